@@ -1,0 +1,38 @@
+# make run    make the environment if needed, then run the main job on an embedded model: no GPU, no network, no weights
+# make test   everything that CI runs: format, lint, types, layering, tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: run test check format gpu slow clean
+
+run: $(READY)
+	$(BIN)/kvpagoda generate
+
+test: check
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -n 2
+
+slow: $(READY)
+	$(BIN)/python -m pytest -q -m slow
+
+gpu: $(READY)
+	$(BIN)/python -m pytest -q -m gpu
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,10 @@
+"""WHO owns an id: one free list, three faces (blocks, tokens, slots).
+
+The faces that hand out tensors, ``alloc.blocks`` and ``alloc.tokens``, are imported from their own files: the rest of
+this room works without torch.
+"""
+
+from kvpagoda.alloc.free_list import FreeList
+from kvpagoda.alloc.slots import SlotAllocator
+
+__all__ = ["FreeList", "SlotAllocator"]

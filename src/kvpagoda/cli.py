@@ -1,0 +1,102 @@
+"""The command line: ``kvpagoda plan`` and ``kvpagoda generate``. Exit 0 on success, 2 on bad input with one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpagoda.errors import BadInput, KVPagodaError
+from kvpagoda.schema import Schema
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="The KV-cache memory system for LLM inference engines.",
+)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn an error of this library, or of a file, into one line on standard error and exit code 2."""
+    try:
+        yield
+    except (KVPagodaError, OSError) as error:
+        typer.echo(f"kvpagoda: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def plan(
+    config: Annotated[str, typer.Argument(help="config.json, a folder that holds one, or a preset (see --help end)")],
+    budget: Annotated[str, typer.Option(help="memory for the cache, e.g. 40GiB")] = "40GiB",
+    max_requests: Annotated[int, typer.Option(help="requests that run at once")] = 256,
+    block_size: Annotated[int | None, typer.Option(help="tokens of a block (default: what the layers need)")] = None,
+    tp: Annotated[int, typer.Option(help="tensor-parallel ranks")] = 1,
+    pp: Annotated[int, typer.Option(help="pipeline stages")] = 1,
+    stage: Annotated[int, typer.Option(help="which pipeline stage to show")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="dtype of the cached rows (default: the config's)")] = None,
+    kv_format: Annotated[str, typer.Option(help="raw, or fp8: the packed rows of the big engines")] = "raw",
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+) -> None:
+    """What a budget holds: bytes per token and request, blocks, states, and how many requests of which length fit."""
+    with one_line_errors():
+        schema = _schema(config, dtype, kv_format).split(tp=tp, pp=pp, rank=stage)
+        made = schema.plan(budget, max_requests, block_size)
+        typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
+
+
+def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
+    """Read a config file or folder."""
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise BadInput(f"no config at {config!r}; give a config.json or a folder that holds one")
+    try:
+        data: Any = json.loads(path.read_text())
+    except ValueError as error:
+        raise BadInput(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise BadInput(f"{path} must hold a JSON object, got {type(data).__name__}")
+    return Schema.from_hf_config(data, dtype=dtype, kv_format=kv_format)
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str | None, typer.Option(help="a transformers model: name or folder (default: a tiny embedded one)")
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="a text file, one prompt a line (default: embedded ones)")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt")] = 48,
+    budget: Annotated[str, typer.Option(help="memory for the cache")] = "64MiB",
+    max_requests: Annotated[int, typer.Option(help="requests that run at once; more wait")] = 4,
+    prefill_chunk: Annotated[int, typer.Option(help="prompt tokens of one request in one step")] = 256,
+    kv_format: Annotated[str, typer.Option(help="raw, or fp8 where the layers have packed rows")] = "raw",
+    dtype: Annotated[str, typer.Option(help="dtype to load a --model in")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print results and counters as JSON")] = False,
+) -> None:
+    """Generate text for many prompts at once, with the model's whole cache in kvpagoda."""
+    with one_line_errors():
+        try:
+            from kvpagoda.hf import show
+        except ImportError as error:
+            raise BadInput(f"'generate' needs the hf extra: pip install 'kvpagoda[hf]' ({error})") from None
+        show.run(
+            model, prompts, max_new_tokens, as_json,
+            dict(budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, kv_format=kv_format), dtype,
+        )  # fmt: skip
+
+
+def main() -> None:
+    """The entry point of the ``kvpagoda`` command."""
+    app(standalone_mode=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

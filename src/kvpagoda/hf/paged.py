@@ -1,0 +1,243 @@
+"""What a transformers model sees as its cache for one forward pass: every row in kvpagoda's pools.
+
+The layers below answer the calls that models make of a ``Cache``. Each writes the step's rows through the layer's view
+and hands back all rows that the step may read, gathered through the block tables; ``attend`` then masks by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
+
+from kvpagoda.batch import Batch, LayerView
+from kvpagoda.schema import Growth, Layer, Schema, Shared
+
+Tensor = torch.Tensor
+ATTENTION = "kvpagoda"
+"""The name under which ``attend`` is registered with transformers' attention interface."""
+
+
+class GroupGather:
+    """How one group's rows are read in one step of ``B`` rows and ``S`` new tokens each."""
+
+    def __init__(self, view: LayerView, growth: Growth) -> None:
+        arrays, size = view.arrays, view.block_size
+        counts = arrays.kv_indptr[1:] - arrays.kv_indptr[:-1]
+        most = int(counts.max())
+        column = torch.arange(most, device=counts.device)
+        place = (arrays.kv_indptr[:-1, None] + column).clamp(max=len(arrays.kv_indices) - 1)
+        self.blocks = torch.where(column < counts[:, None], arrays.kv_indices[place.long()], 0).long()
+        rows, queries = len(counts), len(view.step.positions) // len(counts)
+        self.write_index = (arrays.slot_mapping.long() // size, arrays.slot_mapping.long() % size)
+        kv = arrays.kv_start[:, None].long() + torch.arange(most * size, device=counts.device)
+        self.absent = kv >= arrays.cache_seqlens[:, None]
+        query = view.step.positions.long().view(rows, queries, 1)
+        key = kv[:, None]
+        visible = (key <= query) & ~self.absent[:, None]
+        if growth.window is not None:
+            visible &= key > query - growth.window
+        if growth.chunk is not None:
+            visible &= key // growth.chunk == query // growth.chunk
+        self.visible = visible
+        """bool ``[B, S, T]``: which gathered row each new token attends to."""
+
+
+class StepContext:
+    """One forward pass: its batch, and each group's gather, computed once."""
+
+    def __init__(self, batch: Batch, schema: Schema) -> None:
+        self.batch, self.schema = batch, schema
+        self.is_first = int(batch.positions[0]) == 0
+        """Whether the step starts its (one) request, so that there is no state to read yet."""
+        self._gathers: dict[Growth, GroupGather] = {}
+
+    def gather(self, layer: int) -> GroupGather:
+        """The gather of the group that ``layer`` (or its owner) belongs to."""
+        view = self.batch.layer(layer)
+        growth = view.layer.growth
+        assert growth is not None
+        if growth not in self._gathers:
+            self._gathers[growth] = GroupGather(view, growth)
+        return self._gathers[growth]
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The rows that one attention layer keeps per token: K and V, or MLA's latent and RoPE key, and an indexer's keys."""
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, context: StepContext, index: int) -> None:
+        CacheLayerMixin.__init__(self)
+        self._context, self._index = context, index
+        self._row_names = [rows.name for rows in context.schema.by_index[index].block_rows()]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store ``[B, H, S, D]`` rows; return all rows of the step's requests, ``[B, H, T, D]``."""
+        first, second = self._row_names[:2]
+        return (
+            self._store(first, key_states.transpose(1, 2)).transpose(1, 2),
+            self._store(second, value_states.transpose(1, 2)).transpose(1, 2),
+        )
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store ``[B, S, D]`` indexer keys; return all of them, ``[B, T, D]``."""
+        return self._store(self._row_names[2], indexer_key_states)
+
+    def _store(self, name: str, rows: Tensor) -> Tensor:
+        gather, pool = self._context.gather(self._index), self._context.batch.layer(self._index).blocks
+        assert pool is not None
+        pool.write(name, gather.write_index, rows.flatten(0, 1))
+        found = pool.read(name, (gather.blocks,)).flatten(1, 2).to(rows.dtype)
+        return found.masked_fill(gather.absent.view(*gather.absent.shape, *(1,) * (found.ndim - 2)), 0)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the memory is there."""
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """The state tensors of one layer for the step's rows: copied out of the pool, and back by ``save``.
+
+    transformers keeps one convolution column more than is ever read; the pool does not, so it is added and cut here.
+    """
+
+    def __init__(self, context: StepContext, index: int) -> None:
+        names = [rows.name for rows in context.schema.by_index[index].state_rows()]
+        LinearAttentionLayer.__init__(self, number_of_states=max(1, sum(name.startswith("conv") for name in names)))
+        self._pool, self._slots = context.batch.layer(index).state, context.batch.state_indices.long()
+        self._state_of = {name: int(name.partition("_")[2] or 0) for name in names}
+        if context.is_first:
+            return
+        for name, state in self._state_of.items():
+            rows = self._pool.read(name, (self._slots,))[:, 0]
+            if name.startswith("conv"):
+                self.conv_states[state] = torch.nn.functional.pad(rows, (1, 0))
+                self.conv_kernel_size[state] = rows.shape[-1] + 1
+                self.is_conv_states_initialized[state] = True
+            else:
+                self.recurrent_states[state] = rows
+                self.is_recurrent_states_initialized[state] = True
+            self.has_previous_state[state] = True
+            self.dtype, self.device = rows.dtype, rows.device
+
+    def save(self) -> None:
+        """Write the states that the forward pass left back to their rows."""
+        for name, state in self._state_of.items():
+            is_conv = name.startswith("conv")
+            rows = self.conv_states[state][..., 1:] if is_conv else self.recurrent_states[state]
+            self._pool.write(name, (self._slots,), rows[:, None])
+
+
+class StateAndPagedLayer(StateLayer, PagedLayer):
+    """A layer with attention and a state side by side."""
+
+    def __init__(self, context: StepContext, index: int) -> None:
+        PagedLayer.__init__(self, context, index)
+        StateLayer.__init__(self, context, index)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        if not args:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+
+class StepCache(Cache):  # type: ignore[misc]
+    """The ``past_key_values`` of one forward pass over a batch. Positions are given to the model, not asked of this."""
+
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(layers=[_layer(context, layer) for layer in context.schema.layers])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        layers = self.layers if layer_idx is None else [self.layers[layer_idx]]
+        return any(isinstance(layer, StateLayer) and all(layer.has_previous_state.values()) for layer in layers)
+
+    def save_states(self) -> None:
+        """Write the recurrent states of all layers back to the pool."""
+        for layer in self.layers:
+            if isinstance(layer, StateLayer):
+                layer.save()
+
+
+def _layer(context: StepContext, layer: Layer) -> Any:
+    """The cache layer for what ``layer`` keeps: rows per token, states, both or nothing."""
+    has_blocks, has_states = bool(layer.block_rows()), bool(layer.state_rows())
+    if any(isinstance(kind, Shared) for kind in layer.kinds) or not (has_blocks or has_states):
+        return DummyLayer()
+    made = StateAndPagedLayer if has_blocks and has_states else PagedLayer if has_blocks else StateLayer
+    return made(context, layer.index)
+
+
+_step: ContextVar[StepContext] = ContextVar("kvpagoda_step")
+
+
+@contextmanager
+def in_step(context: StepContext) -> Iterator[StepCache]:
+    """Run a forward pass of ``context``'s batch: ``attend`` finds its tables here. States are saved at the end."""
+    token = _step.set(context)
+    try:
+        cache = StepCache(context)
+        yield cache
+        cache.save_states()
+    finally:
+        _step.reset(token)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of ``query`` ``[B, H, S, D]`` over gathered rows ``key``, ``value`` ``[B, H_kv, T, D]``, masked by position.
+
+    The reference: one matrix product, one softmax with the sinks ``s_aux`` ``[H]`` as one more column, one product.
+    Returns ``[B, S, H, D_v]``.
+    """
+    visible = _step.get().gather(int(module.layer_idx)).visible[:, None]  # type: ignore[arg-type]
+    repeat = query.shape[1] // key.shape[1]
+    if repeat > 1:
+        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if attention_mask is not None:
+        scores = scores + attention_mask[..., : scores.shape[-1]]
+    if s_aux is not None:
+        sinks = s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)[..., : key.shape[2]]
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Masks are by position, in ``attend``; the model need not build one."""
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, _no_mask)

@@ -1,0 +1,100 @@
+"""The main job as a person sees it: load, generate with a progress line, print a table or JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from kvpagoda.errors import BadInput
+from kvpagoda.hf.embedded import PROMPTS, ByteTokenizer, embedded_model
+from kvpagoda.hf.generator import Generator
+from kvpagoda.manager import CacheStats
+from kvpagoda.units import format_bytes
+
+
+def run(
+    model_name: str | None,
+    prompt_file: Path | None,
+    max_new_tokens: int,
+    as_json: bool,
+    generator_arguments: dict[str, Any],
+    dtype: str,
+) -> None:
+    """Generate and print. Progress goes to standard error, and only on a terminal."""
+    texts = list(PROMPTS) if prompt_file is None else prompt_file.read_text().splitlines()
+    texts = [text for text in texts if text]
+    if not texts:
+        raise BadInput(f"{prompt_file} holds no prompts; write one on each line")
+    model, tokenizer = (embedded_model(), ByteTokenizer()) if model_name is None else load(model_name, dtype)
+    generator = Generator(model, **generator_arguments)
+    prompts = [tokenizer.encode(text) for text in texts]
+    began = time.perf_counter()
+    outputs = generate(generator, prompts, max_new_tokens, Console(stderr=True))
+    seconds = time.perf_counter() - began
+    stats, new_tokens = generator.stats(), sum(len(output) for output in outputs)
+    if as_json:
+        results = [
+            {"prompt": text, "tokens": output, "text": tokenizer.decode(output)} for text, output in zip(texts, outputs)
+        ]
+        figures = {"seconds": round(seconds, 3), "new_tokens": new_tokens, "stats": stats.to_dict()}
+        print(json.dumps({"results": results, **figures}, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("prompt", overflow="ellipsis", no_wrap=True, ratio=1)
+    table.add_column("tokens", justify="right", no_wrap=True)
+    table.add_column("new text", overflow="ellipsis", no_wrap=True, ratio=1)
+    for text, prompt, output in zip(texts, prompts, outputs):
+        table.add_row(printable(text), f"{len(prompt)} + {len(output)}", printable(tokenizer.decode(output)))
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    console.print()
+    groups = ", ".join(f"{group.name}: at most {group.peak_held} of {group.total} blocks" for group in stats.groups)
+    console.print(f"{len(outputs)} requests, {new_tokens} new tokens in {seconds:.2f} s: {new_tokens / seconds:.0f} a second")
+    console.print(f"{stats.computed_tokens} tokens computed; cache {format_bytes(stats.nbytes)}; {groups}")
+
+
+def load(name: str, dtype: str) -> tuple[Any, Any]:
+    """A transformers model and its tokenizer. Raises BadInput where transformers cannot find or read them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype), AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"cannot load {name!r}: {str(error).splitlines()[0]}") from None
+
+
+def generate(
+    generator: Generator, prompts: list[list[int]], max_new_tokens: int, console: Console
+) -> list[list[int]]:
+    """``generator.generate`` with a line that shows requests, tokens a second and cache use."""
+    if not console.is_terminal:
+        return generator.generate(prompts, max_new_tokens)
+    columns = (TextColumn("{task.completed}/{task.total} tokens"), BarColumn(), TextColumn("{task.fields[note]}"))
+    with Progress(*columns, console=console, transient=True) as progress:
+        total = sum(len(prompt) + max_new_tokens - 1 for prompt in prompts)
+        task = progress.add_task("", total=total, note="")
+        return generator.generate(prompts, max_new_tokens, on_step=_shower(progress, task))
+
+
+def _shower(progress: Progress, task: Any) -> Callable[[CacheStats], None]:
+    began = time.perf_counter()
+
+    def show(stats: CacheStats) -> None:
+        speed = stats.computed_tokens / (time.perf_counter() - began)
+        held = ", ".join(f"{group.name} {group.held}/{group.total}" for group in stats.groups)
+        note = f"{stats.running} running, {speed:.0f} tokens/s, blocks {held}"
+        progress.update(task, completed=stats.computed_tokens, note=note)
+
+    return show
+
+
+def printable(text: str) -> str:
+    """One line without control characters."""
+    return "".join(c if c.isprintable() else "·" for c in text)

@@ -1,0 +1,5 @@
+"""Moving rows: one operation per file, each with its torch reference, its kernel and one entry point."""
+
+from kvpagoda.kernels.append_swa import append_swa
+
+__all__ = ["append_swa"]

@@ -1,0 +1,164 @@
+"""Append rows to the sliding-window rings: quantise each new row and write it to its request's ring, in one launch.
+
+One program handles one row of ``kv``; each row has one place, and one place has one writer:
+
+    kv[i] = | coded (FP8) | rope (bfloat16) |  ->  pools[slots[i], positions[i] mod W]
+    row R of every pool, the dummy row, takes the rows that have no place
+
+Source of the FP8 contract: ``kvpagoda.formats``, encoding ``fp8`` with one inverse scale a row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvpagoda.errors import BadInput
+from kvpagoda.formats import encode
+from kvpagoda.kernels.dispatch import TRITON, backend, jit, tl
+from kvpagoda.kernels.words import as_words
+from kvpagoda.schema import Encoding
+
+Tensor = torch.Tensor
+
+
+def append_swa(
+    kv: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    swa_fp8: Tensor,
+    swa_rope: Tensor,
+    swa_inv_scale: Tensor,
+    swa_pos: Tensor,
+) -> None:
+    """Write row i of ``kv`` to ring slot ``positions[i] mod W`` of request ``slots[i]``, in place.
+
+    ``kv``         bfloat16 ``[n, dim]``, RoPE dims last; rows may be strided
+    ``slots``      int32 ``[n]``: the request's row of the pools; -1 (or anything outside 0..R-1) marks a padded row
+    ``positions``  int32 ``[n]``: rows of one request follow one another with ascending positions, without gaps
+    ``swa_fp8``    uint8 ``[R+1, W, dim - rope]``: E4M3 codes        ``swa_inv_scale``  float32 ``[R+1, W]``
+    ``swa_rope``   bfloat16 ``[R+1, W, rope]``                       ``swa_pos``        int32 ``[R+1, W]``
+
+    All on one device; pools may be strided in every axis but the last of the first two, and must not overlap. Of more
+    than W rows of a request the last W are kept. A row without a place (padded, or overwritten within the launch) goes
+    to the dummy row R as a row of zeros with position -1, so that the pools' bytes do not depend on the order in which
+    programs run, and a replay writes the same bytes. A row whose coded part holds inf or NaN gets codes 0 and inverse
+    scale NaN. With Triton the launch allocates nothing and reads nothing back.
+
+    Raises BadInput for a wrong shape, dtype, stride or device, before anything is written. O(n * dim).
+    """
+    _check(kv, slots, positions, swa_fp8, swa_rope, swa_inv_scale, swa_pos)
+    if len(kv) == 0:
+        return
+    run = _triton if backend(kv.device.type) == TRITON else _reference
+    run(kv, slots, positions, swa_fp8, swa_rope, swa_inv_scale, swa_pos)
+
+
+def _check(kv: Tensor, slots: Tensor, positions: Tensor, *pools: Tensor) -> None:
+    fp8, rope, inv_scale, pos = pools
+    if kv.ndim != 2 or fp8.ndim != 3 or rope.ndim != 3:
+        raise BadInput(
+            f"append_swa takes kv [n, dim], swa_fp8 [R+1, W, coded], swa_rope [R+1, W, rope]; "
+            f"got {list(kv.shape)}, {list(fp8.shape)}, {list(rope.shape)}"
+        )
+    n, (rows, window, coded) = len(kv), fp8.shape
+    for name, tensor, dtype, shape in (
+        ("kv", kv, torch.bfloat16, (n, coded + rope.shape[2])),
+        ("slots", slots, torch.int32, (n,)),
+        ("positions", positions, torch.int32, (n,)),
+        ("swa_fp8", fp8, torch.uint8, (rows, window, coded)),
+        ("swa_rope", rope, torch.bfloat16, (rows, window, rope.shape[2])),
+        ("swa_inv_scale", inv_scale, torch.float32, (rows, window)),
+        ("swa_pos", pos, torch.int32, (rows, window)),
+    ):
+        if tensor.dtype != dtype or tensor.shape != shape or tensor.device != kv.device:
+            raise BadInput(
+                f"append_swa: {name} must be {dtype} {list(shape)} on {kv.device}, "
+                f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            )
+    if min(rows, window, coded, rope.shape[2]) < 1:
+        raise BadInput(f"append_swa: pools need a dummy row, a ring and both halves, got {list(fp8.shape)}")
+    if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in (kv, slots, positions, fp8, rope)):
+        raise BadInput("append_swa: the last axis of kv, slots, positions, swa_fp8 and swa_rope must be contiguous")
+
+
+def _reference(
+    kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor
+) -> None:
+    """The definition, in torch, on any device. Allocates temporaries."""
+    dummy, window = len(fp8) - 1, fp8.shape[1]
+    live = (slots >= 0) & (slots < dummy) & (positions >= 0)
+    live[:-window] &= ~((slots[window:] == slots[:-window]) & (positions[window:] - window == positions[:-window]))
+    row = torch.where(live, slots, dummy).long()
+    ring = torch.where(live, positions % window, 0).long()
+    rows = torch.where(live[:, None], kv, 0)
+    codes, kept, inverse = encode(Encoding("fp8", kept=rope.shape[2]), rows)
+    for pool, values in ((fp8, codes), (rope, kept)):
+        wide, words = as_words(pool, values)
+        wide[row, ring] = words
+    inv_scale[row, ring] = inverse
+    pos[row, ring] = torch.where(live, positions, -1)
+
+
+def _triton(
+    kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor
+) -> None:
+    with torch.cuda.device_of(kv):  # type: ignore[no-untyped-call]
+        append_swa_kernel[(len(kv),)](
+            kv, slots, positions, fp8, rope, inv_scale, pos,
+            len(kv), len(fp8) - 1, fp8.shape[1],
+            kv.stride(0), *fp8.stride()[:2], *rope.stride()[:2], *inv_scale.stride(), *pos.stride(),
+            CODED=fp8.shape[2], ROPE=rope.shape[2],
+            CODED_BLOCK=_power_of_two(fp8.shape[2]), ROPE_BLOCK=_power_of_two(rope.shape[2]),
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is at least ``n``: Triton's vectors have no other length."""
+    return 1 << (n - 1).bit_length()
+
+
+@jit(do_not_specialize=["n"])
+def append_swa_kernel(  # type: ignore[no-untyped-def]
+    kv, slots, positions, fp8, rope, inv_scale, pos, n, dummy, window,
+    kv_stride, fp8_row, fp8_ring, rope_row, rope_ring, inv_row, inv_ring, pos_row, pos_ring,
+    CODED: tl.constexpr, ROPE: tl.constexpr, CODED_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row of ``kv``; the same bytes as ``_reference``."""
+    i = tl.program_id(0)
+    slot = tl.load(slots + i)
+    position = tl.load(positions + i)
+    in_launch = i + window < n
+    later_slot = tl.load(slots + i + window, mask=in_launch, other=-1)
+    later_position = tl.load(positions + i + window, mask=in_launch, other=-1)
+    overwritten = (later_slot == slot) & (later_position - window == position)
+    live = (slot >= 0) & (slot < dummy) & (position >= 0) & (overwritten == 0)
+    # int64 before any stride: a pool may be larger than 2 GiB.
+    row = tl.where(live, slot, dummy).to(tl.int64)
+    ring = tl.where(live, position % window, 0).to(tl.int64)
+    source = kv + i.to(tl.int64) * kv_stride
+
+    at = tl.arange(0, CODED_BLOCK)
+    loaded = tl.load(source + at, mask=(at < CODED) & live, other=0.0)
+    bits = loaded.to(tl.int16, bitcast=True).to(tl.int32)
+    amax_bits = tl.max(bits & 0x7FFF, axis=0) << 16
+    broken = amax_bits >= 0x7F800000  # inf or NaN: a row of zeros, but with a NaN scale
+    bits = tl.where(broken, 0, bits)
+    amax = tl.maximum(tl.where(broken, 0, amax_bits), 0x2EDBE6FF).to(tl.float32, bitcast=True)  # at least 1e-10
+    y = (bits << 16).to(tl.float32, bitcast=True) * tl.div_rn(448.0, amax)
+
+    # float32 to E4M3 in integers: see formats/float8.py.
+    y_bits = y.to(tl.int32, bitcast=True)
+    a = y_bits & 0x7FFFFFFF
+    subnormal = (a.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    normal = tl.minimum((a - 0x3BF80001 + ((a >> 20) & 1)) >> 20, 0x7E)
+    code = tl.where(a < 0x3C800000, subnormal, normal) | ((y_bits >> 24) & 0x80)
+    tl.store(fp8 + row * fp8_row + ring * fp8_ring + at, code.to(tl.uint8), mask=at < CODED)
+
+    at = tl.arange(0, ROPE_BLOCK)
+    kept = tl.load(source + CODED + at, mask=(at < ROPE) & live, other=0.0)
+    tl.store(rope + row * rope_row + ring * rope_ring + at, kept, mask=at < ROPE)
+
+    inverse = tl.where(broken, 0x7FC00000, tl.div_rn(amax, 448.0).to(tl.int32, bitcast=True))
+    tl.store(inv_scale + row * inv_row + ring * inv_ring, inverse.to(tl.float32, bitcast=True))
+    tl.store(pos + row * pos_row + ring * pos_ring, tl.where(live, position, -1))

@@ -1,0 +1,157 @@
+"""What a layer keeps, as data: rows, how each row is encoded, and how the rows of a layer grow with the text.
+
+A ``Rows`` says what a layer means ("one K row of 8 heads by 128 per token, bfloat16"); its ``Encoding`` says how that
+row lies in memory; ``Rows.fields()`` spells out the arrays that a pool must have for it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvpagoda.errors import SchemaError
+from kvpagoda.units import align_up, ceil_div
+
+ITEMSIZE = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes of one element of every dtype that a field may have."""
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of ``dtype`` ("bfloat16"). Raises SchemaError with the known names."""
+    if dtype not in ITEMSIZE:
+        raise SchemaError(f"unknown dtype {dtype!r}; known: {', '.join(ITEMSIZE)}")
+    return ITEMSIZE[dtype]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a record: ``count`` rows of ``shape`` elements each."""
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+    fill: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows of this field in one record, without padding."""
+        return self.count * math.prod(self.shape) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How one row of numbers lies in memory. The codecs are in ``kvpagoda.formats``.
+
+    ``raw``        the elements as they are.
+    ``fp8``        E4M3 codes with one float32 inverse scale for each ``group`` elements (None: one a row); the last
+                   ``kept`` elements stay bfloat16 (the RoPE part).
+    ``fp8_ue8m0``  E4M3 codes with one power-of-two scale byte for each ``group``, the scale bytes padded to a multiple
+                   of 8; the last ``kept`` elements stay bfloat16. With 448 + 64 elements: the 584-byte row of FlashMLA.
+    ``mxfp4``      E2M1 codes, two a byte, with one power-of-two scale byte for each 32.
+    ``nvfp4``      E2M1 codes, two a byte, with one E4M3 scale for each 16.
+    """
+
+    name: str = "raw"
+    kept: int = 0
+    group: int | None = None
+
+    def parts(self, shape: tuple[int, ...], dtype: str) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        """(suffix, shape, dtype) of each array that one row of ``shape`` takes; the last axis is the encoded one."""
+        if self.name == "raw":
+            return (("", shape, dtype),)
+        lead, coded = shape[:-1], shape[-1] - self.kept
+        group = self.group or coded
+        step = 2 if self.name in ("mxfp4", "nvfp4") else 1
+        if coded <= 0 or coded % group or coded % step:
+            raise SchemaError(
+                f"encoding {self.name!r} cannot hold a row of {shape[-1]} elements: "
+                f"{coded} to encode is not a positive multiple of {max(group, step)}"
+            )
+        groups = coded // group
+        if self.name == "fp8":
+            scale_shape = lead if self.group is None else (*lead, groups)
+            parts: tuple[tuple[str, tuple[int, ...], str], ...] = (
+                ("_fp8", (*lead, coded), "uint8"),
+                ("_inv_scale", scale_shape, "float32"),
+            )
+        elif self.name == "fp8_ue8m0":
+            parts = (("_fp8", (*lead, coded), "uint8"), ("_scales", (*lead, align_up(groups, 8)), "uint8"))
+        elif self.name in ("mxfp4", "nvfp4"):
+            parts = (("_fp4", (*lead, coded // 2), "uint8"), ("_scales", (*lead, groups), "uint8"))
+        else:
+            raise SchemaError(f"unknown encoding {self.name!r}; known: raw, fp8, fp8_ue8m0, mxfp4, nvfp4")
+        if self.kept:
+            parts = (parts[0], ("_rope", (*lead, self.kept), "bfloat16"), *parts[1:])
+        return parts
+
+
+RAW = Encoding()
+MXFP4 = Encoding("mxfp4", group=32)
+NVFP4 = Encoding("nvfp4", group=16)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A run of equal rows that a layer keeps.
+
+    In a block there is one row for every ``tokens_per_row`` tokens; in a state there are ``count`` rows a request,
+    which ``reset`` sets to ``fill``. ``split_axis`` is the axis that tensor parallelism divides (None: replicated).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    encoding: Encoding = RAW
+    tokens_per_row: int = 1
+    count: int = 1
+    fill: float = 0.0
+    split_axis: int | None = None
+
+    def fields(self, count: int) -> tuple[Field, ...]:
+        """The arrays that ``count`` of these rows take."""
+        return tuple(
+            Field(self.name + suffix, count, shape, dtype, self.fill)
+            for suffix, shape, dtype in self.encoding.parts(self.shape, self.dtype)
+        )
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one encoded row, without padding."""
+        return sum(field.nbytes for field in self.fields(1))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Which of a request's tokens its next token still reads: all, the last ``window``, or its own ``chunk``."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def name(self) -> str:
+        """``full``, ``window(1024)`` or ``chunk(8192)``."""
+        if self.window is not None:
+            return f"window({self.window})"
+        return "full" if self.chunk is None else f"chunk({self.chunk})"
+
+    def first_needed(self, position: int) -> int:
+        """The lowest position that the token at ``position`` reads; everything below may be freed."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        return 0 if self.chunk is None else position // self.chunk * self.chunk
+
+    @property
+    def span(self) -> int | None:
+        """The most tokens that one token reads; None: no bound."""
+        return self.window if self.window is not None else self.chunk
+
+    def most_blocks(self, block_size: int, step: int) -> int | None:
+        """The most blocks that one request holds while it writes at most ``step`` tokens at a time; None: no bound."""
+        return None if self.span is None else ceil_div(self.span - 1 + step, block_size) + 1
+
+
+FULL = Growth()

@@ -1,0 +1,201 @@
+"""The layer kinds. Each is frozen data that answers four questions; to add one, add a class here.
+
+    growth()      how its block rows grow with the text (None: it has none)
+    block_rows()  what it keeps for every token, or every few tokens
+    state_rows()  what it keeps once per request
+    split(ways)   the same kind on one of ``ways`` tensor-parallel ranks
+
+A layer is a tuple of kinds: most layers have one, a layer with attention and a state beside it has two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from kvpagoda.errors import SchemaError
+from kvpagoda.schema.fields import FULL, RAW, Encoding, Growth, Rows
+
+
+class LayerKind(Protocol):
+    """What the rest of the library needs to know about a layer. Implementations are frozen dataclasses."""
+
+    def growth(self) -> Growth | None: ...
+
+    def block_rows(self) -> tuple[Rows, ...]: ...
+
+    def state_rows(self) -> tuple[Rows, ...]: ...
+
+    def split(self, ways: int) -> LayerKind: ...
+
+
+def split_count(what: str, count: int, ways: int) -> int:
+    """``count`` heads or channels over ``ways`` ranks; fewer heads than ranks are replicated. Raises SchemaError."""
+    if count % ways and ways % count:
+        raise SchemaError(f"{count} {what} cannot be divided over {ways} tensor-parallel ranks")
+    return max(1, count // ways)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """K and V rows of every token: full, sliding window or chunked, by ``law``. ``num_kv_heads`` of K and of V,
+    ``k_dim`` and ``v_dim`` elements each."""
+
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    dtype: str
+    law: Growth = FULL
+    encoding: Encoding = RAW
+
+    def growth(self) -> Growth:
+        return self.law
+
+    def block_rows(self) -> tuple[Rows, ...]:
+        return (
+            Rows("k", (self.num_kv_heads, self.k_dim), self.dtype, self.encoding, split_axis=0),
+            Rows("v", (self.num_kv_heads, self.v_dim), self.dtype, self.encoding, split_axis=0),
+        )
+
+    def state_rows(self) -> tuple[Rows, ...]:
+        return ()
+
+    def split(self, ways: int) -> Attention:
+        return replace(self, num_kv_heads=split_count("KV heads", self.num_kv_heads, ways))
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: one compressed row and one RoPE key for every token, with an indexer key where the
+    model selects tokens (``index_dim``). The latent is shared by all heads, so every tensor-parallel rank keeps it."""
+
+    latent_dim: int
+    rope_dim: int
+    dtype: str
+    law: Growth = FULL
+    encoding: Encoding = RAW
+    index_dim: int | None = None
+    index_encoding: Encoding = RAW
+
+    def growth(self) -> Growth:
+        return self.law
+
+    def block_rows(self) -> tuple[Rows, ...]:
+        rows = (
+            Rows("latent", (1, self.latent_dim), self.dtype, self.encoding),
+            Rows("k_rope", (1, self.rope_dim), self.dtype),
+        )
+        if self.index_dim is None:
+            return rows
+        return (*rows, Rows("index_key", (self.index_dim,), self.dtype, self.index_encoding))
+
+    def state_rows(self) -> tuple[Rows, ...]:
+        return ()
+
+    def split(self, ways: int) -> Latent:
+        return self
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """State tensors of fixed size: convolution tails, recurrent matrices, any number of either."""
+
+    states: tuple[Rows, ...]
+
+    def growth(self) -> None:
+        return None
+
+    def block_rows(self) -> tuple[Rows, ...]:
+        return ()
+
+    def state_rows(self) -> tuple[Rows, ...]:
+        return self.states
+
+    def split(self, ways: int) -> Recurrent:
+        def one(rows: Rows) -> Rows:
+            if rows.split_axis is None:
+                return rows
+            shape = list(rows.shape)
+            shape[rows.split_axis] = split_count(f"channels of {rows.name!r}", shape[rows.split_axis], ways)
+            return replace(rows, shape=tuple(shape))
+
+        return Recurrent(tuple(one(rows) for rows in self.states))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A layer that reads what layer ``owner`` wrote and keeps nothing itself."""
+
+    owner: int
+
+    def growth(self) -> None:
+        return None
+
+    def block_rows(self) -> tuple[Rows, ...]:
+        return ()
+
+    def state_rows(self) -> tuple[Rows, ...]:
+        return ()
+
+    def split(self, ways: int) -> Shared:
+        return self
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """DeepSeek-V4 attention: a ring of the last ``window`` raw rows, and, for ``ratio`` > 0, one compressed entry for
+    every ``ratio`` tokens. With ``overlap`` each entry also takes in the window before it, through a second stream;
+    with ``index_dim`` an indexer keeps a smaller compressor of its own (arXiv 2606.19348, sections 2.3.1 and 2.3.2).
+
+    State of one request, every ring addressed by position modulo its number of rows:
+
+        swa        [window]    the raw K = V rows, RoPE dims last       swa_pos [window]  their positions, -1 = never
+        tail_ka/za [ratio-1]   key and score of tokens whose window is still open; stream a feeds the *next* entry,
+        tail_kb/zb [ratio-1]   stream b the *current* one (without overlap there is one stream, called a)
+        overlap_k/z [ratio]    stream a of the last closed window; scores are kept with their position bias added
+        idx_...                the same for the indexer             num_entries [1]  entries written so far
+    """
+
+    dim: int
+    window: int
+    dtype: str
+    ratio: int = 0
+    overlap: bool = False
+    index_dim: int | None = None
+    encoding: Encoding = RAW
+    index_encoding: Encoding = RAW
+    tail_dtype: str = "float32"
+
+    def growth(self) -> Growth | None:
+        return FULL if self.ratio else None
+
+    def block_rows(self) -> tuple[Rows, ...]:
+        if not self.ratio:
+            return ()
+        rows = [Rows("entries", (self.dim,), self.dtype, self.encoding, tokens_per_row=self.ratio)]
+        if self.index_dim is not None:
+            keys = Rows("indexer_keys", (self.index_dim,), self.dtype, self.index_encoding, tokens_per_row=self.ratio)
+            rows.append(keys)
+        return tuple(rows)
+
+    def state_rows(self) -> tuple[Rows, ...]:
+        rows = [
+            Rows("swa", (self.dim,), self.dtype, self.encoding, count=self.window),
+            Rows("swa_pos", (), "int32", count=self.window, fill=-1),
+        ]
+        if self.ratio:
+            rows += self._tail("", self.dim)
+            rows.append(Rows("num_entries", (), "int32"))
+        if self.index_dim is not None:
+            rows += self._tail("idx_", self.index_dim)
+        return tuple(rows)
+
+    def _tail(self, prefix: str, dim: int) -> list[Rows]:
+        streams = ("ka", "za", "kb", "zb") if self.overlap else ("ka", "za")
+        rows = [Rows(f"{prefix}tail_{s}", (dim,), self.tail_dtype, count=self.ratio - 1) for s in streams]
+        if self.overlap:
+            rows += [Rows(f"{prefix}overlap_{s}", (dim,), self.tail_dtype, count=self.ratio) for s in ("k", "z")]
+        return rows
+
+    def split(self, ways: int) -> Compressed:
+        return self

@@ -1,0 +1,220 @@
+"""A schema: what every layer of a model keeps, and the groups and records that follow from it. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from kvpagoda.errors import BadInput, SchemaError
+from kvpagoda.schema.fields import Growth, Rows, itemsize
+from kvpagoda.schema.from_hf import read_layers
+from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind, Shared
+from kvpagoda.schema.layout import RowLayout
+from kvpagoda.schema.plan import Demand, KindUse, Plan, make_plan
+from kvpagoda.units import align_up, parse_bytes
+
+DEFAULT_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: its index in the model, the model's own word for it, and what it keeps (usually one kind)."""
+
+    index: int
+    label: str
+    kinds: tuple[LayerKind, ...]
+
+    @property
+    def growth(self) -> Growth | None:
+        """The growth law of its block rows; None for a layer that keeps nothing per token. Raises SchemaError."""
+        laws = {law for kind in self.kinds if (law := kind.growth()) is not None}
+        if len(laws) > 1:
+            raise SchemaError(f"layer {self.index} ({self.label}) mixes growth laws {sorted(law.name for law in laws)}")
+        return laws.pop() if laws else None
+
+    @property
+    def owner(self) -> int:
+        """The layer whose rows this layer reads: itself, unless it shares another's."""
+        return next((kind.owner for kind in self.kinds if isinstance(kind, Shared)), self.index)
+
+    def block_rows(self) -> tuple[Rows, ...]:
+        return tuple(rows for kind in self.kinds for rows in kind.block_rows())
+
+    def state_rows(self) -> tuple[Rows, ...]:
+        return tuple(rows for kind in self.kinds for rows in kind.state_rows())
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers with one growth law: they grow together and share one block id."""
+
+    growth: Growth
+    layers: tuple[Layer, ...]
+
+    @property
+    def name(self) -> str:
+        return self.growth.name
+
+    def block_layout(self, block_size: int) -> RowLayout:
+        """The record of one block of ``block_size`` tokens: all layers of the group."""
+        return RowLayout.build(
+            (layer.index, field)
+            for layer in self.layers
+            for rows in layer.block_rows()
+            for field in rows.fields(block_size // rows.tokens_per_row)
+        )
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What a model keeps for its requests, layer by layer.
+
+    ``max_positions`` and ``vocab_size`` are the model's own limits where the config names them (None: no limit known).
+    """
+
+    layers: tuple[Layer, ...]
+    name: str = "custom"
+    max_positions: int | None = None
+    vocab_size: int | None = None
+
+    @classmethod
+    def from_hf_config(cls, config: Any, *, dtype: str | None = None, kv_format: str = "raw") -> Schema:
+        """Read a transformers config, or a dict read from ``config.json``.
+
+        ``dtype``: of the cached rows; default the config's own (bfloat16 if it names none). ``kv_format``: ``raw``
+        keeps rows as the model computes them; ``fp8`` uses the packed rows of the big engines for the kinds that have
+        them (MLA latents, DeepSeek-V4 entries). Raises SchemaError naming the missing, absurd or unknown field.
+        """
+        name, specs, max_positions, vocab_size = read_layers(config, dtype=dtype, kv_format=kv_format)
+        layers = tuple(Layer(index, label, kinds) for index, (label, kinds) in enumerate(specs))
+        return cls(layers, name, max_positions, vocab_size)
+
+    def __post_init__(self) -> None:
+        for position, layer in enumerate(self.layers):
+            owner = layer.owner
+            if owner != layer.index and not any(other.index == owner for other in self.layers[:position]):
+                raise SchemaError(f"layer {layer.index} ({layer.label}) shares layer {owner}, which does not come before")
+        if not self.layers:
+            raise SchemaError("a schema needs at least one layer")
+        _ = self.groups
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """One group for every growth law, ``full`` first, then in the order of the layers."""
+        by_law: dict[Growth, list[Layer]] = {}
+        for layer in self.layers:
+            if (law := layer.growth) is not None:
+                by_law.setdefault(law, []).append(layer)
+        groups = [Group(law, tuple(layers)) for law, layers in by_law.items()]
+        return tuple(sorted(groups, key=lambda group: group.name != "full"))
+
+    @cached_property
+    def by_index(self) -> Mapping[int, Layer]:
+        """Layers by their index in the model (a pipeline stage has only some of them)."""
+        return {layer.index: layer for layer in self.layers}
+
+    @cached_property
+    def state_layout(self) -> RowLayout:
+        """The record of one request's state: all layers. 0 bytes for models without state."""
+        return RowLayout.build(
+            (layer.index, field)
+            for layer in self.layers
+            for rows in layer.state_rows()
+            for field in rows.fields(rows.count)
+        )
+
+    @cached_property
+    def tokens_per_row(self) -> int:
+        """The least common multiple of all compression ratios: blocks are a multiple of it. 1 without compression."""
+        return math.lcm(1, *(rows.tokens_per_row for layer in self.layers for rows in layer.block_rows()))
+
+    def block_size(self, wanted: int | None = None) -> int:
+        """Tokens of one block: ``wanted`` if it suits every layer, else (None) the smallest that does, at least 16."""
+        unit = self.tokens_per_row
+        if wanted is None:
+            return align_up(DEFAULT_BLOCK_SIZE, unit)
+        if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1 or wanted % unit:
+            raise BadInput(f"block_size must be a positive multiple of {unit} for {self.name}, got {wanted!r}")
+        return wanted
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of data that one more token of context adds over all groups (windows still filling), no padding."""
+        unit = self.block_size()
+        return sum(group.block_layout(unit).payload_nbytes for group in self.groups) / unit
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 bytes of BLAKE2b over every layer's rows, in hex: two caches may exchange records only if they agree."""
+        rows = repr([(layer.index, layer.growth, layer.block_rows(), layer.state_rows()) for layer in self.layers])
+        return hashlib.blake2b(rows.encode(), digest_size=16).hexdigest()
+
+    def cast(self, dtype: str) -> Schema:
+        """The same schema with its K, V, latent and entry rows in ``dtype``; states keep theirs. Raises SchemaError."""
+        itemsize(dtype)
+
+        def one(kind: LayerKind) -> LayerKind:
+            return replace(kind, dtype=dtype) if isinstance(kind, Attention | Latent | Compressed) else kind
+
+        layers = tuple(replace(layer, kinds=tuple(one(kind) for kind in layer.kinds)) for layer in self.layers)
+        return replace(self, layers=layers)
+
+    def split(self, *, tp: int = 1, pp: int = 1, rank: int = 0) -> Schema:
+        """What one rank keeps: heads and channels divided over ``tp``, layers over ``pp`` stages; stage ``rank``.
+
+        Stages take equal runs of layers, the first ones one more where they do not divide evenly.
+        """
+        if tp < 1 or pp < 1 or pp > len(self.layers) or not 0 <= rank < pp:
+            raise BadInput(f"cannot split {len(self.layers)} layers into tp={tp}, pp={pp}, stage {rank}")
+        short, longer = divmod(len(self.layers), pp)
+        first = rank * short + min(rank, longer)
+        stage = self.layers[first : first + short + (rank < longer)]
+        layers = tuple(replace(layer, kinds=tuple(kind.split(tp) for kind in layer.kinds)) for layer in stage)
+        return replace(self, layers=layers)
+
+    def plan(
+        self,
+        budget: int | str | None = None,
+        max_requests: int = 64,
+        block_size: int | None = None,
+        *,
+        num_blocks: int | None = None,
+        step_tokens: int = 512,
+    ) -> Plan:
+        """Divide ``budget`` (bytes or text), or size for ``num_blocks``, for ``max_requests`` running at once.
+
+        ``step_tokens``: the most tokens of one request written between two commits (a prefill chunk); window groups
+        keep room for them. Raises BadInput, and NeverFits if not even one block of one request has room.
+        """
+        size = self.block_size(block_size)
+        demands = tuple(
+            Demand(group.growth, tuple(layer.index for layer in group.layers), group.block_layout(size))
+            for group in self.groups
+        )
+        return make_plan(
+            self.name,
+            demands,
+            self._kind_uses(size),
+            self.state_layout,
+            budget=None if budget is None else parse_bytes(budget),
+            max_requests=max_requests,
+            block_size=size,
+            num_blocks=num_blocks,
+            step_tokens=step_tokens,
+            max_positions=self.max_positions,
+        )
+
+    def _kind_uses(self, block_size: int) -> tuple[KindUse, ...]:
+        """Data bytes of the layers of each label, in the order of their first layer."""
+        blocks = [group.block_layout(block_size) for group in self.groups]
+        uses: dict[str, list[float]] = {}
+        for layer in self.layers:
+            use = uses.setdefault(layer.label, [0, 0.0, 0])
+            use[0] += 1
+            use[1] += sum(layout.layer_nbytes(layer.index) for layout in blocks) / block_size
+            use[2] += self.state_layout.layer_nbytes(layer.index)
+        return tuple(KindUse(label, int(n), per_token, int(state)) for label, (n, per_token, state) in uses.items())

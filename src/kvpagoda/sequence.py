@@ -1,0 +1,158 @@
+"""One request's share of the cache, from ``open`` to ``close``."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpagoda.errors import BadInput, OutOfBlocks, StaleHandle
+from kvpagoda.ledger import GroupLedger
+from kvpagoda.units import format_bytes
+
+Tokens = npt.NDArray[np.int32]
+
+
+def as_tokens(token_ids: Any, vocab_size: int | None = None) -> Tokens:
+    """``token_ids`` as a contiguous int32 vector. Raises BadInput for anything but integers inside the vocabulary."""
+    array = np.asarray(token_ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise BadInput(f"token ids must be a vector of integers, got {array.dtype} of shape {list(array.shape)}")
+    if array.size:
+        low, high = int(array.min()), int(array.max())
+        top = (vocab_size or 2**31) - 1
+        if low < 0 or high > top:
+            raise BadInput(f"token id {low if low < 0 else high} is outside the vocabulary 0..{top}")
+    return np.ascontiguousarray(array, np.int32)
+
+
+class Owner(Protocol):
+    """What a sequence needs of the cache that opened it."""
+
+    ledgers: tuple[GroupLedger, ...]
+    budget: int
+    vocab_size: int | None
+    max_context: int
+
+    def sequence_freed(self, ledger: GroupLedger, ids: Tokens) -> None: ...
+
+    def sequence_closed(self, slot: int, length: int) -> None: ...
+
+
+class Sequence:
+    """A request that is being computed. Made by ``KVCache.open``; closes itself at the end of a ``with`` block.
+
+    ``length`` tokens have their rows written (committed). ``extend`` makes room for more, ``commit`` says that they
+    were written. Every call either does all it says or raises and changes nothing; after ``close`` all raise StaleHandle.
+    """
+
+    def __init__(self, owner: Owner, slot: int, prompt: Tokens) -> None:
+        self._owner, self._slot = owner, slot
+        self._tokens, self._prompt_length, self._length = prompt, len(prompt), 0
+        self._open = True
+
+    @property
+    def slot(self) -> int:
+        """The request slot: its row in block tables and state pools. Valid while the sequence is open."""
+        self._check_open()
+        return self._slot
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    @property
+    def length(self) -> int:
+        """Tokens whose rows are written."""
+        return self._length
+
+    @property
+    def cached_tokens(self) -> int:
+        """Leading tokens of the prompt that need not be computed: always at most ``len(prompt) - 1``."""
+        return 0
+
+    @property
+    def tokens(self) -> Tokens:
+        """The committed token ids, int32 ``[length]``; a read-only view."""
+        view = self._tokens[: self._length]
+        view.flags.writeable = False
+        return view
+
+    @property
+    def room(self) -> int:
+        """Tokens, the committed ones included, that every group has room for."""
+        self._check_open()
+        return min(
+            (int(g.end[self._slot]) * g.block_size for g in self._owner.ledgers), default=self._owner.max_context
+        )
+
+    def extend(self, n: int) -> None:
+        """Make room for the next ``n`` tokens after the committed ones, in every group or in none.
+
+        Raises OutOfBlocks (nothing changed), BadInput for a negative ``n`` or more than ``max_context`` tokens.
+        """
+        self._check_open()
+        if n < 0 or self._length + n > self._owner.max_context:
+            raise BadInput(
+                f"cannot extend {self._length} tokens by {n}: at most {self._owner.max_context} tokens fit a table"
+            )
+        needs = [ledger.wanted(self._slot, self._length + n) for ledger in self._owner.ledgers]
+        for ledger, need in zip(self._owner.ledgers, needs):
+            if need > ledger.available(self._slot):
+                raise OutOfBlocks(
+                    f"need {need} blocks, {ledger.available(self._slot)} available ({ledger.free.num_free} free, "
+                    f"{ledger.claimed} promised to running requests) of {ledger.plan.num_blocks} in group "
+                    f"{ledger.name!r}; close a sequence or raise the budget (now {format_bytes(self._owner.budget)})"
+                )
+        for ledger, need in zip(self._owner.ledgers, needs):
+            ledger.grow(self._slot, need)
+
+    def commit(self, token_ids: Any) -> None:
+        """Say that the rows of the next ``len(token_ids)`` tokens are written; window groups free what slid out.
+
+        Inside the prompt the ids must be the prompt's own. Raises BadInput (no room, other ids), StaleHandle.
+        """
+        self._check_open()
+        ids = as_tokens(token_ids, self._owner.vocab_size)
+        end = self._length + len(ids)
+        if end > self.room:
+            raise BadInput(
+                f"commit of {len(ids)} tokens after {self._length} passes the room of {self.room}; extend first"
+            )
+        known = self._tokens[self._length : min(end, self._prompt_length)]
+        if not np.array_equal(known, ids[: len(known)]):
+            at = self._length + int(np.argmax(known != ids[: len(known)]))
+            raise BadInput(f"commit names token {ids[at - self._length]} at {at}, the prompt has {self._tokens[at]}")
+        if end > len(self._tokens):
+            grown = np.empty(max(end, 2 * len(self._tokens)), np.int32)
+            grown[: self._length] = self._tokens[: self._length]
+            self._tokens = grown
+        if end > self._prompt_length:
+            self._tokens[self._length : end] = ids
+        self._length = end
+        for ledger in self._owner.ledgers:
+            self._owner.sequence_freed(ledger, ledger.slide(self._slot, end))
+
+    def close(self) -> None:
+        """Give everything back. Raises StaleHandle the second time."""
+        self._check_open()
+        self._open = False
+        for ledger in self._owner.ledgers:
+            self._owner.sequence_freed(ledger, ledger.close(self._slot))
+        self._owner.sequence_closed(self._slot, self._length)
+
+    def __enter__(self) -> Sequence:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open:
+            self.close()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise StaleHandle("this sequence is closed; open a new one")

@@ -1,0 +1,167 @@
+"""The arena: ``num_rows`` records of one layout in one allocation, in either order.
+
+    block-major   | record 0: all fields | record 1: all fields | ..      a block is one byte range
+    layer-major   | field 0 of all rows | field 1 of all rows | ..        a field is one dense tensor
+
+Both orders are the same arithmetic: a field starts somewhere and its rows are a stride apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpagoda.alloc.id_tensors import Device, default_device
+from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.schema import Place, RowLayout
+from kvpagoda.schema.fields import itemsize
+from kvpagoda.units import align_up
+
+__all__ = ["Arena", "Device", "default_device"]
+
+REGION_ALIGN = 256
+"""Bytes to which every field's region starts in a layer-major arena: a line of device memory."""
+
+Tensor = torch.Tensor
+
+
+class Arena:
+    """Memory for ``num_rows`` records of ``layout``. One allocation, made here and never again.
+
+    ``order``: ``"block"`` or ``"layer"``; default layer-major on a GPU, block-major on the CPU. ``field_align``: bytes
+    to which a layer-major region starts. New memory is zero; ``fill`` writes each field's own initial value.
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        num_rows: int,
+        *,
+        device: Device = None,
+        order: str | None = None,
+        field_align: int = REGION_ALIGN,
+        pin_memory: bool = False,
+    ) -> None:
+        self.layout, self.num_rows, self.device = layout, num_rows, default_device(device)
+        self.order = order or ("block" if self.device.type == "cpu" else "layer")
+        if self.order not in ("block", "layer") or num_rows < 0:
+            raise BadInput(f"order is 'block' or 'layer' and num_rows >= 0, got {order!r} and {num_rows}")
+        self._starts: list[tuple[Place, int, int]] = []
+        end = 0
+        for place in layout.places:
+            start, stride = (place.offset, layout.nbytes) if self.order == "block" else (end, place.nbytes)
+            if start % itemsize(place.field.dtype):
+                raise BadInput(
+                    f"field_align {field_align} puts {place.field.name!r} ({place.field.dtype}) at byte {start}"
+                )
+            self._starts.append((place, start, stride))
+            end = align_up(end + num_rows * place.nbytes, field_align)
+        nbytes = num_rows * layout.nbytes if self.order == "block" else end
+        pin = pin_memory and self.device.type == "cpu" and torch.cuda.is_available()
+        self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device, pin_memory=pin)
+        self._views: dict[int, dict[str, Tensor]] = {}
+        for place, start, stride in self._starts:
+            self._views.setdefault(place.layer, {})[place.field.name] = self._view(place, start, stride)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.buffer.numel()
+
+    def layer(self, layer: int) -> Mapping[str, Tensor]:
+        """Field name -> view ``[num_rows, count, *shape]`` of that field of ``layer``.
+
+        Views alias the arena and live as long as it does. Empty for a layer without fields here.
+        """
+        return self._views.get(layer, {})
+
+    def pack(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """Rows ``ids`` (int ``[n]``) as records ``[n, layout.nbytes]`` uint8, the same bytes in either order.
+
+        Padding is zero. The result, ``out`` if given, is the caller's and on the arena's device. Raises NotOwned for an
+        id out of range and BadInput for an ``out`` of another shape, dtype or device, before anything is read.
+        """
+        index = self.row_index(ids)
+        if out is not None:
+            self._check_records(out, len(index))
+            if out.device != self.buffer.device:
+                raise BadInput(f"out must be on {self.buffer.device}, got {out.device}")
+        if self.order == "block":
+            rows = self.buffer.view(self.num_rows, self.layout.nbytes)
+            return torch.index_select(rows, 0, index, out=out) if out is not None else rows[index]
+        if out is None:
+            out = torch.zeros(len(index), self.layout.nbytes, dtype=torch.uint8, device=self.device)
+        elif self.layout.payload_nbytes < self.layout.nbytes:
+            out.zero_()
+        for place, start, stride in self._starts:
+            out[:, place.offset : place.offset + place.nbytes] = self._bytes(place, start, stride)[index]
+        return out
+
+    def unpack(self, ids: Tensor, records: Tensor) -> None:
+        """Write ``records`` (uint8 ``[n, layout.nbytes]``, from ``pack``) to rows ``ids``. Raises before writing."""
+        index = self.row_index(ids)
+        self._check_records(records, len(index))
+        if len(torch.unique(index)) != len(index):
+            raise NotOwned(f"unpack would write a row twice: {index.tolist()[:16]}")
+        records = records.to(self.device)
+        if self.order == "block":
+            self.buffer.view(self.num_rows, self.layout.nbytes)[index] = records
+            return
+        for place, start, stride in self._starts:
+            self._bytes(place, start, stride)[index] = records[:, place.offset : place.offset + place.nbytes]
+
+    def reset(self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int] | int) -> None:
+        """Set rows ``ids`` of every field to the field's initial value. Raises NotOwned for an id out of range."""
+        one = isinstance(ids, int)
+        index = self.row_index([ids] if isinstance(ids, int) else ids)
+        for place, _, _ in self._starts:
+            self._views[place.layer][place.field.name][ids if one else index] = place.field.fill
+
+    def poison(self, ids: npt.NDArray[np.int32]) -> None:
+        """Set every byte of rows ``ids`` to 0xFF: NaN in all float formats, -1 in the integers."""
+        rows = torch.from_numpy(ids).to(self.device, torch.int64)
+        for place, start, stride in self._starts:
+            self._bytes(place, start, stride)[rows] = 0xFF
+
+    def row_index(
+        self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int], *, is_proven: bool = False
+    ) -> Tensor:
+        """``ids`` as int64 ``[n]`` on the arena's device, fit for addressing.
+
+        Raises NotOwned for an id out of range and BadInput for anything but a vector of whole numbers. Ids on a GPU are
+        waited for; ``is_proven`` skips the range and the wait.
+        """
+        index = torch.as_tensor(ids)
+        if index.numel() and (index.dtype == torch.bool or index.is_floating_point() or index.is_complex()):
+            raise BadInput(f"row ids must be whole numbers, got {index.dtype}")
+        if index.ndim != 1:
+            raise BadInput(f"row ids must be a vector, got shape {list(index.shape)}")
+        index = index.to(torch.int64)
+        if len(index) and not is_proven and not 0 <= int(index.min()) <= int(index.max()) < self.num_rows:
+            raise NotOwned(f"row ids {int(index.min())}..{int(index.max())} are not all in 0..{self.num_rows - 1}")
+        return index.to(self.device)
+
+    def _check_records(self, records: Tensor, n: int) -> None:
+        if records.dtype != torch.uint8 or tuple(records.shape) != (n, self.layout.nbytes):
+            raise BadInput(
+                f"records must be uint8 [{n}, {self.layout.nbytes}], got {records.dtype} {list(records.shape)}"
+            )
+
+    def _bytes(self, place: Place, start: int, stride: int) -> Tensor:
+        return self.buffer[start:].as_strided((self.num_rows, place.nbytes), (stride, 1))
+
+    def _view(self, place: Place, start: int, stride: int) -> Tensor:
+        field = place.field
+        dtype: torch.dtype = getattr(torch, field.dtype)
+        size = dtype.itemsize
+        shape = (self.num_rows, field.count, *field.shape)
+        inner = [1]
+        for extent in reversed(shape[2:]):
+            inner.append(inner[-1] * extent)
+        strides = (stride // size, *reversed(inner))
+        whole = self.buffer[: self.nbytes // size * size].view(dtype)
+        return whole.as_strided(shape, strides, start // size)

@@ -1,0 +1,321 @@
+"""The typed view that one compressed-attention layer gets for one step, and the plain readers of its views.
+
+A step is a list of tokens, each with its request's slot and its position; the tokens of one request lie together, in
+ascending order. Slot -1 is a padded row: the state pool's last row absorbs what it writes, and it reads nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from kvpagoda.errors import BadInput
+from kvpagoda.formats import decode
+from kvpagoda.kernels.append_swa import append_swa
+from kvpagoda.schema import Compressed, Encoding
+from kvpagoda.storage.pool import Pool
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """Which tokens a step computes: int32 ``[n]`` each, on the cache's device. Shared by all layers of the step."""
+
+    request_slots: Tensor
+    positions: Tensor
+    request_ids: Tensor
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """``request_slots`` as int64 row numbers."""
+        return self.request_slots.long()
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """int64 ``[n]``: the first position of this step of each token's request."""
+        order = torch.arange(len(self.slots), device=self.slots.device)
+        head = torch.ones_like(order, dtype=torch.bool)
+        head[1:] = self.slots[1:] != self.slots[:-1]
+        return self.positions.long()[torch.where(head, order, 0).cummax(0).values]
+
+    def last_writers(self, ring: int) -> Tensor:
+        """int64 ``[n]``: the row each token writes in a ring of ``ring`` rows: its slot, or -1 (the dummy) if a later
+        token of the same request takes the same ring row in this step. So every ring row has one writer."""
+        slots = self.slots
+        if len(slots) <= ring:
+            return slots
+        later = torch.zeros_like(slots, dtype=torch.bool)
+        later[:-ring] = slots[ring:] == slots[:-ring]
+        return slots.masked_fill(later, -1)
+
+
+@dataclass(frozen=True)
+class SWAView:
+    """The sliding-window rings of all requests. Aliases the pool; ``swa_pos`` is -1 where nothing was ever written.
+
+    FP8 forms have ``swa_fp8`` ``[requests, window, dim - rope]`` uint8, ``swa_rope`` ``[.., rope]`` bfloat16 and scales;
+    the raw form has ``swa`` ``[requests, window, dim]``.
+    """
+
+    encoding: Encoding
+    dtype: torch.dtype
+    parts: tuple[Tensor, ...]
+    swa_pos: Tensor
+    request_slots: Tensor
+    positions: Tensor
+
+    @property
+    def swa_fp8(self) -> Tensor:
+        return self.parts[0]
+
+    @property
+    def swa_rope(self) -> Tensor:
+        return self.parts[1]
+
+    @property
+    def swa_inv_scale(self) -> Tensor:
+        return self.parts[-1]
+
+
+@dataclass(frozen=True)
+class ClassicalView:
+    """The compressed entries, by block. ``block_table`` int32 ``[requests, max_blocks]``, ``num_entries`` int32
+    ``[requests]``: entry w of a request is row ``w % per_block`` of block ``block_table[slot, w // per_block]``."""
+
+    encoding: Encoding
+    dtype: torch.dtype
+    parts: tuple[Tensor, ...]
+    block_table: Tensor
+    num_entries: Tensor
+
+    @property
+    def entries_fp8(self) -> Tensor:
+        return self.parts[0]
+
+    @property
+    def entries_rope(self) -> Tensor:
+        return self.parts[1]
+
+    @property
+    def inv_scale(self) -> Tensor:
+        return self.parts[-1]
+
+
+@dataclass(frozen=True)
+class IndexerView:
+    """The indexer's keys, by block: packed codes and their scales (raw form: ``keys_fp4`` holds the keys as they are
+    and ``key_scales`` is the same tensor). Addressed like the entries."""
+
+    encoding: Encoding
+    dtype: torch.dtype
+    parts: tuple[Tensor, ...]
+    block_table: Tensor
+    num_entries: Tensor
+
+    @property
+    def keys_fp4(self) -> Tensor:
+        return self.parts[0]
+
+    @property
+    def key_scales(self) -> Tensor:
+        return self.parts[-1]
+
+
+@dataclass(frozen=True)
+class ClosedWindows:
+    """The windows that close in a step: for each, the token that closes it, its number, and the rows it pools."""
+
+    tokens: Tensor
+    """int64 ``[c]``: index of the closing token in the step."""
+    windows: Tensor
+    """int64 ``[c]``: window number, position // ratio."""
+    keys: Tensor
+    """``[c, rows, dim]``: with overlap the window before (stream a), then the window itself (stream b)."""
+    scores: Tensor
+    """``[c, rows, dim]``: -inf where there is no window before."""
+
+
+class LayerCacheHandle:
+    """What one layer reads and writes in one step. Making one allocates no device memory; it is valid for that step.
+
+    ``paged`` is None on layers without compressed entries. All writes go to the rows of ``step``'s own requests.
+    """
+
+    def __init__(
+        self, kind: Compressed, paged: Pool | None, state: Pool, block_table: Tensor | None, step: Step
+    ) -> None:
+        self.kind, self.paged, self.state, self.block_table, self.step = kind, paged, state, block_table, step
+
+    @property
+    def request_slots(self) -> Tensor:
+        return self.step.request_slots
+
+    @property
+    def positions(self) -> Tensor:
+        return self.step.positions
+
+    @property
+    def request_ids(self) -> Tensor:
+        return self.step.request_ids
+
+    # -- the sliding window -----------------------------------------------------------------------------------------
+
+    def write_swa(self, kv: Tensor) -> None:
+        """Store the rows of this step, ``[n, dim]``, RoPE dims last (bfloat16 for the FP8 form), at position mod ring.
+
+        Of a step longer than the ring the last rows stay. Call it after ``read_window``: older rows are overwritten.
+        """
+        if tuple(kv.shape) != (len(self.positions), self.kind.dim):
+            raise BadInput(f"kv must be [{len(self.positions)}, {self.kind.dim}], got {list(kv.shape)}")
+        if self.kind.encoding.name == "fp8":
+            codes, rope, scale = self.state.parts("swa")
+            append_swa(kv, self.request_slots, self.positions, codes, rope, scale, self.state["swa_pos"])
+            return
+        self._write_ring("swa", kv)
+        self._write_ring("swa_pos", self.positions)
+
+    def read_window(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows that each token attends to raw: its window, itself included.
+
+        ``kv`` ``[n, dim]``: this step's rows, not yet written. Returns rows ``[n, window, dim]`` in ``kv``'s dtype, as
+        they read back from storage, zero where there is none, and their validity, bool ``[n, window]``.
+        """
+        window, step = self.kind.window, self.step
+        wanted = step.positions.long()[:, None] + torch.arange(1 - window, 1, device=kv.device)
+        rows = self._gather("swa", self.state.stored("swa", kv), wanted)
+        valid = (wanted >= 0) & (step.slots >= 0)[:, None]
+        return rows.masked_fill(~valid[..., None], 0), valid
+
+    def read_swa_view(self) -> SWAView:
+        """The rings of all requests, without the dummy row."""
+        return SWAView(
+            self.kind.encoding,
+            getattr(torch, self.kind.dtype),
+            tuple(part[:-1] for part in self.state.parts("swa")),
+            self.state["swa_pos"][:-1],
+            self.request_slots,
+            self.positions,
+        )
+
+    # -- the compressor and the indexer's own (prefix "idx_") --------------------------------------------------------
+
+    def close_windows(self, keys: Tensor, scores: Tensor, prefix: str = "") -> ClosedWindows:
+        """Collect what the windows closing in this step pool over, then remember this step's rows for later windows.
+
+        ``keys``, ``scores`` ``[n, streams * dim]``: this step's projections, scores with the position bias added; with
+        overlap the first half is stream a (for the next window), the second half stream b.
+        """
+        ratio, step, overlap = self.kind.ratio, self.step, self.kind.overlap
+        positions = step.positions.long()
+        closing = (((positions + 1) % ratio == 0) & (step.slots >= 0)).nonzero()[:, 0]
+        closed_at = positions[closing][:, None]
+        current = closed_at + torch.arange(1 - ratio, 1, device=keys.device)
+        pooled: list[Tensor] = []
+        last = torch.ones_like(closing, dtype=torch.bool)
+        last[:-1] = step.slots[closing[1:]] != step.slots[closing[:-1]]
+        survivors = step.slots[closing].masked_fill(~last, -1)[:, None]
+        pooled: list[Tensor] = []
+        for stream, rows, nothing in (("k", keys, 0.0), ("z", scores, float("-inf"))):
+            a, b = rows.chunk(2, dim=-1) if overlap else (rows, rows)
+            tail_a, overlap_name = f"{prefix}tail_{stream}a", f"{prefix}overlap_{stream}"
+            if not overlap:
+                pooled.append(self._gather(tail_a, a, current, closing))
+                continue
+            before = current - ratio
+            closed_earlier = (closed_at - ratio < step.starts[closing][:, None])[..., None]
+            older = self._gather(overlap_name, a, before, closing)
+            rows_before = torch.where(closed_earlier, older, self._gather(tail_a, a, before, closing))
+            rows_before = rows_before.masked_fill((before < 0)[..., None], nothing)
+            pooled.append(torch.cat([rows_before, self._gather(f"{prefix}tail_{stream}b", b, current, closing)], dim=1))
+            ending = self._gather(tail_a, a, current, closing)
+            self.state.write(overlap_name, (survivors, current % ratio), ending)
+        for stream, rows in (("k", keys), ("z", scores)):
+            for name, part in zip("ab", rows.chunk(2, dim=-1) if overlap else (rows,)):
+                self._write_ring(f"{prefix}tail_{stream}{name}", part)
+        return ClosedWindows(closing, closed_at[:, 0] // ratio, *pooled)
+
+    def write_entries(self, closed: ClosedWindows, entries: Tensor) -> None:
+        """Store one compressed entry ``[c, dim]`` for every closed window, in the request's blocks."""
+        slots = self.step.slots[closed.tokens]
+        self._paged.write("entries", self._block_rows(slots, closed.windows), entries)
+        counts = self.state["num_entries"]
+        newest = torch.zeros_like(counts[:, 0]).scatter_reduce(0, slots, (closed.windows + 1).int(), "amax")
+        counts[:, 0] = torch.maximum(counts[:, 0], newest)
+
+    def write_indexer_keys(self, closed: ClosedWindows, keys: Tensor) -> None:
+        """Store one indexer key ``[c, index_dim]`` for every closed window, beside its entry."""
+        index = self._block_rows(self.step.slots[closed.tokens], closed.windows)
+        self._paged.write("indexer_keys", index, keys)
+
+    def read_entries(self, windows: Tensor) -> Tensor:
+        """Entries ``windows`` (int64 ``[n, k]``, -1 = none) of each token's request: ``[n, k, dim]``, zero for -1."""
+        return self._read_blocks("entries", windows)
+
+    def read_indexer_keys(self, windows: Tensor) -> Tensor:
+        """Indexer keys of ``windows`` (int64 ``[n, k]``, -1 = none): ``[n, k, index_dim]``, zero for -1."""
+        return self._read_blocks("indexer_keys", windows)
+
+    def read_classical_view(self) -> ClassicalView:
+        """The blocks of entries, with the table that says whose they are."""
+        table, counts = self._table[:-1], self.state["num_entries"][:-1, 0]
+        dtype = getattr(torch, self.kind.dtype)
+        return ClassicalView(self.kind.encoding, dtype, self._paged.shown("entries"), table, counts)
+
+    def read_indexer_view(self) -> IndexerView:
+        """The blocks of indexer keys. Raises BadInput on a layer without an indexer."""
+        if "indexer_keys" not in self._paged:
+            raise BadInput("this layer has no indexer; only layers with index_dim keep indexer keys")
+        table, counts = self._table[:-1], self.state["num_entries"][:-1, 0]
+        dtype = getattr(torch, self.kind.dtype)
+        return IndexerView(self.kind.index_encoding, dtype, self._paged.shown("indexer_keys"), table, counts)
+
+    # -- addresses ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _paged(self) -> Pool:
+        if self.paged is None:
+            raise BadInput("this layer keeps a sliding window only; it has no compressed entries")
+        return self.paged
+
+    @property
+    def _table(self) -> Tensor:
+        assert self.block_table is not None
+        return self.block_table
+
+    def _block_rows(self, slots: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
+        per_block = self._paged.parts("entries")[0].shape[1]
+        return self._table[slots, windows // per_block].long(), windows % per_block
+
+    def _read_blocks(self, name: str, windows: Tensor) -> Tensor:
+        rows = self._paged.read(name, self._block_rows(self.step.slots[:, None], windows.clamp(min=0)))
+        return rows.masked_fill((windows < 0)[..., None], 0)
+
+    def _write_ring(self, name: str, values: Tensor) -> None:
+        ring = self.state.parts(name)[0].shape[1]
+        self.state.write(name, (self.step.last_writers(ring), self.step.positions.long() % ring), values)
+
+    def _gather(self, name: str, rows: Tensor, wanted: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Rows at positions ``wanted`` ``[m, j]`` of the requests of ``tokens``: from this step's ``rows`` where it
+        computes them, else from the ring."""
+        step = self.step
+        if tokens is None:
+            tokens = torch.arange(len(rows), device=rows.device)
+        kept = self.state.read(name, (step.slots[tokens][:, None], wanted % self.state.parts(name)[0].shape[1]))
+        back = step.positions.long()[tokens][:, None] - wanted
+        fresh = rows[(tokens[:, None] - back).clamp(min=0)]
+        in_step = wanted >= step.starts[tokens][:, None]
+        return torch.where(in_step.view(*in_step.shape, *(1,) * (fresh.ndim - 2)), fresh, kept)
+
+
+def dequantize_swa(view: SWAView) -> Tensor:
+    """The plain torch reader: ``[requests, window, head_dim]`` in the rows' dtype; zero where nothing was written."""
+    return decode(view.encoding, view.parts, view.dtype).masked_fill((view.swa_pos < 0)[..., None], 0)
+
+
+def dequantize_entries(view: ClassicalView, block_ids: Tensor | None = None) -> Tensor:
+    """The plain torch reader: entries of blocks ``block_ids`` (default all), ``[blocks, entries_per_block, head_dim]``."""
+    parts = view.parts if block_ids is None else [part[block_ids.long()] for part in view.parts]
+    return decode(view.encoding, parts, view.dtype)

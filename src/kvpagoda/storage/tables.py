@@ -1,0 +1,44 @@
+"""Which block of a request holds which tokens: one row of block ids for every request slot."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpagoda.storage.arena import Device, default_device
+
+
+class BlockTable:
+    """``[num_slots + 1, num_columns]`` int32 block ids; cell 0 means none (the padding block), the last row is the dummy.
+
+    ``host`` is what the library reads and writes; ``device`` is the tensor that kernels read. On the CPU they are the
+    same memory; on a GPU ``upload`` copies the rows that changed.
+    """
+
+    def __init__(self, num_slots: int, num_columns: int, device: Device = None) -> None:
+        place = default_device(device)
+        host = torch.zeros(num_slots + 1, num_columns, dtype=torch.int32, pin_memory=place.type == "cuda")
+        self.host: npt.NDArray[np.int32] = host.numpy()
+        self.device: torch.Tensor = host if place.type == "cpu" else host.to(place)
+        self._pinned = host
+        self._changed: set[int] = set()
+
+    def put(self, slot: int, column: int, ids: npt.NDArray[np.int32]) -> None:
+        """Write ``ids`` into the row of ``slot`` from ``column`` on."""
+        self.host[slot, column : column + len(ids)] = ids
+        self._changed.add(slot)
+
+    def take(self, slot: int, first: int, end: int) -> npt.NDArray[np.int32]:
+        """Empty the cells ``first .. end - 1`` of ``slot`` and return what they held."""
+        ids: npt.NDArray[np.int32] = self.host[slot, first:end].copy()
+        self.host[slot, first:end] = 0
+        self._changed.add(slot)
+        return ids
+
+    def upload(self) -> None:
+        """Bring the device's copy up to date; nothing to do on the CPU."""
+        if self.device is not self._pinned:
+            for slot in self._changed:
+                self.device[slot].copy_(self._pinned[slot], non_blocking=True)
+        self._changed.clear()

@@ -1,0 +1,44 @@
+"""Bytes, as people write them, and the two divisions that everybody needs."""
+
+from __future__ import annotations
+
+import re
+
+from kvpagoda.errors import BadInput
+
+_SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The smallest whole number that is at least ``a / b``."""
+    return -(-a // b)
+
+
+def align_up(n: int, to: int) -> int:
+    """The smallest multiple of ``to`` that is at least ``n``."""
+    return -(-n // to) * to
+
+
+def parse_bytes(size: int | str) -> int:
+    """``"40GiB"``, ``"1.5 MB"`` or a number of bytes -> bytes. Raises BadInput."""
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise BadInput(f"a size is a number of bytes or text such as '2GiB', got {size!r}")
+    if isinstance(size, str):
+        match = _SIZE.match(size)
+        if match is None:
+            raise BadInput(f"cannot read {size!r} as a size; write '512MiB', '2GiB' or a number of bytes")
+        number, prefix, binary = match.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** _POWER[prefix.lower()])
+    if size <= 0:
+        raise BadInput(f"a size must be positive, got {size} bytes")
+    return size
+
+
+def format_bytes(nbytes: float) -> str:
+    """1536 -> '1.5 KiB'; exact below 1 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
