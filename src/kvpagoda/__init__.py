@@ -11,6 +11,27 @@ _PUBLIC = {
         "SchemaError", "StaleHandle",
     ),
     "kvpagoda.schema": ("Plan", "Schema"),
+    "kvpagoda.schema.presets.deepseek_v4": (
+        "BLOCK_SIZE_ORIGINAL_TOKENS", "AttentionType", "DSV4Config", "FFNType", "LayerSchema", "LayerSpec", "RouterMode",
+        "build_schedule", "build_schema", "compute_block_budget",
+    ),
+    "kvpagoda.alloc": ("SlotAllocator",),
+    "kvpagoda.alloc.blocks": ("BlockAllocator",),
+    "kvpagoda.alloc.tokens": ("TokenToKVPoolAllocator",),
+    "kvpagoda.kernels.append_swa": ("append_swa",),
+    "kvpagoda.storage.cache_engine": ("CacheEngine",),
+    "kvpagoda.storage.compressed_pools": ("PagedKVPool", "StateCachePool"),
+    "kvpagoda.storage.factories": ("make_full_attention_net_mem_pool", "make_req_to_token_pool"),
+    "kvpagoda.storage.gdn_pool": ("GDNPool",),
+    "kvpagoda.storage.handle": (
+        "ClassicalView", "IndexerView", "LayerCacheHandle", "SWAView", "dequantize_entries", "dequantize_swa",
+    ),
+    "kvpagoda.storage.kv_pool": ("KVPool",),
+    "kvpagoda.storage.req_pool": ("ReqToTokenPool",),
+    "kvpagoda.batch": ("Batch", "LayerView"),
+    "kvpagoda.manager": ("CacheStats", "KVCache"),
+    "kvpagoda.sequence": ("Sequence",),
+    "kvpagoda.substrate": ("KVCacheManager",),
 }  # fmt: skip
 
 _ROOM = {name: room for room, names in _PUBLIC.items() for name in names}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 
 from kvpagoda.errors import BadInput, KVPagodaError
 from kvpagoda.schema import Schema
+from kvpagoda.schema.presets import PRESETS
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -34,7 +34,7 @@ def one_line_errors() -> Iterator[None]:
 
 @app.command()
 def plan(
-    config: Annotated[str, typer.Argument(help="config.json, a folder that holds one, or a preset (see --help end)")],
+    config: Annotated[str, typer.Argument(help="config.json, a folder that holds one, or a preset: " + ", ".join(PRESETS))],
     budget: Annotated[str, typer.Option(help="memory for the cache, e.g. 40GiB")] = "40GiB",
     max_requests: Annotated[int, typer.Option(help="requests that run at once")] = 256,
     block_size: Annotated[int | None, typer.Option(help="tokens of a block (default: what the layers need)")] = None,
@@ -43,21 +43,32 @@ def plan(
     stage: Annotated[int, typer.Option(help="which pipeline stage to show")] = 0,
     dtype: Annotated[str | None, typer.Option(help="dtype of the cached rows (default: the config's)")] = None,
     kv_format: Annotated[str, typer.Option(help="raw, or fp8: the packed rows of the big engines")] = "raw",
+    lengths: Annotated[str, typer.Option(help="request lengths to count for")] = "1024,8192,32768,131072",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """What a budget holds: bytes per token and request, blocks, states, and how many requests of which length fit."""
     with one_line_errors():
         schema = _schema(config, dtype, kv_format).split(tp=tp, pp=pp, rank=stage)
-        made = schema.plan(budget, max_requests, block_size)
+        made = schema.plan(budget, max_requests, block_size, lengths=_lengths(lengths))
         typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
 
 
+def _lengths(text: str) -> tuple[int, ...]:
+    """'1024,8192' -> (1024, 8192)."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise BadInput(f"--lengths takes whole numbers with commas between, got {text!r}") from None
+
+
 def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
-    """Read a config file or folder."""
+    """Read a config file, a folder that holds one, or a preset."""
+    if config in PRESETS and not Path(config).exists():
+        return PRESETS[config](kv_format)
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        raise BadInput(f"no config at {config!r}; give a config.json or a folder that holds one")
+        raise BadInput(f"no config at {config!r}; give a config.json, a folder that holds one, or one of {', '.join(PRESETS)}")
     try:
         data: Any = json.loads(path.read_text())
     except ValueError as error:
@@ -72,7 +83,9 @@ def generate(
     model: Annotated[
         str | None, typer.Option(help="a transformers model: name or folder (default: a tiny embedded one)")
     ] = None,
-    prompts: Annotated[Path | None, typer.Option(help="a text file, one prompt a line (default: embedded ones)")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="a text file, one prompt a line (default: embedded ones)")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt")] = 48,
     budget: Annotated[str, typer.Option(help="memory for the cache")] = "64MiB",
     max_requests: Annotated[int, typer.Option(help="requests that run at once; more wait")] = 4,
@@ -95,8 +108,8 @@ def generate(
 
 def main() -> None:
     """The entry point of the ``kvpagoda`` command."""
-    app(standalone_mode=True)
+    app()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

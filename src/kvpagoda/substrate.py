@@ -134,7 +134,7 @@ class KVCacheManager:
         if not allocator.num_free:
             raise OutOfBlocks(
                 f"OOM: need 1 block in layer {layer_idx} ({self.schemas[layer_idx].attn.name}) for slot {slot}, which "
-                f"holds {len(ids)}; 0 free of {self.paged_pools[layer_idx].num_blocks}; release a request"
+                f"holds {len(ids)}; 0 free of {allocator.num_total_blocks}; release a request"
             )
         if len(ids) == table.shape[1]:
             raise NeverFits(

@@ -75,12 +75,12 @@ class FreeList:
         """
         given = self._held.prove(ids)
         n = len(given)
-        start = self.num_ids - self.num_waiting - n if later else self.num_free
-        self._put(start, given)
         self._held.flags[given] = False
         if later:
             self.num_waiting += n
+            self._put(self.num_ids - self.num_waiting, given[::-1])
         else:
+            self._put(self.num_free, given)
             self.num_free += n
 
     def release_id(self, i: SupportsIndex) -> int:

@@ -18,6 +18,7 @@ from torch.nn.functional import linear, relu
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.runner import Work
 from kvpagoda.manager import KVCache
+from kvpagoda.sequence import Sequence
 from kvpagoda.storage.handle import ClosedWindows, LayerCacheHandle
 
 Tensor = torch.Tensor
@@ -43,6 +44,9 @@ class CompressedRunner:
             hidden = _layer(layer, hidden, ids, rotations, batch.layer(index).handle())
         last = batch.qo_indptr[1:].long() - 1
         return self.model.lm_head(body.norm(body.hc_head(hidden[:, last])))[0].float()  # type: ignore[no-any-return]
+
+    def most_tokens(self, sequence: Sequence) -> int | None:
+        return None
 
 
 ROPE_KINDS = ("main", "compress")
@@ -102,7 +106,9 @@ def compressed_rows(
     return handle.read_entries(windows).to(hidden.dtype), windows >= 0
 
 
-def pool_windows(compressor: Any, hidden: Tensor, handle: LayerCacheHandle, prefix: str = "") -> tuple[ClosedWindows, Tensor]:
+def pool_windows(
+    compressor: Any, hidden: Tensor, handle: LayerCacheHandle, prefix: str = ""
+) -> tuple[ClosedWindows, Tensor]:
     """One entry ``[c, dim]`` for each window that closes: a softmax over its rows, channel by channel, then norm and RoPE
     at the position of the window's first token."""
     ratio = compressor.compress_rate
@@ -128,14 +134,16 @@ def select(
     scorer = indexer.scorer
     scores = torch.einsum("nhd,nwd->nhw", query.float(), handle.read_indexer_keys(windows).float())
     weights = linear(hidden, scorer.weights_proj.weight)[0].float() * scorer.weights_scaling
-    ranked = (relu(scores) * scorer.softmax_scale * weights[..., None]).sum(dim=1).masked_fill(windows < 0, float("-inf"))
+    ranked = (
+        (relu(scores) * scorer.softmax_scale * weights[..., None]).sum(dim=1).masked_fill(windows < 0, float("-inf"))
+    )
     best = ranked.topk(min(indexer.index_topk, windows.shape[1]), dim=-1).indices
     return windows.gather(1, best)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on the last ``2 * cos.shape[-1]`` channels of ``x`` ``[b, heads, n, dim]``: neighbouring channels are a pair."""
-    plain, turned = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], dim=-1)
+    plain, turned = torch.tensor_split(x, [x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
     even, odd = turned[..., 0::2].float(), turned[..., 1::2].float()
     cos, sin = cos[:, None], sin[:, None]
     pairs = torch.stack((even * cos + -odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)

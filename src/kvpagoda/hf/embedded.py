@@ -15,7 +15,8 @@ PROMPTS = (
     "The cache of a transformer grows with every token that it reads.",
     "Two prompts that begin alike ",
     "Two prompts that begin alike may end differently.",
-    "A ring keeps the last 128 rows; a compressor folds four tokens, or a hundred and twenty-eight, into one entry. " * 3,
+    "A ring keeps the last 128 rows; a compressor folds four tokens, or a hundred and twenty-eight, into one entry. "
+    * 3,
     "?",
 )
 

@@ -33,7 +33,7 @@ class Generator:
 
     ``model``: a transformers causal language model. ``budget`` and all further keyword arguments are ``KVCache``'s.
     ``prefill_chunk``: the most prompt tokens of one request in one step. ``kv_format``: see ``Schema.from_hf_config``.
-    The model's attention implementation is switched to kvpagoda's; give it back with ``model.set_attn_implementation``.
+    The model is put in eval mode and is otherwise left as it was between steps.
     Raises SchemaError for a model whose layers are not known, NeverFits for a budget too small for one request.
     """
 
@@ -63,7 +63,9 @@ class Generator:
         """Queue a prompt (ints, at least one); it starts when there is room. Raises BadInput and NeverFits at once."""
         ids = as_tokens(prompt, self.cache.vocab_size)
         if len(ids) == 0 or max_new_tokens < 1:
-            raise BadInput(f"need at least one prompt token and max_new_tokens >= 1, got {len(ids)} and {max_new_tokens}")
+            raise BadInput(
+                f"need at least one prompt token and max_new_tokens >= 1, got {len(ids)} and {max_new_tokens}"
+            )
         self.cache.check_fits(len(ids) + max_new_tokens, room=min(self._chunk, len(ids)))
         request = Request(ids, max_new_tokens)
         self._waiting.append(request)
@@ -77,7 +79,8 @@ class Generator:
         work = []
         for request, sequence in self._running:
             if sequence.length < len(request.prompt):
-                tokens = request.prompt[sequence.length : sequence.length + self._chunk]
+                most = min(self._chunk, self._runner.most_tokens(sequence) or self._chunk)
+                tokens = request.prompt[sequence.length : sequence.length + most]
             else:
                 tokens = np.array(request.output[-1:], np.int32)
             sequence.extend(len(tokens))

@@ -55,6 +55,8 @@ class StepContext:
         self.batch, self.schema = batch, schema
         self.is_first = int(batch.positions[0]) == 0
         """Whether the step starts its (one) request, so that there is no state to read yet."""
+        self.last_stored = -1
+        """The layer that stored rows last: attention modules that several layers share do not know their layer."""
         self._gathers: dict[Growth, GroupGather] = {}
 
     def gather(self, layer: int) -> GroupGather:
@@ -93,6 +95,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _store(self, name: str, rows: Tensor) -> Tensor:
         gather, pool = self._context.gather(self._index), self._context.batch.layer(self._index).blocks
         assert pool is not None
+        self._context.last_stored = self._index
         pool.write(name, gather.write_index, rows.flatten(0, 1))
         found = pool.read(name, (gather.blocks,)).flatten(1, 2).to(rows.dtype)
         return found.masked_fill(gather.absent.view(*gather.absent.shape, *(1,) * (found.ndim - 2)), 0)
@@ -211,14 +214,21 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of ``query`` ``[B, H, S, D]`` over gathered rows ``key``, ``value`` ``[B, H_kv, T, D]``, masked by position.
 
     The reference: one matrix product, one softmax with the sinks ``s_aux`` ``[H]`` as one more column, one product.
-    Returns ``[B, S, H, D_v]``.
+    ``indices`` ``[B, S, k]``: the rows that an indexer chose. Returns ``[B, S, H, D_v]``.
     """
-    visible = _step.get().gather(int(module.layer_idx)).visible[:, None]  # type: ignore[arg-type]
+    context, own = _step.get(), getattr(module, "layer_idx", None)
+    layer = own if isinstance(own, int) and own in context.schema.by_index else context.last_stored
+    visible = context.gather(layer).visible[:, None]
+    if indices is not None:
+        visible = visible & torch.zeros_like(visible).scatter(-1, indices[:, None].long(), True)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        visible = visible & attention_mask
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
@@ -226,8 +236,8 @@ def attend(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible, float("-inf"))
-    if attention_mask is not None:
-        scores = scores + attention_mask[..., : scores.shape[-1]]
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        scores = scores + attention_mask
     if s_aux is not None:
         sinks = s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
         scores = torch.cat([scores, sinks], dim=-1)
@@ -235,9 +245,16 @@ def attend(
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Masks are by position, in ``attend``; the model need not build one."""
+def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """What models get for a mask: bool ``[B, 1, S, T]`` where all layers share one (an indexer reads it), else None.
+
+    Masks are by position, in ``attend``, so nothing depends on this one for being right.
+    """
+    context = _step.get()
+    if len(context.schema.groups) != 1:
+        return None
+    return context.gather(context.schema.groups[0].layers[0].index).visible[:, None]
 
 
 AttentionInterface.register(ATTENTION, attend)
-AttentionMaskInterface.register(ATTENTION, _no_mask)
+AttentionMaskInterface.register(ATTENTION, mask)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence as Many
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from kvpagoda.errors import SchemaError
 from kvpagoda.hf.paged import ATTENTION, StepContext, in_step
 from kvpagoda.manager import KVCache
 from kvpagoda.sequence import Sequence, Tokens
@@ -23,19 +25,53 @@ class Runner(Protocol):
         """(sequence, its next tokens) pairs -> logits after the last token of each, float ``[len(work), vocab]``."""
         ...
 
+    def most_tokens(self, sequence: Sequence) -> int | None:
+        """The most tokens of ``sequence`` that the next step can take; None: as many as there is room for."""
+        ...
+
 
 class ModelRunner:
     """Any supported model through transformers' own code: its attention interface and its cache calls.
 
     All requests that compute one token form one batched forward pass; a longer piece of a prompt is a pass of its own.
+    The model's attention implementation is kvpagoda's only while a step runs. Raises SchemaError for a model that does
+    not let it be set.
     """
 
     def __init__(self, model: Any, cache: KVCache) -> None:
         self.model, self.cache = model, cache
+        before = model.config._attn_implementation
         model.set_attn_implementation(ATTENTION)
+        taken = model.config._attn_implementation == ATTENTION
+        model.set_attn_implementation(before)
+        if not taken:
+            raise SchemaError(f"{type(model).__name__} does not go through transformers' attention interface")
+        configs = [
+            part.config for part in model.modules() if hasattr(getattr(part, "config", None), "_attn_implementation")
+        ]
+        self._configs = list({id(config): config for config in configs}.values())
+        accepted = inspect.signature(model.forward).parameters
+        self._cache_name = "past_key_values" if "past_key_values" in accepted else "cache_params"
+        scans = [part for part in model.modules() if hasattr(part, "A_log")]
+        self._resumes = not any(hasattr(part, "x_proj") or hasattr(part, "x_proj_weight") for part in scans)
 
     @torch.no_grad()
     def step(self, work: Many[Work]) -> Tensor:
+        before = [config._attn_implementation for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation = ATTENTION
+        try:
+            return self._step(work)
+        finally:
+            for config, implementation in zip(self._configs, before):
+                config._attn_implementation = implementation
+
+    def most_tokens(self, sequence: Sequence) -> int | None:
+        """transformers' selective scan of Mamba-1 (its modules project x to the scan's parameters) starts several tokens
+        from a zero state whatever came before, so after the first piece of a prompt such models go on token by token."""
+        return None if self._resumes or sequence.length == 0 else 1
+
+    def _step(self, work: Many[Work]) -> Tensor:
         single = [i for i, (sequence, tokens) in enumerate(work) if len(tokens) == 1 and sequence.length]
         alone = [[i] for i in range(len(work)) if i not in set(single)]
         rows: dict[int, Tensor] = {}
@@ -50,7 +86,6 @@ class ModelRunner:
         ids = torch.from_numpy(np.stack([tokens for _, tokens in work])).to(self.cache.device, torch.int64)
         positions = batch.positions.long().view(ids.shape)
         with in_step(StepContext(batch, self.cache.schema)) as past:
-            out = self.model(
-                input_ids=ids, position_ids=positions, past_key_values=past, use_cache=True, logits_to_keep=1
-            )
+            given = {self._cache_name: past, "position_ids": positions, "logits_to_keep": 1}
+            out = self.model(input_ids=ids, use_cache=True, **given)
         return out.logits[:, -1].float()  # type: ignore[no-any-return]

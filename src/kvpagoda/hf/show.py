@@ -47,16 +47,18 @@ def run(
         print(json.dumps({"results": results, **figures}, indent=2))
         return
     table = Table(box=None, pad_edge=False)
-    table.add_column("prompt", overflow="ellipsis", no_wrap=True, ratio=1)
-    table.add_column("tokens", justify="right", no_wrap=True)
-    table.add_column("new text", overflow="ellipsis", no_wrap=True, ratio=1)
+    table.add_column("prompt", overflow="ellipsis", no_wrap=True, max_width=40)
+    table.add_column("tokens", justify="right", no_wrap=True, min_width=8)
+    table.add_column("new text", overflow="ellipsis", no_wrap=True, max_width=40)
     for text, prompt, output in zip(texts, prompts, outputs):
         table.add_row(printable(text), f"{len(prompt)} + {len(output)}", printable(tokenizer.decode(output)))
     console = Console(highlight=False, markup=False)
     console.print(table)
     console.print()
     groups = ", ".join(f"{group.name}: at most {group.peak_held} of {group.total} blocks" for group in stats.groups)
-    console.print(f"{len(outputs)} requests, {new_tokens} new tokens in {seconds:.2f} s: {new_tokens / seconds:.0f} a second")
+    console.print(
+        f"{len(outputs)} requests, {new_tokens} new tokens in {seconds:.2f} s: {new_tokens / seconds:.0f} a second"
+    )
     console.print(f"{stats.computed_tokens} tokens computed; cache {format_bytes(stats.nbytes)}; {groups}")
 
 
@@ -70,9 +72,7 @@ def load(name: str, dtype: str) -> tuple[Any, Any]:
         raise BadInput(f"cannot load {name!r}: {str(error).splitlines()[0]}") from None
 
 
-def generate(
-    generator: Generator, prompts: list[list[int]], max_new_tokens: int, console: Console
-) -> list[list[int]]:
+def generate(generator: Generator, prompts: list[list[int]], max_new_tokens: int, console: Console) -> list[list[int]]:
     """``generator.generate`` with a line that shows requests, tokens a second and cache use."""
     if not console.is_terminal:
         return generator.generate(prompts, max_new_tokens)

@@ -1,5 +1,6 @@
 """Moving rows: one operation per file, each with its torch reference, its kernel and one entry point."""
 
 from kvpagoda.kernels.append_swa import append_swa
+from kvpagoda.kernels.copy_rows import copy_rows
 
-__all__ = ["append_swa"]
+__all__ = ["append_swa", "copy_rows"]

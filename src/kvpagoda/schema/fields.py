@@ -99,7 +99,9 @@ class Rows:
     """A run of equal rows that a layer keeps.
 
     In a block there is one row for every ``tokens_per_row`` tokens; in a state there are ``count`` rows a request,
-    which ``reset`` sets to ``fill``. ``split_axis`` is the axis that tensor parallelism divides (None: replicated).
+    which ``reset`` sets to ``fill``. ``split_axis`` is the axis that tensor parallelism divides (None: replicated);
+    where several runs of heads lie side by side on it, ``split_parts`` has (heads, elements of a head) of each run,
+    because runs of few heads are replicated while others are divided.
     """
 
     name: str
@@ -110,6 +112,7 @@ class Rows:
     count: int = 1
     fill: float = 0.0
     split_axis: int | None = None
+    split_parts: tuple[tuple[int, int], ...] = ()
 
     def fields(self, count: int) -> tuple[Field, ...]:
         """The arrays that ``count`` of these rows take."""

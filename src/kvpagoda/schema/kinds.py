@@ -116,8 +116,11 @@ class Recurrent:
             if rows.split_axis is None:
                 return rows
             shape = list(rows.shape)
-            shape[rows.split_axis] = split_count(f"channels of {rows.name!r}", shape[rows.split_axis], ways)
-            return replace(rows, shape=tuple(shape))
+            what = f"channels of {rows.name!r}"
+            parts = rows.split_parts or ((shape[rows.split_axis], 1),)
+            parts = tuple((split_count(what, heads, ways), width) for heads, width in parts)
+            shape[rows.split_axis] = sum(heads * width for heads, width in parts)
+            return replace(rows, shape=tuple(shape), split_parts=parts if rows.split_parts else ())
 
         return Recurrent(tuple(one(rows) for rows in self.states))
 

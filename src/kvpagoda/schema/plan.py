@@ -83,6 +83,7 @@ class Plan:
     kinds: tuple[KindUse, ...]
     state_layout: RowLayout
     max_positions: int | None
+    lengths: tuple[int, ...]
 
     @property
     def state_nbytes(self) -> int:
@@ -129,9 +130,11 @@ class Plan:
 
     @property
     def longest_context(self) -> int | None:
-        """Tokens of the longest single request; None if nothing grows with its length."""
+        """Tokens of the longest single request, at most the model's own limit; None if nothing grows with its length."""
         bounds = [group.num_blocks * self.block_size for group in self.groups if not self._bounded(group)]
-        return min(bounds) if bounds else None
+        if not bounds:
+            return None
+        return min(bounds) if self.max_positions is None else min(*bounds, self.max_positions)
 
     @staticmethod
     def _bounded(group: GroupPlan) -> bool:
@@ -142,7 +145,7 @@ class Plan:
         most = [group.num_blocks // max(1, group.blocks_for(num_tokens)) for group in self.groups]
         return min([self.max_requests, *most])
 
-    def to_dict(self, lengths: Sequence[int] = (1024, 8192, 32768, 131072)) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Every figure as plain data, for JSON."""
         return {
             "schema": self.schema_name,
@@ -157,7 +160,7 @@ class Plan:
             "padding_percent": round(self.padding_percent, 4),
             "unused_percent": round(self.unused_percent, 4),
             "longest_context": self.longest_context,
-            "requests_at": {str(length): self.requests_at(length) for length in lengths},
+            "requests_at": {str(length): self.requests_at(length) for length in self.lengths},
             "layer_kinds": [
                 {
                     "label": kind.label,
@@ -185,13 +188,17 @@ class Plan:
         lines = [f"{self.schema_name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}"]
         lines.append(f"block of {self.block_size} tokens, up to {self.max_requests} requests")
         lines.append("")
-        kinds = [
-            (k.label, str(k.num_layers), f"{k.bytes_per_token:,.0f}", f"{k.state_nbytes:,}") for k in self.kinds
-        ]
+        kinds = [(k.label, str(k.num_layers), f"{k.bytes_per_token:,.0f}", f"{k.state_nbytes:,}") for k in self.kinds]
         lines += _table(("layer kind", "layers", "B/token", "B/request"), kinds)
         lines.append("")
         groups = [
-            (g.name, str(len(g.demand.layers)), f"{g.num_blocks:,}", f"{g.demand.layout.nbytes:,}", format_bytes(g.nbytes))
+            (
+                g.name,
+                str(len(g.demand.layers)),
+                f"{g.num_blocks:,}",
+                f"{g.demand.layout.nbytes:,}",
+                format_bytes(g.nbytes),
+            )
             for g in self.groups
         ]
         if self.state_nbytes:
@@ -201,8 +208,10 @@ class Plan:
         lines.append("")
         longest = "not limited by memory" if self.longest_context is None else f"{self.longest_context:,} tokens"
         lines.append(f"bytes per token     {self.bytes_per_token:,.0f} (+ {self.state_nbytes:,} per request)")
+        if self.longest_context is not None and self.longest_context == self.max_positions:
+            longest += " (the model's own limit)"
         lines.append(f"longest context     {longest}")
-        for length in (1024, 8192, 32768, 131072):
+        for length in self.lengths:
             lines.append(f"requests of {length:<7,} {self.requests_at(length):,}")
         lines.append(f"hit granularity     {self.hit_granularity} tokens")
         lines.append(f"waste               {self.padding_percent:.2f} % padding, {self.unused_percent:.2f} % unused")
@@ -233,6 +242,7 @@ def make_plan(
     num_blocks: int | None,
     step_tokens: int,
     max_positions: int | None,
+    lengths: tuple[int, ...],
 ) -> Plan:
     """Give every group the same number of blocks, a bounded group never more than all requests can hold at once.
 
@@ -245,13 +255,16 @@ def make_plan(
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise BadInput(f"{what} must be a positive whole number, got {number!r}")
 
+    if not all(length > 0 for length in lengths):
+        raise BadInput(f"lengths must be positive numbers of tokens, got {lengths}")
+
     def at(n: int, total: int) -> Plan:
         groups = []
         for demand in demands:
             most = demand.growth.most_blocks(block_size, step_tokens)
             cap = n if most is None else min(n, max_requests * most)
             groups.append(GroupPlan(demand, block_size, cap, most))
-        return Plan(name, block_size, max_requests, total, tuple(groups), kinds, state_layout, max_positions)
+        return Plan(name, block_size, max_requests, total, tuple(groups), kinds, state_layout, max_positions, lengths)
 
     if num_blocks is not None:
         return at(num_blocks, at(num_blocks, 0).nbytes)

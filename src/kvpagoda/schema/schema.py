@@ -97,7 +97,9 @@ class Schema:
         for position, layer in enumerate(self.layers):
             owner = layer.owner
             if owner != layer.index and not any(other.index == owner for other in self.layers[:position]):
-                raise SchemaError(f"layer {layer.index} ({layer.label}) shares layer {owner}, which does not come before")
+                raise SchemaError(
+                    f"layer {layer.index} ({layer.label}) shares layer {owner}, which does not come before"
+                )
         if not self.layers:
             raise SchemaError("a schema needs at least one layer")
         _ = self.groups
@@ -184,11 +186,12 @@ class Schema:
         *,
         num_blocks: int | None = None,
         step_tokens: int = 512,
+        lengths: tuple[int, ...] = (1024, 8192, 32768, 131072),
     ) -> Plan:
         """Divide ``budget`` (bytes or text), or size for ``num_blocks``, for ``max_requests`` running at once.
 
         ``step_tokens``: the most tokens of one request written between two commits (a prefill chunk); window groups
-        keep room for them. Raises BadInput, and NeverFits if not even one block of one request has room.
+        keep room for them. ``lengths``: for which to count the requests that fit. Raises BadInput, and NeverFits if not even one block of one request has room.
         """
         size = self.block_size(block_size)
         demands = tuple(
@@ -206,6 +209,7 @@ class Schema:
             num_blocks=num_blocks,
             step_tokens=step_tokens,
             max_positions=self.max_positions,
+            lengths=lengths,
         )
 
     def _kind_uses(self, block_size: int) -> tuple[KindUse, ...]:

@@ -30,8 +30,8 @@ class Step:
 
     @cached_property
     def slots(self) -> Tensor:
-        """``request_slots`` as int64 row numbers."""
-        return self.request_slots.long()
+        """``request_slots`` as int64 row numbers; whatever is negative is the dummy row, -1."""
+        return self.request_slots.long().clamp(min=-1)
 
     @cached_property
     def starts(self) -> Tensor:
@@ -168,9 +168,8 @@ class LayerCacheHandle:
 
         Of a step longer than the ring the last rows stay. Call it after ``read_window``: older rows are overwritten.
         """
-        if tuple(kv.shape) != (len(self.positions), self.kind.dim):
-            raise BadInput(f"kv must be [{len(self.positions)}, {self.kind.dim}], got {list(kv.shape)}")
-        if self.kind.encoding.name == "fp8":
+        _check_rows("kv", kv, len(self.positions), self.kind.dim)
+        if self.kind.encoding.name == "fp8" and self.kind.encoding.group is None:
             codes, rope, scale = self.state.parts("swa")
             append_swa(kv, self.request_slots, self.positions, codes, rope, scale, self.state["swa_pos"])
             return
@@ -183,11 +182,12 @@ class LayerCacheHandle:
         ``kv`` ``[n, dim]``: this step's rows, not yet written. Returns rows ``[n, window, dim]`` in ``kv``'s dtype, as
         they read back from storage, zero where there is none, and their validity, bool ``[n, window]``.
         """
+        _check_rows("kv", kv, len(self.positions), self.kind.dim)
         window, step = self.kind.window, self.step
         wanted = step.positions.long()[:, None] + torch.arange(1 - window, 1, device=kv.device)
         rows = self._gather("swa", self.state.stored("swa", kv), wanted)
         valid = (wanted >= 0) & (step.slots >= 0)[:, None]
-        return rows.masked_fill(~valid[..., None], 0), valid
+        return rows.masked_fill(~valid[..., None], 0).to(kv.dtype), valid
 
     def read_swa_view(self) -> SWAView:
         """The rings of all requests, without the dummy row."""
@@ -209,11 +209,13 @@ class LayerCacheHandle:
         overlap the first half is stream a (for the next window), the second half stream b.
         """
         ratio, step, overlap = self.kind.ratio, self.step, self.kind.overlap
+        dim = (self._indexer if prefix else self._paged).rows["indexer_keys" if prefix else "entries"].shape[0]
+        for name, rows in (("keys", keys), ("scores", scores)):
+            _check_rows(name, rows, len(self.positions), 2 * dim if overlap else dim)
         positions = step.positions.long()
         closing = (((positions + 1) % ratio == 0) & (step.slots >= 0)).nonzero()[:, 0]
         closed_at = positions[closing][:, None]
         current = closed_at + torch.arange(1 - ratio, 1, device=keys.device)
-        pooled: list[Tensor] = []
         last = torch.ones_like(closing, dtype=torch.bool)
         last[:-1] = step.slots[closing[1:]] != step.slots[closing[:-1]]
         survivors = step.slots[closing].masked_fill(~last, -1)[:, None]
@@ -239,6 +241,7 @@ class LayerCacheHandle:
 
     def write_entries(self, closed: ClosedWindows, entries: Tensor) -> None:
         """Store one compressed entry ``[c, dim]`` for every closed window, in the request's blocks."""
+        _check_rows("entries", entries, len(closed.tokens), self.kind.dim)
         slots = self.step.slots[closed.tokens]
         self._paged.write("entries", self._block_rows(slots, closed.windows), entries)
         counts = self.state["num_entries"]
@@ -247,30 +250,27 @@ class LayerCacheHandle:
 
     def write_indexer_keys(self, closed: ClosedWindows, keys: Tensor) -> None:
         """Store one indexer key ``[c, index_dim]`` for every closed window, beside its entry."""
+        _check_rows("keys", keys, len(closed.tokens), self._indexer.rows["indexer_keys"].shape[0])
         index = self._block_rows(self.step.slots[closed.tokens], closed.windows)
         self._paged.write("indexer_keys", index, keys)
 
     def read_entries(self, windows: Tensor) -> Tensor:
         """Entries ``windows`` (int64 ``[n, k]``, -1 = none) of each token's request: ``[n, k, dim]``, zero for -1."""
-        return self._read_blocks("entries", windows)
+        return self._read_blocks(self._paged, "entries", windows)
 
     def read_indexer_keys(self, windows: Tensor) -> Tensor:
         """Indexer keys of ``windows`` (int64 ``[n, k]``, -1 = none): ``[n, k, index_dim]``, zero for -1."""
-        return self._read_blocks("indexer_keys", windows)
+        return self._read_blocks(self._indexer, "indexer_keys", windows)
 
     def read_classical_view(self) -> ClassicalView:
         """The blocks of entries, with the table that says whose they are."""
-        table, counts = self._table[:-1], self.state["num_entries"][:-1, 0]
-        dtype = getattr(torch, self.kind.dtype)
-        return ClassicalView(self.kind.encoding, dtype, self._paged.shown("entries"), table, counts)
+        entries = self._paged.shown("entries")
+        return ClassicalView(self.kind.encoding, getattr(torch, self.kind.dtype), entries, *self._addresses)
 
     def read_indexer_view(self) -> IndexerView:
         """The blocks of indexer keys. Raises BadInput on a layer without an indexer."""
-        if "indexer_keys" not in self._paged:
-            raise BadInput("this layer has no indexer; only layers with index_dim keep indexer keys")
-        table, counts = self._table[:-1], self.state["num_entries"][:-1, 0]
-        dtype = getattr(torch, self.kind.dtype)
-        return IndexerView(self.kind.index_encoding, dtype, self._paged.shown("indexer_keys"), table, counts)
+        keys = self._indexer.shown("indexer_keys")
+        return IndexerView(self.kind.index_encoding, getattr(torch, self.kind.dtype), keys, *self._addresses)
 
     # -- addresses ---------------------------------------------------------------------------------------------------
 
@@ -281,6 +281,17 @@ class LayerCacheHandle:
         return self.paged
 
     @property
+    def _indexer(self) -> Pool:
+        if "indexer_keys" not in self._paged:
+            raise BadInput("this layer has no indexer; only layers with index_dim keep indexer keys")
+        return self._paged
+
+    @property
+    def _addresses(self) -> tuple[Tensor, Tensor]:
+        """``block_table`` and ``num_entries`` of all requests, without the dummy row."""
+        return self._table[:-1], self.state["num_entries"][:-1, 0]
+
+    @property
     def _table(self) -> Tensor:
         assert self.block_table is not None
         return self.block_table
@@ -289,8 +300,8 @@ class LayerCacheHandle:
         per_block = self._paged.parts("entries")[0].shape[1]
         return self._table[slots, windows // per_block].long(), windows % per_block
 
-    def _read_blocks(self, name: str, windows: Tensor) -> Tensor:
-        rows = self._paged.read(name, self._block_rows(self.step.slots[:, None], windows.clamp(min=0)))
+    def _read_blocks(self, pool: Pool, name: str, windows: Tensor) -> Tensor:
+        rows = pool.read(name, self._block_rows(self.step.slots[:, None], windows.clamp(min=0)))
         return rows.masked_fill((windows < 0)[..., None], 0)
 
     def _write_ring(self, name: str, values: Tensor) -> None:
@@ -308,6 +319,11 @@ class LayerCacheHandle:
         fresh = rows[(tokens[:, None] - back).clamp(min=0)]
         in_step = wanted >= step.starts[tokens][:, None]
         return torch.where(in_step.view(*in_step.shape, *(1,) * (fresh.ndim - 2)), fresh, kept)
+
+
+def _check_rows(what: str, rows: Tensor, count: int, dim: int) -> None:
+    if tuple(rows.shape) != (count, dim):
+        raise BadInput(f"{what} must be [{count}, {dim}], got {list(rows.shape)}")
 
 
 def dequantize_swa(view: SWAView) -> Tensor:

@@ -1,0 +1,104 @@
+"""One model config, from a transformers object or from ``config.json``, with every size checked as it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvpagoda.errors import SchemaError
+
+ALIASES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
+    "hidden_size": ("n_embd", "n_embed", "d_model"),
+    "max_position_embeddings": ("n_positions", "model_max_length", "max_seq_len"),
+    "layer_types": ("layers_block_type",),
+}
+"""Other names under which configs keep the same thing."""
+
+NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+"""What a whole ``config.json`` always says: here a default would be a guess at which model it is."""
+
+
+class Config:
+    """The fields of one text model. ``defaults`` stand in for fields that are absent (not for those that are null)."""
+
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.raw = raw
+        self.defaults = defaults
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field, else its default, else ``default``."""
+        for spelling in (name, *ALIASES.get(name, ())):
+            if spelling in self.raw:
+                return self.raw[spelling]
+        return self.defaults.get(name, default)
+
+    def size(self, name: str, at_least: int = 1) -> int:
+        """A whole number of at least ``at_least``. Raises SchemaError naming the field and its value."""
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            found = "is missing" if value is None else f"is {value!r}"
+            raise SchemaError(f"{name} {found}; expected a whole number of at least {at_least}")
+        return value
+
+    def size_or(self, name: str, other: int) -> int:
+        """A whole number of at least 1, or ``other`` where the field is absent or null. Raises SchemaError."""
+        return other if self.get(name) is None else self.size(name)
+
+    def item(self, name: str, index: int) -> Any:
+        """Entry ``index`` of a list or text with one entry a layer. Raises SchemaError."""
+        value = self.get(name)
+        if not isinstance(value, list | tuple | str) or len(value) <= index:
+            raise SchemaError(
+                f"{name} is {value!r}; expected one entry for every layer, there is none for layer {index}"
+            )
+        return value[index]
+
+    def table(self, name: str) -> Mapping[Any, Any]:
+        """A mapping; absent and null are empty. Raises SchemaError."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise SchemaError(f"{name} is {value!r}; expected a table of names and values")
+        return value or {}
+
+    def replaced(self, **changes: Any) -> Config:
+        """This config with ``changes`` on top."""
+        return Config({**self.raw, **changes}, self.defaults)
+
+    def ratio(self, name: str, by: str) -> int:
+        """``name`` divided by ``by``. Raises SchemaError if it does not divide evenly."""
+        whole, parts = self.size(name), self.size(by)
+        if whole % parts:
+            raise SchemaError(f"{name} is {whole}; expected a multiple of {by} = {parts}")
+        return whole // parts
+
+    def indices(self, name: str) -> frozenset[int]:
+        """A list of layer indices; absent is empty. Raises SchemaError."""
+        value = self.get(name) or []
+        if not isinstance(value, list | tuple) or not all(isinstance(index, int) for index in value):
+            raise SchemaError(f"{name} is {value!r}; expected a list of layer indices")
+        return frozenset(value)
+
+    def at(self, index: int) -> Config:
+        """This config with what it says for layer ``index`` alone (``per_layer_config``) on top."""
+        for key in self.table("per_layer_config"):
+            if str(key).isdigit() and int(key) == index:
+                changes = Config(self.table("per_layer_config"), {}).table(key)
+                return self.replaced(**changes)
+        return self
+
+
+def fields_of(config: Any) -> Mapping[str, Any]:
+    """All fields of a config: a mapping as it is, an object by its ``to_dict`` or its attributes. Raises SchemaError."""
+    if isinstance(config, Mapping):
+        return config
+    if callable(to_dict := getattr(config, "to_dict", None)):
+        fields = to_dict()
+    elif hasattr(config, "__dict__"):
+        fields = vars(config)
+    else:
+        fields = None
+    if not isinstance(fields, Mapping):
+        raise SchemaError(f"a config is a mapping or an object with fields, got {type(config).__name__}")
+    return fields

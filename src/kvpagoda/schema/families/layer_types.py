@@ -1,0 +1,187 @@
+"""The type of layer i, for configs without ``layer_types``: the same rule that the model's own code has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvpagoda.errors import SchemaError
+from kvpagoda.schema.config import Config
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LINEAR, CONV, INDEXED = "linear_attention", "conv", "indexed_attention"
+HYBRID, HYBRID_SLIDING = "hybrid", "hybrid_sliding"
+CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
+MOE, MLP = "moe", "mlp"
+
+LEGACY = {
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+}
+"""Older words for layer types."""
+
+TypeRule = Callable[[Config, int], str]
+
+
+def by_fields(c: Config, i: int) -> str:
+    """All layers slide if there is a window, are chunked if there is a chunk size, and are full otherwise."""
+    if c.get("sliding_window") is not None:
+        return SLIDING
+    return FULL if c.get("attention_chunk_size") is None else CHUNKED
+
+
+def always(kind: str) -> TypeRule:
+    return lambda c, i: kind
+
+
+def every(period: int | str, default: int = 0, *, at: int = -1, hit: str = FULL, miss: str = SLIDING) -> TypeRule:
+    """``hit`` on layers ``at``, ``at + period``, ... (-1: the last of each period), ``miss`` on the others."""
+
+    def rule(c: Config, i: int) -> str:
+        step = period if isinstance(period, int) else c.size_or(period, default) if default else c.size(period)
+        return hit if (i - at) % step == 0 else miss
+
+    return rule
+
+
+def listed(field: str, *, hit: str = FULL, miss: str = LINEAR) -> TypeRule:
+    """``hit`` on the layers that ``field`` lists."""
+    return lambda c, i: hit if i in c.indices(field) else miss
+
+
+def jamba(c: Config, i: int) -> str:
+    return FULL if i % c.size("attn_layer_period") == c.size("attn_layer_offset", 0) else LINEAR
+
+
+def zamba(c: Config, i: int) -> str:
+    period, offset = c.size("attn_layer_period"), c.size("attn_layer_offset", 0)
+    return HYBRID if i == 2 or (i > 2 and (i - 3) % period == offset) else LINEAR
+
+
+def qwen(c: Config, i: int) -> str:
+    """Windows are off unless ``use_sliding_window``, and then start at layer ``max_window_layers``."""
+    slides = c.get("use_sliding_window", True) and c.get("sliding_window") is not None
+    return SLIDING if slides and i >= c.size("max_window_layers", 0) else FULL
+
+
+def qwen3_moe(c: Config, i: int) -> str:
+    return SLIDING if c.get("use_sliding_window") and c.get("sliding_window") is not None else FULL
+
+
+def qwen2_moe(c: Config, i: int) -> str:
+    return SLIDING if c.get("use_sliding_window") and i % 2 == 0 and i < c.size("max_window_layers", 0) else FULL
+
+
+def smollm3(c: Config, i: int) -> str:
+    has_rope = c.item("no_rope_layers", i) if c.get("no_rope_layers") else (i + 1) % c.size("no_rope_layer_interval")
+    slides = c.get("use_sliding_window") and c.get("sliding_window") is not None
+    return SLIDING if slides and not has_rope else FULL
+
+
+def llama4(c: Config, i: int) -> str:
+    has_rope = c.item("no_rope_layers", i) if c.get("no_rope_layers") else (i + 1) % c.size("no_rope_layer_interval")
+    return CHUNKED if has_rope else FULL
+
+
+def exaone(c: Config, i: int) -> str:
+    return FULL if c.get("sliding_window") is None else every("sliding_window_pattern")(c, i)
+
+
+def cohere2_moe(c: Config, i: int) -> str:
+    dense = c.size_or("first_k_dense_replace", 0) if c.get("first_k_dense_replace") else 0
+    if i < dense:
+        return every("prefix_dense_sliding_window_pattern")(c, i)
+    return every("sliding_window_pattern")(c, i - dense)
+
+
+def flint(c: Config, i: int) -> str:
+    return FULL if i < 2 or i % 4 == 1 or i == c.size("num_hidden_layers") - 1 else SLIDING
+
+
+def sixth_and_last(c: Config, i: int) -> str:
+    return FULL if i % 6 == 5 or i == c.size("num_hidden_layers") - 1 else SLIDING
+
+
+def lfm3(c: Config, i: int) -> str:
+    return FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i > 0 else CONV
+
+
+def lfm2(c: Config, i: int) -> str:
+    attends = c.get("full_attn_idxs") is None or i in c.indices("full_attn_idxs")
+    return FULL if attends else CONV
+
+
+def kimi_linear(c: Config, i: int) -> str:
+    """The checkpoint counts layers from 1, in a table of its own."""
+    table = Config(c.table("linear_attn_config"), {})
+    if table.get("full_attn_layers") is None:
+        return FULL if i and i % 4 == 0 else LINEAR
+    return FULL if i + 1 in table.indices("full_attn_layers") else LINEAR
+
+
+def minimax_m3(c: Config, i: int) -> str:
+    """The checkpoint says in a table of its own which layers are sparse (their cache was not verified)."""
+    table = Config(c.table("sparse_attention_config"), {})
+    sparse = table.get("sparse_attention_freq") is not None and table.item("sparse_attention_freq", i)
+    return "minimax_m3_sparse" if sparse else FULL
+
+
+def nemotron_h(c: Config, i: int) -> str:
+    letters = {"M": LINEAR, "E": MOE, "*": FULL, "-": MLP}
+    letter = c.item("hybrid_override_pattern", i)
+    if letter not in letters:
+        raise SchemaError(f"layer {i} of hybrid_override_pattern is {letter!r}; expected one of {', '.join(letters)}")
+    return letters[letter]
+
+
+def deepseek_v4(c: Config, i: int) -> str:
+    """``compress_ratios`` has one number a layer, and may have one more for the prediction layer."""
+    ratios, layers = c.get("compress_ratios"), c.size("num_hidden_layers")
+    if not isinstance(ratios, list | tuple) or len(ratios) not in (layers, layers + 1):
+        raise SchemaError(f"compress_ratios is {ratios!r}; expected a list of {layers} or {layers + 1} numbers")
+    types = {0: SLIDING, 4: CSA, 128: HCA}
+    if ratios[i] not in types:
+        raise SchemaError(f"layer {i} has compress ratio {ratios[i]!r}; expected one of {', '.join(map(str, types))}")
+    return types[ratios[i]]
+
+
+def mimo(c: Config, i: int) -> str:
+    return FULL if i == 0 else every(6)(c, i)
+
+
+def mimo_window(c: Config) -> int:
+    """The checkpoint counts the tokens before the current one; the model's own field counts both."""
+    if c.get("sliding_window_size") is not None:
+        return c.size("sliding_window_size") + 1
+    return c.size("sliding_window")
+
+
+def olmo_hybrid(c: Config, i: int) -> str:
+    layers = c.size("num_hidden_layers")
+    return FULL if i % 4 == 3 or (layers < 4 and i == layers - 1) else LINEAR
+
+
+def zamba2(c: Config, i: int) -> str:
+    """The shape of the released model, whatever the number of layers."""
+    return HYBRID if i in (6, 12, 18, 24, 30, 36, 42, 47, 51) else LINEAR
+
+
+def nemotron_h_layers(c: Config) -> int:
+    """The pattern counts; the number beside it is only a copy."""
+    pattern = c.get("layer_types") or c.get("hybrid_override_pattern")
+    return len(pattern) if isinstance(pattern, list | tuple | str) else c.size("num_hidden_layers")
+
+
+# ---- which layers with an indexer keep its keys; the others reuse the selection of an earlier layer ----
+
+
+def glm_indexed(c: Config, i: int) -> bool:
+    for field in ("indexer_types", "index_topk_pattern"):
+        if c.get(field) is not None:
+            return c.item(field, i) in ("full", "F")
+    after = max(i + 1 - c.size_or("index_skip_topk_offset", 2), 0)
+    return after % c.size_or("index_topk_freq", 1) == 0
+
+
+def hy_indexed(c: Config, i: int) -> bool:
+    return i == 0 or (i - 1) % 4 == 0 if c.get("indexer_types") is None else bool(c.item("indexer_types", i) == "full")

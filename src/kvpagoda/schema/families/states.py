@@ -1,0 +1,113 @@
+"""What a layer keeps once per request: convolution tails and recurrent matrices, family by family.
+
+Shapes are those of transformers' caches without the batch axis, so that a model can write its tensors into ours as they
+are; convolution tails hold ``kernel - 1`` columns, because the oldest of transformers' ``kernel`` columns is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvpagoda.errors import SchemaError
+from kvpagoda.schema.config import Config
+from kvpagoda.schema.fields import Rows
+
+States = Callable[[Config, str], tuple[Rows, ...]]
+
+
+def conv(parts: tuple[tuple[int, int], ...], columns: int, dtype: str) -> Rows:
+    """A convolution tail: channels (the ``parts``, each heads by channels of a head) by columns, oldest first."""
+    channels = sum(heads * width for heads, width in parts)
+    return Rows("conv", (channels, columns), dtype, split_axis=0, split_parts=parts)
+
+
+def recurrent(*shape: int, dtype: str = "float32") -> Rows:
+    """A recurrent state, float32 whatever the model's dtype, its heads or channels first."""
+    return Rows("recurrent", shape, dtype, split_axis=0)
+
+
+def mamba1(state: str, kernel: str, expand: str, *, heads: str = "", inner: str = "") -> States:
+    """Selective state space over ``inner`` channels, or ``expand * hidden_size`` where that is null; in ``heads``
+    groups where the model has them."""
+
+    def states(c: Config, dtype: str) -> tuple[Rows, ...]:
+        channels = c.size(expand) * c.size("hidden_size") if c.get(inner) is None else c.size(inner)
+        number = c.size(heads) if heads else 1
+        if channels % number:
+            raise SchemaError(f"{channels} channels cannot be divided into {heads} = {number}")
+        shape = (number, channels // number) if heads else (channels,)
+        return conv(((channels, 1),), c.size(kernel, 2) - 1, dtype), recurrent(*shape, c.size(state))
+
+    return states
+
+
+def mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str, expand: str, inner: str = "") -> States:
+    """Mamba-2: the convolution runs over values and both projections of every group.
+
+    A ``head_dim`` of null or "auto" shares out ``inner`` channels, or ``expand * hidden_size`` where that is null.
+    """
+
+    def states(c: Config, dtype: str) -> tuple[Rows, ...]:
+        number = c.size(heads)
+        if c.get(head_dim) in (None, "auto"):
+            channels = c.size(expand) * c.size("hidden_size") if c.get(inner) is None else c.size(inner)
+            if channels % number:
+                raise SchemaError(f"{channels} channels cannot be divided into {heads} = {number}")
+            width = channels // number
+        else:
+            width = c.size(head_dim)
+        projection = (c.size(groups), c.size(state))
+        parts = ((number, width), projection, projection)
+        return conv(parts, c.size(kernel, 2) - 1, dtype), recurrent(number, width, c.size(state))
+
+    return states
+
+
+def gated_delta(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """Gated delta net: one convolution over queries, keys and values; a [key, value] matrix for each value head."""
+    keys = (c.size("linear_num_key_heads"), c.size("linear_key_head_dim"))
+    values = (c.size("linear_num_value_heads"), c.size("linear_value_head_dim"))
+    tail = conv((keys, keys, values), c.size("linear_conv_kernel_dim", 2) - 1, dtype)
+    return tail, recurrent(values[0], keys[1], values[1])
+
+
+def olmo_hybrid(c: Config, dtype: str) -> tuple[Rows, ...]:
+    heads = c.size("num_attention_heads")
+    key_heads = c.size_or("linear_num_key_heads", heads)
+    key_dim = c.size_or("linear_key_head_dim", 3 * c.size("hidden_size") // (4 * key_heads))
+    derived = c.replaced(
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=c.size_or("linear_num_value_heads", heads),
+        linear_key_head_dim=key_dim,
+        linear_value_head_dim=c.size_or("linear_value_head_dim", 2 * key_dim),
+    )
+    return gated_delta(derived, dtype)
+
+
+def kimi_delta(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """Kimi delta attention; a checkpoint keeps its sizes in a table of its own."""
+    table = c.table("linear_attn_config")
+    names = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
+    names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
+    c = c.replaced(**{ours: table[theirs] for theirs, ours in names.items() if theirs in table})
+    heads, width = c.size("linear_num_heads"), c.size("linear_head_dim")
+    return conv(((heads, width),) * 3, c.size("linear_conv_kernel_dim", 2) - 1, dtype), recurrent(heads, width, width)
+
+
+def bailing_hybrid(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """Kimi delta attention with the sizes of the attention beside it."""
+    own = {"linear_num_heads": "num_attention_heads", "linear_head_dim": "head_dim"}
+    own["linear_conv_kernel_dim"] = "short_conv_kernel_size"
+    return kimi_delta(c.replaced(**{ours: c.get(ours, c.get(theirs)) for ours, theirs in own.items()}), dtype)
+
+
+def short_conv(c: Config, dtype: str) -> tuple[Rows, ...]:
+    return (conv(((c.size("hidden_size"), 1),), c.size("conv_L_cache", 2) - 1, dtype),)
+
+
+def zaya(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """Two convolutions in a row over queries and keys read every column that is kept; half of the last value row."""
+    width, keys = c.size("head_dim"), c.size("num_key_value_heads")
+    columns = c.size("cca_time0") + c.size("cca_time1") - 2
+    tail = conv(((c.size("num_attention_heads"), width), (keys, width)), columns, dtype)
+    return tail, recurrent(keys * width // 2, dtype=dtype)

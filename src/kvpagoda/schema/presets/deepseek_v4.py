@@ -1,0 +1,275 @@
+"""DeepSeek-V4 (arXiv 2606.19348): which layer has which attention, and what each of them keeps.
+
+attention   entries               per request                            Flash   Pro
+CSA         1 per 4 tokens        window, tail and overlap, indexer's    21      30
+HCA         1 per 128 tokens      window, tail                           20      31
+SWA         none                  window                                 2       0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import ClassVar
+
+from kvpagoda.errors import BadInput, SchemaError
+from kvpagoda.schema.fields import MXFP4, RAW, Encoding
+from kvpagoda.schema.kinds import Compressed
+from kvpagoda.schema.layout import RowLayout
+from kvpagoda.schema.schema import Layer, Schema
+from kvpagoda.units import ceil_div
+
+BLOCK_SIZE_ORIGINAL_TOKENS = 128
+"""Tokens of the text that one block stands for: the least common multiple of the two compression ratios."""
+
+FP8_PER_ENTRY = Encoding("fp8", kept=64)
+"""580-byte entries: 448 E4M3 codes, 64 bfloat16 RoPE elements, one float32 inverse scale."""
+
+FP8_UE8M0 = Encoding("fp8_ue8m0", kept=64, group=64)
+"""584-byte entries: 448 E4M3 codes, 64 bfloat16 RoPE elements, 7 power-of-two scales and one byte of padding. What the
+model was trained with and what FlashMLA reads."""
+
+
+class AttentionType(Enum):
+    """What a layer attends to; the value is the model's own word for it."""
+
+    CSA = "compressed_sparse_attention"
+    HCA = "heavily_compressed_attention"
+    SWA = "sliding_attention"
+
+
+class FFNType(Enum):
+    """What stands beside the attention: experts, or one dense network."""
+
+    MOE = "moe"
+    DENSE = "dense"
+
+
+class RouterMode(Enum):
+    """How tokens find their experts: by a hash of the token id, or by a learned dense router."""
+
+    HASH = "hash"
+    DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class DSV4Config:
+    """The numbers of the model that decide what is cached. ``compress_ratios`` has one number for each layer.
+
+    ``encoding`` is that of entries and window rows; its ``kept`` part is always ``rope_dim``, whatever is given.
+    ``index_encoding`` is that of the indexer's keys. Raises SchemaError.
+    """
+
+    compress_ratios: tuple[int, ...]
+    name: str = "deepseek-v4"
+    head_dim: int = 512
+    rope_dim: int = 64
+    window: int = 128
+    csa_ratio: int = 4
+    hca_ratio: int = 128
+    index_heads: int = 64
+    index_dim: int = 128
+    index_topk: int = 512
+    num_hash_layers: int = 3
+    max_positions: int = 1_048_576
+    vocab_size: int = 129_280
+    encoding: Encoding = FP8_PER_ENTRY
+    index_encoding: Encoding = MXFP4
+    tail_dtype: str = "float32"
+
+    @classmethod
+    def pro(cls, *, encoding: Encoding = FP8_PER_ENTRY, index_encoding: Encoding = MXFP4) -> DSV4Config:
+        """V4-Pro: 61 layers, 0 and 1 HCA, then CSA and HCA in turn."""
+        ratios = (128, 128, *(4, 128) * 29, 4)
+        return cls(ratios, "deepseek-v4-pro", index_topk=1024, encoding=encoding, index_encoding=index_encoding)
+
+    @classmethod
+    def flash(cls, *, encoding: Encoding = FP8_PER_ENTRY, index_encoding: Encoding = MXFP4) -> DSV4Config:
+        """V4-Flash: 43 layers, 0 and 1 SWA, then CSA and HCA in turn."""
+        ratios = (0, 0, *(4, 128) * 20, 4)
+        return cls(ratios, "deepseek-v4-flash", encoding=encoding, index_encoding=index_encoding)
+
+    def __post_init__(self) -> None:
+        for ratio in (self.csa_ratio, self.hca_ratio):
+            if ratio < 2 or BLOCK_SIZE_ORIGINAL_TOKENS % ratio:
+                raise SchemaError(f"a compression ratio is a divisor of 128 and at least 2, got {ratio}")
+        if self.csa_ratio == self.hca_ratio or not self.compress_ratios:
+            raise SchemaError("csa_ratio and hca_ratio must differ and compress_ratios must not be empty")
+        for layer_idx, ratio in enumerate(self.compress_ratios):
+            if ratio not in (0, self.csa_ratio, self.hca_ratio):
+                known = f"0, {self.csa_ratio} and {self.hca_ratio}"
+                raise SchemaError(f"layer {layer_idx} has compression ratio {ratio}; known are {known}")
+        if not 0 < self.rope_dim < self.head_dim or self.window < 1:
+            raise SchemaError(
+                f"need 0 < rope_dim < head_dim and window >= 1, got {self.rope_dim}, {self.head_dim} and {self.window}"
+            )
+        if self.encoding.name != "raw":
+            object.__setattr__(self, "encoding", replace(self.encoding, kept=self.rope_dim))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.compress_ratios)
+
+    def schema(self, *, encoding: Encoding | None = None, index_encoding: Encoding | None = None) -> Schema:
+        """The schema of the whole model; an encoding given here takes the place of the config's."""
+        config = replace(
+            self,
+            encoding=self.encoding if encoding is None else encoding,
+            index_encoding=self.index_encoding if index_encoding is None else index_encoding,
+        )
+        layers = [build_schema(config, spec) for spec in build_schedule(config)]
+        return Schema(
+            tuple(Layer(layer.layer_idx, layer.attn.value, (layer.kind,)) for layer in layers),
+            self.name,
+            self.max_positions,
+            self.vocab_size,
+        )
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer of the model: its attention, its feed-forward part and how that one is routed."""
+
+    layer_idx: int
+    attn: AttentionType
+    ffn: FFNType
+    router_mode: RouterMode
+
+
+def build_schedule(config: DSV4Config) -> list[LayerSpec]:
+    """The layers in order. All have experts; the first ``num_hash_layers`` route by hash."""
+    by_ratio = {0: AttentionType.SWA, config.csa_ratio: AttentionType.CSA, config.hca_ratio: AttentionType.HCA}
+    return [
+        LayerSpec(i, by_ratio[ratio], FFNType.MOE, RouterMode.HASH if i < config.num_hash_layers else RouterMode.DENSE)
+        for i, ratio in enumerate(config.compress_ratios)
+    ]
+
+
+@dataclass(frozen=True)
+class LayerSchema:
+    """What one layer keeps; everything follows from ``kind``. Counts are 0 where a layer does not have the thing."""
+
+    BLOCK_SIZE_ORIGINAL_TOKENS: ClassVar[int] = BLOCK_SIZE_ORIGINAL_TOKENS
+
+    layer_idx: int
+    attn: AttentionType
+    kind: Compressed
+
+    @property
+    def entries_per_block(self) -> int:
+        """Compressed entries of one block."""
+        return BLOCK_SIZE_ORIGINAL_TOKENS // self.kind.ratio if self.kind.ratio else 0
+
+    @property
+    def indexer_entries_per_block(self) -> int:
+        """Indexer keys of one block."""
+        return self.entries_per_block if self.kind.index_dim else 0
+
+    @property
+    def tail_buffer_size(self) -> int:
+        """Rows of tokens whose window is still open: at most ratio - 1."""
+        return max(0, self.kind.ratio - 1)
+
+    @property
+    def overlap_size(self) -> int:
+        """Rows of the last closed window that its successor still pools over."""
+        return self.kind.ratio if self.kind.overlap else 0
+
+    @property
+    def indexer_tail_buffer_size(self) -> int:
+        """``tail_buffer_size`` of the indexer's own compressor."""
+        return self.tail_buffer_size if self.kind.index_dim else 0
+
+    @property
+    def indexer_overlap_size(self) -> int:
+        """``overlap_size`` of the indexer's own compressor."""
+        return self.overlap_size if self.kind.index_dim else 0
+
+    @property
+    def swa_window_size(self) -> int:
+        """Rows of the sliding-window ring."""
+        return self.kind.window
+
+    @property
+    def entry_head_dim(self) -> int:
+        """Elements of one entry, and of one window row."""
+        return self.kind.dim
+
+    @property
+    def indexer_dim(self) -> int:
+        """Elements of one indexer key."""
+        return self.kind.index_dim or 0
+
+    def block_layout(self) -> RowLayout:
+        """The record of one block of this layer; 0 bytes for SWA."""
+        return RowLayout.build(
+            (self.layer_idx, field)
+            for rows in self.kind.block_rows()
+            for field in rows.fields(BLOCK_SIZE_ORIGINAL_TOKENS // rows.tokens_per_row)
+        )
+
+    def state_layout(self) -> RowLayout:
+        """The record of one request's state of this layer."""
+        return RowLayout.build(
+            (self.layer_idx, field) for rows in self.kind.state_rows() for field in rows.fields(rows.count)
+        )
+
+
+def build_schema(config: DSV4Config, layer_spec: LayerSpec) -> LayerSchema:
+    """What layer ``layer_spec`` keeps."""
+    attn = layer_spec.attn
+    is_csa = attn is AttentionType.CSA
+    ratio = {AttentionType.CSA: config.csa_ratio, AttentionType.HCA: config.hca_ratio, AttentionType.SWA: 0}[attn]
+    kind = Compressed(
+        config.head_dim,
+        config.window,
+        "bfloat16",
+        ratio,
+        overlap=is_csa,
+        index_dim=config.index_dim if is_csa else None,
+        encoding=config.encoding,
+        index_encoding=config.index_encoding if is_csa else RAW,
+        tail_dtype=config.tail_dtype,
+    )
+    return LayerSchema(layer_spec.layer_idx, attn, kind)
+
+
+def compute_block_budget(
+    config: DSV4Config, schedule: Sequence[LayerSpec], max_tokens: int, max_requests: int
+) -> dict[str, int]:
+    """Blocks for ``max_tokens`` tokens in all, held by at most ``max_requests`` requests, however they divide them.
+
+    ``csa`` and ``hca`` are blocks of 128 tokens for *each layer* of that type: what ``num_blocks_per_csa_layer`` and
+    ``num_blocks_per_hca_layer`` of a ``KVCacheManager`` must be. A block is taken when its first entry is written. In a
+    CSA layer that is its 4th token, so every request may hold one block that is nearly empty; in an HCA layer it is its
+    128th token, so no block is ever partly filled. That is why ``csa`` is the larger one: by about one block a request.
+
+    That says little about memory: a CSA block is some 36 times as large as an HCA block, and the layers differ in number.
+    ``csa_bytes`` and ``hca_bytes`` are the data of these blocks over all layers of the type, and ``state_bytes`` that of
+    ``max_requests`` state rows over all layers, without alignment and without the hidden row of each pool.
+
+    Raises BadInput unless both numbers are positive.
+    """
+    for what, number in (("max_tokens", max_tokens), ("max_requests", max_requests)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise BadInput(f"{what} must be a positive whole number, got {number!r}")
+    budget = {"csa": 0, "hca": 0, "csa_bytes": 0, "hca_bytes": 0, "state_bytes": 0}
+    for name, ratio in (("csa", config.csa_ratio), ("hca", config.hca_ratio)):
+        budget[name] = most_blocks(ratio, max_tokens, max_requests)
+    for spec in schedule:
+        layer = build_schema(config, spec)
+        budget["state_bytes"] += max_requests * layer.state_layout().payload_nbytes
+        if spec.attn is not AttentionType.SWA:
+            name = spec.attn.name.lower()
+            budget[f"{name}_bytes"] += budget[name] * layer.block_layout().payload_nbytes
+    return budget
+
+
+def most_blocks(ratio: int, max_tokens: int, max_requests: int) -> int:
+    """The most blocks of one layer with this compression ratio that ``max_tokens`` tokens can take, and never fewer than
+    their whole blocks. Worst case: every request opens its first block with ``ratio`` tokens, and what is left fills
+    128 tokens for each further block."""
+    requests = min(max_requests, max_tokens // ratio)
+    worst = requests + (max_tokens - ratio * requests) // BLOCK_SIZE_ORIGINAL_TOKENS
+    return max(worst, ceil_div(max_tokens, BLOCK_SIZE_ORIGINAL_TOKENS))

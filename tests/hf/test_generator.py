@@ -1,0 +1,144 @@
+"""Greedy tokens with the cache in kvpagoda are the tokens of full recomputation without any cache, family by family."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from kvpagoda.errors import BadInput, NeverFits, SchemaError  # noqa: E402
+from kvpagoda.hf import Generator  # noqa: E402
+from models import VOCAB, tiny_model  # noqa: E402
+
+EXACT = [
+    "llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v3", "kimi_linear", "bamba",
+    "deepseek_v4",
+]  # fmt: skip
+ALSO = ["qwen2", "gemma2", "mixtral", "granitemoehybrid", "llama4_text", "lfm2", "falcon_h1", "nemotron_h", "jamba",
+        "gemma3n_text", "deepseek_v2", "qwen3_5_text", "cohere2", "phi3"]  # fmt: skip
+
+LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 20, 33, 41)
+"""One token; one more and one less than the tiny ratios (4, 8), windows (8) and blocks (16); well past the window."""
+NEW = 7
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    return tiny_model(name)
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    source = torch.Generator().manual_seed(0)
+    return [torch.randint(0, VOCAB, (n,), generator=source).tolist() for n in LENGTHS]
+
+
+@functools.cache
+def recomputed(name: str) -> list[list[int]]:
+    """The oracle: every new token from a forward pass over the whole text, no cache."""
+    return [greedy(model_of(name), prompt, NEW) for prompt in prompts()]
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], n: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(n):
+        ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", EXACT + ALSO)
+def test_tokens_equal_full_recomputation(name: str) -> None:
+    """More requests than rows, recycled and poisoned rows, prompts in chunks of 7, ``check()`` after every step."""
+    generator = Generator(model_of(name), num_blocks=60, max_requests=4, prefill_chunk=7, poison=True)
+    found = generator.generate(prompts(), NEW, on_step=lambda stats: generator.cache.check())
+    assert found == recomputed(name)
+    stats = generator.stats()
+    assert stats.running == 0 and all(group.free == group.total for group in stats.groups)
+    assert stats.computed_tokens == sum(LENGTHS) + len(LENGTHS) * (NEW - 1)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 8, 9, 64])
+@pytest.mark.parametrize("name", ["deepseek_v4", "gemma3_text", "qwen3_next"])
+def test_any_chunk_size_gives_the_same_tokens(name: str, chunk: int) -> None:
+    generator = Generator(model_of(name), num_blocks=80, max_requests=7, prefill_chunk=chunk, poison=True)
+    assert generator.generate(prompts(), NEW) == recomputed(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v4", "bamba"])
+def test_requests_arrive_while_others_run(name: str) -> None:
+    generator = Generator(model_of(name), num_blocks=60, max_requests=3, prefill_chunk=16, poison=True)
+    requests = []
+    for prompt in prompts():
+        requests.append(generator.submit(prompt, NEW))
+        generator.step()
+        generator.cache.check()
+    while not all(request.done for request in requests):
+        generator.step()
+    assert [request.output for request in requests] == recomputed(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_tokens_equal_the_models_own_generate_and_the_model_is_left_as_it_was(name: str) -> None:
+    model = model_of(name)
+    before = model.config._attn_implementation
+    found = Generator(model, num_blocks=60, max_requests=4).generate(prompts()[4:7], NEW)
+    assert model.config._attn_implementation == before
+    for prompt, new in zip(prompts()[4:7], found):
+        own = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        assert own[0, len(prompt) :].tolist() == new
+
+
+def test_it_stops_at_the_end_of_text_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = model_of("llama"), prompts()[6]
+    end = recomputed("llama")[6][2]
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [end])
+    expected = recomputed("llama")[6]
+    assert Generator(model, num_blocks=60).generate([prompt], NEW) == [expected[: expected.index(end) + 1]]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "deepseek_v4"])
+def test_the_budget_is_kept(name: str) -> None:
+    generator = Generator(model_of(name), "400KiB", max_requests=2)
+    generator.generate(prompts()[:6], 2)
+    assert generator.stats().nbytes == generator.cache.plan.nbytes <= 400 * 1024
+
+
+def test_bad_input_is_one_clear_error() -> None:
+    generator = Generator(model_of("llama"), num_blocks=4, max_requests=2)
+    with pytest.raises(BadInput, match=r"token id 128 is outside the vocabulary 0\.\.127"):
+        generator.submit([1, 128])
+    with pytest.raises(BadInput, match="at least one prompt token"):
+        generator.submit([])
+    with pytest.raises(NeverFits, match="70 tokens are more than the longest context of 64"):
+        generator.submit([1] * 60, 10)
+    with pytest.raises(NeverFits, match="one request of up to 16 tokens needs"):
+        Generator(model_of("llama"), "3KiB")
+    with pytest.raises(BadInput, match="prefill_chunk"):
+        Generator(model_of("llama"), prefill_chunk=0)
+    assert generator.generate([[1, 2]], 2)
+
+
+def test_an_error_in_a_step_leaves_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = Generator(model_of("llama"), num_blocks=30, max_requests=2)
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(generator._runner, "step", fail)
+        generator.generate(prompts()[:3], 2)
+    generator.cache.check()
+    assert generator.stats().running == 0
+    assert generator.generate(prompts()[:3], NEW) == recomputed("llama")[:3]
+
+
+def test_a_model_outside_the_attention_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    with pytest.raises(SchemaError, match="does not go through transformers' attention interface"):
+        Generator(model, num_blocks=4)

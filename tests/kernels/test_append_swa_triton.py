@@ -1,0 +1,32 @@
+"""The Triton kernel without a GPU. Interpreting and compiling exclude each other, so each has a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+HERE = Path(__file__).parent
+
+
+def run_pytest(name, tmp_path, **environment):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TRITON", "KVPAGODA"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / name)],
+        env={**kept, "TRITON_CACHE_DIR": str(tmp_path), **environment},
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def test_interpreted_kernel_equals_the_reference(tmp_path):
+    run_pytest("interpreted_append_swa.py", tmp_path, TRITON_INTERPRET="1")
+
+
+def test_kernel_compiles_for_ampere_hopper_and_blackwell(tmp_path):
+    run_pytest("compiled_append_swa.py", tmp_path)

@@ -1,0 +1,46 @@
+import subprocess
+import sys
+
+import pytest
+
+from kvpagoda.errors import BadInput
+from kvpagoda.kernels import dispatch
+
+
+def test_table_and_variable(monkeypatch):
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    assert dispatch.backend("cpu") == dispatch.backend("mps") == "reference"
+    assert dispatch.backend("cuda") == ("triton" if dispatch.triton is not None else "reference")
+    monkeypatch.setenv(dispatch.VARIABLE, "reference")
+    assert dispatch.backend("cuda") == "reference"
+    monkeypatch.setenv(dispatch.VARIABLE, "numba")
+    with pytest.raises(BadInput, match="numba"):
+        dispatch.backend("cpu")
+
+
+def test_forcing_triton(monkeypatch):
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    monkeypatch.setattr(dispatch, "triton", object())
+    assert dispatch.backend("cpu") == "triton"
+    monkeypatch.setattr(dispatch, "triton", None)
+    with pytest.raises(BadInput, match="not installed"):
+        dispatch.backend("cuda")
+
+
+def test_everything_works_without_triton():
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch
+from kvpagoda.kernels import append_swa
+from kvpagoda.kernels.dispatch import backend
+assert backend("cuda") == "reference"
+pools = (
+    torch.zeros(2, 4, 8, dtype=torch.uint8), torch.zeros(2, 4, 2, dtype=torch.bfloat16),
+    torch.zeros(2, 4), torch.full((2, 4), -1, dtype=torch.int32),
+)
+row = torch.ones(1, 10, dtype=torch.bfloat16)
+append_swa(row, torch.tensor([0], dtype=torch.int32), torch.tensor([6], dtype=torch.int32), *pools)
+assert pools[3].tolist() == [[-1, -1, 6, -1], [-1] * 4]
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)

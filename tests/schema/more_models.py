@@ -1,0 +1,93 @@
+"""Tiny configs of the families outside ``models.TINY``: what they change in ``models.BASE``."""
+
+
+from __future__ import annotations
+
+from typing import Any
+
+from models import CONV, FULL, GDN, MLA, MOE, ROPES, SLIDING
+
+EXPERTS = dict(
+    num_local_experts=4, num_experts=4, n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, **MOE
+)  # fmt: skip
+MLA_DIMS = {field: value for field, value in MLA.items() if not field.startswith("first_k")}
+SLIDES = dict(sliding_window=8, head_dim=12)
+TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=1)
+INDEXER = dict(index_topk=8, index_head_dim=16, index_n_heads=4)
+
+
+def mrope(*section: int) -> dict[str, Any]:
+    """Rotary parameters with a section for each of time, height and width."""
+    return dict(rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": section})
+
+
+def each(names: str, **changes: Any) -> dict[str, dict[str, Any]]:
+    """The same changes under several names."""
+    return {name: dict(changes) for name in names.split()}
+
+
+MORE: dict[str, dict[str, Any]] = {
+    **each(
+        """apertus arcee bitnet cohere diffllama ernie4_5 gemma glm granite helium hunyuan_v1_dense hyperclovax internlm3
+        iquestcoder jais2 nanochat nemotron olmo phi qwen3_vl_text seed_oss""",
+        head_dim=12,
+    ),
+    **each(
+        """aria_text ernie4_5_moe flex_olmo glm4_moe granitemoe granitemoeshared hunyuan_v1_moe hy_v3 minimax_m2
+        minimax_m3_vl_text olmoe qwen3_vl_moe_text solar_open""",
+        head_dim=12,
+        **EXPERTS,
+    ),
+    **each("biogpt bloom falcon gpt_neox_japanese persimmon"),
+    **each("doge exaone4 granite_swa ministral ministral3 olmo3 smollm3 starcoder2 vaultgemma", **SLIDES),
+    **each("cohere2_moe exaone_moe flint granitemoe_swa mimo_v2_flash phimoe", **EXPERTS, **SLIDES),
+    **each("laguna mellum", **EXPERTS, **SLIDES, layer_types=[SLIDING, FULL] * 2, rope_parameters=ROPES),
+    **each(
+        "qwen2_5_vl_text qwen2_vl_text", **mrope(2, 2, 2), use_sliding_window=True, sliding_window=8, max_window_layers=2
+    ),
+    **each("axk1 glm4_moe_lite youtu", **MLA_DIMS),
+    "afmoe": dict(EXPERTS, **SLIDES, num_dense_layers=1, num_shared_experts=1),
+    "axk2": dict(MLA_DIMS, **INDEXER),
+    "bailing_hybrid": dict(MLA_DIMS, num_experts=4, num_shared_experts=1, head_dim=16, layer_group_size=4),
+    "beam": dict(EXPERTS, **SLIDES, num_hidden_layers=7, rope_parameters=ROPES),
+    "codegen": dict(rotary_dim=8, n_embd=48, n_layer=3, n_head=4),
+    "ctrl": dict(n_embd=48, n_layer=3, n_head=4, dff=64),
+    "cwm": dict(SLIDES, **TOKENS, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}),
+    "dbrx": dict(
+        d_model=48, n_layers=3, n_heads=4, attn_config=dict(kv_n_heads=2, rope_theta=10_000.0, clip_qkv=8.0),
+        ffn_config=dict(ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2),
+    ),
+    "dots1": dict(EXPERTS, **SLIDES, max_window_layers=2, first_k_dense_replace=1),
+    "gemma4_unified_text": dict(
+        head_dim=16, global_head_dim=32, sliding_window=8, layer_types=[SLIDING, SLIDING, SLIDING, FULL],
+        attention_k_eq_v=True, num_global_key_value_heads=1,
+    ),
+    "glm4v_moe_text": dict(EXPERTS, **mrope(2, 1, 1), head_dim=16),
+    "glm4v_text": mrope(2, 2, 2),
+    "gpt_bigcode": dict(n_embd=48, n_layer=3, n_head=4, n_inner=64),
+    "gpt_neo": dict(num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]], window_size=8),
+    "gptj": dict(rotary_dim=8, n_embd=48, n_layer=3, n_head=4),
+    "hy_v4": dict(MLA_DIMS, **INDEXER),
+    "jetmoe": dict(kv_channels=16, num_local_experts=4, num_experts_per_tok=2),
+    "kolibri1": dict(EXPERTS, **SLIDES, num_hidden_layers=5),
+    "lfm2_moe": dict(EXPERTS, layer_types=[CONV, CONV, FULL, CONV], conv_L_cache=3, num_dense_layers=1),
+    "lfm3": dict(SLIDES, num_hidden_layers=6, rope_parameters=ROPES),
+    "longcat_flash": dict(
+        MLA_DIMS, num_layers=2, ffn_hidden_size=64, expert_ffn_hidden_size=32, moe_topk=2, zero_expert_num=2, head_dim=8
+    ),
+    "minicpm3": dict(MLA_DIMS, head_dim=8),
+    "modernbert-decoder": dict(TOKENS, local_attention=16, num_hidden_layers=4, cls_token_id=1, sep_token_id=1),
+    "mpt": dict(d_model=48, n_layers=3, n_heads=4),
+    "olmo_hybrid": dict(head_dim=12, linear_conv_kernel_dim=4),
+    "opt": dict(ffn_dim=64, word_embed_proj_dim=48),
+    "qwen2_moe": dict(
+        EXPERTS, sliding_window=8, use_sliding_window=True, max_window_layers=2, shared_expert_intermediate_size=32
+    ),
+    "qwen3_5_moe_text": GDN,
+    "qwen3_moe": dict(EXPERTS, **SLIDES, use_sliding_window=True),
+    "xglm": dict(d_model=48, num_layers=3, attention_heads=4, ffn_dim=64),
+    "zaya": dict(
+        num_experts=4, num_experts_per_tok=1, moe_intermediate_size=32, head_dim=16, router_hidden_size=16,
+        sliding_window=8, layer_types=["hybrid", "hybrid_sliding"] * 2, cca_time0=2, cca_time1=3,
+    ),
+}  # fmt: skip

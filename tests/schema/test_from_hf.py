@@ -1,0 +1,178 @@
+"""Every family against the tensors that transformers really keeps: measured, not restated."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from more_models import MORE  # noqa: E402
+
+from kvpagoda import Schema  # noqa: E402
+from kvpagoda.schema import Attention, Compressed, Latent, Layer, Recurrent, Shared  # noqa: E402
+from kvpagoda.schema.families import FAMILIES  # noqa: E402
+from models import FAMILIES as TINY_FAMILIES  # noqa: E402
+from models import VOCAB, randomise, tiny_config  # noqa: E402
+
+TOKENS = 21
+KEEPS_ALL_COLUMNS = ("zaya",)
+"""Families whose convolutions read the oldest column that transformers keeps."""
+
+
+TESTED = sorted({*TINY_FAMILIES, *MORE})
+
+
+def config_of(name: str) -> Any:
+    return tiny_config(name, **MORE.get(name, {}), dtype="bfloat16")
+
+
+def model_of(config: Any) -> Any:
+    """A random bfloat16 model: its float32 states then show."""
+    torch.manual_seed(0)
+    causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    model = auto.from_config(config, dtype=torch.bfloat16).eval()
+    randomise(model)
+    return model
+
+
+def forward(model: Any, ids: Any, cache: Any = None) -> tuple[Any, Any]:
+    """(logits or hidden states, cache) of one step."""
+    name = "cache_params" if model.config.model_type in ("mamba", "mamba2", "falcon_mamba") else "past_key_values"
+    with torch.no_grad():
+        output = model(ids, use_cache=True, **({} if cache is None else {name: cache}))
+    return output[0], getattr(output, name)
+
+
+def dtype_of(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def tensor_of(layer: Any, name: str) -> Any:
+    """A tensor of one of transformers' cache layers; None if it has none, or an empty one."""
+    tensor = getattr(layer, name, None)
+    return tensor if torch.is_tensor(tensor) and tensor.numel() else None
+
+
+def check_rows(layer: Layer, real: Any) -> None:
+    """The rows of every token: heads, widths, dtypes, bytes a token, and how many tokens are kept."""
+    rows = {row.name: row for row in layer.block_rows()}
+    names = {"k": "keys", "v": "values", "latent": "keys", "k_rope": "values", "index_key": "indexer_keys"}
+    kept = {attribute for attribute in set(names.values()) if tensor_of(real, attribute) is not None}
+    assert kept == {names[name] for name in rows}
+    for name, row in rows.items():
+        tensor = tensor_of(real, names[name])
+        by_token = tensor[0].transpose(0, 1) if tensor.dim() == 4 else tensor[0]
+        assert row.shape == tuple(by_token.shape[1:])
+        assert row.dtype == dtype_of(tensor)
+        assert row.row_nbytes == tensor.nbytes / len(by_token)
+        span = layer.growth.span
+        assert len(by_token) == (TOKENS if span is None else min(TOKENS, span - 1))
+
+
+def check_states(layer: Layer, real: Any, skipped: int) -> None:
+    """The rows of a request: shapes, dtypes and bytes; of a convolution, transformers keeps ``skipped`` columns more."""
+    rows = {row.name: row for row in layer.state_rows()}
+    found = {}
+    for name, attribute in (("conv", "conv_states"), ("recurrent", "recurrent_states")):
+        for index, tensor in (getattr(real, attribute, None) or {}).items():
+            if tensor is not None:
+                found[name if index == 0 else f"{name}_{index}"] = tensor[..., skipped:] if name == "conv" else tensor
+    assert found.keys() == rows.keys()
+    for name, tensor in found.items():
+        assert rows[name].shape == tuple(tensor.shape[1:])
+        assert rows[name].dtype == dtype_of(tensor)
+        assert rows[name].row_nbytes == math.prod(tensor.shape) * tensor.element_size()
+        assert rows[name].split_axis == 0
+
+
+def check_compressed(layer: Layer, real: Any) -> None:
+    """DeepSeek-V4: the raw rows of the window, and the entries, indexer keys and tails of both compressors."""
+    (kind,) = layer.kinds
+    assert isinstance(kind, Compressed)
+    states = {row.name: row for row in layer.state_rows()}
+    for raw in (real.keys, real.values):
+        assert tuple(raw.shape[1:]) == (1, kind.window - 1, *states["swa"].shape)
+        assert dtype_of(raw) == states["swa"].dtype
+    entries = {row.name: row for row in layer.block_rows()}
+    compressors = {"compressor": "", "indexer": "idx_"} if kind.index_dim else {"compressor": ""}
+    if not kind.ratio:
+        assert not entries
+        return
+    for name, prefix in compressors.items():
+        row = entries["indexer_keys" if prefix else "entries"]
+        kept = real.compressed_kv[name]
+        assert tuple(kept.shape[1:]) == (TOKENS // row.tokens_per_row, *row.shape)
+        assert dtype_of(kept) == row.dtype
+        assert real.buffer_kv[name].shape[1] == TOKENS % row.tokens_per_row < row.tokens_per_row
+        streams = [states[f"{prefix}tail_{part}"] for part in (("ka", "kb") if kind.overlap else ("ka",))]
+        assert sum(stream.shape[0] for stream in streams) == real.buffer_kv[name].shape[-1]
+        assert all(stream.count == kind.ratio - 1 for stream in streams)
+        assert {stream.dtype for stream in streams} == {dtype_of(real.buffer_kv[name])}
+        if kind.overlap:
+            overlap = states[f"{prefix}overlap_k"]
+            assert (overlap.count, *overlap.shape) == tuple(real.overlap_kv[name].shape[1:])
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_what_a_forward_pass_keeps(name: str) -> None:
+    config = config_of(name)
+    schema = Schema.from_hf_config(config)
+    assert schema == Schema.from_hf_config(config.to_dict())
+    torch.manual_seed(1)
+    _, cache = forward(model_of(config), torch.randint(2, VOCAB, (1, TOKENS)))
+    assert len(cache.layers) == len(schema.layers)
+    for layer, real in zip(schema.layers, cache.layers, strict=True):
+        if any(isinstance(kind, Compressed) for kind in layer.kinds):
+            check_compressed(layer, real)
+            continue
+        check_rows(layer, real)
+        check_states(layer, real, skipped=0 if name in KEEPS_ALL_COLUMNS else 1)
+        for kind in layer.kinds:
+            assert isinstance(kind, Attention | Latent | Recurrent | Shared)
+
+
+WITH_CONVOLUTION = sorted(name for name, family in FAMILIES.items() if family.states is not None)
+
+
+@pytest.mark.parametrize("name", WITH_CONVOLUTION)
+def test_the_oldest_convolution_column_is_never_read(name: str) -> None:
+    """Which is why ours keep one column less; the exceptions do read it."""
+    config = config_of(name)
+    model = model_of(config)
+    ids = torch.randint(2, VOCAB, (1, TOKENS))
+    _, cache = forward(model, ids)
+    for step in (1, 3):
+        spoiled = copy.deepcopy(cache)
+        for layer in spoiled.layers:
+            for state in (getattr(layer, "conv_states", None) or {}).values():
+                if state is not None:
+                    state[..., 0] += 100.0
+        fresh, _ = forward(model, ids[:, :step], copy.deepcopy(cache))
+        found, _ = forward(model, ids[:, :step], spoiled)
+        assert torch.equal(fresh, found) == (name not in KEEPS_ALL_COLUMNS)
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+def test_shared_layers_name_the_layer_that_really_writes(name: str) -> None:
+    """Zeroing the K/V of all owners, and nothing else, is what the readers see: no other layer has rows of that type."""
+    config = config_of(name)
+    schema = Schema.from_hf_config(config)
+    shared = [layer for layer in schema.layers if layer.owner != layer.index]
+    assert len(shared) == config.num_kv_shared_layers
+    modes = config.kv_sharing_modes
+    for layer in shared:
+        assert modes[layer.index] == "reuse" and modes[layer.owner] == "store"
+        assert config.layer_types[layer.index] == config.layer_types[layer.owner] == layer.label
+
+
+def test_tiny_and_more_cover_the_table() -> None:
+    """``kimi_k2`` is what checkpoints call ``deepseek_v3``."""
+    assert {*TESTED, "kimi_k2"} == set(FAMILIES)
+    assert FAMILIES["kimi_k2"] == FAMILIES["deepseek_v3"]
+    assert not set(TINY_FAMILIES) & set(MORE)

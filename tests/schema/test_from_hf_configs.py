@@ -1,0 +1,306 @@
+"""Configs as people have them: ``config.json`` of real models, differences from defaults, and what cannot be read."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+from more_models import MORE  # noqa: E402
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+
+from kvpagoda import Schema  # noqa: E402
+from kvpagoda.errors import SchemaError  # noqa: E402
+from kvpagoda.schema import MXFP4, Attention, Compressed, Encoding, Growth, Latent, Shared  # noqa: E402
+from kvpagoda.schema.families import FAMILIES  # noqa: E402
+from models import tiny_config  # noqa: E402
+
+LLAMA_8B = {
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "max_position_embeddings": 131072, "vocab_size": 128256, "torch_dtype": "bfloat16",
+}  # fmt: skip
+V4 = {
+    "model_type": "deepseek_v4", "hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512,
+    "qk_rope_head_dim": 64, "sliding_window": 128, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 512,
+    "max_position_embeddings": 1048576, "vocab_size": 129280,
+}  # fmt: skip
+FLASH = {**V4, "num_hidden_layers": 43, "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0]}
+PRO = {**V4, "num_hidden_layers": 61, "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0]}
+V32 = {
+    "model_type": "deepseek_v32", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "index_head_dim": 128,
+    "index_n_heads": 64, "index_topk": 2048, "torch_dtype": "bfloat16",
+}  # fmt: skip
+KIMI_LINEAR = {
+    "model_type": "kimi_linear", "num_hidden_layers": 27, "hidden_size": 2304, "num_attention_heads": 32, "head_dim": 72,
+    "num_key_value_heads": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16", "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
+        "kda_layers": [i for i in range(1, 28) if i not in (4, 8, 12, 16, 20, 24, 27)],
+    },
+}  # fmt: skip
+
+
+def labels(schema: Schema) -> str:
+    """The first letter of every layer's type."""
+    return "".join(layer.label[0] for layer in schema.layers)
+
+
+# ---- figures that are known from elsewhere ----
+
+
+@pytest.mark.parametrize(("config", "types", "per_token"), [(FLASH, (2, 21, 20), 3514), (PRO, (0, 30, 31), 5030.6)])
+def test_deepseek_v4(config: dict[str, Any], types: tuple[int, ...], per_token: float) -> None:
+    schema = Schema.from_hf_config(config, kv_format="fp8")
+    found = [layer.label for layer in schema.layers]
+    kinds = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+    assert tuple(found.count(kind) for kind in kinds) == types
+    assert schema.bytes_per_token == pytest.approx(per_token, abs=0.5)
+    kind = schema.layers[2].kinds[0]
+    assert isinstance(kind, Compressed)
+    assert (kind.encoding, kind.index_encoding) == (Encoding("fp8_ue8m0", kept=64, group=64), MXFP4)
+    assert (kind.dtype, kind.tail_dtype, kind.ratio, kind.overlap) == ("bfloat16", "float32", 4, True)
+    assert {row.name: row.row_nbytes for row in kind.block_rows()} == {"entries": 584, "indexer_keys": 68}
+    real = transformers.CONFIG_MAPPING["deepseek_v4"](**{key: config[key] for key in config if key != "model_type"})
+    for kv_format in ("raw", "fp8"):
+        assert Schema.from_hf_config(real, kv_format=kv_format) == Schema.from_hf_config(config, kv_format=kv_format)
+
+
+def test_llama_8b() -> None:
+    schema = Schema.from_hf_config(LLAMA_8B)
+    assert schema.bytes_per_token == 131_072
+    assert (schema.max_positions, schema.vocab_size, schema.name) == (131072, 128256, "llama")
+    assert Schema.from_hf_config(LLAMA_8B, dtype="float32").bytes_per_token == 262_144
+
+
+def test_deepseek_v32() -> None:
+    assert Schema.from_hf_config(V32, kv_format="fp8").bytes_per_token == 61 * (656 + 132) == 48_068
+    assert Schema.from_hf_config(V32).bytes_per_token == 61 * 2 * (512 + 64 + 128)
+
+
+def test_qwen3_next_80b() -> None:
+    schema = Schema.from_hf_config(transformers.CONFIG_MAPPING["qwen3_next"]())
+    assert labels(schema) == "lllf" * 12
+    assert schema.state_layout.nbytes == 36 * (32 * 128 * 128 * 4 + 8192 * 3 * 2) == 77_266_944
+
+
+def test_kimi() -> None:
+    """The linear model's layers come from its own table, counted from 1; K2 is a V3 under another name."""
+    linear = Schema.from_hf_config(KIMI_LINEAR)
+    assert labels(linear) == "lllf" * 6 + "llf"
+    assert linear.state_layout.nbytes == 20 * (32 * 128 * 128 * 4 + 12288 * 3 * 2)
+    assert linear.bytes_per_token == 7 * 576 * 2
+    v3 = transformers.CONFIG_MAPPING["deepseek_v3"]().to_dict()
+    k2 = {**v3, "model_type": "kimi_k2"}
+    assert Schema.from_hf_config(k2).layers == Schema.from_hf_config(v3).layers
+    assert Schema.from_hf_config({"model_type": "kimi_k25", "text_config": k2}) == Schema.from_hf_config(k2)
+
+
+def test_gemma3n_shares_the_last_layer_of_each_type() -> None:
+    schema = Schema.from_hf_config(transformers.CONFIG_MAPPING["gemma3n_text"]())
+    assert [layer.owner for layer in schema.layers[:20]] == list(range(20))
+    assert {layer.owner for layer in schema.layers[20:]} == {18, 19}
+    assert all(layer.kinds == (Shared(19 if layer.index % 5 == 4 else 18),) for layer in schema.layers[20:])
+
+
+def test_layers_with_nothing_and_layers_with_two_kinds() -> None:
+    nemotron = Schema.from_hf_config(tiny_config("nemotron_h"))
+    assert [len(layer.kinds) for layer in nemotron.layers] == [1, 0, 1, 0, 1]
+    zamba = Schema.from_hf_config(tiny_config("zamba2"))
+    assert [len(layer.kinds) for layer in zamba.layers] == [1, 2, 1, 2]
+    zaya = Schema.from_hf_config(tiny_config("zaya", **MORE["zaya"]))
+    assert [group.name for group in zaya.groups] == ["full", "window(8)"]
+
+
+def test_growth_laws() -> None:
+    def laws(name: str) -> list[str]:
+        return [layer.growth.name for layer in Schema.from_hf_config(tiny_config(name)).layers if layer.growth]
+
+    assert laws("mistral") == ["window(8)"] * 4
+    assert laws("gpt_oss") == ["window(8)", "full"] * 2
+    assert laws("llama4_text") == ["chunk(16)"] * 3 + ["full"]
+
+
+def test_tensor_parallel_ranks_divide_heads_and_replicate_what_is_few() -> None:
+    qwen = Schema.from_hf_config(transformers.CONFIG_MAPPING["qwen3_next"]())
+    conv, recurrent = qwen.split(tp=4).layers[0].state_rows()
+    assert (conv.shape, recurrent.shape) == ((8192 // 4, 3), (8, 128, 128))
+    bamba = Schema.from_hf_config(tiny_config("bamba"))
+    conv, recurrent = bamba.split(tp=2).split(tp=2).layers[0].state_rows()
+    assert (conv.shape, recurrent.shape) == ((24 + 2 * 16, 3), (1, 24, 16))
+
+
+# ---- dtype, formats ----
+
+
+def test_dtype_is_the_callers_then_the_configs_then_bfloat16() -> None:
+    torch = pytest.importorskip("torch")
+
+    def dtype(config: Any, **kwargs: Any) -> str:
+        return Schema.from_hf_config(config, **kwargs).layers[0].block_rows()[0].dtype
+
+    bare = {key: value for key, value in LLAMA_8B.items() if key != "torch_dtype"}
+    assert dtype(bare) == "bfloat16"
+    assert dtype({**bare, "torch_dtype": "float16"}) == dtype({**bare, "dtype": torch.float16}) == "float16"
+    assert dtype({"dtype": "float16", "text_config": bare}) == "float16"
+    assert dtype(LLAMA_8B, dtype="float32") == dtype(LLAMA_8B, dtype=torch.float32) == "float32"
+    with pytest.raises(SchemaError, match="float31"):
+        dtype(LLAMA_8B, dtype="float31")
+
+
+def test_raw_tails_are_in_the_models_dtype() -> None:
+    kind = Schema.from_hf_config(FLASH, dtype="float16").layers[2].kinds[0]
+    assert isinstance(kind, Compressed) and (kind.dtype, kind.tail_dtype) == ("float16", "float16")
+
+
+def test_fp8_keeps_the_rope_part_of_a_latent() -> None:
+    latent = Schema.from_hf_config(V32, kv_format="fp8").layers[0].kinds[0]
+    assert isinstance(latent, Latent)
+    assert [row.row_nbytes for row in latent.block_rows()] == [512 + 16, 128, 128 + 4]
+
+
+@pytest.mark.parametrize("config", [LLAMA_8B, KIMI_LINEAR])
+def test_fp8_of_kinds_without_a_packed_form(config: dict[str, Any]) -> None:
+    with pytest.raises(SchemaError, match="kv_format is 'fp8'; only MLA latents and DeepSeek-V4 entries"):
+        Schema.from_hf_config(config, kv_format="fp8")
+
+
+def test_unknown_format() -> None:
+    with pytest.raises(SchemaError, match=r"unknown kv_format 'int3'; known: raw, fp8"):
+        Schema.from_hf_config(LLAMA_8B, kv_format="int3")
+
+
+# ---- what is missing or absurd ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing; expected a whole number of at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; expected"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5; expected"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True; expected"),
+        ({"num_key_value_heads": -8}, "num_key_value_heads is -8; expected"),
+        ({"num_key_value_heads": "8"}, "num_key_value_heads is '8'; expected"),
+        ({"num_key_value_heads": 5}, "num_attention_heads is 32; expected a multiple of num_key_value_heads = 5"),
+        ({"num_attention_heads": None}, "num_attention_heads is missing; expected"),
+        ({"num_attention_heads": 24}, "hidden_size is 4096; expected a multiple of num_attention_heads = 24"),
+        ({"hidden_size": None}, "hidden_size is missing; expected"),
+        ({"head_dim": 0}, "head_dim is 0; expected"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 types; expected one for each of num_hidden_layers = 32"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention'; expected"),
+        ({"layer_types": ["full_attention"] * 31 + ["psychic"]}, "layer 31 has type 'psychic', which was not verified"),
+        ({"layer_types": [["full_attention"]] * 32}, "layer 0 has type"),
+        ({"sliding_window": 4096}, "layer 0 has type 'sliding_attention', which was not verified for llama"),
+        ({"vocab_size": 0}, "vocab_size is 0; expected"),
+        ({"per_layer_config": [1]}, "per_layer_config is [1]; expected a table"),
+        ({"model_type": None}, "model_type must name the model family, got None"),
+        ({"model_type": "lama"}, "model type 'lama' is not supported: its cache was not verified; did you mean llama"),
+        ({"model_type": "mamba"}, "intermediate_size is -1; expected"),
+        ({"model_type": "deepseek_v4", "compress_ratios": [4] * 30}, "expected a list of 32 or 33 numbers"),
+        ({"model_type": "deepseek_v4", "compress_ratios": [0, 5] * 16}, "layer 1 has compress ratio 5; expected one of 0, 4, 128"),
+        ({"model_type": "deepseek_v4"}, "compress_ratios is None; expected a list of 32 or 33 numbers"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0; expected"),
+        ({"model_type": "kimi_linear", "linear_attn_config": [1]}, "linear_attn_config is [1]; expected a table"),
+        ({"model_type": "glm_moe_dsa", "indexer_types": ["full"]}, "indexer_types is ['full']; expected one entry for every"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*X"}, "layer 2 of hybrid_override_pattern is 'X'"),
+        ({"model_type": "gemma3n_text", "num_kv_shared_layers": 32}, "num_kv_shared_layers is 32; expected a layer of this"),
+        ({"use_bidirectional_attention": True}, "not of a causal decoder"),
+    ],
+)  # fmt: skip
+def test_absurd_configs(changes: dict[str, Any], message: str) -> None:
+    config = {**LLAMA_8B, "intermediate_size": -1, **changes}
+    config = {field: value for field, value in config.items() if value is not None or field == "sliding_window"}
+    with pytest.raises(SchemaError, match=re.escape(message)) as caught:
+        Schema.from_hf_config(config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [None, 7, "llama", {}, [], object()])
+def test_things_that_are_no_config(config: Any) -> None:
+    with pytest.raises(SchemaError):
+        Schema.from_hf_config(config)
+
+
+def test_messages_name_the_model_and_the_layer() -> None:
+    types = ["full_attention"] * 32
+    with pytest.raises(SchemaError, match=r"^llama config, layer 0 \(full_attention\): head_dim is 0"):
+        Schema.from_hf_config({**LLAMA_8B, "head_dim": 0, "layer_types": types})
+
+
+# ---- every model type ----
+
+
+def config_class(name: str) -> Any:
+    return transformers.CONFIG_MAPPING[{"kimi_k2": "deepseek_v3"}.get(name, name)]
+
+
+NOT_WITHOUT = {
+    "deepseek_v4": "compress_ratios", "nemotron_h": "num_hidden_layers",
+    "glm4_moe": "hidden_size", "glm4v_moe_text": "hidden_size",
+}  # fmt: skip
+"""Types that have no sound defaults, and the field that their configs must have."""
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_fields_that_are_left_out(name: str) -> None:
+    """A multimodal config is written as differences: what is not there is what transformers takes."""
+    nothing = {"model_type": "multimodal", "text_config": {"model_type": name}}
+    if name in NOT_WITHOUT:
+        with pytest.raises(SchemaError, match=f"{name} config.*: {NOT_WITHOUT[name]} is"):
+            Schema.from_hf_config(nothing)
+        return
+    assert Schema.from_hf_config(nothing).layers == Schema.from_hf_config(config_class(name)()).layers
+    found, real = Schema.from_hf_config(nothing), Schema.from_hf_config(config_class(name)())
+    assert (found.max_positions, found.vocab_size) == (real.max_positions, real.vocab_size)
+
+
+def test_a_flat_config_of_a_multimodal_model() -> None:
+    flat = {**LLAMA_8B, "model_type": "qwen2_vl", "use_sliding_window": False, "sliding_window": 32768}
+    schema = Schema.from_hf_config({**flat, "max_window_layers": 28})
+    assert schema.name == "qwen2_vl_text"
+    assert {layer.kinds for layer in schema.layers} == {(Attention(8, 128, 128, "bfloat16"),)}
+
+
+def test_objects_without_to_dict() -> None:
+    class Bag:
+        def __init__(self, **fields: Any) -> None:
+            self.__dict__.update(fields)
+
+    assert Schema.from_hf_config(Bag(**LLAMA_8B)) == Schema.from_hf_config(LLAMA_8B)
+    window = {**LLAMA_8B, "model_type": "mistral", "sliding_window": 4096}
+    assert Schema.from_hf_config(Bag(text_config=Bag(**window))).layers[0].growth == Growth(window=4096)
+
+
+CONTRACT = """llama qwen2 qwen3 mistral mixtral gpt_oss gemma2 gemma3 gemma3_text llama4 llama4_text deepseek_v2 deepseek_v3
+deepseek_v32 qwen3_next qwen3_5 qwen3_5_text kimi_linear nemotron_h granitemoehybrid jamba bamba zamba2 gemma3n gemma3n_text
+deepseek_v4""".split()
+
+
+def test_every_causal_model_is_covered_or_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    covered, refused = [], {}
+    with caplog.at_level(logging.CRITICAL), pytest.warns() as _:
+        pytest.importorskip("warnings").warn("configs may warn", stacklevel=1)
+        for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            try:
+                config = config_class(model_type)()
+            except Exception:  # a config without defaults of its own
+                config = {"model_type": model_type}
+            names = {model_type, getattr(config, "model_type", model_type)}
+            if isinstance(text := getattr(config, "text_config", None), transformers.PretrainedConfig):
+                names.add(text.model_type)
+            try:
+                Schema.from_hf_config(config)
+                covered.append(model_type)
+            except SchemaError as error:
+                if names & FAMILIES.keys() and names & NOT_WITHOUT.keys():
+                    covered.append(model_type)
+                    continue
+                refused[model_type] = str(error)
+                assert any(name in str(error) for name in names), (model_type, str(error))
+    print(f"\n{len(covered)} covered: {' '.join(covered)}\n{len(refused)} refused: {' '.join(refused)}")
+    assert not set(CONTRACT) - set(covered)
+    assert len(covered) + len(refused) == len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

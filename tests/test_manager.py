@@ -1,0 +1,359 @@
+"""The lifecycle: one cache over every layer kind, admission, room, and the law of ownership."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
+from kvpagoda.manager import KVCache
+from kvpagoda.schema import Attention, Compressed, Growth, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared
+from kvpagoda.sequence import Sequence
+
+
+def schema_of(*kinds: LayerKind | tuple[LayerKind, ...], **limits: int) -> Schema:
+    layers = [kind if isinstance(kind, tuple) else (kind,) for kind in kinds]
+    return Schema(tuple(Layer(i, type(k[0]).__name__, k) for i, k in enumerate(layers)), "test", **limits)
+
+
+FULL = Attention(2, 4, 4, "float32")
+WINDOW = Attention(1, 4, 4, "float32", Growth(window=10))
+CHUNK = Attention(1, 4, 4, "float32", Growth(chunk=12))
+STATE = Recurrent((Rows("conv", (6, 3), "float32"), Rows("recurrent", (2, 4, 4), "float32")))
+MIXED = schema_of(FULL, WINDOW, (FULL, STATE), CHUNK, Shared(0), vocab_size=1000)
+SCHEMAS = {
+    "full": schema_of(FULL),
+    "window": schema_of(WINDOW),
+    "mixed": MIXED,
+    "latent": schema_of(Latent(8, 4, "float32", index_dim=4)),
+    "compressed": schema_of(Compressed(16, 8, "float32", 4, True, 8), Compressed(16, 8, "float32", 8)),
+    "state": schema_of(STATE),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_open_extend_commit_close_returns_everything(name: str) -> None:
+    cache = KVCache(SCHEMAS[name], num_blocks=12, max_requests=2, device="cpu")
+    with cache.open(range(20)) as sequence:
+        assert sequence.cached_tokens == 0 and sequence.room >= 20
+        sequence.commit(range(20))
+        sequence.extend(5)
+        sequence.commit(range(5))
+        assert sequence.length == 25 and sequence.tokens.tolist() == [*range(20), *range(5)]
+        cache.check()
+    cache.check()
+    assert cache.stats().running == 0 and cache.stats().computed_tokens == 25
+    assert all(group.free == group.total and group.promised == 0 for group in cache.stats().groups)
+
+
+def test_the_plan_says_what_the_arenas_take() -> None:
+    cache = KVCache(MIXED, "64KiB", max_requests=3, device="cpu")
+    assert cache.nbytes == cache.plan.nbytes <= 64 * 1024
+    layer_major = KVCache(MIXED, "64KiB", max_requests=3, device="cpu", order="layer")
+    assert layer_major.nbytes - cache.nbytes < 256 * 20  # regions start at whole lines
+
+
+def test_a_window_group_frees_what_slid_out() -> None:
+    cache = KVCache(SCHEMAS["window"], num_blocks=4, max_requests=2, block_size=4, device="cpu", step_tokens=1)
+    sequence = cache.open([1], reserve=100)
+    for i in range(100):
+        sequence.extend(1)
+        sequence.commit([1 if i == 0 else i % 7])
+        cache.check()
+        assert cache.stats().groups[0].held <= 4
+    first_read = 100 - 10 + 1
+    ledger = cache.ledgers[0]
+    assert (
+        ledger.first[sequence.slot] == first_read // 4 and not ledger.table.host[sequence.slot, : first_read // 4].any()
+    )
+
+
+def test_out_of_blocks_changes_nothing() -> None:
+    cache = KVCache(MIXED, num_blocks=3, max_requests=2, block_size=8, device="cpu")
+    first, second = cache.open(range(8)), cache.open(range(8))
+    before = [ledger.table.host.copy() for ledger in cache.ledgers]
+    with pytest.raises(OutOfBlocks, match=r"need 2 blocks, 1 available .* of 3 in group 'full'.*close a sequence"):
+        first.extend(24)
+    assert all(np.array_equal(old, ledger.table.host) for old, ledger in zip(before, cache.ledgers))
+    first.extend(16)
+    second.close()
+    first.extend(24)
+    cache.check()
+
+
+def test_retry_later_and_never_fits() -> None:
+    cache = KVCache(SCHEMAS["full"], num_blocks=4, max_requests=2, block_size=4, device="cpu")
+    with pytest.raises(NeverFits, match="17 tokens are more than the longest context of 16"):
+        cache.open(range(17))
+    holder = cache.open(range(4), reserve=12)
+    with pytest.raises(RetryLater, match=r"2 blocks needed, 1 not yet promised, of 4 .*1 more must be freed"):
+        cache.open(range(8))
+    other = cache.open(range(4))
+    with pytest.raises(RetryLater, match="all 2 request slots"):
+        cache.open([1])
+    with pytest.raises(OutOfBlocks):
+        other.extend(8)
+    holder.extend(12)  # what was promised is there
+    cache.check()
+
+
+def test_a_window_group_too_small_for_the_prompt_at_once_says_so() -> None:
+    cache = KVCache(SCHEMAS["window"], num_blocks=100, max_requests=1, block_size=4, device="cpu", step_tokens=4)
+    with pytest.raises(NeverFits, match="open it with a smaller room and extend chunk by chunk"):
+        cache.open(range(200))
+    sequence = cache.open(range(200), room=4)
+    for start in range(0, 200, 4):
+        sequence.extend(4)
+        sequence.commit(range(start, start + 4))
+    assert sequence.length == 200
+
+
+def test_a_twelve_token_prompt_uses_one_block_per_group() -> None:
+    cache = KVCache(MIXED, num_blocks=9, max_requests=4, device="cpu")
+    cache.open(range(12))
+    assert [group.held for group in cache.stats().groups] == [1, 1, 1]
+
+
+def test_stale_handles_raise() -> None:
+    cache = KVCache(SCHEMAS["full"], num_blocks=4, max_requests=2, device="cpu")
+    sequence = cache.open([1, 2])
+    batch = cache.batch([sequence], [2])
+    cache.batch([sequence], [2])
+    with pytest.raises(StaleHandle, match="batch is over"):
+        batch.layer(0)
+    batch = cache.batch([sequence], [2])
+    sequence.close()
+    for call in (sequence.close, lambda: sequence.extend(1), lambda: sequence.commit([1]), lambda: batch.layer(0)):
+        with pytest.raises(StaleHandle):
+            call()
+    cache.close()
+    with pytest.raises(StaleHandle):
+        cache.open([1])
+
+
+def test_an_exception_inside_with_gives_everything_back() -> None:
+    cache = KVCache(MIXED, num_blocks=8, max_requests=2, device="cpu")
+    with pytest.raises(ZeroDivisionError), cache.open(range(9)):
+        raise ZeroDivisionError
+    cache.check()
+    assert cache.stats().running == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([], "at least one token"),
+        ([-1], "token id -1 is outside"),
+        ([1000], r"token id 1000 is outside the vocabulary 0\.\.999"),
+        ([1.5], "vector of integers"),
+        ([[1]], "vector of integers"),
+        (["a"], "vector of integers"),
+        ([2**40], "outside the vocabulary"),
+    ],
+)
+def test_bad_tokens_are_refused_before_anything_changed(tokens: object, message: str) -> None:
+    cache = KVCache(MIXED, num_blocks=8, max_requests=2, device="cpu")
+    with pytest.raises(BadInput, match=message):
+        cache.open(tokens)
+    cache.check()
+    assert cache.stats().opened == 0
+
+
+def test_bad_sizes_are_refused() -> None:
+    with pytest.raises(NeverFits, match="one request of up to 16 tokens needs"):
+        KVCache(MIXED, "2KiB", max_requests=1)
+    with pytest.raises(BadInput, match="cannot read 'lots' as a size"):
+        KVCache(MIXED, "lots")
+    with pytest.raises(BadInput, match="max_requests must be a positive whole number, got 0"):
+        KVCache(MIXED, "1MiB", max_requests=0)
+    with pytest.raises(BadInput, match="multiple of 8 for test, got 12"):
+        KVCache(SCHEMAS["compressed"], "1MiB", block_size=12)
+    with pytest.raises(BadInput, match="not both"):
+        KVCache(MIXED, "1MiB", num_blocks=3)
+    with pytest.raises(BadInput, match="float33"):
+        KVCache(MIXED, "1MiB", dtype="float33")
+
+
+def test_commit_checks_room_and_the_prompt() -> None:
+    cache = KVCache(SCHEMAS["full"], num_blocks=4, max_requests=2, block_size=4, device="cpu")
+    sequence = cache.open([5, 6, 7])
+    with pytest.raises(BadInput, match="extend first"):
+        sequence.commit([5, 6, 7, 8, 9])
+    with pytest.raises(BadInput, match="commit names token 9 at 1, the prompt has 6"):
+        sequence.commit([5, 9])
+    assert sequence.length == 0
+    sequence.commit([5, 6])
+    sequence.commit([7, 1])
+    assert sequence.tokens.tolist() == [5, 6, 7, 1]
+
+
+def test_index_arrays_in_both_dialects() -> None:
+    schema = schema_of(FULL, Attention(1, 4, 4, "float32", Growth(window=5)), STATE)
+    cache = KVCache(schema, num_blocks=20, max_requests=4, block_size=4, device="cpu")
+    a, b = cache.open(range(11)), cache.open(range(3))
+    a.commit(range(11))
+    b.commit(range(2))
+    a.extend(1)
+    batch = cache.batch([a, b], [1, 1], pad_to=3)
+    table_a, table_b = (cache.ledgers[0].table.host[s.slot] for s in (a, b))
+    full, window = batch.layer(0), batch.layer(1)
+    assert full.cache_seqlens.tolist() == [12, 3, 0] and batch.positions.tolist() == [11, 2, 0]
+    assert full.slot_mapping.tolist() == [table_a[2] * 4 + 3, table_b[0] * 4 + 2, 0]
+    assert full.block_table[0, :3].tolist() == table_a[:3].tolist() and full.block_table[2, 0] == 0
+    assert full.kv_indptr.tolist() == [0, 3, 4, 4] and full.kv_last_page_len.tolist() == [4, 3, 0]
+    assert full.kv_indices.tolist() == [*table_a[:3], table_b[0]]
+    assert batch.state_indices.tolist() == [a.slot, b.slot, 4]
+    assert batch.step.request_slots.tolist() == [a.slot, b.slot, -1]
+    # the token at 11 reads 7..11: the first block (0..3) has slid out, the second starts at 4
+    assert window.kv_indptr.tolist() == [0, 2, 3, 3] and window.kv_start.tolist() == [4, 0, 0]
+    assert window.block_table[0, 0] == 0
+    assert window.kv_indices.tolist() == [*window.block_table[0, 1:3].tolist(), int(window.block_table[1, 0])]
+    with pytest.raises(BadInput, match=r"layer 2 \(Recurrent\) keeps no blocks"):
+        _ = batch.layer(2).block_table
+    with pytest.raises(BadInput, match="layer 7 is not in this schema"):
+        batch.layer(7)
+    with pytest.raises(BadInput, match="twice"):
+        cache.batch([a, a], [1, 1])
+    with pytest.raises(BadInput, match="pad_to=1"):
+        cache.batch([a, b], [1, 1], pad_to=1)
+    with pytest.raises(BadInput, match="extend first"):
+        cache.batch([b], [3])
+
+
+def test_step_buffers_keep_their_addresses() -> None:
+    cache = KVCache(MIXED, num_blocks=30, max_requests=8, device="cpu")
+    sequences = [cache.open(range(5 + i)) for i in range(8)]
+    seen = set()
+    for n in (1, 8, 3):
+        view = cache.batch(sequences[:n], [1] * n, pad_to=8).layer(0)
+        names = ("block_table", "cache_seqlens", "slot_mapping", "kv_indptr", "kv_last_page_len")
+        tensors = [getattr(view, name) for name in names]
+        seen.add(tuple((t.data_ptr(), t.shape, t.stride()) for t in tensors))
+    assert len(seen) == 1
+
+
+def test_check_names_what_is_wrong() -> None:
+    cache = KVCache(SCHEMAS["full"], num_blocks=6, max_requests=2, block_size=4, device="cpu")
+    a, b = cache.open(range(4)), cache.open(range(4))
+    ledger = cache.ledgers[0]
+    mine, theirs = int(ledger.table.host[a.slot, 0]), int(ledger.table.host[b.slot, 0])
+    ledger.table.host[a.slot, 0] = theirs
+    with pytest.raises(CheckFailed, match=str(mine)):
+        cache.check()
+    ledger.table.host[a.slot, 0] = mine
+    cache.check()
+    ledger.claimed += 1
+    with pytest.raises(CheckFailed, match="claims"):
+        cache.check()
+
+
+def test_freed_memory_is_poisoned_and_states_are_reset() -> None:
+    cache = KVCache(MIXED, num_blocks=8, max_requests=1, device="cpu", poison=True)
+    sequence = cache.open(range(20))
+    view = cache.batch([sequence], [20]).layer(2)
+    assert torch.equal(view["recurrent"][sequence.slot], torch.zeros(1, 2, 4, 4))
+    view["k"].fill_(1.0)
+    block = int(view.block_table[0, 0])
+    view["recurrent"][sequence.slot] = 7.0
+    sequence.close()
+    assert view["k"][block].isnan().all() and view["recurrent"][0].isnan().all()
+    with cache.open([1]) as again:
+        assert not cache.batch([again], [1]).layer(2)["recurrent"][again.slot].any()
+
+
+class FakeEngine:
+    """Writes rows that are a function of (request, layer, position), reads them back through the tables, compares."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.tags: dict[int, float] = {}
+
+    def step(self, sequences: list[Sequence], counts: list[int]) -> None:
+        batch = self.cache.batch(sequences, counts)
+        tags = torch.tensor([self.tags[id(s)] for s in sequences])
+        for layer in self.cache.schema.layers:
+            if layer.owner != layer.index:
+                continue
+            view = batch.layer(layer.index)
+            if layer.growth is not None:
+                size = view.block_size
+                rows = tags.repeat_interleave(torch.tensor(counts)) + batch.positions + 0.25 * layer.index
+                view["k"][view.slot_mapping.long() // size, view.slot_mapping.long() % size] = rows[:, None, None]
+                self._compare(view, layer, sequences, tags)
+            for name in (rows.name for rows in layer.state_rows()):
+                state = view[name]
+                for s, n, tag in zip(sequences, counts, tags.tolist()):
+                    assert (state[s.slot] == (tag + s.length if s.length else 0)).all()
+                    state[s.slot] = tag + s.length + n
+
+    def _compare(self, view: object, layer: Layer, sequences: list[Sequence], tags: torch.Tensor) -> None:
+        size, growth = self.cache.block_size, layer.growth
+        assert growth is not None
+        for row, sequence in enumerate(sequences):
+            first, end = growth.first_needed(sequence.length), int(view.cache_seqlens[row])  # type: ignore[attr-defined]
+            positions = torch.arange(first, end)
+            blocks = view.block_table[row, positions // size].long()  # type: ignore[attr-defined]
+            found = view["k"][blocks, positions % size, 0, 0]  # type: ignore[index]
+            assert torch.equal(found, tags[row] + positions + 0.25 * layer.index)
+
+
+def traffic(cache: KVCache, steps: int, seed: int, engine: FakeEngine | None) -> int:
+    """Random opens, steps and closes, with ``check`` after each; returns the operations done."""
+    rng = np.random.default_rng(seed)
+    running: list[Sequence] = []
+    operations = 0
+    for number in range(steps):
+        kind = rng.random()
+        if kind < 0.25:
+            prompt = rng.integers(0, 50, int(rng.integers(1, 40)))
+            try:
+                sequence = cache.open(prompt, room=0, reserve=len(prompt) + int(rng.integers(0, 40)))
+            except (RetryLater, NeverFits):
+                pass
+            else:
+                running.append(sequence)
+                if engine is not None:
+                    engine.tags[id(sequence)] = 1000.0 * (number + 1)
+        elif kind < 0.35 and running:
+            running.pop(int(rng.integers(len(running)))).close()
+        elif running:
+            part = [s for s in running if rng.random() < 0.7] or running[:1]
+            ready, counts = [], []
+            for sequence in part:
+                left = sequence._prompt_length - sequence.length
+                n = int(rng.integers(1, min(left, 9) + 1)) if left > 0 else 1
+                try:
+                    sequence.extend(n)
+                except (OutOfBlocks, BadInput):
+                    continue
+                ready.append(sequence)
+                counts.append(n)
+            if ready:
+                if engine is not None:
+                    engine.step(ready, counts)
+                for sequence, n in zip(ready, counts):
+                    known = sequence._tokens[sequence.length : min(sequence.length + n, sequence._prompt_length)]
+                    sequence.commit([*known, *rng.integers(0, 50, n - len(known))])
+            operations += 2 * len(ready)
+        operations += 1
+        cache.check()
+    for sequence in running:
+        sequence.close()
+    cache.check()
+    assert all(group.free == group.total for group in cache.stats().groups)
+    return operations
+
+
+@pytest.mark.parametrize("name", ["full", "window", "mixed"])
+def test_rows_read_back_are_the_rows_written(name: str) -> None:
+    cache = KVCache(
+        SCHEMAS[name], num_blocks=24, max_requests=6, block_size=4, device="cpu", poison=True, step_tokens=9
+    )
+    traffic(cache, 1500, seed=3, engine=FakeEngine(cache))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_random_traffic_keeps_the_law_of_ownership(name: str) -> None:
+    cache = KVCache(SCHEMAS[name], num_blocks=10, max_requests=5, block_size=8, device="cpu", step_tokens=9)
+    assert traffic(cache, 9000, seed=5, engine=None) > 17_000  # over six schemas: more than 100,000 operations

@@ -1,0 +1,82 @@
+"""The public names, pinned: adding or removing one is a decision, not an accident."""
+
+import subprocess
+import sys
+
+import pytest
+
+import kvpagoda
+
+NAMES = [
+    "AttentionType",
+    "BLOCK_SIZE_ORIGINAL_TOKENS",
+    "BadInput",
+    "Batch",
+    "BlockAllocator",
+    "CacheEngine",
+    "CacheStats",
+    "CheckFailed",
+    "ClassicalView",
+    "DSV4Config",
+    "Exhausted",
+    "FFNType",
+    "GDNPool",
+    "IndexerView",
+    "KVCache",
+    "KVCacheManager",
+    "KVPagodaError",
+    "KVPool",
+    "LayerCacheHandle",
+    "LayerSchema",
+    "LayerSpec",
+    "LayerView",
+    "NeverFits",
+    "NotOwned",
+    "OutOfBlocks",
+    "PagedKVPool",
+    "Plan",
+    "ReqToTokenPool",
+    "RetryLater",
+    "RouterMode",
+    "SWAView",
+    "Schema",
+    "SchemaError",
+    "Sequence",
+    "SlotAllocator",
+    "StaleHandle",
+    "StateCachePool",
+    "TokenToKVPoolAllocator",
+    "append_swa",
+    "build_schedule",
+    "build_schema",
+    "compute_block_budget",
+    "dequantize_entries",
+    "dequantize_swa",
+    "make_full_attention_net_mem_pool",
+    "make_req_to_token_pool",
+]
+
+
+def test_the_public_names_are_these() -> None:
+    assert kvpagoda.__all__ == sorted(NAMES)
+    for name in NAMES:
+        assert getattr(kvpagoda, name).__doc__, name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Pagoda'"):
+        _ = kvpagoda.Pagoda
+
+
+@pytest.mark.parametrize(
+    ("program", "absent"),
+    [
+        ("from kvpagoda import Schema; Schema.from_hf_config", "torch"),
+        ("from kvpagoda import SlotAllocator; SlotAllocator(3).alloc()", "torch"),
+        ("from kvpagoda import KVCache, KVCacheManager, GDNPool", "transformers"),
+        ("from kvpagoda import KVCache", "typer"),
+    ],
+)
+def test_an_entry_level_imports_no_more_than_it_needs(program: str, absent: str) -> None:
+    code = f"import sys; {program}; assert {absent!r} not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
