@@ -4,7 +4,6 @@
 differ (standard deviation about 1.4), and everything that models initialise to a constant (norms, sinks, position biases,
 expert tables) is drawn too: a fault there would otherwise not show.
 """
-# ruff: noqa: C408  (fields of a config read best as keywords)
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class KVCache:
         """
         if not self._is_open:
             raise StaleHandle("this cache is closed")
-        prompt = as_tokens(token_ids, self.vocab_size)
+        prompt = as_tokens(token_ids, self.vocab_size).copy()
         room = len(prompt) if room is None else room
         total = max(len(prompt), room if reserve is None else reserve)
         if len(prompt) == 0 or room < 0:

@@ -1,6 +1,5 @@
 """Tiny configs of the families outside ``models.TINY``: what they change in ``models.BASE``."""
 
-
 from __future__ import annotations
 
 from typing import Any

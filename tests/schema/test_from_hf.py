@@ -27,8 +27,8 @@ KEEPS_ALL_COLUMNS = ("zaya",)
 TESTED = sorted({*TINY_FAMILIES, *MORE})
 
 
-def config_of(name: str) -> Any:
-    return tiny_config(name, **MORE.get(name, {}), dtype="bfloat16")
+def config_of(name: str, **changes: Any) -> Any:
+    return tiny_config(name, **{**MORE.get(name, {}), "dtype": "bfloat16", **changes})
 
 
 def model_of(config: Any) -> Any:
@@ -119,9 +119,34 @@ def check_compressed(layer: Layer, real: Any) -> None:
             assert (overlap.count, *overlap.shape) == tuple(real.overlap_kv[name].shape[1:])
 
 
-@pytest.mark.parametrize("name", TESTED)
-def test_what_a_forward_pass_keeps(name: str) -> None:
-    config = config_of(name)
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("bamba", dict(mamba_n_groups=2, mamba_d_head="auto")),
+    ("deepseek_v4", dict(compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 128})),
+    ("falcon", dict(new_decoder_architecture=True, num_kv_heads=2)),
+    ("falcon", dict(multi_query=False)),
+    ("falcon_h1", dict(mamba_d_ssm=None, mamba_d_head="auto")),
+    ("gemma4_text", dict(attention_k_eq_v=True, num_global_key_value_heads=1, num_kv_shared_layers=0)),
+    ("glm_moe_dsa", dict(index_topk_freq=2)),
+    ("glm_moe_dsa", dict(indexer_types=["full", "shared", "shared", "full"])),
+    ("gpt_bigcode", dict(multi_query=False)),
+    ("llama", dict(head_dim=20, num_key_value_heads=1)),
+    ("mistral", dict(sliding_window=None, head_dim=20)),
+    ("mixtral", dict(sliding_window=8)),
+    ("nemotron_h", dict(n_groups=2)),
+    ("phi3", dict(sliding_window=8)),
+    ("qwen2", dict(use_sliding_window=True, sliding_window=8, max_window_layers=2)),
+    ("qwen2_moe", dict(use_sliding_window=False)),
+    ("qwen3", dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
+    ("qwen3_moe", dict(use_sliding_window=False)),
+    ("qwen3_next", dict(linear_key_head_dim=8, linear_value_head_dim=24)),
+    ("smollm3", dict(use_sliding_window=True, no_rope_layer_interval=2)),
+]  # fmt: skip
+"""Families whose fields switch between several caches: the other settings."""
+
+
+@pytest.mark.parametrize(("name", "changes"), [*((name, {}) for name in TESTED), *VARIANTS])
+def test_what_a_forward_pass_keeps(name: str, changes: dict[str, Any]) -> None:
+    config = config_of(name, **changes)
     schema = Schema.from_hf_config(config)
     assert schema == Schema.from_hf_config(config.to_dict())
     torch.manual_seed(1)

@@ -138,6 +138,8 @@ class Generator:
             try:
                 sequence = self.cache.open(request.prompt, room=0, reserve=total)
             except RetryLater:
+                if not self._running:
+                    raise  # somebody else holds the cache: waiting for our own requests would be waiting for ever
                 return
             self._waiting.popleft()
             self._running.append((request, sequence))

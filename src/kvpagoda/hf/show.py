@@ -46,13 +46,15 @@ def run(
         figures = {"seconds": round(seconds, 3), "new_tokens": new_tokens, "stats": stats.to_dict()}
         print(json.dumps({"results": results, **figures}, indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("prompt", overflow="ellipsis", no_wrap=True, max_width=40)
-    table.add_column("tokens", justify="right", no_wrap=True, min_width=8)
-    table.add_column("new text", overflow="ellipsis", no_wrap=True, max_width=40)
-    for text, prompt, output in zip(texts, prompts, outputs):
-        table.add_row(printable(text), f"{len(prompt)} + {len(output)}", printable(tokenizer.decode(output)))
     console = Console(highlight=False, markup=False)
+    counts = [f"{len(prompt)} + {len(output)}" for prompt, output in zip(prompts, outputs)]
+    room = max(8, (console.width - max(map(len, counts)) - 4) // 2)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("prompt", no_wrap=True)
+    table.add_column("tokens", justify="right", no_wrap=True)
+    table.add_column("new text", no_wrap=True)
+    for text, count, output in zip(texts, counts, outputs):
+        table.add_row(clipped(text, room), count, clipped(tokenizer.decode(output), room))
     console.print(table)
     console.print()
     groups = ", ".join(f"{group.name}: at most {group.peak_held} of {group.total} blocks" for group in stats.groups)
@@ -95,6 +97,7 @@ def _shower(progress: Progress, task: Any) -> Callable[[CacheStats], None]:
     return show
 
 
-def printable(text: str) -> str:
-    """One line without control characters."""
-    return "".join(c if c.isprintable() else "·" for c in text)
+def clipped(text: str, width: int) -> str:
+    """At most ``width`` characters on one line, none of them a control character."""
+    line = "".join(c if c.isprintable() else "·" for c in text)
+    return line if len(line) <= width else line[: width - 1] + "…"

@@ -30,7 +30,8 @@ bloom                 2    64    8    -    -     -        -  250880
 codegen              28  4096   16    -    -     -     2048   50400
 cohere               40  8192   64    -    -     -     8192  256000
 cohere2              40  8192   64    -    -  4096     8192  256000
-cohere2_moe          40  8192   64    -  128  4096     8192  256000  sliding_window_pattern=4
+cohere2_moe          40  8192   64    -  128  4096     8192  256000
+    + prefix_dense_sliding_window_pattern=1 sliding_window_pattern=4
 ctrl                 48  1280   16    -    -     -      256  246534
 cwm                  64  6144   48    8  128  8192   131072  128256
 dbrx                 24  2048   16    -    -     -     2048   32000
@@ -48,7 +49,7 @@ exaone4              32  4096   32   32    -  4096     2048  102400  sliding_win
 exaone_moe           32  4096   32   32    -  4096     2048  102400  sliding_window_pattern=4
 falcon               32  4544   71    -    -     -     2048   65024  multi_query=1
 falcon_h1            32  4096   32    8    -     -     8192  128000
-    + mamba_d_conv=4 mamba_d_head=auto mamba_d_state=256 mamba_expand=2 mamba_n_groups=1 mamba_n_heads=128
+    + mamba_d_conv=4 mamba_d_head=auto mamba_d_ssm=1024 mamba_d_state=256 mamba_n_groups=1 mamba_n_heads=128
 falcon_mamba         32   768    -    -    -     -        -   50280  conv_kernel=4 expand=2 state_size=16
 flex_olmo            32  4096   32    -    -     -     4096  100352
 flint                49  2048   32    4  128   513   262144  150144
@@ -60,9 +61,9 @@ gemma4_text          30  2304    8    4  256   512   131072  262144  num_kv_shar
 gemma4_unified_text  30  2304    8    4  256  1024   262144  262144  num_kv_shared_layers=0
 glm                  40  4096   32    2  128     -   131072  151552
 glm4                 40  4096   32    2  128     -   131072  151552
-glm4_moe             46  4096   96    8    -     -        -       -
+glm4_moe             46  4096   96    8    -     -   131072  151552
 glm4_moe_lite        47  2048   20   20    -     -   202752  154880  kv_lora_rank=512 qk_rope_head_dim=64
-glm4v_moe_text       46  4096   96    8    -     -        -       -
+glm4v_moe_text       46  4096   96    8    -     -    65536  151424
 glm4v_text           40  4096   32    2    -     -    32768  151552
 glm_moe_dsa          78  6144   64   64   64     -   202752  154880
     + index_head_dim=128 kv_lora_rank=512 qk_rope_head_dim=64
@@ -134,18 +135,18 @@ persimmon            36  4096   64    -    -     -    16384  262144
 phi                  24  2048   32    -    -     -     2048   51200
 phi3                 32  3072   32    -    -     -     4096   32064
 phimoe               32  4096   32    8    -     -   131072   32064
-qwen2                32  4096   32   32    -     -    32768  151936
-qwen2_5_vl_text      80  8192   64    8    -     -    32768  152064
-qwen2_moe            24  2048   16   16    -     -    32768  151936
-qwen2_vl_text        80  8192   64    8    -     -    32768  152064
-qwen3                32  4096   32   32  128     -    32768  151936
+qwen2                32  4096   32   32    -  4096    32768  151936  max_window_layers=28
+qwen2_5_vl_text      80  8192   64    8    -  4096    32768  152064  max_window_layers=80
+qwen2_moe            24  2048   16   16    -  4096    32768  151936  max_window_layers=28
+qwen2_vl_text        80  8192   64    8    -  4096    32768  152064  max_window_layers=80
+qwen3                32  4096   32   32  128  4096    32768  151936  max_window_layers=28
 qwen3_5_moe_text     40  2048   16    2  256     -    32768  248320
     + linear_conv_kernel_dim=4 linear_key_head_dim=128 linear_num_key_heads=16 linear_num_value_heads=32
     + linear_value_head_dim=128
 qwen3_5_text         32  4096   16    4  256     -    32768  248320
     + linear_conv_kernel_dim=4 linear_key_head_dim=128 linear_num_key_heads=16 linear_num_value_heads=32
     + linear_value_head_dim=128
-qwen3_moe            24  2048   32    4    -     -    32768  151936
+qwen3_moe            24  2048   32    4    -  4096    32768  151936
 qwen3_next           48  2048   16    2  256     -    32768  151936
     + linear_conv_kernel_dim=4 linear_key_head_dim=128 linear_num_key_heads=16 linear_num_value_heads=32
     + linear_value_head_dim=128

@@ -58,14 +58,17 @@ def zamba(c: Config, i: int) -> str:
     return HYBRID if i == 2 or (i > 2 and (i - 3) % period == offset) else LINEAR
 
 
+def dots1(c: Config, i: int) -> str:
+    return SLIDING if c.get("sliding_window") is not None and i >= c.size("max_window_layers", 0) else FULL
+
+
 def qwen(c: Config, i: int) -> str:
     """Windows are off unless ``use_sliding_window``, and then start at layer ``max_window_layers``."""
-    slides = c.get("use_sliding_window", True) and c.get("sliding_window") is not None
-    return SLIDING if slides and i >= c.size("max_window_layers", 0) else FULL
+    return dots1(c, i) if c.get("use_sliding_window") else FULL
 
 
 def qwen3_moe(c: Config, i: int) -> str:
-    return SLIDING if c.get("use_sliding_window") and c.get("sliding_window") is not None else FULL
+    return by_fields(c, i) if c.get("use_sliding_window") else FULL
 
 
 def qwen2_moe(c: Config, i: int) -> str:

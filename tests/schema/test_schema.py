@@ -1,0 +1,177 @@
+"""Records, groups and plans: arithmetic that the arenas must then agree with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvpagoda.errors import BadInput, NeverFits, SchemaError
+from kvpagoda.manager import KVCache
+from kvpagoda.schema import (
+    MXFP4, NVFP4, RAW, Attention, Compressed, Encoding, Growth, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared,
+)  # fmt: skip
+
+
+def schema_of(*kinds: LayerKind | tuple[LayerKind, ...]) -> Schema:
+    layers = [kind if isinstance(kind, tuple) else (kind,) for kind in kinds]
+    return Schema(tuple(Layer(i, type(k[0]).__name__, k) for i, k in enumerate(layers)))
+
+
+FULL = Attention(8, 64, 64, "bfloat16")
+WINDOW = Attention(4, 32, 48, "bfloat16", Growth(window=100))
+CHUNK = Attention(4, 32, 32, "float16", Growth(chunk=64))
+STATE = Recurrent(
+    (Rows("conv", (40, 3), "bfloat16", split_axis=0), Rows("recurrent", (8, 16, 16), "float32", split_axis=0))
+)
+
+
+def test_growth_laws_say_what_is_still_read() -> None:
+    """Against the definition: the token at p reads j <= p that are in its window, or in its chunk."""
+    for growth, reads in (
+        (Growth(), lambda p, j: True),
+        (Growth(window=7), lambda p, j: j > p - 7),
+        (Growth(chunk=7), lambda p, j: j // 7 == p // 7),
+    ):
+        for p in range(40):
+            assert growth.first_needed(p) == min(j for j in range(p + 1) if reads(p, j))
+
+
+@pytest.mark.parametrize("growth", [Growth(window=7), Growth(window=1), Growth(chunk=9), Growth(window=64)])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("step", [1, 5, 33])
+def test_most_blocks_is_enough_and_nearly_tight(growth: Growth, block_size: int, step: int) -> None:
+    """A request that writes ``step`` tokens at a time holds blocks first_needed(n) // b .. (n + step - 1) // b."""
+    starts = range(0, 300)
+    held = max(-(-(n + step) // block_size) - growth.first_needed(n) // block_size for n in starts)
+    most = growth.most_blocks(block_size, step)
+    assert most is not None and held <= most <= held + 1
+
+
+def test_fields_are_aligned_and_do_not_overlap() -> None:
+    schema = schema_of(
+        FULL, (CHUNK, STATE), Compressed(96, 8, "bfloat16", 4, True, 32, Encoding("fp8_ue8m0", 32, 64), MXFP4)
+    )
+    for layout in (*(group.block_layout(16) for group in schema.groups), schema.state_layout):
+        end = 0
+        for place in layout.places:
+            assert place.offset % 16 == 0 and place.offset >= end
+            end = place.offset + place.nbytes
+        assert layout.nbytes % 16 == 0 and end <= layout.nbytes < end + 16
+        assert layout.payload_nbytes == sum(place.nbytes for place in layout.places)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "dim", "nbytes"),
+    [
+        (RAW, 512, 1024),
+        (Encoding("fp8", kept=64), 512, 448 + 128 + 4),
+        (Encoding("fp8_ue8m0", kept=64, group=64), 512, 584),
+        (Encoding("fp8", group=128), 512, 512 + 16),
+        (Encoding("fp8", group=128), 128, 132),
+        (MXFP4, 128, 68),
+        (NVFP4, 128, 72),
+    ],
+)
+def test_bytes_of_one_row(encoding: Encoding, dim: int, nbytes: int) -> None:
+    assert Rows("row", (dim,), "bfloat16", encoding).row_nbytes == nbytes
+
+
+@pytest.mark.parametrize("encoding", [Encoding("fp8", kept=512), Encoding("fp8", group=100), Encoding("fp7")])
+def test_an_encoding_that_cannot_hold_the_row_says_so(encoding: Encoding) -> None:
+    with pytest.raises(SchemaError, match=f"encoding '{encoding.name}'"):
+        Rows("row", (512,), "bfloat16", encoding).fields(1)
+
+
+def test_layers_with_one_growth_law_share_blocks() -> None:
+    schema = schema_of(WINDOW, FULL, STATE, (FULL, STATE), Shared(0), WINDOW, CHUNK)
+    names = [(group.name, [layer.index for layer in group.layers]) for group in schema.groups]
+    assert names == [("full", [1, 3]), ("window(100)", [0, 5]), ("chunk(64)", [6])]
+    assert schema.bytes_per_token == 2 * 8 * 128 * 2 + 2 * 4 * (32 + 48) * 2 + 4 * 64 * 2
+    assert schema.state_layout.payload_nbytes == 2 * (40 * 3 * 2 + 8 * 256 * 4)
+
+
+def test_compressed_layers_decide_the_block_size() -> None:
+    schema = schema_of(Compressed(64, 8, "bfloat16", 4, True, 16), Compressed(64, 8, "bfloat16", 128))
+    assert schema.block_size() == 128 and schema.block_size(256) == 256
+    with pytest.raises(BadInput, match="multiple of 128"):
+        schema.block_size(64)
+
+
+def test_tensor_parallel_ranks_divide_heads_and_channels_and_replicate_latents() -> None:
+    schema = schema_of(FULL, STATE, Latent(512, 64, "bfloat16"))
+    part = schema.split(tp=4)
+    assert part.layers[0].block_rows()[0].shape == (2, 64) and part.layers[2] == schema.layers[2]
+    assert [rows.shape for rows in part.layers[1].state_rows()] == [(10, 3), (2, 16, 16)]
+    assert schema_of(FULL).split(tp=16).layers[0].block_rows()[0].shape == (1, 64)  # fewer heads than ranks: replicated
+    with pytest.raises(SchemaError, match="8 KV heads cannot be divided over 3"):
+        schema.split(tp=3)
+
+
+def test_pipeline_stages_cover_every_layer_once() -> None:
+    schema = schema_of(*[FULL] * 7)
+    stages = [schema.split(pp=3, rank=rank) for rank in range(3)]
+    assert [[layer.index for layer in stage.layers] for stage in stages] == [[0, 1, 2], [3, 4], [5, 6]]
+    with pytest.raises(BadInput, match="stage 3"):
+        schema.split(pp=3, rank=3)
+
+
+def test_a_shared_layer_needs_an_owner_before_it() -> None:
+    with pytest.raises(SchemaError, match=r"layer 0 \(Shared\) shares layer 1"):
+        schema_of(Shared(1), FULL)
+    with pytest.raises(SchemaError, match="at least one layer"):
+        Schema(())
+    with pytest.raises(SchemaError, match="mixes growth laws"):
+        schema_of((FULL, WINDOW))
+
+
+def test_fingerprints_tell_layouts_apart() -> None:
+    kinds = [FULL, WINDOW, CHUNK, Latent(64, 64, "bfloat16"), Latent(64, 64, "float16"), STATE]
+    prints = {schema_of(kind).fingerprint for kind in kinds}
+    assert len(prints) == len(kinds) and schema_of(FULL).fingerprint in prints
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_is_what_the_arenas_take_and_nothing_larger_fits(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    kinds = [[FULL, WINDOW, CHUNK, STATE, Latent(64, 16, "float32", index_dim=32)][i] for i in rng.integers(0, 5, 6)]
+    schema, requests = schema_of(*kinds), int(rng.integers(1, 9))
+    budget = int(rng.integers(2**20, 2**24))
+    plan = schema.plan(budget, requests, int(rng.choice([1, 16, 32])), step_tokens=int(rng.integers(1, 200)))
+    cache = KVCache(schema, budget, device="cpu", max_requests=requests, block_size=plan.block_size)
+    assert cache.nbytes == cache.plan.nbytes <= budget and plan.nbytes <= budget
+    growing = [group for group in plan.groups if group.most_blocks is None]
+    if growing:
+        more = sum(group.demand.layout.nbytes for group in plan.groups)
+        assert plan.nbytes + more > budget
+    for length in (1, 100, 1000):
+        fit = plan.requests_at(length)
+        assert plan.fits(fit, length) if fit else True
+        assert not plan.fits(fit + 1, length)
+
+
+def test_groups_of_equally_long_requests_fill_together() -> None:
+    """A window group gets blocks for what all requests can hold at once, never more; full layers get the rest."""
+    plan = schema_of(FULL, WINDOW).plan("64MiB", 4, 16, step_tokens=16)
+    full, window = plan.groups
+    assert window.num_blocks == 4 * window.most_blocks < full.num_blocks  # type: ignore[operator]
+    assert plan.longest_context == full.num_blocks * 16
+
+
+def test_a_budget_too_small_names_the_bytes_of_one_request() -> None:
+    schema = schema_of(FULL, STATE)
+    with pytest.raises(NeverFits, match=r"one request of up to 16 tokens needs (\S+) bytes") as error:
+        schema.plan("10KB", 3)
+    need = int(str(error.value).split("needs ")[1].split(" bytes")[0].replace(",", ""))
+    assert need == 2 * 16 * 2048 + 4 * schema.state_layout.nbytes
+    assert schema.plan(need, 3).groups[0].num_blocks == 1
+
+
+def test_offsets_past_two_to_the_31_are_int64() -> None:
+    small, large = (schema_of(FULL).plan(size, 4).groups[0].index_dtype for size in ("1GiB", "8GiB"))
+    assert (small, large) == ("int32", "int64")
+
+
+def test_a_model_of_states_alone_has_no_context_limit() -> None:
+    plan = schema_of(STATE).plan("1MiB", 8)
+    assert plan.longest_context is None and plan.requests_at(10**9) == 8
+    assert "not limited by memory" in str(plan)

@@ -1,0 +1,129 @@
+"""The command line: tables, JSON, and one clear line with exit code 2 on bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "max_position_embeddings": 131072, "vocab_size": 128256, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def kvpagoda(*arguments: str, width: int = 100) -> subprocess.CompletedProcess[str]:
+    env = {
+        **os.environ,
+        "COLUMNS": str(width),
+        "TERM": "dumb",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_OFFLINE": "1",
+    }
+    env["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, "-m", "kvpagoda.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def test_plan_prints_a_table(llama: Path) -> None:
+    done = kvpagoda("plan", str(llama), "--budget", "40GiB", "--max-requests", "256", "--lengths", "8192")
+    assert done.returncode == 0 and not done.stderr
+    assert "full_attention      32  131,072          0" in done.stdout
+    assert "longest context     131,072 tokens (the model's own limit)" in done.stdout
+    assert "requests of 8,192   39" in done.stdout and "int64 offsets       full" in done.stdout
+
+
+def test_plan_as_json_divides_over_ranks(llama: Path) -> None:
+    whole = json.loads(kvpagoda("plan", str(llama), "--json").stdout)
+    part = json.loads(kvpagoda("plan", str(llama / "config.json"), "--json", "--tp", "4", "--pp", "2").stdout)
+    assert whole["bytes_per_token"] == 131_072 == part["bytes_per_token"] * 8
+    assert part["layer_kinds"] == [
+        {"label": "full_attention", "num_layers": 16, "bytes_per_token": 16384.0, "state_bytes_per_request": 0}
+    ]
+
+
+@pytest.mark.parametrize(("name", "per_token"), [("deepseek-v4-flash", 3514), ("deepseek-v4-pro", 5031)])
+def test_plan_knows_presets(name: str, per_token: int) -> None:
+    made = json.loads(kvpagoda("plan", name, "--kv-format", "fp8", "--json").stdout)
+    assert int(made["bytes_per_token"]) == per_token and made["hit_granularity"] == 128
+
+
+BAD = {
+    "no such file": (["plan", "nowhere"], "no config at 'nowhere'"),
+    "unknown model": (["plan", "unknown.json"], "'no_such_model'"),
+    "missing field": (["plan", "missing.json"], "num_hidden_layers"),
+    "absurd field": (["plan", "absurd.json"], "num_key_value_heads"),
+    "not json": (["plan", "text.json"], "is not JSON"),
+    "not an object": (["plan", "list.json"], "must hold a JSON object"),
+    "size": (["plan", "config.json", "--budget", "many"], "cannot read 'many' as a size"),
+    "too small": (["plan", "config.json", "--budget", "1MiB"], "one request of up to 16 tokens needs 4,194,304 bytes"),
+    "no requests": (["plan", "config.json", "--max-requests", "0"], "max_requests must be a positive whole number"),
+    "block": (["plan", "deepseek-v4-pro", "--block-size", "100"], "multiple of 128"),
+    "ranks": (["plan", "config.json", "--tp", "3"], "cannot be divided over 3"),
+    "stages": (["plan", "config.json", "--pp", "99"], "pp=99"),
+    "lengths": (["plan", "config.json", "--lengths", "a,b"], "whole numbers"),
+    "format": (["plan", "config.json", "--kv-format", "fp3"], "fp3"),
+    "model": (["generate", "--model", "nowhere/at-all"], "cannot load 'nowhere/at-all'"),
+    "prompts": (["generate", "--prompts", "nowhere.txt"], "nowhere.txt"),
+    "empty prompts": (["generate", "--prompts", "empty.txt"], "holds no prompts"),
+    "budget": (["generate", "--budget", "1KiB"], "needs"),
+    "prompt too long": (["generate", "--prompts", "long.txt", "--max-new-tokens", "2"], "longest context of 4096"),
+    "no new tokens": (["generate", "--max-new-tokens", "0"], "max_new_tokens >= 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(case: str, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(llama)
+    for name, changes in (
+        ("unknown", {"model_type": "no_such_model"}),
+        ("missing", {"num_hidden_layers": None}),
+        ("absurd", {"num_key_value_heads": -3}),
+    ):
+        kept = {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}
+        Path(f"{name}.json").write_text(json.dumps(kept))
+    Path("text.json").write_text("not json")
+    Path("list.json").write_text("[1]")
+    Path("empty.txt").write_text("\n\n")
+    Path("long.txt").write_text("x" * 5000)
+    arguments, message = BAD[case]
+    done = kvpagoda(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+def test_generate_runs_the_embedded_model() -> None:
+    done = kvpagoda("generate", "--max-new-tokens", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [len(result["tokens"]) for result in found["results"]] == [3] * 5 and found["new_tokens"] == 15
+    assert found["stats"]["running"] == 0 and found["stats"]["nbytes"] <= 64 << 20
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_generate_fits_the_terminal(width: int, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n" + "two " * 50 + "\n")
+    done = kvpagoda("generate", "--max-new-tokens", "2", "--prompts", str(prompts), width=width)
+    assert done.returncode == 0 and not done.stderr
+    assert all(len(line) <= width for line in done.stdout.splitlines())
+    assert "3 + 2" in done.stdout and "200 + 2" in done.stdout
+
+
+@pytest.mark.parametrize("command", [[], ["plan"], ["generate"]])
+def test_help(command: list[str]) -> None:
+    done = kvpagoda(*command, "--help")
+    assert done.returncode == 0 and "Usage" in done.stdout
