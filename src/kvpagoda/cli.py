@@ -34,7 +34,9 @@ def one_line_errors() -> Iterator[None]:
 
 @app.command()
 def plan(
-    config: Annotated[str, typer.Argument(help="config.json, a folder that holds one, or a preset: " + ", ".join(PRESETS))],
+    config: Annotated[
+        str, typer.Argument(help="config.json, a folder that holds one, or a preset: " + ", ".join(PRESETS))
+    ],
     budget: Annotated[str, typer.Option(help="memory for the cache, e.g. 40GiB")] = "40GiB",
     max_requests: Annotated[int, typer.Option(help="requests that run at once")] = 256,
     block_size: Annotated[int | None, typer.Option(help="tokens of a block (default: what the layers need)")] = None,
@@ -68,7 +70,9 @@ def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        raise BadInput(f"no config at {config!r}; give a config.json, a folder that holds one, or one of {', '.join(PRESETS)}")
+        raise BadInput(
+            f"no config at {config!r}; give a config.json, a folder that holds one, or one of {', '.join(PRESETS)}"
+        )
     try:
         data: Any = json.loads(path.read_text())
     except ValueError as error:

@@ -8,7 +8,20 @@ import pytest
 from kvpagoda.errors import BadInput, NeverFits, SchemaError
 from kvpagoda.manager import KVCache
 from kvpagoda.schema import (
-    MXFP4, NVFP4, RAW, Attention, Compressed, Encoding, Growth, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared,
+    MXFP4,
+    NVFP4,
+    RAW,
+    Attention,
+    Compressed,
+    Encoding,
+    Growth,
+    Latent,
+    Layer,
+    LayerKind,
+    Recurrent,
+    Rows,
+    Schema,
+    Shared,
 )  # fmt: skip
 
 
@@ -41,7 +54,7 @@ def test_growth_laws_say_what_is_still_read() -> None:
 @pytest.mark.parametrize("step", [1, 5, 33])
 def test_most_blocks_is_enough_and_nearly_tight(growth: Growth, block_size: int, step: int) -> None:
     """A request that writes ``step`` tokens at a time holds blocks first_needed(n) // b .. (n + step - 1) // b."""
-    starts = range(0, 300)
+    starts = range(300)
     held = max(-(-(n + step) // block_size) - growth.first_needed(n) // block_size for n in starts)
     most = growth.most_blocks(block_size, step)
     assert most is not None and held <= most <= held + 1

@@ -51,8 +51,10 @@ class GroupGather:
 class StepContext:
     """One forward pass: its batch, and each group's gather, computed once."""
 
-    def __init__(self, batch: Batch, schema: Schema) -> None:
+    def __init__(self, batch: Batch, schema: Schema, columns: dict[int, int]) -> None:
         self.batch, self.schema = batch, schema
+        self.columns = columns
+        """Layer -> columns of its convolution tail in transformers, known once a request has begun."""
         self.is_first = int(batch.positions[0]) == 0
         """Whether the step starts its (one) request, so that there is no state to read yet."""
         self.last_stored = -1
@@ -116,12 +118,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     """The state tensors of one layer for the step's rows: copied out of the pool, and back by ``save``.
 
-    transformers keeps one convolution column more than is ever read; the pool does not, so it is added and cut here.
+    transformers mostly keeps one convolution column more than is ever read; the pool does not, so it is added and cut here.
     """
 
     def __init__(self, context: StepContext, index: int) -> None:
         names = [rows.name for rows in context.schema.by_index[index].state_rows()]
         LinearAttentionLayer.__init__(self, number_of_states=max(1, sum(name.startswith("conv") for name in names)))
+        self._columns, self._layer = context.columns, index
         self._pool, self._slots = context.batch.layer(index).state, context.batch.state_indices.long()
         self._state_of = {name: int(name.partition("_")[2] or 0) for name in names}
         if context.is_first:
@@ -129,8 +132,9 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         for name, state in self._state_of.items():
             rows = self._pool.read(name, (self._slots,))[:, 0]
             if name.startswith("conv"):
-                self.conv_states[state] = torch.nn.functional.pad(rows, (1, 0))
-                self.conv_kernel_size[state] = rows.shape[-1] + 1
+                missing = context.columns[index] - rows.shape[-1]
+                self.conv_states[state] = torch.nn.functional.pad(rows, (missing, 0))
+                self.conv_kernel_size[state] = context.columns[index]
                 self.is_conv_states_initialized[state] = True
             else:
                 self.recurrent_states[state] = rows
@@ -141,8 +145,12 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     def save(self) -> None:
         """Write the states that the forward pass left back to their rows."""
         for name, state in self._state_of.items():
-            is_conv = name.startswith("conv")
-            rows = self.conv_states[state][..., 1:] if is_conv else self.recurrent_states[state]
+            if name.startswith("conv"):
+                rows = self.conv_states[state]
+                self._columns[self._layer] = rows.shape[-1]
+                rows = rows[..., -self._pool.rows[name].shape[-1] :]
+            else:
+                rows = self.recurrent_states[state]
             self._pool.write(name, (self._slots,), rows[:, None])
 
 
@@ -224,7 +232,7 @@ def attend(
     """
     context, own = _step.get(), getattr(module, "layer_idx", None)
     layer = own if isinstance(own, int) and own in context.schema.by_index else context.last_stored
-    visible = context.gather(layer).visible[:, None]
+    visible = context.gather(layer).visible[:, None, -query.shape[2] :]  # some models drop queries that no logit needs
     if indices is not None:
         visible = visible & torch.zeros_like(visible).scatter(-1, indices[:, None].long(), True)
     if attention_mask is not None and attention_mask.dtype == torch.bool:

@@ -50,6 +50,7 @@ class ModelRunner:
             part.config for part in model.modules() if hasattr(getattr(part, "config", None), "_attn_implementation")
         ]
         self._configs = list({id(config): config for config in configs}.values())
+        self._columns: dict[int, int] = {}
         accepted = inspect.signature(model.forward).parameters
         self._cache_name = "past_key_values" if "past_key_values" in accepted else "cache_params"
         scans = [part for part in model.modules() if hasattr(part, "A_log")]
@@ -85,7 +86,7 @@ class ModelRunner:
         batch = self.cache.batch([sequence for sequence, _ in work], [len(tokens) for _, tokens in work])
         ids = torch.from_numpy(np.stack([tokens for _, tokens in work])).to(self.cache.device, torch.int64)
         positions = batch.positions.long().view(ids.shape)
-        with in_step(StepContext(batch, self.cache.schema)) as past:
+        with in_step(StepContext(batch, self.cache.schema, self._columns)) as past:
             given = {self._cache_name: past, "position_ids": positions, "logits_to_keep": 1}
             out = self.model(input_ids=ids, use_cache=True, **given)
         return out.logits[:, -1].float()  # type: ignore[no-any-return]

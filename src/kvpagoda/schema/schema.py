@@ -191,7 +191,8 @@ class Schema:
         """Divide ``budget`` (bytes or text), or size for ``num_blocks``, for ``max_requests`` running at once.
 
         ``step_tokens``: the most tokens of one request written between two commits (a prefill chunk); window groups
-        keep room for them. ``lengths``: for which to count the requests that fit. Raises BadInput, and NeverFits if not even one block of one request has room.
+        keep room for them. ``lengths``: for which to count the requests that fit. Raises BadInput, and NeverFits if
+        not even one block of one request has room.
         """
         size = self.block_size(block_size)
         demands = tuple(

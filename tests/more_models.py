@@ -12,7 +12,7 @@ EXPERTS = dict(
 MLA_DIMS = {field: value for field, value in MLA.items() if not field.startswith("first_k")}
 SLIDES = dict(sliding_window=8, head_dim=12)
 TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=1)
-INDEXER = dict(index_topk=8, index_head_dim=16, index_n_heads=4)
+INDEXER = dict(index_topk=8, index_head_dim=16, index_n_heads=32)
 
 
 def mrope(*section: int) -> dict[str, Any]:

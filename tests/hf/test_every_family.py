@@ -1,0 +1,43 @@
+"""Every model type that has a schema: its tokens equal full recomputation, or the generator refuses it by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from test_generator import EXACT, greedy  # noqa: E402
+
+from kvpagoda.errors import SchemaError  # noqa: E402
+from kvpagoda.hf import Generator  # noqa: E402
+from models import FAMILIES, TINY, tiny_model  # noqa: E402
+from more_models import MORE  # noqa: E402
+
+OWN_ATTENTION = "bloom codegen falcon gpt_neo gpt_neox_japanese gptj mpt xglm".split()
+"""Models whose attention does not go through transformers' attention interface."""
+TEXT_PARTS = "glm4v_moe_text glm4v_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text".split()
+"""Parts of multimodal models, which transformers does not build as language models by themselves."""
+REST = sorted({*TINY, *MORE} - {*EXACT, *TEXT_PARTS})
+
+
+def tiny(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(FAMILIES, name, FAMILIES.get(name, MORE.get(name, {})))
+    return tiny_model(name)
+
+
+@pytest.mark.parametrize("name", [name for name in REST if name not in OWN_ATTENTION])
+def test_tokens_equal_full_recomputation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, source = tiny(name, monkeypatch), torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, 100, (n,), generator=source).tolist() for n in (1, 3, 9, 17, 20, 33)]
+    generator = Generator(model, num_blocks=60, max_requests=4, prefill_chunk=7, poison=True)
+    monkeypatch.setattr(generator, "_ends", frozenset())
+    assert generator.generate(prompts, 6) == [greedy(model, prompt, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_attention_outside_the_interface_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SchemaError, match=f"{type(tiny(name, monkeypatch)).__name__} does not go through"):
+        Generator(tiny(name, monkeypatch), num_blocks=4)
