@@ -13,8 +13,8 @@ run: $(READY)
 test: check
 
 check: $(READY)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --no-cache .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n 2
 

@@ -77,6 +77,10 @@ def test_out_of_blocks_changes_nothing() -> None:
         first.extend(24)
     assert all(np.array_equal(old, ledger.table.host) for old, ledger in zip(before, cache.ledgers))
     first.extend(16)
+    with pytest.raises(OutOfBlocks, match="need 123 blocks"):
+        first.extend(1000)
+    with pytest.raises(BadInput, match="cannot extend by -1"):
+        first.extend(-1)
     second.close()
     first.extend(24)
     cache.check()
@@ -119,6 +123,9 @@ def test_stale_handles_raise() -> None:
     cache = KVCache(SCHEMAS["full"], num_blocks=4, max_requests=2, device="cpu")
     sequence = cache.open([1, 2])
     batch = cache.batch([sequence], [2])
+    with pytest.raises(BadInput):
+        cache.batch([sequence], [99])
+    batch.layer(0)  # a call that raised changed nothing
     cache.batch([sequence], [2])
     with pytest.raises(StaleHandle, match="batch is over"):
         batch.layer(0)

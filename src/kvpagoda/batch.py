@@ -21,7 +21,11 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class StepBuffers:
-    """Device tensors with fixed addresses, one for each name; they move only if a step is larger than any before."""
+    """Device tensors with fixed addresses, one for each name; they move only if a step is larger than any before.
+
+    The host's side is not page-locked: a copy from such memory has read its source when it returns, so that the next step
+    may fill it while this one still runs.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -37,7 +41,7 @@ class StepBuffers:
         host, target = self._buffer(name, len(values), max(width, source.shape[1]), source.dtype)
         host[: len(values), : source.shape[1]] = source
         if target is not host:
-            target[: len(values)].copy_(host[: len(values)], non_blocking=True)
+            target[: len(values)].copy_(host[: len(values)])
         filled = target[: len(values)]
         return filled if values.ndim == 2 else filled[:, 0]
 
@@ -46,7 +50,7 @@ class StepBuffers:
         if found is None or found[0].shape[0] < rows:
             on_gpu = self.device.type != "cpu"
             shape = (1 << max(6, (rows - 1).bit_length()), width)
-            host = torch.zeros(shape, dtype=dtype, pin_memory=on_gpu)
+            host = torch.zeros(shape, dtype=dtype)
             found = self._buffers[name] = (host, torch.zeros_like(host, device=self.device) if on_gpu else host)
         return found
 
@@ -81,6 +85,7 @@ class BatchSource(Protocol):
 
     buffers: StepBuffers
     batch_number: int
+    num_closed: int
     block_size: int
     dummy_slot: int
 
@@ -144,7 +149,7 @@ class Batch:
                 raise BadInput(
                     f"slot {sequence.slot} has room for {sequence.room} tokens, not {sequence.length} + {new}; extend first"
                 )
-        self._cache, self._number = cache, cache.batch_number
+        self._cache, self._number, self._closed = cache, cache.batch_number + 1, cache.num_closed
         self._sequences = tuple(sequences)
         self.block_size = cache.block_size
         rows = pad_to or len(sequences)
@@ -177,7 +182,8 @@ class Batch:
 
     def layer(self, index: int) -> LayerView:
         """Views and index arrays of layer ``index`` (of its owner, if it shares one). Raises BadInput, StaleHandle."""
-        if self._number != self._cache.batch_number or not all(s.is_open for s in self._sequences):
+        is_newest = self._number == self._cache.batch_number
+        if not is_newest or (self._closed != self._cache.num_closed and not all(s.is_open for s in self._sequences)):
             raise StaleHandle("this batch is over: a newer one was made, or one of its sequences was closed")
         return self._cache.layer_view(self, index)
 

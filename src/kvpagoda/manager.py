@@ -100,7 +100,7 @@ class KVCache:
         self.batch_number = 0
         self._poison, self._is_open = poison, True
         self._running: dict[int, Sequence] = {}
-        self._counters = {"opened": 0, "closed": 0, "computed": 0}
+        self.num_opened = self.num_closed = self._computed = 0
         self._peaks = {ledger.name: 0 for ledger in self.ledgers}
         if poison:
             for arena in (*self._arenas, self._states):
@@ -143,7 +143,7 @@ class KVCache:
             ledger.promise(slot, blocks)
             ledger.grow(slot, ledger.wanted(slot, room))
         sequence = self._running[slot] = Sequence(self, slot, prompt)
-        self._counters["opened"] += 1
+        self.num_opened += 1
         return sequence
 
     def check_fits(self, num_tokens: int, *, room: int = 0) -> list[int]:
@@ -162,8 +162,9 @@ class KVCache:
         ``pad_to`` rows in all (CUDA graphs): padded rows have one token, slot -1, length 0 and write to block 0. The
         arrays lie in static buffers: they are valid until the next ``batch``. Raises BadInput.
         """
+        batch = Batch(self, sequences, new_tokens, pad_to)
         self.batch_number += 1
-        return Batch(self, sequences, new_tokens, pad_to)
+        return batch
 
     def layer_view(self, batch: Batch, index: int) -> LayerView:
         """The view of one layer for ``batch``; ``batch.layer(index)`` is the way to call it."""
@@ -191,8 +192,8 @@ class KVCache:
         del self._running[slot]
         ids = np.array([slot], np.int32)
         self._slots.release(ids)
-        self._counters["closed"] += 1
-        self._counters["computed"] += length
+        self.num_closed += 1
+        self._computed += length
         if self._poison:
             self._states.poison(ids)
 
@@ -207,12 +208,12 @@ class KVCache:
             groups.append(
                 GroupStats(ledger.name, ledger.free.num_ids, ledger.free.num_free, held, ledger.claimed, peak)
             )
-        computed = self._counters["computed"] + sum(sequence.length for sequence in self._running.values())
+        computed = self._computed + sum(sequence.length for sequence in self._running.values())
         return CacheStats(
             running=len(self._running),
             max_requests=self.max_requests,
-            opened=self._counters["opened"],
-            closed=self._counters["closed"],
+            opened=self.num_opened,
+            closed=self.num_closed,
             computed_tokens=computed,
             cached_tokens=0,
             nbytes=self.nbytes,

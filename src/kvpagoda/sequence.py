@@ -91,13 +91,11 @@ class Sequence:
     def extend(self, n: int) -> None:
         """Make room for the next ``n`` tokens after the committed ones, in every group or in none.
 
-        Raises OutOfBlocks (nothing changed), BadInput for a negative ``n`` or more than ``max_context`` tokens.
+        Raises OutOfBlocks, and BadInput for a negative ``n`` or past the cache's longest context; nothing changed then.
         """
         self._check_open()
-        if n < 0 or self._length + n > self._owner.max_context:
-            raise BadInput(
-                f"cannot extend {self._length} tokens by {n}: at most {self._owner.max_context} tokens fit a table"
-            )
+        if n < 0:
+            raise BadInput(f"cannot extend by {n} tokens; to take tokens back is not what extend does")
         needs = [ledger.wanted(self._slot, self._length + n) for ledger in self._owner.ledgers]
         for ledger, need in zip(self._owner.ledgers, needs):
             if need > ledger.available(self._slot):
@@ -106,6 +104,10 @@ class Sequence:
                     f"{ledger.claimed} promised to running requests) of {ledger.plan.num_blocks} in group "
                     f"{ledger.name!r}; close a sequence or raise the budget (now {format_bytes(self._owner.budget)})"
                 )
+        if self._length + n > self._owner.max_context:
+            raise BadInput(
+                f"{self._length} + {n} tokens are more than the longest context of {self._owner.max_context}"
+            )
         for ledger, need in zip(self._owner.ledgers, needs):
             ledger.grow(self._slot, need)
 

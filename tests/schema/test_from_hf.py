@@ -11,13 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from more_models import MORE  # noqa: E402
-
 from kvpagoda import Schema  # noqa: E402
 from kvpagoda.schema import Attention, Compressed, Latent, Layer, Recurrent, Shared  # noqa: E402
 from kvpagoda.schema.families import FAMILIES  # noqa: E402
 from models import FAMILIES as TINY_FAMILIES  # noqa: E402
 from models import VOCAB, randomise, tiny_config  # noqa: E402
+from more_models import MORE  # noqa: E402
 
 TOKENS = 21
 KEEPS_ALL_COLUMNS = ("zaya",)

@@ -9,7 +9,6 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from more_models import MORE  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from kvpagoda import Schema  # noqa: E402
@@ -17,6 +16,7 @@ from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.schema import MXFP4, Attention, Compressed, Encoding, Growth, Latent, Shared  # noqa: E402
 from kvpagoda.schema.families import FAMILIES  # noqa: E402
 from models import tiny_config  # noqa: E402
+from more_models import MORE  # noqa: E402
 
 LLAMA_8B = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,

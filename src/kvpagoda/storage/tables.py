@@ -13,15 +13,16 @@ class BlockTable:
     """``[num_slots + 1, num_columns]`` int32 block ids; cell 0 means none (the padding block), the last row is the dummy.
 
     ``host`` is what the library reads and writes; ``device`` is the tensor that kernels read. On the CPU they are the
-    same memory; on a GPU ``upload`` copies the rows that changed.
+    same memory; on a GPU ``upload`` copies the rows that changed. The host memory is not page-locked: a copy from such
+    memory has read its source when it returns, so that the host may write on at once.
     """
 
     def __init__(self, num_slots: int, num_columns: int, device: Device = None) -> None:
         place = default_device(device)
-        host = torch.zeros(num_slots + 1, num_columns, dtype=torch.int32, pin_memory=place.type == "cuda")
+        host = torch.zeros(num_slots + 1, num_columns, dtype=torch.int32)
         self.host: npt.NDArray[np.int32] = host.numpy()
         self.device: torch.Tensor = host if place.type == "cpu" else host.to(place)
-        self._pinned = host
+        self._host_tensor = host
         self._changed: set[int] = set()
 
     def put(self, slot: int, column: int, ids: npt.NDArray[np.int32]) -> None:
@@ -38,7 +39,7 @@ class BlockTable:
 
     def upload(self) -> None:
         """Bring the device's copy up to date; nothing to do on the CPU."""
-        if self.device is not self._pinned:
+        if self.device is not self._host_tensor:
             for slot in self._changed:
-                self.device[slot].copy_(self._pinned[slot], non_blocking=True)
+                self.device[slot].copy_(self._host_tensor[slot])
         self._changed.clear()
