@@ -127,3 +127,31 @@ def test_generate_fits_the_terminal(width: int, tmp_path: Path) -> None:
 def test_help(command: list[str]) -> None:
     done = kvpagoda(*command, "--help")
     assert done.returncode == 0 and "Usage" in done.stdout
+
+
+def test_generate_loads_a_model_from_a_folder(tmp_path: Path) -> None:
+    """The real loading code: a saved checkpoint with its tokenizer, here a tiny one."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    from models import tiny_model
+
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    vocabulary = {chr(97 + i): i for i in range(26)} | {"[UNK]": 26}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path)
+    (tmp_path / "prompts.txt").write_text("a b c\nz\n")
+    done = kvpagoda(
+        "generate", "--model", str(tmp_path), "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "4", "--json",
+        "--budget", "1MiB",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    import torch
+
+    for result, prompt in zip(json.loads(done.stdout)["results"], ([0, 1, 2], [25])):
+        ids = torch.tensor([prompt])
+        own = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0
+        )
+        assert result["tokens"] == own[0, len(prompt) :].tolist()

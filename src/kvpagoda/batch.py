@@ -195,8 +195,8 @@ class Batch:
 
     def _make_arrays(self, ledger: GroupLedger) -> GroupArrays:
         size, lengths = self.block_size, self._lengths
-        table = ledger.table.host[self._slots]
         columns = -(-lengths // size)
+        table = ledger.table.host[self._slots, : int(columns.max())]
         first = np.array([ledger.growth.first_needed(int(n)) for n in self._before], np.int64) // size
         first = np.minimum(first, columns)
         counts = columns - first
@@ -204,15 +204,16 @@ class Batch:
         rows = np.repeat(np.arange(len(counts)), counts)
         within = np.arange(indptr[-1]) - np.repeat(indptr[:-1] - first, counts)
         wide = np.int64 if ledger.plan.num_rows * size >= 2**31 else np.int32
-        mapping = table[self._row_of, self._positions // size].astype(np.int64) * size + self._positions % size
-        mapping[self._row_of >= len(lengths) - self._padding] = 0
+        is_padding = self._row_of >= len(lengths) - self._padding
+        cells = table[self._row_of, np.where(is_padding, 0, self._positions // size)].astype(np.int64)
+        mapping = np.where(is_padding, 0, cells * size + self._positions % size)
         ledger.table.upload()
 
         def put(what: str, values: Array, dtype: type = np.int32, width: int = 1) -> Tensor:
             return self._cache.buffers.put(f"{what} of {ledger.name}", values.astype(dtype), width)
 
         return GroupArrays(
-            block_table=put("block_table", table[:, : int(columns.max())], width=table.shape[1]),
+            block_table=put("block_table", table, width=ledger.table.host.shape[1]),
             cache_seqlens=put("cache_seqlens", lengths),
             slot_mapping=put("slot_mapping", mapping, wide),
             kv_indptr=put("kv_indptr", indptr),

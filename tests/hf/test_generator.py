@@ -86,7 +86,10 @@ def test_tokens_equal_the_models_own_generate_and_the_model_is_left_as_it_was(na
     found = Generator(model, num_blocks=60, max_requests=4).generate(prompts()[4:7], NEW)
     assert model.config._attn_implementation == before
     for prompt, new in zip(prompts()[4:7], found):
-        own = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        ids = torch.tensor([prompt])
+        own = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0
+        )
         assert own[0, len(prompt) :].tolist() == new
 
 
