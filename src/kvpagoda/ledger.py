@@ -13,28 +13,35 @@ from kvpagoda.units import ceil_div
 
 
 class GroupLedger:
-    """Blocks ``1 .. num_blocks`` of one group; block 0 absorbs the writes of padded rows and is never handed out.
+    """Blocks ``first_id .. first_id + num_blocks - 1`` of one group. The id before them is the padding block: it absorbs
+    the writes of padded rows, marks an empty cell, and is never handed out (0, or -1: the last record).
 
     A request's table row is
 
-        | 0 .. 0 | held: first .. end - 1 | 0 .. 0 |      a 0 left of ``first`` has slid out of the window
+        | empty | held: first .. end - 1 | empty |      the cells left of ``first`` have slid out of the window
 
     A *promise* is the most blocks that a request may come to hold; what it does not hold yet is its *claim*, and nobody
     else is given blocks that are claimed. So a request that was admitted can always finish.
     """
 
-    def __init__(self, plan: GroupPlan, num_slots: int, num_columns: int, device: Device) -> None:
+    def __init__(
+        self,
+        plan: GroupPlan,
+        num_slots: int,
+        num_columns: int,
+        device: Device,
+        *,
+        first_id: int = 1,
+        name: str | None = None,
+    ) -> None:
         self.plan, self.growth, self.block_size = plan, plan.demand.growth, plan.block_size
-        self.free = FreeList(plan.num_blocks, first=1, what=f"blocks of group {plan.name!r}")
-        self.table = BlockTable(num_slots, num_columns, device)
+        self.name = f"group {plan.name!r}" if name is None else name
+        self.free = FreeList(plan.num_blocks, first=first_id, what=f"blocks of {self.name}")
+        self.table = BlockTable(num_slots, num_columns, device, empty=first_id - 1)
         self.first = np.zeros(num_slots, np.int64)
         self.end = np.zeros(num_slots, np.int64)
         self.promised = np.zeros(num_slots, np.int64)
         self.claimed = 0
-
-    @property
-    def name(self) -> str:
-        return self.plan.name
 
     def wanted(self, slot: int, num_tokens: int) -> int:
         """Blocks that ``slot`` lacks to have room for its first ``num_tokens`` tokens."""
@@ -81,14 +88,13 @@ class GroupLedger:
         held = np.sort(rows[inside])
         if not np.array_equal(held, self.free.held_ids()):
             odd = np.setxor1d(held, self.free.held_ids())[:16].tolist()
-            raise CheckFailed(f"group {self.name!r}: tables and free list disagree about blocks {odd or 'held twice'}")
-        if rows[~inside].any() or self.table.host[-1].any():
-            raise CheckFailed(f"group {self.name!r}: a table names blocks outside of what its request holds")
+            raise CheckFailed(f"{self.name}: tables and free list disagree about blocks {odd or 'held twice'}")
+        outside = rows[~inside]
+        if (outside != self.table.empty).any() or (self.table.host[-1] != self.table.empty).any():
+            raise CheckFailed(f"{self.name}: a table names blocks outside of what its request holds")
         claims = sum(self._claim(slot) for slot in range(len(self.end)))
         if claims != self.claimed or self.claimed > self.free.num_free:
-            raise CheckFailed(
-                f"group {self.name!r}: {claims} claims, {self.claimed} counted, {self.free.num_free} free"
-            )
+            raise CheckFailed(f"{self.name}: {claims} claims, {self.claimed} counted, {self.free.num_free} free")
 
     def _claim(self, slot: int) -> int:
         return max(0, int(self.promised[slot] - (self.end[slot] - self.first[slot])))

@@ -134,8 +134,8 @@ class KVCache:
         for ledger, blocks in zip(self.ledgers, wanted):
             if blocks > ledger.available():
                 raise RetryLater(
-                    f"{blocks} blocks needed, {ledger.available()} not yet promised, of {ledger.plan.num_blocks} in group "
-                    f"{ledger.name!r}; {blocks - ledger.available()} more must be freed by running requests"
+                    f"{blocks} blocks needed, {ledger.available()} not yet promised, of {ledger.plan.num_blocks} in "
+                    f"{ledger.name}; {blocks - ledger.available()} more must be freed by running requests"
                 )
         slot = int(self._slots.acquire(1)[0])
         self._states.reset(slot)
@@ -206,7 +206,7 @@ class KVCache:
             held = ledger.free.num_ids - ledger.free.num_free
             peak = self._peaks[ledger.name] = max(self._peaks[ledger.name], held)
             groups.append(
-                GroupStats(ledger.name, ledger.free.num_ids, ledger.free.num_free, held, ledger.claimed, peak)
+                GroupStats(ledger.plan.name, ledger.free.num_ids, ledger.free.num_free, held, ledger.claimed, peak)
             )
         computed = self._computed + sum(sequence.length for sequence in self._running.values())
         return CacheStats(
@@ -235,9 +235,7 @@ class KVCache:
                 or ledger.end[slot] * ledger.block_size < sequence.length
             ]
             if idle or short:
-                raise CheckFailed(
-                    f"group {ledger.name!r}: slots {idle} hold blocks but do not run; {short} lack blocks"
-                )
+                raise CheckFailed(f"{ledger.name}: slots {idle} hold blocks but do not run; {short} lack blocks")
 
     def close(self) -> None:
         """Close every running sequence; the cache takes no more requests. The memory goes with the object."""
@@ -253,7 +251,7 @@ class KVCache:
             chunked = ledger.plan.blocks_for(total) <= ledger.plan.num_blocks
             hint = "open it with a smaller room and extend chunk by chunk" if chunked else self._sizes(total)
             raise NeverFits(
-                f"{total} tokens need {blocks} blocks of group {ledger.name!r}, which has {ledger.plan.num_blocks}; {hint}"
+                f"{total} tokens need {blocks} blocks of {ledger.name}, which has {ledger.plan.num_blocks}; {hint}"
             )
         return blocks
 

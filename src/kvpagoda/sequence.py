@@ -101,8 +101,8 @@ class Sequence:
             if need > ledger.available(self._slot):
                 raise OutOfBlocks(
                     f"need {need} blocks, {ledger.available(self._slot)} available ({ledger.free.num_free} free, "
-                    f"{ledger.claimed} promised to running requests) of {ledger.plan.num_blocks} in group "
-                    f"{ledger.name!r}; close a sequence or raise the budget (now {format_bytes(self._owner.budget)})"
+                    f"{ledger.claimed} promised to running requests) of {ledger.plan.num_blocks} in "
+                    f"{ledger.name}; close a sequence or raise the budget (now {format_bytes(self._owner.budget)})"
                 )
         if self._length + n > self._owner.max_context:
             raise BadInput(

@@ -14,13 +14,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvpagoda.alloc.blocks import BlockAllocator
-from kvpagoda.alloc.free_list import FreeList
+from kvpagoda.alloc import FreeList
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, NotOwned, OutOfBlocks, RetryLater
+from kvpagoda.ledger import GroupLedger
+from kvpagoda.schema import FULL
+from kvpagoda.schema.plan import Demand, GroupPlan
 from kvpagoda.schema.presets.deepseek_v4 import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
     AttentionType,
     DSV4Config,
+    LayerSchema,
     LayerSpec,
     build_schema,
 )
@@ -36,7 +39,7 @@ class KVCacheManager:
     """Schemas, pools, allocators and block tables of every layer in ``schedule`` (layer i at position i).
 
     ``max_concurrent_requests`` state rows; blocks of 128 tokens for each layer: ``compute_block_budget`` says how many.
-    ``paged_pools[i]``, ``allocators[i]`` and ``block_tables[i]`` are None for SWA layers. All memory is taken here.
+    ``paged_pools[i]`` and ``ledgers[i]`` are None for SWA layers. All memory is taken here.
     """
 
     def __init__(
@@ -51,30 +54,39 @@ class KVCacheManager:
         check_count("max_concurrent_requests", max_concurrent_requests)
         if not schedule or any(spec.layer_idx != i for i, spec in enumerate(schedule)):
             raise BadInput(f"layer i of the schedule must have layer_idx i, got {[s.layer_idx for s in schedule]}")
-        place = default_device(device)
+        self.device = default_device(device)
         self.config, self.schedule = config, tuple(schedule)
         self.schemas = tuple(build_schema(config, spec) for spec in schedule)
-        num_blocks = {AttentionType.CSA: num_blocks_per_csa_layer, AttentionType.HCA: num_blocks_per_hca_layer}
-        self.state_pools: list[StateCachePool] = []
-        self.paged_pools: list[PagedKVPool | None] = []
-        self.allocators: list[BlockAllocator | None] = []
-        self.block_tables: list[Tensor | None] = []
-        longest = ceil_div(config.max_positions, BLOCK_SIZE_ORIGINAL_TOKENS)
-        for schema in self.schemas:
-            self.state_pools.append(StateCachePool(schema, max_concurrent_requests, place))
-            if not schema.entries_per_block:
-                self.paged_pools.append(None)
-                self.allocators.append(None)
-                self.block_tables.append(None)
-                continue
-            blocks = num_blocks[schema.attn]
-            shape = (max_concurrent_requests + 1, min(blocks, longest))
-            self.paged_pools.append(PagedKVPool(schema, blocks, place))
-            self.allocators.append(BlockAllocator(blocks, device=place))
-            self.block_tables.append(torch.full(shape, -1, dtype=torch.int32, device=place))
-        self.device = self.state_pools[0].arena.buffer.device
+        self._num_blocks = {AttentionType.CSA: num_blocks_per_csa_layer, AttentionType.HCA: num_blocks_per_hca_layer}
         self._slots = FreeList(max_concurrent_requests, what="request slots")
-        self._blocks: dict[int, list[list[int]]] = {}
+        self.state_pools = [StateCachePool(schema, max_concurrent_requests, self.device) for schema in self.schemas]
+        self.paged_pools: list[PagedKVPool | None] = []
+        self.ledgers: list[GroupLedger | None] = []
+        for schema in self.schemas:
+            has_blocks = schema.entries_per_block > 0
+            self.paged_pools.append(
+                PagedKVPool(schema, self._num_blocks[schema.attn], self.device) if has_blocks else None
+            )
+            self.ledgers.append(self._ledger(schema) if has_blocks else None)
+
+    def _ledger(self, schema: LayerSchema) -> GroupLedger:
+        """The books of one layer: ids from 0, and -1, the pool's hidden last block, for an empty cell."""
+        num_blocks = self._num_blocks[schema.attn]
+        demand = Demand(FULL, (schema.layer_idx,), schema.block_layout())
+        plan = GroupPlan(demand, BLOCK_SIZE_ORIGINAL_TOKENS, num_blocks, most_blocks=None)
+        columns = min(num_blocks, ceil_div(self.config.max_positions, BLOCK_SIZE_ORIGINAL_TOKENS))
+        name = f"layer {schema.layer_idx} ({schema.attn.name})"
+        return GroupLedger(plan, self._slots.num_ids, columns, self.device, first_id=0, name=name)
+
+    @property
+    def allocators(self) -> list[FreeList | None]:
+        """Who owns the blocks of each layer; None for SWA layers."""
+        return [None if ledger is None else ledger.free for ledger in self.ledgers]
+
+    @property
+    def block_tables(self) -> list[Tensor | None]:
+        """int32 ``[slots + 1, max_blocks]`` on the device for each layer, -1 = empty; None for SWA layers."""
+        return [None if ledger is None else ledger.table.device for ledger in self.ledgers]
 
     @property
     def num_layers(self) -> int:
@@ -104,20 +116,16 @@ class KVCacheManager:
         slot = int(self._slots.acquire(1)[0])
         for pool in self.state_pools:
             pool.reset_slot(slot)
-        self._blocks[slot] = [[] for _ in self.schemas]
         return slot
 
     def release_request(self, slot: int) -> None:
         """Give back the slot and all its blocks in every layer. Raises NotOwned if the slot is not admitted."""
-        held = self._held(slot)
-        for allocator, ids in zip(self.allocators, held):
-            if allocator is not None and ids:
-                allocator.release(torch.tensor(ids, dtype=torch.int32))
-        for table in self.block_tables:
-            if table is not None:
-                table[slot] = -1
-        del self._blocks[slot]
-        self._slots.release(np.array([slot], np.int32))
+        self._check_slot(slot)
+        for ledger in self.ledgers:
+            if ledger is not None:
+                ledger.close(slot)
+                ledger.table.upload()
+        self._slots.release_id(slot)
 
     def allocate_block(self, layer_idx: int, slot: int) -> int:
         """Append a block to the table of ``slot`` in one layer; call it before the first entry of the block is written,
@@ -126,30 +134,29 @@ class KVCacheManager:
         Raises BadInput for a layer without entries, NotOwned if the slot is not admitted, NeverFits past the model's
         longest text and OutOfBlocks, having changed nothing.
         """
-        self._check_layer(layer_idx)
-        allocator, table = self.allocators[layer_idx], self.block_tables[layer_idx]
-        ids = self._held(slot)[layer_idx]
-        if allocator is None or table is None:
-            raise BadInput(f"layer {layer_idx} is {self.schemas[layer_idx].attn.name}: it keeps no blocks")
-        if not allocator.num_free:
+        ledger = self._ledger_of(layer_idx)
+        self._check_slot(slot)
+        held = int(ledger.end[slot])
+        if not ledger.free.num_free:
             raise OutOfBlocks(
-                f"OOM: need 1 block in layer {layer_idx} ({self.schemas[layer_idx].attn.name}) for slot {slot}, which "
-                f"holds {len(ids)}; 0 free of {allocator.num_total_blocks}; release a request"
+                f"OOM: need 1 block in {ledger.name} for slot {slot}, which holds {held}; "
+                f"0 free of {ledger.plan.num_blocks}; release a request"
             )
-        if len(ids) == table.shape[1]:
+        if held == ledger.table.host.shape[1]:
             raise NeverFits(
-                f"slot {slot} holds {len(ids)} blocks in layer {layer_idx}: the model's {self.config.max_positions:,} "
-                f"tokens, and it asks for one more"
+                f"slot {slot} holds {held} blocks in {ledger.name}: the model's {self.config.max_positions:,} tokens, and "
+                f"it asks for one more"
             )
-        block = allocator.acquire(1)
-        table[slot, len(ids)] = block[0]
-        ids.append(int(block[0]))
-        return ids[-1]
+        ledger.grow(slot, 1)
+        ledger.table.upload()
+        return int(ledger.table.host[slot, held])
 
     def blocks_of(self, layer_idx: int, slot: int) -> list[int]:
         """The blocks that ``slot`` holds in one layer, in the order of the text. Raises BadInput and NotOwned."""
-        self._check_layer(layer_idx)
-        return list(self._held(slot)[layer_idx])
+        ledger = self._ledger_of(layer_idx)
+        self._check_slot(slot)
+        ids: list[int] = ledger.table.host[slot, : ledger.end[slot]].tolist()
+        return ids
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -177,7 +184,7 @@ class KVCacheManager:
             self.schemas[layer_idx].kind,
             self.paged_pools[layer_idx],
             self.state_pools[layer_idx],
-            self.block_tables[layer_idx],
+            None if (ledger := self.ledgers[layer_idx]) is None else ledger.table.device,
             Step(request_slots, positions, request_ids),
         )
 
@@ -187,30 +194,30 @@ class KVCacheManager:
         """Prove that every slot and every block has one owner and that the tables say so. Raises CheckFailed with the
         ids that break it. O(slots x blocks); reads the device."""
         self._slots.check()
-        admitted = sorted(self._blocks)
-        if self._slots.held_ids().tolist() != admitted:
-            raise CheckFailed(f"slots handed out {self._slots.held_ids().tolist()}, slots with blocks {admitted}")
-        for i, (allocator, table) in enumerate(zip(self.allocators, self.block_tables)):
-            if allocator is None or table is None:
+        running = self._slots.held_ids()
+        for ledger in self.ledgers:
+            if ledger is None:
                 continue
-            allocator.check()
-            held = [block for slot in admitted for block in self._blocks[slot][i]]
-            taken = allocator.num_total_blocks - allocator.num_free
-            twice = sorted(block for block in set(held) if held.count(block) > 1) if len(set(held)) < len(held) else []
-            if twice or len(held) != taken:
-                raise CheckFailed(f"layer {i}: {taken} blocks handed out, {len(held)} held; held twice: {twice[:16]}")
-            expected = np.full(tuple(table.shape), -1, np.int32)
-            for slot in admitted:
-                expected[slot, : len(self._blocks[slot][i])] = self._blocks[slot][i]
-            differs = np.flatnonzero((table.cpu().numpy() != expected).any(axis=1))
+            ledger.check()
+            idle = np.setdiff1d(np.flatnonzero(ledger.end), running)
+            if len(idle):
+                raise CheckFailed(f"{ledger.name}: slots {idle.tolist()} hold blocks but are not admitted")
+            differs = np.flatnonzero((ledger.table.device.cpu().numpy() != ledger.table.host).any(axis=1))
             if len(differs):
-                raise CheckFailed(f"layer {i}: the block table of slots {differs.tolist()} is not what they hold")
+                raise CheckFailed(f"{ledger.name}: the device's table of slots {differs.tolist()} is not the host's")
 
     def _check_layer(self, layer_idx: int) -> None:
         if isinstance(layer_idx, bool) or not isinstance(layer_idx, int) or not 0 <= layer_idx < self.num_layers:
             raise BadInput(f"layer {layer_idx!r} is not one of 0..{self.num_layers - 1}")
 
-    def _held(self, slot: int) -> list[list[int]]:
-        if isinstance(slot, bool) or not isinstance(slot, int | np.integer) or slot not in self._blocks:
+    def _ledger_of(self, layer_idx: int) -> GroupLedger:
+        self._check_layer(layer_idx)
+        ledger = self.ledgers[layer_idx]
+        if ledger is None:
+            raise BadInput(f"layer {layer_idx} is {self.schemas[layer_idx].attn.name}: it keeps no blocks")
+        return ledger
+
+    def _check_slot(self, slot: int) -> None:
+        is_number = isinstance(slot, int | np.integer) and not isinstance(slot, bool)
+        if not is_number or not 0 <= slot < self._slots.num_ids or not self._slots.is_held(slot):
             raise NotOwned(f"slot {slot!r} is not admitted: released already, or never handed out by admit_request")
-        return self._blocks[slot]

@@ -10,16 +10,17 @@ from kvpagoda.storage.arena import Device, default_device
 
 
 class BlockTable:
-    """``[num_slots + 1, num_columns]`` int32 block ids; cell 0 means none (the padding block), the last row is the dummy.
+    """``[num_slots + 1, num_columns]`` int32 block ids; ``empty`` means none (the padding block), the last row is the dummy.
 
     ``host`` is what the library reads and writes; ``device`` is the tensor that kernels read. On the CPU they are the
     same memory; on a GPU ``upload`` copies the rows that changed. The host memory is not page-locked: a copy from such
     memory has read its source when it returns, so that the host may write on at once.
     """
 
-    def __init__(self, num_slots: int, num_columns: int, device: Device = None) -> None:
+    def __init__(self, num_slots: int, num_columns: int, device: Device = None, empty: int = 0) -> None:
+        self.empty = empty
         place = default_device(device)
-        host = torch.zeros(num_slots + 1, num_columns, dtype=torch.int32)
+        host = torch.full((num_slots + 1, num_columns), empty, dtype=torch.int32)
         self.host: npt.NDArray[np.int32] = host.numpy()
         self.device: torch.Tensor = host if place.type == "cpu" else host.to(place)
         self._host_tensor = host
@@ -33,7 +34,7 @@ class BlockTable:
     def take(self, slot: int, first: int, end: int) -> npt.NDArray[np.int32]:
         """Empty the cells ``first .. end - 1`` of ``slot`` and return what they held."""
         ids: npt.NDArray[np.int32] = self.host[slot, first:end].copy()
-        self.host[slot, first:end] = 0
+        self.host[slot, first:end] = self.empty
         self._changed.add(slot)
         return ids
 
