@@ -81,15 +81,22 @@ class SWAView:
 
 
 @dataclass(frozen=True)
-class ClassicalView:
-    """The compressed entries, by block. ``block_table`` int32 ``[requests, max_blocks]``, ``num_entries`` int32
-    ``[requests]``: entry w of a request is row ``w % per_block`` of block ``block_table[slot, w // per_block]``."""
+class BlockView:
+    """Rows of a layer by block: row w of a request is row ``w % per_block`` of block ``block_table[slot, w // per_block]``.
+
+    ``parts``: the fields ``[blocks, per_block, ...]`` of ``encoding``, in its order. ``block_table``: int32 ``[requests,
+    max_blocks]``; ``num_entries``: int32 ``[requests]``. All alias the pools.
+    """
 
     encoding: Encoding
     dtype: torch.dtype
     parts: tuple[Tensor, ...]
     block_table: Tensor
     num_entries: Tensor
+
+
+class ClassicalView(BlockView):
+    """The compressed entries: codes, bfloat16 RoPE part and scales (the raw form has one part, the entries)."""
 
     @property
     def entries_fp8(self) -> Tensor:
@@ -104,16 +111,8 @@ class ClassicalView:
         return self.parts[-1]
 
 
-@dataclass(frozen=True)
-class IndexerView:
-    """The indexer's keys, by block: packed codes and their scales (raw form: ``keys_fp4`` holds the keys as they are
-    and ``key_scales`` is the same tensor). Addressed like the entries."""
-
-    encoding: Encoding
-    dtype: torch.dtype
-    parts: tuple[Tensor, ...]
-    block_table: Tensor
-    num_entries: Tensor
+class IndexerView(BlockView):
+    """The indexer's keys: packed codes and their scales (in the raw form both are the keys as they are)."""
 
     @property
     def keys_fp4(self) -> Tensor:
