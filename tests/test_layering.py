@@ -11,12 +11,13 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "schema", "alloc", "formats", "kernels", "storage", "ledger", "substrate", "sequence", "batch",
-    "manager", "hf", "cli",
+    "errors", "units", "schema", "alloc", "prefix", "formats", "kernels", "storage", "ledger", "substrate", "sequence",
+    "books", "batch", "manager", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {"hf": {"transformers", "rich"}, "cli": {"typer"}, "kernels": {"triton"}}
 CORE = {"numpy", "torch"}
-TORCH_FREE = {"errors", "units", "schema"}
+PLAIN = {"errors", "units", "schema"}
+TORCH_FREE = {"prefix", "ledger", "sequence", "books"}
 
 
 def module_of(path: Path) -> str:
@@ -73,5 +74,5 @@ def test_the_core_needs_numpy_and_torch_alone() -> None:
             continue
         outside = {name.split(".")[0] for name in imports(path)} - {"kvpagoda"} - sys.stdlib_module_names
         assert outside <= CORE | OPTIONAL.get(room(module), set()), module
-        if room(module) in TORCH_FREE:
-            assert not outside, f"{module} must not need {outside}"
+        assert room(module) not in PLAIN or not outside, f"{module} must not need {outside}"
+        assert room(module) not in TORCH_FREE or outside <= {"numpy"}, f"{module} must not need {outside}"

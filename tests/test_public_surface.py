@@ -72,6 +72,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     ("program", "absent"),
     [
         ("from kvpagoda import Schema; Schema.from_hf_config", "torch"),
+        ("from kvpagoda.books import Books", "torch"),
         ("from kvpagoda import SlotAllocator; SlotAllocator(3).alloc()", "torch"),
         ("from kvpagoda import KVCache, KVCacheManager, GDNPool", "transformers"),
         ("from kvpagoda import KVCache", "typer"),

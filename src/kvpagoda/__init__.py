@@ -29,7 +29,8 @@ _PUBLIC = {
     "kvpagoda.storage.kv_pool": ("KVPool",),
     "kvpagoda.storage.req_pool": ("ReqToTokenPool",),
     "kvpagoda.batch": ("Batch", "LayerView"),
-    "kvpagoda.manager": ("CacheStats", "KVCache"),
+    "kvpagoda.books": ("CacheStats",),
+    "kvpagoda.manager": ("KVCache",),
     "kvpagoda.sequence": ("Sequence",),
     "kvpagoda.substrate": ("KVCacheManager",),
 }  # fmt: skip

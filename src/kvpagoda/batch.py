@@ -15,6 +15,7 @@ from kvpagoda.schema import Compressed, Layer
 from kvpagoda.sequence import Sequence
 from kvpagoda.storage.handle import LayerCacheHandle, Step
 from kvpagoda.storage.pool import Pool
+from kvpagoda.storage.tables import DeviceTable
 
 Tensor = torch.Tensor
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -100,13 +101,18 @@ class LayerView:
     """
 
     def __init__(
-        self, batch: Batch, layer: Layer, blocks: Pool | None, state: Pool, ledger: GroupLedger | None
+        self,
+        batch: Batch,
+        layer: Layer,
+        blocks: Pool | None,
+        state: Pool,
+        group: tuple[GroupLedger, DeviceTable] | None,
     ) -> None:
         self.layer, self.blocks, self.state = layer, blocks, state
         self.step, self.state_indices, self.qo_indptr = batch.step, batch.state_indices, batch.qo_indptr
         self.block_size = batch.block_size
-        self._arrays = None if ledger is None else batch.arrays(ledger)
-        self._slot_table = None if ledger is None else ledger.table.device
+        self._arrays = None if group is None else batch.arrays(*group)
+        self._slot_table = None if group is None else group[1].tensor
 
     @property
     def arrays(self) -> GroupArrays:
@@ -187,16 +193,17 @@ class Batch:
             raise StaleHandle("this batch is over: a newer one was made, or one of its sequences was closed")
         return self._cache.layer_view(self, index)
 
-    def arrays(self, ledger: GroupLedger) -> GroupArrays:
-        """The index arrays of one group, computed once a step."""
+    def arrays(self, ledger: GroupLedger, table: DeviceTable) -> GroupArrays:
+        """The index arrays of one group, computed once a step; brings the group's table on the device up to date."""
         if ledger.name not in self._arrays:
             self._arrays[ledger.name] = self._make_arrays(ledger)
+            table.upload()
         return self._arrays[ledger.name]
 
     def _make_arrays(self, ledger: GroupLedger) -> GroupArrays:
         size, lengths = self.block_size, self._lengths
         columns = -(-lengths // size)
-        table = ledger.table.host[self._slots, : int(columns.max())]
+        table = ledger.table.cells[self._slots, : int(columns.max())]
         first = np.array([ledger.growth.first_needed(int(n)) for n in self._before], np.int64) // size
         first = np.minimum(first, columns)
         counts = columns - first
@@ -207,13 +214,12 @@ class Batch:
         is_padding = self._row_of >= len(lengths) - self._padding
         cells = table[self._row_of, np.where(is_padding, 0, self._positions // size)].astype(np.int64)
         mapping = np.where(is_padding, 0, cells * size + self._positions % size)
-        ledger.table.upload()
 
         def put(what: str, values: Array, dtype: type = np.int32, width: int = 1) -> Tensor:
             return self._cache.buffers.put(f"{what} of {ledger.name}", values.astype(dtype), width)
 
         return GroupArrays(
-            block_table=put("block_table", table, width=ledger.table.host.shape[1]),
+            block_table=put("block_table", table, width=ledger.table.cells.shape[1]),
             cache_seqlens=put("cache_seqlens", lengths),
             slot_mapping=put("slot_mapping", mapping, wide),
             kv_indptr=put("kv_indptr", indptr),

@@ -1,14 +1,12 @@
-"""One group's books: which request holds which blocks, and how many more each was promised. No tensors but the table."""
+"""One group's books: which request holds which blocks, and how many more each was promised. No tensors."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvpagoda.alloc import FreeList
+from kvpagoda.alloc import BlockTable, FreeList
 from kvpagoda.errors import CheckFailed
 from kvpagoda.schema.plan import GroupPlan
-from kvpagoda.storage.arena import Device
-from kvpagoda.storage.tables import BlockTable
 from kvpagoda.units import ceil_div
 
 
@@ -29,7 +27,6 @@ class GroupLedger:
         plan: GroupPlan,
         num_slots: int,
         num_columns: int,
-        device: Device,
         *,
         first_id: int = 1,
         name: str | None = None,
@@ -37,7 +34,7 @@ class GroupLedger:
         self.plan, self.growth, self.block_size = plan, plan.demand.growth, plan.block_size
         self.name = f"group {plan.name!r}" if name is None else name
         self.free = FreeList(plan.num_blocks, first=first_id, what=f"blocks of {self.name}")
-        self.table = BlockTable(num_slots, num_columns, device, empty=first_id - 1)
+        self.table = BlockTable(num_slots, num_columns, empty=first_id - 1)
         self.first = np.zeros(num_slots, np.int64)
         self.end = np.zeros(num_slots, np.int64)
         self.promised = np.zeros(num_slots, np.int64)
@@ -82,15 +79,15 @@ class GroupLedger:
     def check(self) -> None:
         """Prove that every block is free or in exactly one table row. Raises CheckFailed naming ids or slots."""
         self.free.check()
-        columns = np.arange(self.table.host.shape[1])
+        columns = np.arange(self.table.cells.shape[1])
         inside = (columns >= self.first[:, None]) & (columns < self.end[:, None])
-        rows = self.table.host[:-1]
+        rows = self.table.cells[:-1]
         held = np.sort(rows[inside])
         if not np.array_equal(held, self.free.held_ids()):
             odd = np.setxor1d(held, self.free.held_ids())[:16].tolist()
             raise CheckFailed(f"{self.name}: tables and free list disagree about blocks {odd or 'held twice'}")
         outside = rows[~inside]
-        if (outside != self.table.empty).any() or (self.table.host[-1] != self.table.empty).any():
+        if (outside != self.table.empty).any() or (self.table.cells[-1] != self.table.empty).any():
             raise CheckFailed(f"{self.name}: a table names blocks outside of what its request holds")
         claims = sum(self._claim(slot) for slot in range(len(self.end)))
         if claims != self.claimed or self.claimed > self.free.num_free:

@@ -30,6 +30,7 @@ from kvpagoda.schema.presets.deepseek_v4 import (
 from kvpagoda.storage.arena import Device, default_device
 from kvpagoda.storage.compressed_pools import PagedKVPool, StateCachePool, check_count
 from kvpagoda.storage.handle import LayerCacheHandle, Step
+from kvpagoda.storage.tables import DeviceTable
 from kvpagoda.units import ceil_div
 
 Tensor = torch.Tensor
@@ -68,6 +69,7 @@ class KVCacheManager:
                 PagedKVPool(schema, self._num_blocks[schema.attn], self.device) if has_blocks else None
             )
             self.ledgers.append(self._ledger(schema) if has_blocks else None)
+        self._tables = [None if ledger is None else DeviceTable(ledger.table, self.device) for ledger in self.ledgers]
 
     def _ledger(self, schema: LayerSchema) -> GroupLedger:
         """The books of one layer: ids from 0, and -1, the pool's hidden last block, for an empty cell."""
@@ -76,7 +78,7 @@ class KVCacheManager:
         plan = GroupPlan(demand, BLOCK_SIZE_ORIGINAL_TOKENS, num_blocks, most_blocks=None)
         columns = min(num_blocks, ceil_div(self.config.max_positions, BLOCK_SIZE_ORIGINAL_TOKENS))
         name = f"layer {schema.layer_idx} ({schema.attn.name})"
-        return GroupLedger(plan, self._slots.num_ids, columns, self.device, first_id=0, name=name)
+        return GroupLedger(plan, self._slots.num_ids, columns, first_id=0, name=name)
 
     @property
     def allocators(self) -> list[FreeList | None]:
@@ -86,7 +88,7 @@ class KVCacheManager:
     @property
     def block_tables(self) -> list[Tensor | None]:
         """int32 ``[slots + 1, max_blocks]`` on the device for each layer, -1 = empty; None for SWA layers."""
-        return [None if ledger is None else ledger.table.device for ledger in self.ledgers]
+        return [None if table is None else table.tensor for table in self._tables]
 
     @property
     def num_layers(self) -> int:
@@ -121,10 +123,10 @@ class KVCacheManager:
     def release_request(self, slot: int) -> None:
         """Give back the slot and all its blocks in every layer. Raises NotOwned if the slot is not admitted."""
         self._check_slot(slot)
-        for ledger in self.ledgers:
-            if ledger is not None:
+        for ledger, table in zip(self.ledgers, self._tables):
+            if ledger is not None and table is not None:
                 ledger.close(slot)
-                ledger.table.upload()
+                table.upload()
         self._slots.release_id(slot)
 
     def allocate_block(self, layer_idx: int, slot: int) -> int:
@@ -142,20 +144,22 @@ class KVCacheManager:
                 f"OOM: need 1 block in {ledger.name} for slot {slot}, which holds {held}; "
                 f"0 free of {ledger.plan.num_blocks}; release a request"
             )
-        if held == ledger.table.host.shape[1]:
+        if held == ledger.table.cells.shape[1]:
             raise NeverFits(
                 f"slot {slot} holds {held} blocks in {ledger.name}: the model's {self.config.max_positions:,} tokens, and "
                 f"it asks for one more"
             )
         ledger.grow(slot, 1)
-        ledger.table.upload()
-        return int(ledger.table.host[slot, held])
+        table = self._tables[layer_idx]
+        assert table is not None
+        table.upload()
+        return int(ledger.table.cells[slot, held])
 
     def blocks_of(self, layer_idx: int, slot: int) -> list[int]:
         """The blocks that ``slot`` holds in one layer, in the order of the text. Raises BadInput and NotOwned."""
         ledger = self._ledger_of(layer_idx)
         self._check_slot(slot)
-        ids: list[int] = ledger.table.host[slot, : ledger.end[slot]].tolist()
+        ids: list[int] = ledger.table.cells[slot, : ledger.end[slot]].tolist()
         return ids
 
     # -- one step ----------------------------------------------------------------------------------------------------
@@ -184,7 +188,7 @@ class KVCacheManager:
             self.schemas[layer_idx].kind,
             self.paged_pools[layer_idx],
             self.state_pools[layer_idx],
-            None if (ledger := self.ledgers[layer_idx]) is None else ledger.table.device,
+            None if (table := self._tables[layer_idx]) is None else table.tensor,
             Step(request_slots, positions, request_ids),
         )
 
@@ -195,14 +199,14 @@ class KVCacheManager:
         ids that break it. O(slots x blocks); reads the device."""
         self._slots.check()
         running = self._slots.held_ids()
-        for ledger in self.ledgers:
-            if ledger is None:
+        for ledger, table in zip(self.ledgers, self._tables):
+            if ledger is None or table is None:
                 continue
             ledger.check()
             idle = np.setdiff1d(np.flatnonzero(ledger.end), running)
             if len(idle):
                 raise CheckFailed(f"{ledger.name}: slots {idle.tolist()} hold blocks but are not admitted")
-            differs = np.flatnonzero((ledger.table.device.cpu().numpy() != ledger.table.host).any(axis=1))
+            differs = np.flatnonzero((table.tensor.cpu().numpy() != ledger.table.cells).any(axis=1))
             if len(differs):
                 raise CheckFailed(f"{ledger.name}: the device's table of slots {differs.tolist()} is not the host's")
 

@@ -47,6 +47,7 @@ def test_growth_laws_say_what_is_still_read() -> None:
     ):
         for p in range(40):
             assert growth.first_needed(p) == min(j for j in range(p + 1) if reads(p, j))
+            assert growth.reads(p, np.arange(45)).tolist() == [j <= p and reads(p, j) for j in range(45)]
 
 
 @pytest.mark.parametrize("growth", [Growth(window=7), Growth(window=1), Growth(chunk=9), Growth(window=64)])

@@ -76,12 +76,13 @@ def test_fields_are_aligned_and_never_overlap(specs, rows, order):
     base = memory.buffer.data_ptr()
     for place in memory.layout.places:
         view = memory.layer(place.layer)[place.field.name]
-        assert (view.data_ptr() - base) % (16 if order == "block" else 256) == 0
+        assert (view.data_ptr() - base) % 16 == 0
         assert view[0].is_contiguous() and (order == "block" or view.is_contiguous())
         for row in view:
             start = row.data_ptr() - base
             owner[start : start + place.nbytes] += 1
     assert owner.max() <= 1 and owner.sum() == rows * memory.layout.payload_nbytes
+    assert memory.nbytes == rows * memory.layout.nbytes
 
 
 def test_new_memory_is_zero_and_reset_fills():

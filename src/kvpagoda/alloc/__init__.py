@@ -1,4 +1,4 @@
-"""WHO owns an id: one free list, three faces (blocks, tokens, slots).
+"""WHO owns an id: one free list, three faces (blocks, tokens, slots), and the table of blocks.
 
 The faces that hand out tensors, ``alloc.blocks`` and ``alloc.tokens``, are imported from their own files: the rest of
 this room works without torch.
@@ -6,5 +6,6 @@ this room works without torch.
 
 from kvpagoda.alloc.free_list import FreeList
 from kvpagoda.alloc.slots import SlotAllocator
+from kvpagoda.alloc.table import BlockTable
 
-__all__ = ["FreeList", "SlotAllocator"]
+__all__ = ["BlockTable", "FreeList", "SlotAllocator"]

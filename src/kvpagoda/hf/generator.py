@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from kvpagoda.books import CacheStats
 from kvpagoda.errors import BadInput, RetryLater
 from kvpagoda.hf.compressed import CompressedRunner
 from kvpagoda.hf.runner import ModelRunner, Runner
-from kvpagoda.manager import CacheStats, KVCache
+from kvpagoda.manager import KVCache
 from kvpagoda.schema import Compressed, Schema
 from kvpagoda.sequence import Sequence, Tokens, as_tokens
 

@@ -38,13 +38,7 @@ class GroupGather:
         kv = arrays.kv_start[:, None].long() + torch.arange(most * size, device=counts.device)
         self.absent = kv >= arrays.cache_seqlens[:, None]
         query = view.step.positions.long().view(rows, queries, 1)
-        key = kv[:, None]
-        visible = (key <= query) & ~self.absent[:, None]
-        if growth.window is not None:
-            visible &= key > query - growth.window
-        if growth.chunk is not None:
-            visible &= key // growth.chunk == query // growth.chunk
-        self.visible = visible
+        self.visible: Tensor = growth.reads(query, kv[:, None]) & ~self.absent[:, None]
         """bool ``[B, S, T]``: which gathered row each new token attends to."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from kvpagoda.errors import SchemaError
 from kvpagoda.units import align_up, ceil_div
@@ -146,6 +147,15 @@ class Growth:
         if self.window is not None:
             return max(0, position - self.window + 1)
         return 0 if self.chunk is None else position // self.chunk * self.chunk
+
+    def reads(self, query: Any, key: Any) -> Any:
+        """Whether the token at position ``query`` reads the row at position ``key``: ints, or arrays of them."""
+        seen = key <= query
+        if self.window is not None:
+            seen = seen & (key > query - self.window)
+        if self.chunk is not None:
+            seen = seen & (key // self.chunk == query // self.chunk)
+        return seen
 
     @property
     def span(self) -> int | None:

@@ -19,12 +19,10 @@ from kvpagoda.alloc.id_tensors import Device, default_device
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.schema import Place, RowLayout
 from kvpagoda.schema.fields import itemsize
+from kvpagoda.schema.layout import ALIGN
 from kvpagoda.units import align_up
 
 __all__ = ["Arena", "Device", "default_device"]
-
-REGION_ALIGN = 256
-"""Bytes to which every field's region starts in a layer-major arena: a line of device memory."""
 
 Tensor = torch.Tensor
 
@@ -32,8 +30,9 @@ Tensor = torch.Tensor
 class Arena:
     """Memory for ``num_rows`` records of ``layout``. One allocation, made here and never again.
 
-    ``order``: ``"block"`` or ``"layer"``; default layer-major on a GPU, block-major on the CPU. ``field_align``: bytes
-    to which a layer-major region starts. New memory is zero; ``fill`` writes each field's own initial value.
+    ``order``: ``"block"`` or ``"layer"``; default layer-major on a GPU, block-major on the CPU. In either order it takes
+    exactly ``num_rows * layout.nbytes`` bytes; with ``field_align`` the regions of a layer-major arena start at multiples
+    of that many bytes instead, and it ends with the last one. New memory is zero; ``reset`` writes the initial values.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Arena:
         *,
         device: Device = None,
         order: str | None = None,
-        field_align: int = REGION_ALIGN,
+        field_align: int | None = None,
         pin_memory: bool = False,
     ) -> None:
         self.layout, self.num_rows, self.device = layout, num_rows, default_device(device)
@@ -59,8 +58,8 @@ class Arena:
                     f"field_align {field_align} puts {place.field.name!r} ({place.field.dtype}) at byte {start}"
                 )
             self._starts.append((place, start, stride))
-            end = align_up(end + num_rows * place.nbytes, field_align)
-        nbytes = num_rows * layout.nbytes if self.order == "block" else end
+            end = align_up(end + num_rows * place.nbytes, ALIGN if field_align is None else field_align)
+        nbytes = num_rows * layout.nbytes if self.order == "block" or field_align is None else end
         pin = pin_memory and self.device.type == "cpu" and torch.cuda.is_available()
         self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device, pin_memory=pin)
         self._views: dict[int, dict[str, Tensor]] = {}

@@ -1,0 +1,30 @@
+"""Which block of a request holds which tokens: one row of block ids for every request slot."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpagoda.alloc.held import Ids
+
+
+class BlockTable:
+    """``cells``: int32 ``[num_slots + 1, num_columns]`` block ids; ``empty`` marks a cell without a block, and the last
+    row, the dummy, has no others. ``changed``: the slots whose row was written since somebody last cleared it.
+    """
+
+    def __init__(self, num_slots: int, num_columns: int, empty: int = 0) -> None:
+        self.empty = empty
+        self.cells: Ids = np.full((num_slots + 1, num_columns), empty, np.int32)
+        self.changed: set[int] = set()
+
+    def put(self, slot: int, column: int, ids: Ids) -> None:
+        """Write ``ids`` into the row of ``slot`` from ``column`` on."""
+        self.cells[slot, column : column + len(ids)] = ids
+        self.changed.add(slot)
+
+    def take(self, slot: int, first: int, end: int) -> Ids:
+        """Empty the cells ``first .. end - 1`` of ``slot`` and return what they held."""
+        ids: Ids = self.cells[slot, first:end].copy()
+        self.cells[slot, first:end] = self.empty
+        self.changed.add(slot)
+        return ids
