@@ -44,7 +44,7 @@ def room(module: str) -> str:
 
 
 def test_every_room_is_on_the_list() -> None:
-    assert {room(module) for module in FILES if module != "kvpagoda"} == set(LEVELS)
+    assert {room(module) for module in FILES if module != "kvpagoda"} <= set(LEVELS)
 
 
 def test_imports_point_down() -> None:
