@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from kvpagoda.errors import BadInput, KVPagodaError
 from kvpagoda.schema import Schema
 from kvpagoda.schema.presets import PRESETS
+
+try:
+    import typer
+except ImportError:
+    print("kvpagoda: the command line needs the cli extra: pip install 'kvpagoda[cli]'", file=sys.stderr)
+    raise SystemExit(2) from None
 
 app = typer.Typer(
     no_args_is_help=True,
