@@ -79,6 +79,20 @@ def test_requests_arrive_while_others_run(name: str) -> None:
     assert [request.output for request in requests] == recomputed(name)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "qwen3_next", "bamba", "deepseek_v4"])
+def test_all_requests_that_decode_share_one_forward_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(name)
+    generator = Generator(model, num_blocks=60, max_requests=6, prefill_chunk=64)
+    requests = [generator.submit(prompt, NEW) for prompt in prompts()[6:12]]
+    generator.step()
+    rows: list[int] = []
+    body = model.get_input_embeddings()
+    monkeypatch.setattr(body, "forward", lambda ids, own=body.forward: rows.append(ids.numel()) or own(ids))
+    while not all(request.done for request in requests):
+        generator.step()
+    assert rows == [6] * (NEW - 1)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_tokens_equal_the_models_own_generate_and_the_model_is_left_as_it_was(name: str) -> None:
     model = model_of(name)
