@@ -107,6 +107,15 @@ def test_tokens_equal_the_models_own_generate_and_the_model_is_left_as_it_was(na
         assert own[0, len(prompt) :].tolist() == new
 
 
+def test_requests_finish_in_any_order() -> None:
+    generator = Generator(model_of("llama"), num_blocks=60, max_requests=3)
+    lengths = (7, 2, 5, 1)
+    requests = [generator.submit(prompts()[9], n) for n in lengths]
+    while not all(request.done for request in requests):
+        generator.step()
+    assert [request.output for request in requests] == [recomputed("llama")[9][:n] for n in lengths]
+
+
 def test_it_stops_at_the_end_of_text_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt = model_of("llama"), prompts()[6]
     end = recomputed("llama")[6][2]

@@ -18,7 +18,7 @@ from kvpagoda.schema import Compressed, Schema
 from kvpagoda.sequence import Sequence, Tokens, as_tokens
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A prompt on its way to being an answer."""
 
