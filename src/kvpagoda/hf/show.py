@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
@@ -32,7 +33,11 @@ def run(
     texts = [text for text in texts if text]
     if not texts:
         raise BadInput(f"{prompt_file} holds no prompts; write one on each line")
-    model, tokenizer = (embedded_model(), ByteTokenizer()) if model_name is None else load(model_name, dtype)
+    if model_name is None:
+        torch.set_num_threads(1)  # the embedded model is so small that more threads wait for each other
+        model, tokenizer = embedded_model(), ByteTokenizer()
+    else:
+        model, tokenizer = load(model_name, dtype)
     generator = Generator(model, **generator_arguments)
     prompts = [tokenizer.encode(text) for text in texts]
     began = time.perf_counter()
