@@ -120,7 +120,11 @@ def test_fp8_rows_change_the_logits_by_a_bounded_divergence() -> None:
 
 
 def test_fp8_tokens_do_not_depend_on_how_the_prompt_is_cut() -> None:
-    """Attention sees the rows as they read back, in the step that writes them too: so chunks do not change a token."""
+    """Attention sees the rows as they read back, in the step that writes them too: so chunks do not change a token.
+
+    Matrix products of other shapes round their last bit otherwise, which now and then moves a value to the next fp8
+    number: up to 0.004 in the logits. Rows seen unrounded in the step that writes them would change them by 0.4 and more.
+    """
     net = tiny_model("deepseek_v4", head_dim=72, partial_rotary_factor=8 / 72, index_head_dim=32)
     schema, ids, found = Schema.from_hf_config(net.config, kv_format="fp8"), tokens(60, seed=5), []
     for chunk in (1, 7, 60):
@@ -131,7 +135,7 @@ def test_fp8_tokens_do_not_depend_on_how_the_prompt_is_cut() -> None:
             sequence.commit(ids[start : start + chunk])
         found.append(last[0])
     for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0.02)
 
 
 def test_a_real_ratio_of_128_is_crossed() -> None:
