@@ -1,0 +1,207 @@
+"""Policies that remember what they evicted: S3-FIFO and ARC."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+
+from kvpagoda.errors import BadInput, CheckFailed
+from kvpagoda.prefix.leaf_index import Key, LeafIndex
+from kvpagoda.prefix.numbers import grown
+from kvpagoda.prefix.policy import Cells
+
+Queue = OrderedDict[int, None]
+
+
+def _capacity(num_blocks: int) -> int:
+    if num_blocks < 1:
+        raise BadInput(f"this policy needs the number of blocks that the cache holds, at least 1, got {num_blocks}")
+    return num_blocks
+
+
+def _cells(numbers: list[int]) -> Cells:
+    return np.array(numbers, np.int32)
+
+
+class S3FIFO:
+    """S3-FIFO (Yang et al., SOSP 2023) for a cache of ``capacity`` blocks: a small queue that filters, a main queue, and
+    a ghost queue of those that left the small one.
+
+    From the tail of small (a tenth of the capacity) a block that was used more than once since, or that is no leaf,
+    moves to main; others are evicted and remembered. At the tail of main a block that was used goes round again with one
+    use less (uses count to 3), one that is no leaf goes round too. To pass a block that is no leaf costs O(1), so a
+    choice is O(blocks passed), in the worst case all that are cached.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._small_size = max(1, _capacity(capacity) // 10)
+        self._ghost_size = capacity - self._small_size
+        self._small: Queue = OrderedDict()
+        self._main: Queue = OrderedDict()
+        self._ghost: Queue = OrderedDict()
+        self._uses = np.zeros(0, np.int8)
+        self._leaves: set[int] = set()
+
+    def add(self, cells: Cells, priority: int) -> None:
+        self._uses = grown(self._uses, int(cells.max(initial=0)) + 1)
+        self._uses[cells] = 0
+        for cell in cells[::-1].tolist():
+            if cell in self._ghost:
+                del self._ghost[cell]
+                self._main[cell] = None
+            else:
+                self._small[cell] = None
+
+    def touch(self, cells: Cells, priority: int) -> None:
+        self._uses[cells] = np.minimum(self._uses[cells] + 1, 3)
+
+    def mark(self, cell: int, is_leaf: bool) -> None:
+        (self._leaves.add if is_leaf else self._leaves.discard)(cell)
+
+    def choose(self, chain: Callable[[int], Cells]) -> Cells:
+        small, main, uses = self._small, self._main, self._uses
+        passed = 0  # of the main queue in a row that may not go: once round, and every leaf is in the small one
+        while True:
+            if len(small) >= self._small_size or not main or (passed > len(main) and small):
+                cell = next(iter(small))
+                if uses[cell] <= 1 and cell in self._leaves:
+                    return self._run(chain(cell), small, 1, max(1, len(small) - self._small_size + 1) if main else 256)
+                if uses[cell] > 1:
+                    uses[cell] = 0
+                del small[cell]
+                main[cell] = None
+            else:
+                cell = next(iter(main))
+                if uses[cell] > 0:
+                    uses[cell] -= 1
+                    passed = 0
+                elif cell in self._leaves:
+                    return self._run(chain(cell), main, 0, 256)
+                else:
+                    passed += 1
+                main.move_to_end(cell)
+
+    def _run(self, cells: Cells, queue: Queue, most_uses: int, limit: int) -> Cells:
+        """The first of ``cells``, and of those after it at most ``limit - 1`` that are next in the queue and go too."""
+        for n, (cell, queued) in enumerate(zip(cells[:limit].tolist(), queue)):
+            if cell != queued or self._uses[cell] > most_uses:
+                return cells[:n]
+        return cells[: min(limit, len(queue))]
+
+    def remove(self, cells: Cells, *, evicted: bool) -> Cells:
+        forgotten = []
+        for cell in cells.tolist():
+            if cell in self._main:
+                del self._main[cell]
+                forgotten.append(cell)
+            else:
+                del self._small[cell]
+                if evicted:
+                    self._ghost[cell] = None
+                else:
+                    forgotten.append(cell)
+        while len(self._ghost) > self._ghost_size:
+            forgotten.append(self._ghost.popitem(last=False)[0])
+        return _cells(forgotten)
+
+    def check(self, cells: Cells, leaves: set[int]) -> None:
+        if leaves != self._leaves:
+            raise CheckFailed(f"S3-FIFO and the tree disagree about leaves {sorted(leaves ^ self._leaves)[:16]}")
+        queued = sorted([*self._small, *self._main])
+        if queued != sorted(cells.tolist()) or not self._ghost.keys().isdisjoint(queued):
+            raise CheckFailed(
+                f"S3-FIFO queues and tree disagree about cells {sorted({*queued} ^ {*cells.tolist()})[:16]}"
+            )
+
+
+class ARC:
+    """ARC (Megiddo and Modha, FAST 2003) for a cache of ``capacity`` blocks: those used once and those used again, each
+    by recency, each with its ghosts; a hit on a ghost moves the share of the first.
+
+    The victim is the least recently used leaf of the first kind while more blocks are of it than its share, otherwise of
+    the second; of the other kind where that one has no leaf. Amortised O(log leaves) for a choice.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = _capacity(capacity)
+        self._share = 0
+        self._clock = 0
+        self._kind = np.zeros(0, np.int8)  # 0 not cached, 1 used once, 2 used again
+        self._stamp = np.zeros(0, np.int64)
+        self._num_once = 0
+        self._once, self._again = LeafIndex(self._key), LeafIndex(self._key)
+        self._ghost_once: Queue = OrderedDict()
+        self._ghost_again: Queue = OrderedDict()
+
+    def add(self, cells: Cells, priority: int) -> None:
+        self._kind = grown(self._kind, int(cells.max(initial=0)) + 1)
+        self._stamp = grown(self._stamp, len(self._kind))
+        for cell in cells[::-1].tolist():
+            once, again = len(self._ghost_once), len(self._ghost_again)
+            self._kind[cell] = 2
+            if cell in self._ghost_once:
+                self._share = min(self._capacity, self._share + max(1, again // once))
+                del self._ghost_once[cell]
+            elif cell in self._ghost_again:
+                self._share = max(0, self._share - max(1, once // again))
+                del self._ghost_again[cell]
+            else:
+                self._kind[cell] = 1
+                self._num_once += 1
+        self._use(cells)
+
+    def touch(self, cells: Cells, priority: int) -> None:
+        first = cells[self._kind[cells] == 1]
+        self._kind[first] = 2
+        self._num_once -= len(first)
+        self._use(cells)
+        for cell in self._once.leaves.intersection(first.tolist()) if len(first) else ():
+            self._once.discard(cell)
+            self._again.add(cell)
+
+    def mark(self, cell: int, is_leaf: bool) -> None:
+        index = self._once if self._kind[cell] == 1 else self._again
+        if is_leaf:
+            index.add(cell)
+        else:
+            index.discard(cell)
+
+    def choose(self, chain: Callable[[int], Cells]) -> Cells:
+        first, other = self._once, self._again
+        if self._num_once <= self._share:
+            first, other = other, first
+        return chain((first if first.leaves else other).pop())[:1]
+
+    def remove(self, cells: Cells, *, evicted: bool) -> Cells:
+        forgotten = [] if evicted else cells.tolist()
+        for cell in cells.tolist():
+            is_once = self._kind[cell] == 1
+            self._num_once -= int(is_once)
+            self._kind[cell] = 0
+            if evicted:
+                (self._ghost_once if is_once else self._ghost_again)[cell] = None
+        while len(self._ghost_once) > max(0, self._capacity - self._num_once):
+            forgotten.append(self._ghost_once.popitem(last=False)[0])
+        while len(self._ghost_once) + len(self._ghost_again) > self._capacity:
+            forgotten.append((self._ghost_again or self._ghost_once).popitem(last=False)[0])
+        return _cells(forgotten)
+
+    def check(self, cells: Cells, leaves: set[int]) -> None:
+        kinds = self._kind[cells]
+        known = np.flatnonzero(self._kind)
+        if not np.array_equal(known, np.sort(cells)) or int((kinds == 1).sum()) != self._num_once:
+            raise CheckFailed(f"ARC and the tree disagree about cells {np.setxor1d(known, cells)[:16].tolist()}")
+        self._once.check({leaf for leaf in leaves if self._kind[leaf] == 1})
+        self._again.check({leaf for leaf in leaves if self._kind[leaf] == 2})
+        if any(self._kind[ghost] for ghost in (*self._ghost_once, *self._ghost_again)):
+            raise CheckFailed("ARC counts a block that is cached among the ghosts")
+
+    def _key(self, cell: int) -> Key:
+        return 0, int(self._stamp[cell])
+
+    def _use(self, cells: Cells) -> None:
+        n = len(cells)
+        self._stamp[cells] = np.arange(self._clock + n, self._clock, -1)
+        self._clock += n

@@ -1,0 +1,34 @@
+"""Eviction policies by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvpagoda.errors import BadInput
+from kvpagoda.prefix.ghosts import ARC, S3FIFO
+from kvpagoda.prefix.keyed import FIFO, LFU, LFUDA, LRU, SIEVE, ByPriority
+from kvpagoda.prefix.policy import Policy
+
+_PLAIN: dict[str, Callable[[], Policy]] = {
+    "lru": LRU,
+    "fifo": FIFO,
+    "lfu": LFU,
+    "lfuda": LFUDA,
+    "sieve": SIEVE,
+    "priority": ByPriority,
+    "ttl": ByPriority,
+}
+_SIZED: dict[str, Callable[[int], Policy]] = {"s3fifo": S3FIFO, "arc": ARC}
+POLICY_NAMES = (*_PLAIN, *_SIZED)
+
+
+def policy_named(name: str, capacity: int) -> Policy:
+    """A fresh policy for one tree of ``capacity`` blocks. ``"ttl"`` is ``"priority"`` with deadlines for priorities.
+
+    Raises BadInput for a name that is none of ``POLICY_NAMES``.
+    """
+    if name in _PLAIN:
+        return _PLAIN[name]()
+    if name in _SIZED:
+        return _SIZED[name](capacity)
+    raise BadInput(f"no eviction policy is called {name!r}; there are {', '.join(POLICY_NAMES)}")

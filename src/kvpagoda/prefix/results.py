@@ -1,0 +1,81 @@
+"""What the prefix tree answers, and what it hands out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpagoda.alloc.held import Ids
+
+if TYPE_CHECKING:
+    from kvpagoda.prefix.node import Node
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """What is cached of a text. Arrays are the caller's; the text must not change while the match is in use.
+
+    ``num_tokens`` leading tokens match, ``num_blocks`` whole blocks of them; ``ids`` int32 ``[num_groups, num_blocks]``
+    are those blocks, 0 where a group keeps nothing. ``partial_ids`` int32 ``[num_groups]``: the block that begins with
+    the tokens after them, to be copied and not shared; 0 where there is none. ``checkpoints``: (num_tokens, state id)
+    within the whole blocks, ascending.
+    """
+
+    num_tokens: int
+    num_blocks: int
+    ids: Ids
+    partial_ids: Ids
+    checkpoints: tuple[tuple[int, int], ...]
+    namespace: bytes
+    tokens: Ids = field(repr=False)
+    node: Node | None = field(repr=False)  # where the whole blocks end
+    removals: int = field(repr=False)  # of the tree, when this was found
+
+
+class Lease:
+    """The first ``num_blocks`` blocks of one text, pinned: they stay cached until ``PrefixTree.unpin``.
+
+    Splits and merges of the tree do not matter to it. ``is_open`` until unpinned.
+    """
+
+    __slots__ = ("is_open", "node", "num_blocks")
+
+    def __init__(self, node: Node, num_blocks: int) -> None:
+        self.node, self.num_blocks, self.is_open = node, num_blocks, True
+
+    def __repr__(self) -> str:
+        return f"Lease({self.num_blocks} blocks{'' if self.is_open else ', unpinned'})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inserted:
+    """What became of n blocks that were given to the tree.
+
+    ``ids`` int32 ``[num_groups, n]``: the tree's own, to be used from now on. ``duplicates`` bool ``[num_groups, n]``:
+    the given ids that the tree did not take, because it has that block: still the caller's, to be freed. ``num_added``:
+    blocks that were not cached before. ``lease`` covers everything, if that was asked for.
+    """
+
+    ids: Ids
+    duplicates: Mask
+    num_added: int
+    lease: Lease | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evicted:
+    """What the tree gave up: the caller's, to be freed.
+
+    ``ids`` int32 ``[num_groups, k]`` of k blocks, in the order they went, 0 where a group kept nothing; ``states``: the
+    ids of the checkpoints that went with them; ``shortfall``: blocks asked for that could not go, since all that is left
+    is pinned.
+    """
+
+    ids: Ids
+    states: tuple[int, ...]
+    shortfall: int

@@ -1,0 +1,357 @@
+"""The prefix tree: which texts are cached, in which blocks, and which of them may go."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpagoda.alloc.held import Ids, whole_number
+from kvpagoda.errors import BadInput, RetryLater, StaleHandle
+from kvpagoda.prefix.checkpoints import Checkpoints
+from kvpagoda.prefix.keyed import LRU
+from kvpagoda.prefix.node import Node
+from kvpagoda.prefix.owned import OwnedIds
+from kvpagoda.prefix.policy import Policy
+from kvpagoda.prefix.proof import expect, nodes_below, prove_ids, prove_pins, prove_shape
+from kvpagoda.prefix.results import Evicted, Inserted, Lease, Mask, Match
+from kvpagoda.prefix.turnover import Turnover
+from kvpagoda.prefix.walk import Walk, walk
+
+
+class PrefixTree:
+    """A radix tree over int32 token arrays whose edges are whole blocks.
+
+    Tokens are compared, an edge at a time, never hashed. Texts are shared by the block, and only within one namespace (a
+    ``bytes`` key; one root each). The tree owns the block ids that it takes (at least 1; 0: the group keeps nothing for
+    that block) and the state ids of checkpoints, until it hands them back. ``num_groups`` may be 0.
+
+    A walk costs one array compare and one dictionary probe for each node on the path; nothing recurses and nothing
+    loops over tokens. ``policy`` (default LRU) is this tree's alone. Not for use from several threads at once.
+    """
+
+    def __init__(self, block_size: int, num_groups: int = 1, policy: Policy | None = None) -> None:
+        if block_size < 1 or num_groups < 0:
+            raise BadInput(f"a tree of {num_groups} groups with blocks of {block_size} tokens cannot be")
+        self.block_size, self.num_groups = block_size, num_groups
+        self.num_cached = 0  #: blocks that are cached
+        self.num_pinned = 0  #: of these, blocks that some lease covers
+        self._roots: dict[bytes, Node] = {}
+        self._num_roots = 0  # that there ever were
+        self._turnover = Turnover(LRU() if policy is None else policy)
+        self._leases: set[Lease] = set()
+        self._checkpoints, self._owned = Checkpoints(), OwnedIds(num_groups)
+        self._removals = 0  # how often something went: a match from before must look again
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that ``evict`` could free now: cached and not pinned. O(1)."""
+        return self.num_cached - self.num_pinned
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that are open. O(1)."""
+        return len(self._leases)
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Checkpoints in the tree. O(1)."""
+        return len(self._checkpoints)
+
+    def owned_ids(self, group: int = 0) -> Ids:
+        """All block ids of ``group`` that the tree owns, ascending. O(largest id)."""
+        return np.flatnonzero(self._owned.flags[group]).astype(np.int32)
+
+    def match(self, tokens: Ids, namespace: bytes = b"", limit: int | None = None) -> Match:
+        """What is cached of the first ``limit`` tokens (None: all) of ``tokens``, int32 ``[n]``. Changes nothing.
+
+        The longest match there is, to the token; nothing for a ``limit`` below 1. O(n) array work, and O(1) for each node
+        on the path. Raises BadInput.
+        """
+        tokens = _vector(tokens)[: None if limit is None else max(0, limit)]
+        root = self._roots.get(namespace)
+        way = walk(root, 0, tokens) if root else Walk(self._new_root(namespace), 0)
+        checkpoints = [
+            (depth * self.block_size, state)
+            for node, _, _ in way.pieces
+            for depth, state in (sorted(node.checkpoints.items()) if node.checkpoints else ())
+            if depth <= way.depth
+        ]
+        partial = way.partial[0].ids[:, way.partial[1]].copy() if way.partial else np.zeros(self.num_groups, np.int32)
+        return Match(
+            way.num_tokens, way.depth, way.ids(self.num_groups), partial, tuple(checkpoints), namespace,
+            tokens, way.node if root else None, self._removals,
+        )  # fmt: skip
+
+    def pin(self, at: Match | Lease, num_blocks: int | None = None) -> Lease:
+        """Pin the first ``num_blocks`` blocks (None: all) of what ``at`` covers. O(nodes on the path).
+
+        Raises StaleHandle when blocks of the match were evicted meanwhile (match again) or the lease is not open, and
+        BadInput for more blocks than ``at`` covers.
+        """
+        node, depth = self._locate(at, num_blocks)
+        return self._new_lease(node, depth)
+
+    def unpin(self, lease: Lease) -> None:
+        """End a lease. Raises StaleHandle, changing nothing, for one that is not open in this tree. O(nodes on the path)."""
+        node, depth = self._locate(lease)
+        self._leases.remove(lease)
+        lease.is_open = False
+        node.count_end(depth, -1)
+        self._hold(node, None, -1)
+        self._drop_root(node)
+
+    def touch(self, at: Match | Lease, num_blocks: int | None = None, priority: int = 0) -> None:
+        """Say that the first ``num_blocks`` blocks (None: all) of what ``at`` covers were used once, the deepest first,
+        and with them the last checkpoint there. ``priority`` is for the policy. O(blocks). Raises as ``pin`` does.
+        """
+        node, depth = self._locate(at, num_blocks)
+        used = False
+        while node.parent is not None:
+            self._turnover.policy.touch(node.cells[: depth - node.start], priority)
+            used = used or self._checkpoints.use(node, depth)
+            depth, node = node.start, node.parent
+
+    def insert(
+        self, at: Match | Lease, tokens: Ids, blocks: Ids, *, pin: bool | None = None, priority: int = 0
+    ) -> Inserted:
+        """Publish the whole blocks that follow what ``at`` covers.
+
+        ``tokens`` int32 ``[n * block_size]``, ``blocks`` int32 ``[num_groups, n]``. The tree takes the ids of blocks that
+        it lacks, also of single groups of a block that it has. ``pin``: let the lease ``at`` cover all of it, or make one
+        for a match; None: extend a lease, make none. New blocks count as used; others need ``touch``. Amortised O(n), and
+        O(nodes) along the new part: it goes on where ``at`` ends.
+
+        Raises as ``pin`` does; BadInput for arrays that do not fit; NotOwned for an id that the tree owns already at
+        another place or that is named twice. Nothing has changed then.
+        """
+        tokens, size = _vector(tokens), self.block_size
+        n = len(tokens) // size
+        fits = isinstance(blocks, np.ndarray) and blocks.dtype == np.int32 and blocks.shape == (self.num_groups, n)
+        if len(tokens) % size or not fits:
+            raise BadInput(
+                f"{len(tokens)} tokens in blocks of {size} do not go with ids {getattr(blocks, 'dtype', None)} "
+                f"{list(np.shape(blocks))}; ids are int32 [{self.num_groups} groups, blocks]"
+            )
+        start, covered = self._locate(at)
+        way = walk(start, covered, tokens)
+        have = way.depth - covered
+        if have:
+            own, duplicates = self._adopt(way, blocks, have)
+        else:
+            own, duplicates = blocks.copy(), np.zeros(blocks.shape, np.bool_)
+            self._owned.prove_new(blocks)
+            self._owned.add(blocks)
+        node = way.node
+        if have < n:
+            node = self._attach(node, way.depth, tokens[have * size :], own[:, have:], priority)
+        lease = at if isinstance(at, Lease) else None
+        if lease and pin is not False:
+            self._extend(lease, node, covered + n)
+        elif pin:
+            lease = self._new_lease(node, covered + n)
+        self._turnover.mark(node)
+        return Inserted(own, duplicates, n - have, lease if pin is not False else None)
+
+    def evict(self, num_blocks: int) -> Evicted:
+        """Evict ``num_blocks`` blocks, or all that are not pinned if these are fewer; the policy says which.
+
+        Leaf first, block by block from the tail. Costs what the policy's choice does, amortised O(log leaves) with LRU,
+        and O(1) for each block. Raises BadInput for a number below 0.
+        """
+        left = whole_number(num_blocks, "the number of blocks to evict")
+        ids, states = [np.zeros((self.num_groups, 0), np.int32)], []
+        while left > 0 and self._turnover.leaves:
+            node, count = self._turnover.choose(left)
+            ids.append(node.ids[:, node.num_blocks - count :][:, ::-1].copy())
+            states += self._release(node, count, evicted=True)
+            self._trim(node, count)
+            left -= count
+        return self._evicted(ids, states, left)
+
+    def clear(self, namespace: bytes | None = None) -> Evicted:
+        """Drop everything (None), or everything of one namespace, for good. O(blocks dropped).
+
+        Raises RetryLater, changing nothing, while a lease is open there.
+        """
+        roots = [root for name, root in self._roots.items() if namespace is None or name == namespace]
+        if num_open := sum(root.pins for root in roots):
+            raise RetryLater(f"{num_open} leases are open in what is to be cleared; unpin them first")
+        ids, states = [np.zeros((self.num_groups, 0), np.int32)], []
+        for root in roots:
+            for node in reversed(list(nodes_below(root))):
+                if node is not root:
+                    ids.append(node.ids[:, ::-1].copy())
+                    states += self._release(node, node.num_blocks, evicted=False)
+                node.children.clear()
+            self._drop_root(root)
+        return self._evicted(ids, states, 0)
+
+    def set_checkpoint(self, at: Match | Lease, num_tokens: int, state_id: int) -> bool:
+        """Keep the state after ``num_tokens`` tokens of what ``at`` covers. False: there is one; the id stays yours.
+
+        Raises as ``pin`` does; BadInput if ``num_tokens`` is no block boundary there, NotOwned if the tree has the id.
+        """
+        depth, rest = divmod(num_tokens, self.block_size)
+        if rest or depth < 1:
+            raise BadInput(f"a checkpoint lies at a multiple of {self.block_size} tokens, not at {num_tokens}")
+        return self._checkpoints.put(*self._locate(at, depth), state_id)
+
+    def drop_checkpoint(self, state_id: int) -> None:
+        """Forget the checkpoint with this state id, which is the caller's again. Raises NotOwned. O(1)."""
+        self._checkpoints.drop(state_id)
+
+    def evict_checkpoint(self, num_checkpoints: int = 1) -> tuple[int, ...]:
+        """Forget the least recently used checkpoints (set or touched); returns their state ids, fewer if there are fewer.
+
+        Blocks stay; leases do not hold checkpoints: copy a state before evicting. O(1) each.
+        """
+        states = self._checkpoints.oldest(num_checkpoints)
+        for state in states:
+            self._checkpoints.drop(state)
+        return states
+
+    def check(self) -> None:
+        """Prove everything from scratch: links, edges, pins, ids, counters, leaves, checkpoints. O(blocks).
+
+        Raises CheckFailed with what does not hold.
+        """
+        nodes = [node for root in self._roots.values() for node in nodes_below(root)]
+        prove_shape(nodes, self.num_groups)
+        prove_pins(nodes, self._leases)
+        cells = prove_ids(nodes, self._owned.flags)
+        counted = len(cells), sum(node.num_pinned for node in nodes)
+        expect((self.num_cached, self.num_pinned) == counted, f"{self.num_cached, self.num_pinned} is not {counted}")
+        states = {state: depth for node in nodes for depth, state in node.checkpoints.items()}
+        expect(states == self._checkpoints.places(), f"checkpoints {states} are not {self._checkpoints.places()}")
+        self._turnover.check(nodes, cells)
+
+    def _locate(self, at: Match | Lease, num_blocks: int | None = None) -> tuple[Node, int]:
+        """The node that holds the end of the first ``num_blocks`` blocks of ``at``, and that depth."""
+        depth = at.num_blocks if num_blocks is None else num_blocks
+        if not 0 <= depth <= at.num_blocks:
+            raise BadInput(f"{depth} blocks are not within the {at.num_blocks} that are covered")
+        if isinstance(at, Lease):
+            if at not in self._leases:
+                raise StaleHandle("this lease is not open: unpinned twice, or of another tree")
+            at.node = at.node.up_to(at.num_blocks)
+            return at.node.up_to(depth), depth
+        if at.node is not None and at.removals == self._removals:
+            return at.node.up_to(depth), depth
+        root = self._roots.get(at.namespace) or self._new_root(at.namespace)
+        way = walk(root, 0, at.tokens[: at.num_blocks * self.block_size])
+        if way.depth < at.num_blocks or not np.array_equal(way.ids(self.num_groups), at.ids):
+            raise StaleHandle("blocks of this match were evicted since; match again")
+        return way.node.up_to(depth), depth
+
+    def _new_root(self, namespace: bytes) -> Node:
+        """A root that is in the tree only once something is pinned or hangs there."""
+        if not isinstance(namespace, bytes):
+            raise BadInput(f"a namespace is bytes, got {namespace!r}")
+        self._num_roots += 1
+        empty = np.empty(0, np.int32), np.empty((self.num_groups, 0), np.int32), np.empty(0, np.int32)
+        return Node(None, 0, self.block_size, empty, (-self._num_roots, namespace))
+
+    def _keep_root(self, node: Node) -> None:
+        if node.root:
+            self._roots[node.root[1]] = node
+
+    def _drop_root(self, node: Node) -> None:
+        if node.root and not node.pins and not node.children:
+            del self._roots[node.root[1]]
+            self._removals += 1
+
+    def _new_lease(self, node: Node, depth: int) -> Lease:
+        self._keep_root(node)
+        lease = Lease(node, depth)
+        self._leases.add(lease)
+        node.count_end(depth, 1)
+        self._hold(node, None, 1)
+        return lease
+
+    def _extend(self, lease: Lease, node: Node, depth: int) -> None:
+        """Let ``lease`` end at ``depth`` in ``node``, at or below where it ends now."""
+        old = lease.node.up_to(lease.num_blocks)
+        old.count_end(lease.num_blocks, -1)
+        node.count_end(depth, 1)
+        lease.node, lease.num_blocks = node, depth
+        self._hold(node, old, 1)
+        self._cover(old)
+
+    def _hold(self, node: Node, until: Node | None, change: int) -> None:
+        """Count a lease that ends in ``node`` in (1) or out (-1), from there up to ``until``, which does not count."""
+        above: Node | None = node
+        while above is not None and above is not until:
+            above.pins += change
+            self._cover(above)
+            above = above.parent
+
+    def _cover(self, node: Node) -> None:
+        """See how many blocks of ``node`` are pinned now."""
+        covered = node.covered()
+        if covered != node.num_pinned:
+            self.num_pinned += covered - node.num_pinned
+            node.num_pinned = covered
+            self._turnover.mark(node)
+
+    def _adopt(self, way: Walk, blocks: Ids, have: int) -> tuple[Ids, Mask]:
+        """Take those of ``blocks`` that are not there yet; of the first ``have`` blocks these are holes of single groups.
+
+        Returns the tree's own ids and which of the given ones are duplicates.
+        """
+        there = np.zeros_like(blocks)
+        there[:, :have] = way.ids(self.num_groups)
+        given = np.where(blocks == there, 0, blocks)
+        self._owned.prove_new(given)
+        duplicates = (given != 0) & (there != 0)
+        own = np.where(there == 0, blocks, there)
+        self._owned.add(np.where(duplicates, 0, given))
+        way.put_ids(own)
+        return own, duplicates
+
+    def _attach(self, node: Node, depth: int, tokens: Ids, ids: Ids, priority: int) -> Node:
+        """Put new blocks at ``depth``, which lies in ``node``; returns the node that ends with them."""
+        self._keep_root(node)
+        if depth < node.end:
+            node = node.split(depth)
+        cells = self._turnover.add(node.last_cell, tokens, ids.shape[1], priority)
+        self.num_cached += len(cells)
+        if not node.root and not node.children:
+            node.append(tokens, ids, cells)
+            return node
+        child = Node(node, node.end, self.block_size, (tokens.copy(), ids.copy(), cells))
+        node.children.put(child.block(0), child)
+        self._turnover.mark(node)
+        return child
+
+    def _trim(self, node: Node, count: int) -> None:
+        """Cut the last ``count`` blocks, released already, off a leaf; what is left empty goes, a lone child is merged."""
+        above, first = node.parent, node.block(0)
+        node.cut(node.num_blocks - count)
+        if node.num_blocks:
+            self._turnover.mark(node)
+            return
+        assert above is not None
+        above.children.take(first)
+        self._drop_root(above)
+        self._turnover.mark(above)
+        if len(above.children) == 1 and not above.root:
+            below = next(iter(above.children.values()))
+            if below.num_blocks <= 2 * above.num_blocks:  # a long rest is left alone: merging copies it
+                below.merge(above)
+
+    def _release(self, node: Node, count: int, *, evicted: bool) -> list[int]:
+        """Let the last ``count`` blocks of ``node`` go from the books; returns the state ids that go with them."""
+        self._turnover.remove(node, count, evicted=evicted)
+        self.num_cached -= count
+        self._removals += 1
+        return self._checkpoints.drop_after(node, node.end - count)
+
+    def _evicted(self, ids: list[Ids], states: list[int], shortfall: int) -> Evicted:
+        together: Ids = np.concatenate(ids, axis=1)
+        self._owned.remove(together)
+        return Evicted(together, tuple(states), shortfall)
+
+
+def _vector(tokens: Ids) -> Ids:
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1:
+        raise BadInput(f"tokens are an int32 vector, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
+    return np.ascontiguousarray(tokens)

@@ -1,0 +1,154 @@
+"""Every policy does what the replay model says: on random traces, victim by victim, and on public ones, to the hit."""
+
+import csv
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay_model import MODELS, TRACES, load_trace, model_replay, tree_replay
+
+from kvpagoda.errors import BadInput
+from kvpagoda.prefix import POLICY_NAMES, PrefixTree, policy_named
+
+QUICK = (1827, 18279)
+
+
+def expected() -> list[tuple[str, str, int, int, int]]:
+    if not TRACES.exists():
+        return []
+    with open(TRACES / "expected_hits.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["policy"] != "opt"]
+    return [
+        (row["trace"], row["policy"], int(row["capacity_blocks"]), int(row["block_hits"]), int(row["evictions"]))
+        for row in rows
+    ]
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[str, list[np.ndarray]]:
+    return {}
+
+
+@pytest.mark.skipif(not TRACES.exists(), reason="needs the public traces in ../shared/traces")
+@pytest.mark.parametrize(
+    ("trace", "policy", "capacity", "hits", "evictions"),
+    [pytest.param(*row, marks=() if row[2] in QUICK else pytest.mark.slow) for row in expected()],
+)
+def test_hits_and_evictions_on_a_public_trace(traces, trace, policy, capacity, hits, evictions) -> None:
+    if trace not in traces:
+        traces[trace] = load_trace(trace)
+    got, evicted, tree = tree_replay(traces[trace], capacity, policy)
+    assert (got, len(evicted)) == (hits, evictions)
+    tree.check()
+
+
+chains = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=40)
+
+
+@pytest.mark.parametrize("policy", MODELS)
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(requests=chains, capacity=st.integers(1, 14))
+def test_victims_are_those_of_the_model(policy: str, requests: list[list[int]], capacity: int) -> None:
+    hits, evicted = model_replay(requests, capacity, policy)
+    got, ids, tree = tree_replay([np.array(one, np.int32) for one in requests], capacity, policy)
+    tree.check()
+    assert got == hits
+    assert named(requests, capacity, ids) == evicted
+
+
+@pytest.mark.parametrize("policy", MODELS)
+def test_victims_are_those_of_the_model_on_long_chains(policy: str) -> None:
+    """Chains of hundreds of blocks, so that runs of victims inside one node are long."""
+    rng = np.random.default_rng(5)
+    texts = [rng.integers(0, 3, 150) for _ in range(4)]
+    requests = []
+    for _ in range(60):
+        text = texts[rng.integers(4)][: rng.integers(1, 150)]
+        requests.append([*text.tolist(), *rng.integers(3, 9, rng.integers(0, 20)).tolist()])
+    hits, evicted = model_replay(requests, 260, policy)
+    got, ids, tree = tree_replay([np.array(one, np.int32) for one in requests], 260, policy)
+    tree.check()
+    assert len(evicted) > 1000
+    assert (got, named(requests, 260, ids)) == (hits, evicted)
+
+
+def named(requests: list[list[int]], capacity: int, ids: list[int]) -> list[tuple]:
+    """The chains that evicted ids stood for: ids count up as blocks come (again)."""
+    names: dict[int, tuple] = {}
+    cached: dict[tuple, int] = {}
+    gone, next_id = iter(ids), 1
+    for request in requests:
+        for i in range(min(len(request), capacity)):
+            chain = tuple(request[: i + 1])
+            if chain not in cached:
+                cached[chain], names[next_id] = next_id, chain
+                next_id += 1
+        while len(cached) > capacity:
+            del cached[names[next(gone)]]
+    return [names[one] for one in ids]
+
+
+def insert(tree: PrefixTree, tokens: list[int], first_id: int, priority: int = 0) -> None:
+    array = np.array(tokens, np.int32)
+    match = tree.match(array)
+    ids = np.arange(first_id, first_id + len(tokens) - match.num_blocks, dtype=np.int32)
+    tree.insert(match, array[match.num_blocks :], ids[None], priority=priority)
+    tree.touch(match, priority=priority)
+
+
+def test_priority_keeps_what_is_wanted() -> None:
+    tree = PrefixTree(1, 1, policy_named("priority", 9))
+    insert(tree, [1, 2], 1, priority=5)
+    insert(tree, [3, 4], 3, priority=1)
+    insert(tree, [5, 6], 5, priority=3)
+    assert tree.evict(4).ids.tolist() == [[4, 3, 6, 5]]
+    insert(tree, [7], 7, priority=4)
+    tree.touch(tree.match(np.array([7], np.int32)), priority=9)
+    assert tree.evict(3).ids.tolist() == [[2, 1, 7]]
+
+
+def test_time_to_live_evicts_what_expires_first() -> None:
+    tree = PrefixTree(1, 1, policy_named("ttl", 9))
+    for i, deadline in enumerate((300, 100, 200)):
+        insert(tree, [i], i + 1, priority=deadline)
+    assert tree.evict(3).ids.tolist() == [[2, 3, 1]]
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_every_policy_survives_pins_clears_and_refills(policy: str) -> None:
+    rng = np.random.default_rng(11)
+    tree, free, leases = PrefixTree(2, 1, policy_named(policy, 60)), list(range(1, 400)), []
+    for step in range(1500):
+        text = rng.integers(0, 3, 2 * rng.integers(1, 9)).astype(np.int32)
+        match = tree.match(text)
+        rest = text[match.num_blocks * 2 :]
+        ids = np.array([[free.pop() for _ in range(len(rest) // 2)]], np.int32)
+        lease = tree.insert(match, rest, ids, pin=True, priority=step % 4).lease
+        if rng.random() < 0.8:
+            tree.touch(lease, priority=step % 4)
+            tree.unpin(lease)
+        else:
+            leases.append(lease)
+        if len(leases) > 6:
+            tree.unpin(leases.pop(int(rng.integers(len(leases)))))
+        if tree.num_cached > 60:
+            evicted = tree.evict(tree.num_cached - 60)
+            free += evicted.ids[0].tolist()
+            assert tree.num_cached == 60 + evicted.shortfall
+        if step % 500 == 499:
+            while leases:
+                tree.unpin(leases.pop())
+            free += tree.clear().ids[0].tolist()
+        if step % 10 == 0:
+            tree.check()
+    assert sorted(free) == list(range(1, 400)) and tree.num_cached == 0
+    assert tree._turnover._cells.take(1)[0] < 400, "cells leak"
+
+
+def test_names_and_sizes_of_policies() -> None:
+    with pytest.raises(BadInput, match="lru"):
+        policy_named("best", 10)
+    for name in ("s3fifo", "arc"):
+        with pytest.raises(BadInput, match="at least 1"):
+            policy_named(name, 0)

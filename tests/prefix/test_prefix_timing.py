@@ -1,0 +1,58 @@
+"""Costs against what the machine itself can do, as ratios within one run; with room for a busy machine."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvpagoda.prefix import PrefixTree
+
+
+def fastest(call: Callable[[], object], times: int = 60) -> float:
+    best = float("inf")
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def test_a_full_match_costs_little_more_than_one_compare() -> None:
+    tokens = np.random.default_rng(0).integers(0, 150_000, 131_072).astype(np.int32)
+    asked, ids = tokens.copy(), np.arange(1, 8193, dtype=np.int32)
+    tree = PrefixTree(16)
+    tree.insert(tree.match(tokens), tokens, ids[None])
+    order = np.arange(8192)
+    limit = fastest(lambda: (np.equal(tokens, asked), ids[order]))
+    match = fastest(lambda: tree.match(asked))
+    assert tree.match(asked).num_blocks == 8192
+    assert match < 5 * limit, f"match {match * 1e6:.0f} us, compare and gather {limit * 1e6:.0f} us"
+
+
+def cost_of_evicting(num_blocks: int, run: int) -> float:
+    """Seconds for each of single-block evictions, out of texts of ``run`` blocks below 10 shared ones."""
+    tree, size = PrefixTree(4), 4
+    shared = np.zeros(10 * size, np.int32)
+    lease = tree.insert(tree.match(shared), shared, np.arange(1, 11, dtype=np.int32)[None], pin=True).lease
+    texts = np.arange(1, num_blocks * size + 1, dtype=np.int32).reshape(-1, run * size)
+    ids = np.arange(11, 11 + num_blocks, dtype=np.int32).reshape(-1, 1, run)
+    for text, blocks in zip(texts, ids):
+        tree.insert(lease, text, blocks, pin=False)
+    assert tree.num_evictable == num_blocks
+    batches = []
+    for _ in range(8):
+        start = time.perf_counter()
+        for _ in range(50):
+            tree.evict(1)
+        batches.append((time.perf_counter() - start) / 50)
+    return min(batches)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "run"),
+    [(200_000, 50), (50_000, 1), pytest.param(200_000, 1, marks=pytest.mark.slow)],
+)
+def test_evicting_a_block_costs_the_same_in_a_large_cache(num_blocks: int, run: int) -> None:
+    small, large = cost_of_evicting(1000, run), cost_of_evicting(num_blocks, run)
+    assert large < 5 * small, f"{large * 1e6:.1f} us a block of {num_blocks}, {small * 1e6:.1f} us of 1,000"
