@@ -1,4 +1,4 @@
-"""The command line: ``kvpagoda plan`` and ``kvpagoda generate``. Exit 0 on success, 2 on bad input with one line."""
+"""The command line: ``kvpagoda plan``, ``generate`` and ``replay``. Exit 0 on success, 2 on bad input with one line."""
 
 from __future__ import annotations
 
@@ -113,6 +113,28 @@ def generate(
             model, prompts, max_new_tokens, as_json,
             dict(budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, kv_format=kv_format), dtype,
         )  # fmt: skip
+
+
+@app.command("replay")
+def replay_trace(
+    trace: Annotated[
+        Path | None, typer.Argument(help="a trace, plain or gzip (default: a synthetic workload)", show_default=False)
+    ] = None,
+    capacity: Annotated[
+        str | None, typer.Option(help="blocks, with commas between (default: 1 to 50 % of the different blocks)")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="policies, with commas between; opt is the bound")] = "lru,s3fifo,opt",
+    plot: Annotated[Path | None, typer.Option(help="write a picture to this file, e.g. rates.png")] = None,
+    limit: Annotated[int | None, typer.Option(help="the first so many requests only")] = None,
+    by_arrival: Annotated[bool, typer.Option("--by-arrival", help="run in the order of arrival")] = False,
+    seed: Annotated[int, typer.Option(help="of the synthetic workload")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+) -> None:
+    """What a prefix cache would hit: hit rate against capacity, evictions, reuse distances and working set."""
+    with one_line_errors():
+        from kvpagoda.replay import show
+
+        show.run(trace, capacity, policy, plot, as_json, limit, by_arrival, seed)
 
 
 def main() -> None:

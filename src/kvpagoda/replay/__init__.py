@@ -1,0 +1,24 @@
+"""Traces in, hit rates out: a workload through the prefix tree with no memory behind it. numpy alone."""
+
+from kvpagoda.replay.readers import read_requests
+from kvpagoda.replay.request import Request
+from kvpagoda.replay.reuse import lru_hits, reuse_distances, reuse_histogram, working_set
+from kvpagoda.replay.simulate import POLICIES, ReplayResult, hit_rate_curve, replay
+from kvpagoda.replay.trace import Trace
+from kvpagoda.replay.workload import synthetic, workload
+
+__all__ = [
+    "POLICIES",
+    "ReplayResult",
+    "Request",
+    "Trace",
+    "hit_rate_curve",
+    "lru_hits",
+    "read_requests",
+    "replay",
+    "reuse_distances",
+    "reuse_histogram",
+    "synthetic",
+    "working_set",
+    "workload",
+]

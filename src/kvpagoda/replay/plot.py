@@ -1,0 +1,92 @@
+"""Two pictures of a replay side by side: hit rate against capacity, and how far apart the reuses lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvpagoda.errors import BadInput
+from kvpagoda.replay.reuse import lru_hits, reuse_histogram
+from kvpagoda.replay.simulate import BOUND, ReplayResult
+from kvpagoda.replay.trace import Ints, Trace
+
+
+def new_figure(path: Path) -> Any:
+    """An empty figure that can be saved at ``path``. Raises BadInput where it could not, before any work is done."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise BadInput("a plot needs the plot extra: pip install 'kvpagoda[plot]'") from None
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    known = sorted(figure.canvas.get_supported_filetypes())
+    if path.suffix.lower().lstrip(".") not in known:
+        raise BadInput(f"cannot plot into {str(path)!r}: its ending must be one of {', '.join(known)}")
+    if not path.parent.is_dir():
+        raise BadInput(f"cannot plot into {str(path)!r}: there is no folder {str(path.parent)!r}")
+    return figure
+
+
+def draw(figure: Any, path: Path, trace: Trace, distances: Ints, results: Sequence[ReplayResult]) -> None:
+    """Draw on a figure of ``new_figure`` and save it at ``path``. Raises OSError where it cannot be written."""
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure.suptitle(
+        f"{Path(trace.name).name}: {len(trace):,} requests, {trace.num_refs:,} block references, "
+        f"{trace.num_distinct:,} different blocks",
+        fontsize=11,
+    )
+    _hit_rates(left, trace, distances, results)
+    _distances(right, distances)
+    figure.savefig(path, dpi=150)
+
+
+def _hit_rates(axes: Any, trace: Trace, distances: Ints, results: Sequence[ReplayResult]) -> None:
+    capacities = [result.capacity_blocks for result in results]
+    low, high = max(1, min(capacities) * 0.7), max(trace.num_distinct, *capacities)
+    every = np.unique(np.geomspace(low, high, 300).astype(np.int64))
+    rates = np.array(lru_hits(distances, every.tolist())) * 100 / trace.num_refs
+    axes.plot(every, rates, color="0.75", linewidth=5, label="lru, every capacity", zorder=1)
+    for number, policy in enumerate(dict.fromkeys(result.policy for result in results)):
+        mine = sorted((r.capacity_blocks, r.hit_rate * 100) for r in results if r.policy == policy)
+        style = dict(color="black", linestyle="--") if policy == BOUND else dict(color=f"C{number % 10}")
+        style |= dict(linestyle="none") if policy == "lru" else {}  # its line is there, at every capacity
+        name = "opt (bound)" if policy == BOUND else policy
+        axes.plot(
+            *zip(*mine),
+            marker="osD^vPX*"[number % 8],
+            markersize=6,
+            markerfacecolor="none",
+            linewidth=1.4,
+            label=name,
+            **style,
+        )
+    axes.axhline(rates[-1], color="0.5", linewidth=0.8, linestyle=":")
+    axes.annotate(f"all reuse {rates[-1]:.1f} %", (low, rates[-1]), (2, 3), textcoords="offset points", color="0.35")
+    axes.set(xscale="log", xlabel="capacity, blocks", ylabel="hit rate, % of block references", xlim=(low, high * 1.1))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_ylim(0, max(rates[-1] * 1.12, 1))
+    axes.set_title("Hit rate against capacity", fontsize=10)
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
+
+
+def _distances(axes: Any, distances: Ints) -> None:
+    rows = reuse_histogram(distances)
+    share = 100 / max(1, len(distances))
+    bars = [count * share for _, _, count in rows]
+    axes.bar(range(len(rows)), bars, width=0.9, color="C0")
+    total = np.cumsum(bars)
+    axes.plot(range(len(rows)), total, color="black", marker=".", linewidth=1, label="up to here")
+    axes.set_xticks(range(0, len(rows), 2), [_short(low) for low, _, _ in rows[::2]])
+    axes.set(xlabel="different blocks used since (from; ranges double)", ylabel="% of block references")
+    first = 100 - (total[-1] if len(total) else 0)
+    axes.set_title(f"Reuse distance ({first:.1f} % are first uses)", fontsize=10)
+    axes.grid(True, axis="y", alpha=0.3)
+    if rows:
+        axes.legend(frameon=False, fontsize=9, loc="upper left")
+
+
+def _short(n: int) -> str:
+    return str(n) if n < 1024 else f"{n // 1024}Ki" if n < 2**20 else f"{n // 2**20}Mi"

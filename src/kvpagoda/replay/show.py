@@ -1,0 +1,141 @@
+"""A replay as a person sees it: progress on a terminal, a table, JSON, a picture."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from kvpagoda.errors import BadInput
+from kvpagoda.replay.plot import draw, new_figure
+from kvpagoda.replay.reuse import WorkingSet, reuse_distances, reuse_histogram, working_set
+from kvpagoda.replay.simulate import ReplayResult, known_policy, possible_capacity, replay
+from kvpagoda.replay.trace import Ints, Trace
+from kvpagoda.replay.workload import synthetic
+
+DEFAULT_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the different blocks
+WINDOWS = 12
+
+
+def run(
+    source: Path | None,
+    capacities: str | None,
+    policies: str,
+    plot: Path | None,
+    as_json: bool,
+    limit: int | None,
+    by_arrival: bool,
+    seed: int,
+) -> None:
+    """Replay and print. Progress goes to standard error, and only on a terminal."""
+    chosen = [known_policy(name.strip()) for name in policies.split(",")]
+    sizes = None if capacities is None else _sizes(capacities)
+    figure = None if plot is None else new_figure(plot)
+    trace = synthetic(2_000 if limit is None else limit, seed) if source is None else Trace.read(source, limit)
+    trace = trace.by_arrival() if by_arrival else trace
+    if not trace.num_refs:
+        raise BadInput(f"{trace.name} names no blocks (lengths and arrivals only): there is nothing to look up")
+    if sizes is None:
+        sizes = sorted({max(1, round(trace.num_distinct * share)) for share in DEFAULT_SHARES})
+    began = time.perf_counter()
+    results = _replay_all(trace, [(size, policy) for size in sizes for policy in chosen], Console(stderr=True))
+    seconds = time.perf_counter() - began
+    distances = reuse_distances(trace)
+    span = float(np.ptp(trace.arrivals))
+    windows = working_set(trace, span / WINDOWS * (1 + 1e-9) if span > 0 else 1.0)
+    if figure is not None and plot is not None:
+        draw(figure, plot, trace, distances, results)
+    if as_json:
+        print(json.dumps(_figures(trace, distances, windows, results, seconds), indent=2))
+    else:
+        _print(trace, distances, windows, results, seconds)
+
+
+def _sizes(text: str) -> list[int]:
+    """'1000,5000' -> [1000, 5000]."""
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise BadInput(f"--capacity takes whole numbers of blocks with commas between, got {text!r}") from None
+    return [possible_capacity(size) for size in sizes]
+
+
+def _replay_all(trace: Trace, jobs: list[tuple[int, str]], console: Console) -> list[ReplayResult]:
+    """Every (capacity, policy), one after another."""
+    if not console.is_terminal:
+        return [replay(trace, capacity_blocks=size, policy=policy) for size, policy in jobs]
+    columns = (
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f} requests"),
+        BarColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(trace) * len(jobs), note="")
+
+        def step(number: int, note: str) -> Callable[[int], None]:
+            return lambda done: progress.update(task, completed=number * len(trace) + done, note=note)
+
+        return [
+            replay(trace, capacity_blocks=size, policy=policy, on_request=step(number, f"{policy}, {size:,} blocks"))
+            for number, (size, policy) in enumerate(jobs)
+        ]
+
+
+def _print(trace: Trace, distances: Ints, windows: WorkingSet, results: list[ReplayResult], seconds: float) -> None:
+    console = Console(highlight=False, markup=False)
+    reuses = np.sort(distances[distances >= 0])
+    console.print(f"{Path(trace.name).name}: {len(trace):,} requests, {trace.num_refs:,} block references")
+    console.print(f"different blocks  {trace.num_distinct:,}, so at most {len(reuses) / trace.num_refs:.2%} can hit")
+    if len(reuses):
+        half, most = (int(reuses[int(len(reuses) * share)]) for share in (0.5, 0.9))
+        console.print(f"reuse distance    half below {half + 1:,} blocks, 90 % below {most + 1:,}")
+    console.print(
+        f"working set       {windows.blocks.mean():,.0f} blocks in {_duration(windows.window)} on average, "
+        f"at most {windows.blocks.max():,}"
+    )
+    console.print()
+    table = Table(box=None, pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    for name in ("capacity", "of all", "hit rate", "hits", "evictions"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in results:
+        table.add_row(
+            r.policy, f"{r.capacity_blocks:,}", f"{r.capacity_blocks / trace.num_distinct:.1%}", f"{r.hit_rate:.2%}",
+            f"{r.block_hits:,}", f"{r.evictions:,}",
+        )  # fmt: skip
+    console.print(table)
+    console.print()
+    console.print(f"{len(results)} replays in {seconds:.1f} s")
+
+
+def _figures(
+    trace: Trace, distances: Ints, windows: WorkingSet, results: list[ReplayResult], seconds: float
+) -> dict[str, Any]:
+    return {
+        "trace": trace.name,
+        "requests": len(trace),
+        "block_refs": trace.num_refs,
+        "distinct_blocks": trace.num_distinct,
+        "results": [result.to_dict() for result in results],
+        "reuse_distance": [
+            {"from": low, "below": high, "references": count} for low, high, count in reuse_histogram(distances)
+        ],
+        "working_set": {
+            "window_seconds": windows.window,
+            "requests": windows.requests.tolist(),
+            "blocks": windows.blocks.tolist(),
+            "fresh_blocks": windows.fresh.tolist(),
+        },
+        "seconds": round(seconds, 3),
+    }
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds < 600 else f"{seconds / 60:,.1f} min"

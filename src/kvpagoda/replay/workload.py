@@ -1,0 +1,132 @@
+"""A generator of workloads: chats of many turns, agents, and shared prompts. Seeded; no trace is needed.
+
+Sessions begin as a Poisson process, one every ``2`` s on average. Each is, by ``shares``, one of:
+
+    chat    a system prompt (8 of 200 to 2,000 tokens, Zipf 1), then turns: geometric, 5 on average. A message is
+            lognormal (median 100, sigma 1), a reply lognormal (median 250, sigma 0.8); between turns 60 s, exponential.
+    agent   tools and instructions (4 of 4,000 to 12,000 tokens, Zipf 1), then steps: geometric, 25 on average. A tool's
+            result is lognormal (median 600, sigma 1.2), a call lognormal (median 150, sigma 0.7); between steps 6 s,
+            exponential. One step in 30 folds the history into a summary of 800 tokens behind the instructions.
+    shared  one question (lognormal, median 60, sigma 0.7) behind one of 64 documents (lognormal, median 6,000, sigma
+            0.8; Zipf 1.1); reply as in a chat. One request.
+
+A prompt is everything before it in its session: what was asked and what was answered. Only whole blocks have ids, as
+only they can be shared; the block in which two texts part belongs to one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count, islice
+from typing import TypeAlias
+
+import numpy as np
+
+from kvpagoda.errors import BadInput
+from kvpagoda.replay.request import Request
+from kvpagoda.replay.trace import Trace
+
+KINDS = ("chat", "agent", "shared")
+BETWEEN_SESSIONS, BETWEEN_TURNS, BETWEEN_STEPS = 2.0, 60.0, 6.0  # seconds
+TURNS, STEPS, FOLDS, SUMMARY, LONGEST = 5, 25, 1 / 30, 800, 120_000
+Random: TypeAlias = np.random.Generator
+
+
+class Text:
+    """A text as a length in tokens and the ids of its whole blocks; ``fresh`` gives ids to new ones."""
+
+    def __init__(self, fresh: Iterator[int], block_size: int, ids: Sequence[int] = (), length: int = 0) -> None:
+        self.fresh, self.block_size, self.ids, self.length = fresh, block_size, list(ids), length
+
+    def grown(self, tokens: int) -> Text:
+        """This text with ``tokens`` more behind it."""
+        longer = Text(self.fresh, self.block_size, self.ids, self.length + tokens)
+        longer.ids += islice(self.fresh, longer.length // self.block_size - len(self.ids))
+        return longer
+
+    def asked(self, arrival: float, output_length: int) -> Request:
+        """The request that has this text as its prompt."""
+        return Request(arrival, self.length, output_length, np.array(self.ids, np.int64))
+
+
+def workload(seed: int = 0, block_size: int = 64, shares: Sequence[float] = (0.4, 0.2, 0.4)) -> Iterator[Request]:
+    """Requests without end, in the order of their arrivals. The same arguments give the same requests.
+
+    ``shares``: of the sessions, how many are chats, agents and shared prompts. Raises BadInput at the first request.
+    """
+    weights = np.asarray(shares, np.float64)
+    if block_size < 1 or seed < 0:
+        raise BadInput(f"a block holds at least 1 token and a seed is at least 0, got {block_size} and {seed}")
+    if weights.shape != (3,) or not (np.isfinite(weights).all() and weights.min() >= 0 and weights.sum() > 0):
+        raise BadInput(f"shares are three weights, of {', '.join(KINDS)}, not all 0, got {list(shares)}")
+    rng = np.random.default_rng(seed)
+    empty = Text(count(), block_size)
+    systems = [empty.grown(int(n)) for n in rng.integers(200, 2_000, 8)]
+    tools = [empty.grown(int(n)) for n in rng.integers(4_000, 12_000, 4)]
+    documents = [empty.grown(_tokens(rng, 6_000, 0.8)) for _ in range(64)]
+    waiting: list[tuple[float, int, Request, Iterator[Request]]] = []  # the next request of every open session
+    begins = 0.0
+    for number in count():
+        begins += rng.exponential(BETWEEN_SESSIONS)
+        while waiting and waiting[0][0] <= begins:
+            _, serial, request, session = heappop(waiting)
+            yield request
+            _wait(waiting, serial, session)
+        kind = rng.choice(3, p=weights / weights.sum())
+        own = np.random.default_rng([seed, number])
+        if kind == 0:
+            session = _chat(own, begins, systems[_zipf(own, 8, 1.0)])
+        elif kind == 1:
+            session = _agent(own, begins, tools[_zipf(own, 4, 1.0)])
+        else:
+            session = _shared(own, begins, documents[_zipf(own, 64, 1.1)])
+        _wait(waiting, number, session)
+
+
+def synthetic(num_requests: int = 2_000, seed: int = 0, block_size: int = 64) -> Trace:
+    """The first ``num_requests`` of ``workload``, as a Trace. Raises BadInput."""
+    return replace(Trace.read(workload(seed, block_size), limit=num_requests), name=f"synthetic workload, seed {seed}")
+
+
+def _wait(
+    waiting: list[tuple[float, int, Request, Iterator[Request]]], serial: int, session: Iterator[Request]
+) -> None:
+    request = next(session, None)
+    if request is not None:
+        heappush(waiting, (request.arrival, serial, request, session))
+
+
+def _chat(rng: Random, time: float, text: Text) -> Iterator[Request]:
+    for _ in range(int(rng.geometric(1 / TURNS))):
+        text = text.grown(_tokens(rng, 100, 1.0))
+        reply = _tokens(rng, 250, 0.8)
+        yield text.asked(time, reply)
+        text = text.grown(reply)
+        time += rng.exponential(BETWEEN_TURNS)
+
+
+def _agent(rng: Random, time: float, tools: Text) -> Iterator[Request]:
+    text = tools
+    for _ in range(int(rng.geometric(1 / STEPS))):
+        if rng.random() < FOLDS or text.length > LONGEST:
+            text = tools.grown(SUMMARY)
+        text = text.grown(_tokens(rng, 600, 1.2))
+        call = _tokens(rng, 150, 0.7)
+        yield text.asked(time, call)
+        text = text.grown(call)
+        time += rng.exponential(BETWEEN_STEPS)
+
+
+def _shared(rng: Random, time: float, document: Text) -> Iterator[Request]:
+    yield document.grown(_tokens(rng, 60, 0.7)).asked(time, _tokens(rng, 250, 0.8))
+
+
+def _tokens(rng: Random, median: float, sigma: float) -> int:
+    return 1 + int(min(rng.lognormal(np.log(median), sigma), 50_000))
+
+
+def _zipf(rng: Random, n: int, exponent: float) -> int:
+    weights = 1 / np.arange(1, n + 1) ** exponent
+    return int(rng.choice(n, p=weights / weights.sum()))

@@ -1,0 +1,140 @@
+"""Replays against the published figures, row by row, and against the model written out word for word."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive_cache import naive_replay
+from test_reuse_distances import trace_of
+
+from kvpagoda.errors import BadInput
+from kvpagoda.replay import POLICIES, Trace, hit_rate_curve, lru_hits, replay, reuse_distances, synthetic
+
+TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
+SLOW = {("sieve", 18_279), ("s3fifo", 18_279)} | {
+    (policy, 9_139) for policy in POLICIES if policy not in ("lru", "opt")
+}
+
+
+def rows() -> list[object]:
+    if not TRACES.is_dir():
+        return [pytest.param("", "", 0, 0, 0, 0, marks=pytest.mark.skip(reason="../shared/traces is not there"))]
+    with (TRACES / "expected_hits.csv").open() as file:
+        table = [(trace, policy, *map(int, counts)) for trace, policy, *counts in list(csv.reader(file))[1:]]
+    return [
+        pytest.param(*row, marks=[pytest.mark.slow] * (row[1:3] in SLOW), id=f"{row[0]}-{row[1]}-{row[2]}")
+        for row in table
+    ]
+
+
+@pytest.fixture(scope="module")
+def published() -> dict[str, Trace]:
+    return {}
+
+
+@pytest.mark.parametrize(("name", "policy", "capacity", "refs", "hits", "evictions"), rows())
+def test_the_published_figures(
+    published: dict[str, Trace], name: str, policy: str, capacity: int, refs: int, hits: int, evictions: int
+) -> None:
+    if name not in published:
+        published[name] = Trace.read(TRACES / f"{name}.jsonl.gz")
+    found = replay(published[name], capacity_blocks=capacity, policy=policy)
+    assert (found.block_refs, found.block_hits, found.evictions) == (refs, hits, evictions)
+    assert found.requests == len(published[name])
+
+
+CHAINS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=40)
+
+
+@given(CHAINS, st.integers(1, 12), st.sampled_from(["lru", "fifo", "lfu", "lfuda", "opt"]))
+@settings(max_examples=400, deadline=None)
+def test_the_model_word_for_word(chains: list[list[int]], capacity: int, policy: str) -> None:
+    found = replay(trace_of(chains), capacity_blocks=capacity, policy=policy)
+    assert (found.block_hits, found.evictions) == naive_replay(chains, capacity, policy)
+
+
+@given(CHAINS, st.integers(1, 12))
+@settings(max_examples=100, deadline=None)
+def test_no_policy_beats_the_bound(chains: list[list[int]], capacity: int) -> None:
+    trace = trace_of(chains)
+    bound = replay(trace, capacity_blocks=capacity, policy="opt")
+    for policy in POLICIES:
+        found = replay(trace, capacity_blocks=capacity, policy=policy)
+        assert found.block_hits <= bound.block_hits, policy
+        assert found.block_refs == sum(map(len, chains)) and found.requests == len(chains)
+
+
+def test_s3fifo_finds_a_victim_when_every_leaf_is_in_its_small_queue() -> None:
+    """Small shorter than its share, main without a leaf: to go round main only would never end."""
+    chains = [[*range(29), 90, 91], [*range(31)], [*range(10), 92]]
+    found = replay(trace_of(chains), capacity_blocks=30, policy="s3fifo")
+    assert found.block_refs == 73 and found.evictions == found.block_refs - found.block_hits - 30 - 2
+
+
+def test_on_a_workload_no_policy_beats_the_bound_and_lru_agrees_with_the_distances() -> None:
+    trace = synthetic(400, seed=5)
+    distances = reuse_distances(trace)
+    capacities = [trace.num_distinct // 50, trace.num_distinct // 8, trace.num_distinct]
+    found = {(r.capacity_blocks, r.policy): r for r in hit_rate_curve(trace, capacities, POLICIES)}
+    assert len(found) == len(capacities) * len(POLICIES)
+    for capacity, expected in zip(capacities, lru_hits(distances, capacities)):
+        assert found[capacity, "lru"].block_hits == expected
+        assert all(found[capacity, p].block_hits <= found[capacity, "opt"].block_hits for p in POLICIES)
+    for policy in POLICIES:  # a cache that holds everything
+        assert found[trace.num_distinct, policy].evictions == 0
+        assert found[trace.num_distinct, policy].block_hits == trace.num_refs - trace.num_distinct
+
+
+def test_a_path_an_iterable_and_a_trace_give_the_same(tmp_path: Path) -> None:
+    chains = [[1, 2, 3], [1, 2], [4], [1, 2, 3]]
+    records = [{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": chain} for chain in chains]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    a, b, c, d = (replay(t, capacity_blocks=3) for t in (path, str(path), iter(records), Trace.read(records)))
+    assert a == b and c == d and a.block_hits == c.block_hits == 4 and a.evictions == c.evictions == 2
+    assert (c.requests, c.block_refs, c.policy, c.hit_rate) == (4, 9, "lru", 4 / 9)
+    assert json.loads(json.dumps(c.to_dict())) == {
+        "trace": "records", "policy": "lru", "capacity_blocks": 3, "requests": 4, "block_refs": 9, "block_hits": 4,
+        "evictions": 2, "hit_rate": 4 / 9,
+    }  # fmt: skip
+
+
+def test_a_trace_without_requests_hits_nothing() -> None:
+    found = replay([], capacity_blocks=5)
+    assert (found.requests, found.block_refs, found.hit_rate, found.evictions) == (0, 0, 0.0, 0)
+
+
+def test_bad_arguments_are_told_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"'mru'.*lru, fifo, .*opt"):
+        replay(tmp_path / "nowhere", capacity_blocks=5, policy="mru")
+    with pytest.raises(BadInput, match="mru"):
+        hit_rate_curve([], [5], ["lru", "mru"])
+    for capacity in (0, -1, 1.5, True, "5"):
+        with pytest.raises(BadInput, match="at least 1 block"):
+            replay([], capacity_blocks=capacity)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="no trace at"):
+        replay(tmp_path / "nowhere", capacity_blocks=5)
+    (tmp_path / "a.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,5,5\n")
+    with pytest.raises(BadInput, match="names no blocks"):
+        replay(tmp_path / "a.csv", capacity_blocks=5)
+
+
+def test_progress_reaches_the_end() -> None:
+    told: list[int] = []
+    replay(synthetic(300), capacity_blocks=100, on_request=told.append)
+    assert told == sorted(told) and told[-1] == 300
+
+
+def test_a_replay_needs_numpy_alone() -> None:
+    code = (
+        "import sys; from kvpagoda.replay import replay, synthetic; replay(synthetic(5), capacity_blocks=9);"
+        "assert not {'torch', 'rich', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,106 @@
+"""``kvpagoda replay``: table, JSON, picture, and one clear line with exit code 2 on bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+
+RECORD = {"timestamp": 0, "input_length": 9, "output_length": 1}
+CHAINS = [[1, 2, 3], [1, 2], [4], [1, 2, 3]]
+
+
+def kvpagoda_replay(*arguments: str, width: int = 80) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "COLUMNS": str(width), "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "kvpagoda.cli", "replay", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps({**RECORD, "hash_ids": chain}) + "\n" for chain in CHAINS))
+    return path
+
+
+def test_a_table(trace: Path) -> None:
+    done = kvpagoda_replay(str(trace), "--capacity", "3,4", "--policy", "lru,opt")
+    assert done.returncode == 0 and not done.stderr
+    assert "t.jsonl: 4 requests, 9 block references" in done.stdout
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["policy", "capacity", "of", "all", "hit", "rate", "hits", "evictions"] in lines
+    assert ["lru", "3", "75.0%", "44.44%", "4", "2"] in lines and ["opt", "3", "75.0%", "55.56%", "5", "1"] in lines
+    assert ["lru", "4", "100.0%", "55.56%", "5", "0"] in lines
+
+
+def test_json(trace: Path) -> None:
+    done = kvpagoda_replay(str(trace), "--capacity", "3", "--policy", "lru", "--json")
+    assert done.returncode == 0 and not done.stderr
+    found = json.loads(done.stdout)
+    assert (found["requests"], found["block_refs"], found["distinct_blocks"]) == (4, 9, 4)
+    (result,) = found["results"]
+    assert (result["policy"], result["capacity_blocks"], result["block_hits"], result["evictions"]) == ("lru", 3, 4, 2)
+    assert sum(row["references"] for row in found["reuse_distance"]) == 5
+    assert found["working_set"]["blocks"] == [4] and found["working_set"]["requests"] == [4]
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_the_synthetic_workload_is_the_default_and_fits_the_terminal(width: int) -> None:
+    done = kvpagoda_replay("--limit", "300", width=width)
+    assert done.returncode == 0 and not done.stderr
+    assert "synthetic workload, seed 0: 300 requests" in " ".join(done.stdout.split())
+    assert all(len(line) <= width for line in done.stdout.splitlines())
+    assert [done.stdout.count(f"\n{policy} ") for policy in ("lru", "s3fifo", "opt")] == [6, 6, 6]
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_picture(trace: Path, ending: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = trace.with_name(f"rates.{ending}")
+    done = kvpagoda_replay(str(trace), "--capacity", "1,2,3,4", "--policy", "lru,s3fifo,opt", "--plot", str(path))
+    assert done.returncode == 0, done.stderr
+    begin = path.read_bytes()[:100]
+    assert begin.startswith(b"\x89PNG") if ending == "png" else b"<?xml" in begin
+
+
+BAD = {
+    "no such trace": (["nowhere.jsonl"], "no trace at 'nowhere.jsonl'"),
+    "bad line": (["bad.jsonl"], "bad.jsonl, line 2: 'hash_ids' must be a list of whole numbers"),
+    "unknown form": (["text.txt"], "text.txt, line 1: no trace of a known form"),
+    "no blocks": (["lengths.csv"], "names no blocks"),
+    "policy": (["t.jsonl", "--policy", "lru,mru"], "no policy 'mru'; there are lru, fifo"),
+    "capacity": (["t.jsonl", "--capacity", "3,many"], "whole numbers of blocks"),
+    "capacity 0": (["t.jsonl", "--capacity", "3,0"], "at least 1 block"),
+    "limit": (["t.jsonl", "--limit", "0"], "at least 1 request"),
+    "limit of none": (["--limit", "0"], "at least 1 request"),
+    "seed": (["--seed", "-1"], "a seed is at least 0"),
+    "plot ending": (["t.jsonl", "--plot", "rates.xyz"], "its ending must be one of"),
+    "plot folder": (["t.jsonl", "--plot", "nowhere/rates.png"], "there is no folder"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(case: str, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "plot" in case:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(trace.parent)
+    Path("bad.jsonl").write_text(trace.read_text().splitlines()[0] + '\n{"hash_ids": 3}\n')
+    Path("text.txt").write_text("hello\n")
+    Path("lengths.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,5,5\n")
+    arguments, message = BAD[case]
+    done = kvpagoda_replay(*arguments)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert done.stdout == "" and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+def test_help_names_what_there_is() -> None:
+    done = kvpagoda_replay("--help")
+    assert (
+        done.returncode == 0 and "--capacity" in done.stdout and "synthetic workload" in " ".join(done.stdout.split())
+    )
