@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -44,7 +47,7 @@ def test_open_extend_commit_close_returns_everything(name: str) -> None:
         cache.check()
     cache.check()
     assert cache.stats().running == 0 and cache.stats().computed_tokens == 25
-    assert all(group.free == group.total and group.promised == 0 for group in cache.stats().groups)
+    assert all(group.free + group.spare == group.total and not group.promised for group in cache.stats().groups)
 
 
 def test_the_plan_says_what_the_arenas_take() -> None:
@@ -111,6 +114,21 @@ def test_a_window_group_too_small_for_the_prompt_at_once_says_so() -> None:
         sequence.extend(4)
         sequence.commit(range(start, start + 4))
     assert sequence.length == 200
+
+
+def test_reset_forgets_what_was_kept_and_only_when_nothing_runs() -> None:
+    cache = KVCache(MIXED, num_blocks=40, max_requests=4, block_size=4, device="cpu")
+    for _ in range(2):
+        with cache.open(range(9), room=0) as sequence:
+            for end in (8, 9)[sequence.length // 8 :]:
+                sequence.extend(end - sequence.length)
+                sequence.commit(range(sequence.length, end))
+            with pytest.raises(RetryLater, match="leases are open"):
+                cache.reset()
+    assert cache.stats().cached_tokens == 8
+    cache.reset()
+    cache.check()
+    assert all(group.free == group.total for group in cache.stats().groups) and cache.open(range(9)).cached_tokens == 0
 
 
 def test_a_twelve_token_prompt_uses_one_block_per_group() -> None:
@@ -210,7 +228,7 @@ def test_index_arrays_in_both_dialects() -> None:
     assert full.block_table[0, :3].tolist() == table_a[:3].tolist() and full.block_table[2, 0] == 0
     assert full.kv_indptr.tolist() == [0, 3, 4, 4] and full.kv_last_page_len.tolist() == [4, 3, 0]
     assert full.kv_indices.tolist() == [*table_a[:3], table_b[0]]
-    assert batch.state_indices.tolist() == [a.slot, b.slot, 4]
+    assert batch.state_indices.tolist() == [a.slot, b.slot, cache.plan.num_states - 1]
     assert batch.step.request_slots.tolist() == [a.slot, b.slot, -1]
     # the token at 11 reads 7..11: the first block (0..3) has slid out, the second starts at 4
     assert window.kv_indptr.tolist() == [0, 2, 3, 3] and window.kv_start.tolist() == [4, 0, 0]
@@ -269,98 +287,181 @@ def test_freed_memory_is_poisoned_and_states_are_reset() -> None:
         assert not cache.batch([again], [1]).layer(2)["recurrent"][again.slot].any()
 
 
+def row_values(tokens: np.ndarray, namespace: int) -> np.ndarray:
+    """What a row at each position should hold: a function of everything up to it, so that no other text has the same."""
+    mixed = np.cumsum((tokens.astype(np.int64) + 1) * (np.arange(len(tokens)) % 97 + 3))
+    return ((mixed % 65_521) + 70_000 * namespace).astype(np.float32)
+
+
 class FakeEngine:
-    """Writes rows that are a function of (request, layer, position), reads them back through the tables, compares."""
+    """Writes rows that are a function of (namespace, tokens, layer, position), reads back all that attention would read,
+    and compares. States hold the value of the last token."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        self.tags: dict[int, float] = {}
+        self.spaces: dict[int, int] = {}
 
-    def step(self, sequences: list[Sequence], counts: list[int]) -> None:
+    def step(self, sequences: list[Sequence], new: list[np.ndarray]) -> None:
+        counts = [len(tokens) for tokens in new]
         batch = self.cache.batch(sequences, counts)
-        tags = torch.tensor([self.tags[id(s)] for s in sequences])
+        values = [
+            row_values(np.concatenate((s.tokens, tokens)), self.spaces[id(s)]) for s, tokens in zip(sequences, new)
+        ]
+        fresh = torch.from_numpy(np.concatenate([v[len(v) - n :] for v, n in zip(values, counts)]))
         for layer in self.cache.schema.layers:
             if layer.owner != layer.index:
                 continue
             view = batch.layer(layer.index)
             if layer.growth is not None:
                 size = view.block_size
-                rows = tags.repeat_interleave(torch.tensor(counts)) + batch.positions + 0.25 * layer.index
-                view["k"][view.slot_mapping.long() // size, view.slot_mapping.long() % size] = rows[:, None, None]
-                self._compare(view, layer, sequences, tags)
+                field = layer.block_rows()[0].name
+                mapping = view.slot_mapping.long()
+                view[field][mapping // size, mapping % size] = (fresh + 0.25 * layer.index)[:, None, None]
+                for row, sequence in enumerate(sequences):
+                    self._compare(view, layer, field, row, sequence, values[row])
             for name in (rows.name for rows in layer.state_rows()):
-                state = view[name]
-                for s, n, tag in zip(sequences, counts, tags.tolist()):
-                    assert (state[s.slot] == (tag + s.length if s.length else 0)).all()
-                    state[s.slot] = tag + s.length + n
+                for s, v in zip(sequences, values):
+                    state = view[name][s.slot]
+                    assert (state == (float(v[s.length - 1]) if s.length else 0.0)).all()
+                    state[:] = float(v[-1])
 
-    def _compare(self, view: object, layer: Layer, sequences: list[Sequence], tags: torch.Tensor) -> None:
-        size, growth = self.cache.block_size, layer.growth
-        assert growth is not None
-        for row, sequence in enumerate(sequences):
-            first, end = growth.first_needed(sequence.length), int(view.cache_seqlens[row])  # type: ignore[attr-defined]
-            positions = torch.arange(first, end)
-            blocks = view.block_table[row, positions // size].long()  # type: ignore[attr-defined]
-            found = view["k"][blocks, positions % size, 0, 0]  # type: ignore[index]
-            assert torch.equal(found, tags[row] + positions + 0.25 * layer.index)
+    def _compare(self, view: Any, layer: Layer, field: str, row: int, sequence: Sequence, values: np.ndarray) -> None:
+        assert layer.growth is not None
+        positions = torch.arange(layer.growth.first_needed(sequence.length), len(values))
+        blocks = view.block_table[row, positions // self.cache.block_size].long()
+        found = view[field][blocks, positions % self.cache.block_size, 0, 0]
+        assert torch.equal(found, torch.from_numpy(values[positions.numpy()]) + 0.25 * layer.index)
+
+
+def text(rng: np.random.Generator, heads: list[np.ndarray]) -> np.ndarray:
+    """A prompt: often one of a few beginnings, cut somewhere, and something of its own."""
+    head = heads[int(rng.integers(len(heads)))]
+    return np.concatenate((head[: int(rng.integers(0, len(head) + 1))], rng.integers(0, 50, int(rng.integers(1, 12)))))
 
 
 def traffic(cache: KVCache, steps: int, seed: int, engine: FakeEngine | None) -> int:
-    """Random opens, steps and closes, with ``check`` after each; returns the operations done."""
+    """Random opens, steps and closes over texts that share beginnings; ``check`` after each. Returns the operations."""
     rng = np.random.default_rng(seed)
+    heads = [rng.integers(0, 50, n) for n in (5, 16, 17, 33, 40)]
     running: list[Sequence] = []
     operations = 0
-    for number in range(steps):
+    for _ in range(steps):
         kind = rng.random()
         if kind < 0.25:
-            prompt = rng.integers(0, 50, int(rng.integers(1, 40)))
+            prompt, space = text(rng, heads), int(rng.integers(2))
             try:
-                sequence = cache.open(prompt, room=0, reserve=len(prompt) + int(rng.integers(0, 40)))
+                sequence = cache.open(prompt, f"tenant {space}", room=0, reserve=len(prompt) + int(rng.integers(0, 20)))
             except (RetryLater, NeverFits):
                 pass
             else:
                 running.append(sequence)
                 if engine is not None:
-                    engine.tags[id(sequence)] = 1000.0 * (number + 1)
-        elif kind < 0.35 and running:
+                    engine.spaces[id(sequence)] = space
+        elif kind < 0.37 and running:
             running.pop(int(rng.integers(len(running)))).close()
+        elif kind < 0.45 and running:
+            parent = running[int(rng.integers(len(running)))]
+            with contextlib.suppress(RetryLater, NeverFits):
+                running.append(parent.fork(reserve=parent.length + int(rng.integers(0, 20))))
+                if engine is not None:
+                    engine.spaces[id(running[-1])] = engine.spaces[id(parent)]
+        elif kind < 0.5 and running:
+            sequence = running[int(rng.integers(len(running)))]
+            with contextlib.suppress(BadInput, OutOfBlocks):
+                sequence.rewind(int(rng.integers(0, min(sequence.length, 9) + 1)))
         elif running:
-            part = [s for s in running if rng.random() < 0.7] or running[:1]
-            ready, counts = [], []
-            for sequence in part:
-                left = sequence._prompt_length - sequence.length
+            ready, new = [], []
+            for sequence in [s for s in running if rng.random() < 0.7] or running[:1]:
+                left = sequence.prompt_length - sequence.length
                 n = int(rng.integers(1, min(left, 9) + 1)) if left > 0 else 1
+                n = min(n, (cache.next_checkpoint(sequence) or 10**9) - sequence.length)
                 try:
                     sequence.extend(n)
                 except (OutOfBlocks, BadInput):
                     continue
+                known = sequence._tokens[sequence.length : min(sequence.length + n, sequence.prompt_length)]
                 ready.append(sequence)
-                counts.append(n)
+                new.append(np.concatenate((known, rng.integers(0, 50, n - len(known)))).astype(np.int32))
             if ready:
                 if engine is not None:
-                    engine.step(ready, counts)
-                for sequence, n in zip(ready, counts):
-                    known = sequence._tokens[sequence.length : min(sequence.length + n, sequence._prompt_length)]
-                    sequence.commit([*known, *rng.integers(0, 50, n - len(known))])
+                    engine.step(ready, new)
+                for sequence, tokens in zip(ready, new):
+                    sequence.commit(tokens)
             operations += 2 * len(ready)
         operations += 1
         cache.check()
     for sequence in running:
         sequence.close()
     cache.check()
-    assert all(group.free == group.total for group in cache.stats().groups)
+    assert all(group.free + group.spare == group.total and not group.promised for group in cache.stats().groups)
     return operations
 
 
-@pytest.mark.parametrize("name", ["full", "window", "mixed"])
-def test_rows_read_back_are_the_rows_written(name: str) -> None:
+@pytest.mark.parametrize("name", ["full", "window", "mixed", "state", "latent"])
+@pytest.mark.parametrize("checkpoints", [0, 2, 8])
+def test_rows_read_back_are_the_rows_written(name: str, checkpoints: int) -> None:
     cache = KVCache(
-        SCHEMAS[name], num_blocks=24, max_requests=6, block_size=4, device="cpu", poison=True, step_tokens=9
+        SCHEMAS[name], num_blocks=40, max_requests=6, block_size=4, device="cpu", poison=True, step_tokens=9,
+        checkpoints=checkpoints, checkpoint_every=2,
+    )  # fmt: skip
+    traffic(cache, 1200, seed=3, engine=FakeEngine(cache))
+    assert checkpoints < 8 or cache.stats().cached_tokens > 20
+
+
+def test_fork_copies_what_is_written_to_and_shares_the_rest() -> None:
+    cache = KVCache(MIXED, num_blocks=40, max_requests=4, block_size=4, device="cpu")
+    parent = cache.open(range(10))
+    view = cache.batch([parent], [10]).layer(2)
+    view["k"][view.slot_mapping.long() // 4, view.slot_mapping.long() % 4] = 1.0
+    view["recurrent"][parent.slot] = 5.0
+    parent.commit(range(10))
+    child = parent.fork(reserve=20)
+    assert child.tokens.tolist() == list(range(10)) and child.cached_tokens == 10
+    table = cache.ledgers[0].table.cells
+    assert (
+        table[child.slot, :2].tolist() == table[parent.slot, :2].tolist()
+        and table[child.slot, 2] != table[parent.slot, 2]
     )
-    traffic(cache, 1500, seed=3, engine=FakeEngine(cache))
+    assert (view["k"][table[child.slot, 2], :2] == 1).all() and (view["recurrent"][child.slot] == 5).all()
+    view["recurrent"][child.slot] = 6.0
+    assert (view["recurrent"][parent.slot] == 5).all()
+    cache.check()
+    parent.close()
+    child.extend(2)
+    child.commit([7, 7])
+    cache.check()
+
+
+def test_rewind_takes_tokens_back_or_says_what_cannot_go_back() -> None:
+    cache = KVCache(SCHEMAS["full"], num_blocks=8, max_requests=2, block_size=4, device="cpu")
+    sequence = cache.open(range(10), reserve=20)
+    sequence.commit(range(10))
+    before = cache.ledgers[0].table.cells[sequence.slot].copy()
+    sequence.rewind(1)
+    assert sequence.length == 9 and cache.ledgers[0].table.cells[sequence.slot].tolist() == before.tolist()
+    sequence.rewind(3)  # into a block that is shared by now: a copy takes its place
+    assert sequence.length == 6 and sequence.lease.num_blocks == 1
+    assert cache.ledgers[0].table.cells[sequence.slot, 1] != before[1]
+    sequence.extend(3)
+    sequence.commit([50, 51, 52])
+    assert sequence.tokens.tolist() == [0, 1, 2, 3, 4, 5, 50, 51, 52]
+    cache.check()
+    with pytest.raises(BadInput, match="cannot rewind 10 of 9"):
+        sequence.rewind(10)
+    state = KVCache(SCHEMAS["state"], num_blocks=8, max_requests=2, device="cpu").open(range(5))
+    state.commit(range(5))
+    with pytest.raises(BadInput, match=r"layers \[0\] keep states of 5 tokens"):
+        state.rewind(1)
+    window = KVCache(SCHEMAS["window"], num_blocks=60, max_requests=2, block_size=4, device="cpu").open(range(40))
+    window.commit(range(40))
+    with pytest.raises(BadInput, match="no longer keeps positions before 28"):
+        window.rewind(9)
+    window.rewind(1)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_random_traffic_keeps_the_law_of_ownership(name: str) -> None:
-    cache = KVCache(SCHEMAS[name], num_blocks=10, max_requests=5, block_size=8, device="cpu", step_tokens=9)
+    cache = KVCache(
+        SCHEMAS[name], num_blocks=12, max_requests=5, block_size=8, device="cpu", step_tokens=9, max_context=80
+    )
     assert traffic(cache, 9000, seed=5, engine=None) > 17_000  # over six schemas: more than 100,000 operations

@@ -160,20 +160,20 @@ class Batch:
         self.block_size = cache.block_size
         rows = pad_to or len(sequences)
         padding = rows - len(sequences)
-        slots = np.array([s.slot for s in sequences] + [cache.dummy_slot] * padding, np.int64)
+        slots = np.array([s.slot for s in sequences] + [-1] * padding, np.int64)
         if len(np.unique(slots[: len(sequences)])) != len(sequences):
             raise BadInput("a sequence appears twice in the batch")
         before = np.array([s.length for s in sequences] + [0] * padding, np.int64)
         counts = np.array([*new_tokens] + [1] * padding, np.int64)
         self._slots, self._before, self._padding = slots, before, padding
-        self._lengths = np.where(slots == cache.dummy_slot, 0, before + counts)
+        self._lengths = np.where(slots < 0, 0, before + counts)
         indptr = np.concatenate(([0], np.cumsum(counts)))
         self._row_of = np.repeat(np.arange(rows), counts)
         self._positions = np.arange(indptr[-1]) - np.repeat(indptr[:-1] - before, counts)
         put = cache.buffers.put
-        token_slots = np.where(slots == cache.dummy_slot, -1, slots)[self._row_of].astype(np.int32)
+        token_slots = slots[self._row_of].astype(np.int32)
         self.qo_indptr = put("qo_indptr", indptr.astype(np.int32))
-        self.state_indices = put("state_indices", slots.astype(np.int32))
+        self.state_indices = put("state_indices", np.where(slots < 0, cache.dummy_slot, slots).astype(np.int32))
         self.step = Step(
             put("request_slots", token_slots),
             put("positions", self._positions.astype(np.int32)),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kvpagoda.alloc import BlockTable, FreeList
-from kvpagoda.errors import CheckFailed
+from kvpagoda.alloc.held import Ids
+from kvpagoda.errors import CheckFailed, OutOfBlocks
 from kvpagoda.schema.plan import GroupPlan
 from kvpagoda.units import ceil_div
 
@@ -16,7 +19,10 @@ class GroupLedger:
 
     A request's table row is
 
-        | empty | held: first .. end - 1 | empty |      the cells left of ``first`` have slid out of the window
+        | empty | shared: first .. shared - 1 | private: .. end - 1 | empty |    left of ``first``: slid out of the window
+
+    The private blocks are the request's own; the shared ones belong to somebody else (a prefix tree), who keeps them while
+    the request runs. Blocks that others own and would give up are ``spare``; ``reclaim(n)`` makes them free.
 
     A *promise* is the most blocks that a request may come to hold; what it does not hold yet is its *claim*, and nobody
     else is given blocks that are claimed. So a request that was admitted can always finish.
@@ -37,60 +43,119 @@ class GroupLedger:
         self.table = BlockTable(num_slots, num_columns, empty=first_id - 1)
         self.first = np.zeros(num_slots, np.int64)
         self.end = np.zeros(num_slots, np.int64)
+        self.shared = np.zeros(num_slots, np.int64)
         self.promised = np.zeros(num_slots, np.int64)
         self.claimed = 0
+        self.spare: Callable[[], int] = lambda: 0
+        self.reclaim: Callable[[int], None] = lambda n: None
 
     def wanted(self, slot: int, num_tokens: int) -> int:
         """Blocks that ``slot`` lacks to have room for its first ``num_tokens`` tokens."""
         return max(0, ceil_div(num_tokens, self.block_size) - int(self.end[slot]))
 
     def available(self, slot: int | None = None) -> int:
-        """Free blocks that no other request has a claim on."""
-        return self.free.num_free - self.claimed + (0 if slot is None else self._claim(slot))
+        """Blocks that are free or spare and that no other request has a claim on."""
+        return self.free.num_free + self.spare() - self.claimed + (0 if slot is None else self._claim(slot))
+
+    def held_ids(self, slot: int) -> Ids:
+        """The ids that ``slot`` holds, shared and private, in the order of the text: int32, the caller's own."""
+        ids: Ids = self.table.cells[slot, self.first[slot] : self.end[slot]].copy()
+        return ids
 
     def promise(self, slot: int, num_blocks: int) -> None:
         """Set aside blocks for ``slot``; the caller has checked ``available``."""
         self._hold(slot, int(self.first[slot]), int(self.end[slot]), num_blocks)
 
+    def adopt(self, slot: int, ids: Ids) -> None:
+        """Begin the row of ``slot`` with blocks that somebody else owns and keeps for it."""
+        self.table.put(slot, 0, ids)
+        self.shared[slot] = len(ids)
+        self._hold(slot, 0, len(ids), int(self.promised[slot]))
+
+    def begin_at(self, slot: int, column: int) -> None:
+        """Begin the row of ``slot``, which holds nothing, at ``column``: what is left of it will not be read."""
+        self.shared[slot] = column
+        self._hold(slot, column, column, int(self.promised[slot]))
+
+    def share(self, slot: int, columns: int, ids: Ids) -> None:
+        """The first ``columns`` blocks of ``slot`` now belong to somebody else, who says which blocks ``ids`` they are."""
+        self.table.put(slot, columns - len(ids), ids)
+        self.shared[slot] = columns
+
+    def take_free(self, n: int) -> Ids:
+        """``n`` free blocks, after reclaiming spare ones if need be; they are the caller's. Raises OutOfBlocks."""
+        if n > self.free.num_free:
+            self.reclaim(n - self.free.num_free)
+        return self.free.acquire(n)
+
+    def release(self, ids: Ids) -> Ids:
+        """Give back blocks from ``take_free``, or that a request's row no longer names; returns them."""
+        self.free.release(ids)
+        return ids
+
     def grow(self, slot: int, num_blocks: int) -> None:
         """Hand ``num_blocks`` more blocks to ``slot``. Raises OutOfBlocks, changing nothing. O(num_blocks)."""
         if num_blocks:
             end = int(self.end[slot])
-            self.table.put(slot, end, self.free.acquire(num_blocks))
+            self.table.put(slot, end, self.take_free(num_blocks))
             self._hold(slot, int(self.first[slot]), end + num_blocks, int(self.promised[slot]))
 
-    def slide(self, slot: int, length: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """Free the blocks that the token at position ``length`` no longer reads; returns their ids. O(freed)."""
+    def slide(self, slot: int, length: int) -> Ids:
+        """Let go of the blocks that the token at position ``length`` no longer reads; returns those freed. O(n)."""
         needed = min(self.growth.first_needed(length) // self.block_size, int(self.end[slot]))
-        first = int(self.first[slot])
-        ids = self.table.take(slot, first, max(first, needed))
-        if len(ids):
-            self.free.release(ids)
-            self._hold(slot, needed, int(self.end[slot]), int(self.promised[slot]))
-        return ids
+        return self._let_go(slot, max(int(self.first[slot]), needed), int(self.promised[slot]))
 
-    def close(self, slot: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """Free everything that ``slot`` holds and was promised; returns the ids."""
-        ids = self.table.take(slot, int(self.first[slot]), int(self.end[slot]))
-        self.free.release(ids)
+    def close(self, slot: int) -> Ids:
+        """Let go of everything that ``slot`` holds and was promised; returns the ids freed: its private blocks."""
+        ids = self._let_go(slot, int(self.end[slot]), 0)
+        self.shared[slot] = 0
         self._hold(slot, 0, 0, 0)
         return ids
 
-    def check(self) -> None:
-        """Prove that every block is free or in exactly one table row. Raises CheckFailed naming ids or slots."""
+    def _let_go(self, slot: int, first: int, promised: int) -> Ids:
+        """Empty the cells left of ``first``; the private ones among them become free."""
+        before, end = int(self.first[slot]), int(self.end[slot])
+        if first == before and promised == self.promised[slot]:
+            return np.empty(0, np.int32)
+        ids = self.table.take(slot, before, first)[max(0, int(self.shared[slot]) - before) :]
+        self._hold(slot, first, end, promised)
+        return self.release(ids)
+
+    def cut(self, slot: int, columns: int, num_private: int) -> Ids:
+        """End the row of ``slot`` after ``columns`` shared blocks and ``num_private`` new private ones; what it held
+        behind is let go. Its promise shrinks by the shared blocks among that, for they may not become free. Returns the
+        ids freed. Raises OutOfBlocks, changing nothing."""
+        shared, end = int(self.shared[slot]), int(self.end[slot])
+        if num_private > self.available(slot) + end - shared:
+            raise OutOfBlocks(f"need {num_private} blocks in {self.name} for a copy; close a sequence first")
+        ids = self.table.take(slot, columns, end)[shared - columns :]
+        self.shared[slot] = columns
+        self._hold(slot, int(self.first[slot]), columns, max(0, int(self.promised[slot]) - (shared - columns)))
+        freed = self.release(ids)
+        self.grow(slot, num_private)
+        return freed
+
+    def check(self, elsewhere: Ids | None = None) -> None:
+        """Prove that every block is free, private in exactly one row, or one of those that are owned ``elsewhere``, and
+        that shared cells name only the latter. Raises CheckFailed naming ids or slots."""
+        others = np.empty(0, np.int32) if elsewhere is None else elsewhere
         self.free.check()
         columns = np.arange(self.table.cells.shape[1])
         inside = (columns >= self.first[:, None]) & (columns < self.end[:, None])
         rows = self.table.cells[:-1]
-        held = np.sort(rows[inside])
+        private = inside & (columns >= self.shared[:, None])
+        held = np.sort(np.concatenate((rows[private], others)))
         if not np.array_equal(held, self.free.held_ids()):
             odd = np.setxor1d(held, self.free.held_ids())[:16].tolist()
             raise CheckFailed(f"{self.name}: tables and free list disagree about blocks {odd or 'held twice'}")
+        strange = np.setdiff1d(rows[inside & ~private], others)
+        if len(strange):
+            raise CheckFailed(f"{self.name}: requests share blocks that nobody keeps: {strange[:16].tolist()}")
         outside = rows[~inside]
         if (outside != self.table.empty).any() or (self.table.cells[-1] != self.table.empty).any():
             raise CheckFailed(f"{self.name}: a table names blocks outside of what its request holds")
         claims = sum(self._claim(slot) for slot in range(len(self.end)))
-        if claims != self.claimed or self.claimed > self.free.num_free:
+        if claims != self.claimed or self.claimed > self.free.num_free + self.spare():
             raise CheckFailed(f"{self.name}: {claims} claims, {self.claimed} counted, {self.free.num_free} free")
 
     def _claim(self, slot: int) -> int:

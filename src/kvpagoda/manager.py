@@ -6,12 +6,13 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
+from kvpagoda.alloc.held import Ids
 from kvpagoda.batch import Batch, LayerView, StepBuffers
 from kvpagoda.books import Books
 from kvpagoda.errors import BadInput
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.schema import Schema
-from kvpagoda.sequence import Sequence, Tokens
+from kvpagoda.sequence import Sequence
 from kvpagoda.storage.arena import Arena, Device, default_device
 from kvpagoda.storage.pool import Pool
 from kvpagoda.storage.tables import DeviceTable
@@ -23,8 +24,9 @@ class KVCache(Books):
     ``budget`` (bytes or text) or ``num_blocks`` sets its size; every byte is allocated here and none later.
     ``max_requests`` may run at once. ``max_context``: the longest request in tokens (default: what fits, at most the
     model's own limit). ``step_tokens``: the most tokens of one request between two commits that window groups keep
-    room for. ``order``: see ``Arena``. ``poison`` fills all memory that nobody holds with NaN, to catch stale reads.
-    Raises BadInput, NeverFits. The life of a request (``open`` and what it returns) is that of ``Books``.
+    room for. ``checkpoints``: how many are kept for reuse where layers keep states or windows (default
+    ``max_requests``); ``checkpoint_every``: see ``Books``. ``order``: see ``Arena``. ``poison`` fills all memory that
+    nobody holds with NaN, to catch stale reads. Raises BadInput, NeverFits. The life of a request is that of ``Books``.
     """
 
     def __init__(
@@ -41,12 +43,16 @@ class KVCache(Books):
         step_tokens: int = 512,
         order: str | None = None,
         poison: bool = False,
+        checkpoints: int | None = None,
+        checkpoint_every: int = 0,
     ) -> None:
         self.schema = schema if dtype is None else schema.cast(str(dtype).removeprefix("torch."))
-        plan = self.schema.plan(budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=step_tokens)
-        super().__init__(plan, schema.vocab_size, max_context)
+        plan = self.schema.plan(
+            budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=step_tokens, checkpoints=checkpoints
+        )
+        super().__init__(plan, schema.vocab_size, max_context, checkpoint_every)
         self.device = default_device(device)
-        self.dummy_slot = max_requests
+        self.dummy_slot = plan.num_states - 1
         self._arenas = {
             ledger.name: Arena(group.demand.layout, group.num_rows, device=self.device, order=order)
             for ledger, group in zip(self.ledgers, plan.groups)
@@ -95,12 +101,17 @@ class KVCache(Books):
     def slot_opened(self, slot: int) -> None:
         self._states.reset(slot)
 
-    def sequence_freed(self, ledger: GroupLedger, ids: Tokens) -> None:
-        super().sequence_freed(ledger, ids)
+    def copy_state(self, source: int, target: int) -> None:
+        self._states.copy(np.array([source], np.int32), np.array([target], np.int32))
+
+    def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
+        self._arenas[ledger.name].copy(sources, targets)
+
+    def state_freed(self, row: int) -> None:
+        if self._poison:
+            self._states.poison(np.array([row], np.int32))
+
+    def blocks_freed(self, ledger: GroupLedger, ids: Ids) -> None:
+        super().blocks_freed(ledger, ids)
         if self._poison and len(ids):
             self._arenas[ledger.name].poison(ids)
-
-    def sequence_closed(self, slot: int, length: int) -> None:
-        super().sequence_closed(slot, length)
-        if self._poison:
-            self._states.poison(np.array([slot], np.int32))

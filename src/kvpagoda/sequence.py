@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from kvpagoda.errors import BadInput, OutOfBlocks, StaleHandle
 from kvpagoda.ledger import GroupLedger
+from kvpagoda.prefix import Lease
+from kvpagoda.reuse import PrefixMatch
 from kvpagoda.units import format_bytes
 
 Tokens = npt.NDArray[np.int32]
@@ -36,9 +38,13 @@ class Owner(Protocol):
     vocab_size: int | None
     max_context: int
 
-    def sequence_freed(self, ledger: GroupLedger, ids: Tokens) -> None: ...
+    def sequence_committed(self, sequence: Sequence) -> None: ...
 
-    def sequence_closed(self, slot: int, length: int) -> None: ...
+    def sequence_forked(self, sequence: Sequence, reserve: int) -> Sequence: ...
+
+    def sequence_rewound(self, sequence: Sequence, length: int) -> None: ...
+
+    def sequence_closed(self, sequence: Sequence) -> None: ...
 
 
 class Sequence:
@@ -48,9 +54,13 @@ class Sequence:
     were written. Every call either does all it says or raises and changes nothing; after ``close`` all raise StaleHandle.
     """
 
-    def __init__(self, owner: Owner, slot: int, prompt: Tokens) -> None:
+    def __init__(
+        self, owner: Owner, slot: int, prompt: Tokens, namespace: bytes, match: PrefixMatch, lease: Lease
+    ) -> None:
         self._owner, self._slot = owner, slot
-        self._tokens, self._prompt_length, self._length = prompt, len(prompt), 0
+        self._tokens, self.prompt_length, self._length = prompt, len(prompt), match.resumable
+        self.namespace, self.match, self.lease = namespace, match, lease
+        self.last_checkpoint = (-1, -1)
         self._open = True
 
     @property
@@ -70,8 +80,8 @@ class Sequence:
 
     @property
     def cached_tokens(self) -> int:
-        """Leading tokens of the prompt that need not be computed: always at most ``len(prompt) - 1``."""
-        return 0
+        """Leading tokens of the prompt that need not be computed: at most ``len(prompt) - 1``."""
+        return self.match.resumable
 
     @property
     def tokens(self) -> Tokens:
@@ -112,7 +122,8 @@ class Sequence:
             ledger.grow(self._slot, need)
 
     def commit(self, token_ids: Any) -> None:
-        """Say that the rows of the next ``len(token_ids)`` tokens are written; window groups free what slid out.
+        """Say that the rows of the next ``len(token_ids)`` tokens are written: whole blocks become shareable, window
+        groups free what slid out.
 
         Inside the prompt the ids must be the prompt's own. Raises BadInput (no room, other ids), StaleHandle.
         """
@@ -123,7 +134,7 @@ class Sequence:
             raise BadInput(
                 f"commit of {len(ids)} tokens after {self._length} passes the room of {self.room}; extend first"
             )
-        known = self._tokens[self._length : min(end, self._prompt_length)]
+        known = self._tokens[self._length : min(end, self.prompt_length)]
         if not np.array_equal(known, ids[: len(known)]):
             at = self._length + int(np.argmax(known != ids[: len(known)]))
             raise BadInput(f"commit names token {ids[at - self._length]} at {at}, the prompt has {self._tokens[at]}")
@@ -131,19 +142,39 @@ class Sequence:
             grown = np.empty(max(end, 2 * len(self._tokens)), np.int32)
             grown[: self._length] = self._tokens[: self._length]
             self._tokens = grown
-        if end > self._prompt_length:
+        if end > self.prompt_length:
             self._tokens[self._length : end] = ids
         self._length = end
-        for ledger in self._owner.ledgers:
-            self._owner.sequence_freed(ledger, ledger.slide(self._slot, end))
+        self._owner.sequence_committed(self)
+
+    def fork(self, *, reserve: int | None = None) -> Sequence:
+        """A second request with the same committed tokens, to go another way: whole blocks are shared, the partial block,
+        windows and state rows copied. ``reserve``: tokens that it may come to hold (default: those committed).
+
+        Raises RetryLater if there is no slot or no room; nothing changed then.
+        """
+        self._check_open()
+        return self._owner.sequence_forked(self, max(self._length, reserve or 0))
+
+    def rewind(self, n: int) -> None:
+        """Take back the last ``n`` committed tokens; others may follow them. Room for them stays.
+
+        Raises BadInput for more tokens than there are, or where a layer keeps something that cannot go back so far: it
+        names the layer. Raises OutOfBlocks if a shared block must be copied and there is no room. Nothing changed then.
+        """
+        self._check_open()
+        if not 0 <= n <= self._length:
+            raise BadInput(f"cannot rewind {n} of {self._length} tokens")
+        if n:
+            self._owner.sequence_rewound(self, self._length - n)
+            self._length -= n
+            self.prompt_length = min(self.prompt_length, self._length)
 
     def close(self) -> None:
-        """Give everything back. Raises StaleHandle the second time."""
+        """Give everything back; whole blocks stay for others to find. Raises StaleHandle the second time."""
         self._check_open()
+        self._owner.sequence_closed(self)
         self._open = False
-        for ledger in self._owner.ledgers:
-            self._owner.sequence_freed(ledger, ledger.close(self._slot))
-        self._owner.sequence_closed(self._slot, self._length)
 
     def __enter__(self) -> Sequence:
         self._check_open()

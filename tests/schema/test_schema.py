@@ -165,10 +165,12 @@ def test_a_plan_is_what_the_arenas_take_and_nothing_larger_fits(seed: int) -> No
 
 def test_groups_of_equally_long_requests_fill_together() -> None:
     """A window group gets blocks for what all requests can hold at once, never more; full layers get the rest."""
-    plan = schema_of(FULL, WINDOW).plan("64MiB", 4, 16, step_tokens=16)
+    plan = schema_of(FULL, WINDOW).plan("64MiB", 4, 16, step_tokens=16, checkpoints=0)
     full, window = plan.groups
     assert window.num_blocks == 4 * window.most_blocks < full.num_blocks  # type: ignore[operator]
     assert plan.longest_context == full.num_blocks * 16
+    more = schema_of(FULL, WINDOW).plan("64MiB", 4, 16, step_tokens=16, checkpoints=3).groups[1]
+    assert more.num_blocks == window.num_blocks + 3 * 8  # 100 tokens lie in at most 8 blocks of 16
 
 
 def test_a_budget_too_small_names_the_bytes_of_one_request() -> None:
@@ -176,7 +178,7 @@ def test_a_budget_too_small_names_the_bytes_of_one_request() -> None:
     with pytest.raises(NeverFits, match=r"one request of up to 16 tokens needs (\S+) bytes") as error:
         schema.plan("10KB", 3)
     need = int(str(error.value).split("needs ")[1].split(" bytes")[0].replace(",", ""))
-    assert need == 2 * 16 * 2048 + 4 * schema.state_layout.nbytes
+    assert need == 2 * 16 * 2048 + (3 + 3 + 1) * schema.state_layout.nbytes  # requests, checkpoints, the dummy
     assert schema.plan(need, 3).groups[0].num_blocks == 1
 
 

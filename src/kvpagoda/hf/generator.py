@@ -81,7 +81,8 @@ class Generator:
         for request, sequence in self._running:
             if sequence.length < len(request.prompt):
                 most = min(self._chunk, self._runner.most_tokens(sequence) or self._chunk)
-                tokens = request.prompt[sequence.length : sequence.length + most]
+                stop = self.cache.next_checkpoint(sequence) or len(request.prompt)
+                tokens = request.prompt[sequence.length : min(sequence.length + most, stop)]
             else:
                 tokens = np.array(request.output[-1:], np.int32)
             sequence.extend(len(tokens))

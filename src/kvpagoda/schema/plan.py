@@ -78,6 +78,7 @@ class Plan:
     schema_name: str
     block_size: int
     max_requests: int
+    num_checkpoints: int
     budget: int
     groups: tuple[GroupPlan, ...]
     kinds: tuple[KindUse, ...]
@@ -92,8 +93,8 @@ class Plan:
 
     @property
     def num_states(self) -> int:
-        """State rows: one for each running request, and one dummy row for padded rows (the last)."""
-        return self.max_requests + 1
+        """State rows: one for each running request and each checkpoint, and one dummy row for padded rows (the last)."""
+        return self.max_requests + self.num_checkpoints + 1
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +155,7 @@ class Plan:
             "block_size": self.block_size,
             "hit_granularity": self.hit_granularity,
             "max_requests": self.max_requests,
+            "checkpoints": self.num_checkpoints,
             "bytes_per_token": round(self.bytes_per_token, 3),
             "state_bytes_per_request": self.state_nbytes,
             "num_states": self.num_states,
@@ -186,7 +188,8 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"{self.schema_name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}"]
-        lines.append(f"block of {self.block_size} tokens, up to {self.max_requests} requests")
+        checkpoints = f", {self.num_checkpoints} checkpoints" if self.num_checkpoints else ""
+        lines.append(f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}")
         lines.append("")
         kinds = [(k.label, str(k.num_layers), f"{k.bytes_per_token:,.0f}", f"{k.state_nbytes:,}") for k in self.kinds]
         lines += _table(("layer kind", "layers", "B/token", "B/request"), kinds)
@@ -243,6 +246,7 @@ def make_plan(
     step_tokens: int,
     max_positions: int | None,
     lengths: tuple[int, ...],
+    checkpoints: int,
 ) -> Plan:
     """Give every group the same number of blocks, a bounded group never more than all requests can hold at once.
 
@@ -251,6 +255,8 @@ def make_plan(
     """
     if (budget is None) == (num_blocks is None):
         raise BadInput("give either a budget in bytes or num_blocks, not both and not neither")
+    if checkpoints < 0:
+        raise BadInput(f"checkpoints must not be negative, got {checkpoints}")
     for what, number in (("max_requests", max_requests), ("step_tokens", step_tokens), ("num_blocks", num_blocks)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise BadInput(f"{what} must be a positive whole number, got {number!r}")
@@ -262,9 +268,11 @@ def make_plan(
         groups = []
         for demand in demands:
             most = demand.growth.most_blocks(block_size, step_tokens)
-            cap = n if most is None else min(n, max_requests * most)
+            window = demand.growth.most_blocks(block_size, 1)
+            cap = n if most is None or window is None else min(n, max_requests * most + checkpoints * window)
             groups.append(GroupPlan(demand, block_size, cap, most))
-        return Plan(name, block_size, max_requests, total, tuple(groups), kinds, state_layout, max_positions, lengths)
+        sizes = (block_size, max_requests, checkpoints, total)
+        return Plan(name, *sizes, tuple(groups), kinds, state_layout, max_positions, lengths)
 
     if num_blocks is not None:
         return at(num_blocks, at(num_blocks, 0).nbytes)
@@ -274,10 +282,10 @@ def make_plan(
         raise NeverFits(
             f"a budget of {format_bytes(budget)} is too small for {name}: one request of up to {block_size} tokens needs "
             f"{least.nbytes:,} bytes ({format_bytes(least.nbytes)}), of which {least.num_states * least.state_nbytes:,} "
-            f"are the state rows of max_requests={max_requests}; raise the budget or lower max_requests"
+            f"are the state rows of max_requests={max_requests} and {checkpoints} checkpoints; raise the budget or lower them"
         )
     low, high = 1, 2 + budget // max(1, sum(demand.layout.nbytes for demand in demands if demand.growth.span is None))
-    high = min(high, 2 + max_requests * max((g.most_blocks or high for g in least.groups), default=1))
+    high = min(high, 2 + (max_requests + checkpoints) * max((g.most_blocks or high for g in least.groups), default=1))
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if at(middle, budget).nbytes <= budget else (low, middle)

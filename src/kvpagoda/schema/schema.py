@@ -187,12 +187,14 @@ class Schema:
         num_blocks: int | None = None,
         step_tokens: int = 512,
         lengths: tuple[int, ...] = (1024, 8192, 32768, 131072),
+        checkpoints: int | None = None,
     ) -> Plan:
         """Divide ``budget`` (bytes or text), or size for ``num_blocks``, for ``max_requests`` running at once.
 
         ``step_tokens``: the most tokens of one request written between two commits (a prefill chunk); window groups
-        keep room for them. ``lengths``: for which to count the requests that fit. Raises BadInput, and NeverFits if
-        not even one block of one request has room.
+        keep room for them. ``lengths``: for which to count the requests that fit. ``checkpoints``: places for copied
+        windows and states (default ``max_requests`` where layers keep any, else none). Raises BadInput, and NeverFits
+        if not even one block of one request has room.
         """
         size = self.block_size(block_size)
         demands = tuple(
@@ -211,6 +213,7 @@ class Schema:
             step_tokens=step_tokens,
             max_positions=self.max_positions,
             lengths=lengths,
+            checkpoints=self._checkpoints(max_requests) if checkpoints is None else checkpoints,
         )
 
     def _kind_uses(self, block_size: int) -> tuple[KindUse, ...]:
@@ -223,3 +226,8 @@ class Schema:
             use[1] += sum(layout.layer_nbytes(layer.index) for layout in blocks) / block_size
             use[2] += self.state_layout.layer_nbytes(layer.index)
         return tuple(KindUse(label, int(n), per_token, int(state)) for label, (n, per_token, state) in uses.items())
+
+    def _checkpoints(self, max_requests: int) -> int:
+        """As many checkpoints as requests for models that need them to resume: those that keep windows or states."""
+        bounded = self.state_layout.nbytes or any(group.growth.span is not None for group in self.groups)
+        return max_requests if bounded else 0
