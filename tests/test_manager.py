@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvpagoda.alloc.held import Ids
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
+from kvpagoda.ledger import GroupLedger
 from kvpagoda.manager import KVCache
 from kvpagoda.schema import Attention, Compressed, Growth, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared
 from kvpagoda.sequence import Sequence
@@ -34,6 +36,12 @@ SCHEMAS = {
     "state": schema_of(STATE),
 }
 
+SHARING = {
+    "mixed": MIXED,
+    "full and state": schema_of(FULL, Recurrent((Rows("recurrent", (9, 8, 4), "float32"),))),
+    "windows": schema_of(WINDOW, WINDOW, WINDOW, CHUNK),
+}
+
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_open_extend_commit_close_returns_everything(name: str) -> None:
@@ -53,7 +61,8 @@ def test_open_extend_commit_close_returns_everything(name: str) -> None:
 def test_the_plan_says_what_the_arenas_take() -> None:
     cache = KVCache(MIXED, "64KiB", max_requests=3, device="cpu")
     assert cache.nbytes == cache.plan.nbytes <= 64 * 1024
-    assert KVCache(MIXED, "64KiB", max_requests=3, device="cpu", order="layer").nbytes == cache.plan.nbytes
+    split = KVCache(MIXED, "64KiB", max_requests=3, device="cpu", order="layer")
+    assert split.nbytes == split.plan.nbytes <= 64 * 1024 and not split.plan.num_sectors and cache.plan.num_sectors
 
 
 def test_a_window_group_frees_what_slid_out() -> None:
@@ -134,7 +143,7 @@ def test_reset_forgets_what_was_kept_and_only_when_nothing_runs() -> None:
 def test_a_twelve_token_prompt_uses_one_block_per_group() -> None:
     cache = KVCache(MIXED, num_blocks=9, max_requests=4, device="cpu")
     cache.open(range(12))
-    assert [group.held for group in cache.stats().groups] == [1, 1, 1]
+    assert [group.held for group in cache.stats().groups] == [1, 1, 1, 1]
 
 
 def test_stale_handles_raise() -> None:
@@ -228,7 +237,8 @@ def test_index_arrays_in_both_dialects() -> None:
     assert full.block_table[0, :3].tolist() == table_a[:3].tolist() and full.block_table[2, 0] == 0
     assert full.kv_indptr.tolist() == [0, 3, 4, 4] and full.kv_last_page_len.tolist() == [4, 3, 0]
     assert full.kv_indices.tolist() == [*table_a[:3], table_b[0]]
-    assert batch.state_indices.tolist() == [a.slot, b.slot, cache.plan.num_states - 1]
+    states = batch.state_indices.tolist()
+    assert states[2] == 0 and len({*states}) == 3  # padded rows use the padding block, which no request has
     assert batch.step.request_slots.tolist() == [a.slot, b.slot, -1]
     # the token at 11 reads 7..11: the first block (0..3) has slid out, the second starts at 4
     assert window.kv_indptr.tolist() == [0, 2, 3, 3] and window.kv_start.tolist() == [4, 0, 0]
@@ -277,14 +287,16 @@ def test_freed_memory_is_poisoned_and_states_are_reset() -> None:
     cache = KVCache(MIXED, num_blocks=8, max_requests=1, device="cpu", poison=True)
     sequence = cache.open(range(20))
     view = cache.batch([sequence], [20]).layer(2)
-    assert torch.equal(view["recurrent"][sequence.slot], torch.zeros(1, 2, 4, 4))
+    row = int(view.state_indices[0])
+    assert torch.equal(view["recurrent"][row], torch.zeros(1, 2, 4, 4))
     view["k"].fill_(1.0)
     block = int(view.block_table[0, 0])
-    view["recurrent"][sequence.slot] = 7.0
+    view["recurrent"][row] = 7.0
     sequence.close()
-    assert view["k"][block].isnan().all() and view["recurrent"][0].isnan().all()
+    assert view["k"][block].isnan().all() and view["recurrent"][row].isnan().all()
     with cache.open([1]) as again:
-        assert not cache.batch([again], [1]).layer(2)["recurrent"][again.slot].any()
+        view = cache.batch([again], [1]).layer(2)
+        assert not view["recurrent"][view.state_indices[0]].any()
 
 
 def row_values(tokens: np.ndarray, namespace: int) -> np.ndarray:
@@ -320,8 +332,8 @@ class FakeEngine:
                 for row, sequence in enumerate(sequences):
                     self._compare(view, layer, field, row, sequence, values[row])
             for name in (rows.name for rows in layer.state_rows()):
-                for s, v in zip(sequences, values):
-                    state = view[name][s.slot]
+                for s, v, state_row in zip(sequences, values, view.state_indices.tolist()):
+                    state = view[name][state_row]
                     assert (state == (float(v[s.length - 1]) if s.length else 0.0)).all()
                     state[:] = float(v[-1])
 
@@ -408,23 +420,42 @@ def test_rows_read_back_are_the_rows_written(name: str, checkpoints: int) -> Non
     assert checkpoints < 8 or cache.stats().cached_tokens > 20
 
 
+@pytest.mark.parametrize(("name", "budget", "least"), [("mixed", 24_000, 5), ("full and state", 24_000, 5), ("windows", 7_000, 0)])
+def test_rows_stay_right_when_groups_share_one_budget_and_blocks_move(name: str, budget: int, least: int) -> None:
+    cache = KVCache(
+        SHARING[name], budget, max_requests=6, block_size=4, device="cpu", poison=True, step_tokens=9,
+        checkpoints=8, checkpoint_every=2,
+    )  # fmt: skip
+    num_moved, move = 0, cache.move_blocks
+
+    def count(ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
+        nonlocal num_moved
+        num_moved += len(sources)
+        move(ledger, sources, targets)
+
+    cache.move_blocks = count  # type: ignore[method-assign]
+    traffic(cache, 1500, seed=4, engine=FakeEngine(cache))
+    assert num_moved >= least and cache.stats().cached_tokens > 15
+
+
 def test_fork_copies_what_is_written_to_and_shares_the_rest() -> None:
     cache = KVCache(MIXED, num_blocks=40, max_requests=4, block_size=4, device="cpu")
     parent = cache.open(range(10))
     view = cache.batch([parent], [10]).layer(2)
     view["k"][view.slot_mapping.long() // 4, view.slot_mapping.long() % 4] = 1.0
-    view["recurrent"][parent.slot] = 5.0
+    view["recurrent"][view.state_indices[0]] = 5.0
     parent.commit(range(10))
     child = parent.fork(reserve=20)
+    mine, theirs = (cache.ledgers[-1].table.cells[one.slot, 0] for one in (parent, child))
     assert child.tokens.tolist() == list(range(10)) and child.cached_tokens == 10
     table = cache.ledgers[0].table.cells
     assert (
         table[child.slot, :2].tolist() == table[parent.slot, :2].tolist()
         and table[child.slot, 2] != table[parent.slot, 2]
     )
-    assert (view["k"][table[child.slot, 2], :2] == 1).all() and (view["recurrent"][child.slot] == 5).all()
-    view["recurrent"][child.slot] = 6.0
-    assert (view["recurrent"][parent.slot] == 5).all()
+    assert (view["k"][table[child.slot, 2], :2] == 1).all() and (view["recurrent"][theirs] == 5).all()
+    view["recurrent"][theirs] = 6.0
+    assert (view["recurrent"][mine] == 5).all()
     cache.check()
     parent.close()
     child.extend(2)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kvpagoda.alloc.held import Ids
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.schema import Compressed, Layer
@@ -88,7 +89,8 @@ class BatchSource(Protocol):
     batch_number: int
     num_closed: int
     block_size: int
-    dummy_slot: int
+
+    def state_rows(self, slots: Array) -> Ids: ...
 
     def layer_view(self, batch: Batch, index: int) -> LayerView: ...
 
@@ -96,7 +98,7 @@ class BatchSource(Protocol):
 class LayerView:
     """What one layer's kernels need for one step: its pools, its group's arrays, and who the tokens belong to.
 
-    ``view["k"]`` is a field of the layer's blocks ``[blocks, rows, *shape]`` or of its state rows ``[slots + 1, ...]``.
+    ``view["k"]`` is a field of the layer's blocks ``[blocks, rows, *shape]`` or of its states, by ``state_indices``.
     Valid until the next ``KVCache.batch`` or the close of one of its sequences; makes no copies.
     """
 
@@ -105,7 +107,7 @@ class LayerView:
         batch: Batch,
         layer: Layer,
         blocks: Pool | None,
-        state: Pool,
+        state: Pool | None,
         group: tuple[GroupLedger, DeviceTable] | None,
     ) -> None:
         self.layer, self.blocks, self.state = layer, blocks, state
@@ -128,14 +130,15 @@ class LayerView:
         raise AttributeError(name)
 
     def __getitem__(self, field: str) -> Tensor:
-        if self.blocks is not None and field in self.blocks.fields:
-            return self.blocks[field]
-        return self.state[field]
+        pool = self.blocks if self.blocks is not None and field in self.blocks.fields else self.state
+        if pool is None:
+            raise BadInput(f"layer {self.layer.index} ({self.layer.label}) keeps no field {field!r}")
+        return pool[field]
 
     def handle(self) -> LayerCacheHandle:
         """The handle of a compressed-attention layer. Raises BadInput for any other kind."""
         kind = next((kind for kind in self.layer.kinds if isinstance(kind, Compressed)), None)
-        if kind is None:
+        if kind is None or self.state is None:
             raise BadInput(f"layer {self.layer.index} ({self.layer.label}) has no compressed attention")
         return LayerCacheHandle(kind, self.blocks, self.state, self._slot_table, self.step)
 
@@ -173,11 +176,13 @@ class Batch:
         put = cache.buffers.put
         token_slots = slots[self._row_of].astype(np.int32)
         self.qo_indptr = put("qo_indptr", indptr.astype(np.int32))
-        self.state_indices = put("state_indices", np.where(slots < 0, cache.dummy_slot, slots).astype(np.int32))
+        states = cache.state_rows(slots)
+        self.state_indices = put("state_indices", states)
         self.step = Step(
             put("request_slots", token_slots),
             put("positions", self._positions.astype(np.int32)),
             put("request_ids", self._row_of.astype(np.int32)),
+            put("state_rows", states[self._row_of]),
         )
         self._arrays: dict[str, GroupArrays] = {}
 

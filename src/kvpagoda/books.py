@@ -9,11 +9,12 @@ import numpy as np
 
 from kvpagoda.alloc import FreeList
 from kvpagoda.alloc.held import Ids
-from kvpagoda.errors import BadInput, CheckFailed, NeverFits, RetryLater, StaleHandle
+from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.prefix import Lease, Match
 from kvpagoda.reuse import PrefixMatch, Reuse
 from kvpagoda.schema import Plan
+from kvpagoda.sectors import Sectors
 from kvpagoda.sequence import Sequence, as_tokens
 from kvpagoda.units import ceil_div, format_bytes
 
@@ -70,15 +71,18 @@ class Books:
         limits = [limit for limit in (plan.longest_context, plan.max_positions, max_context) if limit is not None]
         self.max_context = min(limits, default=DEFAULT_CONTEXT)
         columns = ceil_div(self.max_context, plan.block_size)
-        self.ledgers = tuple(GroupLedger(group, plan.max_requests, columns) for group in plan.groups)
+        self.ledgers = tuple(
+            GroupLedger(group, plan.max_requests, 1 if group.demand.growth.is_state else columns)
+            for group in plan.groups
+        )
         self.reuse = Reuse(
             self.ledgers,
             plan.block_size,
-            has_state=plan.state_nbytes > 0,
-            rows=FreeList(plan.num_checkpoints, first=plan.max_requests, what="checkpoints"),
+            num_checkpoints=plan.num_checkpoints,
             most_unbacked=8 * columns,
             memory=self,
         )
+        self.sectors = Sectors(plan.num_sectors, self.ledgers, mover=self) if plan.num_sectors else None
         self._every = checkpoint_every * plan.block_size
         self._slots = FreeList(plan.max_requests, what="request slots")
         self._running: dict[int, Sequence] = {}
@@ -116,18 +120,16 @@ class Books:
             raise RetryLater(f"all {self.max_requests} request slots are in use; close one, or raise max_requests")
         space = namespace_key(namespace)
         match, found = self.reuse.find(prompt, space)
-        lease = self._pin_with_room(wanted, match, found)
+        slot = int(self._slots.acquire(1)[0])
+        lease = self._promise_from(slot, wanted, match, found)
         if lease is None:  # the checkpoint itself may be what is in the way
             found = PrefixMatch(found.num_tokens, 0, "memory")
-            lease = self._pin_with_room(wanted, match, found)
+            lease = self._promise_from(slot, wanted, match, found)
         if lease is None:
+            self._slots.release_id(slot)
             raise RetryLater(self._shortage(wanted))
-        slot = int(self._slots.acquire(1)[0])
-        self.slot_opened(slot)
-        for ledger, blocks in zip(self.ledgers, wanted):
-            ledger.promise(slot, blocks)
-        self.reuse.tree.touch(lease)
-        self.reuse.restore(slot, found, match)
+        with self.reuse.held(found):
+            self.reuse.restore(slot, found)
         for ledger in self.ledgers:
             ledger.grow(slot, ledger.wanted(slot, room))
         sequence = self._running[slot] = Sequence(self, slot, prompt, space, found, lease)
@@ -135,20 +137,36 @@ class Books:
         self._cached += found.resumable
         return sequence
 
-    def _pin_with_room(self, wanted: list[int], match: Match, found: PrefixMatch) -> Lease | None:
-        """Pin what a request starts from; None, with nothing pinned, if the promises to it could not be kept."""
+    def _promise_from(self, slot: int, wanted: list[int], match: Match, found: PrefixMatch) -> Lease | None:
+        """Pin what a request starts from and promise it the rest; None, with nothing pinned or promised, if that cannot be."""
         columns = found.resumable // self.block_size
         lease = self.reuse.tree.pin(match, columns)
+        self.reuse.tree.touch(lease)
+        if self.reuse.full is not None:
+            self.reuse.full.adopt(slot, match.ids[0, :columns])
+        with self.reuse.held(found):
+            if self._promise(slot, wanted):
+                return lease
+        self.reuse.tree.unpin(lease)
+        return None
+
+    def _promise(self, slot: int, wanted: list[int]) -> bool:
+        """Promise ``slot`` so many blocks in every group, those it holds included, or nothing: then it holds nothing."""
         for ledger, blocks in zip(self.ledgers, wanted):
-            new = blocks - (columns if ledger is self.reuse.full else 0)
-            if new > ledger.available() - self.reuse.in_use(ledger, found):
-                self.reuse.tree.unpin(lease)
-                return None
-        return lease
+            if blocks - int(ledger.end[slot]) > ledger.available():
+                for undone in self.ledgers:
+                    undone.close(slot)
+                return False
+            ledger.promise(slot, blocks)
+        return True
 
     def _shortage(self, wanted: list[int]) -> str:
         """Which group lacks how many blocks, and how they could become free."""
         short = [(ledger, blocks) for ledger, blocks in zip(self.ledgers, wanted) if blocks > ledger.available()]
+        if not short:
+            return (
+                f"{wanted} blocks needed in {[ledger.name for ledger in self.ledgers]} at once; close a sequence first"
+            )
         return "; ".join(
             f"{blocks} blocks needed, {ledger.available()} not yet promised, of {ledger.plan.num_blocks} in {ledger.name}: "
             f"{blocks - ledger.available()} more must be freed by running requests"
@@ -158,7 +176,7 @@ class Books:
     def next_checkpoint(self, sequence: Sequence) -> int | None:
         """The next position at which a step of ``sequence`` should end, so that a checkpoint can be kept there; None
         where it does not matter. Inside the prompt only: single tokens pass every boundary anyway."""
-        if not self.reuse.needs_checkpoint:
+        if not self.reuse.bounded:
             return None
         due = [
             self._prompt_end(sequence),
@@ -179,7 +197,11 @@ class Books:
         if num_tokens > self.max_context:
             hint = self._sizes(num_tokens)
             raise NeverFits(f"{num_tokens} tokens are more than the longest context of {self.max_context}; {hint}")
-        return [self._wanted_blocks(ledger, room, num_tokens) for ledger in self.ledgers]
+        wanted = [self._wanted_blocks(ledger, room, num_tokens) for ledger in self.ledgers]
+        if not self.plan.holds(wanted):
+            need = format_bytes(sum(n * ledger.plan.row_nbytes for n, ledger in zip(wanted, self.ledgers)))
+            raise NeverFits(f"{num_tokens} tokens need {wanted} blocks, {need} in all; {self._sizes(num_tokens)}")
+        return wanted
 
     # -- called by sequences -----------------------------------------------------------------------------------------
 
@@ -189,7 +211,7 @@ class Books:
         self.reuse.publish(slot, sequence.lease, sequence.tokens)
         for ledger in self.ledgers:
             self.blocks_freed(ledger, ledger.slide(slot, length))
-        if length % self.block_size or not self.reuse.needs_checkpoint:
+        if length % self.block_size or not self.reuse.bounded:
             return
         in_prompt = length < sequence.prompt_length
         due = (self._prompt_end(sequence), sequence.match.num_tokens // self.block_size * self.block_size)
@@ -203,23 +225,23 @@ class Books:
     def sequence_forked(self, sequence: Sequence, reserve: int) -> Sequence:
         """A new sequence with the tokens of ``sequence``; see ``Sequence.fork``."""
         tokens, length, parent = sequence.tokens.copy(), sequence.length, sequence.slot
-        columns = ceil_div(length, self.block_size)
-        wanted = self.check_fits(reserve)
+        wanted = [
+            max(blocks, ceil_div(length, ledger.block_size) - int(ledger.first[parent]))
+            for ledger, blocks in zip(self.ledgers, self.check_fits(reserve))
+        ]
         found = PrefixMatch(length, length, "nothing")
         if not self._slots.num_free:
             raise RetryLater(f"all {self.max_requests} request slots are in use; close one, or raise max_requests")
-        shared = sequence.lease.num_blocks
-        for ledger, blocks in zip(self.ledgers, wanted):
-            new = max(blocks, columns - int(ledger.first[parent])) - (shared if ledger is self.reuse.full else 0)
-            if new > ledger.available():
-                raise RetryLater(f"{new} blocks needed to fork, {ledger.available()} available in {ledger.name}")
-        lease = self.reuse.tree.pin(sequence.lease)
         slot = int(self._slots.acquire(1)[0])
-        self.slot_opened(slot)
-        for ledger, blocks in zip(self.ledgers, wanted):
-            ledger.promise(slot, blocks)
-            self.reuse.duplicate(ledger, parent, slot, columns)
-        self.copy_state(parent, slot)
+        full = self.reuse.full
+        if full is not None:
+            full.adopt(slot, full.table.cells[parent, : full.shared[parent]].copy())
+        if not self._promise(slot, wanted):
+            self._slots.release_id(slot)
+            raise RetryLater(self._shortage(wanted))
+        lease = self.reuse.tree.pin(sequence.lease)
+        for ledger in self.ledgers:
+            self.reuse.duplicate(ledger, parent, slot, length)
         child = self._running[slot] = Sequence(self, slot, tokens, sequence.namespace, found, lease)
         self.num_opened += 1
         return child
@@ -227,12 +249,12 @@ class Books:
     def sequence_rewound(self, sequence: Sequence, length: int) -> None:
         """Everything of ``sequence`` goes back to ``length`` tokens; see ``Sequence.rewind``."""
         slot = sequence.slot
-        if self.plan.state_nbytes:
-            layers = sorted({place.layer for place in self.plan.state_layout.places})
-            raise BadInput(
-                f"layers {layers[:8]} keep states of {sequence.length} tokens, which do not go back to {length}"
-            )
         for ledger in self.ledgers:
+            if ledger.growth.is_state:
+                layers = list(ledger.plan.demand.layers)
+                raise BadInput(
+                    f"layers {layers[:8]} keep states of {sequence.length} tokens, which do not go back to {length}"
+                )
             first = ledger.growth.first_needed(length) // self.block_size
             if first < ledger.first[slot]:
                 furthest = int(ledger.first[slot]) * self.block_size
@@ -249,26 +271,60 @@ class Books:
         self._slots.release_id(slot)
         self.num_closed += 1
         self._computed += sequence.length - sequence.cached_tokens
-        self.state_freed(slot)
+
+    def room_wanted(self, sequence: Sequence, n: int) -> None:
+        """Make room for ``n`` tokens after those of ``sequence``; see ``Sequence.extend``."""
+        slot, length = sequence.slot, sequence.length
+        needs = [ledger.wanted(slot, length + n) for ledger in self.ledgers]
+        promised = [int(ledger.promised[slot]) for ledger in self.ledgers]
+        try:
+            for ledger, need in zip(self.ledgers, needs):
+                if need > ledger.available(slot):
+                    raise OutOfBlocks(
+                        f"need {need} blocks, {ledger.available(slot)} available ({ledger.free.num_free} free, "
+                        f"{ledger.claimed} promised to running requests) of {ledger.plan.num_blocks} in "
+                        f"{ledger.name}; close a sequence or raise the budget (now {format_bytes(self.budget)})"
+                    )
+                ledger.promise(slot, max(int(ledger.promised[slot]), int(ledger.end[slot] - ledger.first[slot]) + need))
+            if length + n > self.max_context:
+                raise BadInput(f"{length} + {n} tokens are more than the longest context of {self.max_context}")
+            for ledger, need in zip(self.ledgers, needs):
+                ledger.grow(slot, need)
+        finally:
+            for ledger, blocks in zip(self.ledgers, promised):
+                ledger.promise(slot, blocks)
+
+    # -- moving blocks -----------------------------------------------------------------------------------------------
+
+    def move_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
+        """Blocks ``sources`` of ``ledger`` go to the free places ``targets``; whoever named them names the new places."""
+        self.copy_blocks(ledger, sources, targets)
+        names = np.arange(ledger.plan.num_rows, dtype=np.int32)
+        names[sources] = targets
+        ledger.rename(names)
+        self.reuse.rename(ledger, names)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
-
-    def slot_opened(self, slot: int) -> None:
-        """A request was admitted to ``slot``; nothing of the slot's former request may be left in it."""
-
-    def copy_state(self, source: int, target: int) -> None:
-        """Copy state row ``source`` to ``target``: slots and checkpoint rows are rows of one arena."""
 
     def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         """Copy blocks of one group."""
 
-    def state_freed(self, row: int) -> None:
-        """Nobody holds state row ``row`` any more."""
+    def sectors_given(self, ledger: GroupLedger, sectors: Ids) -> None:
+        """The memory of ``sectors`` is now that of ``ledger``; what another group left there means nothing."""
 
     def blocks_freed(self, ledger: GroupLedger, ids: Ids) -> None:
         """Nobody holds blocks ``ids`` of ``ledger`` any more."""
-        held = ledger.free.num_ids - ledger.free.num_free + len(ids)
+        held = self._num_held(ledger) + len(ids)
         self._peaks[ledger.name] = max(self._peaks[ledger.name], held)
+
+    def _num_held(self, ledger: GroupLedger) -> int:
+        return self._num_blocks(ledger) - ledger.free.num_free
+
+    def _num_blocks(self, ledger: GroupLedger) -> int:
+        """Blocks that the group has memory for now."""
+        if self.sectors is None:
+            return ledger.free.num_ids
+        return self.sectors.num_owned(ledger) * ledger.plan.per_sector
 
     # -- proof and figures -------------------------------------------------------------------------------------------
 
@@ -276,12 +332,12 @@ class Books:
         """Counters; cheap enough for every step."""
         groups = []
         for ledger in self.ledgers:
-            held = ledger.free.num_ids - ledger.free.num_free
+            held = self._num_held(ledger)
             peak = self._peaks[ledger.name] = max(self._peaks[ledger.name], held)
             groups.append(
                 GroupStats(
                     ledger.plan.name,
-                    ledger.free.num_ids,
+                    self._num_blocks(ledger),
                     ledger.free.num_free,
                     held,
                     ledger.spare(),
@@ -307,8 +363,11 @@ class Books:
         if sorted(self._running) != self._slots.held_ids().tolist():
             raise CheckFailed(f"slots {sorted(self._running)} run, {self._slots.held_ids().tolist()} are held")
         self.reuse.check()
+        if self.sectors is not None:
+            self.sectors.check()
         for ledger in self.ledgers:
-            ledger.check(self.reuse.owned_ids(ledger))
+            absent = None if self.sectors is None else self.sectors.absent_ids(ledger)
+            ledger.check(self.reuse.owned_ids(ledger), absent)
             idle = [slot for slot in np.flatnonzero(ledger.end).tolist() if slot not in self._running]
             short = [
                 slot
@@ -343,10 +402,10 @@ class Books:
 
     def _sizes(self, num_tokens: int) -> str:
         """How many bytes a request of that length takes, as the end of an error."""
-        need = sum(
-            (ledger.plan.blocks_for(num_tokens) + 1) * ledger.plan.demand.layout.nbytes for ledger in self.ledgers
-        )
-        need += self.plan.num_states * self.plan.state_nbytes
+        need = self.plan.nbytes if self.plan.num_sectors else 0
+        for group in self.plan.groups:
+            blocks = group.num_blocks if group.demand.growth.is_state else group.blocks_for(num_tokens)
+            need += (blocks + 1) * group.row_nbytes
         return f"a budget of at least {format_bytes(need)} would hold it (now {format_bytes(self.budget)})"
 
 

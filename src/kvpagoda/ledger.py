@@ -8,21 +8,23 @@ import numpy as np
 
 from kvpagoda.alloc import BlockTable, FreeList
 from kvpagoda.alloc.held import Ids
-from kvpagoda.errors import CheckFailed, OutOfBlocks
+from kvpagoda.errors import CheckFailed
 from kvpagoda.schema.plan import GroupPlan
 from kvpagoda.units import ceil_div
 
 
 class GroupLedger:
-    """Blocks ``first_id .. first_id + num_blocks - 1`` of one group. The id before them is the padding block: it absorbs
-    the writes of padded rows, marks an empty cell, and is never handed out (0, or -1: the last record).
+    """Blocks ``first_id .. first_id + num_blocks - 1`` of one group. The padding block absorbs the writes of padded rows,
+    marks an empty cell, and is never handed out: 0, or -1, the last record, where ids start from 0.
 
     A request's table row is
 
         | empty | shared: first .. shared - 1 | private: .. end - 1 | empty |    left of ``first``: slid out of the window
 
     The private blocks are the request's own; the shared ones belong to somebody else (a prefix tree), who keeps them while
-    the request runs. Blocks that others own and would give up are ``spare``; ``reclaim(n)`` makes them free.
+    the request runs. Blocks that others own and would give up are ``spare``; ``reclaim(n)`` makes ``n`` of them free.
+    Where groups share an arena, ``reach`` says how far a surplus of this group goes with what the others have left over,
+    and ``fetch(n)`` sees to it that ``n`` blocks are free. ``prepare(ids)`` is told of blocks that a request is given.
 
     A *promise* is the most blocks that a request may come to hold; what it does not hold yet is its *claim*, and nobody
     else is given blocks that are claimed. So a request that was admitted can always finish.
@@ -34,13 +36,14 @@ class GroupLedger:
         num_slots: int,
         num_columns: int,
         *,
-        first_id: int = 1,
+        first_id: int | None = None,
         name: str | None = None,
     ) -> None:
         self.plan, self.growth, self.block_size = plan, plan.demand.growth, plan.block_size
         self.name = f"group {plan.name!r}" if name is None else name
+        first_id = plan.first_id if first_id is None else first_id
         self.free = FreeList(plan.num_blocks, first=first_id, what=f"blocks of {self.name}")
-        self.table = BlockTable(num_slots, num_columns, empty=first_id - 1)
+        self.table = BlockTable(num_slots, num_columns, empty=0 if first_id else -1)
         self.first = np.zeros(num_slots, np.int64)
         self.end = np.zeros(num_slots, np.int64)
         self.shared = np.zeros(num_slots, np.int64)
@@ -48,14 +51,21 @@ class GroupLedger:
         self.claimed = 0
         self.spare: Callable[[], int] = lambda: 0
         self.reclaim: Callable[[int], None] = lambda n: None
+        self.reach: Callable[[int], int] = lambda surplus: surplus
+        self.fetch: Callable[[int], None] = lambda n: self.reclaim(n - self.free.num_free)
+        self.prepare: Callable[[Ids], None] = lambda ids: None
 
     def wanted(self, slot: int, num_tokens: int) -> int:
         """Blocks that ``slot`` lacks to have room for its first ``num_tokens`` tokens."""
         return max(0, ceil_div(num_tokens, self.block_size) - int(self.end[slot]))
 
+    def surplus(self) -> int:
+        """Blocks of this group that are free or spare beyond what is claimed; below 0 where others' memory must serve."""
+        return self.free.num_free + self.spare() - self.claimed
+
     def available(self, slot: int | None = None) -> int:
-        """Blocks that are free or spare and that no other request has a claim on."""
-        return self.free.num_free + self.spare() - self.claimed + (0 if slot is None else self._claim(slot))
+        """Blocks that can be had and that no other request has a claim on."""
+        return self.reach(self.surplus()) + (0 if slot is None else self._claim(slot))
 
     def held_ids(self, slot: int) -> Ids:
         """The ids that ``slot`` holds, shared and private, in the order of the text: int32, the caller's own."""
@@ -83,9 +93,12 @@ class GroupLedger:
         self.shared[slot] = columns
 
     def take_free(self, n: int) -> Ids:
-        """``n`` free blocks, after reclaiming spare ones if need be; they are the caller's. Raises OutOfBlocks."""
+        """``n`` free blocks, after fetching more if need be; they are the caller's. Raises OutOfBlocks.
+
+        Fetching may move blocks: ids that were read before, and are in no table, may have changed their meaning.
+        """
         if n > self.free.num_free:
-            self.reclaim(n - self.free.num_free)
+            self.fetch(n)
         return self.free.acquire(n)
 
     def release(self, ids: Ids) -> Ids:
@@ -96,8 +109,9 @@ class GroupLedger:
     def grow(self, slot: int, num_blocks: int) -> None:
         """Hand ``num_blocks`` more blocks to ``slot``. Raises OutOfBlocks, changing nothing. O(num_blocks)."""
         if num_blocks:
-            end = int(self.end[slot])
-            self.table.put(slot, end, self.take_free(num_blocks))
+            end, ids = int(self.end[slot]), self.take_free(num_blocks)
+            self.table.put(slot, end, ids)
+            self.prepare(ids)
             self._hold(slot, int(self.first[slot]), end + num_blocks, int(self.promised[slot]))
 
     def slide(self, slot: int, length: int) -> Ids:
@@ -121,41 +135,55 @@ class GroupLedger:
         self._hold(slot, first, end, promised)
         return self.release(ids)
 
-    def cut(self, slot: int, columns: int, num_private: int) -> Ids:
-        """End the row of ``slot`` after ``columns`` shared blocks and ``num_private`` new private ones; what it held
-        behind is let go. Its promise shrinks by the shared blocks among that, for they may not become free. Returns the
-        ids freed. Raises OutOfBlocks, changing nothing."""
+    def cut(self, slot: int, columns: int) -> Ids:
+        """End the row of ``slot`` after ``columns`` shared blocks; what it held behind is let go. Its promise shrinks by the
+        shared blocks among that, for they may not become free. Returns the ids freed."""
         shared, end = int(self.shared[slot]), int(self.end[slot])
-        if num_private > self.available(slot) + end - shared:
-            raise OutOfBlocks(f"need {num_private} blocks in {self.name} for a copy; close a sequence first")
         ids = self.table.take(slot, columns, end)[shared - columns :]
         self.shared[slot] = columns
         self._hold(slot, int(self.first[slot]), columns, max(0, int(self.promised[slot]) - (shared - columns)))
-        freed = self.release(ids)
-        self.grow(slot, num_private)
-        return freed
+        return self.release(ids)
 
-    def check(self, elsewhere: Ids | None = None) -> None:
-        """Prove that every block is free, private in exactly one row, or one of those that are owned ``elsewhere``, and
-        that shared cells name only the latter. Raises CheckFailed naming ids or slots."""
-        others = np.empty(0, np.int32) if elsewhere is None else elsewhere
+    def unshare(self, slot: int, columns: int, ids: Ids) -> None:
+        """Let ``slot`` have ``ids``, from ``take_free``, of its own in the place of all its shared blocks from ``columns``
+        on, which end its row. Its promise shrinks by as many: the shared ones may not become free."""
+        self.table.put(slot, columns, ids)
+        self.shared[slot] = columns
+        promised = max(0, int(self.promised[slot]) - len(ids))
+        self._hold(slot, int(self.first[slot]), int(self.end[slot]), promised)
+
+    def rename(self, names: Ids) -> None:
+        """Block ``i`` is called ``names[i]`` from now on."""
+        self.table.rename(names)
+
+    def check(self, elsewhere: Ids | None = None, absent: Ids | None = None) -> None:
+        """Prove that every block is free, private in exactly one row, one of those that are owned ``elsewhere``, or one of
+        those that are ``absent``, their memory being another group's; and that shared cells name only what is owned
+        elsewhere. Raises CheckFailed naming ids or slots."""
+        none = np.empty(0, np.int32)
+        others, absent = none if elsewhere is None else elsewhere, none if absent is None else absent
         self.free.check()
         columns = np.arange(self.table.cells.shape[1])
         inside = (columns >= self.first[:, None]) & (columns < self.end[:, None])
         rows = self.table.cells[:-1]
         private = inside & (columns >= self.shared[:, None])
-        held = np.sort(np.concatenate((rows[private], others)))
-        if not np.array_equal(held, self.free.held_ids()):
-            odd = np.setxor1d(held, self.free.held_ids())[:16].tolist()
-            raise CheckFailed(f"{self.name}: tables and free list disagree about blocks {odd or 'held twice'}")
-        strange = np.setdiff1d(rows[inside & ~private], others)
-        if len(strange):
-            raise CheckFailed(f"{self.name}: requests share blocks that nobody keeps: {strange[:16].tolist()}")
+        named = np.bincount(np.concatenate((rows[private], others, absent)), minlength=self.plan.num_rows)
+        named[self.free.held_ids()] -= 1
+        if named.any():
+            odd = np.flatnonzero(named)[:16].tolist()
+            raise CheckFailed(f"{self.name}: tables and free list disagree about blocks {odd}")
+        kept = np.zeros(self.plan.num_rows, np.bool_)
+        kept[others] = True
+        shared = rows[inside & ~private]
+        if not kept[shared].all():
+            raise CheckFailed(
+                f"{self.name}: requests share blocks that nobody keeps: {shared[~kept[shared]][:16].tolist()}"
+            )
         outside = rows[~inside]
         if (outside != self.table.empty).any() or (self.table.cells[-1] != self.table.empty).any():
             raise CheckFailed(f"{self.name}: a table names blocks outside of what its request holds")
         claims = sum(self._claim(slot) for slot in range(len(self.end)))
-        if claims != self.claimed or self.claimed > self.free.num_free + self.spare():
+        if claims != self.claimed or self.reach(self.surplus()) < 0:
             raise CheckFailed(f"{self.name}: {claims} claims, {self.claimed} counted, {self.free.num_free} free")
 
     def _claim(self, slot: int) -> int:

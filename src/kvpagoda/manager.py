@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 import numpy as np
+import torch
 
 from kvpagoda.alloc.held import Ids
-from kvpagoda.batch import Batch, LayerView, StepBuffers
+from kvpagoda.batch import Array, Batch, LayerView, StepBuffers
 from kvpagoda.books import Books
 from kvpagoda.errors import BadInput
 from kvpagoda.ledger import GroupLedger
@@ -48,29 +49,43 @@ class KVCache(Books):
     ) -> None:
         self.schema = schema if dtype is None else schema.cast(str(dtype).removeprefix("torch."))
         plan = self.schema.plan(
-            budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=step_tokens, checkpoints=checkpoints
-        )
+            budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=step_tokens, checkpoints=checkpoints,
+            shared=order != "layer",
+        )  # fmt: skip
         super().__init__(plan, schema.vocab_size, max_context, checkpoint_every)
         self.device = default_device(device)
-        self.dummy_slot = plan.num_states - 1
+        shared = torch.zeros(plan.num_sectors * plan.sector_nbytes, dtype=torch.uint8, device=self.device)
         self._arenas = {
-            ledger.name: Arena(group.demand.layout, group.num_rows, device=self.device, order=order)
-            for ledger, group in zip(self.ledgers, plan.groups)
-        }
-        self._states = Arena(self.schema.state_layout, plan.num_states, device=self.device, order=order)
-        self._tables = {ledger.name: DeviceTable(ledger.table, self.device) for ledger in self.ledgers}
-        self._pools: dict[int, tuple[Pool | None, Pool, tuple[GroupLedger, DeviceTable] | None]] = {}
+            group.name: Arena(
+                group.demand.layout, group.num_rows, device=self.device, order=order,
+                within=(shared, group.row_nbytes) if plan.num_sectors else None,
+            )
+            for group in plan.groups
+        }  # fmt: skip
+        self._buffers = [shared] if plan.num_sectors else [arena.buffer for arena in self._arenas.values()]
+        self._states = next((ledger for ledger in self.ledgers if ledger.growth.is_state), None)
+        if self._states is not None:
+            self._states.prepare = self._arenas[self._states.plan.name].reset
+        self._tables = {ledger.plan.name: DeviceTable(ledger.table, self.device) for ledger in self.ledgers}
+        self._pools: dict[int, tuple[Pool | None, Pool | None, tuple[GroupLedger, DeviceTable] | None]] = {}
         self.buffers = StepBuffers(self.device)
         self.batch_number = 0
         self._poison = poison
         if poison:
-            for arena in (*self._arenas.values(), self._states):
-                arena.buffer.fill_(0xFF)
+            for buffer in self._buffers:
+                buffer.fill_(0xFF)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the arenas take: ``plan.nbytes``."""
-        return sum(arena.nbytes for arena in (*self._arenas.values(), self._states))
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    def state_rows(self, slots: Array) -> Ids:
+        """The block that holds the state of each slot, int32; 0, the padding block, for slot -1 and without states."""
+        if self._states is None:
+            return np.zeros(len(slots), np.int32)
+        rows: Ids = self._states.table.cells[slots, 0]
+        return rows
 
     def batch(self, sequences: Many[Sequence], new_tokens: Many[int], pad_to: int | None = None) -> Batch:
         """Index arrays for a step that computes ``new_tokens[i]`` tokens of ``sequences[i]``, for which there is room.
@@ -89,29 +104,30 @@ class KVCache(Books):
             raise BadInput(f"layer {index} is not in this schema; it has {sorted(self.schema.by_index)}")
         layer = self.schema.by_index[layer.owner]
         if layer.index not in self._pools:
-            state = Pool(self._states, layer.index, layer.state_rows())
+            state = Pool(self._arenas["state"], layer.index, layer.state_rows()) if layer.state_rows() else None
             ledger = next((one for one in self.ledgers if one.growth == layer.growth), None)
             if ledger is None:
                 self._pools[layer.index] = (None, state, None)
             else:
-                blocks = Pool(self._arenas[ledger.name], layer.index, layer.block_rows())
-                self._pools[layer.index] = (blocks, state, (ledger, self._tables[ledger.name]))
+                blocks = Pool(self._arenas[ledger.plan.name], layer.index, layer.block_rows())
+                self._pools[layer.index] = (blocks, state, (ledger, self._tables[ledger.plan.name]))
         return LayerView(batch, layer, *self._pools[layer.index])
 
-    def slot_opened(self, slot: int) -> None:
-        self._states.reset(slot)
-
-    def copy_state(self, source: int, target: int) -> None:
-        self._states.copy(np.array([source], np.int32), np.array([target], np.int32))
-
     def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
-        self._arenas[ledger.name].copy(sources, targets)
+        if len(sources):
+            self._arenas[ledger.plan.name].copy(sources, targets)
 
-    def state_freed(self, row: int) -> None:
-        if self._poison:
-            self._states.poison(np.array([row], np.int32))
+    def move_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
+        super().move_blocks(ledger, sources, targets)
+        self.batch_number += 1  # index arrays from before name the old places
+
+    def sectors_given(self, ledger: GroupLedger, sectors: Ids) -> None:
+        """What another group left in a sector could read as NaN here: it is zeroed (with ``poison`` it is NaN)."""
+        size = self.plan.sector_nbytes
+        for sector in sectors.tolist():
+            self._buffers[0][sector * size : (sector + 1) * size].fill_(0xFF if self._poison else 0)
 
     def blocks_freed(self, ledger: GroupLedger, ids: Ids) -> None:
         super().blocks_freed(ledger, ids)
         if self._poison and len(ids):
-            self._arenas[ledger.name].poison(ids)
+            self._arenas[ledger.plan.name].poison(ids)

@@ -1,7 +1,7 @@
 """What requests leave behind for others: full blocks by reference in a prefix tree, bounded memory by copy in checkpoints.
 
     blocks of the full group    one tree, shared by pinning             reusable at every block boundary
-    window blocks, state rows   a checkpoint: copies of its own,        reusable where a checkpoint is
+    window blocks, states       a checkpoint: copies of its own,        reusable where a checkpoint is
                                 at some block boundaries
 
 A model whose layers all keep every token needs no checkpoints. Nothing is visible before the ``commit`` of its tokens.
@@ -9,7 +9,9 @@ A model whose layers all keep every token needs no checkpoints. Nothing is visib
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -18,21 +20,18 @@ import numpy as np
 
 from kvpagoda.alloc import FreeList
 from kvpagoda.alloc.held import Ids
-from kvpagoda.errors import CheckFailed
+from kvpagoda.errors import CheckFailed, OutOfBlocks
 from kvpagoda.ledger import GroupLedger
-from kvpagoda.prefix import Lease, Match, PrefixTree
+from kvpagoda.prefix import Evicted, Lease, Match, PrefixTree
+from kvpagoda.units import ceil_div
 
 
 class Memory(Protocol):
     """Who moves the bytes. A cache with no memory behind it does nothing."""
 
-    def copy_state(self, source: int, target: int) -> None: ...
-
     def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None: ...
 
     def blocks_freed(self, ledger: GroupLedger, ids: Ids) -> None: ...
-
-    def state_freed(self, row: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -45,40 +44,32 @@ class PrefixMatch:
     """Tokens that need not be computed: a block boundary where every layer kind has what it needs."""
     limited_by: str
     """What cut the hit short: ``nothing``, ``alignment`` (the rest of a block) or ``checkpoint`` (none further on)."""
-    checkpoint_row: int | None = None
+    checkpoint: int | None = None
 
 
 class Reuse:
     """The tree, the checkpoints and who owns their blocks.
 
-    ``rows``: the state rows for checkpoints. ``most_unbacked``: blocks that the tree of a model without full group, where
-    nothing but checkpoints takes memory, remembers at most.
+    ``num_checkpoints``: how many are kept at most. ``most_unbacked``: blocks that the tree of a model without full group,
+    where nothing but checkpoints takes memory, remembers at most.
     """
 
     def __init__(
-        self,
-        ledgers: Many[GroupLedger],
-        block_size: int,
-        *,
-        has_state: bool,
-        rows: FreeList,
-        most_unbacked: int,
-        memory: Memory,
+        self, ledgers: Many[GroupLedger], block_size: int, *, num_checkpoints: int, most_unbacked: int, memory: Memory
     ) -> None:
-        self.full = next((ledger for ledger in ledgers if ledger.growth.span is None), None)
-        self.windows = tuple(ledger for ledger in ledgers if ledger.growth.span is not None)
-        self.needs_checkpoint = has_state or bool(self.windows)
-        self.block_size, self._memory, self._has_state = block_size, memory, has_state
+        self.full = next((ledger for ledger in ledgers if not ledger.growth.is_bounded), None)
+        self.bounded = tuple(ledger for ledger in ledgers if ledger.growth.is_bounded)
+        self.block_size, self._memory = block_size, memory
         self.tree = PrefixTree(block_size, num_groups=0 if self.full is None else 1)
-        self.rows, self._most_unbacked = rows, most_unbacked
-        self._windows_of: dict[int, tuple[Ids, ...]] = {}
-        self._window_blocks = [0] * len(self.windows)
+        self.names, self._most_unbacked = FreeList(num_checkpoints, what="checkpoints"), most_unbacked
+        self._copies: dict[int, list[Ids]] = {}  # checkpoint -> its blocks in each bounded group
+        self._num_copies = [0] * len(self.bounded)  # that may be reclaimed
         if self.full is not None:
             self.full.spare = lambda: self.tree.num_evictable
             self.full.reclaim = self._evict_blocks
-        for number, ledger in enumerate(self.windows):
-            ledger.spare = partial(self._spare_windows, number)
-            ledger.reclaim = partial(self._evict_windows, number)
+        for number, ledger in enumerate(self.bounded):
+            ledger.spare = partial(self._num_copies.__getitem__, number)
+            ledger.reclaim = partial(self._drop_until_free, ledger)
 
     # -- opening a request -------------------------------------------------------------------------------------------
 
@@ -87,41 +78,43 @@ class Reuse:
         match = self.tree.match(tokens, namespace, limit=len(tokens) - 1)
         whole = match.num_blocks * self.block_size
         aligned = "nothing" if match.num_tokens == whole else "alignment"
-        if not self.needs_checkpoint:
+        if not self.bounded:
             return match, PrefixMatch(match.num_tokens, whole, aligned)
-        resumable, row = max(((n, row) for n, row in match.checkpoints if n <= whole), default=(0, None))
+        resumable, checkpoint = max(((n, name) for n, name in match.checkpoints if n <= whole), default=(0, None))
         limited_by = aligned if resumable == whole else "checkpoint"
-        return match, PrefixMatch(match.num_tokens, resumable, limited_by, row)
+        return match, PrefixMatch(match.num_tokens, resumable, limited_by, checkpoint)
 
-    def restore(self, slot: int, found: PrefixMatch, match: Match) -> None:
-        """Give ``slot`` what it needs to go on at ``found.resumable``: shared blocks, and copies of what is bounded.
+    @contextmanager
+    def held(self, found: PrefixMatch) -> Iterator[None]:
+        """Inside, the checkpoint of ``found`` is nothing that could be reclaimed: its path is pinned, and touched last."""
+        counts = [] if found.checkpoint is None else [len(ids) for ids in self._copies[found.checkpoint]]
+        for number, count in enumerate(counts):
+            self._num_copies[number] -= count
+        try:
+            yield
+        finally:
+            for number, count in enumerate(counts):
+                self._num_copies[number] += count
 
-        The path is pinned, the checkpoint the most recently used one, and there is room that does not count on it: so
-        nothing here fails, and no eviction that the copies cause reaches what they copy from.
-        """
-        columns = found.resumable // self.block_size
-        if self.full is not None:
-            self.full.adopt(slot, match.ids[0, :columns])
-        if found.checkpoint_row is None:
+    def restore(self, slot: int, found: PrefixMatch) -> None:
+        """Copy to ``slot`` what is bounded at ``found.resumable``. It is ``held``, and room for it is promised."""
+        if found.checkpoint is None:
             return
-        for ledger, sources in zip(self.windows, self._windows_of[found.checkpoint_row]):
-            ledger.begin_at(slot, columns - len(sources))
-            ledger.grow(slot, len(sources))
-            self._memory.copy_blocks(ledger, sources, ledger.held_ids(slot))
-        if self._has_state:
-            self._memory.copy_state(found.checkpoint_row, slot)
+        for number, ledger in enumerate(self.bounded):
+            count = len(self._copies[found.checkpoint][number])
+            ledger.begin_at(slot, ceil_div(found.resumable, ledger.block_size) - count)
+            ledger.grow(slot, count)
+            self._memory.copy_blocks(ledger, self._copies[found.checkpoint][number], ledger.held_ids(slot))
 
-    def duplicate(self, ledger: GroupLedger, parent: int, slot: int, columns: int) -> None:
-        """Give ``slot`` what ``parent`` holds of its first ``columns`` blocks: the shared ones, and copies of the rest."""
-        first, shared = int(ledger.first[parent]), int(ledger.shared[parent])
-        if ledger is self.full:
-            ledger.adopt(slot, ledger.table.cells[parent, :shared].copy())
-        else:
-            ledger.begin_at(slot, first)
-        begin = max(first, shared)
-        sources = ledger.table.cells[parent, begin:columns].copy()
-        ledger.grow(slot, len(sources))
-        self._memory.copy_blocks(ledger, sources, ledger.table.cells[slot, begin:columns].copy())
+    def duplicate(self, ledger: GroupLedger, parent: int, slot: int, length: int) -> None:
+        """Copy to ``slot`` the private blocks that ``parent`` has of its first ``length`` tokens. Room is promised."""
+        begin = max(int(ledger.first[parent]), int(ledger.shared[parent]))
+        end = ceil_div(length, ledger.block_size)
+        if ledger is not self.full:
+            ledger.begin_at(slot, begin)
+        ledger.grow(slot, end - begin)
+        cells = ledger.table.cells
+        self._memory.copy_blocks(ledger, cells[parent, begin:end].copy(), cells[slot, begin:end].copy())
 
     def unshare(self, slot: int, lease: Lease, length: int) -> Lease:
         """Let the blocks behind the first ``length`` tokens be private, for others will be written there. Returns the lease
@@ -130,22 +123,20 @@ class Reuse:
         if columns >= lease.num_blocks:
             return lease
         full, rest = self.full, int(length % self.block_size > 0)
+        promised = 0
         if full is not None:
             promised = int(full.promised[slot])
-            old = full.table.cells[slot, columns : columns + rest].copy()
-            self._memory.blocks_freed(full, full.cut(slot, columns, rest))
-            self._memory.copy_blocks(full, old, full.table.cells[slot, columns : columns + rest].copy())
+            if rest > full.available(slot) + int(full.end[slot] - full.shared[slot]):
+                raise OutOfBlocks(f"need {rest} blocks in {full.name} for a copy; close a sequence first")
+            self._memory.blocks_freed(full, full.cut(slot, columns + rest))
+            copy = full.take_free(rest)
+            self._memory.copy_blocks(full, full.table.cells[slot, columns : columns + rest].copy(), copy)
+            full.unshare(slot, columns, copy)
         shorter = self.tree.pin(lease, columns)
         self.tree.unpin(lease)
         if full is not None:
             full.promise(slot, min(promised, int(full.promised[slot]) + max(0, full.available())))
         return shorter
-
-    def in_use(self, ledger: GroupLedger, found: PrefixMatch) -> int:
-        """Spare blocks of ``ledger`` that a request which starts from ``found`` must not count on."""
-        if found.checkpoint_row is None or ledger is self.full:
-            return 0
-        return len(self._windows_of[found.checkpoint_row][self.windows.index(ledger)])
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
@@ -166,77 +157,71 @@ class Reuse:
             self.full.share(slot, end, inserted.ids[0])
             self._memory.blocks_freed(self.full, self.full.release(given[inserted.duplicates]))
         elif self.tree.num_cached > self._most_unbacked:
-            for row in self.tree.evict(self.tree.num_cached - self._most_unbacked).states:
-                self._forget(row)
+            self._forget(self.tree.evict(self.tree.num_cached - self._most_unbacked).states)
 
     def save(self, slot: int, lease: Lease, num_tokens: int) -> tuple[int, int] | None:
-        """Keep a checkpoint of ``slot`` at ``num_tokens``, the end of its lease; returns its row and the row's generation.
+        """Keep a checkpoint of ``slot`` at ``num_tokens``, the end of its lease; returns its name and the generation of it.
 
         None if there is one already, or no room: the least recently used checkpoint gives up its place, but what was
         promised to requests is not touched.
         """
-        held = [ledger.held_ids(slot) for ledger in self.windows]
-        if not self.rows.num_ids or any(len(i) > ledger.available() for i, ledger in zip(held, self.windows)):
+        ends = [ceil_div(num_tokens, ledger.block_size) for ledger in self.bounded]
+        counts = [end - int(ledger.first[slot]) for end, ledger in zip(ends, self.bounded)]
+        if not self.names.num_ids or any(n > ledger.available() for n, ledger in zip(counts, self.bounded)):
             return None
-        if not self.rows.num_free:
-            self._drop_oldest()
-        row = int(self.rows.acquire(1)[0])
-        if not self.tree.set_checkpoint(lease, num_tokens, row):
-            self.rows.release_id(row)
+        if not self.names.num_free:
+            self._forget(self.tree.evict_checkpoint())
+        name = int(self.names.acquire(1)[0])
+        if not self.tree.set_checkpoint(lease, num_tokens, name):
+            self.names.release_id(name)
             return None
-        copies = []
-        for ledger, sources in zip(self.windows, held):
-            targets = ledger.take_free(len(sources))
-            self._memory.copy_blocks(ledger, sources, targets)
-            copies.append(targets)
-            self._window_blocks[len(copies) - 1] += len(targets)
-        self._windows_of[row] = tuple(copies)
-        if self._has_state:
-            self._memory.copy_state(slot, row)
-        return row, int(self.rows.generation[row])
+        copies = self._copies[name] = [np.empty(0, np.int32) for _ in self.bounded]
+        for number, (ledger, count, end) in enumerate(zip(self.bounded, counts, ends)):
+            copies[number] = ledger.take_free(count)
+            self._num_copies[number] += count
+            self._memory.copy_blocks(ledger, ledger.table.cells[slot, end - count : end].copy(), copies[number])
+        return name, int(self.names.generation[name])
 
-    def drop(self, row: int, generation: int) -> None:
+    def drop(self, name: int, generation: int) -> None:
         """Forget the checkpoint that ``save`` told of, if it is still kept."""
-        if row in self._windows_of and self.rows.generation[row] == generation:
-            self.tree.drop_checkpoint(row)
-            self._forget(row)
+        if name in self._copies and self.names.generation[name] == generation:
+            self.tree.drop_checkpoint(name)
+            self._forget((name,))
 
     # -- making room -------------------------------------------------------------------------------------------------
 
-    def _evict_blocks(self, n: int) -> None:
-        assert self.full is not None
-        evicted = self.tree.evict(n)
-        self._memory.blocks_freed(self.full, self.full.release(evicted.ids[0]))
-        for row in evicted.states:
-            self._forget(row)
-
-    def _spare_windows(self, number: int) -> int:
-        return self._window_blocks[number]
-
-    def _evict_windows(self, number: int, n: int) -> None:
-        ledger = self.windows[number]
-        target = ledger.free.num_free + n
-        while ledger.free.num_free < target:
-            self._drop_oldest()
+    def rename(self, ledger: GroupLedger, names: Ids) -> None:
+        """Block ``i`` of ``ledger`` is called ``names[i]`` from now on."""
+        if ledger is self.full:
+            self.tree.rename(0, names)
+            return
+        number = self.bounded.index(ledger)
+        for copies in self._copies.values():
+            copies[number] = names[copies[number]]
 
     def clear(self) -> None:
         """Forget everything. Raises RetryLater while a request runs."""
-        dropped = self.tree.clear()
+        self._let_go(self.tree.clear())
+
+    def _evict_blocks(self, n: int) -> None:
+        self._let_go(self.tree.evict(n))
+
+    def _let_go(self, evicted: Evicted) -> None:
         if self.full is not None:
-            self._memory.blocks_freed(self.full, self.full.release(dropped.ids[0]))
-        for row in dropped.states:
-            self._forget(row)
+            self._memory.blocks_freed(self.full, self.full.release(evicted.ids[0]))
+        self._forget(evicted.states)
 
-    def _drop_oldest(self) -> None:
-        for row in self.tree.evict_checkpoint():
-            self._forget(row)
+    def _drop_until_free(self, ledger: GroupLedger, n: int) -> None:
+        target = ledger.free.num_free + n
+        while ledger.free.num_free < target and self._copies:
+            self._forget(self.tree.evict_checkpoint())
 
-    def _forget(self, row: int) -> None:
-        for number, ids in enumerate(self._windows_of.pop(row)):
-            self._window_blocks[number] -= len(ids)
-            self._memory.blocks_freed(self.windows[number], self.windows[number].release(ids))
-        self.rows.release_id(row)
-        self._memory.state_freed(row)
+    def _forget(self, names: Many[int]) -> None:
+        for name in names:
+            for number, (ledger, ids) in enumerate(zip(self.bounded, self._copies.pop(name))):
+                self._num_copies[number] -= len(ids)
+                self._memory.blocks_freed(ledger, ledger.release(ids))
+            self.names.release_id(name)
 
     # -- proof -------------------------------------------------------------------------------------------------------
 
@@ -244,14 +229,17 @@ class Reuse:
         """The blocks of ``ledger`` that the tree or a checkpoint owns."""
         if ledger is self.full:
             return self.tree.owned_ids(0)
-        number = self.windows.index(ledger)
-        kept = [ids[number] for ids in self._windows_of.values()]
+        number = self.bounded.index(ledger)
+        kept = [copies[number] for copies in self._copies.values()]
         return np.concatenate(kept) if kept else np.empty(0, np.int32)
 
     def check(self) -> None:
-        """Prove that tree and checkpoints agree about the rows. Raises CheckFailed."""
+        """Prove that tree and checkpoints agree. Raises CheckFailed."""
         self.tree.check()
-        self.rows.check()
-        held = self.rows.held_ids().tolist()
-        if held != sorted(self._windows_of) or len(held) != self.tree.num_checkpoints:
-            raise CheckFailed(f"checkpoints: {self.tree.num_checkpoints} in the tree, rows {held[:16]} held")
+        self.names.check()
+        held = self.names.held_ids().tolist()
+        if held != sorted(self._copies) or len(held) != self.tree.num_checkpoints:
+            raise CheckFailed(f"checkpoints: {self.tree.num_checkpoints} in the tree, {held[:16]} held")
+        counts = [sum(len(copies[n]) for copies in self._copies.values()) for n in range(len(self.bounded))]
+        if counts != self._num_copies:
+            raise CheckFailed(f"checkpoints hold {counts} blocks, {self._num_copies} are counted")

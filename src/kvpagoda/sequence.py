@@ -8,11 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.errors import BadInput, OutOfBlocks, StaleHandle
+from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.prefix import Lease
 from kvpagoda.reuse import PrefixMatch
-from kvpagoda.units import format_bytes
 
 Tokens = npt.NDArray[np.int32]
 
@@ -34,9 +33,10 @@ class Owner(Protocol):
     """What a sequence needs of the cache that opened it."""
 
     ledgers: tuple[GroupLedger, ...]
-    budget: int
     vocab_size: int | None
     max_context: int
+
+    def room_wanted(self, sequence: Sequence, n: int) -> None: ...
 
     def sequence_committed(self, sequence: Sequence) -> None: ...
 
@@ -106,20 +106,7 @@ class Sequence:
         self._check_open()
         if n < 0:
             raise BadInput(f"cannot extend by {n} tokens; to take tokens back is not what extend does")
-        needs = [ledger.wanted(self._slot, self._length + n) for ledger in self._owner.ledgers]
-        for ledger, need in zip(self._owner.ledgers, needs):
-            if need > ledger.available(self._slot):
-                raise OutOfBlocks(
-                    f"need {need} blocks, {ledger.available(self._slot)} available ({ledger.free.num_free} free, "
-                    f"{ledger.claimed} promised to running requests) of {ledger.plan.num_blocks} in "
-                    f"{ledger.name}; close a sequence or raise the budget (now {format_bytes(self._owner.budget)})"
-                )
-        if self._length + n > self._owner.max_context:
-            raise BadInput(
-                f"{self._length} + {n} tokens are more than the longest context of {self._owner.max_context}"
-            )
-        for ledger, need in zip(self._owner.ledgers, needs):
-            ledger.grow(self._slot, need)
+        self._owner.room_wanted(self, n)
 
     def commit(self, token_ids: Any) -> None:
         """Say that the rows of the next ``len(token_ids)`` tokens are written: whole blocks become shareable, window

@@ -75,7 +75,7 @@ class KVCacheManager:
         """The books of one layer: ids from 0, and -1, the pool's hidden last block, for an empty cell."""
         num_blocks = self._num_blocks[schema.attn]
         demand = Demand(FULL, (schema.layer_idx,), schema.block_layout())
-        plan = GroupPlan(demand, BLOCK_SIZE_ORIGINAL_TOKENS, num_blocks, most_blocks=None)
+        plan = GroupPlan(demand, BLOCK_SIZE_ORIGINAL_TOKENS, num_blocks, None, demand.layout.nbytes)
         columns = min(num_blocks, ceil_div(self.config.max_positions, BLOCK_SIZE_ORIGINAL_TOKENS))
         name = f"layer {schema.layer_idx} ({schema.attn.name})"
         return GroupLedger(plan, self._slots.num_ids, columns, first_id=0, name=name)

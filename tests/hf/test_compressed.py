@@ -70,7 +70,7 @@ def compare(net: Any, own: Any, cache: KVCache, sequence: Any, index: int) -> No
     sequence.extend(1)
     view = cache.batch([sequence], [1]).layer(index)
     handle, kind = view.handle(), view.handle().kind
-    state, slot, length = view.state, sequence.slot, sequence.length
+    state, slot, length = view.state, int(view.state_indices[0]), sequence.length
     recent = torch.arange(max(0, length - kind.window + 1), length)
     assert torch.equal(state["swa"][slot, recent % kind.window], own.keys[0, 0])
     assert torch.equal(state["swa_pos"][slot, recent % kind.window].long(), recent)

@@ -23,6 +23,7 @@ from kvpagoda.schema import (
     Schema,
     Shared,
 )  # fmt: skip
+from kvpagoda.schema.sectors import sector_size
 
 
 def schema_of(*kinds: LayerKind | tuple[LayerKind, ...]) -> Schema:
@@ -144,18 +145,22 @@ def test_fingerprints_tell_layouts_apart() -> None:
     assert len(prints) == len(kinds) and schema_of(FULL).fingerprint in prints
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_plan_is_what_the_arenas_take_and_nothing_larger_fits(seed: int) -> None:
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_plan_is_what_the_arenas_take_and_nothing_larger_fits(seed: int, shared: bool) -> None:
     rng = np.random.default_rng(seed)
     kinds = [[FULL, WINDOW, CHUNK, STATE, Latent(64, 16, "float32", index_dim=32)][i] for i in rng.integers(0, 5, 6)]
     schema, requests = schema_of(*kinds), int(rng.integers(1, 9))
     budget = int(rng.integers(2**20, 2**24))
-    plan = schema.plan(budget, requests, int(rng.choice([1, 16, 32])), step_tokens=int(rng.integers(1, 200)))
-    cache = KVCache(schema, budget, device="cpu", max_requests=requests, block_size=plan.block_size)
+    plan = schema.plan(
+        budget, requests, int(rng.choice([1, 16, 32])), step_tokens=int(rng.integers(1, 200)), shared=shared
+    )
+    order = None if shared else "layer"
+    cache = KVCache(schema, budget, device="cpu", max_requests=requests, block_size=plan.block_size, order=order)
     assert cache.nbytes == cache.plan.nbytes <= budget and plan.nbytes <= budget
     growing = [group for group in plan.groups if group.most_blocks is None]
     if growing:
-        more = sum(group.demand.layout.nbytes for group in plan.groups)
+        more = plan.sector_nbytes or sum(group.demand.layout.nbytes for group in plan.groups)
         assert plan.nbytes + more > budget
     for length in (1, 100, 1000):
         fit = plan.requests_at(length)
@@ -165,21 +170,38 @@ def test_a_plan_is_what_the_arenas_take_and_nothing_larger_fits(seed: int) -> No
 
 def test_groups_of_equally_long_requests_fill_together() -> None:
     """A window group gets blocks for what all requests can hold at once, never more; full layers get the rest."""
-    plan = schema_of(FULL, WINDOW).plan("64MiB", 4, 16, step_tokens=16, checkpoints=0)
+    plan = schema_of(FULL, WINDOW).plan("64MiB", 4, 16, step_tokens=16, checkpoints=0, shared=False)
     full, window = plan.groups
     assert window.num_blocks == 4 * window.most_blocks < full.num_blocks  # type: ignore[operator]
     assert plan.longest_context == full.num_blocks * 16
-    more = schema_of(FULL, WINDOW).plan("64MiB", 4, 16, step_tokens=16, checkpoints=3).groups[1]
+    more = schema_of(FULL, WINDOW).plan("64MiB", 4, 16, step_tokens=16, checkpoints=3, shared=False).groups[1]
     assert more.num_blocks == window.num_blocks + 3 * 8  # 100 tokens lie in at most 8 blocks of 16
 
 
 def test_a_budget_too_small_names_the_bytes_of_one_request() -> None:
     schema = schema_of(FULL, STATE)
     with pytest.raises(NeverFits, match=r"one request of up to 16 tokens needs (\S+) bytes") as error:
-        schema.plan("10KB", 3)
+        schema.plan("10KB", 3, shared=False)
     need = int(str(error.value).split("needs ")[1].split(" bytes")[0].replace(",", ""))
     assert need == 2 * 16 * 2048 + (3 + 3 + 1) * schema.state_layout.nbytes  # requests, checkpoints, the dummy
-    assert schema.plan(need, 3).groups[0].num_blocks == 1
+    assert schema.plan(need, 3, shared=False).groups[0].num_blocks == 1
+    with pytest.raises(NeverFits, match=r"one request of up to 16 tokens needs (\S+) bytes") as error:
+        schema.plan("10KB", 3)
+    need = int(str(error.value).split("needs ")[1].split(" bytes")[0].replace(",", ""))
+    assert need == 3 * schema.plan(need, 3).sector_nbytes  # padding, a block, a state
+    with pytest.raises(NeverFits):
+        schema.plan(need - 1, 3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sectors_lose_little_to_carving(seed: int) -> None:
+    """Whatever the kinds' records are: each kind's records tile a sector, from multiples of 16 bytes, and lose little."""
+    rng = np.random.default_rng(seed)
+    sizes = tuple((16 * rng.integers(1, 10 ** rng.integers(1, 7, rng.integers(2, 5)))).tolist())
+    sector = sector_size(sizes, 64 * max(sizes))
+    for size, per in zip(sizes, sector.records):
+        assert sector.nbytes % (16 * per) == 0 and sector.nbytes // per >= size
+        assert 1 - per * size / sector.nbytes <= (0.02 if max(sizes) > 10_000 else 0.10), sector
 
 
 def test_offsets_past_two_to_the_31_are_int64() -> None:

@@ -68,6 +68,18 @@ class FreeList:
         self.generation[number] += fresh
         return number
 
+    def acquire_ids(self, ids: Ids) -> None:
+        """Take the free ``ids``, each named once, by name; their generations stay. O(num_free). Raises NotOwned."""
+        places = self._place[ids]
+        if (places >= self.num_free).any() or (self._stack[places] != ids).any() or len(np.unique(ids)) < len(ids):
+            raise NotOwned(f"not all of these are free {self.what}: {ids[:16].tolist()}")
+        keep = np.ones(self.num_free, np.bool_)
+        keep[places] = False
+        rest = self._stack[: self.num_free][keep]
+        self._held.flags[ids] = True
+        self.num_free = len(rest)
+        self._put(0, rest)
+
     def release(self, ids: AnyIds, *, later: bool = False) -> None:
         """Give back held ids (integers ``[n]``), each named once; ``later``: they wait for ``merge``. O(n).
 

@@ -28,3 +28,9 @@ class BlockTable:
         self.cells[slot, first:end] = self.empty
         self.changed.add(slot)
         return ids
+
+    def rename(self, names: Ids) -> None:
+        """Let every cell name ``names[cell]`` from now on. O(cells)."""
+        renamed = names[self.cells]
+        self.changed.update(np.flatnonzero((renamed != self.cells).any(axis=1)).tolist())
+        self.cells[:] = renamed

@@ -119,7 +119,9 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         names = [rows.name for rows in context.schema.by_index[index].state_rows()]
         LinearAttentionLayer.__init__(self, number_of_states=max(1, sum(name.startswith("conv") for name in names)))
         self._columns, self._layer = context.columns, index
-        self._pool, self._slots = context.batch.layer(index).state, context.batch.state_indices.long()
+        pool = context.batch.layer(index).state
+        assert pool is not None
+        self._pool, self._slots = pool, context.batch.state_indices.long()
         self._state_of = {name: int(name.partition("_")[2] or 0) for name in names}
         if context.is_first:
             return

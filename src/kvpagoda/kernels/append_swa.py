@@ -3,7 +3,7 @@
 One program handles one row of ``kv``; each row has one place, and one place has one writer:
 
     kv[i] = | coded (FP8) | rope (bfloat16) |  ->  pools[slots[i], positions[i] mod W]
-    row R of every pool, the dummy row, takes the rows that have no place
+    one row of every pool, the dummy row, takes the rows that have no place
 
 Source of the FP8 contract: ``kvpagoda.formats``, encoding ``fp8`` with one inverse scale a row.
 """
@@ -29,18 +29,20 @@ def append_swa(
     swa_rope: Tensor,
     swa_inv_scale: Tensor,
     swa_pos: Tensor,
+    dummy: int | None = None,
 ) -> None:
     """Write row i of ``kv`` to ring slot ``positions[i] mod W`` of request ``slots[i]``, in place.
 
     ``kv``         bfloat16 ``[n, dim]``, RoPE dims last; rows may be strided
-    ``slots``      int32 ``[n]``: the request's row of the pools; -1 (or anything outside 0..R-1) marks a padded row
+    ``slots``      int32 ``[n]``: the request's row of the pools; -1, the dummy or anything outside 0..R marks a padded row
     ``positions``  int32 ``[n]``: rows of one request follow one another with ascending positions, without gaps
     ``swa_fp8``    uint8 ``[R+1, W, dim - rope]``: E4M3 codes        ``swa_inv_scale``  float32 ``[R+1, W]``
     ``swa_rope``   bfloat16 ``[R+1, W, rope]``                       ``swa_pos``        int32 ``[R+1, W]``
+    ``dummy``      the dummy row; None: the last one, R
 
     All on one device; pools may be strided in every axis but the last of the first two, and must not overlap. Of more
     than W rows of a request the last W are kept. A row without a place (padded, or overwritten within the launch) goes
-    to the dummy row R as a row of zeros with position -1, so that the pools' bytes do not depend on the order in which
+    to the dummy row as a row of zeros with position -1, so that the pools' bytes do not depend on the order in which
     programs run, and a replay writes the same bytes. A row whose coded part holds inf or NaN gets codes 0 and inverse
     scale NaN. With Triton the launch allocates nothing and reads nothing back.
 
@@ -50,7 +52,10 @@ def append_swa(
     if len(kv) == 0:
         return
     run = _triton if backend(kv.device.type) == TRITON else _reference
-    run(kv, slots, positions, swa_fp8, swa_rope, swa_inv_scale, swa_pos)
+    last = len(swa_fp8) - 1
+    if dummy is not None and not 0 <= dummy <= last:
+        raise BadInput(f"append_swa: dummy row {dummy} is not one of 0..{last}")
+    run(kv, slots, positions, swa_fp8, swa_rope, swa_inv_scale, swa_pos, last if dummy is None else dummy)
 
 
 def _check(kv: Tensor, slots: Tensor, positions: Tensor, *pools: Tensor) -> None:
@@ -82,11 +87,11 @@ def _check(kv: Tensor, slots: Tensor, positions: Tensor, *pools: Tensor) -> None
 
 
 def _reference(
-    kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor
+    kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int
 ) -> None:
     """The definition, in torch, on any device. Allocates temporaries."""
-    dummy, window = len(fp8) - 1, fp8.shape[1]
-    live = (slots >= 0) & (slots < dummy) & (positions >= 0)
+    window = fp8.shape[1]
+    live = (slots >= 0) & (slots < len(fp8)) & (slots != dummy) & (positions >= 0)
     live[:-window] &= ~((slots[window:] == slots[:-window]) & (positions[window:] - window == positions[:-window]))
     row = torch.where(live, slots, dummy).long()
     ring = torch.where(live, positions % window, 0).long()
@@ -100,12 +105,12 @@ def _reference(
 
 
 def _triton(
-    kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor
+    kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int
 ) -> None:
     with torch.cuda.device_of(kv):  # type: ignore[no-untyped-call]
         append_swa_kernel[(len(kv),)](
             kv, slots, positions, fp8, rope, inv_scale, pos,
-            len(kv), len(fp8) - 1, fp8.shape[1],
+            len(kv), len(fp8), dummy, fp8.shape[1],
             kv.stride(0), *fp8.stride()[:2], *rope.stride()[:2], *inv_scale.stride(), *pos.stride(),
             CODED=fp8.shape[2], ROPE=rope.shape[2],
             CODED_BLOCK=_power_of_two(fp8.shape[2]), ROPE_BLOCK=_power_of_two(rope.shape[2]),
@@ -120,7 +125,7 @@ def _power_of_two(n: int) -> int:
 
 @jit(do_not_specialize=["n"])
 def append_swa_kernel(  # type: ignore[no-untyped-def]
-    kv, slots, positions, fp8, rope, inv_scale, pos, n, dummy, window,
+    kv, slots, positions, fp8, rope, inv_scale, pos, n, rows, dummy, window,
     kv_stride, fp8_row, fp8_ring, rope_row, rope_ring, inv_row, inv_ring, pos_row, pos_ring,
     CODED: tl.constexpr, ROPE: tl.constexpr, CODED_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +137,7 @@ def append_swa_kernel(  # type: ignore[no-untyped-def]
     later_slot = tl.load(slots + i + window, mask=in_launch, other=-1)
     later_position = tl.load(positions + i + window, mask=in_launch, other=-1)
     overwritten = (later_slot == slot) & (later_position - window == position)
-    live = (slot >= 0) & (slot < dummy) & (position >= 0) & (overwritten == 0)
+    live = (slot >= 0) & (slot < rows) & (slot != dummy) & (position >= 0) & (overwritten == 0)
     # int64 before any stride: a pool may be larger than 2 GiB.
     row = tl.where(live, slot, dummy).to(tl.int64)
     ring = tl.where(live, position % window, 0).to(tl.int64)

@@ -44,6 +44,13 @@ class OwnedIds:
         """These are owned no more."""
         self._set(ids, False)
 
+    def rename(self, group: int, names: Ids) -> None:
+        """What was owned as ``id`` is now owned as ``names[id]``, no two of them the same."""
+        ids = names[np.flatnonzero(self.flags[group])]
+        self.flags = grown(self.flags, int(ids.max(initial=0)) + 1)
+        self.flags[group] = False
+        self.flags[group, ids] = True
+
     def _set(self, ids: Ids, owned: bool) -> None:
         for flags, row in zip(self.flags, ids):
             flags[row] = owned

@@ -167,6 +167,14 @@ class PrefixTree:
             left -= count
         return self._evicted(ids, states, left)
 
+    def rename(self, group: int, names: Ids) -> None:
+        """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
+        for root in self._roots.values():
+            for node in nodes_below(root):
+                node.ids[group] = names[node.ids[group]]
+        self._owned.rename(group, names)
+        self._removals += 1
+
     def clear(self, namespace: bytes | None = None) -> Evicted:
         """Drop everything (None), or everything of one namespace, for good. O(blocks dropped).
 

@@ -128,16 +128,26 @@ class Rows:
         return sum(field.nbytes for field in self.fields(1))
 
 
+WHOLE_TEXT = 2**40
+"""Tokens of a block that holds the state after a whole text: more than any text has."""
+
+
 @dataclass(frozen=True)
 class Growth:
-    """Which of a request's tokens its next token still reads: all, the last ``window``, or its own ``chunk``."""
+    """Which of a request's tokens its next token still reads: all, the last ``window``, or its own ``chunk``.
+
+    A *state* does not grow: it is one block of ``WHOLE_TEXT`` tokens, which every step overwrites.
+    """
 
     window: int | None = None
     chunk: int | None = None
+    is_state: bool = False
 
     @property
     def name(self) -> str:
-        """``full``, ``window(1024)`` or ``chunk(8192)``."""
+        """``full``, ``window(1024)``, ``chunk(8192)`` or ``state``."""
+        if self.is_state:
+            return "state"
         if self.window is not None:
             return f"window({self.window})"
         return "full" if self.chunk is None else f"chunk({self.chunk})"
@@ -162,9 +172,17 @@ class Growth:
         """The most tokens that one token reads; None: no bound."""
         return self.window if self.window is not None else self.chunk
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a request holds a bounded number of blocks, however long it is."""
+        return self != FULL
+
     def most_blocks(self, block_size: int, step: int) -> int | None:
         """The most blocks that one request holds while it writes at most ``step`` tokens at a time; None: no bound."""
+        if self.is_state:
+            return 1
         return None if self.span is None else ceil_div(self.span - 1 + step, block_size) + 1
 
 
 FULL = Growth()
+STATE = Growth(is_state=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvpagoda.errors import BadInput, NeverFits
-from kvpagoda.schema.fields import Growth, itemsize
+from kvpagoda.schema.fields import WHOLE_TEXT, Growth, itemsize
 from kvpagoda.schema.layout import RowLayout
+from kvpagoda.schema.sectors import sector_size
 from kvpagoda.units import ceil_div, format_bytes
 
 
@@ -33,12 +34,15 @@ class KindUse:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One group's share: ``num_blocks`` usable blocks, and one padding block that absorbs the writes of padded rows."""
+    """One group's share: at most ``num_blocks`` usable blocks, and one padding block that absorbs the writes of padded
+    rows. With sectors (``per_sector`` blocks in one) that is what the whole arena would make."""
 
     demand: Demand
     block_size: int
     num_blocks: int
     most_blocks: int | None
+    row_nbytes: int
+    per_sector: int = 0
 
     @property
     def name(self) -> str:
@@ -46,17 +50,22 @@ class GroupPlan:
 
     @property
     def num_rows(self) -> int:
-        """Records in the arena: the usable blocks and the padding block, id 0."""
-        return self.num_blocks + 1
+        """Records in the arena: the usable blocks and what comes before them, the padding block (id 0) or sector."""
+        return self.num_blocks + self.first_id
+
+    @property
+    def first_id(self) -> int:
+        """The lowest id of a usable block: the first block, or the first sector, belongs to padding."""
+        return max(1, self.per_sector)
 
     @property
     def nbytes(self) -> int:
-        return self.num_rows * self.demand.layout.nbytes
+        return self.num_rows * self.row_nbytes
 
     @property
     def bytes_per_token(self) -> float:
         """Bytes of data a token adds, without padding."""
-        return self.demand.layout.payload_nbytes / self.block_size
+        return 0.0 if self.demand.growth.is_state else self.demand.layout.payload_nbytes / self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         """The most blocks that one request of ``num_tokens`` tokens ever holds at once."""
@@ -67,13 +76,17 @@ class GroupPlan:
     def index_dtype(self) -> str:
         """``int64`` where an element offset into one field (block id times stride) could pass 2^31, else ``int32``."""
         places = self.demand.layout.places
-        largest = max((self.num_rows * self.demand.layout.nbytes // itemsize(p.field.dtype) for p in places), default=0)
+        largest = max((self.nbytes // itemsize(p.field.dtype) for p in places), default=0)
         return "int64" if largest >= 2**31 else "int32"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every byte of the budget goes. ``str(plan)`` is a table, ``to_dict()`` the same as data."""
+    """Where every byte of the budget goes. ``str(plan)`` is a table, ``to_dict()`` the same as data.
+
+    With ``num_sectors`` sectors of ``sector_nbytes`` all groups live off one arena (the first sector takes what padded
+    rows write); without, each has its own share for good.
+    """
 
     schema_name: str
     block_size: int
@@ -82,24 +95,20 @@ class Plan:
     budget: int
     groups: tuple[GroupPlan, ...]
     kinds: tuple[KindUse, ...]
-    state_layout: RowLayout
     max_positions: int | None
     lengths: tuple[int, ...]
+    num_sectors: int = 0
+    sector_nbytes: int = 0
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of one request's state row."""
-        return self.state_layout.nbytes
-
-    @property
-    def num_states(self) -> int:
-        """State rows: one for each running request and each checkpoint, and one dummy row for padded rows (the last)."""
-        return self.max_requests + self.num_checkpoints + 1
+        """Bytes of one request's state."""
+        return sum(group.demand.layout.nbytes for group in self.groups if group.demand.growth.is_state)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the arenas take: exactly what ``KVCache`` allocates."""
-        return sum(group.nbytes for group in self.groups) + self.num_states * self.state_nbytes
+        return self.num_sectors * self.sector_nbytes or sum(group.nbytes for group in self.groups)
 
     @property
     def bytes_per_token(self) -> float:
@@ -108,10 +117,11 @@ class Plan:
 
     @property
     def padding_percent(self) -> float:
-        """Share of the arenas' bytes that is alignment padding."""
-        payload = sum(g.num_rows * g.demand.layout.payload_nbytes for g in self.groups)
-        payload += self.num_states * self.state_layout.payload_nbytes
-        return 100 * (1 - payload / self.nbytes) if self.nbytes else 0.0
+        """Share of the arenas' bytes that is padding; with sectors in the group that has most of it."""
+        rows = [(g.num_rows * g.demand.layout.payload_nbytes, g.nbytes) for g in self.groups if g.nbytes]
+        if self.num_sectors:
+            return 100 * max(1 - payload / nbytes for payload, nbytes in rows)
+        return 100 * (1 - sum(payload for payload, _ in rows) / max(1, self.nbytes)) if rows else 0.0
 
     @property
     def unused_percent(self) -> float:
@@ -119,32 +129,44 @@ class Plan:
         return 100 * (1 - self.nbytes / self.budget)
 
     @property
+    def floor_nbytes(self) -> int:
+        """Bytes that ``max_requests`` requests of one token must have; all others go where they are needed."""
+        if not self.num_sectors:
+            return self.nbytes
+        return (1 + self._sectors([self.max_requests] * len(self.groups))) * self.sector_nbytes
+
+    @property
     def hit_granularity(self) -> int:
         """Tokens: a shared prefix is reusable at multiples of this."""
         return self.block_size
 
+    def holds(self, num_blocks: Sequence[int]) -> bool:
+        """Whether so many blocks of each group fit the empty cache together."""
+        if self.num_sectors:
+            return self._sectors(num_blocks) < self.num_sectors
+        return all(blocks <= group.num_blocks for blocks, group in zip(num_blocks, self.groups))
+
     def fits(self, num_requests: int, num_tokens: int) -> bool:
         """Whether ``num_requests`` requests of ``num_tokens`` tokens each run at once."""
-        return num_requests <= self.max_requests and all(
-            num_requests * group.blocks_for(num_tokens) <= group.num_blocks for group in self.groups
-        )
+        blocks = [num_requests * group.blocks_for(num_tokens) for group in self.groups]
+        return num_requests <= self.max_requests and self.holds(blocks)
+
+    def _sectors(self, num_blocks: Sequence[int]) -> int:
+        return sum(ceil_div(blocks, group.per_sector) for blocks, group in zip(num_blocks, self.groups))
 
     @property
     def longest_context(self) -> int | None:
         """Tokens of the longest single request, at most the model's own limit; None if nothing grows with its length."""
-        bounds = [group.num_blocks * self.block_size for group in self.groups if not self._bounded(group)]
-        if not bounds:
+        growing = [group.num_blocks for group in self.groups if not group.demand.growth.is_state]
+        top = max(growing, default=0) * self.block_size + 1
+        if self.fits(1, top):
             return None
-        return min(bounds) if self.max_positions is None else min(*bounds, self.max_positions)
-
-    @staticmethod
-    def _bounded(group: GroupPlan) -> bool:
-        return group.most_blocks is not None and group.most_blocks <= group.num_blocks
+        longest = _largest(top, lambda n: self.fits(1, n))
+        return longest if self.max_positions is None else min(longest, self.max_positions)
 
     def requests_at(self, num_tokens: int) -> int:
         """How many requests of ``num_tokens`` tokens run at once."""
-        most = [group.num_blocks // max(1, group.blocks_for(num_tokens)) for group in self.groups]
-        return min([self.max_requests, *most])
+        return _largest(self.max_requests + 1, lambda n: self.fits(n, num_tokens))
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure as plain data, for JSON."""
@@ -152,13 +174,15 @@ class Plan:
             "schema": self.schema_name,
             "budget_bytes": self.budget,
             "allocated_bytes": self.nbytes,
+            "floor_bytes": self.floor_nbytes,
+            "sectors": self.num_sectors,
+            "sector_bytes": self.sector_nbytes,
             "block_size": self.block_size,
             "hit_granularity": self.hit_granularity,
             "max_requests": self.max_requests,
             "checkpoints": self.num_checkpoints,
             "bytes_per_token": round(self.bytes_per_token, 3),
             "state_bytes_per_request": self.state_nbytes,
-            "num_states": self.num_states,
             "padding_percent": round(self.padding_percent, 4),
             "unused_percent": round(self.unused_percent, 4),
             "longest_context": self.longest_context,
@@ -177,8 +201,9 @@ class Plan:
                     "name": group.name,
                     "num_layers": len(group.demand.layers),
                     "bytes_per_token": round(group.bytes_per_token, 3),
-                    "block_bytes": group.demand.layout.nbytes,
+                    "block_bytes": group.row_nbytes,
                     "num_blocks": group.num_blocks,
+                    "blocks_per_sector": group.per_sector,
                     "bytes": group.nbytes,
                     "index_dtype": group.index_dtype,
                 }
@@ -199,15 +224,13 @@ class Plan:
                 g.name,
                 str(len(g.demand.layers)),
                 f"{g.num_blocks:,}",
-                f"{g.demand.layout.nbytes:,}",
-                format_bytes(g.nbytes),
+                f"{g.row_nbytes:,}",
+                f"{g.per_sector:,}" if self.num_sectors else format_bytes(g.nbytes),
             )
             for g in self.groups
         ]
-        if self.state_nbytes:
-            total = format_bytes(self.num_states * self.state_nbytes)
-            groups.append(("state", "", f"{self.num_states:,}", f"{self.state_nbytes:,}", total))
-        lines += _table(("group", "layers", "rows", "B/row", "bytes"), groups)
+        share = "in a sector" if self.num_sectors else "bytes"
+        lines += _table(("group", "layers", "at most" if self.num_sectors else "blocks", "B/block", share), groups)
         lines.append("")
         longest = "not limited by memory" if self.longest_context is None else f"{self.longest_context:,} tokens"
         lines.append(f"bytes per token     {self.bytes_per_token:,.0f} (+ {self.state_nbytes:,} per request)")
@@ -217,11 +240,27 @@ class Plan:
         for length in self.lengths:
             lines.append(f"requests of {length:<7,} {self.requests_at(length):,}")
         lines.append(f"hit granularity     {self.hit_granularity} tokens")
+        if self.num_sectors:
+            floating = format_bytes(max(0, self.nbytes - self.floor_nbytes))
+            lines.append(f"one budget          {self.num_sectors:,} sectors of {format_bytes(self.sector_nbytes)}")
+            lines.append(
+                f"floor               {format_bytes(self.floor_nbytes)} for {self.max_requests} short requests"
+            )
+            lines.append(f"floats              {floating}, to the groups that need it")
         lines.append(f"waste               {self.padding_percent:.2f} % padding, {self.unused_percent:.2f} % unused")
         wide = [group.name for group in self.groups if group.index_dtype == "int64"]
         if wide:
             lines.append(f"int64 offsets       {', '.join(wide)}: element offsets pass 2^31")
         return "\n".join(lines)
+
+
+def _largest(end: int, fits: Callable[[int], bool]) -> int:
+    """The largest number below ``end`` that fits, where 0 does and none does beyond one that does not."""
+    low, high = 0, end
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -237,7 +276,6 @@ def make_plan(
     name: str,
     demands: tuple[Demand, ...],
     kinds: tuple[KindUse, ...],
-    state_layout: RowLayout,
     *,
     budget: int | None,
     max_requests: int,
@@ -247,10 +285,13 @@ def make_plan(
     max_positions: int | None,
     lengths: tuple[int, ...],
     checkpoints: int,
+    shared: bool,
 ) -> Plan:
-    """Give every group the same number of blocks, a bounded group never more than all requests can hold at once.
+    """Let the groups live off ``budget`` together, in sectors, or give each its share for good: with ``num_blocks``, for a
+    single group, and where ``shared`` is False.
 
-    So the groups of ``max_requests`` equally long requests fill together, whatever their length. Exactly one of
+    A fixed split gives every group the same number of blocks, a bounded group never more than all requests and
+    checkpoints can hold at once: so the groups of ``max_requests`` equally long requests fill together. Exactly one of
     ``budget`` and ``num_blocks`` is given. Raises BadInput and NeverFits.
     """
     if (budget is None) == (num_blocks is None):
@@ -263,30 +304,48 @@ def make_plan(
 
     if not all(length > 0 for length in lengths):
         raise BadInput(f"lengths must be positive numbers of tokens, got {lengths}")
+    sizes = [WHOLE_TEXT if demand.growth.is_state else block_size for demand in demands]
+    most = [demand.growth.most_blocks(size, step_tokens) for demand, size in zip(demands, sizes)]
 
     def at(n: int, total: int) -> Plan:
         groups = []
-        for demand in demands:
-            most = demand.growth.most_blocks(block_size, step_tokens)
-            window = demand.growth.most_blocks(block_size, 1)
-            cap = n if most is None or window is None else min(n, max_requests * most + checkpoints * window)
-            groups.append(GroupPlan(demand, block_size, cap, most))
-        sizes = (block_size, max_requests, checkpoints, total)
-        return Plan(name, *sizes, tuple(groups), kinds, state_layout, max_positions, lengths)
+        for demand, size, bound in zip(demands, sizes, most):
+            kept = demand.growth.most_blocks(size, 1)
+            cap = n if bound is None or kept is None else max_requests * bound + checkpoints * kept
+            cap = cap if demand.growth.is_state else min(n, cap)
+            groups.append(GroupPlan(demand, size, cap, bound, demand.layout.nbytes))
+        return Plan(name, block_size, max_requests, checkpoints, total, tuple(groups), kinds, max_positions, lengths)
+
+    def in_sectors(total: int) -> Plan:
+        sector = sector_size(tuple(demand.layout.nbytes for demand in demands), total // 64)
+        count = total // sector.nbytes
+        groups = [
+            GroupPlan(demand, size, max(0, count - 1) * per, bound, sector.nbytes // per, per)
+            for demand, size, bound, per in zip(demands, sizes, most, sector.records)
+        ]
+        totals = (name, block_size, max_requests, checkpoints, total)
+        return Plan(*totals, tuple(groups), kinds, max_positions, lengths, count, sector.nbytes)
 
     if num_blocks is not None:
         return at(num_blocks, at(num_blocks, 0).nbytes)
     assert budget is not None
+    if shared and len(demands) > 1:
+        plan = in_sectors(budget)
+        if not plan.fits(1, 1):
+            needed = (1 + len(demands)) * plan.sector_nbytes
+            raise NeverFits(
+                f"a budget of {format_bytes(budget)} is too small for {name}: one request of up to {block_size} tokens "
+                f"needs {needed:,} bytes ({format_bytes(needed)}); raise the budget"
+            )
+        return plan
     least = at(1, budget)
     if least.nbytes > budget:
+        states = sum(group.nbytes for group in least.groups if group.demand.growth.is_state)
         raise NeverFits(
             f"a budget of {format_bytes(budget)} is too small for {name}: one request of up to {block_size} tokens needs "
-            f"{least.nbytes:,} bytes ({format_bytes(least.nbytes)}), of which {least.num_states * least.state_nbytes:,} "
+            f"{least.nbytes:,} bytes ({format_bytes(least.nbytes)}), of which {states:,} "
             f"are the state rows of max_requests={max_requests} and {checkpoints} checkpoints; raise the budget or lower them"
         )
-    low, high = 1, 2 + budget // max(1, sum(demand.layout.nbytes for demand in demands if demand.growth.span is None))
-    high = min(high, 2 + (max_requests + checkpoints) * max((g.most_blocks or high for g in least.groups), default=1))
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if at(middle, budget).nbytes <= budget else (low, middle)
-    return at(low, budget)
+    high = 2 + budget // max(1, sum(demand.layout.nbytes for demand in demands if not demand.growth.is_bounded))
+    high = min(high, 2 + (max_requests + checkpoints) * max((bound or high for bound in most), default=1))
+    return at(_largest(high, lambda n: n == 0 or at(n, budget).nbytes <= budget), budget)

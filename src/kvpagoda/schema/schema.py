@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from kvpagoda.errors import BadInput, SchemaError
-from kvpagoda.schema.fields import Growth, Rows, itemsize
+from kvpagoda.schema.fields import STATE, Growth, Rows, itemsize
 from kvpagoda.schema.from_hf import read_layers
 from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind, Shared
 from kvpagoda.schema.layout import RowLayout
@@ -188,24 +188,30 @@ class Schema:
         step_tokens: int = 512,
         lengths: tuple[int, ...] = (1024, 8192, 32768, 131072),
         checkpoints: int | None = None,
+        shared: bool = True,
     ) -> Plan:
         """Divide ``budget`` (bytes or text), or size for ``num_blocks``, for ``max_requests`` running at once.
 
         ``step_tokens``: the most tokens of one request written between two commits (a prefill chunk); window groups
         keep room for them. ``lengths``: for which to count the requests that fit. ``checkpoints``: places for copied
-        windows and states (default ``max_requests`` where layers keep any, else none). Raises BadInput, and NeverFits
-        if not even one block of one request has room.
+        windows and states (default ``max_requests`` where layers keep any, else none). ``shared``: several groups live
+        off one budget; False, or ``num_blocks``: each has its own share. Raises BadInput, and NeverFits if not even one
+        block of one request has room.
         """
         size = self.block_size(block_size)
-        demands = tuple(
+        demands = [
             Demand(group.growth, tuple(layer.index for layer in group.layers), group.block_layout(size))
             for group in self.groups
-        )
+        ]
+        if self.state_layout.nbytes:
+            layers = tuple(layer.index for layer in self.layers if layer.state_rows())
+            demands.append(Demand(STATE, layers, self.state_layout))
+        if checkpoints is None:
+            checkpoints = max_requests if any(demand.growth.is_bounded for demand in demands) else 0
         return make_plan(
             self.name,
-            demands,
+            tuple(demands),
             self._kind_uses(size),
-            self.state_layout,
             budget=None if budget is None else parse_bytes(budget),
             max_requests=max_requests,
             block_size=size,
@@ -213,7 +219,8 @@ class Schema:
             step_tokens=step_tokens,
             max_positions=self.max_positions,
             lengths=lengths,
-            checkpoints=self._checkpoints(max_requests) if checkpoints is None else checkpoints,
+            checkpoints=checkpoints,
+            shared=shared,
         )
 
     def _kind_uses(self, block_size: int) -> tuple[KindUse, ...]:
@@ -226,8 +233,3 @@ class Schema:
             use[1] += sum(layout.layer_nbytes(layer.index) for layout in blocks) / block_size
             use[2] += self.state_layout.layer_nbytes(layer.index)
         return tuple(KindUse(label, int(n), per_token, int(state)) for label, (n, per_token, state) in uses.items())
-
-    def _checkpoints(self, max_requests: int) -> int:
-        """As many checkpoints as requests for models that need them to resume: those that keep windows or states."""
-        bounded = self.state_layout.nbytes or any(group.growth.span is not None for group in self.groups)
-        return max_requests if bounded else 0

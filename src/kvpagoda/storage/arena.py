@@ -33,6 +33,7 @@ class Arena:
     ``order``: ``"block"`` or ``"layer"``; default layer-major on a GPU, block-major on the CPU. In either order it takes
     exactly ``num_rows * layout.nbytes`` bytes; with ``field_align`` the regions of a layer-major arena start at multiples
     of that many bytes instead, and it ends with the last one. New memory is zero; ``reset`` writes the initial values.
+    ``within``: uint8 memory that others use too, and the bytes from one record to the next: block-major then.
     """
 
     def __init__(
@@ -44,15 +45,18 @@ class Arena:
         order: str | None = None,
         field_align: int | None = None,
         pin_memory: bool = False,
+        within: tuple[Tensor, int] | None = None,
     ) -> None:
-        self.layout, self.num_rows, self.device = layout, num_rows, default_device(device)
-        self.order = order or ("block" if self.device.type == "cpu" else "layer")
+        self.layout, self.num_rows = layout, num_rows
+        self.device = default_device(device) if within is None else within[0].device
+        self.order = order or ("block" if self.device.type == "cpu" or within is not None else "layer")
         if self.order not in ("block", "layer") or num_rows < 0:
             raise BadInput(f"order is 'block' or 'layer' and num_rows >= 0, got {order!r} and {num_rows}")
+        self.row_nbytes = layout.nbytes if within is None else within[1]
         self._starts: list[tuple[Place, int, int]] = []
         end = 0
         for place in layout.places:
-            start, stride = (place.offset, layout.nbytes) if self.order == "block" else (end, place.nbytes)
+            start, stride = (place.offset, self.row_nbytes) if self.order == "block" else (end, place.nbytes)
             if start % itemsize(place.field.dtype):
                 raise BadInput(
                     f"field_align {field_align} puts {place.field.name!r} ({place.field.dtype}) at byte {start}"
@@ -61,7 +65,10 @@ class Arena:
             end = align_up(end + num_rows * place.nbytes, ALIGN if field_align is None else field_align)
         nbytes = num_rows * layout.nbytes if self.order == "block" or field_align is None else end
         pin = pin_memory and self.device.type == "cpu" and torch.cuda.is_available()
-        self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device, pin_memory=pin)
+        if within is None:
+            self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device, pin_memory=pin)
+        else:
+            self.buffer = within[0][: num_rows * self.row_nbytes]
         self._views: dict[int, dict[str, Tensor]] = {}
         for place, start, stride in self._starts:
             self._views.setdefault(place.layer, {})[place.field.name] = self._view(place, start, stride)
@@ -90,7 +97,7 @@ class Arena:
             if out.device != self.buffer.device:
                 raise BadInput(f"out must be on {self.buffer.device}, got {out.device}")
         if self.order == "block":
-            rows = self.buffer.view(self.num_rows, self.layout.nbytes)
+            rows = self._records
             return torch.index_select(rows, 0, index, out=out) if out is not None else rows[index]
         if out is None:
             out = torch.zeros(len(index), self.layout.nbytes, dtype=torch.uint8, device=self.device)
@@ -108,7 +115,7 @@ class Arena:
             raise NotOwned(f"unpack would write a row twice: {index.tolist()[:16]}")
         records = records.to(self.device)
         if self.order == "block":
-            self.buffer.view(self.num_rows, self.layout.nbytes)[index] = records
+            self._records[index] = records
             return
         for place, start, stride in self._starts:
             self._bytes(place, start, stride)[index] = records[:, place.offset : place.offset + place.nbytes]
@@ -156,6 +163,10 @@ class Arena:
             raise BadInput(
                 f"records must be uint8 [{n}, {self.layout.nbytes}], got {records.dtype} {list(records.shape)}"
             )
+
+    @property
+    def _records(self) -> Tensor:
+        return self.buffer.as_strided((self.num_rows, self.layout.nbytes), (self.row_nbytes, 1))
 
     def _bytes(self, place: Place, start: int, stride: int) -> Tensor:
         return self.buffer[start:].as_strided((self.num_rows, place.nbytes), (stride, 1))

@@ -22,16 +22,39 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Step:
-    """Which tokens a step computes: int32 ``[n]`` each, on the cache's device. Shared by all layers of the step."""
+    """Which tokens a step computes: int32 ``[n]`` each, on the cache's device. Shared by all layers of the step.
+
+    ``state_rows``: the record of each token's request in the state pool; default its slot, the last record for slot -1.
+    """
 
     request_slots: Tensor
     positions: Tensor
     request_ids: Tensor
+    state_rows: Tensor | None = None
 
     @cached_property
     def slots(self) -> Tensor:
         """``request_slots`` as int64 row numbers; whatever is negative is the dummy row, -1."""
         return self.request_slots.long().clamp(min=-1)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int64 ``[n]``: the record of each token's request in the state pool."""
+        return self.slots if self.state_rows is None else self.state_rows.long()
+
+    @property
+    def state_records(self) -> Tensor:
+        """``rows`` as int32, below 0 or the dummy for padded rows: what kernels take."""
+        return self.request_slots if self.state_rows is None else self.state_rows
+
+    @property
+    def dummy(self) -> int:
+        """The record of the state pool that takes what nobody is to read."""
+        return -1 if self.state_rows is None else 0
+
+    def num_shown(self, state: Pool) -> int:
+        """Records of the state pool that views show: all but a dummy at the end."""
+        return state.arena.num_rows - (self.state_rows is None)
 
     @cached_property
     def starts(self) -> Tensor:
@@ -42,14 +65,14 @@ class Step:
         return self.positions.long()[torch.where(head, order, 0).cummax(0).values]
 
     def last_writers(self, ring: int) -> Tensor:
-        """int64 ``[n]``: the row each token writes in a ring of ``ring`` rows: its slot, or -1 (the dummy) if a later
+        """int64 ``[n]``: the record each token writes in a ring of ``ring`` rows: its request's, or the dummy's if a later
         token of the same request takes the same ring row in this step. So every ring row has one writer."""
         slots = self.slots
         if len(slots) <= ring:
-            return slots
+            return self.rows
         later = torch.zeros_like(slots, dtype=torch.bool)
         later[:-ring] = slots[ring:] == slots[:-ring]
-        return slots.masked_fill(later, -1)
+        return self.rows.masked_fill(later, self.dummy)
 
 
 @dataclass(frozen=True)
@@ -85,7 +108,7 @@ class BlockView:
     """Rows of a layer by block: row w of a request is row ``w % per_block`` of block ``block_table[slot, w // per_block]``.
 
     ``parts``: the fields ``[blocks, per_block, ...]`` of ``encoding``, in its order. ``block_table``: int32 ``[requests,
-    max_blocks]``; ``num_entries``: int32 ``[requests]``. All alias the pools.
+    max_blocks]`` by slot; ``num_entries``: int32 ``[state rows]``. All alias the pools.
     """
 
     encoding: Encoding
@@ -170,7 +193,8 @@ class LayerCacheHandle:
         _check_rows("kv", kv, len(self.positions), self.kind.dim)
         if self.kind.encoding.name == "fp8" and self.kind.encoding.group is None:
             codes, rope, scale = self.state.parts("swa")
-            append_swa(kv, self.request_slots, self.positions, codes, rope, scale, self.state["swa_pos"])
+            rows, dummy = self.step.state_records, self.step.dummy % len(codes)
+            append_swa(kv, rows, self.positions, codes, rope, scale, self.state["swa_pos"], dummy)
             return
         self._write_ring("swa", kv)
         self._write_ring("swa_pos", self.positions)
@@ -189,13 +213,14 @@ class LayerCacheHandle:
         return rows.masked_fill(~valid[..., None], 0).to(kv.dtype), valid
 
     def read_swa_view(self) -> SWAView:
-        """The rings of all requests, without the dummy row."""
+        """The rings of all requests, without the dummy row where that is the last; ``request_slots`` says whose is whose."""
+        end = self.step.num_shown(self.state)
         return SWAView(
             self.kind.encoding,
             getattr(torch, self.kind.dtype),
-            tuple(part[:-1] for part in self.state.parts("swa")),
-            self.state["swa_pos"][:-1],
-            self.request_slots,
+            tuple(part[:end] for part in self.state.parts("swa")),
+            self.state["swa_pos"][:end],
+            self.step.state_records,
             self.positions,
         )
 
@@ -217,7 +242,7 @@ class LayerCacheHandle:
         current = closed_at + torch.arange(1 - ratio, 1, device=keys.device)
         last = torch.ones_like(closing, dtype=torch.bool)
         last[:-1] = step.slots[closing[1:]] != step.slots[closing[:-1]]
-        survivors = step.slots[closing].masked_fill(~last, -1)[:, None]
+        survivors = step.rows[closing].masked_fill(~last, step.dummy)[:, None]
         pooled: list[Tensor] = []
         for stream, rows, nothing in (("k", keys, 0.0), ("z", scores, float("-inf"))):
             a, b = rows.chunk(2, dim=-1) if overlap else (rows, rows)
@@ -244,7 +269,8 @@ class LayerCacheHandle:
         slots = self.step.slots[closed.tokens]
         self._paged.write("entries", self._block_rows(slots, closed.windows), entries)
         counts = self.state["num_entries"]
-        newest = torch.zeros_like(counts[:, 0]).scatter_reduce(0, slots, (closed.windows + 1).int(), "amax")
+        rows = self.step.rows[closed.tokens]
+        newest = torch.zeros_like(counts[:, 0]).scatter_reduce(0, rows, (closed.windows + 1).int(), "amax")
         counts[:, 0] = torch.maximum(counts[:, 0], newest)
 
     def write_indexer_keys(self, closed: ClosedWindows, keys: Tensor) -> None:
@@ -287,8 +313,9 @@ class LayerCacheHandle:
 
     @property
     def _addresses(self) -> tuple[Tensor, Tensor]:
-        """``block_table`` and ``num_entries`` of all requests, without the dummy row."""
-        return self._table[:-1], self.state["num_entries"][:-1, 0]
+        """``block_table`` by slot and ``num_entries`` by state row of all requests, without the dummy row where that is the
+        last."""
+        return self._table[:-1], self.state["num_entries"][: self.step.num_shown(self.state), 0]
 
     @property
     def _table(self) -> Tensor:
@@ -313,7 +340,7 @@ class LayerCacheHandle:
         step = self.step
         if tokens is None:
             tokens = torch.arange(len(rows), device=rows.device)
-        kept = self.state.read(name, (step.slots[tokens][:, None], wanted % self.state.parts(name)[0].shape[1]))
+        kept = self.state.read(name, (step.rows[tokens][:, None], wanted % self.state.parts(name)[0].shape[1]))
         back = step.positions.long()[tokens][:, None] - wanted
         fresh = rows[(tokens[:, None] - back).clamp(min=0)]
         in_step = wanted >= step.starts[tokens][:, None]

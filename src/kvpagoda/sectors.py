@@ -1,0 +1,137 @@
+"""One memory for all groups: who has which sector of the arena, and how a sector changes hands. numpy only.
+
+    arena   | padding | full | full | window | free | full | state | ...      sectors, all of one size
+
+A group carves its sectors into its own blocks. When a group needs more than it has, sectors that nobody has go first, then
+those that another group has empty, then what this group keeps for reuse, then what others do. Blocks that are left in a
+sector which changes hands move to free places in the group's other sectors: a block id lives in block tables, in the tree
+and in checkpoints and nowhere else, so any block may move between steps. So no place is lost to having been taken in the
+wrong order, and what is left over in one group counts for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from kvpagoda.alloc.held import Ids
+from kvpagoda.errors import CheckFailed
+from kvpagoda.ledger import GroupLedger
+from kvpagoda.units import ceil_div
+
+NOBODY = -1
+
+
+class Mover(Protocol):
+    """Who moves the bytes and knows where ids are kept."""
+
+    def move_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None: ...
+
+    def sectors_given(self, ledger: GroupLedger, sectors: Ids) -> None: ...
+
+
+class Sectors:
+    """The sectors ``1 .. num_sectors - 1``; the first one takes what padded rows write, in every group.
+
+    Every promise can be kept as long as ``slack() >= 0``: the sectors that are free or could be freed cover what groups
+    have promised beyond their own blocks.
+    """
+
+    def __init__(self, num_sectors: int, ledgers: Many[GroupLedger], mover: Mover) -> None:
+        self._ledgers, self._mover = tuple(ledgers), mover
+        self.owner = np.full(num_sectors, NOBODY, np.int64)
+        self._free = list(range(num_sectors - 1, 0, -1))
+        for ledger in self._ledgers:
+            ledger.free.acquire(ledger.free.num_free)
+            ledger.reach, ledger.fetch = partial(self._reach, ledger), partial(self._fetch, ledger)
+
+    @property
+    def num_free(self) -> int:
+        """Sectors that nobody has."""
+        return len(self._free)
+
+    def slack(self) -> int:
+        """Sectors that no promise needs: free ones, and what groups could give up, less what they lack."""
+        return len(self._free) + sum(self._left_over(ledger) for ledger in self._ledgers)
+
+    def num_owned(self, ledger: GroupLedger) -> int:
+        """Sectors that the group has. O(sectors)."""
+        return int((self.owner == self._ledgers.index(ledger)).sum())
+
+    def absent_ids(self, ledger: GroupLedger) -> Ids:
+        """The block ids of the group whose memory is not the group's now, ascending."""
+        others = np.flatnonzero(self.owner[1:] != self._ledgers.index(ledger)) + 1
+        return self._ids(ledger, others)
+
+    def check(self) -> None:
+        """Prove that every sector is free or some group's, and that all promises can be kept. Raises CheckFailed."""
+        free = np.flatnonzero(self.owner[1:] == NOBODY) + 1
+        if sorted(self._free) != free.tolist():
+            raise CheckFailed(
+                f"sectors: {sorted(self._free)[:16]} are listed as free, {free[:16].tolist()} are nobody's"
+            )
+        if self.slack() < 0:
+            raise CheckFailed(f"sectors: {-self.slack()} are promised that cannot be had")
+
+    def _left_over(self, ledger: GroupLedger) -> int:
+        """Whole sectors beyond what is claimed; below 0: sectors that claims need from others."""
+        return ledger.surplus() // ledger.plan.per_sector
+
+    def _reach(self, ledger: GroupLedger, surplus: int) -> int:
+        per = ledger.plan.per_sector
+        return surplus % per + per * self.slack()
+
+    def _fetch(self, ledger: GroupLedger, n: int) -> None:
+        """See to it that ``n`` blocks of ``ledger`` are free, if that can be."""
+        while (short := n - ledger.free.num_free) > 0:
+            wanted = ceil_div(short, ledger.plan.per_sector)
+            if self._free:
+                self._give(ledger, wanted)
+                continue
+            others = [other for other in self._ledgers if other is not ledger]
+            idle = max(others, key=self._idle)
+            if self._idle(idle) > 0:
+                self._vacate(idle, min(wanted, self._idle(idle)))
+            elif ledger.spare():
+                ledger.reclaim(min(short, ledger.spare()))
+            else:
+                richest = max(others, key=self._left_over)
+                count = min(wanted, self._left_over(richest))
+                if count <= 0:
+                    return
+                richest.reclaim(max(0, count * richest.plan.per_sector - richest.free.num_free))
+                self._vacate(richest, count)
+
+    def _idle(self, ledger: GroupLedger) -> int:
+        """Whole sectors' worth of blocks that are free and not claimed."""
+        return (ledger.free.num_free - ledger.claimed) // ledger.plan.per_sector
+
+    def _give(self, ledger: GroupLedger, count: int) -> None:
+        given = np.array([self._free.pop() for _ in range(min(count, len(self._free)))], np.int64)
+        self.owner[given] = self._ledgers.index(ledger)
+        ledger.free.release(self._ids(ledger, given))
+        self._mover.sectors_given(ledger, given.astype(np.int32))
+
+    def _vacate(self, ledger: GroupLedger, count: int) -> None:
+        """Take the ``count`` emptiest sectors of ``ledger`` away; it has as many free blocks as they hold."""
+        per, free = ledger.plan.per_sector, ledger.free
+        ids = free.free_ids()
+        mine = np.flatnonzero(self.owner == self._ledgers.index(ledger))
+        fullness = np.bincount(ids // per, minlength=len(self.owner))[mine]
+        chosen = np.sort(mine[np.argsort(-fullness, kind="stable")[:count]])
+        inside = ids[np.isin(ids // per, chosen)]
+        free.acquire_ids(inside)
+        left = np.setdiff1d(self._ids(ledger, chosen), inside)
+        if len(left):
+            self._mover.move_blocks(ledger, left, free.acquire(len(left)))
+        self.owner[chosen] = NOBODY
+        self._free.extend(chosen[::-1].tolist())
+
+    @staticmethod
+    def _ids(ledger: GroupLedger, sectors: np.ndarray) -> Ids:
+        per = ledger.plan.per_sector
+        ids: Ids = (sectors[:, None] * per + np.arange(per)).astype(np.int32).ravel()
+        return ids
