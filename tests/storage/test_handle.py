@@ -35,7 +35,16 @@ KINDS = {
     "fp8_in_groups": Compressed(48, 6, "bfloat16", 4, True, 32, Encoding("fp8", 16, 16), MXFP4),
     "ue8m0": Compressed(48, 6, "bfloat16", 4, True, 32, Encoding("fp8_ue8m0", 16, 16), NVFP4),
 }  # fmt: skip
-WIDTHS = [("swa", 2), ("overlap", 1), ("overlap", 4), ("overlap", 9), ("plain", 3), ("plain", 11), ("fp8", 5), ("ue8m0", 3)]
+WIDTHS = [
+    ("swa", 2),
+    ("overlap", 1),
+    ("overlap", 4),
+    ("overlap", 9),
+    ("plain", 3),
+    ("plain", 11),
+    ("fp8", 5),
+    ("ue8m0", 3),
+]
 DEEP = {f"{name}_verify_{width}": replace(KINDS[name], verify_width=width) for name, width in WIDTHS}
 
 
