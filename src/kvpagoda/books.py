@@ -248,18 +248,23 @@ class Books:
 
     def sequence_rewound(self, sequence: Sequence, length: int) -> None:
         """Everything of ``sequence`` goes back to ``length`` tokens; see ``Sequence.rewind``."""
-        slot = sequence.slot
+        slot, written = sequence.slot, max(sequence.written, sequence.length)
+        given = sequence.match.resumable
+        short = [(layer, label, n) for layer, label, n in self.plan.rewinds if length < max(given, written - n)]
+        if short:
+            layers = ", ".join(f"layer {layer} ({label}) {n}" for layer, label, n in short[:8])
+            raise BadInput(
+                f"{sequence.length} tokens go back to {max(given, written - min(n for _, _, n in short))}, not to {length}: "
+                f"of {written} tokens written after {given} cached ones, the states of these layers take back only so many: "
+                f"{layers}; fork before tokens that may be taken back, or give rings a larger verify_width"
+            )
         for ledger in self.ledgers:
-            if ledger.growth.is_state:
-                layers = list(ledger.plan.demand.layers)
-                raise BadInput(
-                    f"layers {layers[:8]} keep states of {sequence.length} tokens, which do not go back to {length}"
-                )
-            first = ledger.growth.first_needed(length) // self.block_size
+            first = ledger.growth.first_needed(length) // ledger.block_size
             if first < ledger.first[slot]:
                 furthest = int(ledger.first[slot]) * self.block_size
                 raise BadInput(f"{ledger.name} no longer keeps positions before {furthest}; {length} tokens need them")
         sequence.lease = self.reuse.unshare(slot, sequence.lease, length)
+        sequence.written = written
 
     def sequence_closed(self, sequence: Sequence) -> None:
         """``sequence`` ended: its private blocks and its slot are free; what it published stays, unpinned."""

@@ -97,6 +97,8 @@ class Plan:
     kinds: tuple[KindUse, ...]
     max_positions: int | None
     lengths: tuple[int, ...]
+    rewinds: tuple[tuple[int, str, int], ...]
+    """(layer, label, tokens) of every layer that can take back only so many of the newest tokens."""
     num_sectors: int = 0
     sector_nbytes: int = 0
 
@@ -286,6 +288,7 @@ def make_plan(
     lengths: tuple[int, ...],
     checkpoints: int,
     shared: bool,
+    rewinds: tuple[tuple[int, str, int], ...],
 ) -> Plan:
     """Let the groups live off ``budget`` together, in sectors, or give each its share for good: with ``num_blocks``, for a
     single group, and where ``shared`` is False.
@@ -314,7 +317,9 @@ def make_plan(
             cap = n if bound is None or kept is None else max_requests * bound + checkpoints * kept
             cap = cap if demand.growth.is_state else min(n, cap)
             groups.append(GroupPlan(demand, size, cap, bound, demand.layout.nbytes))
-        return Plan(name, block_size, max_requests, checkpoints, total, tuple(groups), kinds, max_positions, lengths)
+        return Plan(
+            name, block_size, max_requests, checkpoints, total, tuple(groups), kinds, max_positions, lengths, rewinds
+        )
 
     def in_sectors(total: int) -> Plan:
         sector = sector_size(tuple(demand.layout.nbytes for demand in demands), total // 64)
@@ -324,7 +329,7 @@ def make_plan(
             for demand, size, bound, per in zip(demands, sizes, most, sector.records)
         ]
         totals = (name, block_size, max_requests, checkpoints, total)
-        return Plan(*totals, tuple(groups), kinds, max_positions, lengths, count, sector.nbytes)
+        return Plan(*totals, tuple(groups), kinds, max_positions, lengths, rewinds, count, sector.nbytes)
 
     if num_blocks is not None:
         return at(num_blocks, at(num_blocks, 0).nbytes)
