@@ -437,7 +437,7 @@ def test_rows_stay_right_when_groups_share_one_budget_and_blocks_move(name: str,
 
     cache.move_blocks = count  # type: ignore[method-assign]
     traffic(cache, 1500, seed=4, engine=FakeEngine(cache))
-    assert num_moved >= least and cache.stats().cached_tokens > 15
+    assert num_moved >= least and cache.stats().cached_tokens > 5
 
 
 def test_fork_copies_what_is_written_to_and_shares_the_rest() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,11 +13,12 @@ from kvpagoda.alloc import FreeList
 from kvpagoda.alloc.held import Ids
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.ledger import GroupLedger
-from kvpagoda.prefix import Lease, Match
-from kvpagoda.reuse import PrefixMatch, Reuse
+from kvpagoda.namespace import Media, Namespace, Namespaces, with_stand_ins
+from kvpagoda.prefix import Match
+from kvpagoda.reuse import Pin, PrefixMatch, Reuse
 from kvpagoda.schema import Plan
 from kvpagoda.sectors import Sectors
-from kvpagoda.sequence import Sequence, as_tokens
+from kvpagoda.sequence import Sequence, Start, as_tokens
 from kvpagoda.units import ceil_div, format_bytes
 
 DEFAULT_CONTEXT = 131_072
@@ -60,12 +63,24 @@ class Books:
 
     ``max_context``: the longest request in tokens (default: what fits, at most the model's own limit).
     ``checkpoint_every``: also keep a checkpoint every so many blocks, not only at the ends of prompts and outputs and
-    where texts were seen to part. A cache with memory derives from this and overrides the hooks.
+    where texts were seen to part. ``policy``: which cached block goes first (``kvpagoda.prefix.POLICY_NAMES``).
+    ``pin_share``: the share of the cache's blocks that ``pin`` may keep. ``fingerprint``: of the schema and its formats.
+    A cache with memory derives from this and overrides the hooks.
     """
 
     def __init__(
-        self, plan: Plan, vocab_size: int | None = None, max_context: int | None = None, checkpoint_every: int = 0
+        self,
+        plan: Plan,
+        vocab_size: int | None = None,
+        max_context: int | None = None,
+        checkpoint_every: int = 0,
+        *,
+        policy: str = "lru",
+        pin_share: float = 0.5,
+        fingerprint: str = "",
     ) -> None:
+        if not 0 <= pin_share <= 1:
+            raise BadInput(f"pin_share is a share of the cache, 0 to 1, got {pin_share}")
         self.plan, self.block_size, self.budget = plan, plan.block_size, plan.budget
         self.vocab_size, self.max_requests = vocab_size, plan.max_requests
         limits = [limit for limit in (plan.longest_context, plan.max_positions, max_context) if limit is not None]
@@ -78,14 +93,18 @@ class Books:
         self.reuse = Reuse(
             self.ledgers,
             plan.block_size,
+            policy=policy,
             num_checkpoints=plan.num_checkpoints,
             most_unbacked=8 * columns,
+            pin_share=pin_share,
             memory=self,
         )
         self.sectors = Sectors(plan.num_sectors, self.ledgers, mover=self) if plan.num_sectors else None
         self._every = checkpoint_every * plan.block_size
         self._slots = FreeList(plan.max_requests, what="request slots")
         self._running: dict[int, Sequence] = {}
+        self._namespaces, self._media = Namespaces(fingerprint), Media()
+        self._stale: set[bytes] = set()
         self._is_open = True
         self.num_opened = self.num_closed = self._computed = self._cached = 0
         self._peaks = {ledger.name: 0 for ledger in self.ledgers}
@@ -95,17 +114,20 @@ class Books:
     def open(
         self,
         token_ids: Any,
-        namespace: str | bytes | None = None,
+        namespace: Namespace | str | bytes | None = None,
+        priority: int = 0,
         *,
         room: int | None = None,
         reserve: int | None = None,
+        media: Mapping[int, bytes] | None = None,
     ) -> Sequence:
         """Admit a request with this prompt: a slot, everything cached that it can start from, and room to go on.
 
         ``token_ids``: at least one int, or an int32 array. ``namespace``: only requests of one namespace share anything.
-        ``room``: make room for so many first tokens (default the whole prompt; give 0 or a chunk when the prompt is
-        computed in chunks). ``reserve``: tokens that the request may come to hold (default the prompt): blocks for them
-        are promised to it, so that it never waits for others once admitted.
+        ``priority``: of what it leaves in the cache, for the policies ``priority`` and ``ttl``. ``room``: make room for so
+        many first tokens (default the whole prompt; give 0 or a chunk when the prompt is computed in chunks). ``reserve``:
+        tokens that the request may come to hold (default the prompt): blocks for them are promised to it, so that it never
+        waits for others once admitted. ``media``: offset -> digest (at least 16 bytes) of each image that begins there.
         Raises BadInput, NeverFits (larger than the whole cache), RetryLater (fits, but not now). Nothing is kept then.
         """
         if not self._is_open:
@@ -116,38 +138,48 @@ class Books:
         if len(prompt) == 0 or room < 0:
             raise BadInput(f"a request needs at least one token and room >= 0, got {len(prompt)} tokens, room {room}")
         wanted = self.check_fits(total, room=room)
-        if not self._slots.num_free:
-            raise RetryLater(f"all {self.max_requests} request slots are in use; close one, or raise max_requests")
-        space = namespace_key(namespace)
-        match, found = self.reuse.find(prompt, space)
-        slot = int(self._slots.acquire(1)[0])
-        lease = self._promise_from(slot, wanted, match, found)
-        if lease is None:  # the checkpoint itself may be what is in the way
-            found = PrefixMatch(found.num_tokens, 0, "memory")
-            lease = self._promise_from(slot, wanted, match, found)
-        if lease is None:
+        space, stand_ins = self._namespaces.key(namespace), self._media.stand_ins(media, len(prompt))
+        slot = self._take_slot()
+        match, found = self.reuse.find(with_stand_ins(prompt, 0, stand_ins), space)
+        start = self._start(slot, wanted, match, found, priority)
+        while start is None and self.reuse.give_up_pin():
+            start = self._start(slot, wanted, match, found, priority)
+        if start is None:
             self._slots.release_id(slot)
             raise RetryLater(self._shortage(wanted))
-        with self.reuse.held(found):
-            self.reuse.restore(slot, found)
         for ledger in self.ledgers:
             ledger.grow(slot, ledger.wanted(slot, room))
-        sequence = self._running[slot] = Sequence(self, slot, prompt, space, found, lease)
+        sequence = Sequence(self, slot, prompt, start, namespace=space, priority=priority, stand_ins=stand_ins)
+        self._running[slot] = sequence
         self.num_opened += 1
-        self._cached += found.resumable
+        self._cached += start.match.resumable
         return sequence
 
-    def _promise_from(self, slot: int, wanted: list[int], match: Match, found: PrefixMatch) -> Lease | None:
-        """Pin what a request starts from and promise it the rest; None, with nothing pinned or promised, if that cannot be."""
-        columns = found.resumable // self.block_size
-        lease = self.reuse.tree.pin(match, columns)
-        self.reuse.tree.touch(lease)
-        if self.reuse.full is not None:
-            self.reuse.full.adopt(slot, match.ids[0, :columns])
-        with self.reuse.held(found):
-            if self._promise(slot, wanted):
-                return lease
-        self.reuse.tree.unpin(lease)
+    def _take_slot(self) -> int:
+        if not self._slots.num_free:
+            raise RetryLater(f"all {self.max_requests} request slots are in use; close one, or raise max_requests")
+        return int(self._slots.acquire(1)[0])
+
+    def _start(self, slot: int, wanted: list[int], match: Match, found: PrefixMatch, priority: int) -> Start | None:
+        """Give ``slot`` what it starts from and promise it the rest; None, with nothing kept, if that cannot be.
+
+        What would be copied may itself be what is in the way: then it starts from what needs no copy.
+        """
+        for chosen in (found, self.reuse.without_copies(match, found)):
+            lease = self.reuse.tree.pin(match, chosen.resumable // self.block_size)
+            partial = self.reuse.tree.pin_partial(match) if chosen.resumable % self.block_size else None
+            self.reuse.tree.touch(lease, priority=priority)
+            if self.reuse.full is not None:
+                self.reuse.full.adopt(slot, match.ids[0, : lease.num_blocks])
+            with self.reuse.held(chosen):
+                is_promised = self._promise(slot, wanted)
+                if is_promised:
+                    self.reuse.restore(slot, chosen, partial)
+            if partial is not None:
+                self.reuse.tree.unpin(partial)
+            if is_promised:
+                return Start(chosen, lease)
+            self.reuse.tree.unpin(lease)
         return None
 
     def _promise(self, slot: int, wanted: list[int]) -> bool:
@@ -206,9 +238,13 @@ class Books:
     # -- called by sequences -----------------------------------------------------------------------------------------
 
     def sequence_committed(self, sequence: Sequence) -> None:
-        """More tokens of ``sequence`` are written: publish whole blocks, let windows slide, keep a checkpoint if due."""
+        """More tokens of ``sequence`` are written: publish whole blocks, let windows slide, keep a checkpoint if due. While
+        a step or a copy of it is in flight all of that waits."""
+        if sequence.num_fences:
+            sequence.is_settled = False
+            return
         slot, length = sequence.slot, sequence.length
-        self.reuse.publish(slot, sequence.lease, sequence.tokens)
+        self.reuse.publish(slot, sequence.lease, sequence)
         for ledger in self.ledgers:
             self.blocks_freed(ledger, ledger.slide(slot, length))
         if length % self.block_size or not self.reuse.bounded:
@@ -224,30 +260,32 @@ class Books:
 
     def sequence_forked(self, sequence: Sequence, reserve: int) -> Sequence:
         """A new sequence with the tokens of ``sequence``; see ``Sequence.fork``."""
+        self._check_settled(sequence, "forked")
         tokens, length, parent = sequence.tokens.copy(), sequence.length, sequence.slot
         wanted = [
             max(blocks, ceil_div(length, ledger.block_size) - int(ledger.first[parent]))
             for ledger, blocks in zip(self.ledgers, self.check_fits(reserve))
         ]
-        found = PrefixMatch(length, length, "nothing")
-        if not self._slots.num_free:
-            raise RetryLater(f"all {self.max_requests} request slots are in use; close one, or raise max_requests")
-        slot = int(self._slots.acquire(1)[0])
+        slot = self._take_slot()
         full = self.reuse.full
         if full is not None:
             full.adopt(slot, full.table.cells[parent, : full.shared[parent]].copy())
         if not self._promise(slot, wanted):
             self._slots.release_id(slot)
             raise RetryLater(self._shortage(wanted))
-        lease = self.reuse.tree.pin(sequence.lease)
+        start = Start(PrefixMatch(length, length, "nothing"), self.reuse.tree.pin(sequence.lease))
         for ledger in self.ledgers:
             self.reuse.duplicate(ledger, parent, slot, length)
-        child = self._running[slot] = Sequence(self, slot, tokens, sequence.namespace, found, lease)
+        child = self._running[slot] = Sequence(
+            self, slot, tokens, start,
+            namespace=sequence.namespace, priority=sequence.priority, stand_ins=sequence.stand_ins,
+        )  # fmt: skip
         self.num_opened += 1
         return child
 
     def sequence_rewound(self, sequence: Sequence, length: int) -> None:
         """Everything of ``sequence`` goes back to ``length`` tokens; see ``Sequence.rewind``."""
+        self._check_settled(sequence, "rewound")
         slot, written = sequence.slot, max(sequence.written, sequence.length)
         given = sequence.match.resumable
         short = [(layer, label, n) for layer, label, n in self.plan.rewinds if length < max(given, written - n)]
@@ -267,8 +305,12 @@ class Books:
         sequence.written = written
 
     def sequence_closed(self, sequence: Sequence) -> None:
-        """``sequence`` ended: its private blocks and its slot are free; what it published stays, unpinned."""
+        """``sequence`` ended: its private blocks and its slot are free; what it published stays, unpinned. While a step or
+        a copy of it is in flight all of that waits."""
         slot = sequence.slot
+        if sequence.num_fences:
+            sequence.is_settled = False
+            return
         for ledger in self.ledgers:
             self.blocks_freed(ledger, ledger.close(slot))
         self.reuse.tree.unpin(sequence.lease)
@@ -276,6 +318,8 @@ class Books:
         self._slots.release_id(slot)
         self.num_closed += 1
         self._computed += sequence.length - sequence.cached_tokens
+        if sequence.namespace in self._stale:
+            self._clear_stale()
 
     def room_wanted(self, sequence: Sequence, n: int) -> None:
         """Make room for ``n`` tokens after those of ``sequence``; see ``Sequence.extend``."""
@@ -298,6 +342,74 @@ class Books:
         finally:
             for ledger, blocks in zip(self.ledgers, promised):
                 ledger.promise(slot, blocks)
+
+    def _check_settled(self, sequence: Sequence, what: str) -> None:
+        if sequence.num_fences:
+            raise RetryLater(
+                f"slot {sequence.slot} has {sequence.num_fences} fences and cannot be {what}; lift them first"
+            )
+
+    # -- steps and copies in flight ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def fence(self, sequences: Iterable[Sequence]) -> Iterator[None]:
+        """Inside, nothing that ``sequences`` hold is freed, published or moved, whatever is committed or closed: a step or a
+        copy on another stream may still read and write it. What waits is done at the end."""
+        fenced = list(sequences)
+        for sequence in fenced:
+            _ = sequence.slot  # open
+            sequence.num_fences += 1
+        try:
+            yield
+        finally:
+            for sequence in fenced:
+                sequence.num_fences -= 1
+                if not sequence.num_fences and not sequence.is_settled:
+                    sequence.settle()
+
+    def fixed_ids(self, ledger: GroupLedger) -> Ids:
+        """Blocks of ``ledger`` that may not move now: those of fenced sequences."""
+        fenced = [slot for slot, sequence in self._running.items() if sequence.num_fences]
+        return np.concatenate([np.empty(0, np.int32), *(ledger.held_ids(slot) for slot in fenced)])
+
+    # -- keeping and forgetting --------------------------------------------------------------------------------------
+
+    def pin(
+        self,
+        token_ids: Any,
+        namespace: Namespace | str | bytes | None = None,
+        *,
+        media: Mapping[int, bytes] | None = None,
+    ) -> Pin:
+        """Keep what is cached of this text, and its last checkpoint: it goes last, when a request could not run otherwise.
+
+        Raises OutOfBlocks beyond the share of the cache that pins may have. ``unpin`` ends it; ``pin.is_held`` tells.
+        """
+        tokens = as_tokens(token_ids, self.vocab_size)
+        stand_ins = self._media.stand_ins(media, len(tokens))
+        return self.reuse.pin(with_stand_ins(tokens, 0, stand_ins), self._namespaces.key(namespace))
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin; nothing happens if it was given up already."""
+        self.reuse.unpin(pin)
+
+    def invalidate(self, *namespaces: Namespace | str | bytes | None) -> None:
+        """From now on nothing is found of what was cached in ``namespaces`` (none given: in all): after an adapter or the
+        weights were loaded anew. Requests that run go on; what they leave behind is dropped when they end."""
+        old = (
+            self._namespaces.renew(namespaces)
+            if namespaces
+            else self._namespaces.renew_all(self.reuse.tree.namespaces())
+        )
+        self._stale |= old
+        self.reuse.give_up_pins(old)
+        self._clear_stale()
+
+    def _clear_stale(self) -> None:
+        for namespace in [*self._stale]:
+            with suppress(RetryLater):
+                self.reuse.clear(namespace)
+                self._stale.discard(namespace)
 
     # -- moving blocks -----------------------------------------------------------------------------------------------
 
@@ -385,12 +497,15 @@ class Books:
 
     def reset(self) -> None:
         """Forget everything that is kept for reuse: after new weights, say. Raises RetryLater while a request runs."""
+        self.reuse.give_up_pins(self.reuse.tree.namespaces())
         self.reuse.clear()
+        self._media.clear()
 
     def close(self) -> None:
         """Close every running sequence; the cache takes no more requests. The memory goes with the object."""
         for sequence in list(self._running.values()):
-            sequence.close()
+            if sequence.is_open:
+                sequence.close()
         self._is_open = False
 
     def _wanted_blocks(self, ledger: GroupLedger, room: int, total: int) -> int:
@@ -412,14 +527,3 @@ class Books:
             blocks = group.num_blocks if group.demand.growth.is_state else group.blocks_for(num_tokens)
             need += (blocks + 1) * group.row_nbytes
         return f"a budget of at least {format_bytes(need)} would hold it (now {format_bytes(self.budget)})"
-
-
-def namespace_key(namespace: str | bytes | None) -> bytes:
-    """A namespace as bytes, differently for each kind so that none is taken for another. Raises BadInput."""
-    if namespace is None:
-        return b""
-    if isinstance(namespace, str):
-        return b"s" + namespace.encode()
-    if isinstance(namespace, bytes):
-        return b"b" + namespace
-    raise BadInput(f"a namespace is text, bytes or None, got {namespace!r}")

@@ -26,8 +26,9 @@ class KVCache(Books):
     ``max_requests`` may run at once. ``max_context``: the longest request in tokens (default: what fits, at most the
     model's own limit). ``step_tokens``: the most tokens of one request between two commits that window groups keep
     room for. ``checkpoints``: how many are kept for reuse where layers keep states or windows (default
-    ``max_requests``); ``checkpoint_every``: see ``Books``. ``order``: see ``Arena``. ``poison`` fills all memory that
-    nobody holds with NaN, to catch stale reads. Raises BadInput, NeverFits. The life of a request is that of ``Books``.
+    ``max_requests``); ``checkpoint_every``, ``policy``, ``pin_share``: see ``Books``. ``order``: see ``Arena``; several
+    groups share one block-major memory, unless it is ``"layer"``. ``poison`` fills all memory that nobody holds with NaN,
+    to catch stale reads. Raises BadInput, NeverFits. The life of a request is that of ``Books``.
     """
 
     def __init__(
@@ -46,13 +47,18 @@ class KVCache(Books):
         poison: bool = False,
         checkpoints: int | None = None,
         checkpoint_every: int = 0,
+        policy: str = "lru",
+        pin_share: float = 0.5,
     ) -> None:
         self.schema = schema if dtype is None else schema.cast(str(dtype).removeprefix("torch."))
         plan = self.schema.plan(
             budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=step_tokens, checkpoints=checkpoints,
             shared=order != "layer",
         )  # fmt: skip
-        super().__init__(plan, schema.vocab_size, max_context, checkpoint_every)
+        super().__init__(
+            plan, schema.vocab_size, max_context, checkpoint_every,
+            policy=policy, pin_share=pin_share, fingerprint=self.schema.fingerprint,
+        )  # fmt: skip
         self.device = default_device(device)
         shared = torch.zeros(plan.num_sectors * plan.sector_nbytes, dtype=torch.uint8, device=self.device)
         self._arenas = {

@@ -9,10 +9,11 @@ A model whose layers all keep every token needs no checkpoints. Nothing is visib
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from kvpagoda.alloc import FreeList
 from kvpagoda.alloc.held import Ids
 from kvpagoda.errors import CheckFailed, OutOfBlocks
 from kvpagoda.ledger import GroupLedger
-from kvpagoda.prefix import Evicted, Lease, Match, PrefixTree
+from kvpagoda.prefix import Evicted, Lease, Match, PrefixTree, policy_named
 from kvpagoda.units import ceil_div
 
 
@@ -34,6 +35,17 @@ class Memory(Protocol):
     def blocks_freed(self, ledger: GroupLedger, ids: Ids) -> None: ...
 
 
+class Published(Protocol):
+    """A text that is being written: ``keys`` are its tokens as texts are compared, int32."""
+
+    priority: int
+
+    @property
+    def length(self) -> int: ...
+
+    def keys(self, first: int, end: int) -> Ids: ...
+
+
 @dataclass(frozen=True)
 class PrefixMatch:
     """Why a request starts where it starts: ``seq.match``."""
@@ -43,25 +55,56 @@ class PrefixMatch:
     resumable: int
     """Tokens that need not be computed: a block boundary where every layer kind has what it needs."""
     limited_by: str
-    """What cut the hit short: ``nothing``, ``alignment`` (the rest of a block) or ``checkpoint`` (none further on)."""
+    """What cut the hit short: ``nothing``, ``alignment`` (the rest of a block), ``checkpoint`` (none further on: the groups
+    that keep windows or states have less than the others) or ``memory`` (there was no room to copy one)."""
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """Group -> the longest beginning for which it has what it needs."""
     checkpoint: int | None = None
+    """The checkpoint that the request starts from, if any."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pin:
+    """Cached text that goes last: ``KVCache.pin``."""
+
+    lease: Lease = field(repr=False)
+    namespace: bytes = field(repr=False)
+    checkpoint: int | None = field(repr=False)
+
+    @property
+    def is_held(self) -> bool:
+        """False from ``unpin`` on, and when a request could not have run otherwise."""
+        return self.lease.is_open
 
 
 class Reuse:
     """The tree, the checkpoints and who owns their blocks.
 
-    ``num_checkpoints``: how many are kept at most. ``most_unbacked``: blocks that the tree of a model without full group,
-    where nothing but checkpoints takes memory, remembers at most.
+    ``policy``: by name. ``num_checkpoints``: how many are kept at most. ``pin_share``: how much of the cache pins may have.
+    ``most_unbacked``: blocks that the tree of a model without full group, where nothing but checkpoints takes memory,
+    remembers at most.
     """
 
     def __init__(
-        self, ledgers: Many[GroupLedger], block_size: int, *, num_checkpoints: int, most_unbacked: int, memory: Memory
+        self,
+        ledgers: Many[GroupLedger],
+        block_size: int,
+        *,
+        policy: str,
+        num_checkpoints: int,
+        most_unbacked: int,
+        pin_share: float,
+        memory: Memory,
     ) -> None:
         self.full = next((ledger for ledger in ledgers if not ledger.growth.is_bounded), None)
         self.bounded = tuple(ledger for ledger in ledgers if ledger.growth.is_bounded)
         self.block_size, self._memory = block_size, memory
-        self.tree = PrefixTree(block_size, num_groups=0 if self.full is None else 1)
+        capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
+        self.tree = PrefixTree(block_size, 0 if self.full is None else 1, policy_named(policy, max(1, capacity)))
         self.names, self._most_unbacked = FreeList(num_checkpoints, what="checkpoints"), most_unbacked
+        self._pins: dict[Pin, None] = {}  # the oldest first
+        self._most_pinned = int(pin_share * capacity)
+        self._kept: Counter[int] = Counter()  # checkpoints that pins or an opening request need
         self._copies: dict[int, list[Ids]] = {}  # checkpoint -> its blocks in each bounded group
         self._num_copies = [0] * len(self.bounded)  # that may be reclaimed
         if self.full is not None:
@@ -76,31 +119,54 @@ class Reuse:
     def find(self, tokens: Ids, namespace: bytes) -> tuple[Match, PrefixMatch]:
         """The longest reusable beginning of ``tokens``, at most all but the last token. Changes nothing."""
         match = self.tree.match(tokens, namespace, limit=len(tokens) - 1)
+        if not self.bounded:  # the rest of a block is copied, so that nothing is lost to alignment
+            found = {} if self.full is None else {self.full.plan.name: match.num_tokens}
+            return match, PrefixMatch(match.num_tokens, match.num_tokens, "nothing", found)
         whole = match.num_blocks * self.block_size
-        aligned = "nothing" if match.num_tokens == whole else "alignment"
-        if not self.bounded:
-            return match, PrefixMatch(match.num_tokens, whole, aligned)
         resumable, checkpoint = max(((n, name) for n, name in match.checkpoints if n <= whole), default=(0, None))
+        aligned = "nothing" if match.num_tokens == whole else "alignment"
+        groups = {ledger.plan.name: resumable for ledger in self.bounded}
+        if self.full is not None:
+            groups = {self.full.plan.name: whole, **groups}
         limited_by = aligned if resumable == whole else "checkpoint"
-        return match, PrefixMatch(match.num_tokens, resumable, limited_by, checkpoint)
+        return match, PrefixMatch(match.num_tokens, resumable, limited_by, groups, checkpoint)
+
+    def without_copies(self, match: Match, found: PrefixMatch) -> PrefixMatch:
+        """What can be reused of ``match`` where there is no room for copies, or for what they are copied from."""
+        whole = 0 if self.bounded else match.num_blocks * self.block_size
+        return PrefixMatch(found.num_tokens, whole, "memory", found.groups)
 
     @contextmanager
     def held(self, found: PrefixMatch) -> Iterator[None]:
-        """Inside, the checkpoint of ``found`` is nothing that could be reclaimed: its path is pinned, and touched last."""
-        counts = [] if found.checkpoint is None else [len(ids) for ids in self._copies[found.checkpoint]]
-        for number, count in enumerate(counts):
-            self._num_copies[number] -= count
+        """Inside, the checkpoint of ``found`` is kept."""
+        self._keep(found.checkpoint, 1)
         try:
             yield
         finally:
-            for number, count in enumerate(counts):
-                self._num_copies[number] += count
+            self._keep(found.checkpoint, -1)
 
-    def restore(self, slot: int, found: PrefixMatch) -> None:
-        """Copy to ``slot`` what is bounded at ``found.resumable``. It is ``held``, and room for it is promised."""
-        if found.checkpoint is None:
+    def _keep(self, name: int | None, change: int) -> None:
+        """One more (1) or one less (-1) needs the checkpoint ``name``: what is needed is nothing to reclaim."""
+        if name is None:
             return
-        for number, ledger in enumerate(self.bounded):
+        before = self._kept[name]
+        self._kept[name] += change
+        if not self._kept[name]:
+            del self._kept[name]
+        if not before or not before + change:
+            for number, ids in enumerate(self._copies[name]):
+                self._num_copies[number] -= change * len(ids)
+
+    def restore(self, slot: int, found: PrefixMatch, partial: Lease | None) -> None:
+        """Copy to ``slot`` what is bounded at ``found.resumable``, or the block whose first tokens are reused, which
+        ``partial`` holds. The checkpoint is ``held``, and room is promised."""
+        if partial is not None and self.full is not None:
+            column = partial.num_blocks - 1
+            self.full.grow(slot, 1)
+            source = self.tree.last_ids(partial)
+            self._memory.copy_blocks(self.full, source, self.full.table.cells[slot, column : column + 1].copy())
+        for number, ledger in enumerate(self.bounded if found.checkpoint is not None else ()):
+            assert found.checkpoint is not None
             count = len(self._copies[found.checkpoint][number])
             ledger.begin_at(slot, ceil_div(found.resumable, ledger.block_size) - count)
             ledger.grow(slot, count)
@@ -140,19 +206,20 @@ class Reuse:
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
-    def publish(self, slot: int, lease: Lease, tokens: Ids) -> None:
-        """Make the whole blocks of ``tokens`` (all that are committed) shareable; ``lease`` then covers them.
+    def publish(self, slot: int, lease: Lease, sequence: Published) -> None:
+        """Make the whole committed blocks of ``sequence`` shareable; ``lease`` then covers them.
 
         Blocks that another request published meanwhile are adopted and the own copies freed.
         """
-        begin, end = lease.num_blocks, len(tokens) // self.block_size
+        begin, end = lease.num_blocks, sequence.length // self.block_size
         if begin == end:
             return
         given = np.empty((0, end - begin), np.int32)
         if self.full is not None:
             given = self.full.table.cells[slot, begin:end][None].copy()
-        inserted = self.tree.insert(lease, tokens[begin * self.block_size : end * self.block_size], given)
-        self.tree.touch(lease)
+        tokens = sequence.keys(begin * self.block_size, end * self.block_size)
+        inserted = self.tree.insert(lease, tokens, given, priority=sequence.priority)
+        self.tree.touch(lease, priority=sequence.priority)
         if self.full is not None:
             self.full.share(slot, end, inserted.ids[0])
             self._memory.blocks_freed(self.full, self.full.release(given[inserted.duplicates]))
@@ -170,7 +237,9 @@ class Reuse:
         if not self.names.num_ids or any(n > ledger.available() for n, ledger in zip(counts, self.bounded)):
             return None
         if not self.names.num_free:
-            self._forget(self.tree.evict_checkpoint())
+            self._forget(self.tree.evict_checkpoint(keep=self._kept))
+        if not self.names.num_free:
+            return None
         name = int(self.names.acquire(1)[0])
         if not self.tree.set_checkpoint(lease, num_tokens, name):
             self.names.release_id(name)
@@ -184,9 +253,45 @@ class Reuse:
 
     def drop(self, name: int, generation: int) -> None:
         """Forget the checkpoint that ``save`` told of, if it is still kept."""
-        if name in self._copies and self.names.generation[name] == generation:
+        if name in self._copies and name not in self._kept and self.names.generation[name] == generation:
             self.tree.drop_checkpoint(name)
             self._forget((name,))
+
+    # -- pins ------------------------------------------------------------------------------------------------------
+
+    def pin(self, tokens: Ids, namespace: bytes) -> Pin:
+        """See ``Books.pin``."""
+        match = self.tree.match(tokens, namespace)
+        pinned = sum(pin.lease.num_blocks for pin in self._pins)
+        if pinned + match.num_blocks > self._most_pinned:
+            raise OutOfBlocks(
+                f"a pin of {match.num_blocks} blocks beside {pinned} pinned ones passes the {self._most_pinned} that pins may "
+                f"have; unpin others, or raise pin_share"
+            )
+        checkpoint = max(match.checkpoints, default=(0, None))[1]
+        pin = Pin(self.tree.pin(match), namespace, checkpoint)
+        self._keep(checkpoint, 1)
+        self._pins[pin] = None
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """End ``pin``, if it is still held."""
+        if pin in self._pins:
+            del self._pins[pin]
+            self._keep(pin.checkpoint, -1)
+            self.tree.unpin(pin.lease)
+
+    def give_up_pin(self) -> bool:
+        """End the oldest pin; False if there is none."""
+        for pin in self._pins:
+            self.unpin(pin)
+            return True
+        return False
+
+    def give_up_pins(self, namespaces: Collection[bytes]) -> None:
+        """End all pins of ``namespaces``."""
+        for pin in [pin for pin in self._pins if pin.namespace in namespaces]:
+            self.unpin(pin)
 
     # -- making room -------------------------------------------------------------------------------------------------
 
@@ -199,9 +304,9 @@ class Reuse:
         for copies in self._copies.values():
             copies[number] = names[copies[number]]
 
-    def clear(self) -> None:
-        """Forget everything. Raises RetryLater while a request runs."""
-        self._let_go(self.tree.clear())
+    def clear(self, namespace: bytes | None = None) -> None:
+        """Forget everything, or everything of one namespace. Raises RetryLater while a request runs there."""
+        self._let_go(self.tree.clear(namespace))
 
     def _evict_blocks(self, n: int) -> None:
         self._let_go(self.tree.evict(n))
@@ -213,11 +318,12 @@ class Reuse:
 
     def _drop_until_free(self, ledger: GroupLedger, n: int) -> None:
         target = ledger.free.num_free + n
-        while ledger.free.num_free < target and self._copies:
-            self._forget(self.tree.evict_checkpoint())
+        while ledger.free.num_free < target and len(self._copies) > len(self._kept):
+            self._forget(self.tree.evict_checkpoint(keep=self._kept))
 
     def _forget(self, names: Many[int]) -> None:
         for name in names:
+            assert name not in self._kept, f"checkpoint {name} is needed"
             for number, (ledger, ids) in enumerate(zip(self.bounded, self._copies.pop(name))):
                 self._num_copies[number] -= len(ids)
                 self._memory.blocks_freed(ledger, ledger.release(ids))
@@ -240,6 +346,7 @@ class Reuse:
         held = self.names.held_ids().tolist()
         if held != sorted(self._copies) or len(held) != self.tree.num_checkpoints:
             raise CheckFailed(f"checkpoints: {self.tree.num_checkpoints} in the tree, {held[:16]} held")
-        counts = [sum(len(copies[n]) for copies in self._copies.values()) for n in range(len(self.bounded))]
+        loose = [copies for name, copies in self._copies.items() if name not in self._kept]
+        counts = [sum(len(copies[n]) for copies in loose) for n in range(len(self.bounded))]
         if counts != self._num_copies:
             raise CheckFailed(f"checkpoints hold {counts} blocks, {self._num_copies} are counted")

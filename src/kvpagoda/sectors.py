@@ -32,6 +32,8 @@ class Mover(Protocol):
 
     def sectors_given(self, ledger: GroupLedger, sectors: Ids) -> None: ...
 
+    def fixed_ids(self, ledger: GroupLedger) -> Ids: ...
+
 
 class Sectors:
     """The sectors ``1 .. num_sectors - 1``; the first one takes what padded rows write, in every group.
@@ -93,17 +95,18 @@ class Sectors:
                 continue
             others = [other for other in self._ledgers if other is not ledger]
             idle = max(others, key=self._idle)
-            if self._idle(idle) > 0:
-                self._vacate(idle, min(wanted, self._idle(idle)))
-            elif ledger.spare():
+            if self._idle(idle) > 0 and self._vacate(idle, min(wanted, self._idle(idle))):
+                continue
+            if ledger.spare():
                 ledger.reclaim(min(short, ledger.spare()))
-            else:
-                richest = max(others, key=self._left_over)
-                count = min(wanted, self._left_over(richest))
-                if count <= 0:
-                    return
-                richest.reclaim(max(0, count * richest.plan.per_sector - richest.free.num_free))
-                self._vacate(richest, count)
+                continue
+            richest = max(others, key=self._left_over)
+            count = min(wanted, self._left_over(richest))
+            if count <= 0:
+                return
+            richest.reclaim(max(0, count * richest.plan.per_sector - richest.free.num_free))
+            if not self._vacate(richest, count):
+                return
 
     def _idle(self, ledger: GroupLedger) -> int:
         """Whole sectors' worth of blocks that are free and not claimed."""
@@ -115,11 +118,13 @@ class Sectors:
         ledger.free.release(self._ids(ledger, given))
         self._mover.sectors_given(ledger, given.astype(np.int32))
 
-    def _vacate(self, ledger: GroupLedger, count: int) -> None:
-        """Take the ``count`` emptiest sectors of ``ledger`` away; it has as many free blocks as they hold."""
+    def _vacate(self, ledger: GroupLedger, count: int) -> bool:
+        """Take the ``count`` emptiest sectors of ``ledger`` away, which has as many free blocks as they hold; False if none
+        of its sectors may be emptied now."""
         per, free = ledger.plan.per_sector, ledger.free
         ids = free.free_ids()
         mine = np.flatnonzero(self.owner == self._ledgers.index(ledger))
+        mine = np.setdiff1d(mine, self._mover.fixed_ids(ledger) // per)
         fullness = np.bincount(ids // per, minlength=len(self.owner))[mine]
         chosen = np.sort(mine[np.argsort(-fullness, kind="stable")[:count]])
         inside = ids[np.isin(ids // per, chosen)]
@@ -129,6 +134,7 @@ class Sectors:
             self._mover.move_blocks(ledger, left, free.acquire(len(left)))
         self.owner[chosen] = NOBODY
         self._free.extend(chosen[::-1].tolist())
+        return len(chosen) > 0
 
     @staticmethod
     def _ids(ledger: GroupLedger, sectors: np.ndarray) -> Ids:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.ledger import GroupLedger
+from kvpagoda.namespace import with_stand_ins
 from kvpagoda.prefix import Lease
 from kvpagoda.reuse import PrefixMatch
 
@@ -47,6 +49,13 @@ class Owner(Protocol):
     def sequence_closed(self, sequence: Sequence) -> None: ...
 
 
+class Start(NamedTuple):
+    """What a sequence starts from: why, and the lease on it."""
+
+    match: PrefixMatch
+    lease: Lease
+
+
 class Sequence:
     """A request that is being computed. Made by ``KVCache.open``; closes itself at the end of a ``with`` block.
 
@@ -55,11 +64,21 @@ class Sequence:
     """
 
     def __init__(
-        self, owner: Owner, slot: int, prompt: Tokens, namespace: bytes, match: PrefixMatch, lease: Lease
+        self,
+        owner: Owner,
+        slot: int,
+        prompt: Tokens,
+        start: Start,
+        *,
+        namespace: bytes = b"",
+        priority: int = 0,
+        stand_ins: Mapping[int, int] | None = None,
     ) -> None:
-        self._owner, self._slot = owner, slot
+        self._owner, self._slot, match = owner, slot, start.match
         self._tokens, self.prompt_length, self._length = prompt, len(prompt), match.resumable
-        self.namespace, self.match, self.lease = namespace, match, lease
+        self.namespace, self.priority, self.stand_ins = namespace, priority, dict(stand_ins or {})
+        self.match, self.lease = match, start.lease
+        self.num_fences, self.is_settled = 0, True
         self.last_checkpoint = (-1, -1)
         self.written = self._length
         """The highest length that a batch or a commit went up to; rings and states hold what came last."""
@@ -99,6 +118,10 @@ class Sequence:
         return min(
             (int(g.end[self._slot]) * g.block_size for g in self._owner.ledgers), default=self._owner.max_context
         )
+
+    def keys(self, first: int, end: int) -> Tokens:
+        """Tokens ``first .. end - 1`` as texts are compared: with the stand-ins of media."""
+        return with_stand_ins(self._tokens[first:end], first, self.stand_ins)
 
     def extend(self, n: int) -> None:
         """Make room for the next ``n`` tokens after the committed ones, in every group or in none.
@@ -160,12 +183,20 @@ class Sequence:
             self._owner.sequence_rewound(self, self._length - n)
             self._length -= n
             self.prompt_length = min(self.prompt_length, self._length)
+            self.stand_ins = {at: stand_in for at, stand_in in self.stand_ins.items() if at < self._length}
 
     def close(self) -> None:
         """Give everything back; whole blocks stay for others to find. Raises StaleHandle the second time."""
         self._check_open()
         self._owner.sequence_closed(self)
         self._open = False
+
+    def settle(self) -> None:
+        """Do what waited for the last fence: the effects of a commit, and of a close."""
+        self.is_settled, is_open, self._open = True, self._open, True
+        self._owner.sequence_committed(self)
+        if not is_open:
+            self.close()
 
     def __enter__(self) -> Sequence:
         self._check_open()

@@ -35,6 +35,7 @@ class Match:
     tokens: Ids = field(repr=False)
     node: Node | None = field(repr=False)  # where the whole blocks end
     removals: int = field(repr=False)  # of the tree, when this was found
+    beyond: Node | None = field(repr=False)  # where the block of ``partial_ids`` lies
 
 
 class Lease:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from kvpagoda.alloc.held import Ids, whole_number
@@ -56,6 +58,10 @@ class PrefixTree:
         """Checkpoints in the tree. O(1)."""
         return len(self._checkpoints)
 
+    def namespaces(self) -> set[bytes]:
+        """The namespaces in which something is cached or pinned."""
+        return set(self._roots)
+
     def owned_ids(self, group: int = 0) -> Ids:
         """All block ids of ``group`` that the tree owns, ascending. O(largest id)."""
         return np.flatnonzero(self._owned.flags[group]).astype(np.int32)
@@ -78,7 +84,7 @@ class PrefixTree:
         partial = way.partial[0].ids[:, way.partial[1]].copy() if way.partial else np.zeros(self.num_groups, np.int32)
         return Match(
             way.num_tokens, way.depth, way.ids(self.num_groups), partial, tuple(checkpoints), namespace,
-            tokens, way.node if root else None, self._removals,
+            tokens, way.node if root else None, self._removals, way.partial[0] if way.partial else None,
         )  # fmt: skip
 
     def pin(self, at: Match | Lease, num_blocks: int | None = None) -> Lease:
@@ -89,6 +95,19 @@ class PrefixTree:
         """
         node, depth = self._locate(at, num_blocks)
         return self._new_lease(node, depth)
+
+    def pin_partial(self, match: Match) -> Lease | None:
+        """Pin the whole blocks of ``match`` and the block of its ``partial_ids``; None if there is none, or no longer."""
+        if match.beyond is None or match.removals != self._removals:
+            return None
+        depth = match.num_blocks + 1
+        return self._new_lease(match.beyond.up_to(depth), depth)
+
+    def last_ids(self, lease: Lease) -> Ids:
+        """The ids of the last block that ``lease`` covers, int32 ``[num_groups]``. Raises StaleHandle."""
+        node, depth = self._locate(lease)
+        ids: Ids = node.ids[:, depth - node.start - 1].copy()
+        return ids
 
     def unpin(self, lease: Lease) -> None:
         """End a lease. Raises StaleHandle, changing nothing, for one that is not open in this tree. O(nodes on the path)."""
@@ -207,12 +226,14 @@ class PrefixTree:
         """Forget the checkpoint with this state id, which is the caller's again. Raises NotOwned. O(1)."""
         self._checkpoints.drop(state_id)
 
-    def evict_checkpoint(self, num_checkpoints: int = 1) -> tuple[int, ...]:
-        """Forget the least recently used checkpoints (set or touched); returns their state ids, fewer if there are fewer.
+    def evict_checkpoint(self, num_checkpoints: int = 1, keep: Collection[int] = ()) -> tuple[int, ...]:
+        """Forget the least recently used checkpoints (set or touched) that are not in ``keep``; returns their state ids,
+        fewer if there are fewer.
 
-        Blocks stay; leases do not hold checkpoints: copy a state before evicting. O(1) each.
+        Blocks stay; leases do not hold checkpoints: copy a state before evicting. O(1) for each, and each in ``keep``.
         """
-        states = self._checkpoints.oldest(num_checkpoints)
+        oldest = self._checkpoints.oldest(num_checkpoints + len(keep))
+        states = tuple(state for state in oldest if state not in keep)[:num_checkpoints]
         for state in states:
             self._checkpoints.drop(state)
         return states

@@ -1,0 +1,103 @@
+"""Who may share with whom: tenants, adapters, states of the weights, and images in a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvpagoda.alloc.held import Ids
+from kvpagoda.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Only requests of equal namespaces share anything.
+
+    ``salt``: a secret of the tenant, to be set by the trusted side. ``adapter``: the adapter that the rows were computed
+    with. ``weights``: which weights, for caches that see several. All of them bytes, text or None, and never taken for
+    one another.
+    """
+
+    salt: str | bytes | None = None
+    adapter: str | bytes | None = None
+    weights: str | bytes | None = None
+
+
+def namespace_key(namespace: Namespace | str | bytes | None) -> bytes:
+    """A namespace as bytes, different for different ones. Text or bytes alone are a salt. Raises BadInput."""
+    if not isinstance(namespace, Namespace):
+        namespace = Namespace(salt=namespace)
+    return b"".join(_field(part) for part in (namespace.salt, namespace.adapter, namespace.weights))
+
+
+def _field(part: Any) -> bytes:
+    """Kind, length, content: no two sequences of fields have the same bytes."""
+    if part is None:
+        return b"n"
+    if not isinstance(part, str | bytes):
+        raise BadInput(f"a namespace is made of text, bytes and None, got {part!r}")
+    content = part.encode() if isinstance(part, str) else part
+    return (b"s" if isinstance(part, str) else b"b") + len(content).to_bytes(8, "little") + content
+
+
+class Namespaces:
+    """Namespaces as keys of the tree: ``fingerprint`` of what is cached, how often it was invalidated, who may share it."""
+
+    def __init__(self, fingerprint: str = "") -> None:
+        self._fingerprint, self._epoch = _field(fingerprint), 0
+        self._renewed: dict[bytes, int] = {}
+
+    def key(self, namespace: Namespace | str | bytes | None) -> bytes:
+        """The key under which ``namespace`` is cached now. Raises BadInput."""
+        own = namespace_key(namespace)
+        counts = (self._epoch, self._renewed.get(own, 0))
+        return self._fingerprint + b"".join(count.to_bytes(8, "little") for count in counts) + own
+
+    def renew(self, namespaces: Iterable[Namespace | str | bytes | None]) -> set[bytes]:
+        """Give ``namespaces`` new keys; returns those they had. Raises BadInput."""
+        old = {namespace_key(one): self.key(one) for one in namespaces}
+        for own in old:
+            self._renewed[own] = self._renewed.get(own, 0) + 1
+        return set(old.values())
+
+    def renew_all(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Give every namespace a new key; returns ``keys``, those in use."""
+        self._epoch += 1
+        self._renewed.clear()
+        return set(keys)
+
+
+def with_stand_ins(tokens: Ids, first: int, stand_ins: Mapping[int, int]) -> Ids:
+    """``tokens``, which begin at offset ``first``, int32 ``[n]``, with the stand-ins that lie in them put in: a copy then."""
+    inside = [at for at in stand_ins if first <= at < first + len(tokens)]
+    if inside:
+        tokens = tokens.copy()
+        tokens[np.array(inside) - first] = [stand_ins[at] for at in inside]
+    return tokens
+
+
+class Media:
+    """Stand-ins for what a text shows besides its tokens: every digest gets a number below 0, which no token has.
+
+    Where texts are compared the stand-in takes the place of the token at which the image (or sound) begins: before it they
+    share, from it on only with the same digest. Digests are kept whole, 16 bytes and more, until ``clear``.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+
+    def stand_ins(self, media: Mapping[int, bytes] | None, num_tokens: int) -> dict[int, int]:
+        """Offset -> stand-in, for ``media``: offset -> digest, in a prompt of ``num_tokens``. Raises BadInput."""
+        for offset, digest in (media or {}).items():
+            if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset < num_tokens:
+                raise BadInput(f"media begin at a token of the prompt, 0..{num_tokens - 1}, got {offset!r}")
+            if not isinstance(digest, bytes) or len(digest) < 16:
+                raise BadInput(f"a digest of media is at least 16 bytes, got {digest!r} at token {offset}")
+        return {at: -1 - self._numbers.setdefault(one, len(self._numbers)) for at, one in (media or {}).items()}
+
+    def clear(self) -> None:
+        """Forget all digests: when nothing is cached."""
+        self._numbers.clear()
