@@ -161,11 +161,11 @@ def test_generate_loads_a_model_from_a_folder(tmp_path: Path) -> None:
 def test_generate_draws_several_answers_for_a_prompt(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     arguments = ["generate", "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "4", "--lookup", "2"]
-    done = kvpagoda(*arguments, "--samples", "3", "--temperature", "1", "--seed", "7", "--json")
+    arguments += ["--max-requests", "6", "--samples", "3", "--temperature", "1", "--seed", "7", "--json"]
+    done = kvpagoda(*arguments)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [result["prompt"] for result in found["results"]] == ["one"] * 3 + ["two"] * 3
     assert len({tuple(result["tokens"]) for result in found["results"]}) == 6 and found["new_tokens"] == 24
     assert found["stats"]["computed_tokens"] == 2 * 3 + 6 * 3 and found["accepted_tokens"] <= found["proposed_tokens"]
-    again = kvpagoda(*arguments, "--samples", "3", "--temperature", "1", "--seed", "7", "--json")
-    assert json.loads(again.stdout)["results"] == found["results"]
+    assert json.loads(kvpagoda(*arguments).stdout)["results"] == found["results"]

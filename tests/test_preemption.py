@@ -72,18 +72,18 @@ def test_without_a_policy_everything_is_promised_and_nobody_is_set_back() -> Non
 
 def test_with_a_policy_the_youngest_gives_way_and_comes_back_first() -> None:
     queue: RunQueue[Job] = RunQueue(books_with(7), Youngest())
-    first, second, third, fourth = entered(queue, (4, 14), (4, 6), (2, 4), (2, 4))
+    first, second, third, fourth = entered(queue, (4, 14), (4, 12), (2, 4), (2, 4))
     assert queue.running == [first, second] and queue.waiting == [third, fourth]
     compute(queue, first, 4)
     compute(queue, second, 4)
     first.extend([1] * 8)
     compute(queue, first, 8)  # six blocks of seven
     assert queue.running == [first] and queue.waiting == [second, third, fourth] and second.num_set_back == 1
-    queue.admit()  # the whole of it does not fit, and nobody may pass it
+    queue.admit()
     assert queue.running == [first]
     queue.remove(first)
-    queue.admit()
-    assert queue.running == [second, third, fourth] and second.sequence is not None
+    queue.admit()  # six of the seven blocks are promised to it now
+    assert queue.running == [second] and queue.waiting == [third, fourth] and second.sequence is not None
     assert second.sequence.cached_tokens == 2  # its first block was still there; the second had to go
     queue.books.check()
 

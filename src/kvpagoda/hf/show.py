@@ -45,7 +45,8 @@ def run(
     outputs = generate(generator, prompts, how, Console(stderr=True))
     seconds = time.perf_counter() - began
     stats, new_tokens = generator.stats(), sum(len(output) for output in outputs)
-    texts, prompts = ([item for item in items for _ in range(how["n"])] for items in (texts, prompts))
+    texts = [text for text in texts for _ in range(how["n"])]
+    prompts = [prompt for prompt in prompts for _ in range(how["n"])]
     if as_json:
         results = [
             {"prompt": text, "tokens": output, "text": tokenizer.decode(output)} for text, output in zip(texts, outputs)
