@@ -163,6 +163,8 @@ class Batch:
         slots = np.array([s.slot for s in sequences] + [-1] * padding, np.int64)
         if len(np.unique(slots[: len(sequences)])) != len(sequences):
             raise BadInput("a sequence appears twice in the batch")
+        for sequence, new in zip(sequences, new_tokens):
+            sequence.written = max(sequence.written, sequence.length + new)
         before = np.array([s.length for s in sequences] + [0] * padding, np.int64)
         counts = np.array([*new_tokens] + [1] * padding, np.int64)
         self._slots, self._before, self._padding = slots, before, padding

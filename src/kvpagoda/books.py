@@ -226,11 +226,15 @@ class Books:
 
     def sequence_rewound(self, sequence: Sequence, length: int) -> None:
         """Everything of ``sequence`` goes back to ``length`` tokens; see ``Sequence.rewind``."""
-        slot = sequence.slot
-        if self.plan.state_nbytes:
-            layers = sorted({place.layer for place in self.plan.state_layout.places})
+        slot, written = sequence.slot, max(sequence.written, sequence.length)
+        given = sequence.match.resumable
+        short = [(layer, label, n) for layer, label, n in self.plan.rewinds if length < max(given, written - n)]
+        if short:
+            layers = ", ".join(f"layer {layer} ({label}) {n}" for layer, label, n in short[:8])
             raise BadInput(
-                f"layers {layers[:8]} keep states of {sequence.length} tokens, which do not go back to {length}"
+                f"{sequence.length} tokens go back to {max(given, written - min(n for _, _, n in short))}, not to {length}: "
+                f"of {written} tokens written after {given} cached ones, the states of these layers take back only so many: "
+                f"{layers}; fork before tokens that may be taken back, or give rings a larger verify_width"
             )
         for ledger in self.ledgers:
             first = ledger.growth.first_needed(length) // self.block_size
@@ -238,6 +242,7 @@ class Books:
                 furthest = int(ledger.first[slot]) * self.block_size
                 raise BadInput(f"{ledger.name} no longer keeps positions before {furthest}; {length} tokens need them")
         sequence.lease = self.reuse.unshare(slot, sequence.lease, length)
+        sequence.written = written
 
     def sequence_closed(self, sequence: Sequence) -> None:
         """``sequence`` ended: its private blocks and its slot are free; what it published stays, unpinned."""

@@ -61,6 +61,8 @@ class Sequence:
         self._tokens, self.prompt_length, self._length = prompt, len(prompt), match.resumable
         self.namespace, self.match, self.lease = namespace, match, lease
         self.last_checkpoint = (-1, -1)
+        self.written = self._length
+        """The highest length that a batch or a commit went up to; rings and states hold what came last."""
         self._open = True
 
     @property
@@ -160,7 +162,9 @@ class Sequence:
         """Take back the last ``n`` committed tokens; others may follow them. Room for them stays.
 
         Raises BadInput for more tokens than there are, or where a layer keeps something that cannot go back so far: it
-        names the layer. Raises OutOfBlocks if a shared block must be copied and there is no room. Nothing changed then.
+        names the layers. What a batch wrote counts too, committed or not, and what the request started from stays: a
+        checkpoint, or the sequence it was forked from. Raises OutOfBlocks if a shared block must be copied and there is
+        no room. Nothing changed then.
         """
         self._check_open()
         if not 0 <= n <= self._length:

@@ -13,9 +13,11 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache  # noqa: E402
 
+from kvpagoda.errors import BadInput  # noqa: E402
 from kvpagoda.hf.compressed import ROPE_KINDS, CompressedRunner, attention  # noqa: E402
 from kvpagoda.manager import KVCache  # noqa: E402
 from kvpagoda.schema import Schema  # noqa: E402
+from kvpagoda.sequence import Sequence  # noqa: E402
 from models import TINY, VOCAB, tiny_model  # noqa: E402
 
 
@@ -159,3 +161,248 @@ def test_a_real_ratio_of_128_is_crossed() -> None:
 def test_the_tiny_model_exercises_the_indexer() -> None:
     config = TINY["deepseek_v4"]()
     assert config.index_n_heads >= 32 and config.index_topk * 4 < 41
+
+
+WIDTH = 5
+"""Draft tokens of one verify step below: more than a ratio of 4, so that a step closes windows that are taken back."""
+
+
+def small(kv_format: str) -> tuple[Any, dict[str, Any]]:
+    """A tiny model for a row format, and what its schema is read with."""
+    if kv_format == "raw":
+        return model(), {}
+    return fp8_model(), {"kv_format": kv_format}
+
+
+@functools.cache
+def fp8_model() -> Any:
+    return tiny_model("deepseek_v4", head_dim=72, partial_rotary_factor=8 / 72, index_head_dim=32)
+
+
+def opened(
+    net: Any, ids: np.ndarray, checkpoint_every: int = 0, **arguments: Any
+) -> tuple[KVCache, CompressedRunner, Sequence]:
+    schema, sizes = Schema.from_hf_config(net.config, **arguments), {"num_blocks": 40, "max_requests": 4}
+    cache = KVCache(schema, **sizes, device="cpu", poison=True, checkpoint_every=checkpoint_every)
+    return cache, CompressedRunner(net, cache), cache.open(ids, reserve=len(ids) + WIDTH + 1)
+
+
+def go(runner: CompressedRunner, sequence: Sequence, ids: Any) -> torch.Tensor:
+    """One step of ``ids``, committed: the logits after its last token."""
+    ids = np.asarray(ids, np.int32)
+    sequence.extend(len(ids))
+    found = runner.step([(sequence, ids)])[0]
+    sequence.commit(ids)
+    return found
+
+
+def readable(cache: KVCache, sequence: Sequence) -> dict[tuple[int, str], torch.Tensor]:
+    """Everything of ``sequence`` that a later step may read, by (layer, what), wherever the rings keep it."""
+    sequence.extend(1)
+    batch, slot, length, found = cache.batch([sequence], [1]), sequence.slot, sequence.length, {}
+    for index in range(len(cache.schema.layers)):
+        handle = batch.layer(index).handle()
+        kind, state = handle.kind, handle.state
+
+        def rows(name: str, first: int, state: Any = state, index: int = index) -> None:
+            for field, part in zip(("", "_2", "_3"), state.parts(name)):
+                found[index, name + field] = part[slot, torch.arange(max(0, first), length) % part.shape[1]].clone()
+
+        rows("swa", length - kind.window + 1)
+        rows("swa_pos", length - kind.window + 1)
+        if not kind.ratio:
+            continue
+        windows = torch.arange(length // kind.ratio)[None]
+        found[index, "entries"] = handle.read_entries(windows)
+        found[index, "num_entries"] = state["num_entries"][slot].clone()
+        prefixes = ("",) if kind.index_dim is None else ("", "idx_")
+        if kind.index_dim is not None:
+            found[index, "indexer_keys"] = handle.read_indexer_keys(windows)
+        for prefix in prefixes:
+            closed = length // kind.ratio * kind.ratio
+            for stream in ("ka", "za", "kb", "zb") if kind.overlap else ("ka", "za"):
+                rows(f"{prefix}tail_{stream}", closed)
+            for stream in ("k", "z") if kind.overlap and closed else ():
+                ring = state[f"{prefix}overlap_{stream}"]
+                at = torch.arange(closed - kind.ratio, closed) % ring.shape[1]
+                found[index, f"{prefix}overlap_{stream}"] = ring[slot, at].clone()
+    return found
+
+
+def equal(found: dict[tuple[int, str], torch.Tensor], expected: dict[tuple[int, str], torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for place, rows in expected.items():
+        assert not rows.is_floating_point() or not rows.isnan().any(), place
+        assert torch.equal(found[place], rows), place
+
+
+@functools.cache
+def never_wrong(kv_format: str, length: int) -> tuple[np.ndarray, list[torch.Tensor], list[Any]]:
+    """A text computed token by token: logits, and what is readable, after each token."""
+    net, schema = small(kv_format)
+    ids = tokens(length, seed=8)
+    cache, runner, sequence = opened(net, ids[:1], **schema)
+    logits, rows = [], []
+    for token in ids:
+        logits.append(go(runner, sequence, [token]))
+        rows.append(readable(cache, sequence))
+    return ids, logits, rows
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "wrong"), [("raw", (1,)), ("raw", (4, 3)), ("raw", (WIDTH,)), ("fp8", (2,)), ("fp8", (3, WIDTH))]
+)
+def test_rejected_tokens_leave_no_trace_at_any_position(kv_format: str, wrong: tuple[int, ...]) -> None:
+    """At every phase of windows, ratios, rings and blocks: wrong tokens are computed, committed and taken back, again and
+    again, and all that later steps read stays bit for bit that of a run that never saw them, its logits too."""
+    ids, logits, rows = never_wrong(kv_format, 36)
+    net, schema = small(kv_format)
+    cache, runner, sequence = opened(net, ids[:1], verify_width=WIDTH, **schema)
+    for position, token in enumerate(ids):
+        assert torch.equal(go(runner, sequence, [token]), logits[position])
+        equal(readable(cache, sequence), rows[position])
+        for turn, n in enumerate(wrong):
+            go(runner, sequence, (ids[position] + 1 + turn + np.arange(n)) % VOCAB)
+            sequence.rewind(n)
+            assert sequence.length == position + 1
+        cache.check()
+
+
+def test_right_tokens_may_be_taken_back_too_and_computed_again() -> None:
+    """Rewinds of rewinds, down to the deepest that the rings allow: from there the same logits follow."""
+    ids, logits, _ = never_wrong("raw", 36)
+    cache, runner, sequence = opened(model(), ids[:1], verify_width=WIDTH)
+    rng, written = np.random.default_rng(4), 0
+    while written < 26:
+        n = min(int(rng.integers(3, 6)), 36 - sequence.length)
+        for token in ids[sequence.length : sequence.length + n]:
+            assert torch.equal(go(runner, sequence, [token]), logits[sequence.length - 1])
+        written = max(written, sequence.length)
+        furthest = max(0, written - WIDTH)
+        sequence.rewind(int(rng.integers(0, sequence.length - furthest + 1)))
+        if sequence.length > 0 and sequence.length == furthest:
+            with pytest.raises(BadInput, match=f"go back to {furthest}, not to {furthest - 1}"):
+                sequence.rewind(1)
+        cache.check()
+
+
+@pytest.mark.parametrize("width", [0, 3])
+def test_a_rewind_too_far_names_the_layers_and_changes_nothing(width: int) -> None:
+    ids = tokens(37, seed=9)
+    cache, runner, sequence = opened(model(), ids, verify_width=width)
+    go(runner, sequence, ids[:32]), go(runner, sequence, ids[32:])
+    arenas = [arena.buffer.clone() for arena in (*cache._arenas.values(), cache._states)]
+    table = cache.ledgers[0].table.cells.copy()
+    types = "sliding_attention compressed_sparse_attention heavily_compressed_attention".split()
+    named = ".*".join(rf"layer {i} \({kind}\) {width}" for i, kind in enumerate([*types, types[1], types[2]]))
+    with pytest.raises(BadInput, match=f"37 tokens go back to {37 - width}, not to {36 - width}: .*{named}"):
+        sequence.rewind(width + 1)
+    assert sequence.length == 37 and sequence.tokens.tolist() == ids.tolist()
+    assert np.array_equal(table, cache.ledgers[0].table.cells)
+    for arena, before in zip((*cache._arenas.values(), cache._states), arenas):
+        assert torch.equal(arena.buffer, before)
+    sequence.rewind(width)
+    cache.check()
+
+
+def test_drafts_that_were_written_but_never_committed_count() -> None:
+    ids, logits, _ = never_wrong("raw", 36)
+    _, runner, sequence = opened(model(), ids[:1], verify_width=WIDTH)
+    for token in ids[:20]:
+        go(runner, sequence, [token])
+    sequence.extend(1 + WIDTH)
+    runner.step([(sequence, np.append(ids[20], np.full(WIDTH, 7, np.int32)))])
+    sequence.commit(ids[20:21])  # the drafts are rejected by not being committed
+    with pytest.raises(BadInput, match="21 tokens go back to 21, not to 20: of 26 tokens written"):
+        sequence.rewind(1)
+    for position in range(21, 36):
+        torch.testing.assert_close(go(runner, sequence, ids[position : position + 1]), logits[position])
+
+
+def test_the_real_ratio_and_window_of_128_can_be_taken_back_across() -> None:
+    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    net = tiny_model("deepseek_v4", compress_rates=rates, sliding_window=128)
+    ids, runs = tokens(264, seed=10), []
+    for width in (0, WIDTH):
+        cache, runner, sequence = opened(net, ids[:1], verify_width=width)
+        found = []
+        for start, stop in ((0, 122), (134, 250)):
+            go(runner, sequence, ids[start:stop])
+            for token in ids[stop : {122: 134, 250: 264}[stop]]:
+                if width:
+                    go(runner, sequence, (token + np.arange(1, 1 + width)) % VOCAB)
+                    sequence.rewind(width)
+                found.append(go(runner, sequence, [token]))
+        runs.append((torch.stack(found), readable(cache, sequence)))
+    assert torch.equal(runs[0][0], runs[1][0])
+    equal(runs[1][1], runs[0][1])
+
+
+def test_checkpoints_stay_right_when_their_sequence_is_taken_back() -> None:
+    """A checkpoint is a copy: one behind the point of return still serves its own text, and one made over stale ring
+    rows serves as if they had never been there."""
+    ids, logits, rows = never_wrong("raw", 36)
+    cache, runner, sequence = opened(model(), ids[:33], verify_width=WIDTH)
+    for token in ids[:32]:
+        go(runner, sequence, [token])
+    assert cache.reuse.tree.num_checkpoints == 1
+    sequence.rewind(4)
+    for token in (ids[28:36] + 1) % VOCAB:
+        go(runner, sequence, [token])
+    sequence.close()
+    with cache.open(ids) as again:
+        assert again.cached_tokens == 32
+        equal(readable(cache, again), rows[31])
+        with pytest.raises(BadInput, match="32 cached ones"):
+            again.rewind(1)
+        for position in range(32, 36):
+            assert torch.equal(go(runner, again, ids[position : position + 1]), logits[position])
+    cache, runner, sequence = opened(model(), ids[:1], verify_width=WIDTH)
+    for token in ids[:15]:
+        go(runner, sequence, [token])
+    go(runner, sequence, [1, 2, 3, 4])
+    sequence.rewind(4)
+    go(runner, sequence, ids[15:16])
+    sequence.close()
+    with cache.open(ids) as again:
+        assert again.cached_tokens == 16
+        equal(readable(cache, again), rows[15])
+        for position in range(16, 36):
+            assert torch.equal(go(runner, again, ids[position : position + 1]), logits[position])
+    cache.check()
+
+
+@pytest.mark.parametrize("kv_format", ["raw", "fp8"])
+def test_every_boundary_is_resumed_with_the_rows_that_were_there(kv_format: str) -> None:
+    """A request resumes at block boundaries with a checkpoint and nowhere else: there every ring row, both compressors'
+    overlap rows, entries and keys are those of the run that made them, and the next token computes the same."""
+    ids, logits, rows = never_wrong(kv_format, 36)
+    net, schema = small(kv_format)
+    cache, runner, sequence = opened(net, ids, checkpoint_every=1, **schema)
+    for token in ids:
+        go(runner, sequence, [token])
+    sequence.close()
+    for prompt_length in range(1, 37):
+        prompt = np.append(ids[:prompt_length], (ids[prompt_length % 36] + 1) % VOCAB)  # parts from the text here
+        with cache.open(prompt) as again:
+            at = prompt_length // 16 * 16
+            assert again.cached_tokens == at and again.match.num_tokens == min(prompt_length, 32)
+            assert again.match.limited_by == ("nothing" if again.match.num_tokens == at else "alignment")
+            if prompt_length in (16, 17, 31, 32, 33):
+                equal(readable(cache, again), rows[at - 1])
+                if prompt_length > at:
+                    assert torch.equal(go(runner, again, ids[at : at + 1]), logits[at])
+
+
+def test_a_fork_goes_on_at_any_position_with_pending_rows() -> None:
+    """Positions between boundaries are resumed by fork alone: tails of open windows go along with the state row."""
+    ids, logits, rows = never_wrong("raw", 36)
+    cache, runner, sequence = opened(model(), ids[:1], verify_width=WIDTH)
+    for position in range(35):
+        go(runner, sequence, ids[position : position + 1])
+        with sequence.fork(reserve=position + 2 + WIDTH) as child:
+            equal(readable(cache, child), rows[position])
+            go(runner, child, np.full(WIDTH, 3, np.int32))
+            child.rewind(WIDTH)
+            assert torch.equal(go(runner, child, ids[position + 1 : position + 2]), logits[position + 1])
+        equal(readable(cache, sequence), rows[position])

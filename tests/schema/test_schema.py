@@ -191,3 +191,15 @@ def test_a_model_of_states_alone_has_no_context_limit() -> None:
     plan = schema_of(STATE).plan("1MiB", 8)
     assert plan.longest_context is None and plan.requests_at(10**9) == 8
     assert "not limited by memory" in str(plan)
+
+
+def test_every_kind_says_how_many_tokens_it_takes_back() -> None:
+    ring = Compressed(8, 6, "float32", 4, verify_width=3)
+    schema = schema_of(FULL, (WINDOW, STATE), Latent(64, 16, "bfloat16"), ring, STATE, Shared(0))
+    assert [layer.rewinds for layer in schema.layers] == [None, 0, None, 3, 0, None]
+    assert schema.plan(num_blocks=9).rewinds == ((1, "Attention", 0), (3, "Compressed", 3), (4, "Recurrent", 0))
+    assert schema.rewindable(5).layers[3].rewinds == 5
+    assert schema.cast("bfloat16").layers[3].rewinds == 3
+    for width in (-1, 1.5, True, None):
+        with pytest.raises(SchemaError, match="verify_width must be a whole number"):
+            schema.rewindable(width)

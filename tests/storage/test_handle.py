@@ -1,12 +1,13 @@
 """The layer handle against a plain oracle: per request, a dict of everything that was ever computed at each position.
 
-Random traffic of several slots, chunks of every size, recycled slots over poisoned memory, padded rows anywhere.
+Random traffic of several slots, chunks of every size, recycled slots over poisoned memory, padded rows anywhere, and
+tokens taken back where the rings are deep enough.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -34,6 +35,17 @@ KINDS = {
     "fp8_in_groups": Compressed(48, 6, "bfloat16", 4, True, 32, Encoding("fp8", 16, 16), MXFP4),
     "ue8m0": Compressed(48, 6, "bfloat16", 4, True, 32, Encoding("fp8_ue8m0", 16, 16), NVFP4),
 }  # fmt: skip
+WIDTHS = [
+    ("swa", 2),
+    ("overlap", 1),
+    ("overlap", 4),
+    ("overlap", 9),
+    ("plain", 3),
+    ("plain", 11),
+    ("fp8", 5),
+    ("ue8m0", 3),
+]
+DEEP = {f"{name}_verify_{width}": replace(KINDS[name], verify_width=width) for name, width in WIDTHS}
 
 
 @dataclass
@@ -41,9 +53,20 @@ class Request:
     """What a request computed so far, by position, and its entries, by window."""
 
     length: int = 0
+    written: int = 0
+    """One past the highest position ever written."""
+    counted: int = 0
+    """What ``num_entries`` says: the entries after the request's last step."""
     rows: dict[str, list[Tensor]] = field(default_factory=lambda: {name: [] for name in ("kv", "k", "z", "ik", "iz")})
     entries: list[Tensor] = field(default_factory=list)
     index_keys: list[Tensor] = field(default_factory=list)
+
+    def take_back(self, n: int, ratio: int) -> None:
+        self.length -= n
+        for history in self.rows.values():
+            del history[self.length :]
+        for kept in (self.entries, self.index_keys):
+            del kept[self.length // ratio :]
 
 
 class OneWriter(Pool):
@@ -137,7 +160,9 @@ class Traffic:
             self.write_entries(handle, closed, index_closed, tokens)
         for slot, position in tokens:
             if slot >= 0:
-                self.requests[slot].length = max(self.requests[slot].length, position + 1)
+                request = self.requests[slot]
+                request.length, request.counted = position + 1, len(request.entries)
+                request.written = max(request.written, request.length)
         self.check_views(handle)
         if kind.ratio:
             self.check_entries(handle, tokens)
@@ -203,20 +228,20 @@ class Traffic:
                 self.requests[tokens[token][0]].index_keys.append(back[i])
 
     def check_views(self, handle: LayerCacheHandle) -> None:
-        view, window = handle.read_swa_view(), self.kind.window
-        assert tuple(view.swa_pos.shape) == (SLOTS, window)
+        view, window, ring = handle.read_swa_view(), self.kind.window, self.kind.window + self.kind.verify_width
+        assert tuple(view.swa_pos.shape) == (SLOTS, ring)
         rows = dequantize_swa(view)
         for slot, request in enumerate(self.requests):
             for p in range(max(0, request.length - window), request.length):
-                assert int(view.swa_pos[slot, p % window]) == p
-                assert torch.equal(rows[slot, p % window], self.stored(request.rows["kv"][p]))
-            for r in range(request.length, window):
+                assert int(view.swa_pos[slot, p % ring]) == p
+                assert torch.equal(rows[slot, p % ring], self.stored(request.rows["kv"][p]))
+            for r in range(request.written, ring):
                 assert int(view.swa_pos[slot, r]) == -1
                 assert not rows[slot, r].any()
 
     def check_entries(self, handle: LayerCacheHandle, tokens: list[tuple[int, int]]) -> None:
         view = handle.read_classical_view()
-        assert view.num_entries.tolist() == [len(request.entries) for request in self.requests]
+        assert view.num_entries.tolist() == [request.counted for request in self.requests]
         blocks, per_block = dequantize_entries(view), BLOCK // self.kind.ratio
         assert tuple(blocks.shape) == (SLOTS * COLUMNS, per_block, self.kind.dim)
         for slot, request in enumerate(self.requests):
@@ -253,12 +278,16 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *DEEP])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_traffic_against_the_oracle(name: str, seed: int) -> None:
-    traffic = Traffic(KINDS[name], seed, order=("layer", "block")[seed % 2])
+    kind = {**KINDS, **DEEP}[name]
+    traffic = Traffic(kind, seed, order=("layer", "block")[seed % 2])
     for _ in range(25):
         traffic.run()
+        for request in traffic.requests:
+            most = request.length - max(0, request.written - kind.verify_width)
+            request.take_back(traffic.rng.choice([0, traffic.rng.randint(0, most), most]), kind.ratio or 1)
         if traffic.rng.random() < 0.15:
             traffic.admit(traffic.rng.randrange(SLOTS))
         for slot, request in enumerate(traffic.requests):

@@ -1,8 +1,9 @@
-"""The layer kinds. Each is frozen data that answers four questions; to add one, add a class here.
+"""The layer kinds. Each is frozen data that answers five questions; to add one, add a class here.
 
     growth()      how its block rows grow with the text (None: it has none)
     block_rows()  what it keeps for every token, or every few tokens
     state_rows()  what it keeps once per request
+    rewinds()     how many of the newest tokens it can take back (None: any number)
     split(ways)   the same kind on one of ``ways`` tensor-parallel ranks
 
 A layer is a tuple of kinds: most layers have one, a layer with attention and a state beside it has two.
@@ -15,6 +16,7 @@ from typing import Protocol
 
 from kvpagoda.errors import SchemaError
 from kvpagoda.schema.fields import FULL, RAW, Encoding, Growth, Rows
+from kvpagoda.units import ceil_div
 
 
 class LayerKind(Protocol):
@@ -25,6 +27,8 @@ class LayerKind(Protocol):
     def block_rows(self) -> tuple[Rows, ...]: ...
 
     def state_rows(self) -> tuple[Rows, ...]: ...
+
+    def rewinds(self) -> int | None: ...
 
     def split(self, ways: int) -> LayerKind: ...
 
@@ -60,6 +64,9 @@ class Attention:
     def state_rows(self) -> tuple[Rows, ...]:
         return ()
 
+    def rewinds(self) -> None:
+        return None
+
     def split(self, ways: int) -> Attention:
         return replace(self, num_kv_heads=split_count("KV heads", self.num_kv_heads, ways))
 
@@ -92,6 +99,9 @@ class Latent:
     def state_rows(self) -> tuple[Rows, ...]:
         return ()
 
+    def rewinds(self) -> None:
+        return None
+
     def split(self, ways: int) -> Latent:
         return self
 
@@ -110,6 +120,9 @@ class Recurrent:
 
     def state_rows(self) -> tuple[Rows, ...]:
         return self.states
+
+    def rewinds(self) -> int:
+        return 0
 
     def split(self, ways: int) -> Recurrent:
         def one(rows: Rows) -> Rows:
@@ -140,6 +153,9 @@ class Shared:
     def state_rows(self) -> tuple[Rows, ...]:
         return ()
 
+    def rewinds(self) -> None:
+        return None
+
     def split(self, ways: int) -> Shared:
         return self
 
@@ -152,11 +168,14 @@ class Compressed:
 
     State of one request, every ring addressed by position modulo its number of rows:
 
-        swa        [window]    the raw K = V rows, RoPE dims last       swa_pos [window]  their positions, -1 = never
-        tail_ka/za [ratio-1]   key and score of tokens whose window is still open; stream a feeds the *next* entry,
-        tail_kb/zb [ratio-1]   stream b the *current* one (without overlap there is one stream, called a)
-        overlap_k/z [ratio]    stream a of the last closed window; scores are kept with their position bias added
-        idx_...                the same for the indexer             num_entries [1]  entries written so far
+        swa        [window+v]  the raw K = V rows, RoPE dims last     swa_pos [window+v]  their positions, -1 = never
+        tail_ka/za [ratio-1+v] key and score of tokens whose window is still open; stream a feeds the *next* entry,
+        tail_kb/zb [ratio-1+v] stream b the *current* one (without overlap there is one stream, called a)
+        overlap_k/z [ratio*c]  stream a of the last c closed windows; scores are kept with their position bias added
+        idx_...                the same for the indexer             num_entries [1]  entries of the tokens so far
+
+    v = ``verify_width`` tokens can be taken back (speculative decoding): what they pushed out of a ring of the least
+    size is still there, and c = 1 + ceil(v / ratio) windows, for some of those closed may be taken back too.
     """
 
     dim: int
@@ -168,6 +187,7 @@ class Compressed:
     encoding: Encoding = RAW
     index_encoding: Encoding = RAW
     tail_dtype: str = "float32"
+    verify_width: int = 0
 
     def growth(self) -> Growth | None:
         return FULL if self.ratio else None
@@ -183,8 +203,8 @@ class Compressed:
 
     def state_rows(self) -> tuple[Rows, ...]:
         rows = [
-            Rows("swa", (self.dim,), self.dtype, self.encoding, count=self.window),
-            Rows("swa_pos", (), "int32", count=self.window, fill=-1),
+            Rows("swa", (self.dim,), self.dtype, self.encoding, count=self.window + self.verify_width),
+            Rows("swa_pos", (), "int32", count=self.window + self.verify_width, fill=-1),
         ]
         if self.ratio:
             rows += self._tail("", self.dim)
@@ -195,10 +215,15 @@ class Compressed:
 
     def _tail(self, prefix: str, dim: int) -> list[Rows]:
         streams = ("ka", "za", "kb", "zb") if self.overlap else ("ka", "za")
-        rows = [Rows(f"{prefix}tail_{s}", (dim,), self.tail_dtype, count=self.ratio - 1) for s in streams]
+        count = self.ratio - 1 + self.verify_width
+        rows = [Rows(f"{prefix}tail_{s}", (dim,), self.tail_dtype, count=count) for s in streams]
         if self.overlap:
-            rows += [Rows(f"{prefix}overlap_{s}", (dim,), self.tail_dtype, count=self.ratio) for s in ("k", "z")]
+            count = self.ratio * (1 + ceil_div(self.verify_width, self.ratio))
+            rows += [Rows(f"{prefix}overlap_{s}", (dim,), self.tail_dtype, count=count) for s in ("k", "z")]
         return rows
+
+    def rewinds(self) -> int:
+        return self.verify_width
 
     def split(self, ways: int) -> Compressed:
         return self

@@ -85,6 +85,8 @@ class Plan:
     state_layout: RowLayout
     max_positions: int | None
     lengths: tuple[int, ...]
+    rewinds: tuple[tuple[int, str, int], ...]
+    """(layer, label, tokens) of every layer that can take back only so many of the newest tokens."""
 
     @property
     def state_nbytes(self) -> int:
@@ -247,6 +249,7 @@ def make_plan(
     max_positions: int | None,
     lengths: tuple[int, ...],
     checkpoints: int,
+    rewinds: tuple[tuple[int, str, int], ...],
 ) -> Plan:
     """Give every group the same number of blocks, a bounded group never more than all requests can hold at once.
 
@@ -272,7 +275,7 @@ def make_plan(
             cap = n if most is None or window is None else min(n, max_requests * most + checkpoints * window)
             groups.append(GroupPlan(demand, block_size, cap, most))
         sizes = (block_size, max_requests, checkpoints, total)
-        return Plan(name, *sizes, tuple(groups), kinds, state_layout, max_positions, lengths)
+        return Plan(name, *sizes, tuple(groups), kinds, state_layout, max_positions, lengths, rewinds)
 
     if num_blocks is not None:
         return at(num_blocks, at(num_blocks, 0).nbytes)

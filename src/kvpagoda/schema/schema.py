@@ -41,6 +41,11 @@ class Layer:
         """The layer whose rows this layer reads: itself, unless it shares another's."""
         return next((kind.owner for kind in self.kinds if isinstance(kind, Shared)), self.index)
 
+    @property
+    def rewinds(self) -> int | None:
+        """How many of the newest tokens all that it keeps can take back; None: any number."""
+        return min((n for kind in self.kinds if (n := kind.rewinds()) is not None), default=None)
+
     def block_rows(self) -> tuple[Rows, ...]:
         return tuple(rows for kind in self.kinds for rows in kind.block_rows())
 
@@ -82,16 +87,19 @@ class Schema:
     vocab_size: int | None = None
 
     @classmethod
-    def from_hf_config(cls, config: Any, *, dtype: str | None = None, kv_format: str = "raw") -> Schema:
+    def from_hf_config(
+        cls, config: Any, *, dtype: str | None = None, kv_format: str = "raw", verify_width: int = 0
+    ) -> Schema:
         """Read a transformers config, or a dict read from ``config.json``.
 
         ``dtype``: of the cached rows; default the config's own (bfloat16 if it names none). ``kv_format``: ``raw``
         keeps rows as the model computes them; ``fp8`` uses the packed rows of the big engines for the kinds that have
-        them (MLA latents, DeepSeek-V4 entries). Raises SchemaError naming the missing, absurd or unknown field.
+        them (MLA latents, DeepSeek-V4 entries). ``verify_width``: see ``rewindable``. Raises SchemaError naming the
+        missing, absurd or unknown field.
         """
         name, specs, max_positions, vocab_size = read_layers(config, dtype=dtype, kv_format=kv_format)
         layers = tuple(Layer(index, label, kinds) for index, (label, kinds) in enumerate(specs))
-        return cls(layers, name, max_positions, vocab_size)
+        return cls(layers, name, max_positions, vocab_size).rewindable(verify_width)
 
     def __post_init__(self) -> None:
         for position, layer in enumerate(self.layers):
@@ -159,8 +167,20 @@ class Schema:
         """The same schema with its K, V, latent and entry rows in ``dtype``; states keep theirs. Raises SchemaError."""
         itemsize(dtype)
 
+        return self._replaced(Attention | Latent | Compressed, dtype=dtype)
+
+    def rewindable(self, verify_width: int) -> Schema:
+        """The same schema with rings from which ``verify_width`` tokens can be taken back: the draft tokens of one step of
+        speculative decoding. Rings grow by that many rows; other kinds stay as they are. Raises SchemaError."""
+        if isinstance(verify_width, bool) or not isinstance(verify_width, int) or verify_width < 0:
+            raise SchemaError(f"verify_width must be a whole number of tokens, at least 0, got {verify_width!r}")
+        return self._replaced(Compressed, verify_width=verify_width)
+
+    def _replaced(self, types: Any, **changes: Any) -> Schema:
+        """The same schema with ``changes`` made to the kinds of ``types``."""
+
         def one(kind: LayerKind) -> LayerKind:
-            return replace(kind, dtype=dtype) if isinstance(kind, Attention | Latent | Compressed) else kind
+            return replace(kind, **changes) if isinstance(kind, types) else kind
 
         layers = tuple(replace(layer, kinds=tuple(one(kind) for kind in layer.kinds)) for layer in self.layers)
         return replace(self, layers=layers)
@@ -214,6 +234,7 @@ class Schema:
             max_positions=self.max_positions,
             lengths=lengths,
             checkpoints=self._checkpoints(max_requests) if checkpoints is None else checkpoints,
+            rewinds=tuple((x.index, x.label, x.rewinds) for x in self.layers if x.rewinds is not None),
         )
 
     def _kind_uses(self, block_size: int) -> tuple[KindUse, ...]:

@@ -44,20 +44,25 @@ class Step:
     def last_writers(self, ring: int) -> Tensor:
         """int64 ``[n]``: the row each token writes in a ring of ``ring`` rows: its slot, or -1 (the dummy) if a later
         token of the same request takes the same ring row in this step. So every ring row has one writer."""
-        slots = self.slots
-        if len(slots) <= ring:
-            return slots
-        later = torch.zeros_like(slots, dtype=torch.bool)
-        later[:-ring] = slots[ring:] == slots[:-ring]
-        return slots.masked_fill(later, -1)
+        return _last_writers(self.slots, ring)
+
+
+def _last_writers(slots: Tensor, ring: int) -> Tensor:
+    """``slots``, rows of one request lying together, with -1 where ``ring`` rows later there is one of the same."""
+    if len(slots) <= ring:
+        return slots
+    later = torch.zeros_like(slots, dtype=torch.bool)
+    later[:-ring] = slots[ring:] == slots[:-ring]
+    return slots.masked_fill(later, -1)
 
 
 @dataclass(frozen=True)
 class SWAView:
     """The sliding-window rings of all requests. Aliases the pool; ``swa_pos`` is -1 where nothing was ever written.
 
-    FP8 forms have ``swa_fp8`` ``[requests, window, dim - rope]`` uint8, ``swa_rope`` ``[.., rope]`` bfloat16 and scales;
-    the raw form has ``swa`` ``[requests, window, dim]``.
+    FP8 forms have ``swa_fp8`` ``[requests, ring, dim - rope]`` uint8, ``swa_rope`` ``[.., rope]`` bfloat16 and scales;
+    the raw form has ``swa`` ``[requests, ring, dim]``. A ring has ``window + verify_width`` rows and may hold older rows
+    and rows of tokens that were taken back: the token at p reads those with ``swa_pos`` in p - window + 1 .. p alone.
     """
 
     encoding: Encoding
@@ -85,7 +90,8 @@ class BlockView:
     """Rows of a layer by block: row w of a request is row ``w % per_block`` of block ``block_table[slot, w // per_block]``.
 
     ``parts``: the fields ``[blocks, per_block, ...]`` of ``encoding``, in its order. ``block_table``: int32 ``[requests,
-    max_blocks]``; ``num_entries``: int32 ``[requests]``. All alias the pools.
+    max_blocks]``; ``num_entries``: int32 ``[requests]``, exact after ``close_windows`` for the requests of
+    the step: entries beyond it belong to tokens that were taken back. All alias the pools.
     """
 
     encoding: Encoding
@@ -215,9 +221,6 @@ class LayerCacheHandle:
         closing = (((positions + 1) % ratio == 0) & (step.slots >= 0)).nonzero()[:, 0]
         closed_at = positions[closing][:, None]
         current = closed_at + torch.arange(1 - ratio, 1, device=keys.device)
-        last = torch.ones_like(closing, dtype=torch.bool)
-        last[:-1] = step.slots[closing[1:]] != step.slots[closing[:-1]]
-        survivors = step.slots[closing].masked_fill(~last, -1)[:, None]
         pooled: list[Tensor] = []
         for stream, rows, nothing in (("k", keys, 0.0), ("z", scores, float("-inf"))):
             a, b = rows.chunk(2, dim=-1) if overlap else (rows, rows)
@@ -231,21 +234,20 @@ class LayerCacheHandle:
             rows_before = torch.where(closed_earlier, older, self._gather(tail_a, a, before, closing))
             rows_before = rows_before.masked_fill((before < 0)[..., None], nothing)
             pooled.append(torch.cat([rows_before, self._gather(f"{prefix}tail_{stream}b", b, current, closing)], dim=1))
-            ending = self._gather(tail_a, a, current, closing)
-            self.state.write(overlap_name, (survivors, current % ratio), ending)
+            ring = self._ring(overlap_name)
+            survivors = _last_writers(step.slots[closing], ring // ratio)[:, None]
+            self.state.write(overlap_name, (survivors, current % ring), self._gather(tail_a, a, current, closing))
         for stream, rows in (("k", keys), ("z", scores)):
             for name, part in zip("ab", rows.chunk(2, dim=-1) if overlap else (rows,)):
                 self._write_ring(f"{prefix}tail_{stream}{name}", part)
+        if not prefix:
+            self._write_ring("num_entries", (positions + 1) // ratio)
         return ClosedWindows(closing, closed_at[:, 0] // ratio, *pooled)
 
     def write_entries(self, closed: ClosedWindows, entries: Tensor) -> None:
         """Store one compressed entry ``[c, dim]`` for every closed window, in the request's blocks."""
         _check_rows("entries", entries, len(closed.tokens), self.kind.dim)
-        slots = self.step.slots[closed.tokens]
-        self._paged.write("entries", self._block_rows(slots, closed.windows), entries)
-        counts = self.state["num_entries"]
-        newest = torch.zeros_like(counts[:, 0]).scatter_reduce(0, slots, (closed.windows + 1).int(), "amax")
-        counts[:, 0] = torch.maximum(counts[:, 0], newest)
+        self._paged.write("entries", self._block_rows(self.step.slots[closed.tokens], closed.windows), entries)
 
     def write_indexer_keys(self, closed: ClosedWindows, keys: Tensor) -> None:
         """Store one indexer key ``[c, index_dim]`` for every closed window, beside its entry."""
@@ -303,8 +305,11 @@ class LayerCacheHandle:
         rows = pool.read(name, self._block_rows(self.step.slots[:, None], windows.clamp(min=0)))
         return rows.masked_fill((windows < 0)[..., None], 0)
 
+    def _ring(self, name: str) -> int:
+        return self.state.parts(name)[0].shape[1]
+
     def _write_ring(self, name: str, values: Tensor) -> None:
-        ring = self.state.parts(name)[0].shape[1]
+        ring = self._ring(name)
         self.state.write(name, (self.step.last_writers(ring), self.step.positions.long() % ring), values)
 
     def _gather(self, name: str, rows: Tensor, wanted: Tensor, tokens: Tensor | None = None) -> Tensor:
@@ -313,7 +318,7 @@ class LayerCacheHandle:
         step = self.step
         if tokens is None:
             tokens = torch.arange(len(rows), device=rows.device)
-        kept = self.state.read(name, (step.slots[tokens][:, None], wanted % self.state.parts(name)[0].shape[1]))
+        kept = self.state.read(name, (step.slots[tokens][:, None], wanted % self._ring(name)))
         back = step.positions.long()[tokens][:, None] - wanted
         fresh = rows[(tokens[:, None] - back).clamp(min=0)]
         in_step = wanted >= step.starts[tokens][:, None]
@@ -326,7 +331,8 @@ def _check_rows(what: str, rows: Tensor, count: int, dim: int) -> None:
 
 
 def dequantize_swa(view: SWAView) -> Tensor:
-    """The plain torch reader: ``[requests, window, head_dim]`` in the rows' dtype; zero where nothing was written."""
+    """The plain torch reader: ``[requests, ring, head_dim]`` in the rows' dtype; zero where nothing was written. Which rows
+    a token reads, ``swa_pos`` says: see ``SWAView``."""
     return decode(view.encoding, view.parts, view.dtype).masked_fill((view.swa_pos < 0)[..., None], 0)
 
 
