@@ -67,7 +67,7 @@ def test_tokens_equal_full_recomputation_while_requests_are_set_back(name: str) 
     assert_empty(generator)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v4"])
 def test_forks_proposals_and_set_backs_together(name: str) -> None:
     """Drawn answers under pressure are those of a pool with room for all."""
     generator = small(name, preemption=LeastComputed(), lookup=3)

@@ -56,7 +56,7 @@ def recomputed(name: str) -> list[list[int]]:
     return [greedy(model_of(name), prompt, NEW) for prompt in prompts()]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "deepseek_v3", "deepseek_v4"])
 def test_tokens_stay_those_of_plain_decoding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Proposals that are right for 0 to 9 tokens and then wrong, in a pool where rows are recycled and poisoned."""
     answers = {tuple(prompt): tokens for prompt, tokens in zip(prompts(), recomputed(name))}
@@ -84,8 +84,8 @@ def test_a_text_that_repeats_itself_takes_half_the_steps() -> None:
     assert len(steps) == 40 - generator.num_accepted <= 20 and generator.num_accepted < generator.num_proposed
 
 
-@pytest.mark.parametrize("name", ["deepseek_v4", "qwen3_next"])
-def test_models_that_keep_states_compute_token_by_token(name: str) -> None:
+@pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
+def test_models_with_recurrent_states_compute_token_by_token(name: str) -> None:
     generator = Generator(model_of(name), num_blocks=60, lookup=4)
     assert generator.generate(prompts()[4:5], NEW) == recomputed(name)[4:5]
     assert generator.num_proposed == 0

@@ -73,9 +73,9 @@ class Generator:
     ``prefill_chunk``: the most prompt tokens of one request in one step. ``kv_format``: see ``Schema.from_hf_config``.
 
     ``lookup``: propose up to so many next tokens at once (prompt lookup), and verify them in one pass; the tokens that come
-    out are the same. What was refused is never committed, so there is nothing to undo. Models that keep states are not
-    sped up: a state that took in a refused token would have to be computed a second time. ``num_proposed`` and
-    ``num_accepted`` count tokens.
+    out are the same. What was refused is never committed, and rings are that much longer, so there is nothing to undo.
+    Models with states that take back fewer tokens get only so many proposed, and none where a state takes in every token
+    for good: it would have to be computed a second time. ``num_proposed`` and ``num_accepted`` count tokens.
 
     ``preemption``: admit requests with room for their prompt only, and let the policy choose who is set back when memory
     runs out: it starts again later, from what is still cached, and its tokens stay the same. Without, a request starts
@@ -99,11 +99,12 @@ class Generator:
         if prefill_chunk < 1 or lookup < 0:
             raise BadInput(f"need prefill_chunk >= 1 and lookup >= 0 tokens, got {prefill_chunk} and {lookup}")
         model.eval()
-        schema = Schema.from_hf_config(model.config, dtype=str(model.dtype).removeprefix("torch."), kv_format=kv_format)
+        dtype = str(model.dtype).removeprefix("torch.")
+        schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, verify_width=lookup)
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
         longest_piece = max(prefill_chunk, lookup + 1)
         self.cache = KVCache(schema, device=model.device, step_tokens=longest_piece, **sizes)
-        self._chunk, self._lookup = prefill_chunk, 0 if self.cache.plan.state_nbytes else lookup
+        self._chunk, self._lookup = prefill_chunk, min((lookup, *(n for _, _, n in self.cache.plan.rewinds)))
         compressed = any(isinstance(kind, Compressed) for layer in schema.layers for kind in layer.kinds)
         self._runner: Runner = (CompressedRunner if compressed else ModelRunner)(model, self.cache)
         self._ends = _end_tokens(model)
