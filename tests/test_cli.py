@@ -81,6 +81,7 @@ BAD = {
     "budget": (["generate", "--budget", "1KiB"], "needs"),
     "prompt too long": (["generate", "--prompts", "long.txt", "--max-new-tokens", "2"], "longest context of 4096"),
     "no new tokens": (["generate", "--max-new-tokens", "0"], "max_new_tokens >= 1"),
+    "temperature": (["generate", "--temperature", "-1"], "temperature >= 0"),
 }
 
 
@@ -155,3 +156,16 @@ def test_generate_loads_a_model_from_a_folder(tmp_path: Path) -> None:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0
         )
         assert result["tokens"] == own[0, len(prompt) :].tolist()
+
+
+def test_generate_draws_several_answers_for_a_prompt(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
+    arguments = ["generate", "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "4", "--lookup", "2"]
+    arguments += ["--max-requests", "6", "--samples", "3", "--temperature", "1", "--seed", "7", "--json"]
+    done = kvpagoda(*arguments)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [result["prompt"] for result in found["results"]] == ["one"] * 3 + ["two"] * 3
+    assert len({tuple(result["tokens"]) for result in found["results"]}) == 6 and found["new_tokens"] == 24
+    assert found["stats"]["computed_tokens"] == 2 * 3 + 6 * 3 and found["accepted_tokens"] <= found["proposed_tokens"]
+    assert json.loads(kvpagoda(*arguments).stdout)["results"] == found["results"]

@@ -99,6 +99,10 @@ def generate(
     budget: Annotated[str, typer.Option(help="memory for the cache")] = "64MiB",
     max_requests: Annotated[int, typer.Option(help="requests that run at once; more wait")] = 4,
     prefill_chunk: Annotated[int, typer.Option(help="prompt tokens of one request in one step")] = 256,
+    samples: Annotated[int, typer.Option(help="answers for each prompt, which is computed once")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above, tokens are drawn")] = 0.0,
+    seed: Annotated[int, typer.Option(help="of the drawn tokens")] = 0,
+    lookup: Annotated[int, typer.Option(help="next tokens proposed from the text so far, verified at once")] = 0,
     kv_format: Annotated[str, typer.Option(help="raw, or fp8 where the layers have packed rows")] = "raw",
     dtype: Annotated[str, typer.Option(help="dtype to load a --model in")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print results and counters as JSON")] = False,
@@ -106,12 +110,15 @@ def generate(
     """Generate text for many prompts at once, with the model's whole cache in kvpagoda."""
     with one_line_errors():
         try:
-            from kvpagoda.hf import show
+            from kvpagoda.hf import Sampling, show
         except ImportError as error:
             raise BadInput(f"'generate' needs the hf extra: pip install 'kvpagoda[hf]' ({error})") from None
         show.run(
-            model, prompts, max_new_tokens, as_json,
-            dict(budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, kv_format=kv_format), dtype,
+            model, prompts, as_json,
+            dict(
+                budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, lookup=lookup, kv_format=kv_format
+            ),
+            dict(max_new_tokens=max_new_tokens, n=samples, sampling=Sampling(temperature, seed=seed)), dtype,
         )  # fmt: skip
 
 

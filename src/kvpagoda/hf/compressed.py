@@ -33,7 +33,7 @@ class CompressedRunner:
         self.model, self.cache = model, cache
 
     @torch.no_grad()
-    def step(self, work: Many[Work]) -> Tensor:
+    def step(self, work: Many[Work], kept: Many[int] | None = None) -> Tensor:
         batch = self.cache.batch([sequence for sequence, _ in work], [len(tokens) for _, tokens in work])
         ids = torch.from_numpy(np.concatenate([tokens for _, tokens in work])).to(self.cache.device, torch.int64)[None]
         body, positions = self.model.model, batch.positions.long()[None]
@@ -42,8 +42,11 @@ class CompressedRunner:
         rotations = {kind: body.rotary_emb(embedded, position_ids=positions, layer_type=kind) for kind in ROPE_KINDS}
         for index, layer in enumerate(body.layers):
             hidden = _layer(layer, hidden, ids, rotations, batch.layer(index).handle())
-        last = batch.qo_indptr[1:].long() - 1
-        return self.model.lm_head(body.norm(body.hc_head(hidden[:, last])))[0].float()  # type: ignore[no-any-return]
+        counts = [1] * len(work) if kept is None else kept
+        ends = np.cumsum([len(tokens) for _, tokens in work])
+        last = torch.from_numpy(np.concatenate([np.arange(end - n, end) for end, n in zip(ends, counts)]))
+        hidden = hidden[:, last.to(hidden.device)]
+        return self.model.lm_head(body.norm(body.hc_head(hidden)))[0].float()  # type: ignore[no-any-return]
 
     def most_tokens(self, sequence: Sequence) -> int | None:
         return None

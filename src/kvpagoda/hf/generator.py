@@ -2,38 +2,85 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpagoda.books import CacheStats
-from kvpagoda.errors import BadInput, RetryLater
+from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.hf.compressed import CompressedRunner
-from kvpagoda.hf.runner import ModelRunner, Runner
+from kvpagoda.hf.lookup import propose
+from kvpagoda.hf.runner import ModelRunner, Runner, Tensor
+from kvpagoda.hf.sampling import GREEDY, Sampling
 from kvpagoda.manager import KVCache
+from kvpagoda.preemption import Job, PreemptionPolicy, RunQueue
 from kvpagoda.schema import Compressed, Schema
 from kvpagoda.sequence import Sequence, Tokens, as_tokens
 
 
-@dataclass(eq=False)
-class Request:
-    """A prompt on its way to being an answer."""
+class Answer(Job):
+    """One of a request's answers while it is computed."""
 
-    prompt: Tokens
-    max_new_tokens: int
-    output: list[int] = field(default_factory=list)
-    """New tokens so far; the last one is the end-of-text token if the model stopped by itself."""
-    done: bool = False
+    def __init__(self, request: Request, number: int, namespace: str | bytes | None) -> None:
+        super().__init__(request.prompt, len(request.prompt) + request.max_new_tokens, namespace)
+        self.request, self.done = request, False
+        self.stream = request.sampling.stream(number)
+
+
+class Request:
+    """A prompt on its way to being ``n`` answers. Made by ``Generator.submit``."""
+
+    def __init__(
+        self, prompt: Tokens, max_new_tokens: int, n: int, sampling: Sampling, namespace: str | bytes | None
+    ) -> None:
+        self.prompt, self.max_new_tokens, self.sampling = prompt, max_new_tokens, sampling
+        self.answers = tuple(Answer(self, number, namespace) for number in range(n))
+        self.unforked = list(self.answers[1:])
+        """Answers that begin when the first one has computed the prompt."""
+        self.aborted = False
+
+    @property
+    def done(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.aborted or all(answer.done for answer in self.answers)
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """New tokens of each answer so far; the last one is the end-of-text token if the model stopped by itself."""
+        return [answer.text[len(self.prompt) :].tolist() for answer in self.answers]
+
+    @property
+    def output(self) -> list[int]:
+        """The first answer's new tokens so far."""
+        return self.outputs[0]
+
+
+class Piece(NamedTuple):
+    """What one answer computes in a step."""
+
+    answer: Answer
+    sequence: Sequence
+    tokens: Tokens
+    """Known tokens of the text, then the proposed ones."""
+    proposed: list[int]
 
 
 class Generator:
-    """Greedy generation for many requests at once, with the cache in kvpagoda.
+    """Generation for many requests at once, with the cache in kvpagoda.
 
     ``model``: a transformers causal language model. ``budget`` and all further keyword arguments are ``KVCache``'s.
     ``prefill_chunk``: the most prompt tokens of one request in one step. ``kv_format``: see ``Schema.from_hf_config``.
+
+    ``lookup``: propose up to so many next tokens at once (prompt lookup), and verify them in one pass; the tokens that come
+    out are the same. What was refused is never committed, and rings are that much longer, so there is nothing to undo.
+    Models with states that take back fewer tokens get only so many proposed, and none where a state takes in every token
+    for good: it would have to be computed a second time. ``num_proposed`` and ``num_accepted`` count tokens.
+
+    ``preemption``: admit requests with room for their prompt only, and let the policy choose who is set back when memory
+    runs out: it starts again later, from what is still cached, and its tokens stay the same. Without, a request starts
+    only when all of it has room. ``num_set_back`` counts.
+
     The model is put in eval mode and is otherwise left as it was between steps.
     Raises SchemaError for a model whose layers are not known, NeverFits for a budget too small for one request.
     """
@@ -44,107 +91,173 @@ class Generator:
         budget: int | str = "512MiB",
         *,
         prefill_chunk: int = 512,
+        lookup: int = 0,
+        preemption: PreemptionPolicy | None = None,
         kv_format: str = "raw",
         **cache_arguments: Any,
     ) -> None:
-        if prefill_chunk < 1:
-            raise BadInput(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
+        if prefill_chunk < 1 or lookup < 0:
+            raise BadInput(f"need prefill_chunk >= 1 and lookup >= 0 tokens, got {prefill_chunk} and {lookup}")
         model.eval()
-        schema = Schema.from_hf_config(model.config, dtype=str(model.dtype).removeprefix("torch."), kv_format=kv_format)
+        dtype = str(model.dtype).removeprefix("torch.")
+        schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, verify_width=lookup)
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
-        self.cache = KVCache(schema, device=model.device, step_tokens=prefill_chunk, **sizes)
-        self._chunk = prefill_chunk
+        longest_piece = max(prefill_chunk, lookup + 1)
+        self.cache = KVCache(schema, device=model.device, step_tokens=longest_piece, **sizes)
+        self._chunk, self._lookup = prefill_chunk, min((lookup, *(n for _, _, n in self.cache.plan.rewinds)))
         compressed = any(isinstance(kind, Compressed) for layer in schema.layers for kind in layer.kinds)
         self._runner: Runner = (CompressedRunner if compressed else ModelRunner)(model, self.cache)
         self._ends = _end_tokens(model)
-        self._waiting: deque[Request] = deque()
-        self._running: list[tuple[Request, Sequence]] = []
+        self._queue: RunQueue[Answer] = RunQueue(self.cache, preemption)
+        self.num_proposed = self.num_accepted = 0
 
-    def submit(self, prompt: Any, max_new_tokens: int = 64) -> Request:
-        """Queue a prompt (ints, at least one); it starts when there is room. Raises BadInput and NeverFits at once."""
+    @property
+    def num_set_back(self) -> int:
+        return self._queue.num_set_back
+
+    def submit(
+        self,
+        prompt: Any,
+        max_new_tokens: int = 64,
+        *,
+        n: int = 1,
+        sampling: Sampling = GREEDY,
+        namespace: str | bytes | None = None,
+    ) -> Request:
+        """Queue a prompt (ints, at least one) for ``n`` answers; it starts when there is room.
+
+        The prompt is computed once; then the other answers are forked from the first, or, where there is no room, start
+        later from what is cached. ``namespace``: see ``KVCache.open``. Raises BadInput and NeverFits at once.
+        """
         ids = as_tokens(prompt, self.cache.vocab_size)
-        if len(ids) == 0 or max_new_tokens < 1:
+        if len(ids) == 0 or max_new_tokens < 1 or n < 1:
             raise BadInput(
-                f"need at least one prompt token and max_new_tokens >= 1, got {len(ids)} and {max_new_tokens}"
+                f"need at least one prompt token, max_new_tokens >= 1 and n >= 1, got {len(ids)}, {max_new_tokens} and {n}"
             )
         self.cache.check_fits(len(ids) + max_new_tokens, room=min(self._chunk, len(ids)))
-        request = Request(ids, max_new_tokens)
-        self._waiting.append(request)
+        request = Request(ids, max_new_tokens, n, sampling, namespace)
+        self._queue.enter(*request.answers)
         return request
 
     def step(self) -> list[Request]:
-        """Admit what fits, compute one step of everything that runs, and return the requests that it finished."""
-        self._admit()
-        if not self._running:
+        """Admit what fits, compute one step of everything that runs, and return the requests that it finished.
+
+        On an error while computing everything that runs is set back, so that the cache holds committed tokens only; a later
+        step goes on from there.
+        """
+        self._queue.admit()
+        pieces = [piece for answer in list(self._queue.running) if (piece := self._next_piece(answer)) is not None]
+        if not pieces:
             return []
-        work = []
-        for request, sequence in self._running:
-            if sequence.length < len(request.prompt):
-                most = min(self._chunk, self._runner.most_tokens(sequence) or self._chunk)
-                stop = self.cache.next_checkpoint(sequence) or len(request.prompt)
-                tokens = request.prompt[sequence.length : min(sequence.length + most, stop)]
-            else:
-                tokens = np.array(request.output[-1:], np.int32)
-            sequence.extend(len(tokens))
-            work.append((sequence, tokens))
-        chosen = self._runner.step(work).argmax(dim=-1).tolist()
-        finished = []
-        for (request, sequence), (_, tokens), token in zip(list(self._running), work, chosen):
-            sequence.commit(tokens)
-            if sequence.length < len(request.prompt):
-                continue
-            request.output.append(token)
-            request.done = token in self._ends or len(request.output) == request.max_new_tokens
-            if request.done:
-                sequence.close()
-                self._running.remove((request, sequence))
-                finished.append(request)
-        return finished
+        try:
+            kept = [1 + len(piece.proposed) for piece in pieces]
+            logits = self._runner.step([(piece.sequence, piece.tokens) for piece in pieces], kept)
+            best, end = logits.argmax(dim=-1).tolist(), 0
+            for piece, count in zip(pieces, kept):
+                begin, end = end, end + count
+                self._take(piece, logits[begin:end], best[begin:end])
+        except BaseException:
+            for answer in self._queue.running[::-1]:
+                self._queue.set_back(answer)
+            raise
+        return [request for request in dict.fromkeys(piece.answer.request for piece in pieces) if request.done]
 
     def generate(
         self,
         prompts: Iterable[Any],
         max_new_tokens: int = 64,
         on_step: Callable[[CacheStats], None] | None = None,
+        *,
+        n: int = 1,
+        sampling: Sampling = GREEDY,
+        namespace: str | bytes | None = None,
     ) -> list[list[int]]:
         """New tokens for every prompt, in the order given; more prompts than rows wait their turn.
 
-        ``on_step`` is called with the cache's counters after each step. On an error every running request is closed.
+        The ``n`` answers of a prompt lie together: answer ``i`` of prompt ``j`` is item ``j * n + i``.
+        ``on_step`` is called with the cache's counters after each step. On an error these requests are aborted.
         """
-        requests = [self.submit(prompt, max_new_tokens) for prompt in prompts]
+        requests: list[Request] = []
         try:
+            for prompt in prompts:
+                requests.append(self.submit(prompt, max_new_tokens, n=n, sampling=sampling, namespace=namespace))
             while not all(request.done for request in requests):
                 self.step()
                 if on_step is not None:
                     on_step(self.stats())
         except BaseException:
-            self.abort()
+            for request in requests:
+                self.abort(request)
             raise
-        return [request.output for request in requests]
+        return [output for request in requests for output in request.outputs]
 
-    def abort(self) -> None:
-        """Drop all waiting and running requests; the cache is empty afterwards."""
-        self._waiting.clear()
-        for _, sequence in self._running:
-            sequence.close()
-        self._running.clear()
+    def abort(self, request: Request | None = None) -> None:
+        """Drop ``request`` (None: all of them), whether it waits, runs or was set back; what it holds is given back, and
+        its tokens so far stay in ``outputs``. Does nothing for a request that is done."""
+        requests = {answer.request for answer in (*self._queue.waiting, *self._queue.running)}
+        for one in requests if request is None else requests & {request}:
+            one.aborted = True
+            for answer in one.answers:
+                self._queue.remove(answer)
 
     def stats(self) -> CacheStats:
         """The cache's counters."""
         return self.cache.stats()
 
-    def _admit(self) -> None:
-        while self._waiting:
-            request = self._waiting[0]
-            total = len(request.prompt) + request.max_new_tokens
+    def _next_piece(self, answer: Answer) -> Piece | None:
+        """What ``answer`` computes next, with room made for it; None if it was set back."""
+        sequence, text = answer.sequence, answer.text
+        if sequence is None:
+            return None
+        begin = sequence.length
+        if self._lookup and begin == len(text) - 1 and not answer.request.unforked:
+            proposed = propose(text, min(self._lookup, answer.total - len(text) - 1))
             try:
-                sequence = self.cache.open(request.prompt, room=0, reserve=total)
-            except RetryLater:
-                if not self._running:
-                    raise  # somebody else holds the cache: waiting for our own requests would be waiting for ever
-                return
-            self._waiting.popleft()
-            self._running.append((request, sequence))
+                sequence.extend(1 + len(proposed))
+                return Piece(answer, sequence, np.concatenate((text[begin:], proposed)), proposed.tolist())
+            except OutOfBlocks:
+                pass  # nobody is set back for tokens that may be refused
+        most = min(self._chunk, self._runner.most_tokens(sequence) or self._chunk)
+        tokens = text[begin : min(begin + most, self.cache.next_checkpoint(sequence) or len(text))]
+        return Piece(answer, sequence, tokens, []) if self._queue.make_room(answer, len(tokens)) else None
+
+    def _take(self, piece: Piece, logits: Tensor, best: list[int]) -> None:
+        """Commit what was computed, as far as it is the text; where that was all of it, let the text grow.
+
+        ``logits`` ``[1 + len(proposed), vocab]``, and the ``best`` token of each row.
+        """
+        answer, sequence, tokens, proposed = piece
+        request, known = answer.request, len(tokens) - len(proposed)
+        if sequence.length + known < len(answer.text):
+            sequence.commit(tokens)
+            return
+        new = self._choose(answer, proposed, logits, best)
+        self.num_proposed += len(proposed)
+        self.num_accepted += len(new) - 1
+        sequence.commit(tokens[: known + len(new) - 1])
+        while request.unforked:
+            fork = request.unforked.pop(0)
+            self._grow(fork, self._choose(fork, [], logits, best))
+            if not fork.done:
+                self._queue.fork(answer, fork)
+        self._grow(answer, new)
+
+    def _choose(self, answer: Answer, proposed: list[int], logits: Tensor, best: list[int]) -> list[int]:
+        """The next tokens of ``answer``: proposed ones as far as they are what it would have chosen, then one more."""
+        sampling, new = answer.request.sampling, []
+        for row, token in enumerate(best):
+            if sampling.temperature:
+                token = sampling.draw(logits[row].cpu().numpy(), answer.stream)
+            new.append(token)
+            if token in self._ends or proposed[row : row + 1] != [token]:
+                break
+        return new
+
+    def _grow(self, answer: Answer, new: list[int]) -> None:
+        answer.extend(new)
+        answer.done = new[-1] in self._ends or len(answer.text) == answer.total
+        if answer.done:
+            self._queue.remove(answer)
 
 
 def _end_tokens(model: Any) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Running a step of a transformers model: the tokens of many requests in, the logits after each one's last token out."""
+"""Running a step of a transformers model: the tokens of many requests in, the logits after each one's last tokens out."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ Work = tuple[Sequence, Tokens]
 class Runner(Protocol):
     """Computes the next tokens of some sequences. Room is made before, ``commit`` follows."""
 
-    def step(self, work: Many[Work]) -> Tensor:
-        """(sequence, its next tokens) pairs -> logits after the last token of each, float ``[len(work), vocab]``."""
+    def step(self, work: Many[Work], kept: Many[int] | None = None) -> Tensor:
+        """(sequence, its next tokens) pairs -> logits after the last ``kept[i]`` tokens of each (default one), those of one
+        request behind those of another: float ``[sum(kept), vocab]``."""
         ...
 
     def most_tokens(self, sequence: Sequence) -> int | None:
@@ -33,7 +34,8 @@ class Runner(Protocol):
 class ModelRunner:
     """Any supported model through transformers' own code: its attention interface and its cache calls.
 
-    All requests that compute one token form one batched forward pass; a longer piece of a prompt is a pass of its own.
+    Requests that compute one token, or verify equally many, form one batched forward pass; a longer piece of a prompt is a
+    pass of its own.
     The model's attention implementation is kvpagoda's only while a step runs. Raises SchemaError for a model that does
     not let it be set.
     """
@@ -57,12 +59,12 @@ class ModelRunner:
         self._resumes = not any(hasattr(part, "x_proj") or hasattr(part, "x_proj_weight") for part in scans)
 
     @torch.no_grad()
-    def step(self, work: Many[Work]) -> Tensor:
+    def step(self, work: Many[Work], kept: Many[int] | None = None) -> Tensor:
         before = [config._attn_implementation for config in self._configs]
         for config in self._configs:
             config._attn_implementation = ATTENTION
         try:
-            return self._step(work)
+            return self._step(work, [1] * len(work) if kept is None else kept)
         finally:
             for config, implementation in zip(self._configs, before):
                 config._attn_implementation = implementation
@@ -72,21 +74,22 @@ class ModelRunner:
         from a zero state whatever came before, so after the first piece of a prompt such models go on token by token."""
         return None if self._resumes or sequence.length == 0 else 1
 
-    def _step(self, work: Many[Work]) -> Tensor:
-        single = [i for i, (sequence, tokens) in enumerate(work) if len(tokens) == 1 and sequence.length]
-        alone = [[i] for i in range(len(work)) if i not in set(single)]
+    def _step(self, work: Many[Work], kept: Many[int]) -> Tensor:
+        passes: dict[int, list[int]] = {}
+        for i, (sequence, tokens) in enumerate(work):
+            together = sequence.length > 0 and len(tokens) == kept[i]
+            passes.setdefault(len(tokens) if together else -1 - i, []).append(i)
         rows: dict[int, Tensor] = {}
-        for part in [single, *alone] if single else alone:
-            for i, logits in zip(part, self._forward([work[i] for i in part])):
-                rows[i] = logits
-        return torch.stack([rows[i] for i in range(len(work))])
+        for part in passes.values():
+            rows.update(zip(part, self._forward([work[i] for i in part], kept[part[0]])))
+        return torch.cat([rows[i] for i in range(len(work))])
 
-    def _forward(self, work: Many[Work]) -> Tensor:
-        """One pass over rows of equal length: logits ``[len(work), vocab]``."""
+    def _forward(self, work: Many[Work], kept: int) -> Tensor:
+        """One pass over rows of equal length: logits ``[len(work), kept, vocab]``."""
         batch = self.cache.batch([sequence for sequence, _ in work], [len(tokens) for _, tokens in work])
         ids = torch.from_numpy(np.stack([tokens for _, tokens in work])).to(self.cache.device, torch.int64)
         positions = batch.positions.long().view(ids.shape)
         with in_step(StepContext(batch, self.cache.schema, self._columns)) as past:
-            given = {self._cache_name: past, "position_ids": positions, "logits_to_keep": 1}
+            given = {self._cache_name: past, "position_ids": positions, "logits_to_keep": kept}
             out = self.model(input_ids=ids, use_cache=True, **given)
-        return out.logits[:, -1].float()  # type: ignore[no-any-return]
+        return out.logits[:, -kept:].float()  # type: ignore[no-any-return]

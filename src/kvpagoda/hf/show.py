@@ -23,12 +23,13 @@ from kvpagoda.units import format_bytes
 def run(
     model_name: str | None,
     prompt_file: Path | None,
-    max_new_tokens: int,
     as_json: bool,
     generator_arguments: dict[str, Any],
+    how: dict[str, Any],
     dtype: str,
 ) -> None:
-    """Generate and print. Progress goes to standard error, and only on a terminal."""
+    """Generate and print. ``how``: what ``Generator.generate`` takes. Progress goes to standard error, and only on a
+    terminal."""
     texts = list(PROMPTS) if prompt_file is None else prompt_file.read_text().splitlines()
     texts = [text for text in texts if text]
     if not texts:
@@ -41,14 +42,22 @@ def run(
     generator = Generator(model, **generator_arguments)
     prompts = [tokenizer.encode(text) for text in texts]
     began = time.perf_counter()
-    outputs = generate(generator, prompts, max_new_tokens, Console(stderr=True))
+    outputs = generate(generator, prompts, how, Console(stderr=True))
     seconds = time.perf_counter() - began
     stats, new_tokens = generator.stats(), sum(len(output) for output in outputs)
+    texts = [text for text in texts for _ in range(how["n"])]
+    prompts = [prompt for prompt in prompts for _ in range(how["n"])]
     if as_json:
         results = [
             {"prompt": text, "tokens": output, "text": tokenizer.decode(output)} for text, output in zip(texts, outputs)
         ]
-        figures = {"seconds": round(seconds, 3), "new_tokens": new_tokens, "stats": stats.to_dict()}
+        figures = {
+            "seconds": round(seconds, 3),
+            "new_tokens": new_tokens,
+            "proposed_tokens": generator.num_proposed,
+            "accepted_tokens": generator.num_accepted,
+            "stats": stats.to_dict(),
+        }
         print(json.dumps({"results": results, **figures}, indent=2))
         return
     console = Console(highlight=False, markup=False)
@@ -64,8 +73,10 @@ def run(
     console.print()
     groups = ", ".join(f"{group.name}: at most {group.peak_held} of {group.total} blocks" for group in stats.groups)
     console.print(
-        f"{len(outputs)} requests, {new_tokens} new tokens in {seconds:.2f} s: {new_tokens / seconds:.0f} a second"
+        f"{len(outputs)} answers, {new_tokens} new tokens in {seconds:.2f} s: {new_tokens / seconds:.0f} a second"
     )
+    if generator.num_proposed:
+        console.print(f"{generator.num_accepted} of {generator.num_proposed} proposed tokens accepted")
     console.print(f"{stats.computed_tokens} tokens computed; cache {format_bytes(stats.nbytes)}; {groups}")
 
 
@@ -79,15 +90,15 @@ def load(name: str, dtype: str) -> tuple[Any, Any]:
         raise BadInput(f"cannot load {name!r}: {str(error).splitlines()[0]}") from None
 
 
-def generate(generator: Generator, prompts: list[list[int]], max_new_tokens: int, console: Console) -> list[list[int]]:
+def generate(generator: Generator, prompts: list[list[int]], how: dict[str, Any], console: Console) -> list[list[int]]:
     """``generator.generate`` with a line that shows requests, tokens a second and cache use."""
     if not console.is_terminal:
-        return generator.generate(prompts, max_new_tokens)
+        return generator.generate(prompts, **how)
     columns = (TextColumn("{task.completed}/{task.total} tokens"), BarColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, console=console, transient=True) as progress:
-        total = sum(len(prompt) + max_new_tokens - 1 for prompt in prompts)
+        total = sum(len(prompt) + how["n"] * (how["max_new_tokens"] - 1) for prompt in prompts)
         task = progress.add_task("", total=total, note="")
-        return generator.generate(prompts, max_new_tokens, on_step=_shower(progress, task))
+        return generator.generate(prompts, on_step=_shower(progress, task), **how)
 
 
 def _shower(progress: Progress, task: Any) -> Callable[[CacheStats], None]:

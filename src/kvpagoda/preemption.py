@@ -1,0 +1,163 @@
+"""Who runs, who waits, and who is set back when memory runs out. No tensors.
+
+To set back is to close: what was committed stays cached as long as nobody needs its place, the text so far is kept, and the
+job starts again from what is still cached.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence as Many
+from operator import attrgetter
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from kvpagoda.books import Books
+from kvpagoda.errors import OutOfBlocks, RetryLater
+from kvpagoda.sequence import Sequence, Tokens
+
+
+class PreemptionPolicy(Protocol):
+    """Chooses who gives way to a request that needs memory."""
+
+    def victim(self, candidates: Many[Sequence]) -> Sequence:
+        """One of ``candidates``: running sequences that came after the one in need, oldest first, at least one."""
+        ...
+
+
+class Youngest:
+    """Sets back the request that came last."""
+
+    def victim(self, candidates: Many[Sequence]) -> Sequence:
+        return candidates[-1]
+
+
+class LeastComputed:
+    """Sets back the request that loses least: the fewest tokens computed since it started; of equals the youngest."""
+
+    def victim(self, candidates: Many[Sequence]) -> Sequence:
+        return min(reversed(candidates), key=lambda sequence: sequence.length - sequence.cached_tokens)
+
+
+class Job:
+    """A text that grows to at most ``total`` tokens: a prompt, and what follows it."""
+
+    def __init__(self, prompt: Tokens, total: int, namespace: str | bytes | None = None) -> None:
+        self._tokens = np.empty(total, np.int32)
+        self._tokens[: len(prompt)] = prompt
+        self._length = len(prompt)
+        self.total, self.namespace = total, namespace
+        self.sequence: Sequence | None = None
+        """Its share of the cache while it runs."""
+        self.number = -1
+        """Its place in the order of arrival."""
+        self.num_set_back = 0
+
+    @property
+    def text(self) -> Tokens:
+        """All tokens so far, computed or not: int32, a view."""
+        return self._tokens[: self._length]
+
+    def extend(self, tokens: Many[int]) -> None:
+        """The text goes on with ``tokens``."""
+        end = self._length + len(tokens)
+        self._tokens[self._length : end] = tokens
+        self._length = end
+
+
+J = TypeVar("J", bound=Job)
+_by_age = attrgetter("number")
+
+
+class RunQueue(Generic[J]):
+    """Jobs on one cache, admitted in the order of arrival. ``waiting`` and ``running`` are lists, oldest first.
+
+    Without a ``policy`` a job is admitted when all that it may come to hold can be promised to it, and never set back.
+    With one it is promised its text and one block; when there is no room for more, a younger job is set back, or
+    the job itself if it is the youngest. So the oldest that runs goes on to its end, and no job is set back for one that
+    came after it. A job that was set back starts again when the whole of it can be promised, before any younger one.
+    """
+
+    def __init__(self, books: Books, policy: PreemptionPolicy | None = None) -> None:
+        self.books, self.policy = books, policy
+        self.waiting: list[J] = []
+        self.running: list[J] = []
+        self.num_set_back = 0
+        self._arrived = 0
+
+    def enter(self, job: J, *forks: J) -> None:
+        """Let ``job`` wait. ``forks`` are to be forked from it: they come next in age, and enter by ``fork``."""
+        for one in (job, *forks):
+            one.number, self._arrived = self._arrived, self._arrived + 1
+        self.waiting.append(job)
+
+    def admit(self) -> None:
+        """Start those waiting, oldest first, up to the first that does not fit.
+
+        Raises RetryLater if it does not fit and no job runs: somebody else holds the cache, and waiting will not help.
+        """
+        while self.waiting:
+            job = self.waiting[0]
+            try:
+                sequence = self.books.open(job.text, job.namespace, room=0, reserve=self._reserve(job))
+            except RetryLater:
+                if not self.running:
+                    raise
+                return
+            del self.waiting[0]
+            self._start(job, sequence)
+
+    def fork(self, source: J, job: J) -> None:
+        """Start ``job`` with all that ``source``, which runs, has committed; if there is no room, it waits instead."""
+        assert source.sequence is not None
+        try:
+            sequence = source.sequence.fork(reserve=self._reserve(job))
+        except RetryLater:
+            insort(self.waiting, job, key=_by_age)
+        else:
+            self._start(job, sequence)
+
+    def make_room(self, job: J, n: int) -> bool:
+        """Room for the next ``n`` tokens of ``job``, which runs; False if it had to be set back itself.
+
+        Raises OutOfBlocks without a policy, or if nobody else is left to give way.
+        """
+        assert job.sequence is not None
+        while True:
+            try:
+                job.sequence.extend(n)
+                return True
+            except OutOfBlocks:
+                if self.policy is None or len(self.running) == 1:
+                    raise
+            younger = {one.sequence: one for one in self.running[self.running.index(job) + 1 :] if one.sequence}
+            if not younger:
+                self.set_back(job)
+                return False
+            self.set_back(younger[self.policy.victim(list(younger))])
+
+    def set_back(self, job: J) -> None:
+        """Close the sequence of ``job`` and let it wait again, with its text so far."""
+        self.remove(job)
+        job.num_set_back += 1
+        self.num_set_back += 1
+        insort(self.waiting, job, key=_by_age)
+
+    def remove(self, job: J) -> None:
+        """Take ``job`` out, wherever it is; what it holds is given back. Does nothing for a job that is not here."""
+        if job.sequence is not None:
+            self.running.remove(job)
+            job.sequence.close()
+            job.sequence = None
+        elif job in self.waiting:
+            self.waiting.remove(job)
+
+    def _start(self, job: J, sequence: Sequence) -> None:
+        job.sequence = sequence
+        insort(self.running, job, key=_by_age)
+
+    def _reserve(self, job: J) -> int:
+        if self.policy is None or job.num_set_back:
+            return job.total
+        return min(job.total, len(job.text) + self.books.block_size)

@@ -1,0 +1,195 @@
+"""Who runs and who waits: every request ends, the oldest is never set back, and nothing is held afterwards."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence as Many
+
+import numpy as np
+import pytest
+
+from kvpagoda.books import Books
+from kvpagoda.errors import OutOfBlocks, RetryLater
+from kvpagoda.preemption import Job, LeastComputed, PreemptionPolicy, RunQueue, Youngest
+from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
+from kvpagoda.sequence import Sequence
+
+FULL = Attention(1, 4, 4, "float32")
+WINDOW = Attention(1, 4, 4, "float32", Growth(window=5))
+STATE = Recurrent((Rows("state", (4,), "float32"),))
+
+
+def schema_of(*kinds: LayerKind) -> Schema:
+    return Schema(tuple(Layer(i, type(kind).__name__, (kind,)) for i, kind in enumerate(kinds)), "test")
+
+
+SCHEMAS = {
+    "full": schema_of(FULL),
+    "window": schema_of(FULL, WINDOW),
+    "windows only": schema_of(WINDOW),
+    "state": schema_of(FULL, STATE),
+    "mixed": schema_of(FULL, WINDOW, STATE),
+}
+CHUNK, BLOCK = 2, 2
+
+
+@functools.cache
+def books_of(name: str, num_blocks: int) -> Books:
+    """Books with no memory behind them; used again, for every mix leaves them empty."""
+    plan = SCHEMAS[name].plan(
+        num_blocks=num_blocks, max_requests=4, block_size=BLOCK, step_tokens=CHUNK, checkpoints=num_blocks % 4
+    )
+    return Books(plan)
+
+
+def books_with(num_blocks: int, max_requests: int = 4) -> Books:
+    return Books(SCHEMAS["full"].plan(num_blocks=num_blocks, max_requests=max_requests, block_size=BLOCK))
+
+
+def entered(queue: RunQueue[Job], *sizes: tuple[int, int]) -> list[Job]:
+    """Jobs of (prompt, total) tokens, all different, entered and admitted."""
+    jobs = [Job(np.full(prompt, 10 + i, np.int32), total) for i, (prompt, total) in enumerate(sizes)]
+    for job in jobs:
+        queue.enter(job)
+    queue.admit()
+    return jobs
+
+
+def compute(queue: RunQueue[Job], job: Job, n: int) -> None:
+    assert job.sequence is not None and queue.make_room(job, n)
+    job.sequence.commit(job.text[job.sequence.length :][:n])
+
+
+def test_without_a_policy_everything_is_promised_and_nobody_is_set_back() -> None:
+    queue: RunQueue[Job] = RunQueue(books_with(8))
+    first, second, third = entered(queue, (2, 8), (2, 8), (2, 4))
+    assert queue.running == [first, second] and queue.waiting == [third]
+    queue.remove(first)
+    queue.admit()
+    assert queue.running == [second, third] and queue.num_set_back == 0
+
+
+def test_with_a_policy_the_youngest_gives_way_and_comes_back_first() -> None:
+    queue: RunQueue[Job] = RunQueue(books_with(7), Youngest())
+    first, second, third, fourth = entered(queue, (4, 14), (4, 12), (2, 4), (2, 4))
+    assert queue.running == [first, second] and queue.waiting == [third, fourth]
+    compute(queue, first, 4)
+    compute(queue, second, 4)
+    first.extend([1] * 8)
+    compute(queue, first, 8)  # six blocks of seven
+    assert queue.running == [first] and queue.waiting == [second, third, fourth] and second.num_set_back == 1
+    queue.admit()
+    assert queue.running == [first]
+    queue.remove(first)
+    queue.admit()  # six of the seven blocks are promised to it now
+    assert queue.running == [second] and queue.waiting == [third, fourth] and second.sequence is not None
+    assert second.sequence.cached_tokens == 2  # its first block was still there; the second had to go
+    queue.books.check()
+
+
+def test_the_youngest_sets_itself_back_and_the_only_one_is_told() -> None:
+    queue: RunQueue[Job] = RunQueue(books_with(5), Youngest())
+    first, second = entered(queue, (4, 8), (2, 8))
+    second.extend([1] * 4)
+    assert not queue.make_room(second, 6)
+    assert queue.running == [first] and queue.waiting == [second] and first.num_set_back == 0
+    others = [queue.books.open([1, 2]), queue.books.open([3, 4])]  # somebody else holds the cache
+    with pytest.raises(OutOfBlocks):
+        queue.make_room(first, 8)
+    queue.remove(first)
+    with pytest.raises(RetryLater):
+        queue.admit()
+    for other in others:
+        other.close()
+    queue.admit()
+    assert queue.running == [second]
+
+
+def test_the_one_that_computed_least_gives_way() -> None:
+    queue: RunQueue[Job] = RunQueue(books_with(8), LeastComputed())
+    first, second, third = entered(queue, (2, 12), (2, 4), (4, 6))
+    compute(queue, second, 1)
+    compute(queue, third, 4)
+    compute(queue, first, 2)
+    first.extend([1] * 6)
+    compute(queue, first, 6)
+    assert queue.running == [first, third] and queue.waiting == [second]
+
+
+def test_a_fork_without_room_waits_in_its_place() -> None:
+    queue: RunQueue[Job] = RunQueue(books_with(12, max_requests=2))
+    source, fork = Job(np.full(4, 1, np.int32), 8), Job(np.full(4, 1, np.int32), 8)
+    queue.enter(source, fork)
+    entered(queue, (2, 4), (2, 4))
+    assert fork.number == 1 and fork not in queue.waiting
+    compute(queue, source, 4)
+    queue.fork(source, fork)  # no row
+    assert queue.waiting[0] is fork and fork.sequence is None
+    queue.remove(queue.running[1])
+    queue.admit()
+    assert queue.running == [source, fork] and fork.sequence is not None and fork.sequence.cached_tokens == 2
+    for job in (source, fork, fork, *queue.waiting):
+        queue.remove(job)
+    assert not queue.running and queue.books.stats().running == 0
+
+
+class Watched:
+    """A policy that notes whom it may choose from, and whom it chose."""
+
+    def __init__(self, policy: PreemptionPolicy) -> None:
+        self.policy, self.queue = policy, None
+
+    def victim(self, candidates: Many[Sequence]) -> Sequence:
+        running = [job.sequence for job in self.queue.running]
+        assert candidates and list(candidates) == running[-len(candidates) :] != running  # younger than the one in need
+        return self.policy.victim(candidates)
+
+
+def run_mix(seed: int) -> tuple[int, int]:
+    """2 to 6 requests, some with a shared beginning, that want 1 to 4 times the pool; returns steps and set-backs."""
+    source = random.Random(seed)
+    name = source.choice(list(SCHEMAS))
+    sizes = [(source.randint(1, 4), source.randint(2, 8)) for _ in range(source.randint(2, 6))]
+    wanted = sum(-(-(prompt + new) // BLOCK) for prompt, new in sizes)
+    most = max(-(-(prompt + new) // BLOCK) for prompt, new in sizes)
+    books = books_of(name, max(most, int(wanted / source.uniform(1, 4))))
+    policy = Watched(source.choice([Youngest(), LeastComputed()]))
+    queue: RunQueue[Job] = RunQueue(books, policy)
+    policy.queue = queue
+    jobs = [Job(np.arange(prompt, dtype=np.int32) % source.choice([3, 100]), prompt + new) for prompt, new in sizes]
+    steps, arriving = 0, list(jobs)
+    alone = sum(-(-prompt // CHUNK) + new + 1 for prompt, new in sizes)  # steps if they ran one after another
+    while arriving or queue.waiting or queue.running:
+        while arriving and (source.random() < 0.7 or not (queue.waiting or queue.running)):
+            queue.enter(arriving.pop(0))
+        queue.admit()
+        steps += 1
+        assert queue.running and steps <= alone
+        oldest = queue.running[0]
+        assert [job.number for job in queue.running] == sorted(job.number for job in queue.running)
+        for job in list(queue.running):
+            if job.sequence is None:
+                continue
+            begin = job.sequence.length
+            stop = books.next_checkpoint(job.sequence) or len(job.text)
+            tokens = job.text[begin : min(begin + CHUNK, stop)]
+            if queue.make_room(job, len(tokens)):
+                job.sequence.commit(tokens)
+                if job.sequence.length == len(job.text):
+                    job.extend([source.randint(0, 2)])
+                    if len(job.text) == job.total:
+                        queue.remove(job)
+        assert oldest.sequence is not None or len(oldest.text) == oldest.total  # it went on, and was not set back
+    books.check()
+    stats = books.stats()
+    assert stats.running == 0 and all(g.free + g.spare == g.total and not g.promised for g in stats.groups)
+    books.reset()
+    assert all(group.free == group.total for group in books.stats().groups)
+    return steps, queue.num_set_back
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_every_request_of_random_mixes_ends(count: int) -> None:
+    set_back = sum(run_mix(seed)[1] for seed in range(count))
+    assert set_back > count / 4
