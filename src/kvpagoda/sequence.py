@@ -169,7 +169,7 @@ class Sequence:
         return self._owner.sequence_forked(self, max(self._length, reserve or 0))
 
     def rewind(self, n: int) -> None:
-        """Take back the last ``n`` committed tokens; others may follow them. Room for them stays.
+        """Take back the last ``n`` committed tokens; others may follow them, after ``extend``.
 
         Raises BadInput for more tokens than there are, or where a layer keeps something that cannot go back so far: it
         names the layers. What a batch wrote counts too, committed or not, and what the request started from stays: a

@@ -1,0 +1,204 @@
+"""What is kept for reuse and for how long: namespaces, media, invalidation, pins, fences, priorities, partial blocks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from kvpagoda.books import Books
+from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater, StaleHandle
+from kvpagoda.manager import KVCache
+from kvpagoda.namespace import Namespace, namespace_key
+from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
+
+FULL = Attention(2, 4, 4, "float32")
+WINDOW = Attention(1, 4, 4, "float32", Growth(window=10))
+STATE = Recurrent((Rows("recurrent", (2, 4, 4), "float32"),))
+
+
+def books(*kinds: LayerKind, num_blocks: int = 12, max_requests: int = 4, **arguments: object) -> Books:
+    schema = Schema(tuple(Layer(i, "layer", (kind,)) for i, kind in enumerate(kinds or (FULL,))))
+    plan = schema.plan(num_blocks=num_blocks, max_requests=max_requests, block_size=4)
+    return Books(plan, **arguments)  # type: ignore[arg-type]
+
+
+def leave(cache: Books, tokens: object, namespace: object = None, **arguments: object) -> int:
+    """A request that computes its prompt and ends; returns what it did not have to compute."""
+    with cache.open(tokens, namespace, room=0, **arguments) as sequence:  # type: ignore[arg-type]
+        cached, prompt = sequence.cached_tokens, sequence._tokens
+        while sequence.length < sequence.prompt_length:
+            end = cache.next_checkpoint(sequence) or sequence.prompt_length
+            sequence.extend(end - sequence.length)
+            sequence.commit(prompt[sequence.length : end])
+    cache.check()
+    return cached
+
+
+def test_namespaces_are_never_taken_for_one_another() -> None:
+    parts: list[str | bytes | None] = [None, "", b"", "a", b"a", "ab", "n", "s\x01", b"\x00" * 8]
+    made = [Namespace(*fields) for fields in itertools.product(parts, repeat=3)]
+    assert len({namespace_key(one) for one in made}) == len(made)
+    assert namespace_key("a") == namespace_key(Namespace("a")) and namespace_key(None) == namespace_key(Namespace())
+    with pytest.raises(BadInput, match="made of text, bytes and None, got 7"):
+        namespace_key(Namespace(adapter=7))  # type: ignore[arg-type]
+
+
+def test_tenants_and_adapters_share_nothing_and_equal_ones_do() -> None:
+    cache, spaces = books(num_blocks=60), [None, "a", Namespace("a", "lora"), Namespace("a", "lora", "step 2")]
+    for turn, space in itertools.product(range(2), spaces):
+        assert leave(cache, range(9), space) == 8 * turn
+
+
+def test_an_image_parts_texts_where_it_begins() -> None:
+    cache, cat, dog = books(num_blocks=60), b"\1" * 16, b"\2" * 16
+    text = [*range(6), *[9] * 8, *range(6)]
+    assert leave(cache, text, media={6: cat}) == 0
+    assert leave(cache, text, media={6: cat}) == 19
+    assert leave(cache, text, media={6: dog}) == 6
+    assert leave(cache, text) == 6
+    assert leave(cache, text, media={6: cat, 15: dog}) == 15
+    with pytest.raises(BadInput, match=r"0\.\.19, got 20"):
+        cache.open(text, media={20: cat})
+    with pytest.raises(BadInput, match="at least 16 bytes"):
+        cache.open(text, media={1: b"cat"})
+
+
+def test_a_text_may_go_on_differently_after_an_image_was_taken_back() -> None:
+    cache = books(num_blocks=60)
+    with cache.open(range(20), media={10: b"\1" * 16}) as sequence:
+        sequence.commit(range(20))
+        sequence.rewind(12)
+        sequence.extend(12)
+        sequence.commit(range(8, 20))
+    assert cache.open(range(20)).cached_tokens == 19
+
+
+@pytest.mark.parametrize("kinds", [(FULL,), (FULL, WINDOW, STATE), (STATE,)])
+def test_invalidation_hides_at_once_and_frees_when_the_last_request_ends(kinds: tuple[LayerKind, ...]) -> None:
+    cache = books(*kinds, num_blocks=60)
+    for space in ("a", "b"):
+        leave(cache, range(9), space)
+    runs = cache.open(range(9), "a")
+    assert runs.cached_tokens == 8
+    cache.invalidate("a")
+    runs.commit(range(8, 9))
+    assert leave(cache, range(9), "a") == 0  # though a request of before still runs
+    assert leave(cache, range(9), "b") == 8
+    held = cache.stats().groups[0].held
+    runs.close()
+    cache.check()
+    assert cache.stats().groups[0].held < held
+    assert leave(cache, range(9), "a") == 8
+    cache.invalidate()
+    assert cache.stats().groups[0].held == 0 and leave(cache, range(9), "b") == 0
+
+
+def test_pins_go_last_have_a_budget_and_never_keep_a_request_from_running() -> None:
+    cache = books(num_blocks=12, pin_share=0.5)
+    leave(cache, range(16))
+    pin = cache.pin(range(16))
+    for first in range(100, 800, 100):
+        leave(cache, range(first, first + 20))
+    assert pin.is_held and leave(cache, range(16)) == 15
+    leave(cache, range(900, 916))
+    with pytest.raises(OutOfBlocks, match="a pin of 4 blocks beside 4 pinned ones passes the 6"):
+        cache.pin(range(900, 916))
+    assert leave(cache, range(1000, 1044)) == 0  # needs 11 of the 12 blocks
+    assert not pin.is_held and leave(cache, range(16)) == 0
+    cache.unpin(pin)
+    cache.check()
+
+
+def test_a_pin_keeps_the_checkpoint_too() -> None:
+    cache = books(FULL, STATE, num_blocks=60, max_requests=2)
+    leave(cache, range(9))
+    pin = cache.pin(range(9))
+    for first in range(100, 900, 100):
+        leave(cache, range(first, first + 9))
+    assert leave(cache, range(9)) == 8
+    cache.unpin(pin)
+    cache.check()
+    for first in range(100, 900, 100):
+        leave(cache, range(first, first + 9))
+    assert leave(cache, range(9)) == 0
+
+
+def test_a_fence_holds_back_what_a_step_in_flight_may_use() -> None:
+    cache = books(FULL, WINDOW, num_blocks=24)
+    sequence = cache.open(range(20), reserve=40)
+    held = [ledger.held_ids(sequence.slot).tolist() for ledger in cache.ledgers]
+    with cache.fence([sequence]):
+        sequence.commit(range(20))
+        assert cache.open(range(20)).cached_tokens == 0  # not published before the step is done
+        assert [ledger.held_ids(sequence.slot).tolist() for ledger in cache.ledgers] == held
+        for refused in (sequence.fork, lambda: sequence.rewind(1)):
+            with pytest.raises(RetryLater, match="1 fences"):
+                refused()
+        with cache.fence([sequence]):
+            sequence.close()
+        with pytest.raises(StaleHandle):
+            sequence.extend(1)
+        assert cache.stats().running == 2 and all(group.held >= 5 for group in cache.stats().groups)
+        cache.check()
+    assert cache.stats().running == 1
+    cache.check()
+    assert cache.open(range(12)).match.num_tokens == 11
+
+
+def test_fenced_blocks_do_not_move() -> None:
+    schema = Schema(
+        tuple(
+            Layer(i, "layer", (kind,)) for i, kind in enumerate((FULL, Recurrent((Rows("r", (9, 8, 4), "float32"),))))
+        )
+    )
+    cache = KVCache(schema, 24_000, max_requests=6, block_size=4, device="cpu", checkpoints=8)
+    fenced = [cache.open(range(first, first + 12), reserve=20) for first in (0, 100)]
+    held = [[ledger.held_ids(s.slot).tolist() for ledger in cache.ledgers] for s in fenced]
+    with cache.fence(fenced):
+        for first in range(1000, 4000, 100):
+            with cache.open(range(first, first + 24), room=0) as other:
+                other.extend(24)
+                other.commit(range(first, first + 24))
+        assert [[ledger.held_ids(s.slot).tolist() for ledger in cache.ledgers] for s in fenced] == held
+        cache.check()
+
+
+def test_priorities_say_what_stays() -> None:
+    cache = books(num_blocks=12, policy="priority")
+    leave(cache, range(16), priority=5)
+    for first in range(100, 800, 100):
+        leave(cache, range(first, first + 20))
+    assert leave(cache, range(16)) == 15
+    with pytest.raises(BadInput, match="no eviction policy is called 'best'"):
+        books(policy="best")
+
+
+def test_full_attention_reuses_up_to_the_token_and_copies_the_rest_of_the_block() -> None:
+    schema = Schema((Layer(0, "layer", (FULL,)),))
+    cache = KVCache(schema, num_blocks=7, block_size=8, device="cpu", max_requests=2, poison=True)
+    with cache.open(range(24)) as sequence:
+        view = cache.batch([sequence], [24]).layer(0)
+        where = view.slot_mapping.long()
+        view["k"][where // 8, where % 8] = torch.arange(24.0)[:, None, None]
+        sequence.commit(range(24))
+    other = cache.open([*range(21), 99, 98])
+    assert other.cached_tokens == 21 and other.match.groups == {"full": 21}
+    table = cache.ledgers[0].table.cells[other.slot]
+    assert view["k"][int(table[2]), :5, 0, 0].tolist() == [16, 17, 18, 19, 20]
+    other.commit([99, 98])
+    cache.check()
+    assert cache.open(range(24)).cached_tokens == 23  # the block that was copied from is as it was
+    cache.check()
+
+
+def test_the_match_says_per_group_what_was_found_and_what_cut_it_short() -> None:
+    cache = books(FULL, WINDOW, STATE, num_blocks=60)
+    leave(cache, range(32))
+    match = cache.open(range(31)).match
+    assert (match.num_tokens, match.resumable, match.limited_by) == (30, 28, "alignment")
+    assert match.groups == {"full": 28, "window(10)": 28, "state": 28}
+    parted = cache.open([*range(13), 99, 99, 99]).match
+    assert (parted.num_tokens, parted.resumable, parted.limited_by) == (13, 0, "checkpoint")
+    assert parted.groups == {"full": 12, "window(10)": 0, "state": 0}
