@@ -416,7 +416,7 @@ def test_rows_read_back_are_the_rows_written(name: str, checkpoints: int) -> Non
         SCHEMAS[name], num_blocks=40, max_requests=6, block_size=4, device="cpu", poison=True, step_tokens=9,
         checkpoints=checkpoints, checkpoint_every=2,
     )  # fmt: skip
-    traffic(cache, 1200, seed=3, engine=FakeEngine(cache))
+    assert traffic(cache, 3000, seed=3, engine=FakeEngine(cache)) > 6_700  # in 15 cases: more than 100,000 operations
     assert checkpoints < 8 or cache.stats().cached_tokens > 20
 
 
@@ -492,9 +492,8 @@ def test_rewind_takes_tokens_back_or_says_what_cannot_go_back() -> None:
     window.rewind(1)
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_random_traffic_keeps_the_law_of_ownership(name: str) -> None:
+def test_random_traffic_over_compressed_layers_keeps_the_law_of_ownership() -> None:
     cache = KVCache(
-        SCHEMAS[name], num_blocks=12, max_requests=5, block_size=8, device="cpu", step_tokens=9, max_context=80
+        SCHEMAS["compressed"], num_blocks=12, max_requests=5, block_size=8, device="cpu", step_tokens=9, max_context=80
     )
-    assert traffic(cache, 9000, seed=5, engine=None) > 17_000  # over six schemas: more than 100,000 operations
+    assert traffic(cache, 6000, seed=5, engine=None) > 11_000
