@@ -50,6 +50,8 @@ class CacheStats:
     """Tokens committed: prompt and output tokens that went through the model."""
     cached_tokens: int
     """Prompt tokens that did not have to be computed."""
+    evicted_blocks: int
+    evicted_checkpoints: int
     nbytes: int
     groups: tuple[GroupStats, ...]
 
@@ -470,9 +472,23 @@ class Books:
             closed=self.num_closed,
             computed_tokens=computed,
             cached_tokens=self._cached,
+            evicted_blocks=self.reuse.num_evicted_blocks,
+            evicted_checkpoints=self.reuse.num_evicted_checkpoints,
             nbytes=self.plan.nbytes,
             groups=tuple(groups),
         )
+
+    def unusable_nbytes(self) -> int:
+        """Bytes that serve nobody and could not serve a group that is in need: free and not promised where no other group
+        can have them, and what is lost to carving sectors."""
+        nbytes = 0
+        for ledger in self.ledgers:
+            idle, plan = max(0, ledger.free.num_free - ledger.claimed), ledger.plan
+            if self.sectors is not None:
+                idle %= plan.per_sector
+                nbytes += self._num_blocks(ledger) * (plan.row_nbytes - plan.demand.layout.nbytes)
+            nbytes += idle * plan.row_nbytes
+        return nbytes
 
     def check(self) -> None:
         """Prove from scratch that every block and slot is in exactly one place. Raises CheckFailed with the ids."""

@@ -60,12 +60,12 @@ def plan(
         typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
 
 
-def _lengths(text: str) -> tuple[int, ...]:
+def _lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
     """'1024,8192' -> (1024, 8192)."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise BadInput(f"--lengths takes whole numbers with commas between, got {text!r}") from None
+        raise BadInput(f"{option} takes whole numbers with commas between, got {text!r}") from None
 
 
 def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
@@ -135,13 +135,31 @@ def replay_trace(
     limit: Annotated[int | None, typer.Option(help="the first so many requests only")] = None,
     by_arrival: Annotated[bool, typer.Option("--by-arrival", help="run in the order of arrival")] = False,
     seed: Annotated[int, typer.Option(help="of the synthetic workload")] = 0,
+    schema: Annotated[
+        str | None, typer.Option(help="serve the trace with this model's layers: a config, or " + ", ".join(PRESETS))
+    ] = None,
+    budget: Annotated[str, typer.Option(help="with --schema: memory of the cache; several with commas")] = "40GiB",
+    max_requests: Annotated[int, typer.Option(help="with --schema: requests that run at once")] = 64,
+    checkpoint_every: Annotated[str, typer.Option(help="with --schema: also keep one every so many blocks")] = "0",
+    tokens_per_id: Annotated[int | None, typer.Option(help="with --schema: default 512, synthetic 64")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
-    """What a prefix cache would hit: hit rate against capacity, evictions, reuse distances and working set."""
+    """What a prefix cache would hit: hit rate against capacity, evictions, reuse distances and working set.
+
+    With --schema the trace runs through the whole life of requests, checkpoints and all, with no memory behind them.
+    """
     with one_line_errors():
         from kvpagoda.replay import show
 
-        show.run(trace, capacity, policy, plot, as_json, limit, by_arrival, seed)
+        if schema is None:
+            show.run(trace, capacity, policy, plot, as_json, limit, by_arrival, seed)
+            return
+        if capacity is not None or plot is not None:
+            raise BadInput("--capacity and --plot count blocks of one kind; with --schema give --budget")
+        show.run_schema(
+            trace, _schema(schema, None, "raw"), [part.strip() for part in budget.split(",")], policy, max_requests,
+            _lengths(checkpoint_every, "--checkpoint-every"), tokens_per_id, as_json, limit, by_arrival, seed,
+        )  # fmt: skip
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ class KVCache(Books):
     ``budget`` (bytes or text) or ``num_blocks`` sets its size; every byte is allocated here and none later.
     ``max_requests`` may run at once. ``max_context``: the longest request in tokens (default: what fits, at most the
     model's own limit). ``step_tokens``: the most tokens of one request between two commits that window groups keep
-    room for. ``checkpoints``: how many are kept for reuse where layers keep states or windows (default
-    ``max_requests``); ``checkpoint_every``, ``policy``, ``pin_share``: see ``Books``. ``order``: see ``Arena``; several
+    room for. ``checkpoints``: how many are kept for reuse where layers keep states or windows: see ``Schema.plan``;
+    ``checkpoint_every``, ``policy``, ``pin_share``: see ``Books``. ``order``: see ``Arena``; several
     groups share one block-major memory, unless it is ``"layer"``. ``poison`` fills all memory that nobody holds with NaN,
     to catch stale reads. Raises BadInput, NeverFits. The life of a request is that of ``Books``.
     """

@@ -105,6 +105,7 @@ class Reuse:
         self._pins: dict[Pin, None] = {}  # the oldest first
         self._most_pinned = int(pin_share * capacity)
         self._kept: Counter[int] = Counter()  # checkpoints that pins or an opening request need
+        self.num_evicted_blocks = self.num_evicted_checkpoints = 0
         self._copies: dict[int, list[Ids]] = {}  # checkpoint -> its blocks in each bounded group
         self._num_copies = [0] * len(self.bounded)  # that may be reclaimed
         if self.full is not None:
@@ -237,7 +238,7 @@ class Reuse:
         if not self.names.num_ids or any(n > ledger.available() for n, ledger in zip(counts, self.bounded)):
             return None
         if not self.names.num_free:
-            self._forget(self.tree.evict_checkpoint(keep=self._kept))
+            self._evict_checkpoint()
         if not self.names.num_free:
             return None
         name = int(self.names.acquire(1)[0])
@@ -309,7 +310,9 @@ class Reuse:
         self._let_go(self.tree.clear(namespace))
 
     def _evict_blocks(self, n: int) -> None:
-        self._let_go(self.tree.evict(n))
+        evicted = self.tree.evict(n)
+        self.num_evicted_blocks += evicted.ids.shape[1]
+        self._let_go(evicted)
 
     def _let_go(self, evicted: Evicted) -> None:
         if self.full is not None:
@@ -319,7 +322,12 @@ class Reuse:
     def _drop_until_free(self, ledger: GroupLedger, n: int) -> None:
         target = ledger.free.num_free + n
         while ledger.free.num_free < target and len(self._copies) > len(self._kept):
-            self._forget(self.tree.evict_checkpoint(keep=self._kept))
+            self._evict_checkpoint()
+
+    def _evict_checkpoint(self) -> None:
+        evicted = self.tree.evict_checkpoint(keep=self._kept)
+        self.num_evicted_checkpoints += len(evicted)
+        self._forget(evicted)
 
     def _forget(self, names: Many[int]) -> None:
         for name in names:

@@ -104,3 +104,20 @@ def test_help_names_what_there_is() -> None:
     assert (
         done.returncode == 0 and "--capacity" in done.stdout and "synthetic workload" in " ".join(done.stdout.split())
     )
+
+
+def test_a_schema_is_served() -> None:
+    arguments = ("--schema", "deepseek-v4-flash", "--budget", "1GiB,4GiB", "--policy", "lru,opt", "--limit", "30")
+    done = kvpagoda_replay(*arguments)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["budget", "policy", "every", "hits", "matched", "running", "evicted", "unusable"] in lines
+    assert [line[:3] for line in lines[-2:]] == [["1GiB", "lru", "-"], ["4GiB", "lru", "-"]]
+    assert all(len(line) <= 60 for line in kvpagoda_replay(*arguments, width=60).stdout.splitlines())
+    found = json.loads(kvpagoda_replay(*arguments, "--checkpoint-every", "0,4", "--json").stdout)
+    assert [(r["budget"], r["checkpoint_every"]) for r in found["results"]] == [
+        ("1GiB", 0), ("1GiB", 4), ("4GiB", 0), ("4GiB", 4)
+    ]  # fmt: skip
+    assert all(0 <= r["hit_rate"] <= 1 and r["requests"] == 30 for r in found["results"])
+    done = kvpagoda_replay("--schema", "deepseek-v4-flash", "--capacity", "3")
+    assert done.returncode == 2 and done.stderr.startswith("kvpagoda: --capacity and --plot")

@@ -3,6 +3,7 @@
 from kvpagoda.replay.readers import read_requests
 from kvpagoda.replay.request import Request
 from kvpagoda.replay.reuse import lru_hits, reuse_distances, reuse_histogram, working_set
+from kvpagoda.replay.serve import ServeResult, serve
 from kvpagoda.replay.simulate import POLICIES, ReplayResult, hit_rate_curve, replay
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic, workload
@@ -11,6 +12,7 @@ __all__ = [
     "POLICIES",
     "ReplayResult",
     "Request",
+    "ServeResult",
     "Trace",
     "hit_rate_curve",
     "lru_hits",
@@ -18,6 +20,7 @@ __all__ = [
     "replay",
     "reuse_distances",
     "reuse_histogram",
+    "serve",
     "synthetic",
     "working_set",
     "workload",

@@ -16,9 +16,11 @@ from rich.table import Table
 from kvpagoda.errors import BadInput
 from kvpagoda.replay.plot import draw, new_figure
 from kvpagoda.replay.reuse import WorkingSet, reuse_distances, reuse_histogram, working_set
-from kvpagoda.replay.simulate import ReplayResult, known_policy, possible_capacity, replay
+from kvpagoda.replay.serve import serve
+from kvpagoda.replay.simulate import BOUND, ReplayResult, known_policy, possible_capacity, replay
 from kvpagoda.replay.trace import Ints, Trace
 from kvpagoda.replay.workload import synthetic
+from kvpagoda.schema import Schema
 
 DEFAULT_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the different blocks
 WINDOWS = 12
@@ -56,6 +58,64 @@ def run(
         print(json.dumps(_figures(trace, distances, windows, results, seconds), indent=2))
     else:
         _print(trace, distances, windows, results, seconds)
+
+
+def run_schema(
+    source: Path | None,
+    schema: Schema,
+    budgets: list[str],
+    policies: str,
+    max_requests: int,
+    intervals: tuple[int, ...],
+    tokens_per_id: int | None,
+    as_json: bool,
+    limit: int | None,
+    by_arrival: bool,
+    seed: int,
+) -> None:
+    """Serve a trace with the layers of ``schema`` at every budget, policy and checkpoint interval, and print."""
+    chosen = [known_policy(name.strip()) for name in policies.split(",")]
+    trace = synthetic(500 if limit is None else limit, seed) if source is None else Trace.read(source, limit)
+    trace = trace.by_arrival() if by_arrival else trace
+    per_id = tokens_per_id or (64 if source is None else 512)
+    jobs = [(b, p, every) for b in budgets for p in chosen if p != BOUND for every in intervals]
+    console = Console(stderr=True)
+    results = []
+    with Progress(
+        TextColumn("{task.fields[note]}"), BarColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=len(trace) * len(jobs), note="")
+        for number, (budget, policy, every) in enumerate(jobs):
+
+            def done(count: int, number: int = number, note: str = f"{budget}, {policy}") -> None:
+                progress.update(task, completed=number * len(trace) + count, note=note)
+
+            results.append(
+                serve(
+                    trace, schema, budget, policy=policy, checkpoint_every=every, max_requests=max_requests,
+                    tokens_per_id=per_id, on_request=done,
+                )
+            )  # fmt: skip
+    if as_json:
+        figures = [{"budget": b, "checkpoint_every": e, **r.to_dict()} for (b, _, e), r in zip(jobs, results)]
+        print(json.dumps({"trace": trace.name, "schema": schema.name, "results": figures}, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("budget", "policy"):
+        table.add_column(name, no_wrap=True)
+    for name in ("every", "hits", "matched", "running", "evicted", "unusable"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for (budget, policy, every), r in zip(jobs, results):
+        table.add_row(
+            budget, policy, str(every) if every else "-", f"{r.hit_rate:.1%}",
+            f"{r.matched_tokens / max(1, r.prompt_tokens):.1%}", f"{r.mean_running:.1f}", f"{r.evicted_blocks:,}",
+            f"{r.unusable_percent:.2f}%",
+        )  # fmt: skip
+    out = Console(highlight=False, markup=False)
+    out.print(f"{Path(trace.name).name}: {len(trace):,} requests with the layers of {schema.name}")
+    if results and results[0].never_fit:
+        out.print(f"{results[0].never_fit:,} requests are larger than the smallest cache")
+    out.print(table)
 
 
 def _sizes(text: str) -> list[int]:

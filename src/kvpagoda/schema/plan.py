@@ -215,7 +215,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"{self.schema_name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}"]
-        checkpoints = f", {self.num_checkpoints} checkpoints" if self.num_checkpoints else ""
+        checkpoints = f", at most {self.num_checkpoints:,} checkpoints" if self.num_checkpoints else ""
         lines.append(f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}")
         lines.append("")
         kinds = [(k.label, str(k.num_layers), f"{k.bytes_per_token:,.0f}", f"{k.state_nbytes:,}") for k in self.kinds]

@@ -18,6 +18,7 @@ from kvpagoda.schema.plan import Demand, KindUse, Plan, make_plan
 from kvpagoda.units import align_up, parse_bytes
 
 DEFAULT_BLOCK_SIZE = 16
+MOST_CHECKPOINTS = 4096
 
 
 @dataclass(frozen=True)
@@ -213,10 +214,10 @@ class Schema:
         """Divide ``budget`` (bytes or text), or size for ``num_blocks``, for ``max_requests`` running at once.
 
         ``step_tokens``: the most tokens of one request written between two commits (a prefill chunk); window groups
-        keep room for them. ``lengths``: for which to count the requests that fit. ``checkpoints``: places for copied
-        windows and states (default ``max_requests`` where layers keep any, else none). ``shared``: several groups live
-        off one budget; False, or ``num_blocks``: each has its own share. Raises BadInput, and NeverFits if not even one
-        block of one request has room.
+        keep room for them. ``lengths``: for which to count the requests that fit. ``checkpoints``: the most copies of
+        windows and states, where layers keep any (default ``max_requests``; where groups share, as many as there is memory
+        for). ``shared``: several groups live off one budget; False, or ``num_blocks``: each has its own share. Raises
+        BadInput, and NeverFits if not even one block of one request has room.
         """
         size = self.block_size(block_size)
         demands = [
@@ -227,7 +228,8 @@ class Schema:
             layers = tuple(layer.index for layer in self.layers if layer.state_rows())
             demands.append(Demand(STATE, layers, self.state_layout))
         if checkpoints is None:
-            checkpoints = max_requests if any(demand.growth.is_bounded for demand in demands) else 0
+            floats = shared and num_blocks is None and len(demands) > 1
+            checkpoints = (MOST_CHECKPOINTS if floats else max_requests) * any(d.growth.is_bounded for d in demands)
         return make_plan(
             self.name,
             tuple(demands),

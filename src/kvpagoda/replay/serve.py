@@ -1,0 +1,171 @@
+"""A trace through the whole lifecycle of a schema, with no memory behind it: to choose budgets, intervals and policies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpagoda.books import Books
+from kvpagoda.errors import BadInput, NeverFits, RetryLater
+from kvpagoda.replay.readers import Source
+from kvpagoda.replay.trace import Trace
+from kvpagoda.schema import Schema
+from kvpagoda.sequence import Sequence
+
+Tokens = npt.NDArray[np.int32]
+_OWN = 2**30  # first token of what no other request has; ids are below
+
+
+@dataclass(frozen=True)
+class ServeResult:
+    """What a cache for one schema did with one trace."""
+
+    trace: str
+    schema: str
+    policy: str
+    nbytes: int
+    requests: int
+    never_fit: int
+    """Requests that are larger than the whole cache, and were left out."""
+    prompt_tokens: int
+    matched_tokens: int
+    """Prompt tokens that were in the tree."""
+    cached_tokens: int
+    """Prompt tokens that did not have to be computed."""
+    limited_by: dict[str, int]
+    """What cut hits short -> requests."""
+    evicted_blocks: int
+    evicted_checkpoints: int
+    mean_running: float
+    unusable_percent: float
+    """Share of the memory that lay free or as padding where it was of no use, on average while something was in need."""
+    pressed_steps: int
+    steps: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached tokens of all prompt tokens, 0 to 1."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields and the hit rate, for JSON."""
+        return {**asdict(self), "hit_rate": self.hit_rate}
+
+
+def serve(
+    trace: Source | Trace,
+    schema: Schema,
+    budget: int | str,
+    *,
+    tokens_per_id: int = 512,
+    max_requests: int = 64,
+    block_size: int | None = None,
+    step_tokens: int = 2048,
+    checkpoints: int | None = None,
+    checkpoint_every: int = 0,
+    policy: str = "lru",
+    shared: bool = True,
+    on_request: Callable[[int], None] | None = None,
+) -> ServeResult:
+    """Admit, compute, publish and close every request of a trace, up to ``max_requests`` at once, in its order.
+
+    An id of the trace stands for ``tokens_per_id`` tokens (public Mooncake traces: 512); the rest of a prompt, and every
+    output, is the request's own, since traces do not say what outputs were. ``step_tokens`` of each request are computed
+    at a time. The other arguments are those of ``Schema.plan`` and ``Books``. Raises BadInput, NeverFits.
+    """
+    if tokens_per_id < 1:
+        raise BadInput(f"an id stands for at least 1 token, got {tokens_per_id}")
+    columns = Trace.read(trace)
+    plan = schema.plan(
+        budget, max_requests, block_size, step_tokens=step_tokens, checkpoints=checkpoints, shared=shared
+    )
+    longest = int((columns.input_lengths + columns.output_lengths).max(initial=1))
+    books = Books(plan, max_context=longest, checkpoint_every=checkpoint_every, policy=policy)
+    run = _Run(books, columns, tokens_per_id, step_tokens)
+    while run.step():
+        if on_request is not None:
+            on_request(run.num_closed)
+    stats = books.stats()
+    return ServeResult(
+        columns.name, schema.name, policy, plan.nbytes, run.next, run.never_fit, run.prompt_tokens, run.matched,
+        stats.cached_tokens, dict(run.limited_by), stats.evicted_blocks, stats.evicted_checkpoints,
+        run.running_steps / max(1, run.steps), 100 * run.unusable / max(1, run.pressed) / max(1, plan.nbytes), run.pressed,
+        run.steps,
+    )  # fmt: skip
+
+
+class _Run:
+    """The requests on their way, and what was counted."""
+
+    def __init__(self, books: Books, trace: Trace, tokens_per_id: int, step_tokens: int) -> None:
+        self.books, self.trace, self.per_id, self.step_tokens = books, trace, tokens_per_id, step_tokens
+        self.running: list[tuple[Sequence, Tokens]] = []
+        self.next = self.never_fit = self.prompt_tokens = self.matched = self.num_closed = 0
+        self.steps = self.running_steps = self.pressed = self.unusable = 0
+        self.limited_by: Counter[str] = Counter()
+
+    def step(self) -> bool:
+        """One step of everything that runs; False when there is nothing left."""
+        before = self.books.stats()
+        is_pressed = self._admit()
+        for sequence, text in list(self.running):
+            self._advance(sequence, text)
+        after = self.books.stats()
+        self.steps += 1
+        self.running_steps += len(self.running)
+        if (
+            is_pressed
+            or after.evicted_blocks + after.evicted_checkpoints > before.evicted_blocks + before.evicted_checkpoints
+        ):
+            self.pressed += 1
+            self.unusable += self.books.unusable_nbytes()
+        return bool(self.running) or self.next < len(self.trace)
+
+    def _admit(self) -> bool:
+        """Open what there is room for; whether something had to wait for memory."""
+        while self.next < len(self.trace) and len(self.running) < self.books.max_requests:
+            text, num_prompt = self._text(self.next)
+            try:
+                sequence = self.books.open(text[:num_prompt], room=0, reserve=len(text))
+            except RetryLater:
+                return True
+            except NeverFits:
+                self.never_fit += 1
+            else:
+                self.running.append((sequence, text))
+                self.prompt_tokens += num_prompt
+                self.matched += sequence.match.num_tokens
+                self.limited_by[sequence.match.limited_by] += 1
+            self.next += 1
+        return False
+
+    def _advance(self, sequence: Sequence, text: Tokens) -> None:
+        """The next piece: of the prompt up to where a checkpoint is due, of the output up to its last block boundary."""
+        length, size = sequence.length, self.books.block_size
+        if length < sequence.prompt_length:
+            end = min(length + self.step_tokens, self.books.next_checkpoint(sequence) or sequence.prompt_length)
+        else:
+            boundary = len(text) // size * size
+            end = min(length + self.step_tokens, boundary if length < boundary else len(text))
+        sequence.extend(end - length)
+        sequence.commit(text[length:end])
+        if end == len(text):
+            sequence.close()
+            self.running.remove((sequence, text))
+            self.num_closed += 1
+
+    def _text(self, number: int) -> tuple[Tokens, int]:
+        """The tokens of a request, prompt and output, and how many are prompt."""
+        ids = self.trace.chain(number)
+        tokens = np.tile(np.arange(self.per_id, dtype=np.int32), (len(ids), 1))
+        tokens[:, 0] = ids
+        num_prompt = max(1, int(self.trace.input_lengths[number]))
+        known = tokens.ravel()[:num_prompt]
+        own = np.arange(num_prompt + int(self.trace.output_lengths[number]) - len(known), dtype=np.int32)
+        own[:1] = _OWN + number
+        return np.concatenate((known, own)), num_prompt
