@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvpagoda.alloc.held import Ids
+from kvpagoda.books import Books
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.manager import KVCache
@@ -299,6 +300,29 @@ def test_freed_memory_is_poisoned_and_states_are_reset() -> None:
         assert not view["recurrent"][view.state_indices[0]].any()
 
 
+class CopyFailed(RetryLater, BadInput):
+    """An error in the middle of moving bytes."""
+
+
+class FailingCopies(Books):
+    """No memory, and every third copy fails."""
+
+    num_copies = 0
+
+    def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
+        self.num_copies += len(sources) > 0
+        if len(sources) and self.num_copies % 3 == 0:
+            raise CopyFailed(f"copy {self.num_copies}")
+
+
+@pytest.mark.parametrize("name", ["full", "window", "mixed", "state"])
+def test_an_error_while_copying_leaves_everything_owned_once(name: str) -> None:
+    plan = SCHEMAS[name].plan(num_blocks=24, max_requests=6, block_size=4, step_tokens=9)
+    books = FailingCopies(plan, checkpoint_every=2)
+    traffic(books, 1500, seed=7, engine=None)
+    assert books.num_copies > 50
+
+
 def row_values(tokens: np.ndarray, namespace: int) -> np.ndarray:
     """What a row at each position should hold: a function of everything up to it, so that no other text has the same."""
     mixed = np.cumsum((tokens.astype(np.int64) + 1) * (np.arange(len(tokens)) % 97 + 3))
@@ -351,7 +375,7 @@ def text(rng: np.random.Generator, heads: list[np.ndarray]) -> np.ndarray:
     return np.concatenate((head[: int(rng.integers(0, len(head) + 1))], rng.integers(0, 50, int(rng.integers(1, 12)))))
 
 
-def traffic(cache: KVCache, steps: int, seed: int, engine: FakeEngine | None) -> int:
+def traffic(cache: Books, steps: int, seed: int, engine: FakeEngine | None) -> int:
     """Random opens, steps and closes over texts that share beginnings; ``check`` after each. Returns the operations."""
     rng = np.random.default_rng(seed)
     heads = [rng.integers(0, 50, n) for n in (5, 16, 17, 33, 40)]
@@ -398,7 +422,8 @@ def traffic(cache: KVCache, steps: int, seed: int, engine: FakeEngine | None) ->
                 if engine is not None:
                     engine.step(ready, new)
                 for sequence, tokens in zip(ready, new):
-                    sequence.commit(tokens)
+                    with contextlib.suppress(CopyFailed):
+                        sequence.commit(tokens)
             operations += 2 * len(ready)
         operations += 1
         cache.check()

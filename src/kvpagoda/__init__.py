@@ -31,6 +31,9 @@ _PUBLIC = {
     "kvpagoda.batch": ("Batch", "LayerView"),
     "kvpagoda.books": ("CacheStats",),
     "kvpagoda.manager": ("KVCache",),
+    "kvpagoda.namespace": ("Namespace",),
+    "kvpagoda.preemption": ("PreemptionPolicy",),
+    "kvpagoda.prefix.slot_cache": ("PrefixCacheManager",),
     "kvpagoda.sequence": ("Sequence",),
     "kvpagoda.substrate": ("KVCacheManager",),
 }  # fmt: skip

@@ -14,7 +14,7 @@ from kvpagoda.alloc.held import Ids
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.namespace import Media, Namespace, Namespaces, with_stand_ins
-from kvpagoda.prefix import Match
+from kvpagoda.prefix import Lease, Match
 from kvpagoda.reuse import Pin, PrefixMatch, Reuse
 from kvpagoda.schema import Plan
 from kvpagoda.sectors import Sectors
@@ -149,8 +149,9 @@ class Books:
         if start is None:
             self._slots.release_id(slot)
             raise RetryLater(self._shortage(wanted))
-        for ledger in self.ledgers:
-            ledger.grow(slot, ledger.wanted(slot, room))
+        with self.reuse.undone_by(lambda: self._take_back(slot, start.lease)):
+            for ledger in self.ledgers:
+                ledger.grow(slot, ledger.wanted(slot, room))
         sequence = Sequence(self, slot, prompt, start, namespace=space, priority=priority, stand_ins=stand_ins)
         self._running[slot] = sequence
         self.num_opened += 1
@@ -175,14 +176,24 @@ class Books:
                 self.reuse.full.adopt(slot, match.ids[0, : lease.num_blocks])
             with self.reuse.held(chosen):
                 is_promised = self._promise(slot, wanted)
-                if is_promised:
-                    self.reuse.restore(slot, chosen, partial)
-            if partial is not None:
-                self.reuse.tree.unpin(partial)
+                with self.reuse.undone_by(lambda lease=lease: self._take_back(slot, lease)):  # type: ignore[misc]
+                    try:
+                        if is_promised:
+                            self.reuse.restore(slot, chosen, partial)
+                    finally:
+                        if partial is not None:
+                            self.reuse.tree.unpin(partial)
             if is_promised:
                 return Start(chosen, lease)
             self.reuse.tree.unpin(lease)
         return None
+
+    def _take_back(self, slot: int, lease: Lease) -> None:
+        """Nothing came of a request: give back all that ``slot`` was given, and the slot."""
+        for ledger in self.ledgers:
+            self.blocks_freed(ledger, ledger.close(slot))
+        self.reuse.tree.unpin(lease)
+        self._slots.release_id(slot)
 
     def _promise(self, slot: int, wanted: list[int]) -> bool:
         """Promise ``slot`` so many blocks in every group, those it holds included, or nothing: then it holds nothing."""
@@ -276,8 +287,9 @@ class Books:
             self._slots.release_id(slot)
             raise RetryLater(self._shortage(wanted))
         start = Start(PrefixMatch(length, length, "nothing"), self.reuse.tree.pin(sequence.lease))
-        for ledger in self.ledgers:
-            self.reuse.duplicate(ledger, parent, slot, length)
+        with self.reuse.undone_by(lambda: self._take_back(slot, start.lease)):
+            for ledger in self.ledgers:
+                self.reuse.duplicate(ledger, parent, slot, length)
         child = self._running[slot] = Sequence(
             self, slot, tokens, start,
             namespace=sequence.namespace, priority=sequence.priority, stand_ins=sequence.stand_ins,

@@ -135,22 +135,17 @@ class GroupLedger:
         self._hold(slot, first, end, promised)
         return self.release(ids)
 
-    def cut(self, slot: int, columns: int) -> Ids:
-        """End the row of ``slot`` after ``columns`` shared blocks; what it held behind is let go. Its promise shrinks by the
-        shared blocks among that, for they may not become free. Returns the ids freed."""
+    def cut(self, slot: int, columns: int, private: Ids) -> Ids:
+        """End the row of ``slot`` after ``columns`` shared blocks and ``private``, which are its own or from ``take_free``;
+        what else it held behind is let go. Its promise shrinks by the shared blocks among that, for they may not become
+        free. Returns the ids freed."""
         shared, end = int(self.shared[slot]), int(self.end[slot])
         ids = self.table.take(slot, columns, end)[shared - columns :]
         self.shared[slot] = columns
-        self._hold(slot, int(self.first[slot]), columns, max(0, int(self.promised[slot]) - (shared - columns)))
-        return self.release(ids)
-
-    def unshare(self, slot: int, columns: int, ids: Ids) -> None:
-        """Let ``slot`` have ``ids``, from ``take_free``, of its own in the place of all its shared blocks from ``columns``
-        on, which end its row. Its promise shrinks by as many: the shared ones may not become free."""
-        self.table.put(slot, columns, ids)
-        self.shared[slot] = columns
-        promised = max(0, int(self.promised[slot]) - len(ids))
-        self._hold(slot, int(self.first[slot]), int(self.end[slot]), promised)
+        self.table.put(slot, columns, private)
+        promised = max(0, int(self.promised[slot]) - (shared - columns))
+        self._hold(slot, int(self.first[slot]), columns + len(private), promised)
+        return self.release(ids[~np.isin(ids, private)])
 
     def rename(self, names: Ids) -> None:
         """Block ``i`` is called ``names[i]`` from now on."""

@@ -10,7 +10,7 @@ A model whose layers all keep every token needs no checkpoints. Nothing is visib
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -193,17 +193,32 @@ class Reuse:
         promised = 0
         if full is not None:
             promised = int(full.promised[slot])
-            if rest > full.available(slot) + int(full.end[slot] - full.shared[slot]):
-                raise OutOfBlocks(f"need {rest} blocks in {full.name} for a copy; close a sequence first")
-            self._memory.blocks_freed(full, full.cut(slot, columns + rest))
-            copy = full.take_free(rest)
-            self._memory.copy_blocks(full, full.table.cells[slot, columns : columns + rest].copy(), copy)
-            full.unshare(slot, columns, copy)
+            copy = full.table.cells[slot, full.shared[slot] : full.end[slot]][
+                :rest
+            ].copy()  # what is there means nothing now
+            if len(copy) < rest:
+                if rest > full.available(slot):
+                    raise OutOfBlocks(f"need {rest} blocks in {full.name} for a copy; close a sequence first")
+                copy = full.take_free(rest)
+            source = full.table.cells[slot, columns : columns + rest].copy()
+            with self.undone_by(lambda: full.release(np.setdiff1d(copy, full.held_ids(slot)))):
+                self._memory.copy_blocks(full, source, copy)
+            self._memory.blocks_freed(full, full.cut(slot, columns, copy))
         shorter = self.tree.pin(lease, columns)
         self.tree.unpin(lease)
         if full is not None:
             full.promise(slot, min(promised, int(full.promised[slot]) + max(0, full.available())))
         return shorter
+
+    @staticmethod
+    @contextmanager
+    def undone_by(undo: Callable[[], object]) -> Iterator[None]:
+        """If what is inside fails, ``undo`` it."""
+        try:
+            yield
+        except BaseException:
+            undo()
+            raise
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
@@ -246,11 +261,13 @@ class Reuse:
             self.names.release_id(name)
             return None
         copies = self._copies[name] = [np.empty(0, np.int32) for _ in self.bounded]
-        for number, (ledger, count, end) in enumerate(zip(self.bounded, counts, ends)):
-            copies[number] = ledger.take_free(count)
-            self._num_copies[number] += count
-            self._memory.copy_blocks(ledger, ledger.table.cells[slot, end - count : end].copy(), copies[number])
-        return name, int(self.names.generation[name])
+        generation = int(self.names.generation[name])
+        with self.undone_by(lambda: self.drop(name, generation)):
+            for number, (ledger, count, end) in enumerate(zip(self.bounded, counts, ends)):
+                copies[number] = ledger.take_free(count)
+                self._num_copies[number] += count
+                self._memory.copy_blocks(ledger, ledger.table.cells[slot, end - count : end].copy(), copies[number])
+        return name, generation
 
     def drop(self, name: int, generation: int) -> None:
         """Forget the checkpoint that ``save`` told of, if it is still kept."""

@@ -111,7 +111,7 @@ def test_a_schema_is_served() -> None:
     done = kvpagoda_replay(*arguments)
     assert done.returncode == 0 and not done.stderr, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert ["budget", "policy", "every", "hits", "matched", "running", "evicted", "unusable"] in lines
+    assert ["budget", "policy", "every", "hits", "found", "runs", "evicted", "unused"] in lines
     assert [line[:3] for line in lines[-2:]] == [["1GiB", "lru", "-"], ["4GiB", "lru", "-"]]
     assert all(len(line) <= 60 for line in kvpagoda_replay(*arguments, width=60).stdout.splitlines())
     found = json.loads(kvpagoda_replay(*arguments, "--checkpoint-every", "0,4", "--json").stdout)

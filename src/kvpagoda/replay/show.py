@@ -103,7 +103,7 @@ def run_schema(
     table = Table(box=None, pad_edge=False)
     for name in ("budget", "policy"):
         table.add_column(name, no_wrap=True)
-    for name in ("every", "hits", "matched", "running", "evicted", "unusable"):
+    for name in ("every", "hits", "found", "runs", "evicted", "unused"):
         table.add_column(name, justify="right", no_wrap=True)
     for (budget, policy, every), r in zip(jobs, results):
         table.add_row(
