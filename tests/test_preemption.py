@@ -128,7 +128,7 @@ def test_a_fork_without_room_waits_in_its_place() -> None:
     assert queue.waiting[0] is fork and fork.sequence is None
     queue.remove(queue.running[1])
     queue.admit()
-    assert queue.running == [source, fork] and fork.sequence is not None and fork.sequence.cached_tokens == 2
+    assert queue.running == [source, fork] and fork.sequence is not None and fork.sequence.cached_tokens == 3
     for job in (source, fork, fork, *queue.waiting):
         queue.remove(job)
     assert not queue.running and queue.books.stats().running == 0
