@@ -117,6 +117,38 @@ class S3FIFO:
             )
 
 
+class Ghosts:
+    """What ARC remembers of blocks that went, by how often they had been used, and the share for those used once."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = _capacity(capacity)
+        self.share = 0
+        self.once: Queue = OrderedDict()
+        self.again: Queue = OrderedDict()
+
+    def recall(self, cell: int) -> bool:
+        """``cell`` comes back: it is a ghost no more, and moves the share. False if it was none."""
+        once, again = len(self.once), len(self.again)
+        if cell in self.once:
+            self.share = min(self._capacity, self.share + max(1, again // once))
+            del self.once[cell]
+        elif cell in self.again:
+            self.share = max(0, self.share - max(1, once // again))
+            del self.again[cell]
+        else:
+            return False
+        return True
+
+    def trim(self, num_once: int) -> list[int]:
+        """Forget the oldest, as far as ARC does with ``num_once`` cached blocks used once; returns them."""
+        forgotten = []
+        while len(self.once) > max(0, self._capacity - num_once):
+            forgotten.append(self.once.popitem(last=False)[0])
+        while len(self.once) + len(self.again) > self._capacity:
+            forgotten.append((self.again or self.once).popitem(last=False)[0])
+        return forgotten
+
+
 class ARC(ByKey):
     """ARC (Megiddo and Modha, FAST 2003) for a cache of ``capacity`` blocks: those used once and those used again, each
     by recency, each with its ghosts; a hit on a ghost moves the share of the first.
@@ -128,24 +160,15 @@ class ARC(ByKey):
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
-        self._capacity = _capacity(capacity)
-        self._share = 0
+        self._ghosts = Ghosts(capacity)
         self._num_once = 0
         self._again = LeafIndex(self._key)  # the leaves that were used once are in _index
-        self._ghost_once: Queue = OrderedDict()
-        self._ghost_again: Queue = OrderedDict()
 
     def add(self, cells: Cells, priority: int) -> None:
         self._rank = grown(self._rank, int(cells.max(initial=0)) + 1)
         kinds = self._rank[cells]
         for cell in cells[kinds < 0][::-1].tolist():
-            once, again = len(self._ghost_once), len(self._ghost_again)
-            if cell in self._ghost_once:
-                self._share = min(self._capacity, self._share + max(1, again // once))
-                del self._ghost_once[cell]
-            else:
-                self._share = max(0, self._share - max(1, once // again))
-                del self._ghost_again[cell]
+            self._ghosts.recall(cell)
         super().add(cells, priority)
         self._rank[cells] = np.where(kinds == 0, 1, 2)
         self._num_once += len(cells) - int(np.count_nonzero(kinds))
@@ -165,7 +188,7 @@ class ARC(ByKey):
         (index.add if is_leaf else index.discard)(cell)
 
     def choose(self, chain: Callable[[int], Cells]) -> Cells:
-        surplus = self._num_once - self._share
+        surplus = self._num_once - self._ghosts.share
         if self._index.leaves and (surplus > 0 or not self._again.leaves):
             cells = self._run(chain(self._index.pop()), self._index)
             return cells[:surplus] if surplus > 0 else cells
@@ -176,14 +199,9 @@ class ARC(ByKey):
         self._num_once -= int(np.count_nonzero(kinds == 1))
         self._rank[cells] = -kinds if evicted else 0
         if evicted:
-            self._ghost_once.update(dict.fromkeys(cells[kinds == 1].tolist()))
-            self._ghost_again.update(dict.fromkeys(cells[kinds == 2].tolist()))
-        ghosts = []
-        while len(self._ghost_once) > max(0, self._capacity - self._num_once):
-            ghosts.append(self._ghost_once.popitem(last=False)[0])
-        while len(self._ghost_once) + len(self._ghost_again) > self._capacity:
-            ghosts.append((self._ghost_again or self._ghost_once).popitem(last=False)[0])
-        forgotten = _cells(ghosts)
+            self._ghosts.once.update(dict.fromkeys(cells[kinds == 1].tolist()))
+            self._ghosts.again.update(dict.fromkeys(cells[kinds == 2].tolist()))
+        forgotten = _cells(self._ghosts.trim(self._num_once))
         self._rank[forgotten] = 0
         return forgotten if evicted else np.concatenate((cells, forgotten))
 
@@ -194,7 +212,7 @@ class ARC(ByKey):
             raise CheckFailed(f"ARC and the tree disagree about cells {np.setxor1d(known, cells)[:16].tolist()}")
         self._index.check({leaf for leaf in leaves if self._rank[leaf] == 1})
         self._again.check({leaf for leaf in leaves if self._rank[leaf] == 2})
-        for kind, ghosts in ((-1, self._ghost_once), (-2, self._ghost_again)):
+        for kind, ghosts in ((-1, self._ghosts.once), (-2, self._ghosts.again)):
             if set(np.flatnonzero(self._rank == kind).tolist()) != ghosts.keys():
                 raise CheckFailed("ARC counts a block that is cached among the ghosts, or has lost a ghost")
 

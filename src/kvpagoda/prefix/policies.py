@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpagoda.errors import BadInput
+from kvpagoda.prefix.auto import Auto
 from kvpagoda.prefix.ghosts import ARC, S3FIFO
 from kvpagoda.prefix.keyed import FIFO, LFU, LFUDA, LRU, SIEVE, ByPriority
 from kvpagoda.prefix.policy import Policy
@@ -18,7 +19,7 @@ _PLAIN: dict[str, Callable[[], Policy]] = {
     "priority": ByPriority,
     "ttl": ByPriority,
 }
-_SIZED: dict[str, Callable[[int], Policy]] = {"s3fifo": S3FIFO, "arc": ARC}
+_SIZED: dict[str, Callable[[int], Policy]] = {"s3fifo": S3FIFO, "arc": ARC, "auto": Auto}
 POLICY_NAMES = (*_PLAIN, *_SIZED)
 
 
