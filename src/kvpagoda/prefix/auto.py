@@ -13,10 +13,9 @@ from kvpagoda.prefix.keyed import Mask
 from kvpagoda.prefix.numbers import grown
 from kvpagoda.prefix.policy import Cells
 
-import os
-_SHADOW = int(os.environ.get("SH","128"))  # a shadow holds so many blocks, or up to twice as many; all, of a smaller cache
-_WINDOW = int(os.environ.get("WIN","8"))  # uses of sampled blocks between two judgements, in sizes of a shadow
-_MARGIN = int(os.environ.get("MAR","200"))  # one hit in so many uses must speak for ARC before it takes over
+_SHADOW = 128  # a shadow holds so many blocks, or up to twice as many; all, of a smaller cache
+_WINDOW = 8  # uses of sampled blocks between two judgements, in sizes of a shadow
+_MARGIN = 200  # one hit in so many uses must speak for ARC before it takes over
 _CACHED, _SAMPLED = 1, 2  # who remembers a cell: ARC, cached or as a ghost; a shadow
 
 
@@ -117,7 +116,8 @@ class Auto(ARC):
         if self._dropped:
             forgotten = np.unique(np.concatenate((forgotten, np.array(self._dropped, np.int32))))
             self._dropped.clear()
-        return forgotten[self._known[forgotten] == 0]
+        meaningless: Cells = forgotten[self._known[forgotten] == 0]
+        return meaningless
 
     def check(self, cells: Cells, leaves: set[int]) -> None:
         super().check(cells, leaves)

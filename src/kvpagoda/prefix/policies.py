@@ -24,8 +24,9 @@ POLICY_NAMES = (*_PLAIN, *_SIZED)
 
 
 def policy_named(name: str, capacity: int) -> Policy:
-    """A fresh policy for one tree of ``capacity`` blocks. ``"ttl"`` is ``"priority"`` with deadlines for priorities.
+    """A fresh policy for one tree of ``capacity`` blocks.
 
+    ``"auto"`` is LRU or ARC, as they do; ``"ttl"`` is ``"priority"`` with deadlines for priorities.
     Raises BadInput for a name that is none of ``POLICY_NAMES``.
     """
     if name in _PLAIN:
