@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpagoda.prefix import PrefixTree, policy_named
+from kvpagoda.prefix import Policy, PrefixTree, policy_named
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 
@@ -213,12 +213,14 @@ def model_replay(requests: Iterable[Sequence], capacity: int, policy: str) -> tu
     return hits, evicted
 
 
-def tree_replay(requests: Iterable[np.ndarray], capacity: int, policy: str) -> tuple[int, list[int], PrefixTree]:
+def tree_replay(
+    requests: Iterable[np.ndarray], capacity: int, policy: str | Policy
+) -> tuple[int, list[int], PrefixTree]:
     """The same through the prefix tree: (block hits, ids in the order they were evicted, the tree).
 
     Ids count up from 1 in the order of insertion, deepest last, and are never used twice.
     """
-    tree = PrefixTree(1, 1, policy_named(policy, capacity))
+    tree = PrefixTree(1, 1, policy_named(policy, capacity) if isinstance(policy, str) else policy)
     hits, next_id, evicted = 0, 1, []
     free: list[np.ndarray] = []
     for tokens in requests:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from kvpagoda.errors import BadInput, CheckFailed
-from kvpagoda.prefix.leaf_index import Key, LeafIndex
+from kvpagoda.prefix.keyed import ByKey, Mask
+from kvpagoda.prefix.leaf_index import LeafIndex
 from kvpagoda.prefix.numbers import grown
 from kvpagoda.prefix.policy import Cells
 
@@ -116,92 +117,105 @@ class S3FIFO:
             )
 
 
-class ARC:
+class Ghosts:
+    """What ARC remembers of blocks that went, by how often they had been used, and the share for those used once."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = _capacity(capacity)
+        self.share = 0
+        self.once: Queue = OrderedDict()
+        self.again: Queue = OrderedDict()
+
+    def recall(self, cell: int) -> bool:
+        """``cell`` comes back: it is a ghost no more, and moves the share. False if it was none."""
+        once, again = len(self.once), len(self.again)
+        if cell in self.once:
+            self.share = min(self._capacity, self.share + max(1, again // once))
+            del self.once[cell]
+        elif cell in self.again:
+            self.share = max(0, self.share - max(1, once // again))
+            del self.again[cell]
+        else:
+            return False
+        return True
+
+    def trim(self, num_once: int) -> list[int]:
+        """Forget the oldest, as far as ARC does with ``num_once`` cached blocks used once; returns them."""
+        forgotten = []
+        while len(self.once) > max(0, self._capacity - num_once):
+            forgotten.append(self.once.popitem(last=False)[0])
+        while len(self.once) + len(self.again) > self._capacity:
+            forgotten.append((self.again or self.once).popitem(last=False)[0])
+        return forgotten
+
+
+class ARC(ByKey):
     """ARC (Megiddo and Modha, FAST 2003) for a cache of ``capacity`` blocks: those used once and those used again, each
     by recency, each with its ghosts; a hit on a ghost moves the share of the first.
 
     The victim is the least recently used leaf of the first kind while more blocks are of it than its share, otherwise of
-    the second; of the other kind where that one has no leaf. Amortised O(log leaves) for a choice.
+    the second; of the other kind where that one has no leaf. The rank is the kind: 1 used once, 2 used again, negative
+    for their ghosts, 0 for what is not known. Amortised O(log leaves) for a choice and O(1) for each block chosen.
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = _capacity(capacity)
-        self._share = 0
-        self._clock = 0
-        self._kind = np.zeros(0, np.int8)  # 0 not cached, 1 used once, 2 used again
-        self._stamp = np.zeros(0, np.int64)
+        super().__init__()
+        self._ghosts = Ghosts(capacity)
         self._num_once = 0
-        self._once, self._again = LeafIndex(self._key), LeafIndex(self._key)
-        self._ghost_once: Queue = OrderedDict()
-        self._ghost_again: Queue = OrderedDict()
+        self._again = LeafIndex(self._key)  # the leaves that were used once are in _index
 
     def add(self, cells: Cells, priority: int) -> None:
-        self._kind = grown(self._kind, int(cells.max(initial=0)) + 1)
-        self._stamp = grown(self._stamp, len(self._kind))
-        for cell in cells[::-1].tolist():
-            once, again = len(self._ghost_once), len(self._ghost_again)
-            self._kind[cell] = 2
-            if cell in self._ghost_once:
-                self._share = min(self._capacity, self._share + max(1, again // once))
-                del self._ghost_once[cell]
-            elif cell in self._ghost_again:
-                self._share = max(0, self._share - max(1, once // again))
-                del self._ghost_again[cell]
-            else:
-                self._kind[cell] = 1
-                self._num_once += 1
-        self._use(cells)
+        self._rank = grown(self._rank, int(cells.max(initial=0)) + 1)
+        kinds = self._rank[cells]
+        for cell in cells[kinds < 0][::-1].tolist():
+            self._ghosts.recall(cell)
+        super().add(cells, priority)
+        self._rank[cells] = np.where(kinds == 0, 1, 2)
+        self._num_once += len(cells) - int(np.count_nonzero(kinds))
 
     def touch(self, cells: Cells, priority: int) -> None:
-        first = cells[self._kind[cells] == 1]
-        self._kind[first] = 2
-        self._num_once -= len(first)
-        self._use(cells)
-        for cell in self._once.leaves.intersection(first.tolist()) if len(first) else ():
-            self._once.discard(cell)
-            self._again.add(cell)
+        first = cells[self._rank[cells] == 1]
+        super().touch(cells, priority)
+        if len(first):
+            self._rank[first] = 2
+            self._num_once -= len(first)
+            for cell in self._index.leaves.intersection(first.tolist()):
+                self._index.discard(cell)
+                self._again.add(cell)
 
     def mark(self, cell: int, is_leaf: bool) -> None:
-        index = self._once if self._kind[cell] == 1 else self._again
-        if is_leaf:
-            index.add(cell)
-        else:
-            index.discard(cell)
+        index = self._index if self._rank[cell] == 1 else self._again
+        (index.add if is_leaf else index.discard)(cell)
 
     def choose(self, chain: Callable[[int], Cells]) -> Cells:
-        first, other = self._once, self._again
-        if self._num_once <= self._share:
-            first, other = other, first
-        return chain((first if first.leaves else other).pop())[:1]
+        surplus = self._num_once - self._ghosts.share
+        if self._index.leaves and (surplus > 0 or not self._again.leaves):
+            cells = self._run(chain(self._index.pop()), self._index)
+            return cells[:surplus] if surplus > 0 else cells
+        return self._run(chain(self._again.pop()), self._again)
 
     def remove(self, cells: Cells, *, evicted: bool) -> Cells:
-        forgotten = [] if evicted else cells.tolist()
-        for cell in cells.tolist():
-            is_once = self._kind[cell] == 1
-            self._num_once -= int(is_once)
-            self._kind[cell] = 0
-            if evicted:
-                (self._ghost_once if is_once else self._ghost_again)[cell] = None
-        while len(self._ghost_once) > max(0, self._capacity - self._num_once):
-            forgotten.append(self._ghost_once.popitem(last=False)[0])
-        while len(self._ghost_once) + len(self._ghost_again) > self._capacity:
-            forgotten.append((self._ghost_again or self._ghost_once).popitem(last=False)[0])
-        return _cells(forgotten)
+        kinds = self._rank[cells]
+        self._num_once -= int(np.count_nonzero(kinds == 1))
+        self._rank[cells] = -kinds if evicted else 0
+        if evicted:
+            self._ghosts.once.update(dict.fromkeys(cells[kinds == 1].tolist()))
+            self._ghosts.again.update(dict.fromkeys(cells[kinds == 2].tolist()))
+        forgotten = _cells(self._ghosts.trim(self._num_once))
+        self._rank[forgotten] = 0
+        return forgotten if evicted else np.concatenate((cells, forgotten))
 
     def check(self, cells: Cells, leaves: set[int]) -> None:
-        kinds = self._kind[cells]
-        known = np.flatnonzero(self._kind)
-        if not np.array_equal(known, np.sort(cells)) or int((kinds == 1).sum()) != self._num_once:
+        known = np.flatnonzero(self._rank > 0)
+        once = int(np.count_nonzero(self._rank == 1))
+        if not np.array_equal(known, np.sort(cells)) or once != self._num_once:
             raise CheckFailed(f"ARC and the tree disagree about cells {np.setxor1d(known, cells)[:16].tolist()}")
-        self._once.check({leaf for leaf in leaves if self._kind[leaf] == 1})
-        self._again.check({leaf for leaf in leaves if self._kind[leaf] == 2})
-        if any(self._kind[ghost] for ghost in (*self._ghost_once, *self._ghost_again)):
-            raise CheckFailed("ARC counts a block that is cached among the ghosts")
+        self._index.check({leaf for leaf in leaves if self._rank[leaf] == 1})
+        self._again.check({leaf for leaf in leaves if self._rank[leaf] == 2})
+        for kind, ghosts in ((-1, self._ghosts.once), (-2, self._ghosts.again)):
+            if set(np.flatnonzero(self._rank == kind).tolist()) != ghosts.keys():
+                raise CheckFailed("ARC counts a block that is cached among the ghosts, or has lost a ghost")
 
-    def _key(self, cell: int) -> Key:
-        return 0, int(self._stamp[cell])
-
-    def _use(self, cells: Cells) -> None:
-        n = len(cells)
-        self._stamp[cells] = np.arange(self._clock + n, self._clock, -1)
-        self._clock += n
+    def _goes(self, cells: Cells, below: Cells, rank: int, stamp: int) -> Mask:
+        goes: Mask = (self._rank[cells] == self._rank[below]) & (self._stamp[cells] < stamp)
+        return goes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from kvpagoda.prefix.numbers import grown
 from kvpagoda.prefix.policy import Cells
 
 Mask = npt.NDArray[np.bool_]
-_LAST = 2**62, 0
+_LAST = 2**62, 2**62, -1
 
 
 class ByKey:
@@ -45,7 +46,7 @@ class ByKey:
             self._index.discard(cell)
 
     def choose(self, chain: Callable[[int], Cells]) -> Cells:
-        return self._run(chain(self._index.pop()))
+        return self._run(chain(self._index.pop()), self._index)
 
     def remove(self, cells: Cells, *, evicted: bool) -> Cells:
         return cells
@@ -58,9 +59,9 @@ class ByKey:
     def _key(self, cell: int) -> Key:
         return int(self._rank[cell]), int(self._stamp[cell])
 
-    def _run(self, cells: Cells) -> Cells:
-        """The first of ``cells``, a victim and its ancestors, and those after it that go before any leaf that is left."""
-        other = None if len(cells) == 1 else (self._index.first() or _LAST)
+    def _run(self, cells: Cells, *indexes: LeafIndex) -> Cells:
+        """The first of ``cells``, a victim and its ancestors, and those after it that go before all leaves left."""
+        other = None if len(cells) == 1 else min((index.first() or _LAST for index in indexes), key=itemgetter(1))
         for start in range(1, len(cells), 256):  # by pieces, so that the cost follows what goes and not what could
             assert other is not None
             part = cells[start : start + 256]
@@ -177,7 +178,7 @@ class SIEVE(ByKey):
             self._rank[leaf] += 1
             self._index.add(leaf)
         self._round = int(self._rank[leaf])
-        cells = self._run(chain(leaf))
+        cells = self._run(chain(leaf), self._index)
         self._hand = int(self._stamp[cells[-1]])
         return cells
 

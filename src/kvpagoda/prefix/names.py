@@ -26,12 +26,14 @@ class Names:
         """The cell that ``block`` had below the cell ``above``."""
         return self._cells.get((above, block))
 
-    def leave(self, cell: int, above: int, block: bytes) -> None:
-        """The block of ``cell`` is no longer cached; it is remembered until ``forget``."""
-        self._places[cell] = (above, block)
-        self._cells[above, block] = cell
-        self._below[above] = self._below.get(above, 0) + 1
-        self._kept.add(cell)
+    def leave(self, above: int, cells: list[int], blocks: list[bytes]) -> None:
+        """``blocks``, one below the other from the cell ``above`` on, are no longer cached; remembered until ``forget``."""
+        for cell, block in zip(cells, blocks):
+            self._places[cell] = place = above, block
+            self._cells[place] = cell
+            self._below[above] = self._below.get(above, 0) + 1
+            above = cell
+        self._kept.update(cells)
 
     def come_back(self, cell: int) -> None:
         """The block of ``cell`` is cached again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpagoda.errors import BadInput
+from kvpagoda.prefix.auto import Auto
 from kvpagoda.prefix.ghosts import ARC, S3FIFO
 from kvpagoda.prefix.keyed import FIFO, LFU, LFUDA, LRU, SIEVE, ByPriority
 from kvpagoda.prefix.policy import Policy
@@ -18,13 +19,14 @@ _PLAIN: dict[str, Callable[[], Policy]] = {
     "priority": ByPriority,
     "ttl": ByPriority,
 }
-_SIZED: dict[str, Callable[[int], Policy]] = {"s3fifo": S3FIFO, "arc": ARC}
+_SIZED: dict[str, Callable[[int], Policy]] = {"s3fifo": S3FIFO, "arc": ARC, "auto": Auto}
 POLICY_NAMES = (*_PLAIN, *_SIZED)
 
 
 def policy_named(name: str, capacity: int) -> Policy:
-    """A fresh policy for one tree of ``capacity`` blocks. ``"ttl"`` is ``"priority"`` with deadlines for priorities.
+    """A fresh policy for one tree of ``capacity`` blocks.
 
+    ``"auto"`` is LRU or ARC, as they do; ``"ttl"`` is ``"priority"`` with deadlines for priorities.
     Raises BadInput for a name that is none of ``POLICY_NAMES``.
     """
     if name in _PLAIN:

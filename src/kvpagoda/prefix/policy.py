@@ -38,7 +38,7 @@ class Policy(Protocol):
     def remove(self, cells: Cells, *, evicted: bool) -> Cells:
         """These blocks, deepest first, are cached no more; returns the cells, of these or of ghosts, that are forgotten.
 
-        Not ``evicted``: they were dropped for good, and are forgotten.
+        Not ``evicted``: they were dropped for good; there is no need to remember them.
         """
 
     def check(self, cells: Cells, leaves: set[int]) -> None:

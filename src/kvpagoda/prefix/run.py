@@ -36,6 +36,12 @@ class Run:
         """The tokens of block ``i`` as bytes."""
         return self.key[i * self.block_size : (i + 1) * self.block_size].tobytes()
 
+    def blocks_from(self, i: int) -> list[bytes]:
+        """The tokens of block ``i`` and of each after it as bytes."""
+        size = 4 * self.block_size
+        tokens = self.key[i * self.block_size :].tobytes()
+        return [tokens[at : at + size] for at in range(0, len(tokens), size)]
+
     def append(self, tokens: Ids, ids: Ids, cells: Ids) -> None:
         """Add blocks at the end; copies them. Amortised O(blocks added)."""
         old, new = self.num_blocks, self.num_blocks + len(cells)

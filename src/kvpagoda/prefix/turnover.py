@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 
 from kvpagoda.alloc.held import Ids
@@ -72,9 +70,8 @@ class Turnover:
         forgotten = self.policy.remove(node.cells[left:][::-1], evicted=evicted)
         if self._names or len(forgotten) < count:
             assert node.parent is not None
-            path = [int(node.cells[left - 1]) if left else node.parent.last_cell, *node.cells[left:].tolist()]
-            for i, (above, cell) in enumerate(pairwise(path), left):
-                self._names.leave(cell, above, node.block(i))
+            above = int(node.cells[left - 1]) if left else node.parent.last_cell
+            self._names.leave(above, node.cells[left:].tolist(), node.blocks_from(left))
             forgotten = np.array(self._names.forget(forgotten.tolist()), np.int32)
         self._cells.give(forgotten)
 

@@ -1,0 +1,1 @@
+"""Measurements, one question a file: ``python -m benchmarks.match [--json] [--save]``."""
