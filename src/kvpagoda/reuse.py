@@ -217,7 +217,7 @@ class Reuse:
 
     def publish(self, slot: int, lease: Lease, sequence: Published) -> None:
         """Make the whole committed blocks of ``sequence`` shareable; ``lease`` then covers them. What is new counts as used
-        now, what was found as used when the request was opened: once each, for policies that count.
+        now, what was found as used when the request was opened.
 
         Blocks that another request published meanwhile are adopted and the own copies freed.
         """
@@ -229,6 +229,8 @@ class Reuse:
             given = self.full.table.cells[slot, begin:end][None].copy()
         tokens = sequence.keys(begin * self.block_size, end * self.block_size)
         inserted = self.tree.insert(lease, tokens, given, priority=sequence.priority)
+        if self.bounded:  # the checkpoint that this text hangs on is in use, also by those that will begin like it
+            self.tree.touch(lease, priority=sequence.priority)
         if self.full is not None:
             self.full.share(slot, end, inserted.ids[0])
             self._memory.blocks_freed(self.full, self.full.release(given[inserted.duplicates]))
