@@ -115,8 +115,8 @@ class GroupLedger:
             self._hold(slot, int(self.first[slot]), end + num_blocks, int(self.promised[slot]))
 
     def slide(self, slot: int, length: int) -> Ids:
-        """Let go of the blocks that the token at position ``length`` no longer reads; returns those freed. O(n)."""
-        needed = min(self.growth.first_needed(length) // self.block_size, int(self.end[slot]))
+        """Let go of the blocks that are not kept when ``length`` tokens are written; returns those freed. O(n)."""
+        needed = min(self.growth.first_kept(length) // self.block_size, int(self.end[slot]))
         return self._let_go(slot, max(int(self.first[slot]), needed), int(self.promised[slot]))
 
     def close(self, slot: int) -> Ids:

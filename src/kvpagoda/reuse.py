@@ -249,7 +249,11 @@ class Reuse:
         promised to requests is not touched.
         """
         ends = [ceil_div(num_tokens, ledger.block_size) for ledger in self.bounded]
-        counts = [end - int(ledger.first[slot]) for end, ledger in zip(ends, self.bounded)]
+        begins = [
+            max(int(ledger.first[slot]), ledger.growth.first_needed(num_tokens) // ledger.block_size)
+            for ledger in self.bounded
+        ]
+        counts = [end - begin for begin, end in zip(begins, ends)]
         if not self.names.num_ids or any(n > ledger.available() for n, ledger in zip(counts, self.bounded)):
             return None
         if not self.names.num_free:

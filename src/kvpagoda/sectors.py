@@ -45,6 +45,7 @@ class Sectors:
     def __init__(self, num_sectors: int, ledgers: Many[GroupLedger], mover: Mover) -> None:
         self._ledgers, self._mover = tuple(ledgers), mover
         self.owner = np.full(num_sectors, NOBODY, np.int64)
+        self._num_owned = [0] * len(self._ledgers)
         self._free = list(range(num_sectors - 1, 0, -1))
         for ledger in self._ledgers:
             ledger.free.acquire(ledger.free.num_free)
@@ -60,8 +61,8 @@ class Sectors:
         return len(self._free) + sum(self._left_over(ledger) for ledger in self._ledgers)
 
     def num_owned(self, ledger: GroupLedger) -> int:
-        """Sectors that the group has. O(sectors)."""
-        return int((self.owner == self._ledgers.index(ledger)).sum())
+        """Sectors that the group has."""
+        return self._num_owned[self._ledgers.index(ledger)]
 
     def absent_ids(self, ledger: GroupLedger) -> Ids:
         """The block ids of the group whose memory is not the group's now, ascending."""
@@ -75,6 +76,9 @@ class Sectors:
             raise CheckFailed(
                 f"sectors: {sorted(self._free)[:16]} are listed as free, {free[:16].tolist()} are nobody's"
             )
+        counts = [int((self.owner[1:] == number).sum()) for number in range(len(self._ledgers))]
+        if counts != self._num_owned:
+            raise CheckFailed(f"sectors: groups have {counts}, {self._num_owned} are counted")
         if self.slack() < 0:
             raise CheckFailed(f"sectors: {-self.slack()} are promised that cannot be had")
 
@@ -115,6 +119,7 @@ class Sectors:
     def _give(self, ledger: GroupLedger, count: int) -> None:
         given = np.array([self._free.pop() for _ in range(min(count, len(self._free)))], np.int64)
         self.owner[given] = self._ledgers.index(ledger)
+        self._num_owned[self._ledgers.index(ledger)] += len(given)
         ledger.free.release(self._ids(ledger, given))
         self._mover.sectors_given(ledger, given.astype(np.int32))
 
@@ -133,6 +138,7 @@ class Sectors:
         if len(left):
             self._mover.move_blocks(ledger, left, free.acquire(len(left)))
         self.owner[chosen] = NOBODY
+        self._num_owned[self._ledgers.index(ledger)] -= len(chosen)
         self._free.extend(chosen[::-1].tolist())
         return len(chosen) > 0
 

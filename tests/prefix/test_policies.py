@@ -10,6 +10,7 @@ from replay_model import MODELS, TRACES, load_trace, model_replay, tree_replay
 
 from kvpagoda.errors import BadInput
 from kvpagoda.prefix import POLICY_NAMES, PrefixTree, policy_named
+from kvpagoda.prefix.proof import nodes_below
 
 QUICK = (1827, 18279)
 
@@ -89,11 +90,11 @@ def named(requests: list[list[int]], capacity: int, ids: list[int]) -> list[tupl
     return [names[one] for one in ids]
 
 
-def insert(tree: PrefixTree, tokens: list[int], first_id: int, priority: int = 0) -> None:
+def insert(tree: PrefixTree, tokens: list[int], first_id: int, priority: int = 0, size: int = 1) -> None:
     array = np.array(tokens, np.int32)
     match = tree.match(array)
-    ids = np.arange(first_id, first_id + len(tokens) - match.num_blocks, dtype=np.int32)
-    tree.insert(match, array[match.num_blocks :], ids[None], priority=priority)
+    ids = np.arange(first_id, first_id + len(tokens) // size - match.num_blocks, dtype=np.int32)
+    tree.insert(match, array[match.num_blocks * size :], ids[None], priority=priority)
     tree.touch(match, priority=priority)
 
 
@@ -113,6 +114,53 @@ def test_time_to_live_evicts_what_expires_first() -> None:
     for i, deadline in enumerate((300, 100, 200)):
         insert(tree, [i], i + 1, priority=deadline)
     assert tree.evict(3).ids.tolist() == [[2, 3, 1]]
+
+
+def test_priorities_outlive_splits_and_merges() -> None:
+    """Against a dictionary of (highest priority, last use) by chain, in traffic that splits and merges all the time."""
+    rng, tree = np.random.default_rng(8), PrefixTree(1, 1, policy_named("priority", 60))
+    keys: dict[tuple, tuple[int, int]] = {}
+    names: dict[int, tuple] = {}
+    clock = num_evicted = 0
+    for next_id in range(1, 60_000, 20):
+        text = rng.integers(0, 3, rng.integers(1, 12)).astype(np.int32)
+        priority, used = int(rng.integers(-2, 4)), int(rng.integers(1, len(text) + 1))
+        match = tree.match(text)
+        ids = np.arange(next_id, next_id + len(text) - match.num_blocks, dtype=np.int32)
+        tree.insert(match, text[match.num_blocks :], ids[None], priority=priority)
+        own = tree.match(text)
+        tree.touch(own, used, priority=priority - 1)
+        names |= {int(one): tuple(text[: i + 1].tolist()) for i, one in enumerate(own.ids[0])}
+        for chain, is_first in [(names[int(one)], True) for one in ids[::-1]] + [
+            (names[int(one)], False) for one in own.ids[0, :used][::-1]
+        ]:
+            clock += 1
+            best = priority if is_first else max(keys[chain][0], priority - 1)
+            keys[chain] = best, clock
+        while tree.num_cached > 60:
+            parents = {chain[:-1] for chain in keys}
+            victim = min((chain for chain in keys if chain not in parents), key=keys.__getitem__)
+            assert names[int(tree.evict(1).ids[0, 0])] == victim
+            del keys[victim]
+            num_evicted += 1
+    tree.check()
+    assert num_evicted > 3000 and tree.num_cached == len(keys)
+
+
+def test_what_is_used_from_the_root_on_is_never_older_than_what_hangs_below() -> None:
+    rng, tree = np.random.default_rng(9), PrefixTree(2, 1, policy_named("lru", 80))
+    policy, next_id = tree._turnover.policy, 1
+    for _ in range(1500):
+        text = rng.integers(0, 2, 2 * rng.integers(1, 10)).astype(np.int32)
+        insert(tree, text.tolist(), next_id, size=2)
+        next_id += len(text)
+        tree.evict(max(0, tree.num_cached - 80))
+        nodes = [node for root in tree._roots.values() for node in nodes_below(root) if not node.root]
+        for node in nodes:
+            stamps = policy._stamp[node.cells]
+            assert (np.diff(stamps) < 0).all()
+            assert node.parent.root or policy._stamp[node.parent.last_cell] > stamps[0]
+    tree.check()
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)

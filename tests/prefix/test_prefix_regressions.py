@@ -115,7 +115,7 @@ def test_r8_what_was_promised_is_there_until_it_is_unpinned() -> None:
     assert tree.evict(117).shortfall == 0
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lfuda", "fifo", "priority", "sieve", "arc", "auto"])
 def test_r16_what_is_new_does_not_go_first(policy: str) -> None:
     from kvpagoda.prefix import policy_named
 

@@ -1,7 +1,11 @@
 """Costs against what the machine itself can do, as ratios within one run; with room for a busy machine."""
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,3 +60,30 @@ def cost_of_evicting(num_blocks: int, run: int) -> float:
 def test_evicting_a_block_costs_the_same_in_a_large_cache(num_blocks: int, run: int) -> None:
     small, large = cost_of_evicting(1000, run), cost_of_evicting(num_blocks, run)
     assert large < 5 * small, f"{large * 1e6:.1f} us a block of {num_blocks}, {small * 1e6:.1f} us of 1,000"
+
+
+MARGIN = 1.5  # for a busy machine
+
+
+def benchmark(name: str) -> list[dict]:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--json"], cwd=root, capture_output=True, check=True
+    )
+    return json.loads(done.stdout)["rows"]
+
+
+@pytest.mark.slow
+def test_the_match_benchmark_stays_within_three_compares_and_gathers() -> None:
+    for row in benchmark("match"):
+        if row["cached_as"] in ("one edge", "missing"):
+            assert row["ratio"] < 3 * MARGIN, row
+
+
+@pytest.mark.slow
+def test_the_evict_benchmark_stays_flat_to_a_million_blocks() -> None:
+    """Twice the cost of the smallest cache is what cold memory may take."""
+    rows = benchmark("evict")
+    assert {row["cached"] for row in rows} >= {1000, 1_000_000}
+    for row in rows:
+        assert row["ratio"] < 2 * MARGIN, row

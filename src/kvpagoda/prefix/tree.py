@@ -180,7 +180,8 @@ class PrefixTree:
         ids, states = [np.zeros((self.num_groups, 0), np.int32)], []
         while left > 0 and self._turnover.leaves:
             node, count = self._turnover.choose(left)
-            ids.append(node.ids[:, node.num_blocks - count :][:, ::-1].copy())
+            gone = node.ids[:, node.num_blocks - count :][:, ::-1]
+            ids.append(gone if count == node.num_blocks else gone.copy())  # nothing writes to a node that is no more
             states += self._release(node, count, evicted=True)
             self._trim(node, count)
             left -= count
@@ -353,13 +354,13 @@ class PrefixTree:
 
     def _trim(self, node: Node, count: int) -> None:
         """Cut the last ``count`` blocks, released already, off a leaf; what is left empty goes, a lone child is merged."""
-        above, first = node.parent, node.block(0)
-        node.cut(node.num_blocks - count)
-        if node.num_blocks:
+        above = node.parent
+        if count < node.num_blocks:
+            node.cut(node.num_blocks - count)
             self._turnover.mark(node)
             return
         assert above is not None
-        above.children.take(first)
+        above.children.take(node.block(0))
         self._drop_root(above)
         self._turnover.mark(above)
         if len(above.children) == 1 and not above.root:

@@ -136,12 +136,14 @@ WHOLE_TEXT = 2**40
 class Growth:
     """Which of a request's tokens its next token still reads: all, the last ``window``, or its own ``chunk``.
 
-    A *state* does not grow: it is one block of ``WHOLE_TEXT`` tokens, which every step overwrites.
+    A *state* does not grow: it is one block of ``WHOLE_TEXT`` tokens, which every step overwrites. ``slack``: of the newest
+    tokens so many may be taken back, so that what they let slide out stays until then.
     """
 
     window: int | None = None
     chunk: int | None = None
     is_state: bool = False
+    slack: int = 0
 
     @property
     def name(self) -> str:
@@ -157,6 +159,10 @@ class Growth:
         if self.window is not None:
             return max(0, position - self.window + 1)
         return 0 if self.chunk is None else position // self.chunk * self.chunk
+
+    def first_kept(self, length: int) -> int:
+        """The lowest position that is kept when ``length`` tokens are written."""
+        return self.first_needed(max(0, length - self.slack))
 
     def reads(self, query: Any, key: Any) -> Any:
         """Whether the token at position ``query`` reads the row at position ``key``: ints, or arrays of them."""
@@ -181,7 +187,7 @@ class Growth:
         """The most blocks that one request holds while it writes at most ``step`` tokens at a time; None: no bound."""
         if self.is_state:
             return 1
-        return None if self.span is None else ceil_div(self.span - 1 + step, block_size) + 1
+        return None if self.span is None else ceil_div(self.span - 1 + self.slack + step, block_size) + 1
 
 
 FULL = Growth()

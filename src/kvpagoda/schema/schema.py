@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -168,22 +168,29 @@ class Schema:
         """The same schema with its K, V, latent and entry rows in ``dtype``; states keep theirs. Raises SchemaError."""
         itemsize(dtype)
 
-        return self._replaced(Attention | Latent | Compressed, dtype=dtype)
+        def one(kind: LayerKind) -> LayerKind:
+            return replace(kind, dtype=dtype) if isinstance(kind, Attention | Latent | Compressed) else kind
+
+        return self._with_kinds(one)
 
     def rewindable(self, verify_width: int) -> Schema:
-        """The same schema with rings from which ``verify_width`` tokens can be taken back: the draft tokens of one step of
-        speculative decoding. Rings grow by that many rows; other kinds stay as they are. Raises SchemaError."""
+        """The same schema with rings and windows from which ``verify_width`` tokens can be taken back: the draft tokens of one
+        step of speculative decoding. They keep that many tokens more; other kinds stay as they are. Raises SchemaError."""
         if isinstance(verify_width, bool) or not isinstance(verify_width, int) or verify_width < 0:
             raise SchemaError(f"verify_width must be a whole number of tokens, at least 0, got {verify_width!r}")
-        return self._replaced(Compressed, verify_width=verify_width)
-
-    def _replaced(self, types: Any, **changes: Any) -> Schema:
-        """The same schema with ``changes`` made to the kinds of ``types``."""
 
         def one(kind: LayerKind) -> LayerKind:
-            return replace(kind, **changes) if isinstance(kind, types) else kind
+            if isinstance(kind, Compressed):
+                return replace(kind, verify_width=verify_width)
+            if isinstance(kind, Attention | Latent) and kind.law.is_bounded:
+                return replace(kind, law=replace(kind.law, slack=verify_width))
+            return kind
 
-        layers = tuple(replace(layer, kinds=tuple(one(kind) for kind in layer.kinds)) for layer in self.layers)
+        return self._with_kinds(one)
+
+    def _with_kinds(self, change: Callable[[LayerKind], LayerKind]) -> Schema:
+        """The same schema with every kind changed by ``change``."""
+        layers = tuple(replace(layer, kinds=tuple(change(kind) for kind in layer.kinds)) for layer in self.layers)
         return replace(self, layers=layers)
 
     def split(self, *, tp: int = 1, pp: int = 1, rank: int = 0) -> Schema:
