@@ -7,14 +7,29 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.peers import PEERS, Absent, Process
+
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """``quick``: small sizes, seconds in all, to see that everything works. ``peers``: whom to ask. ``only``: cases whose
+    name holds this text. ``runs``: rounds; a figure is their median."""
+
+    quick: bool = False
+    peers: tuple[str, ...] = PEERS
+    only: str = ""
+    runs: int = 5
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -33,42 +48,101 @@ def medians(calls: Mapping[str, Callable[[], object]], runs: int = 7, repeat: in
     return {name: median(times) for name, times in taken.items()}
 
 
+@contextmanager
+def peers(options: Options, call: str | None = None) -> Iterator[tuple[list[Process], dict[str, str]]]:
+    """Those of the peers that can be had, and have ``call``; and why the others cannot."""
+    found: list[Process] = []
+    absent: dict[str, str] = {}
+    with ExitStack() as stack:
+        for name in options.peers:
+            try:
+                process = stack.enter_context(Process(name))
+            except Absent as reason:
+                absent[name] = str(reason)
+                continue
+            if call is None or call in process.can:
+                found.append(process)
+        yield found, absent
+
+
+def absentees(absent: Mapping[str, str]) -> list[Row]:
+    """Rows that say who could not be asked, and why."""
+    return [{"who": name, "absent": reason} for name, reason in absent.items()]
+
+
+def rounds(processes: list[Process], runs: int, task: str, **arguments: Any) -> dict[str, dict[str, Any]]:
+    """Ask everybody in turn, ``runs`` times; the median of each figure."""
+    told: dict[str, list[dict[str, Any]]] = {process.name: [] for process in processes}
+    for _ in range(runs):
+        for process in processes:
+            told[process.name].append(process.ask(task, **arguments))
+    return {name: {key: median(one[key] for one in all_) for key in all_[0]} for name, all_ in told.items()}
+
+
 def machine() -> dict[str, str | int | None]:
     """Where and with what this was measured."""
     names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor(),
         "cpus": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         **{name: version(name) for name in ("kvpagoda", "numpy", "torch")},
     }
 
 
-def tell(name: str, question: str, measure: Callable[[], list[Row]]) -> None:
-    """Measure and print rows, as JSON with ``--json``; with ``--save`` keep them in ``benchmarks/results/<name>.json``."""
+def result(question: str, measure: Callable[[Options], list[Row]], options: Options) -> dict[str, Any]:
+    """What is kept of one question: its rows, and from them who was there, in which version, and who was absent and why."""
+    started = machine()
+    found = measure(options)
+    rows = [row for row in found if "absent" not in row]
+    return {
+        "question": question,
+        "machine": started,
+        "versions": {row["who"].split(",")[0]: row.pop("version") for row in rows if "version" in row},
+        "absent": {row["who"]: row["absent"] for row in found if "absent" in row},
+        "quick": options.quick,
+        "rows": rows,
+    }
+
+
+def save(name: str, found: dict[str, Any]) -> Path:
+    """Keep a result in ``benchmarks/results/<name>.json``."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    return path
+
+
+def tell(name: str, question: str, measure: Callable[[Options], list[Row]]) -> None:
+    """The command line of one question: ``python -m benchmarks.NAME [--quick] [--json] [--save]``."""
+    from benchmarks.show import table
+
     parser = argparse.ArgumentParser(description=question)
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    found = result(question, measure, options_of(arguments))
+    if arguments.save:
+        save(name, found)
+    print(json.dumps(found, indent=2) if arguments.json else table(found))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="small sizes: a look in seconds, no figures to quote")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--save", action="store_true", help=f"also write benchmarks/results/{name}.json")
-    options = parser.parse_args()
-    result = {"question": question, "machine": machine(), "rows": measure()}
-    text = json.dumps(result, indent=2)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.json").write_text(text + "\n")
-    print(text if options.json else _table(question, result["rows"]))
+    parser.add_argument("--save", action="store_true", help="also write benchmarks/results/*.json")
+    parser.add_argument("--peers", default=",".join(PEERS), help="whom to compare, with commas between")
+    parser.add_argument("--only", default="", help="only cases whose name holds this text, e.g. 'conversation 16 3M'")
+    parser.add_argument("--runs", type=int, default=5, help="rounds; a figure is their median")
 
 
-def _table(question: str, rows: list[Row]) -> str:
-    lines = [list(rows[0]), *([_short(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        [question, "", *("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)]
-    )
-
-
-def _short(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+def options_of(arguments: argparse.Namespace) -> Options:
+    names = tuple(name for name in arguments.peers.split(",") if name)
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise SystemExit(f"no peer {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    return Options(arguments.quick, names, arguments.only, arguments.runs)
 
 
 def _cpuinfo() -> list[str]:

@@ -10,12 +10,12 @@ from benchmarks.workload import Tokens
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
-import torch  # noqa: E402
-from transformers import LlamaConfig  # noqa: E402
-from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: E402
-from transformers.generation.continuous_batching.cache import PagedAttentionCache  # noqa: E402
-from transformers.generation.continuous_batching.distributed import DistributedHelper  # noqa: E402
-from transformers.generation.continuous_batching.requests import RequestState, RequestStatus  # noqa: E402
+import torch
+from transformers import LlamaConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.distributed import DistributedHelper
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 VERSION = version("transformers")
 LEAST_BLOCK = 16

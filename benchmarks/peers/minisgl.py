@@ -38,9 +38,7 @@ class Peer:
         hit = handle.cached_len
         if hit:
             self.table[row, :hit] = handle.get_matched_indices()
-        request = SimpleNamespace(
-            table_idx=row, input_ids=prompt, cached_len=hit, device_len=n, cache_handle=handle
-        )
+        request = SimpleNamespace(table_idx=row, input_ids=prompt, cached_len=hit, device_len=n, cache_handle=handle)
         self._running[i] = request
         self.manager.allocate_paged([request])
         request.cached_len = n
@@ -61,7 +59,9 @@ class Peer:
         self._rows.append(request.table_idx)
 
     def lookup(self, prompt: torch.Tensor) -> int:
-        return int(self.manager.match_req(SimpleNamespace(input_len=len(prompt), input_ids=prompt)).cuda_handle.cached_len)
+        return int(
+            self.manager.match_req(SimpleNamespace(input_len=len(prompt), input_ids=prompt)).cuda_handle.cached_len
+        )
 
     def check(self) -> None:
         self.manager.check_integrity()

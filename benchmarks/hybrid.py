@@ -1,0 +1,112 @@
+"""A trace served with the layers of hybrid models, beside full attention with the same blocks, capacity and chunks."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.peers.ours import FULL
+from benchmarks.timing import Options, Row, tell
+from benchmarks.workload import GENERATED, Tokens, Workload, workload
+from kvpagoda.books import Books
+from kvpagoda.schema import Schema
+from kvpagoda.schema.presets import PRESETS
+from kvpagoda.sequence import Sequence
+
+QUESTION = "What do windows, states and compressed layers cost the host, beside full attention?"
+CONFIGS: dict[str, dict[str, Any]] = {
+    "windows: gemma3-27b": {
+        "model_type": "gemma3_text", "num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32,
+        "head_dim": 128, "num_key_value_heads": 16, "sliding_window": 1024, "sliding_window_pattern": 6,
+    },
+    "windows: gpt-oss-120b": {
+        "model_type": "gpt_oss", "num_hidden_layers": 36, "hidden_size": 2880, "num_attention_heads": 64, "head_dim": 64,
+        "num_key_value_heads": 8, "sliding_window": 128,
+    },
+    "states: qwen3-next-80b": {
+        "model_type": "qwen3_next", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 16,
+        "head_dim": 256, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+    },
+}  # fmt: skip
+CAPACITY, STEP_TOKENS = 3_000_000, 8192
+
+
+def schemas() -> dict[str, Schema]:
+    found = {name: Schema.from_hf_config(config, dtype="bfloat16") for name, config in CONFIGS.items()}
+    found["compressed: deepseek-v4"] = PRESETS["deepseek-v4-flash"]("raw")
+    return {name: replace(schema, max_positions=None, vocab_size=None) for name, schema in found.items()}
+
+
+def serve(schema: Schema, block_size: int, work: Workload, capacity: int) -> tuple[float, float]:
+    """Seconds of CPU time, and percent of prompt tokens reused, for the whole trace. Prompts are computed in chunks that end
+    where a checkpoint is due. ``capacity``: tokens of full attention that the budget holds beside the other layers' share."""
+    options = {"max_requests": 80, "block_size": block_size, "step_tokens": STEP_TOKENS}
+    plan = schema.plan(num_blocks=capacity // block_size, **options)
+    if len(plan.groups) > 1:
+        plan = schema.plan(plan.nbytes, **options)
+    books = Books(plan, max_context=max(map(work.length, range(len(work)))))
+    running: dict[int, Sequence] = {}
+    taken, hits, prompts = 0.0, 0, 0
+    gc.collect()
+    gc.freeze()
+    for i in work.steps(capacity):
+        if i < 0:
+            start = time.process_time()
+            running.pop(~i).close()
+            taken += time.process_time() - start
+            continue
+        prompt, output = work.prompt(i), work.output(i)
+        start = time.process_time()
+        running[i] = books.open(prompt, room=0, reserve=len(prompt) + len(output))
+        hits += running[i].length
+        _compute(books, running[i], prompt, output)
+        taken += time.process_time() - start
+        prompts += len(prompt)
+    books.check()
+    gc.unfreeze()
+    return taken, 100 * hits / prompts
+
+
+def _compute(books: Books, sequence: Sequence, prompt: Tokens, output: Tokens) -> None:
+    """The prompt in chunks; the output up to its last block boundary, where a checkpoint is due, and the rest."""
+    while sequence.length < len(prompt):
+        end = min(sequence.length + STEP_TOKENS, books.next_checkpoint(sequence) or len(prompt))
+        sequence.extend(end - sequence.length)
+        sequence.commit(prompt[sequence.length : end])
+    whole = (len(prompt) + len(output)) // books.block_size * books.block_size
+    first = max(0, whole - len(prompt))
+    for part in (output[:first], output[first:]):
+        if len(part):
+            sequence.extend(len(part))
+            sequence.commit(part)
+
+
+def measure(options: Options) -> list[Row]:
+    work = workload(GENERATED, 40) if options.quick else workload("conversation")
+    capacity = 200_000 if options.quick else CAPACITY
+    rows: list[Row] = []
+    for name, schema in schemas().items():
+        if options.only not in name:
+            continue
+        block_size = schema.block_size(None)
+        served: dict[str, list[tuple[float, float]]] = {name: [], "full attention": []}
+        for _ in range(options.runs):
+            for who, one in ((name, schema), ("full attention", FULL)):
+                served[who].append(serve(one, block_size, work, capacity))
+        seconds = {who: sorted(taken)[len(taken) // 2] for who, taken in served.items()}
+        rows += [
+            {
+                "case": f"{name}, block {block_size}", "layers": who.split(":")[0], "seconds": taken,
+                "over_full": taken / seconds["full attention"][0], "hit_percent": hit,
+            }
+            for who, (taken, hit) in seconds.items()
+        ]  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    tell("hybrid", QUESTION, measure)
