@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.timing import Options, Row, absentees, peers
+from benchmarks.timing import Options, Peers, Row
 
 
 def compare(
@@ -14,19 +14,17 @@ def compare(
     """Ask ``task`` with each case's arguments; ``us`` is one ``per``-th of the median time. Peers without the call ``needs``,
     or whose least block is larger, are not asked."""
     rows: list[Row] = []
-    with peers(options, needs) as (found, absent):
+    with Peers(options, needs) as peers:
         for case, arguments in cases:
             if options.only not in case:
                 continue
-            asked = [peer for peer in found if peer.least_block <= arguments["block_size"]]
-            told = {peer: peer.ask(task, runs=options.runs, **arguments) for peer in asked}
+            told = peers.ask(task, **arguments, repeats=options.runs)
             ours = next((figures["seconds"] for peer, figures in told.items() if peer.name == "ours"), None)
-            rows += [
-                {
-                    "case": case, "who": peer.name, "version": peer.version, "us": figures.pop("seconds") / per * 1e6,
-                    "over_ours": seconds / ours if ours else None, **figures,
-                }
-                for peer, figures in told.items()
-                for seconds in (figures["seconds"],)
-            ]  # fmt: skip
-    return rows + absentees(absent)
+            for peer, figures in told.items():
+                taken = figures.pop("seconds")
+                over = taken / ours if ours else None
+                us = taken / per * 1e6
+                rows.append(
+                    {"case": case, "who": peer.name, "version": peer.version, "us": us, "over_ours": over, **figures}
+                )
+        return rows + peers.absentees()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.timing import Options, Row, absentees, peers, rounds, tell
+from benchmarks.timing import Options, Peers, Row, tell
 from benchmarks.workload import GENERATED, SOURCES, TRACES
 
 QUESTION = "What does the host pay to serve a whole trace: match, allocate, publish, append, evict?"
@@ -28,28 +28,25 @@ def cases(options: Options) -> list[tuple[str, str, int, int]]:
 
 def measure(options: Options) -> list[Row]:
     rows: list[Row] = []
-    with peers(options) as (found, absent):
+    with Peers(options) as peers:
         for case, trace, block_size, capacity in cases(options):
-            asked = [peer for peer in found if peer.least_block <= block_size]
-            told = rounds(
-                asked, options.runs, "replay", trace=trace, limit=60 if options.quick else None, capacity=capacity,
-                block_size=block_size,
-            )  # fmt: skip
-            ours = told.get("ours", {}).get("seconds")
-            for peer in asked:
-                figures = told[peer.name]
-                part = figures["excluded"]
-                kinds = {peer.name: 0.0, **({f"{peer.name}, kernel excluded": part} if part else {})}
-                rows += [
-                    {
-                        "case": case, "who": name, "version": peer.version, "seconds": figures["seconds"] - left_out,
-                        "over_ours": (figures["seconds"] - left_out) / ours if ours else None,
-                        "us_a_request": (figures["seconds"] - left_out) / figures["requests"] * 1e6,
-                        "hit_percent": figures["hit_percent"],
-                    }
-                    for name, left_out in kinds.items()
-                ]  # fmt: skip
-        return rows + absentees(absent)
+            limit = 60 if options.quick else None
+            told = peers.ask("replay", options.runs, trace=trace, limit=limit, capacity=capacity, block_size=block_size)
+            ours = next((figures["seconds"] for peer, figures in told.items() if peer.name == "ours"), None)
+            for peer, figures in told.items():
+                left_out = {peer.name: 0.0}
+                if figures["excluded"]:
+                    left_out[f"{peer.name}, kernel excluded"] = figures["excluded"]
+                for who, part in left_out.items():
+                    taken = figures["seconds"] - part
+                    rows.append(
+                        {
+                            "case": case, "who": who, "version": peer.version, "seconds": taken,
+                            "over_ours": taken / ours if ours else None,
+                            "us_a_request": taken / figures["requests"] * 1e6, "hit_percent": figures["hit_percent"],
+                        }
+                    )  # fmt: skip
+        return rows + peers.absentees()
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from types import TracebackType
 from typing import Any
 
 from benchmarks.peers import PEERS, Absent, Process
@@ -48,35 +48,53 @@ def medians(calls: Mapping[str, Callable[[], object]], runs: int = 7, repeat: in
     return {name: median(times) for name, times in taken.items()}
 
 
-@contextmanager
-def peers(options: Options, call: str | None = None) -> Iterator[tuple[list[Process], dict[str, str]]]:
-    """Those of the peers that can be had, and have ``call``; and why the others cannot."""
-    found: list[Process] = []
-    absent: dict[str, str] = {}
-    with ExitStack() as stack:
+class Peers:
+    """The peers that can be had, in processes of their own, and why the others cannot; of those with ``call``, if given."""
+
+    def __init__(self, options: Options, call: str | None = None) -> None:
+        self.found: list[Process] = []
+        self.absent: dict[str, str] = {}
         for name in options.peers:
             try:
-                process = stack.enter_context(Process(name))
+                process = Process(name)
             except Absent as reason:
-                absent[name] = str(reason)
+                self.absent[name] = str(reason)
                 continue
             if call is None or call in process.can:
-                found.append(process)
-        yield found, absent
+                self.found.append(process)
+            else:
+                process.close()
 
+    def ask(self, task: str, runs: int = 1, *, block_size: int, **arguments: Any) -> dict[Process, dict[str, Any]]:
+        """Ask everybody who can have such blocks in turn, ``runs`` times; the median of each figure. Who fails is absent
+        from then on, with its error."""
+        told: dict[Process, list[dict[str, Any]]] = {one: [] for one in self.found if one.least_block <= block_size}
+        for _ in range(runs):
+            for process in [process for process in told if process in self.found]:
+                try:
+                    told[process].append(process.ask(task, block_size=block_size, **arguments))
+                except RuntimeError as error:
+                    self.absent[process.name] = str(error)
+                    self.found.remove(process)
+                    process.close()
+        return {
+            process: {key: median(one[key] for one in answers) for key in answers[0]}
+            for process, answers in told.items()
+            if process in self.found
+        }
 
-def absentees(absent: Mapping[str, str]) -> list[Row]:
-    """Rows that say who could not be asked, and why."""
-    return [{"who": name, "absent": reason} for name, reason in absent.items()]
+    def absentees(self) -> list[Row]:
+        """Rows that say who could not be asked, and why."""
+        return [{"who": name, "absent": reason} for name, reason in self.absent.items()]
 
+    def __enter__(self) -> Peers:
+        return self
 
-def rounds(processes: list[Process], runs: int, task: str, **arguments: Any) -> dict[str, dict[str, Any]]:
-    """Ask everybody in turn, ``runs`` times; the median of each figure."""
-    told: dict[str, list[dict[str, Any]]] = {process.name: [] for process in processes}
-    for _ in range(runs):
-        for process in processes:
-            told[process.name].append(process.ask(task, **arguments))
-    return {name: {key: median(one[key] for one in all_) for key in all_[0]} for name, all_ in told.items()}
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.found:
+            process.close()
 
 
 def machine() -> dict[str, str | int | None]:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from benchmarks.__main__ import NAMES  # noqa: E402
 from benchmarks.peers import tasks  # noqa: E402
 from benchmarks.peers.ours import Peer  # noqa: E402
 from benchmarks.show import plots, table  # noqa: E402
+from benchmarks.timing import Options, Peers  # noqa: E402
 from benchmarks.workload import AT_ONCE, GENERATED, SHARE, workload  # noqa: E402
 
 MARGIN = 1.5
@@ -117,25 +117,11 @@ def test_hybrid_layers_serve_the_same_requests() -> None:
 @pytest.mark.skipif(not TRACES.exists(), reason="the public traces are not beside the repository")
 def test_the_replay_keeps_its_distance() -> None:
     """A small form of the comparison: the first requests of a public trace, with as many rounds as in the full one."""
-    from benchmarks.peers import Absent, Process
-
     limits = {"vllm": 40.0, "sglang_rust": 7.5, "prototype": 1 / 2.0}
-    peers = {}
-    for name in ("ours", *limits):
-        try:
-            peers[name] = Process(name)
-        except Absent as reason:
-            print(f"absent: {name} ({reason})")
-    asked: dict[str, Any] = {"trace": "conversation", "limit": 1500, "capacity": 3_000_000, "block_size": 16}
-    told: dict[str, list[float]] = {name: [] for name in peers}
-    for _ in range(5):
-        for name, peer in peers.items():
-            figures = peer.ask("replay", **asked)
-            told[name].append(figures["seconds"] - figures["excluded"])
-    ours = sorted(told.pop("ours"))[2]
-    for peer in peers.values():
-        peer.close()
-    if not told:
-        pytest.skip("no peer is installed: see benchmarks/peers")
-    ratios = {name: sorted(taken)[2] / ours for name, taken in told.items()}
+    with Peers(Options(peers=("ours", *limits))) as peers:
+        told = peers.ask("replay", 5, trace="conversation", limit=1500, capacity=3_000_000, block_size=16)
+        if len(told) == 1:
+            pytest.skip(f"no peer is here: {peers.absent}; see benchmarks/peers")
+    seconds = {peer.name: figures["seconds"] - figures["excluded"] for peer, figures in told.items()}
+    ratios = {name: seconds[name] / seconds["ours"] for name in limits if name in seconds}
     assert all(ratio >= limits[name] / MARGIN for name, ratio in ratios.items()), ratios

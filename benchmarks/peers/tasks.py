@@ -51,7 +51,7 @@ def replay(peer: Any, *, trace: str, limit: int | None, capacity: int, block_siz
     }  # fmt: skip
 
 
-def lookup(peer: Any, *, num_tokens: int, edges: int, block_size: int, runs: int) -> Figures:
+def lookup(peer: Any, *, num_tokens: int, edges: int, block_size: int, repeats: int) -> Figures:
     """Find a prompt of ``num_tokens`` tokens that is cached in ``edges`` pieces (0: not at all)."""
     text = _random(num_tokens)
     cache = peer(3 * num_tokens, block_size, num_tokens + block_size, 8)
@@ -62,30 +62,30 @@ def lookup(peer: Any, *, num_tokens: int, edges: int, block_size: int, runs: int
         cache.append(0, cache.tokens(other[:1]))
         cache.finish(0)
     asked = cache.tokens(text.copy())
-    return {"seconds": _best(lambda: cache.lookup(asked), runs), "hit": cache.lookup(asked)}
+    return {"seconds": _best(lambda: cache.lookup(asked), repeats), "hit": cache.lookup(asked)}
 
 
-def step(peer: Any, *, context: int, requests: int, block_size: int, runs: int) -> Figures:
-    """One decode step of ``requests`` requests with ``context`` tokens each. The median of ``runs`` steps."""
-    room = context + runs + 8 + block_size
+def step(peer: Any, *, context: int, requests: int, block_size: int, repeats: int) -> Figures:
+    """One decode step of ``requests`` requests with ``context`` tokens each. The median of ``repeats`` steps."""
+    room = context + repeats + 8 + block_size
     cache = peer(requests * (room + block_size), block_size, room, requests)
     for i in range(requests):
         prompt = np.full(context, i, np.int32)
-        cache.admit(i, cache.tokens(prompt), runs + 8)
+        cache.admit(i, cache.tokens(prompt), repeats + 8)
     times = []
-    for _ in range(runs + 2):
-        start = time.perf_counter()
+    for _ in range(repeats + 2):
+        start = now()
         cache.step()
-        times.append(time.perf_counter() - start)
+        times.append(now() - start)
     return {"seconds": median(times[2:])}
 
 
-def admission(peer: Any, *, cached: int, per_edge: int, num_tokens: int, block_size: int, runs: int) -> Figures:
+def admission(peer: Any, *, cached: int, per_edge: int, num_tokens: int, block_size: int, repeats: int) -> Figures:
     """The whole life of a request of ``num_tokens`` tokens, of which half are cached, in a cache of ``cached`` blocks."""
     cache = _filled(peer, cached, per_edge, block_size, num_tokens)
     known = _random(num_tokens // 2, 2**31)
     times = []
-    for i in range(runs + 1):
+    for i in range(repeats + 1):
         prompt = cache.tokens(np.concatenate((known, _random(num_tokens - len(known), 2**31 + 1 + i))))
         start = now()
         cache.admit(0, prompt, 1)
@@ -95,17 +95,17 @@ def admission(peer: Any, *, cached: int, per_edge: int, num_tokens: int, block_s
     return {"seconds": median(times[1:])}
 
 
-def allocate(peer: Any, *, num_blocks: int, block_size: int, runs: int) -> Figures:
+def allocate(peer: Any, *, num_blocks: int, block_size: int, repeats: int) -> Figures:
     """Take ``num_blocks`` blocks and give them back."""
     cache = peer(4 * max(num_blocks, 1024) * block_size, block_size, 1024, 8)
-    return {"seconds": _best(lambda: cache.give(cache.take(num_blocks)), runs, repeat=max(3, 3000 // num_blocks))}
+    return {"seconds": _best(lambda: cache.give(cache.take(num_blocks)), repeats, repeat=max(3, 3000 // num_blocks))}
 
 
-def evict(peer: Any, *, cached: int, per_edge: int, num_blocks: int, block_size: int, runs: int) -> Figures:
+def evict(peer: Any, *, cached: int, per_edge: int, num_blocks: int, block_size: int, repeats: int) -> Figures:
     """Evict ``num_blocks`` of ``cached`` blocks, that were published as texts of ``per_edge`` blocks each."""
     cache = _filled(peer, cached, per_edge, block_size)
     times = []
-    for _ in range(runs):
+    for _ in range(repeats):
         start = now()
         cache.evict(num_blocks)
         times.append(now() - start)
@@ -144,10 +144,10 @@ def _random(n: int, seed: int = 0) -> Tokens:
     return np.random.default_rng(seed).integers(0, VOCABULARY, n, np.int32)
 
 
-def _best(call: Callable[[], object], runs: int, repeat: int = 3) -> float:
-    """The median of ``runs`` rounds, each the best of ``repeat`` calls; seconds."""
+def _best(call: Callable[[], object], repeats: int, repeat: int = 3) -> float:
+    """The median of ``repeats`` rounds, each the best of ``repeat`` calls; seconds."""
     rounds = []
-    for _ in range(runs):
+    for _ in range(repeats):
         times = []
         for _ in range(repeat):
             start = time.perf_counter()
