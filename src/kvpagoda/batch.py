@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from kvpagoda.alloc import BlockTable
 from kvpagoda.alloc.held import Ids
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.ledger import GroupLedger
@@ -32,6 +33,8 @@ class StepBuffers:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
+        self._shown: dict[str, tuple[Array, Array]] = {}  # slots and versions of the rows that a buffer holds
+        self._addresses: dict[str, int] = {}
 
     def put(self, name: str, values: Array, width: int = 1) -> Tensor:
         """Copy ``values`` ``[n, ...]`` into the buffer of that name; returns the part of it that holds them.
@@ -47,6 +50,30 @@ class StepBuffers:
         filled = target[: len(values)]
         return filled if values.ndim == 2 else filled[:, 0]
 
+    def put_rows(self, name: str, table: BlockTable, slots: Array, columns: int) -> Tensor:
+        """The first ``columns`` cells of the rows ``slots`` of ``table``: int32 ``[n, columns]``, a part of a buffer as wide
+        as the table. Rows that hold what they held the last time are not copied again. O(rows + cells copied)."""
+        width = table.cells.shape[1]
+        host, target = self._buffer(name, len(slots), width, torch.int32)
+        versions = table.version[slots]
+        shown_slots, shown = self._shown.get(name, (slots[:0], versions[:0]))
+        n = min(len(shown), len(slots))
+        stale = np.ones(len(slots), np.bool_)
+        if target.data_ptr() == self._addresses.get(name):
+            stale[:n] = (shown_slots[:n] != slots[:n]) | (shown[:n] != versions[:n])
+        rows = np.flatnonzero(stale)
+        if len(rows):
+            host.numpy()[rows] = table.cells[slots[rows]]
+            if target is not host:
+                for row in rows.tolist():
+                    target[row].copy_(host[row])
+        kept = len(slots) if len(slots) >= len(shown) else len(shown)
+        merged_slots, merged = np.full(kept, -2, np.int64), np.zeros(kept, np.int64)
+        merged_slots[: len(shown)], merged[: len(shown)] = shown_slots, shown
+        merged_slots[: len(slots)], merged[: len(slots)] = slots, versions
+        self._shown[name], self._addresses[name] = (merged_slots, merged), target.data_ptr()
+        return target[: len(slots), :columns]
+
     def _buffer(self, name: str, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         found = self._buffers.get(name)
         if found is None or found[0].shape[0] < rows:
@@ -57,29 +84,74 @@ class StepBuffers:
         return found
 
 
-@dataclass(frozen=True)
 class GroupArrays:
-    """One group's index arrays for one step of ``B`` rows (padded rows last) and ``T`` new tokens.
+    """One group's index arrays for one step of ``B`` rows (padded rows last) and ``T`` new tokens; each is made when it is
+    first asked for, in a static buffer. Raises StaleHandle when the batch is over.
 
     ``cache_seqlens`` counts the new tokens too: write them by ``slot_mapping``, then attend. A window group's
     ``kv_indices`` start at the first block that the row's first new token still reads, ``kv_start`` is that block's
     first position; earlier cells of ``block_table`` are 0.
     """
 
-    block_table: Tensor
-    """int32 ``[B, columns]``: block ids (FlashAttention's page table); cells past a row's last block hold no meaning."""
-    cache_seqlens: Tensor
-    """int32 ``[B]``: tokens of the row after this step; 0 for padded rows."""
-    slot_mapping: Tensor
-    """int32 ``[T]`` (int64 where it could pass 2^31): block id times block_size plus row; padded tokens map to 0."""
-    kv_indptr: Tensor
-    """int32 ``[B + 1]``: where each row's part of ``kv_indices`` starts (FlashInfer)."""
-    kv_indices: Tensor
-    """int32 ``[kv_indptr[-1]]``: block ids of all rows, one behind another."""
-    kv_last_page_len: Tensor
-    """int32 ``[B]``: rows in use of each row's last block; 0 for padded rows."""
-    kv_start: Tensor
-    """int32 ``[B]``: position of the first row of the first block in ``kv_indices``."""
+    def __init__(self, batch: Batch, ledger: GroupLedger) -> None:
+        self._batch, self._ledger = batch, ledger
+        self._columns = -(-batch.lengths // batch.block_size)
+
+    @cached_property
+    def block_table(self) -> Tensor:
+        """int32 ``[B, columns]``: block ids (FlashAttention's page table); cells past a row's last block hold no meaning."""
+        return self._batch.table_rows(self._ledger, int(self._columns.max()))
+
+    @cached_property
+    def cache_seqlens(self) -> Tensor:
+        """int32 ``[B]``: tokens of the row after this step; 0 for padded rows."""
+        return self._put("cache_seqlens", self._batch.lengths)
+
+    @cached_property
+    def slot_mapping(self) -> Tensor:
+        """int32 ``[T]`` (int64 where it could pass 2^31): block id times block_size plus row; padded tokens map to 0."""
+        batch, size = self._batch, self._batch.block_size
+        wide = np.int64 if self._ledger.plan.num_rows * size >= 2**31 else np.int32
+        columns, within = np.divmod(np.where(batch.is_padding, 0, batch.host_positions), size)
+        cells = self._ledger.table.cells[batch.slots[batch.row_of], columns].astype(np.int64)
+        return self._put("slot_mapping", np.where(batch.is_padding, 0, cells * size + within), wide)
+
+    @cached_property
+    def kv_indptr(self) -> Tensor:
+        """int32 ``[B + 1]``: where each row's part of ``kv_indices`` starts (FlashInfer)."""
+        return self._put("kv_indptr", self._indptr)
+
+    @cached_property
+    def kv_indices(self) -> Tensor:
+        """int32 ``[kv_indptr[-1]]``: block ids of all rows, one behind another. O(blocks): ask for it only if it is used."""
+        cells, slots = self._ledger.table.cells, self._batch.slots.tolist()
+        parts = zip(slots, self._first.tolist(), self._columns.tolist())
+        return self._put("kv_indices", np.concatenate([cells[slot, first:end] for slot, first, end in parts]))
+
+    @cached_property
+    def kv_last_page_len(self) -> Tensor:
+        """int32 ``[B]``: rows in use of each row's last block; 0 for padded rows."""
+        lengths = self._batch.lengths
+        return self._put("kv_last_page_len", np.where(lengths > 0, (lengths - 1) % self._batch.block_size + 1, 0))
+
+    @cached_property
+    def kv_start(self) -> Tensor:
+        """int32 ``[B]``: position of the first row of the first block in ``kv_indices``."""
+        return self._put("kv_start", self._first * self._batch.block_size)
+
+    @cached_property
+    def _first(self) -> Array:
+        needed = np.array([self._ledger.growth.first_needed(n) for n in self._batch.before.tolist()], np.int64)
+        first: Array = np.minimum(needed // self._batch.block_size, self._columns)
+        return first
+
+    @cached_property
+    def _indptr(self) -> Array:
+        starts: Array = np.concatenate(([0], np.cumsum(self._columns - self._first)))
+        return starts
+
+    def _put(self, what: str, values: Array, dtype: type = np.int32) -> Tensor:
+        return self._batch.put(f"{what} of {self._ledger.name}", values.astype(dtype, copy=False))
 
 
 class BatchSource(Protocol):
@@ -93,6 +165,9 @@ class BatchSource(Protocol):
     def state_rows(self, slots: Array) -> Ids: ...
 
     def layer_view(self, batch: Batch, index: int) -> LayerView: ...
+
+
+_ARRAYS = frozenset(name for name in vars(GroupArrays) if not name.startswith("_"))
 
 
 class LayerView:
@@ -124,7 +199,7 @@ class LayerView:
         return self._arrays
 
     def __getattr__(self, name: str) -> Tensor:
-        if name in GroupArrays.__dataclass_fields__:
+        if name in _ARRAYS:
             found: Tensor = getattr(self.arrays, name)
             return found
         raise AttributeError(name)
@@ -170,21 +245,22 @@ class Batch:
             sequence.written = max(sequence.written, sequence.length + new)
         before = np.array([s.length for s in sequences] + [0] * padding, np.int64)
         counts = np.array([*new_tokens] + [1] * padding, np.int64)
-        self._slots, self._before, self._padding = slots, before, padding
-        self._lengths = np.where(slots < 0, 0, before + counts)
+        self.slots, self.before = slots, before
+        self.lengths = np.where(slots < 0, 0, before + counts)
         indptr = np.concatenate(([0], np.cumsum(counts)))
-        self._row_of = np.repeat(np.arange(rows), counts)
-        self._positions = np.arange(indptr[-1]) - np.repeat(indptr[:-1] - before, counts)
+        self.row_of = np.repeat(np.arange(rows), counts)
+        self.is_padding = self.row_of >= len(sequences)
+        self.host_positions = np.arange(indptr[-1]) - np.repeat(indptr[:-1] - before, counts)
         put = cache.buffers.put
-        token_slots = slots[self._row_of].astype(np.int32)
+        token_slots = slots[self.row_of].astype(np.int32)
         self.qo_indptr = put("qo_indptr", indptr.astype(np.int32))
         states = cache.state_rows(slots)
         self.state_indices = put("state_indices", states)
         self.step = Step(
             put("request_slots", token_slots),
-            put("positions", self._positions.astype(np.int32)),
-            put("request_ids", self._row_of.astype(np.int32)),
-            put("state_rows", states[self._row_of]),
+            put("positions", self.host_positions.astype(np.int32)),
+            put("request_ids", self.row_of.astype(np.int32)),
+            put("state_rows", states[self.row_of]),
         )
         self._arrays: dict[str, GroupArrays] = {}
 
@@ -195,42 +271,28 @@ class Batch:
 
     def layer(self, index: int) -> LayerView:
         """Views and index arrays of layer ``index`` (of its owner, if it shares one). Raises BadInput, StaleHandle."""
+        self._check_current()
+        return self._cache.layer_view(self, index)
+
+    def _check_current(self) -> None:
         is_newest = self._number == self._cache.batch_number
         if not is_newest or (self._closed != self._cache.num_closed and not all(s.is_open for s in self._sequences)):
             raise StaleHandle("this batch is over: a newer one was made, or one of its sequences was closed")
-        return self._cache.layer_view(self, index)
+
+    def put(self, name: str, values: Array) -> Tensor:
+        """Copy ``values`` into the static buffer of that name. Raises StaleHandle when the batch is over."""
+        self._check_current()
+        return self._cache.buffers.put(name, values)
+
+    def table_rows(self, ledger: GroupLedger, columns: int) -> Tensor:
+        """The rows of the batch in the table of ``ledger``, as far as ``columns``; copies only what changed since the last
+        batch. Raises StaleHandle when the batch is over."""
+        self._check_current()
+        return self._cache.buffers.put_rows(f"block_table of {ledger.name}", ledger.table, self.slots, columns)
 
     def arrays(self, ledger: GroupLedger, table: DeviceTable) -> GroupArrays:
-        """The index arrays of one group, computed once a step; brings the group's table on the device up to date."""
+        """The index arrays of one group, shared by its layers; brings the group's table on the device up to date."""
         if ledger.name not in self._arrays:
-            self._arrays[ledger.name] = self._make_arrays(ledger)
+            self._arrays[ledger.name] = GroupArrays(self, ledger)
             table.upload()
         return self._arrays[ledger.name]
-
-    def _make_arrays(self, ledger: GroupLedger) -> GroupArrays:
-        size, lengths = self.block_size, self._lengths
-        columns = -(-lengths // size)
-        table = ledger.table.cells[self._slots, : int(columns.max())]
-        first = np.array([ledger.growth.first_needed(int(n)) for n in self._before], np.int64) // size
-        first = np.minimum(first, columns)
-        counts = columns - first
-        indptr = np.concatenate(([0], np.cumsum(counts)))
-        rows = np.repeat(np.arange(len(counts)), counts)
-        within = np.arange(indptr[-1]) - np.repeat(indptr[:-1] - first, counts)
-        wide = np.int64 if ledger.plan.num_rows * size >= 2**31 else np.int32
-        is_padding = self._row_of >= len(lengths) - self._padding
-        cells = table[self._row_of, np.where(is_padding, 0, self._positions // size)].astype(np.int64)
-        mapping = np.where(is_padding, 0, cells * size + self._positions % size)
-
-        def put(what: str, values: Array, dtype: type = np.int32, width: int = 1) -> Tensor:
-            return self._cache.buffers.put(f"{what} of {ledger.name}", values.astype(dtype), width)
-
-        return GroupArrays(
-            block_table=put("block_table", table, width=ledger.table.cells.shape[1]),
-            cache_seqlens=put("cache_seqlens", lengths),
-            slot_mapping=put("slot_mapping", mapping, wide),
-            kv_indptr=put("kv_indptr", indptr),
-            kv_indices=put("kv_indices", table[rows, within]),
-            kv_last_page_len=put("kv_last_page_len", np.where(lengths > 0, (lengths - 1) % size + 1, 0)),
-            kv_start=put("kv_start", first * size),
-        )

@@ -109,7 +109,6 @@ class Books:
         self._stale: set[bytes] = set()
         self._is_open = True
         self.num_opened = self.num_closed = self._computed = self._cached = 0
-        self._peaks = {ledger.name: 0 for ledger in self.ledgers}
 
     # -- the life of a request ---------------------------------------------------------------------------------------
 
@@ -149,9 +148,12 @@ class Books:
         if start is None:
             self._slots.release_id(slot)
             raise RetryLater(self._shortage(wanted))
-        with self.reuse.undone_by(lambda: self._take_back(slot, start.lease)):
+        try:
             for ledger in self.ledgers:
                 ledger.grow(slot, ledger.wanted(slot, room))
+        except BaseException:
+            self._take_back(slot, start.lease)
+            raise
         sequence = Sequence(self, slot, prompt, start, namespace=space, priority=priority, stand_ins=stand_ins)
         self._running[slot] = sequence
         self.num_opened += 1
@@ -174,15 +176,18 @@ class Books:
             self.reuse.tree.touch(lease, priority=priority)
             if self.reuse.full is not None:
                 self.reuse.full.adopt(slot, match.ids[0, : lease.num_blocks])
-            with self.reuse.held(chosen):
+            self.reuse.keep(chosen.checkpoint, 1)
+            try:
                 is_promised = self._promise(slot, wanted)
-                with self.reuse.undone_by(lambda lease=lease: self._take_back(slot, lease)):  # type: ignore[misc]
-                    try:
-                        if is_promised:
-                            self.reuse.restore(slot, chosen, partial)
-                    finally:
-                        if partial is not None:
-                            self.reuse.tree.unpin(partial)
+                if is_promised:
+                    self.reuse.restore(slot, chosen, partial)
+            except BaseException:
+                self._take_back(slot, lease)
+                raise
+            finally:
+                self.reuse.keep(chosen.checkpoint, -1)
+                if partial is not None:
+                    self.reuse.tree.unpin(partial)
             if is_promised:
                 return Start(chosen, lease)
             self.reuse.tree.unpin(lease)
@@ -258,7 +263,7 @@ class Books:
             return
         slot, length = sequence.slot, sequence.length
         self.reuse.publish(slot, sequence.lease, sequence)
-        for ledger in self.ledgers:
+        for ledger in self.reuse.bounded:
             self.blocks_freed(ledger, ledger.slide(slot, length))
         if length % self.block_size or not self.reuse.bounded:
             return
@@ -445,11 +450,6 @@ class Books:
 
     def blocks_freed(self, ledger: GroupLedger, ids: Ids) -> None:
         """Nobody holds blocks ``ids`` of ``ledger`` any more."""
-        held = self._num_held(ledger) + len(ids)
-        self._peaks[ledger.name] = max(self._peaks[ledger.name], held)
-
-    def _num_held(self, ledger: GroupLedger) -> int:
-        return self._num_blocks(ledger) - ledger.free.num_free
 
     def _num_blocks(self, ledger: GroupLedger) -> int:
         """Blocks that the group has memory for now."""
@@ -463,17 +463,15 @@ class Books:
         """Counters; cheap enough for every step."""
         groups = []
         for ledger in self.ledgers:
-            held = self._num_held(ledger)
-            peak = self._peaks[ledger.name] = max(self._peaks[ledger.name], held)
             groups.append(
                 GroupStats(
                     ledger.plan.name,
                     self._num_blocks(ledger),
                     ledger.free.num_free,
-                    held,
+                    ledger.num_held,
                     ledger.spare(),
                     ledger.claimed,
-                    peak,
+                    ledger.peak_held,
                 )
             )
         computed = self._computed + sum(sequence.length - sequence.cached_tokens for sequence in self._running.values())

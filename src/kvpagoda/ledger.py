@@ -44,11 +44,12 @@ class GroupLedger:
         first_id = plan.first_id if first_id is None else first_id
         self.free = FreeList(plan.num_blocks, first=first_id, what=f"blocks of {self.name}")
         self.table = BlockTable(num_slots, num_columns, empty=0 if first_id else -1)
-        self.first = np.zeros(num_slots, np.int64)
-        self.end = np.zeros(num_slots, np.int64)
-        self.shared = np.zeros(num_slots, np.int64)
-        self.promised = np.zeros(num_slots, np.int64)
+        self.first = [0] * num_slots
+        self.end = [0] * num_slots
+        self.shared = [0] * num_slots
+        self.promised = [0] * num_slots
         self.claimed = 0
+        self.num_held = self.peak_held = 0
         self.spare: Callable[[], int] = lambda: 0
         self.reclaim: Callable[[int], None] = lambda n: None
         self.reach: Callable[[int], int] = lambda surplus: surplus
@@ -57,7 +58,7 @@ class GroupLedger:
 
     def wanted(self, slot: int, num_tokens: int) -> int:
         """Blocks that ``slot`` lacks to have room for its first ``num_tokens`` tokens."""
-        return max(0, ceil_div(num_tokens, self.block_size) - int(self.end[slot]))
+        return max(0, ceil_div(num_tokens, self.block_size) - self.end[slot])
 
     def surplus(self) -> int:
         """Blocks of this group that are free or spare beyond what is claimed; below 0 where others' memory must serve."""
@@ -74,18 +75,18 @@ class GroupLedger:
 
     def promise(self, slot: int, num_blocks: int) -> None:
         """Set aside blocks for ``slot``; the caller has checked ``available``."""
-        self._hold(slot, int(self.first[slot]), int(self.end[slot]), num_blocks)
+        self._hold(slot, self.first[slot], self.end[slot], num_blocks)
 
     def adopt(self, slot: int, ids: Ids) -> None:
         """Begin the row of ``slot`` with blocks that somebody else owns and keeps for it."""
         self.table.put(slot, 0, ids)
         self.shared[slot] = len(ids)
-        self._hold(slot, 0, len(ids), int(self.promised[slot]))
+        self._hold(slot, 0, len(ids), self.promised[slot])
 
     def begin_at(self, slot: int, column: int) -> None:
         """Begin the row of ``slot``, which holds nothing, at ``column``: what is left of it will not be read."""
         self.shared[slot] = column
-        self._hold(slot, column, column, int(self.promised[slot]))
+        self._hold(slot, column, column, self.promised[slot])
 
     def share(self, slot: int, columns: int, ids: Ids) -> None:
         """The first ``columns`` blocks of ``slot`` now belong to somebody else, who says which blocks ``ids`` they are."""
@@ -99,39 +100,43 @@ class GroupLedger:
         """
         if n > self.free.num_free:
             self.fetch(n)
-        return self.free.acquire(n)
+        ids = self.free.acquire(n)
+        self.num_held += n
+        self.peak_held = max(self.peak_held, self.num_held)
+        return ids
 
     def release(self, ids: Ids) -> Ids:
         """Give back blocks from ``take_free``, or that a request's row no longer names; returns them."""
-        self.free.release(ids)
+        self.free.give(ids)
+        self.num_held -= len(ids)
         return ids
 
     def grow(self, slot: int, num_blocks: int) -> None:
         """Hand ``num_blocks`` more blocks to ``slot``. Raises OutOfBlocks, changing nothing. O(num_blocks)."""
         if num_blocks:
-            end, ids = int(self.end[slot]), self.take_free(num_blocks)
+            end, ids = self.end[slot], self.take_free(num_blocks)
             self.table.put(slot, end, ids)
             self.prepare(ids)
-            self._hold(slot, int(self.first[slot]), end + num_blocks, int(self.promised[slot]))
+            self._hold(slot, self.first[slot], end + num_blocks, self.promised[slot])
 
     def slide(self, slot: int, length: int) -> Ids:
         """Let go of the blocks that are not kept when ``length`` tokens are written; returns those freed. O(n)."""
-        needed = min(self.growth.first_kept(length) // self.block_size, int(self.end[slot]))
-        return self._let_go(slot, max(int(self.first[slot]), needed), int(self.promised[slot]))
+        needed = min(self.growth.first_kept(length) // self.block_size, self.end[slot])
+        return self._let_go(slot, max(self.first[slot], needed), self.promised[slot])
 
     def close(self, slot: int) -> Ids:
         """Let go of everything that ``slot`` holds and was promised; returns the ids freed: its private blocks."""
-        ids = self._let_go(slot, int(self.end[slot]), 0)
+        ids = self._let_go(slot, self.end[slot], 0)
         self.shared[slot] = 0
         self._hold(slot, 0, 0, 0)
         return ids
 
     def _let_go(self, slot: int, first: int, promised: int) -> Ids:
         """Empty the cells left of ``first``; the private ones among them become free."""
-        before, end = int(self.first[slot]), int(self.end[slot])
+        before, end = self.first[slot], self.end[slot]
         if first == before and promised == self.promised[slot]:
             return np.empty(0, np.int32)
-        ids = self.table.take(slot, before, first)[max(0, int(self.shared[slot]) - before) :]
+        ids = self.table.take(slot, before, first)[max(0, self.shared[slot] - before) :]
         self._hold(slot, first, end, promised)
         return self.release(ids)
 
@@ -139,12 +144,12 @@ class GroupLedger:
         """End the row of ``slot`` after ``columns`` shared blocks and ``private``, which are its own or from ``take_free``;
         what else it held behind is let go. Its promise shrinks by the shared blocks among that, for they may not become
         free. Returns the ids freed."""
-        shared, end = int(self.shared[slot]), int(self.end[slot])
+        shared, end = self.shared[slot], self.end[slot]
         ids = self.table.take(slot, columns, end)[shared - columns :]
         self.shared[slot] = columns
         self.table.put(slot, columns, private)
-        promised = max(0, int(self.promised[slot]) - (shared - columns))
-        self._hold(slot, int(self.first[slot]), columns + len(private), promised)
+        promised = max(0, self.promised[slot] - (shared - columns))
+        self._hold(slot, self.first[slot], columns + len(private), promised)
         return self.release(ids[~np.isin(ids, private)])
 
     def rename(self, names: Ids) -> None:
@@ -159,9 +164,10 @@ class GroupLedger:
         others, absent = none if elsewhere is None else elsewhere, none if absent is None else absent
         self.free.check()
         columns = np.arange(self.table.cells.shape[1])
-        inside = (columns >= self.first[:, None]) & (columns < self.end[:, None])
+        first, end, shared = (np.array(column)[:, None] for column in (self.first, self.end, self.shared))
+        inside = (columns >= first) & (columns < end)
         rows = self.table.cells[:-1]
-        private = inside & (columns >= self.shared[:, None])
+        private = inside & (columns >= shared)
         named = np.bincount(np.concatenate((rows[private], others, absent)), minlength=self.plan.num_rows)
         named[self.free.held_ids()] -= 1
         if named.any():
@@ -182,9 +188,10 @@ class GroupLedger:
             raise CheckFailed(f"{self.name}: {claims} claims, {self.claimed} counted, {self.free.num_free} free")
 
     def _claim(self, slot: int) -> int:
-        return max(0, int(self.promised[slot] - (self.end[slot] - self.first[slot])))
+        claim = self.promised[slot] - self.end[slot] + self.first[slot]
+        return claim if claim > 0 else 0
 
     def _hold(self, slot: int, first: int, end: int, promised: int) -> None:
-        self.claimed -= self._claim(slot)
+        before, after = self.promised[slot] - self.end[slot] + self.first[slot], promised - end + first
         self.first[slot], self.end[slot], self.promised[slot] = first, end, promised
-        self.claimed += self._claim(slot)
+        self.claimed += (after if after > 0 else 0) - (before if before > 0 else 0)

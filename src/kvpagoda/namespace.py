@@ -49,16 +49,25 @@ class Namespaces:
     def __init__(self, fingerprint: str = "") -> None:
         self._fingerprint, self._epoch = _field(fingerprint), 0
         self._renewed: dict[bytes, int] = {}
+        self._known: dict[Namespace | str | bytes | None, bytes] = {}  # keys that were asked for lately
 
     def key(self, namespace: Namespace | str | bytes | None) -> bytes:
         """The key under which ``namespace`` is cached now. Raises BadInput."""
+        known = self._known.get(namespace)
+        if known is not None:
+            return known
         own = namespace_key(namespace)
         counts = (self._epoch, self._renewed.get(own, 0))
-        return self._fingerprint + b"".join(count.to_bytes(8, "little") for count in counts) + own
+        key = self._fingerprint + b"".join(count.to_bytes(8, "little") for count in counts) + own
+        if len(self._known) > 1024:
+            self._known.clear()
+        self._known[namespace] = key
+        return key
 
     def renew(self, namespaces: Iterable[Namespace | str | bytes | None]) -> set[bytes]:
         """Give ``namespaces`` new keys; returns those they had. Raises BadInput."""
         old = {namespace_key(one): self.key(one) for one in namespaces}
+        self._known.clear()
         for own in old:
             self._renewed[own] = self._renewed.get(own, 0) + 1
         return set(old.values())
@@ -67,11 +76,14 @@ class Namespaces:
         """Give every namespace a new key; returns ``keys``, those in use."""
         self._epoch += 1
         self._renewed.clear()
+        self._known.clear()
         return set(keys)
 
 
 def with_stand_ins(tokens: Ids, first: int, stand_ins: Mapping[int, int]) -> Ids:
     """``tokens``, which begin at offset ``first``, int32 ``[n]``, with the stand-ins that lie in them put in: a copy then."""
+    if not stand_ins:
+        return tokens
     inside = [at for at in stand_ins if first <= at < first + len(tokens)]
     if inside:
         tokens = tokens.copy()
@@ -91,12 +103,14 @@ class Media:
 
     def stand_ins(self, media: Mapping[int, bytes] | None, num_tokens: int) -> dict[int, int]:
         """Offset -> stand-in, for ``media``: offset -> digest, in a prompt of ``num_tokens``. Raises BadInput."""
-        for offset, digest in (media or {}).items():
+        if not media:
+            return {}
+        for offset, digest in media.items():
             if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset < num_tokens:
                 raise BadInput(f"media begin at a token of the prompt, 0..{num_tokens - 1}, got {offset!r}")
             if not isinstance(digest, bytes) or len(digest) < 16:
                 raise BadInput(f"a digest of media is at least 16 bytes, got {digest!r} at token {offset}")
-        return {at: -1 - self._numbers.setdefault(one, len(self._numbers)) for at, one in (media or {}).items()}
+        return {at: -1 - self._numbers.setdefault(one, len(self._numbers)) for at, one in media.items()}
 
     def clear(self) -> None:
         """Forget all digests: when nothing is cached."""

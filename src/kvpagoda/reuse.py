@@ -100,7 +100,9 @@ class Reuse:
         self.bounded = tuple(ledger for ledger in ledgers if ledger.growth.is_bounded)
         self.block_size, self._memory = block_size, memory
         capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
-        self.tree = PrefixTree(block_size, 0 if self.full is None else 1, policy_named(policy, max(1, capacity)))
+        self.tree = PrefixTree(
+            block_size, 0 if self.full is None else 1, policy_named(policy, max(1, capacity)), proves_ids=False
+        )
         self.names, self._most_unbacked = FreeList(num_checkpoints, what="checkpoints"), most_unbacked
         self._pins: dict[Pin, None] = {}  # the oldest first
         self._most_pinned = int(pin_share * capacity)
@@ -137,17 +139,8 @@ class Reuse:
         whole = 0 if self.bounded else match.num_blocks * self.block_size
         return PrefixMatch(found.num_tokens, whole, "memory", found.groups)
 
-    @contextmanager
-    def held(self, found: PrefixMatch) -> Iterator[None]:
-        """Inside, the checkpoint of ``found`` is kept."""
-        self._keep(found.checkpoint, 1)
-        try:
-            yield
-        finally:
-            self._keep(found.checkpoint, -1)
-
-    def _keep(self, name: int | None, change: int) -> None:
-        """One more (1) or one less (-1) needs the checkpoint ``name``: what is needed is nothing to reclaim."""
+    def keep(self, name: int | None, change: int) -> None:
+        """One more (1) or one less (-1) needs the checkpoint ``name``, if any: what is needed is nothing to reclaim."""
         if name is None:
             return
         before = self._kept[name]
@@ -235,7 +228,6 @@ class Reuse:
             given = self.full.table.cells[slot, begin:end][None].copy()
         tokens = sequence.keys(begin * self.block_size, end * self.block_size)
         inserted = self.tree.insert(lease, tokens, given, priority=sequence.priority)
-        self.tree.touch(lease, priority=sequence.priority)
         if self.full is not None:
             self.full.share(slot, end, inserted.ids[0])
             self._memory.blocks_freed(self.full, self.full.release(given[inserted.duplicates]))
@@ -292,7 +284,7 @@ class Reuse:
             )
         checkpoint = max(match.checkpoints, default=(0, None))[1]
         pin = Pin(self.tree.pin(match), namespace, checkpoint)
-        self._keep(checkpoint, 1)
+        self.keep(checkpoint, 1)
         self._pins[pin] = None
         return pin
 
@@ -300,7 +292,7 @@ class Reuse:
         """End ``pin``, if it is still held."""
         if pin in self._pins:
             del self._pins[pin]
-            self._keep(pin.checkpoint, -1)
+            self.keep(pin.checkpoint, -1)
             self.tree.unpin(pin.lease)
 
     def give_up_pin(self) -> bool:

@@ -21,6 +21,10 @@ Tokens = npt.NDArray[np.int32]
 def as_tokens(token_ids: Any, vocab_size: int | None = None) -> Tokens:
     """``token_ids`` as a contiguous int32 vector. Raises BadInput for anything but integers inside the vocabulary."""
     array = np.asarray(token_ids)
+    if array.dtype == np.int32 and array.ndim == 1 and array.flags.c_contiguous:
+        largest = int(array.view(np.uint32).max(initial=0))  # one pass: what is below 0 is large
+        if largest < (vocab_size or 2**31):
+            return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise BadInput(f"token ids must be a vector of integers, got {array.dtype} of shape {list(array.shape)}")
     if array.size:
@@ -115,9 +119,8 @@ class Sequence:
     def room(self) -> int:
         """Tokens, the committed ones included, that every group has room for."""
         self._check_open()
-        return min(
-            (int(g.end[self._slot]) * g.block_size for g in self._owner.ledgers), default=self._owner.max_context
-        )
+        ends = [ledger.end[self._slot] * ledger.block_size for ledger in self._owner.ledgers]
+        return min(ends, default=self._owner.max_context)
 
     def keys(self, first: int, end: int) -> Tokens:
         """Tokens ``first .. end - 1`` as texts are compared: with the stand-ins of media."""
@@ -140,16 +143,25 @@ class Sequence:
         Inside the prompt the ids must be the prompt's own. Raises BadInput (no room, other ids), StaleHandle.
         """
         self._check_open()
-        ids = as_tokens(token_ids, self._owner.vocab_size)
+        ids = np.asarray(token_ids)
+        left = self.prompt_length - self._length
+        if left <= 0 or ids.dtype != np.int32 or ids.ndim != 1:
+            ids = as_tokens(ids, self._owner.vocab_size)
+        else:  # what the prompt has was looked at when it came
+            as_tokens(ids[left:], self._owner.vocab_size)
         end = self._length + len(ids)
         if end > self.room:
             raise BadInput(
                 f"commit of {len(ids)} tokens after {self._length} passes the room of {self.room}; extend first"
             )
-        known = self._tokens[self._length : min(end, self.prompt_length)]
-        if not np.array_equal(known, ids[: len(known)]):
-            at = self._length + int(np.argmax(known != ids[: len(known)]))
-            raise BadInput(f"commit names token {ids[at - self._length]} at {at}, the prompt has {self._tokens[at]}")
+        if left > 0:
+            known = self._tokens[self._length : min(end, self.prompt_length)]
+            same = known == ids[: len(known)]
+            if not same.all():
+                at = self._length + int(np.argmin(same))
+                raise BadInput(
+                    f"commit names token {ids[at - self._length]} at {at}, the prompt has {self._tokens[at]}"
+                )
         if end > len(self._tokens):
             grown = np.empty(max(end, 2 * len(self._tokens)), np.int32)
             grown[: self._length] = self._tokens[: self._length]

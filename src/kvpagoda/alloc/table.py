@@ -9,28 +9,34 @@ from kvpagoda.alloc.held import Ids
 
 class BlockTable:
     """``cells``: int32 ``[num_slots + 1, num_columns]`` block ids; ``empty`` marks a cell without a block, and the last
-    row, the dummy, has no others. ``changed``: the slots whose row was written since somebody last cleared it.
+    row, the dummy, has no others. ``changed``: the slots whose row was written since somebody last cleared it;
+    ``version`` int64 ``[num_slots + 1]``: how often.
     """
 
     def __init__(self, num_slots: int, num_columns: int, empty: int = 0) -> None:
         self.empty = empty
         self.cells: Ids = np.full((num_slots + 1, num_columns), empty, np.int32)
         self.changed: set[int] = set()
+        self.version = np.zeros(num_slots + 1, np.int64)
 
     def put(self, slot: int, column: int, ids: Ids) -> None:
         """Write ``ids`` into the row of ``slot`` from ``column`` on."""
         self.cells[slot, column : column + len(ids)] = ids
         self.changed.add(slot)
+        self.version[slot] += 1
 
     def take(self, slot: int, first: int, end: int) -> Ids:
         """Empty the cells ``first .. end - 1`` of ``slot`` and return what they held."""
         ids: Ids = self.cells[slot, first:end].copy()
         self.cells[slot, first:end] = self.empty
         self.changed.add(slot)
+        self.version[slot] += 1
         return ids
 
     def rename(self, names: Ids) -> None:
         """Let every cell name ``names[cell]`` from now on. O(cells)."""
         renamed = names[self.cells]
-        self.changed.update(np.flatnonzero((renamed != self.cells).any(axis=1)).tolist())
+        rows = np.flatnonzero((renamed != self.cells).any(axis=1))
+        self.changed.update(rows.tolist())
+        self.version[rows] += 1
         self.cells[:] = renamed

@@ -57,15 +57,15 @@ def prove_pins(nodes: Iterable[Node], leases: Iterable[Lease]) -> None:
     expect(not ends, f"leases on nodes that are not in the tree: {ends}")
 
 
-def prove_ids(nodes: list[Node], owned: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> Ids:
-    """Every id is at one place, and the flags say which. Returns the cells, all of them distinct."""
+def prove_ids(nodes: list[Node], owned: np.ndarray[tuple[int, int], np.dtype[np.bool_]] | None) -> Ids:
+    """Every id is at one place, and the flags, if there are any, say which. Returns the cells, all of them distinct."""
     cells: Ids = np.concatenate([np.empty(0, np.int32), *(node.cells for node in nodes)])
     expect(len(np.unique(cells)) == len(cells), "a cell names two blocks")
-    for group, flags in enumerate(owned):
+    for group in range(len(nodes[0].ids) if nodes else 0):
         ids = np.concatenate([np.empty(0, np.int32), *(node.ids[group] for node in nodes)])
         ids = np.sort(ids[ids != 0])
         twice = ids[1:][ids[1:] == ids[:-1]]
         expect(not len(twice), f"ids {twice[:16].tolist()} of group {group} are at two places")
-        odd = np.setxor1d(ids, np.flatnonzero(flags))
+        odd = ids[:0] if owned is None else np.setxor1d(ids, np.flatnonzero(owned[group]))
         expect(not len(odd), f"nodes and flags disagree about ids {odd[:16].tolist()} of group {group}")
     return cells

@@ -27,10 +27,13 @@ class PrefixTree:
     that block) and the state ids of checkpoints, until it hands them back. ``num_groups`` may be 0.
 
     A walk costs one array compare and one dictionary probe for each node on the path; nothing recurses and nothing
-    loops over tokens. ``policy`` (default LRU) is this tree's alone. Not for use from several threads at once.
+    loops over tokens. ``policy`` (default LRU) is this tree's alone. ``proves_ids``: that a block is in one place is proven
+    at every call, not by ``check`` alone. Not for use from several threads at once.
     """
 
-    def __init__(self, block_size: int, num_groups: int = 1, policy: Policy | None = None) -> None:
+    def __init__(
+        self, block_size: int, num_groups: int = 1, policy: Policy | None = None, *, proves_ids: bool = True
+    ) -> None:
         if block_size < 1 or num_groups < 0:
             raise BadInput(f"a tree of {num_groups} groups with blocks of {block_size} tokens cannot be")
         self.block_size, self.num_groups = block_size, num_groups
@@ -40,7 +43,7 @@ class PrefixTree:
         self._num_roots = 0  # that there ever were
         self._turnover = Turnover(LRU() if policy is None else policy)
         self._leases: set[Lease] = set()
-        self._checkpoints, self._owned = Checkpoints(), OwnedIds(num_groups)
+        self._checkpoints, self._owned = Checkpoints(), OwnedIds(num_groups) if proves_ids else None
         self._removals = 0  # how often something went: a match from before must look again
 
     @property
@@ -63,8 +66,12 @@ class PrefixTree:
         return set(self._roots)
 
     def owned_ids(self, group: int = 0) -> Ids:
-        """All block ids of ``group`` that the tree owns, ascending. O(largest id)."""
-        return np.flatnonzero(self._owned.flags[group]).astype(np.int32)
+        """All block ids of ``group`` that the tree owns, ascending. O(largest id); O(blocks) if it proves no ids."""
+        if self._owned is not None:
+            return np.flatnonzero(self._owned.flags[group]).astype(np.int32)
+        nodes = [node for root in self._roots.values() for node in nodes_below(root)]
+        ids: Ids = np.sort(np.concatenate([np.empty(0, np.int32), *(node.ids[group] for node in nodes)]))
+        return ids[ids > 0]
 
     def match(self, tokens: Ids, namespace: bytes = b"", limit: int | None = None) -> Match:
         """What is cached of the first ``limit`` tokens (None: all) of ``tokens``, int32 ``[n]``. Changes nothing.
@@ -157,8 +164,9 @@ class PrefixTree:
             own, duplicates = self._adopt(way, blocks, have)
         else:
             own, duplicates = blocks.copy(), np.zeros(blocks.shape, np.bool_)
-            self._owned.prove_new(blocks)
-            self._owned.add(blocks)
+            if self._owned is not None:
+                self._owned.prove_new(blocks)
+                self._owned.add(blocks)
         node = way.node
         if have < n:
             node = self._attach(node, way.depth, tokens[have * size :], own[:, have:], priority)
@@ -192,7 +200,8 @@ class PrefixTree:
         for root in self._roots.values():
             for node in nodes_below(root):
                 node.ids[group] = names[node.ids[group]]
-        self._owned.rename(group, names)
+        if self._owned is not None:
+            self._owned.rename(group, names)
         self._removals += 1
 
     def clear(self, namespace: bytes | None = None) -> Evicted:
@@ -247,7 +256,7 @@ class PrefixTree:
         nodes = [node for root in self._roots.values() for node in nodes_below(root)]
         prove_shape(nodes, self.num_groups)
         prove_pins(nodes, self._leases)
-        cells = prove_ids(nodes, self._owned.flags)
+        cells = prove_ids(nodes, None if self._owned is None else self._owned.flags)
         counted = len(cells), sum(node.num_pinned for node in nodes)
         expect((self.num_cached, self.num_pinned) == counted, f"{self.num_cached, self.num_pinned} is not {counted}")
         states = {state: depth for node in nodes for depth, state in node.checkpoints.items()}
@@ -330,10 +339,12 @@ class PrefixTree:
         there = np.zeros_like(blocks)
         there[:, :have] = way.ids(self.num_groups)
         given = np.where(blocks == there, 0, blocks)
-        self._owned.prove_new(given)
+        if self._owned is not None:
+            self._owned.prove_new(given)
         duplicates = (given != 0) & (there != 0)
         own = np.where(there == 0, blocks, there)
-        self._owned.add(np.where(duplicates, 0, given))
+        if self._owned is not None:
+            self._owned.add(np.where(duplicates, 0, given))
         way.put_ids(own)
         return own, duplicates
 
@@ -377,7 +388,8 @@ class PrefixTree:
 
     def _evicted(self, ids: list[Ids], states: list[int], shortfall: int) -> Evicted:
         together: Ids = np.concatenate(ids, axis=1)
-        self._owned.remove(together)
+        if self._owned is not None:
+            self._owned.remove(together)
         return Evicted(together, tuple(states), shortfall)
 
 

@@ -1,0 +1,61 @@
+"""How much memory is of no use where it lies when several layer kinds live off one budget, and with a fixed split?
+
+A synthetic mix of chats, agents and shared documents, served at steady pressure with no memory behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.timing import Row, tell
+from kvpagoda.replay import serve, synthetic
+from kvpagoda.schema import Schema
+from kvpagoda.schema.presets import PRESETS
+
+GEMMA3_27B = {
+    "model_type": "gemma3_text", "num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128,
+    "num_key_value_heads": 16, "sliding_window": 1024, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+}  # fmt: skip
+GPT_OSS_120B = {
+    "model_type": "gpt_oss", "num_hidden_layers": 36, "hidden_size": 2880, "num_attention_heads": 64, "head_dim": 64,
+    "num_key_value_heads": 8, "sliding_window": 128, "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN3_NEXT_80B = {
+    "model_type": "qwen3_next", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 16, "head_dim": 256,
+    "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "torch_dtype": "bfloat16",
+}  # fmt: skip
+MODELS: list[tuple[str, dict[str, Any] | None, str]] = [
+    ("Gemma-3-27B", GEMMA3_27B, "24GiB"),
+    ("gpt-oss-120b", GPT_OSS_120B, "6GiB"),
+    ("Qwen3-Next-80B", QWEN3_NEXT_80B, "12GiB"),
+    ("DeepSeek-V4 Flash", None, "4GiB"),
+]
+
+
+def measure(num_requests: int = 250) -> list[Row]:
+    trace, rows = synthetic(num_requests), []
+    for name, config, budget in MODELS:
+        schema = PRESETS["deepseek-v4-flash"]("raw") if config is None else Schema.from_hf_config(config)
+        for shared in (True, False):
+            served = serve(
+                trace, replace(schema, max_positions=None), budget,
+                tokens_per_id=64, max_requests=32, step_tokens=1024, shared=shared,
+            )  # fmt: skip
+            rows.append(
+                {
+                    "model": name,
+                    "budget": budget,
+                    "memory": "one budget" if shared else "fixed split",
+                    "unusable_percent": served.unusable_percent,
+                    "hit_percent": 100 * served.hit_rate,
+                    "mean_running": served.mean_running,
+                    "steps": served.steps,
+                }
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    tell("one_budget", "How much memory is of no use where it lies?", measure)

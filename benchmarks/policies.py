@@ -1,0 +1,38 @@
+"""What does each eviction policy hit on the public traces, and does ``auto`` ever do worse than LRU?
+
+Needs the traces, in ``KVPAGODA_TRACES`` or beside the checkout in ``../shared/traces``; those that are missing are left out.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from benchmarks.timing import Row, tell
+from kvpagoda.replay import Trace, hit_rate_curve
+
+TRACES = Path(os.environ.get("KVPAGODA_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
+POLICIES = ("lru", "s3fifo", "arc", "auto")
+CASES = [
+    ("mooncake_conversation.jsonl.gz", None, (1_827, 3_656, 9_139, 18_279, 36_558)),
+    ("mooncake_synthetic.jsonl.gz", None, (439, 878, 2_196, 4_392, 8_785, 21_962)),
+    ("lmcache_agent_lcp.jsonl.gz", None, (251, 502, 1_254, 2_508)),
+    ("weka_agentic_rle.jsonl.gz", 3_000, (10_000, 30_000)),
+]
+
+
+def measure() -> list[Row]:
+    rows: list[Row] = []
+    for file, limit, capacities in CASES:
+        if not (TRACES / file).exists():
+            continue
+        trace = Trace.read(TRACES / file, limit).by_arrival()
+        found = {(r.capacity_blocks, r.policy): 100 * r.hit_rate for r in hit_rate_curve(trace, capacities, POLICIES)}
+        for capacity in capacities:
+            rates = {policy: found[capacity, policy] for policy in POLICIES}
+            rows.append({"trace": file, "capacity": capacity, **rates, "auto_minus_lru": rates["auto"] - rates["lru"]})
+    return rows
+
+
+if __name__ == "__main__":
+    tell("policies", "Hit rate in percent of each policy on the public traces", measure)
