@@ -5,40 +5,21 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import replace
-from typing import Any
 
+from benchmarks.one_budget import MODELS, schema_of
 from benchmarks.peers.ours import FULL
 from benchmarks.timing import Options, Row, tell
 from benchmarks.workload import GENERATED, Tokens, Workload, workload
 from kvpagoda.books import Books
 from kvpagoda.schema import Schema
-from kvpagoda.schema.presets import PRESETS
 from kvpagoda.sequence import Sequence
 
 QUESTION = "What do windows, states and compressed layers cost the host, beside full attention?"
-CONFIGS: dict[str, dict[str, Any]] = {
-    "windows: gemma3-27b": {
-        "model_type": "gemma3_text", "num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32,
-        "head_dim": 128, "num_key_value_heads": 16, "sliding_window": 1024, "sliding_window_pattern": 6,
-    },
-    "windows: gpt-oss-120b": {
-        "model_type": "gpt_oss", "num_hidden_layers": 36, "hidden_size": 2880, "num_attention_heads": 64, "head_dim": 64,
-        "num_key_value_heads": 8, "sliding_window": 128,
-    },
-    "states: qwen3-next-80b": {
-        "model_type": "qwen3_next", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 16,
-        "head_dim": 256, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-        "full_attention_interval": 4,
-    },
-}  # fmt: skip
 CAPACITY, STEP_TOKENS = 3_000_000, 8192
 
 
 def schemas() -> dict[str, Schema]:
-    found = {name: Schema.from_hf_config(config, dtype="bfloat16") for name, config in CONFIGS.items()}
-    found["compressed: deepseek-v4"] = PRESETS["deepseek-v4-flash"]("raw")
-    return {name: replace(schema, max_positions=None, vocab_size=None) for name, schema in found.items()}
+    return {name: replace(schema_of(config), vocab_size=None) for name, config, _ in MODELS}
 
 
 def serve(schema: Schema, block_size: int, work: Workload, capacity: int) -> tuple[float, float]:
@@ -100,7 +81,7 @@ def measure(options: Options) -> list[Row]:
         seconds = {who: sorted(taken)[len(taken) // 2] for who, taken in served.items()}
         rows += [
             {
-                "case": f"{name}, block {block_size}", "layers": who.split(":")[0], "seconds": taken,
+                "case": f"{name}, block {block_size}", "layers": who, "seconds": taken,
                 "over_full": taken / seconds["full attention"][0], "hit_percent": hit,
             }
             for who, (taken, hit) in seconds.items()

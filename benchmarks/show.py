@@ -28,11 +28,12 @@ def table(found: dict[str, Any], width: int = 80) -> str:
     console.print(found["question"] + "\n")
     console.print(made)
     at = found["machine"]
-    versions = "".join(f", {name} {version}" for name, version in found["versions"].items() if version != "-")
-    console.print(f"\n{at['cpu']}, {at['cpus']} cores, load {at['load']}, Python {at['python']}{versions}")
-    for name, reason in found["absent"].items():
+    versions = "".join(f", {name} {version}" for name, version in found.get("versions", {}).items() if version != "-")
+    load = f", load {at['load']}" if "load" in at else ""
+    console.print(f"\n{at['cpu']}, {at['cpus']} cores{load}, Python {at['python']}{versions}")
+    for name, reason in found.get("absent", {}).items():
         console.print(f"absent: {name} ({reason})", markup=False)
-    if found["quick"]:
+    if found.get("quick"):
         console.print("small sizes: to see that it works, not to quote")
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvpagoda.replay import Trace, synthetic
 
 Tokens = npt.NDArray[np.int32]
-TRACES = Path(os.environ.get("KVPAGODA_BENCH_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
+TRACES = Path(os.environ.get("KVPAGODA_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
 VOCABULARY = 128_000
 AT_ONCE, SHARE = 64, 0.9
 

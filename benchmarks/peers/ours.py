@@ -16,6 +16,8 @@ from kvpagoda.sequence import Sequence
 
 VERSION, LEAST_BLOCK = version("kvpagoda"), 1
 FULL = Schema((Layer(0, "full_attention", (Attention(1, 1, 1, "float16"),)),), "full attention")
+ARRAYS = ("block_table", "cache_seqlens", "slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len")
+"""What FlashAttention and FlashInfer take."""
 ONE = np.ones(1, np.int32)
 torch.set_num_threads(1)
 
@@ -61,7 +63,9 @@ class Peer:
         cache, sequences = self._stepping
         for sequence in sequences:
             sequence.extend(1)
-        cache.batch(sequences, [1] * len(sequences)).layer(0).arrays  # noqa: B018 - made when they are asked for
+        arrays = cache.batch(sequences, [1] * len(sequences)).layer(0).arrays
+        for name in ARRAYS:
+            getattr(arrays, name)  # made when it is asked for
         for sequence in sequences:
             sequence.commit(ONE)
 
