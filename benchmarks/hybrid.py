@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from benchmarks.one_budget import MODELS, schema_of
 from benchmarks.peers.ours import FULL
+from benchmarks.peers.tasks import TOGETHER
 from benchmarks.timing import Options, Row, tell
 from benchmarks.workload import GENERATED, Tokens, Workload, workload
 from kvpagoda.books import Books
@@ -34,19 +35,21 @@ def serve(schema: Schema, block_size: int, work: Workload, capacity: int) -> tup
     taken, hits, prompts = 0.0, 0, 0
     gc.collect()
     gc.freeze()
-    for i in work.steps(capacity):
-        if i < 0:
-            start = time.process_time()
-            running.pop(~i).close()
-            taken += time.process_time() - start
-            continue
-        prompt, output = work.prompt(i), work.output(i)
+    steps = work.steps(capacity)
+    for first in range(0, len(steps), TOGETHER):
+        batch = steps[first : first + TOGETHER]
+        texts = {i: (work.prompt(i), work.output(i)) for i in batch if i >= 0}
         start = time.process_time()
-        running[i] = books.open(prompt, room=0, reserve=len(prompt) + len(output))
-        hits += running[i].length
-        _compute(books, running[i], prompt, output)
+        for i in batch:
+            if i < 0:
+                running.pop(~i).close()
+            else:
+                prompt, output = texts[i]
+                running[i] = books.open(prompt, room=0, reserve=len(prompt) + len(output))
+                hits += running[i].length
+                _compute(books, running[i], prompt, output)
         taken += time.process_time() - start
-        prompts += len(prompt)
+        prompts += sum(len(prompt) for prompt, _ in texts.values())
     books.check()
     gc.unfreeze()
     return taken, 100 * hits / prompts

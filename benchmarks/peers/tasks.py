@@ -14,40 +14,39 @@ import numpy as np
 from benchmarks.workload import VOCABULARY, Tokens, workload
 
 Figures = dict[str, Any]
+TOGETHER = 64
+"""Steps of a replay between two looks at the clock, for which tokens are made ready outside of the time."""
 now = time.process_time
 
 
 def replay(peer: Any, *, trace: str, limit: int | None, capacity: int, block_size: int) -> Figures:
-    """Every request of a trace from admission to its end: seconds in all and in each call, and the tokens found."""
+    """Every request of a trace from admission to its end: seconds in all, and the tokens found."""
     work = workload(trace, limit)
     steps = work.steps(capacity)
     cache = peer(capacity, block_size, max(map(work.length, range(len(work)))), 80)
     gc.collect()
     gc.freeze()
-    taken = {"admit": 0.0, "append": 0.0, "finish": 0.0}
-    hits = prompts = requests = 0
-    for i in steps:
-        if i < 0:
-            start = now()
-            cache.finish(~i)
-            taken["finish"] += now() - start
-            continue
-        prompt, output = cache.tokens(work.prompt(i)), cache.tokens(work.output(i))
+    taken = hits = prompts = requests = 0
+    for first in range(0, len(steps), TOGETHER):
+        batch = steps[first : first + TOGETHER]
+        texts = {i: (cache.tokens(work.prompt(i)), cache.tokens(work.output(i))) for i in batch if i >= 0}
         start = now()
-        hits += cache.admit(i, prompt, len(output))
-        admitted = now()
-        cache.append(i, output)
-        ended = now()
-        taken["admit"] += admitted - start
-        taken["append"] += ended - admitted
-        prompts += len(prompt)
-        requests += 1
+        for i in batch:
+            if i < 0:
+                cache.finish(~i)
+            else:
+                prompt, output = texts[i]
+                hits += cache.admit(i, prompt, len(output))
+                cache.append(i, output)
+        taken += now() - start
+        prompts += sum(len(prompt) for prompt, _ in texts.values())
+        requests += len(texts)
     cache.check()
     excluded = cache.excluded
     gc.unfreeze()
     return {
-        "seconds": sum(taken.values()), "excluded": excluded, "requests": requests, "prompt_tokens": prompts,
-        "hit_percent": 100 * hits / max(1, prompts), **taken,
+        "seconds": taken, "excluded": excluded, "requests": requests, "prompt_tokens": prompts,
+        "hit_percent": 100 * hits / max(1, prompts),
     }  # fmt: skip
 
 
