@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
             question = importlib.import_module(f"benchmarks.{name}")
             told[name] = result(question.QUESTION, question.measure, options)
             if asked.save:
-                save(name, told[name])
+                save(name, told[name], is_part=bool(options.only))
         if not asked.json:
             print(table(told[name]), end="\n\n", flush=True)
     if asked.json:

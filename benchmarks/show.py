@@ -12,7 +12,9 @@ from rich.table import Table
 
 def table(found: dict[str, Any], width: int = 80) -> str:
     """One question and its rows, in lines of at most ``width`` characters; a case is a line above its rows."""
-    columns = [key for key in dict.fromkeys(key for row in found["rows"] for key in row) if key != "case"]
+    columns = [
+        key for key in dict.fromkeys(key for row in found["rows"] for key in row) if key not in ("case", "machine")
+    ]
     made = Table(box=None, pad_edge=False)
     for column in columns:
         is_text = any(isinstance(row.get(column), str) for row in found["rows"])

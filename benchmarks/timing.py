@@ -125,11 +125,16 @@ def result(question: str, measure: Callable[[Options], list[Row]], options: Opti
     }
 
 
-def save(name: str, found: dict[str, Any]) -> Path:
-    """Keep a result in ``benchmarks/results/<name>.json``."""
+def save(name: str, found: dict[str, Any], *, is_part: bool = False) -> Path:
+    """Keep a result in ``benchmarks/results/<name>.json``. Of a part of the cases: the rows of the others stay as they were,
+    each with the machine of its own time."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    measured = {row.get("case") for row in found["rows"]}
+    old = json.loads(path.read_text()) if is_part and path.exists() else {"rows": [], "machine": {}}
+    kept = [row for row in old["rows"] if row.get("case") not in measured]
+    kept = [row if "machine" in row else {**row, "machine": old["machine"]} for row in kept]
+    path.write_text(json.dumps({**found, "rows": [*kept, *found["rows"]]}, indent=1) + "\n")
     return path
 
 
@@ -140,9 +145,10 @@ def tell(name: str, question: str, measure: Callable[[Options], list[Row]]) -> N
     parser = argparse.ArgumentParser(description=question)
     add_arguments(parser)
     arguments = parser.parse_args()
-    found = result(question, measure, options_of(arguments))
+    options = options_of(arguments)
+    found = result(question, measure, options)
     if arguments.save:
-        save(name, found)
+        save(name, found, is_part=bool(options.only))
     print(json.dumps(found, indent=2) if arguments.json else table(found))
 
 

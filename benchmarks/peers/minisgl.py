@@ -10,10 +10,12 @@ import torch
 from benchmarks.peers import from_path, stubs
 from benchmarks.workload import Tokens
 
-stubs.install("flashinfer", "sgl_kernel", "tvm_ffi")
+stubs.install("flashinfer", "sgl_kernel")
 core = from_path("minisgl", "minisgl.core")
 CacheManager = from_path("minisgl", "minisgl.scheduler.cache").CacheManager
 VERSION, LEAST_BLOCK = "-", 1
+_empty = torch.empty
+torch.empty = lambda *shape, pin_memory=False, **options: _empty(*shape, **options)  # there is no GPU to pin for
 
 
 class Peer:
