@@ -189,7 +189,7 @@ def run_mix(seed: int) -> tuple[int, int]:
     return steps, queue.num_set_back
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_every_request_of_random_mixes_ends(count: int) -> None:
-    set_back = sum(run_mix(seed)[1] for seed in range(count))
-    assert set_back > count / 4
+@pytest.mark.parametrize("part", range(10))
+def test_every_request_of_ten_thousand_random_mixes_ends(part: int) -> None:
+    set_back = sum(run_mix(seed)[1] for seed in range(part * 1000, part * 1000 + 1000))
+    assert set_back > 250
