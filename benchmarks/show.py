@@ -49,7 +49,7 @@ def _short(value: object) -> str:
 
 
 def plots(results: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
-    """A picture of each question that compares somebody: bars of how many times our time they take."""
+    """A picture of each question that compares somebody: how many times our time they take."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -62,19 +62,25 @@ def plots(results: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
         if not rows:
             continue
         figure, axes = pyplot.subplots(
-            len(cases), 1, squeeze=False, figsize=(7, 0.6 + sum(0.5 + 0.28 * _of(rows, c) for c in cases)),
-            gridspec_kw={"height_ratios": [1 + _of(rows, c) for c in cases]}, layout="constrained",
+            len(cases), 1, squeeze=False, sharex=True, layout="constrained",
+            figsize=(7, 0.8 + sum(0.35 + 0.2 * _of(rows, case) for case in cases)),
+            gridspec_kw={"height_ratios": [1 + _of(rows, case) for case in cases]},
         )  # fmt: skip
         for axis, case in zip(axes[:, 0], cases):
             of_case = [row for row in rows if row["case"] == case]
-            bars = axis.barh([row["who"] for row in of_case], [row["over_ours"] for row in of_case], color="#4878a8")
-            axis.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
-            axis.set(xscale="log")
-            axis.set_title(case, loc="left", fontsize=9)
-            axis.invert_yaxis()
-            axis.margins(x=0.15)
-            axis.tick_params(labelsize=8)
-        axes[-1, 0].set_xlabel("times our time", fontsize=8)
+            names, times = [row["who"] for row in of_case], [row["over_ours"] for row in of_case]
+            axis.hlines(names, 1, times, color="#4878a8", linewidth=2)
+            axis.plot(times, names, "o", color="#4878a8", markersize=4)
+            for who, over in zip(names, times):
+                side, text = ("left", (6, -3)) if over >= 1 else ("right", (-6, -3))
+                axis.annotate(_short(over), (over, who), text, textcoords="offset points", fontsize=7, ha=side)
+            axis.axvline(1, color="#888888", linewidth=0.8)
+            axis.set_xscale("log")
+            axis.set_title(case, loc="left", fontsize=8)
+            axis.set_ylim(len(names) - 0.5, -0.5)
+            axis.margins(x=0.12)
+            axis.tick_params(labelsize=7)
+        axes[-1, 0].set_xlabel("times our time (left of 1: faster than ours)", fontsize=8)
         figure.suptitle(found["question"], fontsize=10, wrap=True)
         path = folder / f"{name}.png"
         figure.savefig(path, dpi=100)
