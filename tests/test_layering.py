@@ -12,14 +12,14 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "schema", "alloc", "prefix", "formats", "kernels", "storage", "ledger", "substrate", "reuse",
-    "sectors", "namespace", "sequence", "books", "preemption", "batch", "manager", "replay", "hf", "cli",
+    "sectors", "namespace", "sequence", "stats", "books", "preemption", "batch", "manager", "replay", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers", "rich"}, "replay": {"matplotlib", "rich"}, "cli": {"typer"}, "kernels": {"triton"},
 }  # fmt: skip
 CORE = {"numpy", "torch"}
 PLAIN = {"errors", "units", "schema"}
-TORCH_FREE = {"prefix", "ledger", "reuse", "sectors", "namespace", "sequence", "books", "preemption"}
+TORCH_FREE = {"stats", "prefix", "ledger", "reuse", "sectors", "namespace", "sequence", "books", "preemption"}
 
 
 def module_of(path: Path) -> str:

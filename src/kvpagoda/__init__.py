@@ -29,7 +29,7 @@ _PUBLIC = {
     "kvpagoda.storage.kv_pool": ("KVPool",),
     "kvpagoda.storage.req_pool": ("ReqToTokenPool",),
     "kvpagoda.batch": ("Batch", "LayerView"),
-    "kvpagoda.books": ("CacheStats",),
+    "kvpagoda.stats": ("CacheStats",),
     "kvpagoda.manager": ("KVCache",),
     "kvpagoda.namespace": ("Namespace",),
     "kvpagoda.preemption": ("PreemptionPolicy",),

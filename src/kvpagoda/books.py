@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from kvpagoda.alloc import FreeList
 from kvpagoda.alloc.held import Ids
-from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
+from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.namespace import Media, Namespace, Namespaces, with_stand_ins
 from kvpagoda.prefix import Lease, Match
@@ -19,45 +18,10 @@ from kvpagoda.reuse import Pin, PrefixMatch, Reuse
 from kvpagoda.schema import Plan
 from kvpagoda.sectors import Sectors
 from kvpagoda.sequence import Sequence, Start, as_tokens
+from kvpagoda.stats import CacheStats, GroupStats
 from kvpagoda.units import ceil_div, format_bytes
 
 DEFAULT_CONTEXT = 131_072
-
-
-@dataclass(frozen=True)
-class GroupStats:
-    """Blocks of one group: free + held = total; ``spare`` of the held ones would be given up for a running request, and
-    ``promised`` of the free and spare ones are set aside."""
-
-    name: str
-    total: int
-    free: int
-    held: int
-    spare: int
-    promised: int
-    peak_held: int
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """Counters since the cache was made."""
-
-    running: int
-    max_requests: int
-    opened: int
-    closed: int
-    computed_tokens: int
-    """Tokens committed: prompt and output tokens that went through the model."""
-    cached_tokens: int
-    """Prompt tokens that did not have to be computed."""
-    evicted_blocks: int
-    evicted_checkpoints: int
-    nbytes: int
-    groups: tuple[GroupStats, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, for JSON."""
-        return asdict(self)
 
 
 class Books:
@@ -244,14 +208,7 @@ class Books:
 
         Returns the blocks it may come to hold in each group. Raises NeverFits with what it would need.
         """
-        if num_tokens > self.max_context:
-            hint = self._sizes(num_tokens)
-            raise NeverFits(f"{num_tokens} tokens are more than the longest context of {self.max_context}; {hint}")
-        wanted = [self._wanted_blocks(ledger, room, num_tokens) for ledger in self.ledgers]
-        if not self.plan.holds(wanted):
-            need = format_bytes(sum(n * ledger.plan.row_nbytes for n, ledger in zip(wanted, self.ledgers)))
-            raise NeverFits(f"{num_tokens} tokens need {wanted} blocks, {need} in all; {self._sizes(num_tokens)}")
-        return wanted
+        return self.plan.blocks_wanted(num_tokens, room, self.max_context)
 
     # -- called by sequences -----------------------------------------------------------------------------------------
 
@@ -533,23 +490,3 @@ class Books:
             if sequence.is_open:
                 sequence.close()
         self._is_open = False
-
-    def _wanted_blocks(self, ledger: GroupLedger, room: int, total: int) -> int:
-        """Blocks to promise for ``total`` tokens of which ``room`` are written at once. Raises NeverFits."""
-        first = ceil_div(room, ledger.block_size)
-        blocks = max(first, ledger.plan.blocks_for(total))
-        if blocks > ledger.plan.num_blocks:
-            chunked = ledger.plan.blocks_for(total) <= ledger.plan.num_blocks
-            hint = "open it with a smaller room and extend chunk by chunk" if chunked else self._sizes(total)
-            raise NeverFits(
-                f"{total} tokens need {blocks} blocks of {ledger.name}, which has {ledger.plan.num_blocks}; {hint}"
-            )
-        return blocks
-
-    def _sizes(self, num_tokens: int) -> str:
-        """How many bytes a request of that length takes, as the end of an error."""
-        need = self.plan.nbytes if self.plan.num_sectors else 0
-        for group in self.plan.groups:
-            blocks = group.num_blocks if group.demand.growth.is_state else group.blocks_for(num_tokens)
-            need += (blocks + 1) * group.row_nbytes
-        return f"a budget of at least {format_bytes(need)} would hold it (now {format_bytes(self.budget)})"

@@ -216,7 +216,8 @@ class Reuse:
     # -- publishing --------------------------------------------------------------------------------------------------
 
     def publish(self, slot: int, lease: Lease, sequence: Published) -> None:
-        """Make the whole committed blocks of ``sequence`` shareable; ``lease`` then covers them.
+        """Make the whole committed blocks of ``sequence`` shareable; ``lease`` then covers them. What is new counts as used
+        now, what was found as used when the request was opened: once each, for policies that count.
 
         Blocks that another request published meanwhile are adopted and the own copies freed.
         """

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpagoda.books import CacheStats
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.hf.compressed import CompressedRunner
 from kvpagoda.hf.lookup import propose
@@ -17,6 +16,7 @@ from kvpagoda.manager import KVCache
 from kvpagoda.preemption import Job, PreemptionPolicy, RunQueue
 from kvpagoda.schema import Compressed, Schema
 from kvpagoda.sequence import Sequence, Tokens, as_tokens
+from kvpagoda.stats import CacheStats
 
 
 class Answer(Job):

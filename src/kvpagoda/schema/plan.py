@@ -170,6 +170,38 @@ class Plan:
         """How many requests of ``num_tokens`` tokens run at once."""
         return _largest(self.max_requests + 1, lambda n: self.fits(n, num_tokens))
 
+    def blocks_wanted(self, num_tokens: int, room: int = 0, longest: int | None = None) -> list[int]:
+        """The blocks of each group that one request of ``num_tokens`` tokens may come to hold, ``room`` of them written at
+        once. Raises NeverFits, with what it would need, if the empty cache cannot hold them or ``longest`` is passed."""
+        if longest is not None and num_tokens > longest:
+            raise NeverFits(
+                f"{num_tokens} tokens are more than the longest context of {longest}; {self._enough(num_tokens)}"
+            )
+        wanted = []
+        for group in self.groups:
+            at_most = group.blocks_for(num_tokens)
+            blocks = max(ceil_div(room, group.block_size), at_most)
+            if blocks > group.num_blocks:
+                fits_in_chunks = at_most <= group.num_blocks
+                hint = "open it with a smaller room and extend chunk by chunk"
+                raise NeverFits(
+                    f"{num_tokens} tokens need {blocks} blocks of group {group.name!r}, which has {group.num_blocks}; "
+                    f"{hint if fits_in_chunks else self._enough(num_tokens)}"
+                )
+            wanted.append(blocks)
+        if not self.holds(wanted):
+            need = format_bytes(sum(blocks * group.row_nbytes for blocks, group in zip(wanted, self.groups)))
+            raise NeverFits(f"{num_tokens} tokens need {wanted} blocks, {need} in all; {self._enough(num_tokens)}")
+        return wanted
+
+    def _enough(self, num_tokens: int) -> str:
+        """How many bytes would hold a request of that length, as the end of an error."""
+        need = self.nbytes if self.num_sectors else 0
+        for group in self.groups:
+            blocks = group.num_blocks if group.demand.growth.is_state else group.blocks_for(num_tokens)
+            need += (blocks + 1) * group.row_nbytes
+        return f"a budget of at least {format_bytes(need)} would hold it (now {format_bytes(self.budget)})"
+
     def to_dict(self) -> dict[str, Any]:
         """Every figure as plain data, for JSON."""
         return {
