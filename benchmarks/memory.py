@@ -13,7 +13,7 @@ def measure(options: Options) -> list[Row]:
     """A process of its own for each figure: memory that was once taken is not given back."""
     rows: list[Row] = []
     gone: dict[str, str] = {}
-    cached = 5_000 if options.quick else 200_000
+    cached = 5_000 if options.quick else 50_000
     for shape, per_edge in SHAPES.items():
         for name in [name for name in PEERS if name in options.peers]:
             with Peers(Options(options.quick, (name,))) as peers:
