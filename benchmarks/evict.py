@@ -6,7 +6,7 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.timing import Row, seconds, tell
+from benchmarks.timing import Options, Row, seconds, tell
 from kvpagoda.prefix import PrefixTree
 
 QUESTION = "What does it cost to evict a block, and does it cost the same in a large cache?"
@@ -36,17 +36,19 @@ def per_block(tree: PrefixTree, num_blocks: int, calls: int) -> float:
     return median(seconds(run) for _ in range(RUNS)) / (num_blocks * calls)
 
 
-def measure() -> list[Row]:
+def measure(options: Options) -> list[Row]:
     rows: list[Row] = []
+    sizes = (10_000,) if options.quick else SIZES
+    many = 1000 if options.quick else MANY
     for shape, per_edge in SHAPES.items():
         first = 0.0
-        for size in SIZES:
+        for size in sizes:
             tree = cache_of(size, per_edge)
             taken = per_block(tree, CALL, calls=1 if size < 10_000 else 10)
             first = first or taken
             rows.append(row(shape, size, CALL, taken, taken / first))
-        taken = per_block(tree, MANY, calls=1)
-        rows.append(row(shape, SIZES[-1], MANY, taken, taken / first))
+        taken = per_block(tree, many, calls=1)
+        rows.append(row(shape, sizes[-1], many, taken, taken / first))
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.timing import Row, medians, tell
+from benchmarks.timing import Options, Row, medians, tell
 from kvpagoda.prefix import PrefixTree
 
 QUESTION = "How much more than one compare and one gather does the match of a 128K-token prompt cost?"
@@ -24,12 +24,12 @@ def cached(tokens: np.ndarray, block_size: int, edges: int) -> PrefixTree:
     return tree
 
 
-def measure() -> list[Row]:
+def measure(options: Options) -> list[Row]:
     tokens = np.random.default_rng(0).integers(0, 150_000, NUM_TOKENS).astype(np.int32)
     asked = tokens.copy()
     missing = tokens + np.int32(200_000)
     rows: list[Row] = []
-    for block_size in (1, 16, 64):
+    for block_size in (16,) if options.quick else (1, 16, 64):
         one, many = cached(tokens, block_size, 1), cached(tokens, block_size, NUM_EDGES)
         assert one.match(asked).num_tokens == many.match(asked).num_tokens == NUM_TOKENS
         assert not one.match(missing).num_tokens
@@ -41,7 +41,7 @@ def measure() -> list[Row]:
             f"{NUM_EDGES} edges": lambda tree=many: tree.match(asked),
             "missing": lambda tree=one: tree.match(missing),
         }
-        found = medians(calls, runs=9, repeat=50)
+        found = medians(calls, runs=options.runs, repeat=3 if options.quick else 50)
         limit = found["compare and gather"]
         rows += [
             {"block_size": block_size, "cached_as": name, "us": taken * 1e6, "ratio": taken / limit}

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.timing import Row, tell
+from benchmarks.timing import Options, Row, tell
 from kvpagoda.replay import serve, synthetic
 from kvpagoda.schema import Schema
 from kvpagoda.schema.presets import PRESETS
 
+QUESTION = "How much memory is of no use where it lies?"
 GEMMA3_27B = {
     "model_type": "gemma3_text", "num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128,
     "num_key_value_heads": 16, "sliding_window": 1024, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
@@ -34,13 +35,18 @@ MODELS: list[tuple[str, dict[str, Any] | None, str]] = [
 ]
 
 
-def measure(num_requests: int = 250) -> list[Row]:
-    trace, rows = synthetic(num_requests), []
+def schema_of(config: dict[str, Any] | None) -> Schema:
+    """The schema of a model of ``MODELS``, without limits of the model's own."""
+    schema = PRESETS["deepseek-v4-flash"]("raw") if config is None else Schema.from_hf_config(config)
+    return replace(schema, max_positions=None)
+
+
+def measure(options: Options) -> list[Row]:
+    trace, rows = synthetic(60 if options.quick else 250), []
     for name, config, budget in MODELS:
-        schema = PRESETS["deepseek-v4-flash"]("raw") if config is None else Schema.from_hf_config(config)
         for shared in (True, False):
             served = serve(
-                trace, replace(schema, max_positions=None), budget,
+                trace, schema_of(config), budget,
                 tokens_per_id=64, max_requests=32, step_tokens=1024, shared=shared,
             )  # fmt: skip
             rows.append(
@@ -58,4 +64,4 @@ def measure(num_requests: int = 250) -> list[Row]:
 
 
 if __name__ == "__main__":
-    tell("one_budget", "How much memory is of no use where it lies?", measure)
+    tell("one_budget", QUESTION, measure)

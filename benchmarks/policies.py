@@ -5,13 +5,11 @@ Needs the traces, in ``KVPAGODA_TRACES`` or beside the checkout in ``../shared/t
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from benchmarks.timing import Row, tell
+from benchmarks.timing import Options, Row, tell
+from benchmarks.workload import TRACES
 from kvpagoda.replay import Trace, hit_rate_curve
 
-TRACES = Path(os.environ.get("KVPAGODA_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
+QUESTION = "Hit rate in percent of each policy on the public traces"
 POLICIES = ("lru", "s3fifo", "arc", "auto")
 CASES = [
     ("mooncake_conversation.jsonl.gz", None, (1_827, 3_656, 9_139, 18_279, 36_558)),
@@ -21,9 +19,11 @@ CASES = [
 ]
 
 
-def measure() -> list[Row]:
+def measure(options: Options) -> list[Row]:
     rows: list[Row] = []
-    for file, limit, capacities in CASES:
+    for file, limit, capacities in CASES[:1] if options.quick else CASES:
+        if options.quick:
+            limit, capacities = 500, capacities[:1]
         if not (TRACES / file).exists():
             continue
         trace = Trace.read(TRACES / file, limit).by_arrival()
@@ -35,4 +35,4 @@ def measure() -> list[Row]:
 
 
 if __name__ == "__main__":
-    tell("policies", "Hit rate in percent of each policy on the public traces", measure)
+    tell("policies", QUESTION, measure)

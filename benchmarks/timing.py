@@ -8,13 +8,28 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from types import TracebackType
 from typing import Any
+
+from benchmarks.peers import PEERS, Absent, Process
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """``quick``: small sizes, seconds in all, to see that everything works. ``peers``: whom to ask. ``only``: cases whose
+    name holds this text. ``runs``: rounds; a figure is their median."""
+
+    quick: bool = False
+    peers: tuple[str, ...] = PEERS
+    only: str = ""
+    runs: int = 5
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -33,42 +48,125 @@ def medians(calls: Mapping[str, Callable[[], object]], runs: int = 7, repeat: in
     return {name: median(times) for name, times in taken.items()}
 
 
+class Peers:
+    """The peers that can be had, in processes of their own, and why the others cannot; of those with ``call``, if given."""
+
+    def __init__(self, options: Options, call: str | None = None) -> None:
+        self.found: list[Process] = []
+        self.absent: dict[str, str] = {}
+        for name in options.peers:
+            try:
+                process = Process(name)
+            except Absent as reason:
+                self.absent[name] = str(reason)
+                continue
+            if call is None or call in process.can:
+                self.found.append(process)
+            else:
+                process.close()
+
+    def ask(self, task: str, runs: int = 1, *, block_size: int, **arguments: Any) -> dict[Process, dict[str, Any]]:
+        """Ask everybody who can have such blocks in turn, ``runs`` times; the median of each figure. Who fails is absent
+        from then on, with its error."""
+        told: dict[Process, list[dict[str, Any]]] = {one: [] for one in self.found if one.least_block <= block_size}
+        for _ in range(runs):
+            for process in [process for process in told if process in self.found]:
+                try:
+                    told[process].append(process.ask(task, block_size=block_size, **arguments))
+                except RuntimeError as error:
+                    self.absent[process.name] = str(error)
+                    self.found.remove(process)
+                    process.close()
+        return {
+            process: {key: median(one[key] for one in answers) for key in answers[0]}
+            for process, answers in told.items()
+            if process in self.found
+        }
+
+    def absentees(self) -> list[Row]:
+        """Rows that say who could not be asked, and why."""
+        return [{"who": name, "absent": reason} for name, reason in self.absent.items()]
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.found:
+            process.close()
+
+
 def machine() -> dict[str, str | int | None]:
     """Where and with what this was measured."""
     names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor(),
         "cpus": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         **{name: version(name) for name in ("kvpagoda", "numpy", "torch")},
     }
 
 
-def tell(name: str, question: str, measure: Callable[[], list[Row]]) -> None:
-    """Measure and print rows, as JSON with ``--json``; with ``--save`` keep them in ``benchmarks/results/<name>.json``."""
+def result(question: str, measure: Callable[[Options], list[Row]], options: Options) -> dict[str, Any]:
+    """What is kept of one question: its rows, and from them who was there, in which version, and who was absent and why."""
+    started = machine()
+    found = measure(options)
+    rows = [row for row in found if "absent" not in row]
+    return {
+        "question": question,
+        "machine": started,
+        "versions": {row["who"].split(",")[0]: row.pop("version") for row in rows if "version" in row},
+        "absent": {row["who"]: row["absent"] for row in found if "absent" in row},
+        "quick": options.quick,
+        "rows": rows,
+    }
+
+
+def save(name: str, found: dict[str, Any], *, is_part: bool = False) -> Path:
+    """Keep a result in ``benchmarks/results/<name>.json``. Of a part of the cases: the rows of the others stay as they were,
+    each with the machine of its own time."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    measured = {row.get("case") for row in found["rows"]}
+    old = json.loads(path.read_text()) if is_part and path.exists() else {"rows": [], "machine": {}}
+    kept = [row for row in old["rows"] if row.get("case") not in measured]
+    kept = [row if "machine" in row else {**row, "machine": old["machine"]} for row in kept]
+    path.write_text(json.dumps({**found, "rows": [*kept, *found["rows"]]}, indent=1) + "\n")
+    return path
+
+
+def tell(name: str, question: str, measure: Callable[[Options], list[Row]]) -> None:
+    """The command line of one question: ``python -m benchmarks.NAME [--quick] [--json] [--save]``."""
+    from benchmarks.show import table
+
     parser = argparse.ArgumentParser(description=question)
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    options = options_of(arguments)
+    found = result(question, measure, options)
+    if arguments.save:
+        save(name, found, is_part=bool(options.only))
+    print(json.dumps(found, indent=2) if arguments.json else table(found))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="small sizes: a look in seconds, no figures to quote")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--save", action="store_true", help=f"also write benchmarks/results/{name}.json")
-    options = parser.parse_args()
-    result = {"question": question, "machine": machine(), "rows": measure()}
-    text = json.dumps(result, indent=2)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.json").write_text(text + "\n")
-    print(text if options.json else _table(question, result["rows"]))
+    parser.add_argument("--save", action="store_true", help="also write benchmarks/results/*.json")
+    parser.add_argument("--peers", default=",".join(PEERS), help="whom to compare, with commas between")
+    parser.add_argument("--only", default="", help="only cases whose name holds this text, e.g. 'conversation 16 3M'")
+    parser.add_argument("--runs", type=int, default=5, help="rounds; a figure is their median")
 
 
-def _table(question: str, rows: list[Row]) -> str:
-    lines = [list(rows[0]), *([_short(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        [question, "", *("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)]
-    )
-
-
-def _short(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+def options_of(arguments: argparse.Namespace) -> Options:
+    names = tuple(name for name in arguments.peers.split(",") if name)
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise SystemExit(f"no peer {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    return Options(arguments.quick, names, arguments.only, arguments.runs)
 
 
 def _cpuinfo() -> list[str]:

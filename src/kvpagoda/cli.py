@@ -1,8 +1,9 @@
-"""The command line: ``kvpagoda plan``, ``generate`` and ``replay``. Exit 0 on success, 2 on bad input with one line."""
+"""The command line: ``kvpagoda plan``, ``generate``, ``replay``, ``bench``. Exit 0, or 2 on bad input with one line."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,6 +161,20 @@ def replay_trace(
             trace, _schema(schema, None, "raw"), [part.strip() for part in budget.split(",")], policy, max_requests,
             _lengths(checkpoint_every, "--checkpoint-every"), tokens_per_id, as_json, limit, by_arrival, seed,
         )  # fmt: skip
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Measure the host path, beside other engines where they are installed (in a source checkout; --help there)."""
+    with one_line_errors():
+        root = Path(__file__).parents[2]
+        if not (root / "benchmarks" / "__main__.py").exists():
+            raise BadInput(
+                f"the benchmarks are in the repository, not in the installed package: no {root / 'benchmarks'}; "
+                f"run 'python -m benchmarks' in a checkout"
+            )
+    done = subprocess.run([sys.executable, "-m", "benchmarks", *context.args], cwd=root)
+    raise typer.Exit(done.returncode)
 
 
 def main() -> None:

@@ -1,0 +1,54 @@
+"""``python -m benchmarks [NAME ..] [--quick] [--json] [--save]``: measure, and tell. ``--show`` tells what was saved."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+
+from benchmarks.show import plots, table
+from benchmarks.timing import RESULTS, add_arguments, options_of, result, save
+
+NAMES = (
+    "match", "lookup", "allocate", "step", "evict", "evict_many", "memory", "growth", "hybrid", "one_budget", "policies",
+    "replay",
+)  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="kvpagoda bench",
+        description="Measure the host path, beside other engines where they are installed: see benchmarks/peers.",
+    )
+    parser.add_argument("names", nargs="*", help=f"questions (default: all of {', '.join(NAMES)})")
+    add_arguments(parser)
+    parser.add_argument(
+        "--show", action="store_true", help="measure nothing: tables of what was saved, and plots of it"
+    )
+    asked = parser.parse_args(arguments)
+    unknown = [name for name in asked.names if name not in NAMES]
+    if unknown:
+        parser.error(f"no question {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    options = options_of(asked)
+    told = {}
+    for name in asked.names or NAMES:
+        if asked.show:
+            path = RESULTS / f"{name}.json"
+            if not path.exists():
+                continue
+            told[name] = json.loads(path.read_text())
+        else:
+            question = importlib.import_module(f"benchmarks.{name}")
+            told[name] = result(question.QUESTION, question.measure, options)
+            if asked.save:
+                save(name, told[name], is_part=bool(options.only))
+        if not asked.json:
+            print(table(told[name]), end="\n\n", flush=True)
+    if asked.json:
+        print(json.dumps(told, indent=2))
+    if asked.save or asked.show:
+        plots(told, RESULTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Evicting 10,000 blocks at once from a large cache. ``evict`` goes to a million leaves of one block, ours alone: publishing
+so many through the lives of requests takes every engine too long."""
+
+from __future__ import annotations
+
+from benchmarks.compare import compare
+from benchmarks.timing import Options, Row, tell
+
+QUESTION = "What does evicting 10,000 cached blocks at once cost? Microseconds a block"
+SHAPES = {
+    "of 1,000,000 blocks, in texts of 1,000": (1_000_000, 1000),
+    "of 100,000 blocks, in texts of one": (100_000, 1),
+}
+
+
+def measure(options: Options) -> list[Row]:
+    evicted = 400 if options.quick else 10_000
+    cases = [
+        (
+            name,
+            {
+                "cached": 4000 if options.quick else cached,
+                "per_edge": per_edge,
+                "num_blocks": evicted,
+                "block_size": 16,
+            },
+        )
+        for name, (cached, per_edge) in SHAPES.items()
+    ]
+    return compare(options, "evict", cases, needs="evict", per=evicted)
+
+
+if __name__ == "__main__":
+    tell("evict_many", QUESTION, measure)

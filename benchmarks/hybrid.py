@@ -1,0 +1,96 @@
+"""A trace served with the layers of hybrid models, beside full attention with the same blocks, capacity and chunks."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import replace
+
+from benchmarks.one_budget import MODELS, schema_of
+from benchmarks.peers.ours import FULL
+from benchmarks.peers.tasks import TOGETHER
+from benchmarks.timing import Options, Row, tell
+from benchmarks.workload import GENERATED, Tokens, Workload, workload
+from kvpagoda.books import Books
+from kvpagoda.schema import Schema
+from kvpagoda.sequence import Sequence
+
+QUESTION = "What do windows, states and compressed layers cost the host, beside full attention?"
+CAPACITY, STEP_TOKENS = 3_000_000, 8192
+
+
+def schemas() -> dict[str, Schema]:
+    return {name: replace(schema_of(config), vocab_size=None) for name, config, _ in MODELS}
+
+
+def serve(schema: Schema, block_size: int, work: Workload, capacity: int) -> tuple[float, float]:
+    """Seconds of CPU time, and percent of prompt tokens reused, for the whole trace. Prompts are computed in chunks that end
+    where a checkpoint is due. ``capacity``: tokens of full attention that the budget holds beside the other layers' share."""
+    options = {"max_requests": 80, "block_size": block_size, "step_tokens": STEP_TOKENS}
+    plan = schema.plan(num_blocks=capacity // block_size, **options)
+    if len(plan.groups) > 1:
+        plan = schema.plan(plan.nbytes, **options)
+    books = Books(plan, max_context=max(map(work.length, range(len(work)))))
+    running: dict[int, Sequence] = {}
+    taken, hits, prompts = 0.0, 0, 0
+    gc.collect()
+    gc.freeze()
+    steps = work.steps(capacity)
+    for first in range(0, len(steps), TOGETHER):
+        batch = steps[first : first + TOGETHER]
+        texts = {i: (work.prompt(i), work.output(i)) for i in batch if i >= 0}
+        start = time.process_time()
+        for i in batch:
+            if i < 0:
+                running.pop(~i).close()
+            else:
+                prompt, output = texts[i]
+                running[i] = books.open(prompt, room=0, reserve=len(prompt) + len(output))
+                hits += running[i].length
+                _compute(books, running[i], prompt, output)
+        taken += time.process_time() - start
+        prompts += sum(len(prompt) for prompt, _ in texts.values())
+    books.check()
+    gc.unfreeze()
+    return taken, 100 * hits / prompts
+
+
+def _compute(books: Books, sequence: Sequence, prompt: Tokens, output: Tokens) -> None:
+    """The prompt in chunks; the output up to its last block boundary, where a checkpoint is due, and the rest."""
+    while sequence.length < len(prompt):
+        end = min(sequence.length + STEP_TOKENS, books.next_checkpoint(sequence) or len(prompt))
+        sequence.extend(end - sequence.length)
+        sequence.commit(prompt[sequence.length : end])
+    whole = (len(prompt) + len(output)) // books.block_size * books.block_size
+    first = max(0, whole - len(prompt))
+    for part in (output[:first], output[first:]):
+        if len(part):
+            sequence.extend(len(part))
+            sequence.commit(part)
+
+
+def measure(options: Options) -> list[Row]:
+    work = workload(GENERATED, 40) if options.quick else workload("conversation")
+    capacity = 200_000 if options.quick else CAPACITY
+    rows: list[Row] = []
+    for name, schema in schemas().items():
+        if options.only not in name:
+            continue
+        block_size = schema.block_size(None)
+        served: dict[str, list[tuple[float, float]]] = {name: [], "full attention": []}
+        for _ in range(options.runs):
+            for who, one in ((name, schema), ("full attention", FULL)):
+                served[who].append(serve(one, block_size, work, capacity))
+        seconds = {who: sorted(taken)[len(taken) // 2] for who, taken in served.items()}
+        rows += [
+            {
+                "case": f"{name}, block {block_size}", "layers": who, "seconds": taken,
+                "over_full": taken / seconds["full attention"][0], "hit_percent": hit,
+            }
+            for who, (taken, hit) in seconds.items()
+        ]  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    tell("hybrid", QUESTION, measure)

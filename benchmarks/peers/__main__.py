@@ -1,0 +1,42 @@
+"""The process of one peer: tasks as JSON lines on standard input, figures on standard output."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+from benchmarks.peers import tasks
+
+CALLS = ("lookup", "step", "take", "give", "evict")
+
+
+def main(name: str) -> None:
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a peer prints is not an answer
+
+    def tell(answer: dict[str, Any]) -> None:
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+    try:
+        peer = importlib.import_module(f"benchmarks.peers.{name}")
+    except Exception as error:  # whatever a package raises while it is imported, it is not to be had here
+        tell({"absent": f"{type(error).__name__}: {error}".splitlines()[0]})
+        return
+    can = [call for call in CALLS if hasattr(peer.Peer, call)]
+    tell({"version": peer.VERSION, "least_block": peer.LEAST_BLOCK, "can": can})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            tell(getattr(tasks, asked.pop("task"))(peer.Peer, **asked))
+        except Exception as error:
+            traceback.print_exc()
+            tell({"error": f"{type(error).__name__}: {error}"})
+
+
+main(sys.argv[1])
+os._exit(0)  # engines leave threads behind

@@ -1,0 +1,96 @@
+"""This library through the whole life of a request: open with a reserve, commit, extend, commit, close; default checks."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.workload import Tokens
+from kvpagoda import KVCache
+from kvpagoda.books import Books
+from kvpagoda.schema import Attention, Layer, Schema
+from kvpagoda.sequence import Sequence
+
+VERSION, LEAST_BLOCK = version("kvpagoda"), 1
+FULL = Schema((Layer(0, "full_attention", (Attention(1, 1, 1, "float16"),)),), "full attention")
+ARRAYS = ("block_table", "cache_seqlens", "slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len")
+"""What FlashAttention and FlashInfer take."""
+ONE = np.ones(1, np.int32)
+torch.set_num_threads(1)
+
+
+class Peer:
+    """Books with no memory behind them; the first ``step`` asks for index arrays, and those of a cache with memory."""
+
+    excluded = 0.0
+
+    def __init__(self, capacity: int, block_size: int, longest: int, at_once: int) -> None:
+        self._plan = FULL.plan(num_blocks=capacity // block_size, max_requests=at_once, block_size=block_size)
+        self._longest = longest
+        self.books = Books(self._plan, max_context=longest)
+        self._running: dict[int, Sequence] = {}
+        self._namespace = b""
+        self._stepping: tuple[KVCache, list[Sequence]] | None = None
+
+    @staticmethod
+    def tokens(ids: Tokens) -> Tokens:
+        return ids
+
+    def admit(self, i: int, prompt: Tokens, num_output: int) -> int:
+        sequence = self._running[i] = self.books.open(prompt, reserve=len(prompt) + num_output)
+        hit, self._namespace = sequence.length, sequence.namespace
+        sequence.commit(prompt[hit:])
+        return hit
+
+    def append(self, i: int, output: Tokens) -> None:
+        sequence = self._running[i]
+        sequence.extend(len(output))
+        sequence.commit(output)
+
+    def finish(self, i: int) -> None:
+        self._running.pop(i).close()
+
+    def lookup(self, prompt: Tokens) -> int:
+        return self.books.reuse.find(prompt, self._namespace)[1].num_tokens
+
+    def step(self) -> None:
+        """A token for every request, and the index arrays of both dialects."""
+        if self._stepping is None:
+            self._stepping = self._with_memory()
+        cache, sequences = self._stepping
+        for sequence in sequences:
+            sequence.extend(1)
+        arrays = cache.batch(sequences, [1] * len(sequences)).layer(0).arrays
+        for name in ARRAYS:
+            getattr(arrays, name)  # made when it is asked for
+        for sequence in sequences:
+            sequence.commit(ONE)
+
+    def _with_memory(self) -> tuple[KVCache, list[Sequence]]:
+        plan = self._plan
+        cache = KVCache(
+            FULL, num_blocks=plan.groups[0].num_blocks, max_requests=plan.max_requests, block_size=plan.block_size,
+            max_context=self._longest, device="cpu",
+        )  # fmt: skip
+        sequences = []
+        for old in self._running.values():
+            sequence = cache.open(old.tokens, reserve=self._longest)
+            sequence.commit(old.tokens[sequence.length :])
+            sequences.append(sequence)
+        return cache, sequences
+
+    def take(self, num_blocks: int) -> Any:
+        return self.books.ledgers[0].take_free(num_blocks)
+
+    def give(self, blocks: Any) -> None:
+        self.books.ledgers[0].release(blocks)
+
+    def evict(self, num_blocks: int) -> None:
+        ledger = self.books.ledgers[0]
+        ledger.reclaim(num_blocks)
+
+    def check(self) -> None:
+        self.books.check()

@@ -1,0 +1,161 @@
+"""What is asked of a peer, the same of each. Seconds of this process's CPU time, tokens, bytes."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.workload import VOCABULARY, Tokens, workload
+
+Figures = dict[str, Any]
+TOGETHER = 64
+"""Steps of a replay between two looks at the clock, for which tokens are made ready outside of the time."""
+now = time.process_time
+
+
+def replay(peer: Any, *, trace: str, limit: int | None, capacity: int, block_size: int) -> Figures:
+    """Every request of a trace from admission to its end: seconds in all, and the tokens found."""
+    work = workload(trace, limit)
+    steps = work.steps(capacity)
+    cache = peer(capacity, block_size, max(map(work.length, range(len(work)))), 80)
+    gc.collect()
+    gc.freeze()
+    taken = hits = prompts = requests = 0
+    for first in range(0, len(steps), TOGETHER):
+        batch = steps[first : first + TOGETHER]
+        texts = {i: (cache.tokens(work.prompt(i)), cache.tokens(work.output(i))) for i in batch if i >= 0}
+        start = now()
+        for i in batch:
+            if i < 0:
+                cache.finish(~i)
+            else:
+                prompt, output = texts[i]
+                hits += cache.admit(i, prompt, len(output))
+                cache.append(i, output)
+        taken += now() - start
+        prompts += sum(len(prompt) for prompt, _ in texts.values())
+        requests += len(texts)
+    cache.check()
+    excluded = cache.excluded
+    gc.unfreeze()
+    return {
+        "seconds": taken, "excluded": excluded, "requests": requests, "prompt_tokens": prompts,
+        "hit_percent": 100 * hits / max(1, prompts),
+    }  # fmt: skip
+
+
+def lookup(peer: Any, *, num_tokens: int, edges: int, block_size: int, repeats: int) -> Figures:
+    """Find a prompt of ``num_tokens`` tokens that is cached in ``edges`` pieces (0: not at all)."""
+    text = _random(num_tokens)
+    cache = peer(3 * num_tokens, block_size, num_tokens + block_size, 8)
+    for part in range(1, edges + 1):  # each leaves a branch behind, so that what follows is a piece of its own
+        other = np.full(block_size, part % VOCABULARY, np.int32)
+        prompt = text if part == edges else np.concatenate((text[: num_tokens * part // edges], other))
+        cache.admit(0, cache.tokens(prompt), 1)
+        cache.append(0, cache.tokens(other[:1]))
+        cache.finish(0)
+    asked = cache.tokens(text.copy())
+    return {"seconds": _best(lambda: cache.lookup(asked), repeats), "hit": cache.lookup(asked)}
+
+
+def step(peer: Any, *, context: int, requests: int, block_size: int, repeats: int) -> Figures:
+    """One decode step of ``requests`` requests with ``context`` tokens each. The median of ``repeats`` steps."""
+    room = context + repeats + 8 + block_size
+    cache = peer(requests * (room + block_size), block_size, room, requests)
+    for i in range(requests):
+        prompt = np.full(context, i, np.int32)
+        cache.admit(i, cache.tokens(prompt), repeats + 8)
+    times = []
+    for _ in range(repeats + 2):
+        start = now()
+        cache.step()
+        times.append(now() - start)
+    return {"seconds": median(times[2:])}
+
+
+def admission(peer: Any, *, cached: int, per_edge: int, num_tokens: int, block_size: int, repeats: int) -> Figures:
+    """The whole life of a request of ``num_tokens`` tokens, of which half are cached, in a cache of ``cached`` blocks."""
+    cache = _filled(peer, cached, per_edge, block_size, num_tokens)
+    known = _random(num_tokens // 2, 2**31)
+    times = []
+    for i in range(repeats + 1):
+        prompt = cache.tokens(np.concatenate((known, _random(num_tokens - len(known), 2**31 + 1 + i))))
+        start = now()
+        cache.admit(0, prompt, 1)
+        cache.append(0, cache.tokens(prompt[:1]))
+        cache.finish(0)
+        times.append(now() - start)
+    return {"seconds": median(times[1:])}
+
+
+def allocate(peer: Any, *, num_blocks: int, block_size: int, repeats: int) -> Figures:
+    """Take ``num_blocks`` blocks and give them back."""
+    cache = peer(4 * max(num_blocks, 1024) * block_size, block_size, 1024, 8)
+    return {"seconds": _best(lambda: cache.give(cache.take(num_blocks)), repeats, repeat=max(3, 3000 // num_blocks))}
+
+
+def evict(peer: Any, *, cached: int, per_edge: int, num_blocks: int, block_size: int, repeats: int) -> Figures:
+    """Evict ``num_blocks`` of ``cached`` blocks, that were published as texts of ``per_edge`` blocks each."""
+    cache = _filled(peer, cached, per_edge, block_size)
+    times = []
+    for _ in range(repeats):
+        start = now()
+        cache.evict(num_blocks)
+        times.append(now() - start)
+    return {"seconds": median(times)}
+
+
+def memory(peer: Any, *, cached: int, per_edge: int, block_size: int) -> Figures:
+    """Bytes that this process grows by, from before there is a cache to when ``cached`` blocks are in it, of each block.
+    The first task of a process, so that nothing is reused."""
+    _filled(peer, 8, 8, block_size)
+    gc.collect()
+    before = _resident()
+    cache = _filled(peer, cached, per_edge, block_size)
+    gc.collect()
+    nbytes = _resident() - before
+    del cache
+    return {"bytes_a_block": nbytes / cached}
+
+
+def _filled(peer: Any, cached: int, per_edge: int, block_size: int, longest: int = 0) -> Any:
+    """A cache of ``cached`` blocks, full of texts of ``per_edge`` blocks that have nothing in common, in which a request of
+    ``longest`` tokens still fits."""
+    room = per_edge * block_size
+    longest = max(longest, room) + block_size
+    cache = peer(cached * block_size + 2 * longest, block_size, longest, 8)
+    for i in range(cached // per_edge):
+        text = _random(room, i)
+        text[0], text[1 % room] = i % VOCABULARY, i // VOCABULARY
+        cache.admit(0, cache.tokens(text), 1)
+        cache.append(0, cache.tokens(text[:1]))
+        cache.finish(0)
+    return cache
+
+
+def _random(n: int, seed: int = 0) -> Tokens:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, n, np.int32)
+
+
+def _best(call: Callable[[], object], repeats: int, repeat: int = 3) -> float:
+    """The median of ``repeats`` rounds, each the best of ``repeat`` calls; seconds."""
+    rounds = []
+    for _ in range(repeats):
+        times = []
+        for _ in range(repeat):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        rounds.append(min(times))
+    return median(rounds)
+
+
+def _resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -1,0 +1,93 @@
+"""Saved results as tables for a terminal, and as plots."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def table(found: dict[str, Any], width: int = 80) -> str:
+    """One question and its rows, in lines of at most ``width`` characters; a case is a line above its rows."""
+    columns = [
+        key for key in dict.fromkeys(key for row in found["rows"] for key in row) if key not in ("case", "machine")
+    ]
+    made = Table(box=None, pad_edge=False)
+    for column in columns:
+        is_text = any(isinstance(row.get(column), str) for row in found["rows"])
+        made.add_column(column.replace("_", " "), justify="left" if is_text else "right", overflow="fold")
+    case = None
+    for row in found["rows"]:
+        if row.get("case") != case:
+            case = row["case"]
+            made.add_row(f"[bold]{case}[/bold]")
+        made.add_row(*(_short(row.get(column, "")) for column in columns))
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None, highlight=False)
+    console.print(found["question"] + "\n")
+    console.print(made)
+    at = found["machine"]
+    versions = "".join(f", {name} {version}" for name, version in found.get("versions", {}).items() if version != "-")
+    load = f", load {at['load']}" if "load" in at else ""
+    console.print(f"\n{at['cpu']}, {at['cpus']} cores{load}, Python {at['python']}{versions}")
+    for name, reason in found.get("absent", {}).items():
+        console.print(f"absent: {name} ({reason})", markup=False)
+    if found.get("quick"):
+        console.print("small sizes: to see that it works, not to quote")
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _short(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return "" if value is None else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def plots(results: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
+    """A picture of each question that compares somebody: how many times our time they take."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    made = []
+    for name, found in results.items():
+        rows = [row for row in found["rows"] if row.get("over_ours") is not None]
+        cases = list(dict.fromkeys(row["case"] for row in rows))
+        if not rows:
+            continue
+        figure, axes = pyplot.subplots(
+            len(cases), 1, squeeze=False, sharex=True, layout="constrained",
+            figsize=(7, 0.8 + sum(0.35 + 0.2 * _of(rows, case) for case in cases)),
+            gridspec_kw={"height_ratios": [1 + _of(rows, case) for case in cases]},
+        )  # fmt: skip
+        for axis, case in zip(axes[:, 0], cases):
+            of_case = [row for row in rows if row["case"] == case]
+            names, times = [row["who"] for row in of_case], [row["over_ours"] for row in of_case]
+            axis.hlines(names, 1, times, color="#4878a8", linewidth=2)
+            axis.plot(times, names, "o", color="#4878a8", markersize=4)
+            for who, over in zip(names, times):
+                side, text = ("left", (6, -3)) if over >= 1 else ("right", (-6, -3))
+                axis.annotate(_short(over), (over, who), text, textcoords="offset points", fontsize=7, ha=side)
+            axis.axvline(1, color="#888888", linewidth=0.8)
+            axis.set_xscale("log")
+            axis.set_title(case, loc="left", fontsize=8)
+            axis.set_ylim(len(names) - 0.5, -0.5)
+            axis.margins(x=0.12)
+            axis.tick_params(labelsize=7)
+        axes[-1, 0].set_xlabel("times our time (left of 1: faster than ours)", fontsize=8)
+        figure.suptitle(found["question"], fontsize=10, wrap=True)
+        path = folder / f"{name}.png"
+        figure.savefig(path, dpi=100)
+        pyplot.close(figure)
+        made.append(path)
+    return made
+
+
+def _of(rows: list[dict[str, Any]], case: str) -> int:
+    return sum(row["case"] == case for row in rows)

@@ -1,0 +1,23 @@
+"""One decode step for 256 requests: room for a token of each, and the step's index arrays where the host makes them."""
+
+from __future__ import annotations
+
+from benchmarks.compare import compare
+from benchmarks.timing import Options, Row, tell
+
+QUESTION = "What does a decode step of 256 requests cost the host, at short and at long context?"
+
+
+def measure(options: Options) -> list[Row]:
+    requests, contexts = (16, (256,)) if options.quick else (256, (1024, 131_072))
+    cases = [
+        (f"{requests} requests of {context:,} tokens", {"context": context, "requests": requests, "block_size": 16})
+        for context in contexts
+    ]
+    return compare(
+        Options(options.quick, options.peers, options.only, max(32, options.runs)), "step", cases, needs="step"
+    )
+
+
+if __name__ == "__main__":
+    tell("step", QUESTION, measure)

@@ -1,0 +1,178 @@
+"""The benchmarks: each runs in a tiny size, absent peers are told, and the ratios to others hold with a margin."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import evict, hybrid  # noqa: E402
+from benchmarks.__main__ import NAMES  # noqa: E402
+from benchmarks.peers import tasks  # noqa: E402
+from benchmarks.peers.ours import FULL, Peer  # noqa: E402
+from benchmarks.show import plots, table  # noqa: E402
+from benchmarks.timing import Options, Peers  # noqa: E402
+from benchmarks.workload import AT_ONCE, GENERATED, SHARE, TRACES, workload  # noqa: E402
+
+MARGIN = 1.5
+
+
+def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
+    command = [sys.executable, "-m", "kvpagoda.cli", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_question_runs_in_a_tiny_size(name: str) -> None:
+    done = bench(
+        name, "--quick", "--json", "--runs", "1", "--peers", "ours,nanovllm", KVPAGODA_BENCH_NANOVLLM="/nowhere"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)[name]
+    assert found["rows"] and found["quick"] and found["machine"]["numpy"] == np.__version__
+    measured = ("us", "seconds", "us_a_block", "bytes_a_block", "hit_percent", "lru")
+    for row in found["rows"]:
+        figures = [row[key] for key in measured if key in row]
+        assert figures and all(figure > 0 for figure in figures[:1]), row
+    if name not in ("policies", "one_budget") and found["versions"]:  # it asks others: one is there, one is not
+        assert set(found["versions"]) == {"ours"} and "nanovllm" in found["absent"]["nanovllm"]
+    assert max(map(len, table(found).splitlines())) <= 80
+
+
+def test_a_wrong_name_is_told_in_one_line() -> None:
+    done = bench("speed")
+    assert done.returncode == 2 and "no question speed; there are match" in done.stderr
+    assert bench("match", "--peers", "nobody").returncode == 1
+
+
+def test_an_installed_package_says_where_the_benchmarks_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    testing = pytest.importorskip("typer.testing")
+    from kvpagoda import cli
+
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "lib" / "kvpagoda" / "cli.py"))
+    done = testing.CliRunner().invoke(cli.app, ["bench", "--quick"])
+    assert (
+        done.exit_code == 2 and "the benchmarks are in the repository" in done.output and done.output.count("\n") == 1
+    )
+
+
+def test_plots_are_made_of_what_compares_somebody(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [{"case": "one", "who": who, "us": us, "over_ours": us} for who, us in (("ours", 1.0), ("other", 8.0))]
+    found = {"question": "Who?", "rows": rows}
+    made = plots({"step": found, "match": {"question": "?", "rows": [{"case": "one", "us": 1.0}]}}, tmp_path)
+    assert made == [tmp_path / "step.png"] and made[0].read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_workload_is_the_same_every_time_and_never_waits() -> None:
+    work = workload(GENERATED, 60)
+    again = workload.__wrapped__(GENERATED, 60)
+    for i in range(len(work)):
+        assert np.array_equal(work.prompt(i), again.prompt(i)) and np.array_equal(work.output(i), again.output(i))
+    chains = [tuple(work.trace.chain(i).tolist()) for i in range(len(work))]
+    shared = [(i, j) for i in range(60) for j in range(i) if chains[i][:1] and chains[i][:1] == chains[j][:1]]
+    assert shared and all(np.array_equal(work.prompt(i)[:64], work.prompt(j)[:64]) for i, j in shared)
+    capacity, used, running = 30_000, 0, set()
+    for i in work.steps(capacity):
+        running ^= {i if i >= 0 else ~i}
+        used = sum(work.length(one) for one in running)
+        assert used <= SHARE * capacity and len(running) <= AT_ONCE
+    assert not running
+
+
+def test_the_replay_finds_what_is_cached() -> None:
+    """With room for everything, what a request shares with any earlier one is found, up to its last token."""
+    found = tasks.replay(Peer, trace=GENERATED, limit=40, capacity=3_000_000, block_size=16)
+    work, best = workload(GENERATED, 40), 0
+    texts = [np.concatenate((work.prompt(i), work.output(i))) for i in range(len(work))]
+    for i in range(len(work)):
+        prompt, longest = work.prompt(i), 0
+        for earlier in texts[:i]:
+            n = min(len(prompt) - 1, len(earlier))
+            same = prompt[:n] == earlier[:n]
+            longest = max(longest, n if same.all() else int(same.argmin()))
+        best += longest
+    assert found["requests"] == 40
+    exact = 100 * best / found["prompt_tokens"]
+    assert exact - 2 < found["hit_percent"] <= exact  # the tails of blocks that were still being written
+
+
+def test_hybrid_layers_serve_the_same_requests() -> None:
+    work = workload(GENERATED, 12)
+    for name, schema in hybrid.schemas().items():
+        seconds, hits = hybrid.serve(schema, schema.block_size(None), work, 200_000)
+        assert seconds > 0 and 0 <= hits < 100, name
+
+
+# -- the ratios that must hold: a small form of each comparison, with a margin for a busy machine ----------------------------
+
+
+def ratios(task: str, others: tuple[str, ...], runs: int = 1, **asked: Any) -> dict[str, float]:
+    """How many times our time others take, the part that stands for a GPU's work left out. Skips where nobody else is."""
+    with Peers(Options(peers=("ours", *others))) as peers:
+        told = {peer.name: figures for peer, figures in peers.ask(task, runs, block_size=16, **asked).items()}
+        if len(told) == 1:
+            pytest.skip(f"no peer is here: {peers.absent}; see benchmarks/peers")
+    seconds = {name: figures["seconds"] - figures.get("excluded", 0.0) for name, figures in told.items()}
+    return {name: seconds[name] / seconds["ours"] for name in others if name in seconds}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trace", "limit", "least"),
+    [
+        ("conversation", 1500, {"vllm": 40.0, "sglang_rust": 7.5, "prototype": 1 / 2.0}),
+        ("synthetic", 1000, {"vllm": 45.0}),
+    ],
+)
+def test_the_replay_keeps_its_distance(trace: str, limit: int, least: dict[str, float]) -> None:
+    if not TRACES.exists():
+        pytest.skip("the public traces are not beside the repository")
+    found = ratios("replay", tuple(least), 5, trace=trace, limit=limit, capacity=3_000_000)
+    assert all(found[name] >= least[name] / MARGIN for name in found), found
+
+
+@pytest.mark.slow
+def test_a_prompt_in_pieces_is_found_as_fast_as_in_a_compiled_tree() -> None:
+    found = ratios("lookup", ("sglang_rust",), num_tokens=131_072, edges=128, repeats=9)
+    assert found["sglang_rust"] >= 1 / 1.5 / MARGIN, found
+
+
+@pytest.mark.slow
+def test_a_decode_step_is_cheap_and_knows_no_context() -> None:
+    with Peers(Options(peers=("ours",))) as peers:
+        (short,), (long,) = (
+            peers.ask("step", context=context, requests=256, block_size=16, repeats=50).values()
+            for context in (1024, 131_072)
+        )
+    assert long["seconds"] <= 1.2 * MARGIN * short["seconds"], (short, long)
+    found = ratios("step", ("vllm",), context=8192, requests=256, repeats=50)
+    assert found["vllm"] >= 15 / MARGIN, found
+
+
+@pytest.mark.slow
+def test_evicting_stays_within_its_bounds() -> None:
+    for row in evict.measure(Options()):
+        if row["a_call"] == evict.MANY:
+            most = 0.1 if row["shape"].startswith("edges") else 1.0
+            assert row["us_a_block"] <= most * MARGIN, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", hybrid.schemas())
+def test_hybrid_layers_cost_little_more_than_full_attention(name: str) -> None:
+    work, schema = workload(GENERATED, 200), hybrid.schemas()[name]
+    block_size = schema.block_size(None)
+    times = [[hybrid.serve(one, block_size, work, 200_000)[0] for one in (schema, FULL)] for _ in range(5)]
+    over = sorted(layers for layers, _ in times)[2] / sorted(full for _, full in times)[2]
+    assert over <= 1.6 * MARGIN, over
