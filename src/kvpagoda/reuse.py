@@ -153,7 +153,7 @@ class Reuse:
 
     def restore(self, slot: int, found: PrefixMatch, partial: Lease | None) -> None:
         """Copy to ``slot`` what is bounded at ``found.resumable``, or the block whose first tokens are reused, which
-        ``partial`` holds. The checkpoint is ``held``, and room is promised."""
+        ``partial`` holds. The checkpoint is kept, and room is promised."""
         if partial is not None and self.full is not None:
             column = partial.num_blocks - 1
             self.full.grow(slot, 1)
@@ -168,7 +168,7 @@ class Reuse:
 
     def duplicate(self, ledger: GroupLedger, parent: int, slot: int, length: int) -> None:
         """Copy to ``slot`` the private blocks that ``parent`` has of its first ``length`` tokens. Room is promised."""
-        begin = max(int(ledger.first[parent]), int(ledger.shared[parent]))
+        begin = max(ledger.first[parent], ledger.shared[parent])
         end = ceil_div(length, ledger.block_size)
         if ledger is not self.full:
             ledger.begin_at(slot, begin)
@@ -185,10 +185,9 @@ class Reuse:
         full, rest = self.full, int(length % self.block_size > 0)
         promised = 0
         if full is not None:
-            promised = int(full.promised[slot])
-            copy = full.table.cells[slot, full.shared[slot] : full.end[slot]][
-                :rest
-            ].copy()  # what is there means nothing now
+            promised = full.promised[slot]
+            own = full.table.cells[slot, full.shared[slot] : full.end[slot]]  # what is there means nothing now
+            copy = own[:rest].copy()
             if len(copy) < rest:
                 if rest > full.available(slot):
                     raise OutOfBlocks(f"need {rest} blocks in {full.name} for a copy; close a sequence first")
@@ -200,7 +199,7 @@ class Reuse:
         shorter = self.tree.pin(lease, columns)
         self.tree.unpin(lease)
         if full is not None:
-            full.promise(slot, min(promised, int(full.promised[slot]) + max(0, full.available())))
+            full.promise(slot, min(promised, full.promised[slot] + max(0, full.available())))
         return shorter
 
     @staticmethod
@@ -245,7 +244,7 @@ class Reuse:
         """
         ends = [ceil_div(num_tokens, ledger.block_size) for ledger in self.bounded]
         begins = [
-            max(int(ledger.first[slot]), ledger.growth.first_needed(num_tokens) // ledger.block_size)
+            max(ledger.first[slot], ledger.growth.first_needed(num_tokens) // ledger.block_size)
             for ledger in self.bounded
         ]
         counts = [end - begin for begin, end in zip(begins, ends)]
