@@ -12,13 +12,14 @@ from kvpagoda.alloc.held import Ids
 
 if TYPE_CHECKING:
     from kvpagoda.prefix.node import Node
+    from kvpagoda.prefix.tree import PrefixTree
 
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Match:
-    """What is cached of a text. Arrays are the caller's; the text must not change while the match is in use.
+    """What is cached of a text. The text must not change while the match is in use.
 
     ``num_tokens`` leading tokens match, ``num_blocks`` whole blocks of them; ``ids`` int32 ``[num_groups, num_blocks]``
     are those blocks, 0 where a group keeps nothing. ``partial_ids`` int32 ``[num_groups]``: the block that begins with
@@ -44,16 +45,16 @@ class Lease:
     Splits and merges of the tree do not matter to it. ``is_open`` until unpinned.
     """
 
-    __slots__ = ("is_open", "node", "num_blocks")
+    __slots__ = ("is_open", "node", "num_blocks", "tree")
 
-    def __init__(self, node: Node, num_blocks: int) -> None:
-        self.node, self.num_blocks, self.is_open = node, num_blocks, True
+    def __init__(self, tree: PrefixTree, node: Node, num_blocks: int) -> None:
+        self.tree, self.node, self.num_blocks, self.is_open = tree, node, num_blocks, True
 
     def __repr__(self) -> str:
         return f"Lease({self.num_blocks} blocks{'' if self.is_open else ', unpinned'})"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Inserted:
     """What became of n blocks that were given to the tree.
 
@@ -68,7 +69,7 @@ class Inserted:
     lease: Lease | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Evicted:
     """What the tree gave up: the caller's, to be freed.
 
