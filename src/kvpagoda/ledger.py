@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvpagoda.alloc import BlockTable, FreeList
+from kvpagoda.alloc import BlockTable, FreeStack
 from kvpagoda.alloc.held import Ids
 from kvpagoda.errors import CheckFailed
 from kvpagoda.schema.plan import GroupPlan
@@ -42,7 +42,7 @@ class GroupLedger:
         self.plan, self.growth, self.block_size = plan, plan.demand.growth, plan.block_size
         self.name = f"group {plan.name!r}" if name is None else name
         first_id = plan.first_id if first_id is None else first_id
-        self.free = FreeList(plan.num_blocks, first=first_id, what=f"blocks of {self.name}")
+        self.free = FreeStack(plan.num_blocks, first=first_id, what=f"blocks of {self.name}")
         self.table = BlockTable(num_slots, num_columns, empty=0 if first_id else -1)
         self.first = [0] * num_slots
         self.end = [0] * num_slots
@@ -58,7 +58,8 @@ class GroupLedger:
 
     def wanted(self, slot: int, num_tokens: int) -> int:
         """Blocks that ``slot`` lacks to have room for its first ``num_tokens`` tokens."""
-        return max(0, ceil_div(num_tokens, self.block_size) - self.end[slot])
+        lacking = -(-num_tokens // self.block_size) - self.end[slot]
+        return lacking if lacking > 0 else 0
 
     def surplus(self) -> int:
         """Blocks of this group that are free or spare beyond what is claimed; below 0 where others' memory must serve."""
@@ -66,7 +67,12 @@ class GroupLedger:
 
     def available(self, slot: int | None = None) -> int:
         """Blocks that can be had and that no other request has a claim on."""
-        return self.reach(self.surplus()) + (0 if slot is None else self._claim(slot))
+        return self.reach(self.surplus()) + (0 if slot is None else self.claim(slot))
+
+    def claim(self, slot: int) -> int:
+        """Blocks that ``slot`` was promised and does not hold yet."""
+        claim = self.promised[slot] - self.end[slot] + self.first[slot]
+        return claim if claim > 0 else 0
 
     def held_ids(self, slot: int) -> Ids:
         """The ids that ``slot`` holds, shared and private, in the order of the text: int32, the caller's own."""
@@ -102,7 +108,8 @@ class GroupLedger:
             self.fetch(n)
         ids = self.free.acquire(n)
         self.num_held += n
-        self.peak_held = max(self.peak_held, self.num_held)
+        if self.num_held > self.peak_held:
+            self.peak_held = self.num_held
         return ids
 
     def release(self, ids: Ids) -> Ids:
@@ -183,13 +190,9 @@ class GroupLedger:
         outside = rows[~inside]
         if (outside != self.table.empty).any() or (self.table.cells[-1] != self.table.empty).any():
             raise CheckFailed(f"{self.name}: a table names blocks outside of what its request holds")
-        claims = sum(self._claim(slot) for slot in range(len(self.end)))
+        claims = sum(self.claim(slot) for slot in range(len(self.end)))
         if claims != self.claimed or self.reach(self.surplus()) < 0:
             raise CheckFailed(f"{self.name}: {claims} claims, {self.claimed} counted, {self.free.num_free} free")
-
-    def _claim(self, slot: int) -> int:
-        claim = self.promised[slot] - self.end[slot] + self.first[slot]
-        return claim if claim > 0 else 0
 
     def _hold(self, slot: int, first: int, end: int, promised: int) -> None:
         before, after = self.promised[slot] - self.end[slot] + self.first[slot], promised - end + first

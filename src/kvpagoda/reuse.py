@@ -15,7 +15,8 @@ from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -46,8 +47,7 @@ class Published(Protocol):
     def keys(self, first: int, end: int) -> Ids: ...
 
 
-@dataclass(frozen=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """Why a request starts where it starts: ``seq.match``."""
 
     num_tokens: int
@@ -57,7 +57,7 @@ class PrefixMatch:
     limited_by: str
     """What cut the hit short: ``nothing``, ``alignment`` (the rest of a block), ``checkpoint`` (none further on: the groups
     that keep windows or states have less than the others) or ``memory`` (there was no room to copy one)."""
-    groups: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, int] = MappingProxyType({})
     """Group -> the longest beginning for which it has what it needs."""
     checkpoint: int | None = None
     """The checkpoint that the request starts from, if any."""
@@ -223,18 +223,24 @@ class Reuse:
         begin, end = lease.num_blocks, sequence.length // self.block_size
         if begin == end:
             return
-        given = np.empty((0, end - begin), np.int32)
-        if self.full is not None:
-            given = self.full.table.cells[slot, begin:end][None].copy()
-        tokens = sequence.keys(begin * self.block_size, end * self.block_size)
-        inserted = self.tree.insert(lease, tokens, given, priority=sequence.priority)
+        full, size = self.full, self.block_size
+        given = self._no_ids(end - begin) if full is None else full.table.cells[slot : slot + 1, begin:end]
+        inserted = self.tree.insert(lease, sequence.keys(begin * size, end * size), given, priority=sequence.priority)
         if self.bounded:  # the checkpoint that this text hangs on is in use, also by those that will begin like it
             self.tree.touch(lease, priority=sequence.priority)
-        if self.full is not None:
-            self.full.share(slot, end, inserted.ids[0])
-            self._memory.blocks_freed(self.full, self.full.release(given[inserted.duplicates]))
-        elif self.tree.num_cached > self._most_unbacked:
-            self._forget(self.tree.evict(self.tree.num_cached - self._most_unbacked).states)
+        if full is None:
+            if self.tree.num_cached > self._most_unbacked:
+                self._forget(self.tree.evict(self.tree.num_cached - self._most_unbacked).states)
+        elif inserted.num_added == end - begin:
+            full.shared[slot] = end
+        else:
+            spared = given[inserted.duplicates]
+            full.share(slot, end, inserted.ids[0])
+            self._memory.blocks_freed(full, full.release(spared))
+
+    @staticmethod
+    def _no_ids(n: int) -> Ids:
+        return np.empty((0, n), np.int32)
 
     def save(self, slot: int, lease: Lease, num_tokens: int) -> tuple[int, int] | None:
         """Keep a checkpoint of ``slot`` at ``num_tokens``, the end of its lease; returns its name and the generation of it.

@@ -44,12 +44,18 @@ class Run:
     def append(self, tokens: Ids, ids: Ids) -> None:
         """Add blocks at the end; copies them. Amortised O(blocks added)."""
         new, size = self.num_blocks + ids.shape[1], self.block_size
-        if self._at + new > self._ids.shape[1]:
+        if self._at + new > self._ids.shape[1] or not self._tokens.flags.writeable:
             self._move(max(new + new // 4, 8))
         first, end = self._at + self.num_blocks, self._at + new
         self._tokens[first * size : end * size] = tokens
         self._ids[:, first:end] = ids
         self._view(self._at, new)
+
+    def has_room(self, n: int) -> bool:
+        """Whether to append ``n`` blocks costs little: there is room, or little to copy for more."""
+        if self.num_blocks <= _SMALL:
+            return True
+        return self._at + self.num_blocks + n <= self._ids.shape[1] and self._tokens.flags.writeable
 
     def cut(self, num_blocks: int) -> None:
         """Drop all but the first ``num_blocks`` blocks. Amortised O(1) for each block dropped."""
@@ -97,3 +103,10 @@ class Run:
         tokens[: count * size], ids[:, :count] = self.key, self.ids
         self._tokens, self._ids = tokens, ids
         self._view(0, count)
+
+
+def own_array(tokens: Ids) -> Ids:
+    """``tokens`` if they are read-only and most of the array behind them, else a copy."""
+    if tokens.flags.writeable or (isinstance(tokens.base, np.ndarray) and 2 * tokens.size < tokens.base.size):
+        return tokens.copy()
+    return tokens

@@ -16,6 +16,7 @@ from kvpagoda.prefix.proof import expect, nodes_below, prove_ids, prove_pins, pr
 from kvpagoda.prefix.recency import Recency
 from kvpagoda.prefix.results import Evicted, Inserted, Lease, Mask, Match
 from kvpagoda.prefix.turnover import ByCell, Turnover
+from kvpagoda.prefix.run import own_array
 from kvpagoda.prefix.walk import Walk, walk
 
 
@@ -148,7 +149,8 @@ class PrefixTree:
     ) -> Inserted:
         """Publish the whole blocks that follow what ``at`` covers.
 
-        ``tokens`` int32 ``[n * block_size]``, ``blocks`` int32 ``[num_groups, n]``. The tree takes the ids of blocks that
+        ``tokens`` int32 ``[n * block_size]``: read-only ones are kept as they are where they are most of their array, and
+        nobody may write there any more. ``blocks`` int32 ``[num_groups, n]``. The tree takes the ids of blocks that
         it lacks, also of single groups of a block that it has. ``pin``: let the lease ``at`` cover all of it, or make one
         for a match; None: extend a lease, make none. New blocks count as used; others need ``touch``. Amortised O(n), and
         O(nodes) along the new part: it goes on where ``at`` ends.
@@ -389,9 +391,9 @@ class PrefixTree:
         if rows is not None:
             ids = np.concatenate((ids, rows))
         self.num_cached += n
-        if node.children or node.root:
+        if node.children or node.root or not node.has_room(n):
             first = tokens[: self.block_size].tobytes()
-            child = Node(node, node.start + node.num_blocks, self.block_size, tokens.copy(), ids.copy(), first)
+            child = Node(node, node.start + node.num_blocks, self.block_size, own_array(tokens), ids.copy(), first)
             node.children.put(first, child)
             turnover.added(child)
             return child
