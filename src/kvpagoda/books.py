@@ -108,18 +108,12 @@ class Books:
         tokens = np.empty(total if total <= 2 * length else length, np.int32)
         tokens[:length] = prompt
         match, found = self.reuse.find(with_stand_ins(tokens[:length], 0, stand_ins), space)
-        start = self._start(slot, wanted, match, found, priority)
+        start = self._start(slot, wanted, room, match, found, priority)
         while start is None and self.reuse.give_up_pin():
-            start = self._start(slot, wanted, match, found, priority)
+            start = self._start(slot, wanted, room, match, found, priority)
         if start is None:
             self._slots.append(slot)
             raise RetryLater(self._shortage(wanted))
-        try:
-            for ledger in self.ledgers:
-                ledger.grow(slot, ledger.wanted(slot, room))
-        except BaseException:
-            self._take_back(slot, start.lease)
-            raise
         sequence = Sequence(self, slot, tokens, length, start, namespace=space, priority=priority, stand_ins=stand_ins)
         self._running[slot] = sequence
         self.num_opened += 1
@@ -131,17 +125,23 @@ class Books:
             raise RetryLater(f"all {self.max_requests} request slots are in use; close one, or raise max_requests")
         return self._slots.pop()
 
-    def _start(self, slot: int, wanted: list[int], match: Match, found: PrefixMatch, priority: int) -> Start | None:
-        """Give ``slot`` what it starts from and promise it the rest; None, with nothing kept, if that cannot be.
+    def _start(
+        self, slot: int, wanted: list[int], room: int, match: Match, found: PrefixMatch, priority: int
+    ) -> Start | None:
+        """Give ``slot`` what it starts from and room for ``room`` tokens, and promise it the rest; None, with nothing kept,
+        if that cannot be.
 
         What would be copied may itself be what is in the way: then it starts from what needs no copy.
         """
-        start = self._start_from(slot, wanted, match, found, priority)
+        start = self._start_from(slot, wanted, room, match, found, priority)
         if start is None:
-            start = self._start_from(slot, wanted, match, self.reuse.without_copies(match, found), priority)
+            found = self.reuse.without_copies(match, found)
+            start = self._start_from(slot, wanted, room, match, found, priority)
         return start
 
-    def _start_from(self, slot: int, wanted: list[int], match: Match, found: PrefixMatch, priority: int) -> Start | None:
+    def _start_from(
+        self, slot: int, wanted: list[int], room: int, match: Match, found: PrefixMatch, priority: int
+    ) -> Start | None:
         reuse, whole = self.reuse, found.resumable // self.block_size
         lease = reuse.tree.pin(match, whole)
         partial = reuse.tree.pin_partial(match) if found.resumable % self.block_size else None
@@ -153,8 +153,8 @@ class Books:
         is_promised = False
         try:
             is_promised = self._promise(slot, wanted)
-            if is_promised and (partial is not None or found.checkpoint is not None):
-                reuse.restore(slot, found, partial)
+            if is_promised:
+                reuse.restore(slot, found, max(room, found.resumable), partial)
         except BaseException:
             self._take_back(slot, lease)
             raise
@@ -177,7 +177,7 @@ class Books:
     def _promise(self, slot: int, wanted: list[int]) -> bool:
         """Promise ``slot`` so many blocks in every group, those it holds included, or nothing: then it holds nothing."""
         for ledger, blocks in zip(self.ledgers, wanted):
-            if blocks - int(ledger.end[slot]) > ledger.available():
+            if blocks - ledger.end[slot] > ledger.available():
                 for undone in self.ledgers:
                     undone.close(slot)
                 return False

@@ -151,20 +151,22 @@ class Reuse:
             for number, ids in enumerate(self._copies[name]):
                 self._num_copies[number] -= change * len(ids)
 
-    def restore(self, slot: int, found: PrefixMatch, partial: Lease | None) -> None:
-        """Copy to ``slot`` what is bounded at ``found.resumable``, or the block whose first tokens are reused, which
-        ``partial`` holds. The checkpoint is kept, and room is promised."""
-        if partial is not None and self.full is not None:
-            column = partial.num_blocks - 1
-            self.full.grow(slot, 1)
-            source = self.tree.last_ids(partial)
-            self._memory.copy_blocks(self.full, source, self.full.table.cells[slot, column : column + 1].copy())
-        for number, ledger in enumerate(self.bounded if found.checkpoint is not None else ()):
-            assert found.checkpoint is not None
-            count = len(self._copies[found.checkpoint][number])
-            ledger.begin_at(slot, ceil_div(found.resumable, ledger.block_size) - count)
-            ledger.grow(slot, count)
-            self._memory.copy_blocks(ledger, self._copies[found.checkpoint][number], ledger.held_ids(slot))
+    def restore(self, slot: int, found: PrefixMatch, room: int, partial: Lease | None) -> None:
+        """Make room for ``room`` tokens of ``slot``, and copy to it what is bounded at ``found.resumable``, or the block whose
+        first tokens are reused, which ``partial`` holds. The checkpoint is kept, and room is promised."""
+        if self.full is not None:
+            self.full.grow(slot, self.full.wanted(slot, room))
+            if partial is not None:
+                column = partial.num_blocks - 1
+                source = self.tree.last_ids(partial)
+                self._memory.copy_blocks(self.full, source, self.full.table.cells[slot, column : column + 1].copy())
+        for number, ledger in enumerate(self.bounded):
+            if found.checkpoint is not None:
+                count = len(self._copies[found.checkpoint][number])
+                ledger.begin_at(slot, ceil_div(found.resumable, ledger.block_size) - count)
+                ledger.grow(slot, count)
+                self._memory.copy_blocks(ledger, self._copies[found.checkpoint][number], ledger.held_ids(slot))
+            ledger.grow(slot, ledger.wanted(slot, room))
 
     def duplicate(self, ledger: GroupLedger, parent: int, slot: int, length: int) -> None:
         """Copy to ``slot`` the private blocks that ``parent`` has of its first ``length`` tokens. Room is promised."""
@@ -338,7 +340,8 @@ class Reuse:
     def _let_go(self, evicted: Evicted) -> None:
         if self.full is not None:
             self._memory.blocks_freed(self.full, self.full.release(evicted.ids[0]))
-        self._forget(evicted.states)
+        if evicted.states:
+            self._forget(evicted.states)
 
     def _drop_until_free(self, ledger: GroupLedger, n: int) -> None:
         target = ledger.free.num_free + n

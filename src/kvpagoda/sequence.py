@@ -22,7 +22,7 @@ def as_tokens(token_ids: Any, vocab_size: int | None = None) -> Tokens:
     """``token_ids`` as a contiguous int32 vector. Raises BadInput for anything but integers inside the vocabulary."""
     array = np.asarray(token_ids)
     if array.dtype == np.int32 and array.ndim == 1 and array.flags.c_contiguous:
-        largest = int(array.view(np.uint32).max(initial=0))  # one pass: what is below 0 is large
+        largest = int(np.maximum.reduce(array.view(np.uint32), initial=0))  # one pass: what is below 0 is large
         if largest < (vocab_size or 2**31):
             return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -162,8 +162,8 @@ class Sequence:
         if left > 0:
             known = self._tokens[length : min(end, self.prompt_length)]
             same = known == ids[: len(known)]
-            if not same.all():
-                at = int(np.argmin(same))
+            at = int(same.argmin()) if len(same) else 0
+            if len(same) and not same[at]:
                 raise BadInput(f"commit names token {ids[at]} at {length + at}, the prompt has {known[at]}")
         if len(ids) > left:
             if end > len(self._tokens):

@@ -19,6 +19,8 @@ from kvpagoda.prefix.turnover import ByCell, Turnover
 from kvpagoda.prefix.run import own_array
 from kvpagoda.prefix.walk import Walk, walk
 
+_INT32 = np.dtype(np.int32)
+
 
 class PrefixTree:
     """A radix tree over int32 token arrays whose edges are whole blocks.
@@ -76,28 +78,28 @@ class PrefixTree:
         The longest match there is, to the token; nothing for a ``limit`` below 1. O(n) array work, and O(1) for each node
         on the path. Raises BadInput.
         """
-        if limit is None:
-            tokens = _vector(tokens)
-        else:
-            tokens = _vector(tokens)[: max(0, limit)]
+        tokens = _vector(tokens)
+        if limit is not None and limit < len(tokens):
+            tokens = tokens[: max(0, limit)]
         root = self._roots.get(namespace)
         if root is None:
             way = Walk(self._new_root(namespace), 0, 0)
         else:
             way = walk(root, 0, tokens)
-        checkpoints = [
-            (depth * self.block_size, state)
-            for node in way.path
-            if node.checkpoints
-            for depth, state in sorted(node.checkpoints.items())
-            if depth <= way.depth
-        ]
+        checkpoints: tuple[tuple[int, int], ...] = ()
+        if len(self._checkpoints):
+            checkpoints = tuple(
+                (depth * self.block_size, state)
+                for node in way.path
+                for depth, state in sorted(node.checkpoints.items())
+                if depth <= way.depth
+            )
         partial, beyond = self._nothing, None
         if way.partial:
             beyond, block = way.partial
             partial = beyond.ids[: self.num_groups, block].copy()
         return Match(
-            way.num_tokens, way.depth, way.ids(self.num_groups), partial, tuple(checkpoints), namespace, tokens,
+            way.num_tokens, way.depth, way.ids(self.num_groups), partial, checkpoints, namespace, tokens,
             None if root is None else way.node, self._removals, beyond,
         )  # fmt: skip
 
@@ -160,32 +162,34 @@ class PrefixTree:
         """
         tokens, size = _vector(tokens), self.block_size
         n = len(tokens) // size
-        fits = isinstance(blocks, np.ndarray) and blocks.dtype == np.int32 and blocks.shape == (self.num_groups, n)
+        fits = isinstance(blocks, np.ndarray) and blocks.dtype == _INT32 and blocks.shape == (self.num_groups, n)
         if len(tokens) % size or not fits:
             raise BadInput(
                 f"{len(tokens)} tokens in blocks of {size} do not go with ids {getattr(blocks, 'dtype', None)} "
                 f"{list(np.shape(blocks))}; ids are int32 [{self.num_groups} groups, blocks]"
             )
-        start, covered = self._locate(at)
-        way = walk(start, covered, tokens, to_the_token=False)
-        have = way.depth - covered
-        if have:
-            own, duplicates = self._adopt(way, blocks, have)
-        else:
-            own, duplicates = blocks, np.zeros(blocks.shape, np.bool_)
+        node, covered = self._locate(at)
+        lease = at if isinstance(at, Lease) and pin is not False else None
+        first = tokens[:size].tobytes()
+        if covered == node.start + node.num_blocks and first not in node.children:
+            have, own, duplicates = 0, blocks, np.zeros(blocks.shape, np.bool_)
             if self._owned is not None:
                 self._owned.prove_new(blocks)
                 self._owned.add(blocks)
-        node = way.node
+        else:
+            way = walk(node, covered, tokens, to_the_token=False)
+            node, have = way.node, way.depth - covered
+            own, duplicates = self._adopt(way, blocks, have)
         if have < n:
-            node = self._attach(node, way.depth, tokens[have * size :], own[:, have:], priority)
-        lease = at if isinstance(at, Lease) else None
-        if lease and pin is not False:
+            if have:
+                first = tokens[have * size : (have + 1) * size].tobytes()
+            node = self._attach(node, covered + have, first, tokens[have * size :], own[:, have:], priority)
+        if lease is not None:
             self._extend(lease, node, covered + n)
         elif pin:
             lease = self._new_lease(node, covered + n)
         self._turnover.mark(node)
-        return Inserted(own, duplicates, n - have, lease if pin is not False else None)
+        return Inserted(own, duplicates, n - have, lease)
 
     def evict(self, num_blocks: int) -> Evicted:
         """Evict ``num_blocks`` blocks, or all that are not pinned if these are fewer; the policy says which.
@@ -196,16 +200,25 @@ class PrefixTree:
         left = whole_number(num_blocks, "the number of blocks to evict")
         ids: list[Ids] = []
         states: list[int] = []
-        groups, choose = self.num_groups, self._turnover.choose
+        groups, turnover = self.num_groups, self._turnover
         while left > 0:
-            chosen = choose(left)
+            chosen = turnover.choose(left)
             if chosen is None:
                 break
             node, count = chosen
             ids.append(node.ids[:groups, : -count - 1 : -1])
-            self._release(node, count, states, evicted=True)
-            self._trim(node, count)
+            turnover.remove(node, count, evicted=True)
+            if node.checkpoints:
+                states += self._checkpoints.drop_after(node, node.end - count)
             left -= count
+            if count < node.num_blocks:
+                node.cut(node.num_blocks - count)
+                turnover.mark(node)
+            else:
+                self._unlink(node)
+        if ids:
+            self.num_cached -= num_blocks - left
+            self._removals += 1
         return self._evicted(ids, states, left)
 
     def rename(self, group: int, names: Ids) -> None:
@@ -232,10 +245,13 @@ class PrefixTree:
             for node in reversed(list(nodes_below(root))):
                 if node is not root:
                     ids.append(node.ids[: self.num_groups, ::-1])
-                    self._release(node, node.num_blocks, states, evicted=False)
+                    self._turnover.remove(node, node.num_blocks, evicted=False)
+                    states += self._checkpoints.drop_after(node, node.start)
+                    self.num_cached -= node.num_blocks
                     node.cut(0)  # it may lie in a queue
                 node.children.clear()
             self._drop_root(root)
+            self._removals += 1
         return self._evicted(ids, states, 0)
 
     def set_checkpoint(self, at: Match | Lease, num_tokens: int, state_id: int) -> bool:
@@ -380,11 +396,12 @@ class PrefixTree:
         way.put_ids(own)
         return own, duplicates
 
-    def _attach(self, node: Node, depth: int, tokens: Ids, ids: Ids, priority: int) -> Node:
-        """Put new blocks at ``depth``, which lies in ``node``; returns the node that ends with them."""
+    def _attach(self, node: Node, depth: int, first: bytes, tokens: Ids, ids: Ids, priority: int) -> Node:
+        """Put new blocks, the first of them ``first``, at ``depth``, which lies in ``node``; returns the node that ends with
+        them."""
         if node.root:
             self._roots[node.root[1]] = node
-        if depth < node.end:
+        if depth < node.start + node.num_blocks:
             node = node.split(depth)
         turnover, n = self._turnover, ids.shape[1]
         rows = turnover.rows(node, tokens, n, priority)
@@ -392,50 +409,40 @@ class PrefixTree:
             ids = np.concatenate((ids, rows))
         self.num_cached += n
         if node.children or node.root or not node.has_room(n):
-            first = tokens[: self.block_size].tobytes()
             child = Node(node, node.start + node.num_blocks, self.block_size, own_array(tokens), ids.copy(), first)
             node.children.put(first, child)
+            turnover.mark(node)
             turnover.added(child)
             return child
         node.append(tokens, ids)
         turnover.added(node)
         return node
 
-    def _trim(self, node: Node, count: int) -> None:
-        """Cut the last ``count`` blocks, released already, off a leaf; what is left empty goes, a lone child is merged."""
-        if count < node.num_blocks:
-            node.cut(node.num_blocks - count)
-            self._turnover.mark(node)
-            return
+    def _unlink(self, node: Node) -> None:
+        """Take a leaf of which nothing is left off its parent; a lone child that is left there is merged."""
         above = node.parent
         assert above is not None
         above.children.take(node.first)
         if above.root:
             self._drop_root(above)
-            return
-        if len(above.children) == 1:
+        elif not above.children:
+            self._turnover.mark(above)
+        elif len(above.children) == 1:
             (below,) = above.children.values()
             if below.num_blocks <= 2 * above.num_blocks:  # a long rest is left alone: merging copies it
                 below.merge(above)
-        else:
-            self._turnover.mark(above)
-
-    def _release(self, node: Node, count: int, states: list[int], *, evicted: bool) -> None:
-        """Let the last ``count`` blocks of ``node`` go from the books; ``states`` gets the state ids that go with them."""
-        self._turnover.remove(node, count, evicted=evicted)
-        self.num_cached -= count
-        self._removals += 1
-        if node.checkpoints:
-            states += self._checkpoints.drop_after(node, node.end - count)
 
     def _evicted(self, ids: list[Ids], states: list[int], shortfall: int) -> Evicted:
-        together = np.concatenate(ids, axis=1) if ids else np.empty((self.num_groups, 0), np.int32)
+        if len(ids) == 1:
+            together = ids[0].copy()
+        else:
+            together = np.concatenate(ids, axis=1) if ids else np.empty((self.num_groups, 0), np.int32)
         if self._owned is not None:
             self._owned.remove(together)
         return Evicted(together, tuple(states), shortfall)
 
 
 def _vector(tokens: Ids) -> Ids:
-    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1:
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != _INT32 or tokens.ndim != 1:
         raise BadInput(f"tokens are an int32 vector, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
     return tokens if tokens.flags.c_contiguous else np.ascontiguousarray(tokens)
