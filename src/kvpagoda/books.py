@@ -103,11 +103,12 @@ class Books:
         if length == 0 or room < 0:
             raise BadInput(f"a request needs at least one token and room >= 0, got {length} tokens, room {room}")
         wanted = self.check_fits(total, room=room)
-        space, stand_ins = self._namespaces.key(namespace), self._media.stand_ins(media, length)
+        space, stand_ins = self._namespaces.key(namespace), self._media.stand_ins(media, length) if media else {}
         slot = self._take_slot()
         tokens = np.empty(total if total <= 2 * length else length, np.int32)
         tokens[:length] = prompt
-        match, found = self.reuse.find(with_stand_ins(tokens[:length], 0, stand_ins), space)
+        keys = with_stand_ins(tokens[:length], 0, stand_ins) if stand_ins else tokens[:length]
+        match, found = self.reuse.find(keys, space)
         start = self._start(slot, wanted, room, match, found, priority)
         while start is None and self.reuse.give_up_pin():
             start = self._start(slot, wanted, room, match, found, priority)
@@ -149,7 +150,8 @@ class Books:
             reuse.tree.touch(lease, priority=priority)
         if reuse.full is not None:
             reuse.full.adopt(slot, match.ids[0, :whole])
-        reuse.keep(found.checkpoint, 1)
+        if found.checkpoint is not None:
+            reuse.keep(found.checkpoint, 1)
         is_promised = False
         try:
             is_promised = self._promise(slot, wanted)
@@ -159,7 +161,8 @@ class Books:
             self._take_back(slot, lease)
             raise
         finally:
-            reuse.keep(found.checkpoint, -1)
+            if found.checkpoint is not None:
+                reuse.keep(found.checkpoint, -1)
             if partial is not None:
                 reuse.tree.unpin(partial)
         if is_promised:

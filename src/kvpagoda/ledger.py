@@ -85,7 +85,8 @@ class GroupLedger:
 
     def adopt(self, slot: int, ids: Ids) -> None:
         """Begin the row of ``slot`` with blocks that somebody else owns and keeps for it."""
-        self.table.put(slot, 0, ids)
+        if len(ids):
+            self.table.put(slot, 0, ids)
         self.shared[slot] = len(ids)
         self._hold(slot, 0, len(ids), self.promised[slot])
 
@@ -124,7 +125,9 @@ class GroupLedger:
             end, ids = self.end[slot], self.take_free(num_blocks)
             self.table.put(slot, end, ids)
             self.prepare(ids)
-            self._hold(slot, self.first[slot], end + num_blocks, self.promised[slot])
+            claim = self.claim(slot)
+            self.claimed -= num_blocks if num_blocks < claim else claim
+            self.end[slot] = end + num_blocks
 
     def slide(self, slot: int, length: int) -> Ids:
         """Let go of the blocks that are not kept when ``length`` tokens are written; returns those freed. O(n)."""

@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections import OrderedDict
 from heapq import heappop, heappush
 
+import numpy as np
+
 from kvpagoda.alloc.held import Ids
 from kvpagoda.prefix.node import Node
 from kvpagoda.prefix.proof import expect
@@ -30,9 +32,9 @@ class Recency:
         self._heap: list[int] = []
         self._heaped: dict[int, Node] = {}
 
-    def rows(self, node: Node, tokens: Ids, n: int, priority: int) -> Ids | None:
+    def rows(self, node: Node, tokens: Ids, n: int, priority: int) -> Ids:
         """Nothing is kept with each block."""
-        return None
+        return np.empty((0, n), np.int32)
 
     def added(self, node: Node) -> None:
         """The blocks of ``node`` behind its last stretch are new."""

@@ -54,19 +54,23 @@ class Lease:
         return f"Lease({self.num_blocks} blocks{'' if self.is_open else ', unpinned'})"
 
 
-@dataclass(slots=True, eq=False)
 class Inserted:
     """What became of n blocks that were given to the tree.
 
-    ``ids`` int32 ``[num_groups, n]``: the tree's own, to be used from now on. ``duplicates`` bool ``[num_groups, n]``:
-    the given ids that the tree did not take, because it has that block: still the caller's, to be freed. ``num_added``:
-    blocks that were not cached before. ``lease`` covers everything, if that was asked for.
+    ``ids`` int32 ``[num_groups, n]``: the tree's own, to be used from now on. ``num_added``: blocks that were not cached
+    before. ``lease`` covers everything, if that was asked for.
     """
 
-    ids: Ids
-    duplicates: Mask
-    num_added: int
-    lease: Lease | None
+    __slots__ = ("_duplicates", "ids", "lease", "num_added")
+
+    def __init__(self, ids: Ids, duplicates: Mask | None, num_added: int, lease: Lease | None) -> None:
+        self.ids, self._duplicates, self.num_added, self.lease = ids, duplicates, num_added, lease
+
+    @property
+    def duplicates(self) -> Mask:
+        """bool ``[num_groups, n]``: the given ids that the tree did not take, because it has that block: still the caller's,
+        to be freed."""
+        return np.zeros(self.ids.shape, np.bool_) if self._duplicates is None else self._duplicates
 
 
 @dataclass(slots=True, eq=False)

@@ -20,6 +20,7 @@ from kvpagoda.prefix.run import own_array
 from kvpagoda.prefix.walk import Walk, walk
 
 _INT32 = np.dtype(np.int32)
+_TO_EVICT = "the number of blocks to evict"
 
 
 class PrefixTree:
@@ -172,7 +173,7 @@ class PrefixTree:
         lease = at if isinstance(at, Lease) and pin is not False else None
         first = tokens[:size].tobytes()
         if covered == node.start + node.num_blocks and first not in node.children:
-            have, own, duplicates = 0, blocks, np.zeros(blocks.shape, np.bool_)
+            have, own, duplicates = 0, blocks, None
             if self._owned is not None:
                 self._owned.prove_new(blocks)
                 self._owned.add(blocks)
@@ -197,7 +198,7 @@ class PrefixTree:
         Leaf first, block by block from the tail. Costs what the policy's choice does, amortised O(log leaves) with LRU,
         and O(1) for each block. Raises BadInput for a number below 0.
         """
-        left = whole_number(num_blocks, "the number of blocks to evict")
+        left = num_blocks if type(num_blocks) is int and num_blocks >= 0 else whole_number(num_blocks, _TO_EVICT)
         ids: list[Ids] = []
         states: list[int] = []
         groups, turnover = self.num_groups, self._turnover
@@ -297,13 +298,16 @@ class PrefixTree:
 
     def _locate(self, at: Match | Lease, num_blocks: int | None = None) -> tuple[Node, int]:
         """The node that holds the end of the first ``num_blocks`` blocks of ``at``, and that depth."""
-        depth = at.num_blocks if num_blocks is None else num_blocks
-        if not 0 <= depth <= at.num_blocks:
-            raise BadInput(f"{depth} blocks are not within the {at.num_blocks} that are covered")
+        if isinstance(at, Lease) and (not at.is_open or at.tree is not self):
+            raise StaleHandle("this lease is not open: unpinned twice, or of another tree")
+        if num_blocks is None:
+            depth = at.num_blocks
+        elif 0 <= num_blocks <= at.num_blocks:
+            depth = num_blocks
+        else:
+            raise BadInput(f"{num_blocks} blocks are not within the {at.num_blocks} that are covered")
         if isinstance(at, Lease):
-            if not at.is_open or at.tree is not self:
-                raise StaleHandle("this lease is not open: unpinned twice, or of another tree")
-            return at.node if num_blocks is None else at.node.up_to(depth), depth
+            return at.node if depth == at.num_blocks else at.node.up_to(depth), depth
         if at.node is not None and at.removals == self._removals:
             return at.node.up_to(depth), depth
         root = self._roots.get(at.namespace) or self._new_root(at.namespace)
@@ -354,14 +358,16 @@ class PrefixTree:
         while node.pins == 1 and node.parent is not None:
             node = node.parent
             node.pins += 1
-            self._cover(node, node.num_blocks)
+            if node.num_pinned < node.num_blocks:
+                self._cover(node, node.num_blocks)
 
     def _cover(self, node: Node, num_blocks: int) -> None:
         """At least the first ``num_blocks`` of ``node`` are pinned now."""
         if num_blocks > node.num_pinned:
             self.num_pinned += num_blocks - node.num_pinned
             node.num_pinned = num_blocks
-            self._turnover.mark(node)
+            if node.leaf >= 0:
+                self._turnover.mark(node)
 
     def _let_loose(self, node: Node) -> None:
         """One lease less ends in ``node``. O(nodes that are not pinned any more)."""
@@ -399,22 +405,22 @@ class PrefixTree:
     def _attach(self, node: Node, depth: int, first: bytes, tokens: Ids, ids: Ids, priority: int) -> Node:
         """Put new blocks, the first of them ``first``, at ``depth``, which lies in ``node``; returns the node that ends with
         them."""
-        if node.root:
+        if node.root is not None and not node.pins:
             self._roots[node.root[1]] = node
         if depth < node.start + node.num_blocks:
             node = node.split(depth)
         turnover, n = self._turnover, ids.shape[1]
-        rows = turnover.rows(node, tokens, n, priority)
-        if rows is not None:
-            ids = np.concatenate((ids, rows))
+        if turnover.num_rows:
+            ids = np.concatenate((ids, turnover.rows(node, tokens, n, priority)))
         self.num_cached += n
-        if node.children or node.root or not node.has_room(n):
-            child = Node(node, node.start + node.num_blocks, self.block_size, own_array(tokens), ids.copy(), first)
+        if node.children or node.root is not None or not node.has_room(n):
+            child = Node(node, depth, self.block_size, own_array(tokens), ids.copy(), first)
             node.children.put(first, child)
-            turnover.mark(node)
-            turnover.added(child)
-            return child
-        node.append(tokens, ids)
+            if node.leaf >= 0:
+                turnover.mark(node)
+            node = child
+        else:
+            node.append(tokens, ids)
         turnover.added(node)
         return node
 

@@ -19,8 +19,8 @@ class Turnover(Protocol):
 
     num_rows: int
 
-    def rows(self, node: Node, tokens: Ids, n: int, priority: int) -> Ids | None:
-        """``n`` blocks of ``tokens`` will be added below all blocks of ``node``; returns their rows, if any are kept."""
+    def rows(self, node: Node, tokens: Ids, n: int, priority: int) -> Ids:
+        """``n`` blocks of ``tokens`` will be added below all blocks of ``node``; returns their rows ``[num_rows, n]``."""
 
     def added(self, node: Node) -> None:
         """They stand at the end of ``node`` now."""
@@ -32,7 +32,8 @@ class Turnover(Protocol):
         """The blocks of ``node`` up to ``depth`` were used."""
 
     def mark(self, node: Node) -> None:
-        """Whether the last block of ``node`` may go can have changed."""
+        """Whether the last block of ``node`` may go can have changed: told when it may begin to, and for a ``leaf`` also when
+        it may not any more."""
 
     def choose(self, limit: int) -> tuple[Node, int] | None:
         """The node whose last blocks go next, and how many, at most ``limit``; None if nothing may go."""
@@ -66,7 +67,7 @@ class ByCell:
                 self.policy.mark(leaf, True)
                 node.leaf = leaf
 
-    def rows(self, node: Node, tokens: Ids, n: int, priority: int) -> Ids | None:
+    def rows(self, node: Node, tokens: Ids, n: int, priority: int) -> Ids:
         """Cells; blocks that have a name get theirs back."""
         again: list[int] = []
         size, above = len(tokens) // n, _last_cell(node)
