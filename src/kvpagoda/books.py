@@ -313,8 +313,6 @@ class Books:
     def room_wanted(self, sequence: Sequence, n: int) -> None:
         """Make room for ``n`` tokens after those of ``sequence``; see ``Sequence.extend``."""
         slot, length = sequence.slot, sequence.length
-        if length + n > self.max_context:
-            raise BadInput(f"{length} + {n} tokens are more than the longest context of {self.max_context}")
         needs = [ledger.wanted(slot, length + n) for ledger in self.ledgers]
         promised = [ledger.promised[slot] for ledger in self.ledgers]
         try:
@@ -328,6 +326,8 @@ class Books:
                         f"{ledger.name}; close a sequence or raise the budget (now {format_bytes(self.budget)})"
                     )
                 ledger.promise(slot, ledger.end[slot] - ledger.first[slot] + need)
+            if length + n > self.max_context:
+                raise BadInput(f"{length} + {n} tokens are more than the longest context of {self.max_context}")
             for ledger, need in zip(self.ledgers, needs):
                 ledger.grow(slot, need)
         finally:

@@ -10,7 +10,6 @@ from kvpagoda.alloc import BlockTable, FreeStack
 from kvpagoda.alloc.held import Ids
 from kvpagoda.errors import CheckFailed
 from kvpagoda.schema.plan import GroupPlan
-from kvpagoda.units import ceil_div
 
 
 class GroupLedger:

@@ -27,6 +27,8 @@ from kvpagoda.ledger import GroupLedger
 from kvpagoda.prefix import Evicted, Lease, Match, PrefixTree, policy_named
 from kvpagoda.units import ceil_div
 
+_AT_ONCE = 1024  # a thousandth of the blocks go at once, so that a step that needs one block seldom evicts
+
 
 class Memory(Protocol):
     """Who moves the bytes. A cache with no memory behind it does nothing."""
@@ -104,6 +106,7 @@ class Reuse:
             block_size, 0 if self.full is None else 1, policy_named(policy, max(1, capacity)), proves_ids=False
         )
         self.names, self._most_unbacked = FreeList(num_checkpoints, what="checkpoints"), most_unbacked
+        self._at_once = capacity // _AT_ONCE  # evicted together where fewer are needed
         self._pins: dict[Pin, None] = {}  # the oldest first
         self._most_pinned = int(pin_share * capacity)
         self._kept: Counter[int] = Counter()  # checkpoints that pins or an opening request need
@@ -333,7 +336,7 @@ class Reuse:
         self._let_go(self.tree.clear(namespace))
 
     def _evict_blocks(self, n: int) -> None:
-        evicted = self.tree.evict(n)
+        evicted = self.tree.evict(max(n, self._at_once))
         self.num_evicted_blocks += evicted.ids.shape[1]
         self._let_go(evicted)
 

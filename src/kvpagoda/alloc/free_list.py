@@ -58,7 +58,9 @@ class FreeStack:
         free, end = self._stack[: max(0, self.num_free)], self.first + self.num_ids
         outside = free[(free < self.first) | (free >= end)]
         if len(outside) or not 0 <= self.num_free <= self.num_ids:
-            raise CheckFailed(f"{self.what}: {self.num_free} free of {self.num_ids}; out of range: {outside[:16].tolist()}")
+            raise CheckFailed(
+                f"{self.what}: {self.num_free} free of {self.num_ids}; out of range: {outside[:16].tolist()}"
+            )
         twice = np.flatnonzero(np.bincount(free, minlength=end) > 1)
         if len(twice):
             raise CheckFailed(f"{self.what}: free more than once: {twice[:16].tolist()}")

@@ -55,7 +55,7 @@ class Run:
         """Whether to append ``n`` blocks costs little: there is room, or little to copy for more."""
         if self.num_blocks <= _SMALL:
             return True
-        return self._at + self.num_blocks + n <= self._ids.shape[1] and self._tokens.flags.writeable
+        return self._at + self.num_blocks + n <= self._ids.shape[1] and bool(self._tokens.flags.writeable)
 
     def cut(self, num_blocks: int) -> None:
         """Drop all but the first ``num_blocks`` blocks. Amortised O(1) for each block dropped."""

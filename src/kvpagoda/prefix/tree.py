@@ -15,8 +15,8 @@ from kvpagoda.prefix.policy import Policy
 from kvpagoda.prefix.proof import expect, nodes_below, prove_ids, prove_pins, prove_shape
 from kvpagoda.prefix.recency import Recency
 from kvpagoda.prefix.results import Evicted, Inserted, Lease, Mask, Match
-from kvpagoda.prefix.turnover import ByCell, Turnover
 from kvpagoda.prefix.run import own_array
+from kvpagoda.prefix.turnover import ByCell, Turnover
 from kvpagoda.prefix.walk import Walk, walk
 
 _INT32 = np.dtype(np.int32)
@@ -31,8 +31,8 @@ class PrefixTree:
     that block) and the state ids of checkpoints, until it hands them back. ``num_groups`` may be 0.
 
     A walk costs a dictionary probe for each node on the path and one array compare; nothing recurses and nothing loops over
-    tokens. ``policy`` (None: LRU, which is built in) is this tree's alone. ``proves_ids``: that a block is in one place is proven
-    at every call, not by ``check`` alone. Not for use from several threads at once.
+    tokens. ``policy`` (None: LRU, which is built in) is this tree's alone. ``proves_ids``: that a block is in one place is
+    proven at every call, not by ``check`` alone. Not for use from several threads at once.
     """
 
     def __init__(
@@ -83,10 +83,7 @@ class PrefixTree:
         if limit is not None and limit < len(tokens):
             tokens = tokens[: max(0, limit)]
         root = self._roots.get(namespace)
-        if root is None:
-            way = Walk(self._new_root(namespace), 0, 0)
-        else:
-            way = walk(root, 0, tokens)
+        way = Walk(self._new_root(namespace), 0, 0) if root is None else walk(root, 0, tokens)
         checkpoints: tuple[tuple[int, int], ...] = ()
         if len(self._checkpoints):
             checkpoints = tuple(
@@ -439,10 +436,7 @@ class PrefixTree:
                 below.merge(above)
 
     def _evicted(self, ids: list[Ids], states: list[int], shortfall: int) -> Evicted:
-        if len(ids) == 1:
-            together = ids[0].copy()
-        else:
-            together = np.concatenate(ids, axis=1) if ids else np.empty((self.num_groups, 0), np.int32)
+        together = np.concatenate(ids, axis=1) if ids else np.empty((self.num_groups, 0), np.int32)
         if self._owned is not None:
             self._owned.remove(together)
         return Evicted(together, tuple(states), shortfall)

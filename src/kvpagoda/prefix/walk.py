@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvpagoda.alloc.held import Ids
@@ -23,7 +25,7 @@ class Walk:
         begin: int,
         depth: int,
         num_tokens: int = 0,
-        path: list[Node] | tuple[()] = (),
+        path: Sequence[Node] = (),
         partial: tuple[Node, int] | None = None,
     ) -> None:
         self.node, self.begin, self.depth, self.num_tokens = node, begin, depth, num_tokens
