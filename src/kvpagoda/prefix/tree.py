@@ -187,7 +187,8 @@ class PrefixTree:
             self._extend(lease, node, covered + n)
         elif pin:
             lease = self._new_lease(node, covered + n)
-        self._turnover.mark(node)
+        if node.num_pinned < node.num_blocks or node.leaf >= 0:
+            self._turnover.mark(node)
         return Inserted(own, duplicates, n - have, lease)
 
     def evict(self, num_blocks: int) -> Evicted:
@@ -352,9 +353,15 @@ class PrefixTree:
             self._cover(node, depth - node.start)
             return
         lease.node = node
-        self._tie(lease, node)
         old.leases.remove(lease)
-        old.pins -= 1
+        if node.parent is old and not node.pins:  # a pinned child for a lease: the old node stays pinned as it is
+            node.put_lease(lease)
+            node.pins = 1
+            self._cover(node, depth - node.start)
+            self._cover(old, old.num_blocks)
+        else:
+            self._tie(lease, node)
+            old.pins -= 1
 
     def _tie(self, lease: Lease, node: Node) -> None:
         """``lease`` ends in ``node`` now; what lies above it is pinned. O(nodes that were not pinned before)."""
