@@ -162,7 +162,7 @@ class GroupLedger:
 
     def rename(self, names: Ids) -> None:
         """Block ``i`` is called ``names[i]`` from now on."""
-        self.table.rename(names)
+        self.table.rename(names, self.end)
 
     def check(self, elsewhere: Ids | None = None, absent: Ids | None = None) -> None:
         """Prove that every block is free, private in exactly one row, one of those that are owned ``elsewhere``, or one of

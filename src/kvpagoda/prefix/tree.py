@@ -233,7 +233,8 @@ class PrefixTree:
         """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
         for root in self._roots.values():
             for node in nodes_below(root):
-                node.ids[group] = names[node.ids[group]]
+                row = node.ids[group]
+                row[:] = names[row]
         if self._owned is not None:
             self._owned.rename(group, names)
         self._removals += 1
