@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -11,13 +11,20 @@ from kvpagoda.alloc.held import Ids
 from kvpagoda.prefix.children import Children
 from kvpagoda.prefix.run import Run
 
-if TYPE_CHECKING:
-    from kvpagoda.prefix.results import Lease
+
+class LeaseEnd(Protocol):
+    """A lease, as the node knows it in which it ends."""
+
+    node: Node
+    num_blocks: int
+    tree: object
+    is_open: bool
+
 
 # Shared by all nodes that have none, and never written: most nodes are leaves, and cheaper without.
 _NO_CHECKPOINTS: dict[int, int] = {}
 _NO_CHILDREN: Children[Node] = Children()
-_NO_LEASES: list[Lease] = []
+_NO_LEASES: list[LeaseEnd] = []
 
 
 class Node(Run):
@@ -90,7 +97,7 @@ class Node(Run):
             self.children = Children()
         self.children.put(child.first, child)
 
-    def put_lease(self, lease: Lease) -> None:
+    def put_lease(self, lease: LeaseEnd) -> None:
         """``lease`` ends in here."""
         if self.leases is _NO_LEASES:
             self.leases = []

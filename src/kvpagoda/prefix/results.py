@@ -12,7 +12,6 @@ from kvpagoda.alloc.held import Ids
 
 if TYPE_CHECKING:
     from kvpagoda.prefix.node import Node
-    from kvpagoda.prefix.tree import PrefixTree
 
 Mask = npt.NDArray[np.bool_]
 
@@ -47,7 +46,7 @@ class Lease:
 
     __slots__ = ("is_open", "node", "num_blocks", "tree")
 
-    def __init__(self, tree: PrefixTree, node: Node, num_blocks: int) -> None:
+    def __init__(self, tree: object, node: Node, num_blocks: int) -> None:
         self.tree, self.node, self.num_blocks, self.is_open = tree, node, num_blocks, True
 
     def __repr__(self) -> str:
