@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Many
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -297,26 +298,36 @@ class Books:
         if sequence.namespace in self._stale:
             self._clear_stale()
 
-    def room_wanted(self, sequence: Sequence, n: int) -> None:
-        """Make room for ``n`` tokens after those of ``sequence``; see ``Sequence.extend``."""
-        slot, length = sequence.slot, sequence.length
-        needs = [ledger.wanted(slot, length + n) for ledger in self.ledgers]
-        promised = [int(ledger.promised[slot]) for ledger in self.ledgers]
+    def room_wanted(self, sequences: Many[Sequence], n: int) -> None:
+        """Make room for ``n`` tokens after those of each of ``sequences``, all or none; see ``Sequence.extend``."""
+        ends = {sequence.slot: sequence.length + n for sequence in sequences}
+        growing = [
+            (ledger, {slot: need for slot, end in ends.items() if (need := ledger.wanted(slot, end))})
+            for ledger in self.ledgers
+        ]
+        raised: list[tuple[GroupLedger, int, int]] = []
         try:
-            for ledger, need in zip(self.ledgers, needs):
-                if need > ledger.available(slot):
-                    raise OutOfBlocks(
-                        f"need {need} blocks, {ledger.available(slot)} available ({ledger.free.num_free} free, "
-                        f"{ledger.claimed} promised to running requests) of {ledger.plan.num_blocks} in "
-                        f"{ledger.name}; close a sequence or raise the budget (now {format_bytes(self.budget)})"
-                    )
-                ledger.promise(slot, max(int(ledger.promised[slot]), int(ledger.end[slot] - ledger.first[slot]) + need))
-            if length + n > self.max_context:
-                raise BadInput(f"{length} + {n} tokens are more than the longest context of {self.max_context}")
-            for ledger, need in zip(self.ledgers, needs):
-                ledger.grow(slot, need)
+            for ledger, needs in growing:
+                for slot, need in needs.items():
+                    if need <= ledger.claim(slot):
+                        continue
+                    if need > ledger.available(slot):
+                        raise OutOfBlocks(
+                            f"need {need} blocks, {ledger.available(slot)} available ({ledger.free.num_free} free, "
+                            f"{ledger.claimed} promised to running requests) of {ledger.plan.num_blocks} in "
+                            f"{ledger.name}; close a sequence or raise the budget (now {format_bytes(self.budget)})"
+                        )
+                    raised.append((ledger, slot, ledger.promised[slot]))
+                    ledger.promise(slot, ledger.end[slot] - ledger.first[slot] + need)
+            if max(ends.values()) > self.max_context:
+                raise BadInput(
+                    f"{max(ends.values()) - n} + {n} tokens are more than the longest context of {self.max_context}"
+                )
+            for ledger, needs in growing:
+                if needs:
+                    ledger.grow_each(needs)
         finally:
-            for ledger, blocks in zip(self.ledgers, promised):
+            for ledger, slot, blocks in raised:
                 ledger.promise(slot, blocks)
 
     def _check_settled(self, sequence: Sequence, what: str) -> None:

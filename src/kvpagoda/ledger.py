@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -66,7 +66,12 @@ class GroupLedger:
 
     def available(self, slot: int | None = None) -> int:
         """Blocks that can be had and that no other request has a claim on."""
-        return self.reach(self.surplus()) + (0 if slot is None else self._claim(slot))
+        return self.reach(self.surplus()) + (0 if slot is None else self.claim(slot))
+
+    def claim(self, slot: int) -> int:
+        """Blocks that ``slot`` was promised and does not hold yet."""
+        claim = self.promised[slot] - self.end[slot] + self.first[slot]
+        return claim if claim > 0 else 0
 
     def held_ids(self, slot: int) -> Ids:
         """The ids that ``slot`` holds, shared and private, in the order of the text: int32, the caller's own."""
@@ -90,7 +95,8 @@ class GroupLedger:
 
     def share(self, slot: int, columns: int, ids: Ids) -> None:
         """The first ``columns`` blocks of ``slot`` now belong to somebody else, who says which blocks ``ids`` they are."""
-        self.table.put(slot, columns - len(ids), ids)
+        if not np.array_equal(self.table.cells[slot, columns - len(ids) : columns], ids):
+            self.table.put(slot, columns - len(ids), ids)
         self.shared[slot] = columns
 
     def take_free(self, n: int) -> Ids:
@@ -114,10 +120,17 @@ class GroupLedger:
     def grow(self, slot: int, num_blocks: int) -> None:
         """Hand ``num_blocks`` more blocks to ``slot``. Raises OutOfBlocks, changing nothing. O(num_blocks)."""
         if num_blocks:
-            end, ids = self.end[slot], self.take_free(num_blocks)
-            self.table.put(slot, end, ids)
-            self.prepare(ids)
-            self._hold(slot, self.first[slot], end + num_blocks, self.promised[slot])
+            self.grow_each({slot: num_blocks})
+
+    def grow_each(self, num_blocks: Mapping[int, int]) -> None:
+        """Hand every slot so many more blocks, in one go. Raises OutOfBlocks, changing nothing. O(blocks)."""
+        ids, begin = self.take_free(sum(num_blocks.values())), 0
+        for slot, count in num_blocks.items():
+            end = self.end[slot]
+            self.table.append(slot, end, ids[begin : begin + count])
+            self._hold(slot, self.first[slot], end + count, self.promised[slot])
+            begin += count
+        self.prepare(ids)
 
     def slide(self, slot: int, length: int) -> Ids:
         """Let go of the blocks that are not kept when ``length`` tokens are written; returns those freed. O(n)."""
@@ -128,6 +141,7 @@ class GroupLedger:
         """Let go of everything that ``slot`` holds and was promised; returns the ids freed: its private blocks."""
         ids = self._let_go(slot, self.end[slot], 0)
         self.shared[slot] = 0
+        self.table.version[slot] += 1
         self._hold(slot, 0, 0, 0)
         return ids
 
@@ -136,7 +150,7 @@ class GroupLedger:
         before, end = self.first[slot], self.end[slot]
         if first == before and promised == self.promised[slot]:
             return np.empty(0, np.int32)
-        ids = self.table.take(slot, before, first)[max(0, self.shared[slot] - before) :]
+        ids = self.table.take_first(slot, before, first)[max(0, self.shared[slot] - before) :]
         self._hold(slot, first, end, promised)
         return self.release(ids)
 
@@ -183,13 +197,9 @@ class GroupLedger:
         outside = rows[~inside]
         if (outside != self.table.empty).any() or (self.table.cells[-1] != self.table.empty).any():
             raise CheckFailed(f"{self.name}: a table names blocks outside of what its request holds")
-        claims = sum(self._claim(slot) for slot in range(len(self.end)))
+        claims = sum(self.claim(slot) for slot in range(len(self.end)))
         if claims != self.claimed or self.reach(self.surplus()) < 0:
             raise CheckFailed(f"{self.name}: {claims} claims, {self.claimed} counted, {self.free.num_free} free")
-
-    def _claim(self, slot: int) -> int:
-        claim = self.promised[slot] - self.end[slot] + self.first[slot]
-        return claim if claim > 0 else 0
 
     def _hold(self, slot: int, first: int, end: int, promised: int) -> None:
         before, after = self.promised[slot] - self.end[slot] + self.first[slot], promised - end + first

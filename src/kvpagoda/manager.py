@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvpagoda.alloc.held import Ids
-from kvpagoda.batch import Array, Batch, LayerView, StepBuffers
+from kvpagoda.batch import Array, Batch, LayerView, StepBuffers, StepRows
 from kvpagoda.books import Books
 from kvpagoda.errors import BadInput
 from kvpagoda.ledger import GroupLedger
@@ -74,8 +74,8 @@ class KVCache(Books):
             self._states.prepare = self._arenas[self._states.plan.name].reset
         self._tables = {ledger.plan.name: DeviceTable(ledger.table, self.device) for ledger in self.ledgers}
         self._pools: dict[int, tuple[Pool | None, Pool | None, tuple[GroupLedger, DeviceTable] | None]] = {}
-        self.buffers = StepBuffers(self.device)
-        self.batch_number = 0
+        self._step_buffers = StepBuffers(self.device)
+        self.num_moves = 0  #: how often blocks were moved: index arrays from before name the old places
         self._poison = poison
         if poison:
             for buffer in self._buffers:
@@ -99,9 +99,25 @@ class KVCache(Books):
         ``pad_to`` rows in all (CUDA graphs): padded rows have one token, slot -1, length 0 and write to block 0. The
         arrays lie in static buffers: they are valid until the next ``batch``. Raises BadInput.
         """
-        batch = Batch(self, sequences, new_tokens, pad_to)
-        self.batch_number += 1
-        return batch
+        if len(sequences) != len(new_tokens) or not sequences or min(new_tokens) < 1:
+            raise BadInput(f"{len(sequences)} sequences need as many positive new_tokens, got {list(new_tokens)[:16]}")
+        if pad_to is not None and pad_to < len(sequences):
+            raise BadInput(f"pad_to={pad_to} is less than the {len(sequences)} sequences of the batch")
+        for sequence, new in zip(sequences, new_tokens):
+            if sequence.length + new > sequence.room:
+                raise BadInput(
+                    f"slot {sequence.slot} has room for {sequence.room} tokens, not {sequence.length} + {new}; extend first"
+                )
+        if len({id(sequence) for sequence in sequences}) != len(sequences):
+            raise BadInput("a sequence appears twice in the batch")
+        for sequence, new in zip(sequences, new_tokens):
+            sequence.written = max(sequence.written, sequence.length + new)
+        padding = (pad_to or len(sequences)) - len(sequences)
+        slots = np.array([sequence.slot for sequence in sequences] + [-1] * padding, np.int64)
+        counts = np.array([*new_tokens] + [1] * padding, np.int64)
+        before = np.array([sequence.length for sequence in sequences] + [0] * padding, np.int64)
+        rows = StepRows(slots, counts, len(sequences))
+        return Batch(self, self._step_buffers, tuple(sequences), rows, before)
 
     def layer_view(self, batch: Batch, index: int) -> LayerView:
         """The view of one layer for ``batch``; ``batch.layer(index)`` is the way to call it."""
@@ -125,7 +141,7 @@ class KVCache(Books):
 
     def move_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         super().move_blocks(ledger, sources, targets)
-        self.batch_number += 1  # index arrays from before name the old places
+        self.num_moves += 1
 
     def sectors_given(self, ledger: GroupLedger, sectors: Ids) -> None:
         """What another group left in a sector could read as NaN here: it is zeroed (with ``poison`` it is NaN)."""
