@@ -23,28 +23,48 @@ Tensor = torch.Tensor
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class Shown(NamedTuple):
-    """What a step shows of a block table: of each row its slot, the version of what it holds and its cells
+class Shown:
+    """What a step shows of a block table: of each row its slot, the version of what it holds, and its cells
     ``first .. end - 1``, int64 ``[B]`` each; ``starts`` int64 ``[B + 1]``: where they begin if they lie row behind row.
     """
 
-    slots: Array
-    versions: Array
-    first: Array
-    end: Array
-    starts: Array
+    def __init__(self, slots: Array, versions: Array, first: Array, end: Array) -> None:
+        self.slots, self.versions, self.first, self.end = self.columns = slots, versions, first, end
+        self.starts = np.zeros(len(slots) + 1, np.int64)
+        np.cumsum(end - first, out=self.starts[1:])
+        self._since: tuple[Shown | None, Array, Array] = (None, slots, slots)
 
-    def goes_on(self, before: Shown) -> Array:
-        """bool ``[B]``: which rows are as in ``before``, but for cells more at the end or fewer at the beginning."""
-        n = min(len(self.slots), len(before.slots))
-        goes_on = np.zeros(len(self.slots), np.bool_)
-        goes_on[:n] = (self.versions[:n] == before.versions[:n]) & (self.first[:n] >= before.first[:n])
-        if self.slots is not before.slots:
-            goes_on[:n] &= self.slots[:n] == before.slots[:n]
-        return goes_on
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def since(self, before: Shown) -> tuple[Array, Array]:
+        """The rows that are not as in ``before``, ascending, and which of these are but for cells more at the end or fewer at
+        the beginning."""
+        if self._since[0] is not before:
+            n, differs = min(len(self), len(before)), np.ones(len(self), np.bool_)
+            differs[:n] = False
+            for now, old in zip(self.columns, before.columns):
+                if now is not old:
+                    differs[:n] |= now[:n] != old[:n]
+            rows = np.flatnonzero(differs)
+            goes_on, known = np.zeros(len(rows), np.bool_), rows[rows < n]
+            goes_on[: len(known)] = (
+                (self.slots[known] == before.slots[known])
+                & (self.versions[known] == before.versions[known])
+                & (self.first[known] >= before.first[known])
+                & (self.end[known] >= before.end[known])
+            )
+            self._since = before, rows, goes_on
+        return self._since[1:]
+
+    def with_rest(self, before: Shown) -> Shown:
+        """These rows, and behind them those that ``before`` has beyond their number."""
+        if len(before) <= len(self):
+            return self
+        return Shown(*(np.concatenate((now, old[len(self) :])) for now, old in zip(self.columns, before.columns)))
 
 
-NOTHING = Shown(*(np.empty(0, np.int64),) * 4, np.zeros(1, np.int64))
+NOTHING = Shown(*(np.empty(0, np.int64),) * 4)
 LONG = 64
 """Cells of a row from which on rows are copied one by one rather than all in one go."""
 
@@ -74,77 +94,66 @@ class StepBuffers:
         host, target = self._buffer(name, (n,), dtype)
         host[:n] = values
         part = known[1] if known is not None and len(known[0]) == n else target[:n]
-        self._upload(part, host[:n])
+        if not self._on_host:
+            part.copy_(torch.from_numpy(host[:n]))
         self._put[name] = values, part
         return part
 
     def shown(self, name: str, table: BlockTable, slots: Array, first: Array, end: Array) -> Shown:
         """What a step shows of ``table`` now: the same object as the last time, if nothing of it changed."""
-        now, last = (slots, table.version[slots], first, end), self._shown.get(name, NOTHING)
-        if not all(a is b or np.array_equal(a, b) for a, b in zip(now, last)):
-            last = self._shown[name] = Shown(*now, np.concatenate(([0], np.cumsum(end - first))))
+        last = self._shown.get(name, NOTHING)
+        now = (slots, table.version[slots], first, end)
+        if not all(a is b or np.array_equal(a, b) for a, b in zip(now, last.columns)):
+            last = self._shown[name] = Shown(*now)
         return last
 
     def put_rows(self, name: str, table: BlockTable, shown: Shown) -> Tensor:
         """The cells that are ``shown`` of each row, 0 left of them: int32 ``[B, most columns]``, a part of a buffer as wide as
         the table. O(B + cells that changed; all of a row that means something else)."""
-        slots, first, end = shown.slots, shown.first, shown.end
-        host, target = self._buffer(name, (len(slots), table.cells.shape[1]), np.int32)
+        host, target = self._buffer(name, (len(shown), table.cells.shape[1]), np.int32)
         held, part = self._held.get(name, (NOTHING, target))
         if shown is held:
             return part
-        goes_on = shown.goes_on(held)
-        for row in np.flatnonzero(~goes_on).tolist():
-            host[row, : first[row]] = 0
-            host[row, first[row] : end[row]] = table.cells[slots[row], first[row] : end[row]]
-            self._upload(target[row], host[row])
-        kept = np.flatnonzero(goes_on)
-        begin = np.where(first[kept] > held.first[kept], held.first[kept], held.end[kept])
-        rows, columns = _cells(begin, end[kept])
-        if len(rows):
-            rows = kept[rows]
-            values = table.cells[slots[rows], columns] * (columns >= first[rows])
-            host[rows, columns] = values
-            if not self._on_host:
-                changed = torch.from_numpy(np.stack((rows, columns, values))).to(self.device)
-                target[changed[0], changed[1]] = changed[2].int()
-        part = target[: len(slots), : int(end.max())]
-        if len(slots) < len(held.slots):  # further rows hold what they held
-            shown = Shown(*(np.concatenate((now, old[len(now) :])) for now, old in zip(shown, held)))
-        self._held[name] = shown, part
+        rows, goes_on = shown.since(held)
+        first, end = shown.first[rows], shown.end[rows]
+        kept = rows[goes_on]
+        cut, begin = np.zeros(len(rows), np.int64), first.copy()
+        cut[goes_on], begin[goes_on] = held.first[kept], np.maximum(held.end[kept], first[goes_on])
+        columns = (rows, shown.slots[rows], cut, first, begin, end)
+        for row, slot, low, left, middle, right in zip(*(column.tolist() for column in columns)):
+            if low < left:
+                host[row, low:left] = 0
+            host[row, middle:right] = table.cells[slot, middle:right]
+        self._upload_cells(target, host, rows, np.where(cut < first, cut, begin), end)
+        part = target[: len(shown), : int(shown.end.max())]
+        self._held[name] = shown.with_rest(held), part
         return part
 
     def put_runs(self, name: str, table: BlockTable, shown: Shown) -> Tensor:
         """The cells that are ``shown``, row behind row: int32 ``[starts[-1]]``. O(B + cells from the first change on); where
         rows only grew these are moved, not read again."""
-        slots, _, first, end, starts = shown
-        host, target = self._buffer(name, (len(slots) * table.cells.shape[1],), np.int32)
+        host, target = self._buffer(name, (len(shown) * table.cells.shape[1],), np.int32)
         held, part = self._held.get(name, (NOTHING, target))
         if shown is held:
             return part
-        n, total = min(len(slots), len(held.slots)), int(starts[-1])
-        same = shown.goes_on(held)
-        same[:n] &= first[:n] == held.first[:n]
-        if same.all() and n == len(held.slots) and (end >= held.end).all():
-            rows = np.flatnonzero(end > held.end).tolist()
-            for row, until in zip(reversed(rows), [n, *reversed(rows)]):
-                moved = host[held.starts[row + 1] : held.starts[min(until + 1, n)]]
-                at = int(starts[row + 1])
-                host[at : at + len(moved)] = moved
-                added = table.cells[slots[row], held.end[row] : end[row]]
-                host[at - len(added) : at] = added
-            at = int(held.starts[rows[0] + 1])
-        else:
-            same[:n] &= end[:n] == held.end[:n]
-            begin = int(np.argmin(np.append(same, False)))
-            at = int(starts[begin])
-            if total - at < LONG * (len(slots) - begin):
-                rows, columns = _cells(first[begin:], end[begin:])
-                host[at:total] = table.cells[slots[begin:][rows], columns]
-            elif total > at:
-                places = zip(slots[begin:].tolist(), first[begin:].tolist(), end[begin:].tolist())
-                np.concatenate([table.cells[slot, left:right] for slot, left, right in places], out=host[at:total])
-        self._upload(target[at:total], host[at:total])
+        rows, goes_on = shown.since(held)
+        slots, first, end, starts = shown.slots, shown.first, shown.end, shown.starts
+        begin, total = int(rows[0]) if len(rows) else len(shown), int(starts[-1])
+        if len(shown) == len(held) and goes_on.all() and np.array_equal(first, held.first):
+            until = np.append(held.starts[rows[1:] + 1], held.starts[-1])
+            columns = slots[rows], held.end[rows], end[rows], held.starts[rows + 1], until, starts[rows + 1]
+            for slot, left, right, source, stop, to in zip(*(column[::-1].tolist() for column in columns)):
+                host[to : to + stop - source] = host[source:stop]
+                host[to - right + left : to] = table.cells[slot, left:right]
+        elif total - starts[begin] < LONG * (len(shown) - begin):
+            rows, columns = _cells(first[begin:], end[begin:])
+            host[starts[begin] : total] = table.cells[slots[begin:][rows], columns]
+        elif begin < len(shown):
+            places = zip(slots[begin:].tolist(), first[begin:].tolist(), end[begin:].tolist())
+            parts = [table.cells[slot, left:right] for slot, left, right in places]
+            np.concatenate(parts, out=host[starts[begin] : total])
+        if not self._on_host:
+            target[starts[begin] : total].copy_(torch.from_numpy(host[starts[begin] : total]))
         self._held[name] = shown, target[:total]
         return self._held[name][1]
 
@@ -157,9 +166,17 @@ class StepBuffers:
             self._held.pop(name, None)
         return found
 
-    def _upload(self, target: Tensor, host: Array) -> None:
-        if not self._on_host:
-            target.copy_(torch.from_numpy(host))
+    def _upload_cells(self, target: Tensor, host: Array, rows: Array, begin: Array, end: Array) -> None:
+        """Bring the cells ``begin .. end - 1`` of ``rows`` to the device: single cells in one go, long rows one by one."""
+        if self._on_host:
+            return
+        is_long = end - begin > LONG
+        for row in rows[is_long].tolist():
+            target[row].copy_(torch.from_numpy(host[row]))
+        at, columns = _cells(begin[~is_long], end[~is_long])
+        at = rows[~is_long][at]
+        changed = torch.from_numpy(np.stack((at, columns, host[at, columns]))).to(self.device)
+        target[changed[0], changed[1]] = changed[2].int()
 
 
 def _cells(begin: Array, end: Array) -> tuple[Array, Array]:
@@ -182,6 +199,8 @@ class StepRows:
         self.row_of = np.repeat(np.arange(len(slots)), counts)
         self.offsets = np.arange(len(self.row_of)) - self.indptr[self.row_of]
         self.slot_of = slots[self.row_of]
+        self.last = self.indptr[1:] - 1
+        self.one_each = len(self.row_of) == len(slots)
         self.zeros = np.zeros(len(slots), np.int64)
 
 
@@ -212,9 +231,8 @@ class GroupArrays:
         """int32 ``[T]`` (int64 where it could pass 2^31): block id times block_size plus row; padded tokens map to 0."""
         batch, size = self._batch, self._batch.block_size
         wide = np.int64 if self._ledger.plan.num_rows * size >= 2**31 else np.int32
-        columns, within = np.divmod(batch.host_positions, size)
-        cells = self._ledger.table.cells[batch.rows.slot_of, columns].astype(np.int64)
-        return self._put("slot_mapping", cells * size + within, wide)
+        cells = self._ledger.table.cells[batch.rows.slot_of, batch.token_columns]
+        return self._put("slot_mapping", np.multiply(cells, size, dtype=wide) + batch.within, wide)
 
     @cached_property
     def kv_indptr(self) -> Tensor:
@@ -230,8 +248,7 @@ class GroupArrays:
     @cached_property
     def kv_last_page_len(self) -> Tensor:
         """int32 ``[B]``: rows in use of each row's last block; 0 for padded rows."""
-        batch = self._batch
-        return self._put("kv_last_page_len", batch.lengths - np.maximum(batch.columns - 1, 0) * batch.block_size)
+        return self._put("kv_last_page_len", self._batch.last_page_len)
 
     @cached_property
     def kv_start(self) -> Tensor:
@@ -328,16 +345,20 @@ class Batch:
         self._cache, self._sequences, self._current = cache, sequences, (buffers.number, cache.num_moves)
         self._closed, self.block_size = cache.num_closed, cache.block_size
         self.buffers, self.rows, self.before = buffers, rows, before
-        self.lengths = before + rows.counts
-        self.lengths[rows.num_sequences :] = 0
-        self.columns = (self.lengths + (self.block_size - 1)) // self.block_size
-        self.host_positions = before[rows.row_of] + rows.offsets
+        positions = before if rows.one_each else before[rows.row_of] + rows.offsets
+        self.token_columns, self.within = np.divmod(positions, self.block_size)
+        last_column, last_within = self.token_columns, self.within
+        if not rows.one_each:
+            last_column, last_within = last_column[rows.last], last_within[rows.last]
+        self.lengths, self.columns, self.last_page_len = before + rows.counts, last_column + 1, last_within + 1
+        for of_rows in (self.lengths, self.columns, self.last_page_len):
+            of_rows[rows.num_sequences :] = 0
         self.qo_indptr = buffers.put("qo_indptr", rows.indptr)
         states = cache.state_rows(rows.slots)
         self.state_indices = buffers.put("state_indices", states)
         self.step = Step(
             buffers.put("request_slots", rows.slot_of),
-            buffers.put("positions", self.host_positions),
+            buffers.put("positions", positions),
             buffers.put("request_ids", rows.row_of),
             buffers.put("state_rows", states[rows.row_of]),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as Many
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -298,9 +297,8 @@ class Books:
         if sequence.namespace in self._stale:
             self._clear_stale()
 
-    def room_wanted(self, sequences: Many[Sequence], n: int) -> None:
-        """Make room for ``n`` tokens after those of each of ``sequences``, all or none; see ``Sequence.extend``."""
-        ends = {sequence.slot: sequence.length + n for sequence in sequences}
+    def room_wanted(self, ends: Mapping[int, int]) -> None:
+        """Make room for the first ``ends[slot]`` tokens of each of these requests, or for none; see ``Sequence.extend``."""
         growing = [
             (ledger, {slot: need for slot, end in ends.items() if (need := ledger.wanted(slot, end))})
             for ledger in self.ledgers
@@ -320,9 +318,7 @@ class Books:
                     raised.append((ledger, slot, ledger.promised[slot]))
                     ledger.promise(slot, ledger.end[slot] - ledger.first[slot] + need)
             if max(ends.values()) > self.max_context:
-                raise BadInput(
-                    f"{max(ends.values()) - n} + {n} tokens are more than the longest context of {self.max_context}"
-                )
+                raise BadInput(f"{max(ends.values())} tokens are more than the longest context of {self.max_context}")
             for ledger, needs in growing:
                 if needs:
                     ledger.grow_each(needs)

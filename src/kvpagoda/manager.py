@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -12,6 +13,7 @@ from kvpagoda.batch import Array, Batch, LayerView, StepBuffers, StepRows
 from kvpagoda.books import Books
 from kvpagoda.errors import BadInput
 from kvpagoda.ledger import GroupLedger
+from kvpagoda.persistent_batch import PersistentBatch
 from kvpagoda.schema import Schema
 from kvpagoda.sequence import Sequence
 from kvpagoda.storage.arena import Arena, Device, default_device
@@ -118,6 +120,12 @@ class KVCache(Books):
         before = np.array([sequence.length for sequence in sequences] + [0] * padding, np.int64)
         rows = StepRows(slots, counts, len(sequences))
         return Batch(self, self._step_buffers, tuple(sequences), rows, before)
+
+    def persistent_batch(self, sequences: Iterable[Sequence] = (), num_rows: int | None = None) -> PersistentBatch:
+        """Run ``sequences``, whose prompts are committed, step by step: each step costs what changed. ``num_rows`` rows in all
+        (default: as many as there are sequences, at least one), padded as ``batch`` does. Raises BadInput, StaleHandle."""
+        members = tuple(sequences)
+        return PersistentBatch(self, members, max(1, len(members)) if num_rows is None else num_rows)
 
     def layer_view(self, batch: Batch, index: int) -> LayerView:
         """The view of one layer for ``batch``; ``batch.layer(index)`` is the way to call it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Many
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -43,7 +42,7 @@ class Owner(Protocol):
     vocab_size: int | None
     max_context: int
 
-    def room_wanted(self, sequences: Many[Sequence], n: int) -> None: ...
+    def room_wanted(self, ends: Mapping[int, int]) -> None: ...
 
     def sequence_committed(self, sequence: Sequence) -> None: ...
 
@@ -153,7 +152,7 @@ class Sequence:
         self._check_open()
         if n < 0:
             raise BadInput(f"cannot extend by {n} tokens; to take tokens back is not what extend does")
-        self._owner.room_wanted((self,), n)
+        self._owner.room_wanted({self._slot: self.length + n})
 
     def commit(self, token_ids: Any) -> None:
         """Say that the rows of the next ``len(token_ids)`` tokens are written: whole blocks become shareable, window
