@@ -30,9 +30,11 @@ class Shown:
 
     def __init__(self, slots: Array, versions: Array, first: Array, end: Array) -> None:
         self.slots, self.versions, self.first, self.end = self.columns = slots, versions, first, end
+        self.key = b"".join(map(np.ndarray.tobytes, self.columns))
         self.starts = np.zeros(len(slots) + 1, np.int64)
         np.cumsum(end - first, out=self.starts[1:])
         self._since: tuple[Shown | None, Array, Array] = (None, slots, slots)
+        self._last_cells: Array | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -56,6 +58,12 @@ class Shown:
             )
             self._since = before, rows, goes_on
         return self._since[1:]
+
+    def last_cells(self, table: BlockTable) -> Array:
+        """int64 ``[B]``: the last cell of each row that is shown."""
+        if self._last_cells is None:
+            self._last_cells = table.cells[self.slots, self.end - 1].astype(np.int64)
+        return self._last_cells
 
     def with_rest(self, before: Shown) -> Shown:
         """These rows, and behind them those that ``before`` has beyond their number."""
@@ -101,19 +109,18 @@ class StepBuffers:
 
     def shown(self, name: str, table: BlockTable, slots: Array, first: Array, end: Array) -> Shown:
         """What a step shows of ``table`` now: the same object as the last time, if nothing of it changed."""
-        last = self._shown.get(name, NOTHING)
-        now = (slots, table.version[slots], first, end)
-        if not all(a is b or np.array_equal(a, b) for a, b in zip(now, last.columns)):
-            last = self._shown[name] = Shown(*now)
+        columns, last = (slots, table.version[slots], first, end), self._shown.get(name, NOTHING)
+        if last.key != b"".join(map(np.ndarray.tobytes, columns)):
+            last = self._shown[name] = Shown(*columns)
         return last
 
     def put_rows(self, name: str, table: BlockTable, shown: Shown) -> Tensor:
         """The cells that are ``shown`` of each row, 0 left of them: int32 ``[B, most columns]``, a part of a buffer as wide as
         the table. O(B + cells that changed; all of a row that means something else)."""
-        host, target = self._buffer(name, (len(shown), table.cells.shape[1]), np.int32)
-        held, part = self._held.get(name, (NOTHING, target))
-        if shown is held:
+        held, part = self._held.get(name, (NOTHING, None))
+        if part is not None and shown is held:
             return part
+        host, target = self._buffer(name, (len(shown), table.cells.shape[1]), np.int32)
         rows, goes_on = shown.since(held)
         first, end = shown.first[rows], shown.end[rows]
         kept = rows[goes_on]
@@ -132,10 +139,10 @@ class StepBuffers:
     def put_runs(self, name: str, table: BlockTable, shown: Shown) -> Tensor:
         """The cells that are ``shown``, row behind row: int32 ``[starts[-1]]``. O(B + cells from the first change on); where
         rows only grew these are moved, not read again."""
-        host, target = self._buffer(name, (len(shown) * table.cells.shape[1],), np.int32)
-        held, part = self._held.get(name, (NOTHING, target))
-        if shown is held:
+        held, part = self._held.get(name, (NOTHING, None))
+        if part is not None and shown is held:
             return part
+        host, target = self._buffer(name, (len(shown) * table.cells.shape[1],), np.int32)
         rows, goes_on = shown.since(held)
         slots, first, end, starts = shown.slots, shown.first, shown.end, shown.starts
         begin, total = int(rows[0]) if len(rows) else len(shown), int(starts[-1])
@@ -231,8 +238,11 @@ class GroupArrays:
         """int32 ``[T]`` (int64 where it could pass 2^31): block id times block_size plus row; padded tokens map to 0."""
         batch, size = self._batch, self._batch.block_size
         wide = np.int64 if self._ledger.plan.num_rows * size >= 2**31 else np.int32
-        cells = self._ledger.table.cells[batch.rows.slot_of, batch.token_columns]
-        return self._put("slot_mapping", np.multiply(cells, size, dtype=wide) + batch.within, wide)
+        if batch.rows.one_each:
+            cells = self._shown.last_cells(self._ledger.table)
+        else:
+            cells = self._ledger.table.cells[batch.rows.slot_of, batch.token_columns].astype(np.int64)
+        return self._put("slot_mapping", cells * size + batch.within, wide)
 
     @cached_property
     def kv_indptr(self) -> Tensor:
@@ -277,6 +287,8 @@ class BatchSource(Protocol):
     num_moves: int
     num_closed: int
     block_size: int
+
+    has_states: bool
 
     def state_rows(self, slots: Array) -> Ids: ...
 
@@ -351,16 +363,16 @@ class Batch:
         if not rows.one_each:
             last_column, last_within = last_column[rows.last], last_within[rows.last]
         self.lengths, self.columns, self.last_page_len = before + rows.counts, last_column + 1, last_within + 1
-        for of_rows in (self.lengths, self.columns, self.last_page_len):
-            of_rows[rows.num_sequences :] = 0
+        for column in (self.lengths, self.columns, self.last_page_len):
+            column[rows.num_sequences :] = 0
         self.qo_indptr = buffers.put("qo_indptr", rows.indptr)
-        states = cache.state_rows(rows.slots)
+        states = cache.state_rows(rows.slots) if cache.has_states else rows.zeros
         self.state_indices = buffers.put("state_indices", states)
         self.step = Step(
             buffers.put("request_slots", rows.slot_of),
             buffers.put("positions", positions),
             buffers.put("request_ids", rows.row_of),
-            buffers.put("state_rows", states[rows.row_of]),
+            buffers.put("state_rows", states if rows.one_each else states[rows.row_of]),
         )
         self._arrays: dict[str, GroupArrays] = {}
 

@@ -95,7 +95,7 @@ class GroupLedger:
 
     def share(self, slot: int, columns: int, ids: Ids) -> None:
         """The first ``columns`` blocks of ``slot`` now belong to somebody else, who says which blocks ``ids`` they are."""
-        if not np.array_equal(self.table.cells[slot, columns - len(ids) : columns], ids):
+        if self.table.cells[slot, columns - len(ids) : columns].tobytes() != ids.tobytes():
             self.table.put(slot, columns - len(ids), ids)
         self.shared[slot] = columns
 

@@ -72,6 +72,7 @@ class KVCache(Books):
         }  # fmt: skip
         self._buffers = [shared] if plan.num_sectors else [arena.buffer for arena in self._arenas.values()]
         self._states = next((ledger for ledger in self.ledgers if ledger.growth.is_state), None)
+        self.has_states = self._states is not None
         if self._states is not None:
             self._states.prepare = self._arenas[self._states.plan.name].reset
         self._tables = {ledger.plan.name: DeviceTable(ledger.table, self.device) for ledger in self.ledgers}

@@ -51,6 +51,8 @@ class PersistentBatch:
         self._slots, self._lengths, self._room, self._written, self._known = np.zeros((5, num_rows), np.int64)
         self._one = np.zeros(num_rows, np.int64)
         self._newest = np.zeros((num_rows, cache.block_size), np.int32)  # tokens of the block that each row is in
+        self._first_of = np.arange(num_rows) * cache.block_size
+        self._batch: Batch | None = None
         self._sliding = [ledger.growth for ledger in cache.ledgers if ledger.growth.span is not None]
         self.add(*sequences)
 
@@ -104,7 +106,7 @@ class PersistentBatch:
         if n < 1:
             raise BadInput(f"a step computes at least one token of each sequence, got {n}")
         self._read()
-        after = self._lengths + n * self._one
+        after = self._lengths + (self._one if n == 1 else n * self._one)
         rows = np.flatnonzero(after > self._room)
         if len(rows):
             ends, size = after[rows], self._cache.block_size
@@ -114,26 +116,29 @@ class PersistentBatch:
         if n not in self._rows:
             counts = np.where(self._one, n, 1)
             self._rows = {n: StepRows(self._slots, counts, len(self.sequences))}
-        return Batch(self._cache, self._buffers, self.sequences, self._rows[n], self._lengths)
+        self._batch = Batch(self._cache, self._buffers, self.sequences, self._rows[n], self._lengths)
+        return self._batch
 
     def commit(self, token_ids: Any) -> None:
         """Say that the row of one more token of each sequence is written: ``token_ids`` int32 ``[len(sequences)]``. Otherwise
         as ``Sequence.commit``. Raises BadInput (no room, other ids), StaleHandle; nothing changed then."""
         self._read()
         tokens, n = as_tokens(token_ids, self._cache.vocab_size), len(self.sequences)
-        before, after = self._lengths, self._lengths + self._one
-        full = np.flatnonzero(after > self._room)
-        if len(tokens) != n or len(full):
+        size, before, batch = self._newest.shape[1], self._lengths, self._batch
+        if batch is not None and batch.before is before and batch.rows.one_each:  # what it made room for
+            within, after, full = batch.within[:n], batch.lengths, 0
+        else:
+            within, after = before[:n] % size, before + self._one
+            full = np.count_nonzero(after > self._room)
+        if len(tokens) != n or full:
             raise BadInput(
-                f"{len(tokens)} tokens for {n} sequences, of which {len(full)} have no room for one more; extend first"
+                f"{len(tokens)} tokens for {n} sequences, of which {full} have no room for one more; extend first"
             )
-        size = self._newest.shape[1]
-        self._newest[np.arange(n), before[:n] % size] = tokens
+        self._newest.ravel()[self._first_of[:n] + within] = tokens
         self._lengths = after
-        before, after = before[:n], after[:n]
-        is_due = after % size == 0
+        is_due = within == size - 1
         for growth in self._sliding:
-            is_due |= growth.first_kept(after) // size > growth.first_kept(before) // size
+            is_due |= growth.first_kept(after[:n]) // size > growth.first_kept(before[:n]) // size
         for row in np.flatnonzero(is_due).tolist():
             self.hand_over(self.sequences[row])
             self._cache.sequence_committed(self.sequences[row])
@@ -167,7 +172,7 @@ class PersistentBatch:
         if closed:
             raise StaleHandle(f"the sequences of rows {closed} were closed; remove them")
         n = len(self.sequences)
-        slots, self._lengths = self._slots.copy(), self._lengths.copy()
+        slots, self._lengths = self._slots.copy(), self._lengths.copy()  # the last batch has the old ones
         slots[n:], self._lengths[n:], self._room[n:], self._one[:n], self._one[n:] = -1, 0, 0, 1, 0
         for sequence in self._alone:
             if sequence.stepper is not None:
