@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -126,8 +126,8 @@ class StepBuffers:
         kept = rows[goes_on]
         cut, begin = np.zeros(len(rows), np.int64), first.copy()
         cut[goes_on], begin[goes_on] = held.first[kept], np.maximum(held.end[kept], first[goes_on])
-        columns = (rows, shown.slots[rows], cut, first, begin, end)
-        for row, slot, low, left, middle, right in zip(*(column.tolist() for column in columns)):
+        places = (rows, shown.slots[rows], cut, first, begin, end)
+        for row, slot, low, left, middle, right in zip(*(place.tolist() for place in places)):
             if low < left:
                 host[row, low:left] = 0
             host[row, middle:right] = table.cells[slot, middle:right]
@@ -148,16 +148,16 @@ class StepBuffers:
         begin, total = int(rows[0]) if len(rows) else len(shown), int(starts[-1])
         if len(shown) == len(held) and goes_on.all() and np.array_equal(first, held.first):
             until = np.append(held.starts[rows[1:] + 1], held.starts[-1])
-            columns = slots[rows], held.end[rows], end[rows], held.starts[rows + 1], until, starts[rows + 1]
-            for slot, left, right, source, stop, to in zip(*(column[::-1].tolist() for column in columns)):
+            places = slots[rows], held.end[rows], end[rows], held.starts[rows + 1], until, starts[rows + 1]
+            for slot, left, right, source, stop, to in zip(*(place[::-1].tolist() for place in places)):
                 host[to : to + stop - source] = host[source:stop]
                 host[to - right + left : to] = table.cells[slot, left:right]
         elif total - starts[begin] < LONG * (len(shown) - begin):
             rows, columns = _cells(first[begin:], end[begin:])
             host[starts[begin] : total] = table.cells[slots[begin:][rows], columns]
         elif begin < len(shown):
-            places = zip(slots[begin:].tolist(), first[begin:].tolist(), end[begin:].tolist())
-            parts = [table.cells[slot, left:right] for slot, left, right in places]
+            runs = zip(slots[begin:].tolist(), first[begin:].tolist(), end[begin:].tolist())
+            parts = [table.cells[slot, left:right] for slot, left, right in runs]
             np.concatenate(parts, out=host[starts[begin] : total])
         if not self._on_host:
             target[starts[begin] : total].copy_(torch.from_numpy(host[starts[begin] : total]))
@@ -167,7 +167,7 @@ class StepBuffers:
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: type) -> tuple[Array, Tensor]:
         found = self._buffers.get(name)
         if found is None or found[0].shape[0] < shape[0]:
-            host = np.zeros((1 << max(6, (shape[0] - 1).bit_length()), *shape[1:]), dtype)
+            host: Array = np.zeros((1 << max(6, (shape[0] - 1).bit_length()), *shape[1:]), dtype)
             found = self._buffers[name] = (host, torch.from_numpy(host).to(self.device))
             self._put.pop(name, None)
             self._held.pop(name, None)
@@ -181,6 +181,8 @@ class StepBuffers:
         for row in rows[is_long].tolist():
             target[row].copy_(torch.from_numpy(host[row]))
         at, columns = _cells(begin[~is_long], end[~is_long])
+        if not len(at):
+            return
         at = rows[~is_long][at]
         changed = torch.from_numpy(np.stack((at, columns, host[at, columns]))).to(self.device)
         target[changed[0], changed[1]] = changed[2].int()

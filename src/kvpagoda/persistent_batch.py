@@ -129,7 +129,7 @@ class PersistentBatch:
             within, after, full = batch.within[:n], batch.lengths, 0
         else:
             within, after = before[:n] % size, before + self._one
-            full = np.count_nonzero(after > self._room)
+            full = int(np.count_nonzero(after > self._room))
         if len(tokens) != n or full:
             raise BadInput(
                 f"{len(tokens)} tokens for {n} sequences, of which {full} have no room for one more; extend first"

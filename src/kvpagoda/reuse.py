@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Many
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -260,12 +260,21 @@ class Reuse:
             return None
         copies = self._copies[name] = [np.empty(0, np.int32) for _ in self.bounded]
         generation = int(self.names.generation[name])
-        with self.undone_by(lambda: self.drop(name, generation)):
+        with suppress(OutOfBlocks), self.undone_by(lambda: self.drop(name, generation)), self._kept_whole(name):
             for number, (ledger, count, end) in enumerate(zip(self.bounded, counts, ends)):
                 copies[number] = ledger.take_free(count)
-                self._num_copies[number] += count
                 self._memory.copy_blocks(ledger, ledger.table.cells[slot, end - count : end].copy(), copies[number])
-        return name, generation
+            return name, generation
+        return None
+
+    @contextmanager
+    def _kept_whole(self, name: int) -> Iterator[None]:
+        """Inside, the checkpoint ``name`` is not taken apart to make room, not even for the rest of itself."""
+        self.keep(name, 1)
+        try:
+            yield
+        finally:
+            self.keep(name, -1)
 
     def drop(self, name: int, generation: int) -> None:
         """Forget the checkpoint that ``save`` told of, if it is still kept."""
