@@ -188,7 +188,7 @@ def test_check_finds_broken_books() -> None:
     stolen = allocator.acquire(1)
     with pytest.raises(CheckFailed, match=rf"layer 1 \(CSA\): .* about blocks \[{stolen[0]}\]"):
         manager.check()
-    allocator.release(stolen)
+    allocator.give(stolen)
     manager.check()
 
 

@@ -64,9 +64,7 @@ def lookup(peer: Any, *, num_tokens: int, edges: int, block_size: int, repeats: 
     return {"seconds": _best(lambda: cache.lookup(asked), repeats), "hit": cache.lookup(asked)}
 
 
-def step(
-    peer: Any, *, context: int, requests: int, block_size: int, repeats: int, staggered: bool = False
-) -> Figures:
+def step(peer: Any, *, context: int, requests: int, block_size: int, repeats: int, staggered: bool = False) -> Figures:
     """One decode step of ``requests`` requests with ``context`` tokens each; ``staggered``: request ``i`` has
     ``i % block_size`` more, so that in every step some begin a block, and not all in the same. The median of ``repeats``
     steps, and their mean, to which those that begin blocks add theirs."""

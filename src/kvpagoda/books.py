@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.alloc import FreeList
 from kvpagoda.alloc.held import Ids
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.ledger import GroupLedger
@@ -67,7 +66,7 @@ class Books:
         )
         self.sectors = Sectors(plan.num_sectors, self.ledgers, mover=self) if plan.num_sectors else None
         self._every = checkpoint_every * plan.block_size
-        self._slots = FreeList(plan.max_requests, what="request slots")
+        self._slots = list(range(plan.max_requests - 1, -1, -1))  # that are free
         self._running: dict[int, Sequence] = {}
         self._namespaces, self._media = Namespaces(fingerprint), Media()
         self._stale: set[bytes] = set()
@@ -97,64 +96,78 @@ class Books:
         """
         if not self._is_open:
             raise StaleHandle("this cache is closed")
-        prompt = as_tokens(token_ids, self.vocab_size).copy()
-        room = len(prompt) if room is None else room
-        total = max(len(prompt), room if reserve is None else reserve)
-        if len(prompt) == 0 or room < 0:
-            raise BadInput(f"a request needs at least one token and room >= 0, got {len(prompt)} tokens, room {room}")
+        prompt = as_tokens(token_ids, self.vocab_size)
+        length = len(prompt)
+        room = length if room is None else room
+        total = max(length, room if reserve is None else reserve)
+        if length == 0 or room < 0:
+            raise BadInput(f"a request needs at least one token and room >= 0, got {length} tokens, room {room}")
         wanted = self.check_fits(total, room=room)
-        space, stand_ins = self._namespaces.key(namespace), self._media.stand_ins(media, len(prompt))
+        space, stand_ins = self._namespaces.key(namespace), self._media.stand_ins(media, length) if media else {}
         slot = self._take_slot()
-        match, found = self.reuse.find(with_stand_ins(prompt, 0, stand_ins), space)
-        start = self._start(slot, wanted, match, found, priority)
+        tokens = np.empty(total if total <= 2 * length else length, np.int32)
+        tokens[:length] = prompt
+        keys = with_stand_ins(tokens[:length], 0, stand_ins) if stand_ins else tokens[:length]
+        match, found = self.reuse.find(keys, space)
+        start = self._start(slot, wanted, room, match, found, priority)
         while start is None and self.reuse.give_up_pin():
-            start = self._start(slot, wanted, match, found, priority)
+            start = self._start(slot, wanted, room, match, found, priority)
         if start is None:
-            self._slots.release_id(slot)
+            self._slots.append(slot)
             raise RetryLater(self._shortage(wanted))
-        try:
-            for ledger in self.ledgers:
-                ledger.grow(slot, ledger.wanted(slot, room))
-        except BaseException:
-            self._take_back(slot, start.lease)
-            raise
-        sequence = Sequence(self, slot, prompt, start, namespace=space, priority=priority, stand_ins=stand_ins)
+        sequence = Sequence(self, slot, tokens, length, start, namespace=space, priority=priority, stand_ins=stand_ins)
         self._running[slot] = sequence
         self.num_opened += 1
         self._cached += start.match.resumable
         return sequence
 
     def _take_slot(self) -> int:
-        if not self._slots.num_free:
+        if not self._slots:
             raise RetryLater(f"all {self.max_requests} request slots are in use; close one, or raise max_requests")
-        return int(self._slots.acquire(1)[0])
+        return self._slots.pop()
 
-    def _start(self, slot: int, wanted: list[int], match: Match, found: PrefixMatch, priority: int) -> Start | None:
-        """Give ``slot`` what it starts from and promise it the rest; None, with nothing kept, if that cannot be.
+    def _start(
+        self, slot: int, wanted: list[int], room: int, match: Match, found: PrefixMatch, priority: int
+    ) -> Start | None:
+        """Give ``slot`` what it starts from and room for ``room`` tokens, and promise it the rest; None, with nothing kept,
+        if that cannot be.
 
         What would be copied may itself be what is in the way: then it starts from what needs no copy.
         """
-        for chosen in (found, self.reuse.without_copies(match, found)):
-            lease = self.reuse.tree.pin(match, chosen.resumable // self.block_size)
-            partial = self.reuse.tree.pin_partial(match) if chosen.resumable % self.block_size else None
-            self.reuse.tree.touch(lease, priority=priority)
-            if self.reuse.full is not None:
-                self.reuse.full.adopt(slot, match.ids[0, : lease.num_blocks])
-            self.reuse.keep(chosen.checkpoint, 1)
-            try:
-                is_promised = self._promise(slot, wanted)
-                if is_promised:
-                    self.reuse.restore(slot, chosen, partial)
-            except BaseException:
-                self._take_back(slot, lease)
-                raise
-            finally:
-                self.reuse.keep(chosen.checkpoint, -1)
-                if partial is not None:
-                    self.reuse.tree.unpin(partial)
+        start = self._start_from(slot, wanted, room, match, found, priority)
+        if start is None:
+            found = self.reuse.without_copies(match, found)
+            start = self._start_from(slot, wanted, room, match, found, priority)
+        return start
+
+    def _start_from(
+        self, slot: int, wanted: list[int], room: int, match: Match, found: PrefixMatch, priority: int
+    ) -> Start | None:
+        reuse, whole = self.reuse, found.resumable // self.block_size
+        lease = reuse.tree.pin(match, whole)
+        partial = reuse.tree.pin_partial(match) if found.resumable % self.block_size else None
+        if whole:
+            reuse.tree.touch(lease, priority=priority)
+        if reuse.full is not None:
+            reuse.full.adopt(slot, match.ids[0, :whole])
+        if found.checkpoint is not None:
+            reuse.keep(found.checkpoint, 1)
+        is_promised = False
+        try:
+            is_promised = self._promise(slot, wanted)
             if is_promised:
-                return Start(chosen, lease)
-            self.reuse.tree.unpin(lease)
+                reuse.restore(slot, found, max(room, found.resumable), partial)
+        except BaseException:
+            self._take_back(slot, lease)
+            raise
+        finally:
+            if found.checkpoint is not None:
+                reuse.keep(found.checkpoint, -1)
+            if partial is not None:
+                reuse.tree.unpin(partial)
+        if is_promised:
+            return Start(found, lease)
+        reuse.tree.unpin(lease)
         return None
 
     def _take_back(self, slot: int, lease: Lease) -> None:
@@ -162,12 +175,12 @@ class Books:
         for ledger in self.ledgers:
             self.blocks_freed(ledger, ledger.close(slot))
         self.reuse.tree.unpin(lease)
-        self._slots.release_id(slot)
+        self._slots.append(slot)
 
     def _promise(self, slot: int, wanted: list[int]) -> bool:
         """Promise ``slot`` so many blocks in every group, those it holds included, or nothing: then it holds nothing."""
         for ledger, blocks in zip(self.ledgers, wanted):
-            if blocks - int(ledger.end[slot]) > ledger.available():
+            if blocks - ledger.end[slot] > ledger.available():
                 for undone in self.ledgers:
                     undone.close(slot)
                 return False
@@ -246,14 +259,14 @@ class Books:
         if full is not None:
             full.adopt(slot, full.table.cells[parent, : full.shared[parent]].copy())
         if not self._promise(slot, wanted):
-            self._slots.release_id(slot)
+            self._slots.append(slot)
             raise RetryLater(self._shortage(wanted))
         start = Start(PrefixMatch(length, length, "nothing"), self.reuse.tree.pin(sequence.lease))
         with self.reuse.undone_by(lambda: self._take_back(slot, start.lease)):
             for ledger in self.ledgers:
                 self.reuse.duplicate(ledger, parent, slot, length)
         child = self._running[slot] = Sequence(
-            self, slot, tokens, start,
+            self, slot, tokens, length, start,
             namespace=sequence.namespace, priority=sequence.priority, stand_ins=sequence.stand_ins,
         )  # fmt: skip
         self.num_opened += 1
@@ -291,7 +304,7 @@ class Books:
             self.blocks_freed(ledger, ledger.close(slot))
         self.reuse.tree.unpin(sequence.lease)
         del self._running[slot]
-        self._slots.release_id(slot)
+        self._slots.append(slot)
         self.num_closed += 1
         self._computed += sequence.length - sequence.cached_tokens
         if sequence.namespace in self._stale:
@@ -466,9 +479,8 @@ class Books:
 
     def check(self) -> None:
         """Prove from scratch that every block and slot is in exactly one place. Raises CheckFailed with the ids."""
-        self._slots.check()
-        if sorted(self._running) != self._slots.held_ids().tolist():
-            raise CheckFailed(f"slots {sorted(self._running)} run, {self._slots.held_ids().tolist()} are held")
+        if sorted([*self._running, *self._slots]) != list(range(self.max_requests)):
+            raise CheckFailed(f"slots {sorted(self._running)} run, {sorted(self._slots)} are free")
         self.reuse.check()
         if self.sectors is not None:
             self.sectors.check()

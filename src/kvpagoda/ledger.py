@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from kvpagoda.alloc import BlockTable, FreeList
+from kvpagoda.alloc import BlockTable, FreeStack
 from kvpagoda.alloc.held import Ids
 from kvpagoda.errors import CheckFailed
 from kvpagoda.schema.plan import GroupPlan
-from kvpagoda.units import ceil_div
 
 
 class GroupLedger:
@@ -42,7 +41,7 @@ class GroupLedger:
         self.plan, self.growth, self.block_size = plan, plan.demand.growth, plan.block_size
         self.name = f"group {plan.name!r}" if name is None else name
         first_id = plan.first_id if first_id is None else first_id
-        self.free = FreeList(plan.num_blocks, first=first_id, what=f"blocks of {self.name}")
+        self.free = FreeStack(plan.num_blocks, first=first_id, what=f"blocks of {self.name}")
         self.table = BlockTable(num_slots, num_columns, empty=0 if first_id else -1)
         self.first = [0] * num_slots
         self.end = [0] * num_slots
@@ -58,7 +57,8 @@ class GroupLedger:
 
     def wanted(self, slot: int, num_tokens: int) -> int:
         """Blocks that ``slot`` lacks to have room for its first ``num_tokens`` tokens."""
-        return max(0, ceil_div(num_tokens, self.block_size) - self.end[slot])
+        lacking = -(-num_tokens // self.block_size) - self.end[slot]
+        return lacking if lacking > 0 else 0
 
     def surplus(self) -> int:
         """Blocks of this group that are free or spare beyond what is claimed; below 0 where others' memory must serve."""
@@ -84,7 +84,8 @@ class GroupLedger:
 
     def adopt(self, slot: int, ids: Ids) -> None:
         """Begin the row of ``slot`` with blocks that somebody else owns and keeps for it."""
-        self.table.put(slot, 0, ids)
+        if len(ids):
+            self.table.put(slot, 0, ids)
         self.shared[slot] = len(ids)
         self._hold(slot, 0, len(ids), self.promised[slot])
 
@@ -108,7 +109,8 @@ class GroupLedger:
             self.fetch(n)
         ids = self.free.acquire(n)
         self.num_held += n
-        self.peak_held = max(self.peak_held, self.num_held)
+        if self.num_held > self.peak_held:
+            self.peak_held = self.num_held
         return ids
 
     def release(self, ids: Ids) -> Ids:
@@ -120,17 +122,21 @@ class GroupLedger:
     def grow(self, slot: int, num_blocks: int) -> None:
         """Hand ``num_blocks`` more blocks to ``slot``. Raises OutOfBlocks, changing nothing. O(num_blocks)."""
         if num_blocks:
-            self.grow_each({slot: num_blocks})
+            self._append(slot, self.take_free(num_blocks))
 
     def grow_each(self, num_blocks: Mapping[int, int]) -> None:
-        """Hand every slot so many more blocks, in one go. Raises OutOfBlocks, changing nothing. O(blocks)."""
+        """Hand every slot so many more blocks, all or none. Raises OutOfBlocks, changing nothing. O(blocks)."""
         ids, begin = self.take_free(sum(num_blocks.values())), 0
         for slot, count in num_blocks.items():
-            end = self.end[slot]
-            self.table.append(slot, end, ids[begin : begin + count])
-            self._hold(slot, self.first[slot], end + count, self.promised[slot])
+            self._append(slot, ids[begin : begin + count])
             begin += count
+
+    def _append(self, slot: int, ids: Ids) -> None:
+        end, count, claim = self.end[slot], len(ids), self.claim(slot)
+        self.table.append(slot, end, ids)
         self.prepare(ids)
+        self.claimed -= count if count < claim else claim
+        self.end[slot] = end + count
 
     def slide(self, slot: int, length: int) -> Ids:
         """Let go of the blocks that are not kept when ``length`` tokens are written; returns those freed. O(n)."""

@@ -15,7 +15,8 @@ from collections.abc import Sequence as Many
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from kvpagoda.errors import CheckFailed, OutOfBlocks
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.prefix import Evicted, Lease, Match, PrefixTree, policy_named
 from kvpagoda.units import ceil_div
+
+_AT_ONCE = 1024  # a thousandth of the blocks go at once, so that a step that needs one block seldom evicts
 
 
 class Memory(Protocol):
@@ -46,8 +49,7 @@ class Published(Protocol):
     def keys(self, first: int, end: int) -> Ids: ...
 
 
-@dataclass(frozen=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """Why a request starts where it starts: ``seq.match``."""
 
     num_tokens: int
@@ -57,7 +59,7 @@ class PrefixMatch:
     limited_by: str
     """What cut the hit short: ``nothing``, ``alignment`` (the rest of a block), ``checkpoint`` (none further on: the groups
     that keep windows or states have less than the others) or ``memory`` (there was no room to copy one)."""
-    groups: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, int] = MappingProxyType({})
     """Group -> the longest beginning for which it has what it needs."""
     checkpoint: int | None = None
     """The checkpoint that the request starts from, if any."""
@@ -104,6 +106,7 @@ class Reuse:
             block_size, 0 if self.full is None else 1, policy_named(policy, max(1, capacity)), proves_ids=False
         )
         self.names, self._most_unbacked = FreeList(num_checkpoints, what="checkpoints"), most_unbacked
+        self._at_once = capacity // _AT_ONCE  # evicted together where fewer are needed
         self._pins: dict[Pin, None] = {}  # the oldest first
         self._most_pinned = int(pin_share * capacity)
         self._kept: Counter[int] = Counter()  # checkpoints that pins or an opening request need
@@ -151,20 +154,22 @@ class Reuse:
             for number, ids in enumerate(self._copies[name]):
                 self._num_copies[number] -= change * len(ids)
 
-    def restore(self, slot: int, found: PrefixMatch, partial: Lease | None) -> None:
-        """Copy to ``slot`` what is bounded at ``found.resumable``, or the block whose first tokens are reused, which
-        ``partial`` holds. The checkpoint is kept, and room is promised."""
-        if partial is not None and self.full is not None:
-            column = partial.num_blocks - 1
-            self.full.grow(slot, 1)
-            source = self.tree.last_ids(partial)
-            self._memory.copy_blocks(self.full, source, self.full.table.cells[slot, column : column + 1].copy())
-        for number, ledger in enumerate(self.bounded if found.checkpoint is not None else ()):
-            assert found.checkpoint is not None
-            count = len(self._copies[found.checkpoint][number])
-            ledger.begin_at(slot, ceil_div(found.resumable, ledger.block_size) - count)
-            ledger.grow(slot, count)
-            self._memory.copy_blocks(ledger, self._copies[found.checkpoint][number], ledger.held_ids(slot))
+    def restore(self, slot: int, found: PrefixMatch, room: int, partial: Lease | None) -> None:
+        """Make room for ``room`` tokens of ``slot``, and copy to it what is bounded at ``found.resumable``, or the block whose
+        first tokens are reused, which ``partial`` holds. The checkpoint is kept, and room is promised."""
+        if self.full is not None:
+            self.full.grow(slot, self.full.wanted(slot, room))
+            if partial is not None:
+                column = partial.num_blocks - 1
+                source = self.tree.last_ids(partial)
+                self._memory.copy_blocks(self.full, source, self.full.table.cells[slot, column : column + 1].copy())
+        for number, ledger in enumerate(self.bounded):
+            if found.checkpoint is not None:
+                count = len(self._copies[found.checkpoint][number])
+                ledger.begin_at(slot, ceil_div(found.resumable, ledger.block_size) - count)
+                ledger.grow(slot, count)
+                self._memory.copy_blocks(ledger, self._copies[found.checkpoint][number], ledger.held_ids(slot))
+            ledger.grow(slot, ledger.wanted(slot, room))
 
     def duplicate(self, ledger: GroupLedger, parent: int, slot: int, length: int) -> None:
         """Copy to ``slot`` the private blocks that ``parent`` has of its first ``length`` tokens. Room is promised."""
@@ -223,18 +228,24 @@ class Reuse:
         begin, end = lease.num_blocks, sequence.length // self.block_size
         if begin == end:
             return
-        given = np.empty((0, end - begin), np.int32)
-        if self.full is not None:
-            given = self.full.table.cells[slot, begin:end][None].copy()
-        tokens = sequence.keys(begin * self.block_size, end * self.block_size)
-        inserted = self.tree.insert(lease, tokens, given, priority=sequence.priority)
+        full, size = self.full, self.block_size
+        given = self._no_ids(end - begin) if full is None else full.table.cells[slot : slot + 1, begin:end]
+        inserted = self.tree.insert(lease, sequence.keys(begin * size, end * size), given, priority=sequence.priority)
         if self.bounded:  # the checkpoint that this text hangs on is in use, also by those that will begin like it
             self.tree.touch(lease, priority=sequence.priority)
-        if self.full is not None:
-            self.full.share(slot, end, inserted.ids[0])
-            self._memory.blocks_freed(self.full, self.full.release(given[inserted.duplicates]))
-        elif self.tree.num_cached > self._most_unbacked:
-            self._forget(self.tree.evict(self.tree.num_cached - self._most_unbacked).states)
+        if full is None:
+            if self.tree.num_cached > self._most_unbacked:
+                self._forget(self.tree.evict(self.tree.num_cached - self._most_unbacked).states)
+        elif inserted.num_added == end - begin:
+            full.shared[slot] = end
+        else:
+            spared = given[inserted.duplicates]
+            full.share(slot, end, inserted.ids[0])
+            self._memory.blocks_freed(full, full.release(spared))
+
+    @staticmethod
+    def _no_ids(n: int) -> Ids:
+        return np.empty((0, n), np.int32)
 
     def save(self, slot: int, lease: Lease, num_tokens: int) -> tuple[int, int] | None:
         """Keep a checkpoint of ``slot`` at ``num_tokens``, the end of its lease; returns its name and the generation of it.
@@ -334,14 +345,15 @@ class Reuse:
         self._let_go(self.tree.clear(namespace))
 
     def _evict_blocks(self, n: int) -> None:
-        evicted = self.tree.evict(n)
+        evicted = self.tree.evict(max(n, self._at_once))
         self.num_evicted_blocks += evicted.ids.shape[1]
         self._let_go(evicted)
 
     def _let_go(self, evicted: Evicted) -> None:
         if self.full is not None:
             self._memory.blocks_freed(self.full, self.full.release(evicted.ids[0]))
-        self._forget(evicted.states)
+        if evicted.states:
+            self._forget(evicted.states)
 
     def _drop_until_free(self, ledger: GroupLedger, n: int) -> None:
         target = ledger.free.num_free + n

@@ -120,7 +120,7 @@ class Sectors:
         given = np.array([self._free.pop() for _ in range(min(count, len(self._free)))], np.int64)
         self.owner[given] = self._ledgers.index(ledger)
         self._num_owned[self._ledgers.index(ledger)] += len(given)
-        ledger.free.release(self._ids(ledger, given))
+        ledger.free.give(self._ids(ledger, given))
         self._mover.sectors_given(ledger, given.astype(np.int32))
 
     def _vacate(self, ledger: GroupLedger, count: int) -> bool:
@@ -133,7 +133,8 @@ class Sectors:
         fullness = np.bincount(ids // per, minlength=len(self.owner))[mine]
         chosen = np.sort(mine[np.argsort(-fullness, kind="stable")[:count]])
         inside = ids[np.isin(ids // per, chosen)]
-        free.acquire_ids(inside)
+        free.acquire(free.num_free)
+        free.give(np.setdiff1d(ids, inside)[::-1])
         left = np.setdiff1d(self._ids(ledger, chosen), inside)
         if len(left):
             self._mover.move_blocks(ledger, left, free.acquire(len(left)))

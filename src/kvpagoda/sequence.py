@@ -22,7 +22,7 @@ def as_tokens(token_ids: Any, vocab_size: int | None = None) -> Tokens:
     """``token_ids`` as a contiguous int32 vector. Raises BadInput for anything but integers inside the vocabulary."""
     array = np.asarray(token_ids)
     if array.dtype == np.int32 and array.ndim == 1 and array.flags.c_contiguous:
-        largest = int(array.view(np.uint32).max(initial=0))  # one pass: what is below 0 is large
+        largest = int(np.maximum.reduce(array.view(np.uint32), initial=0))  # one pass: what is below 0 is large
         if largest < (vocab_size or 2**31):
             return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -85,7 +85,8 @@ class Sequence:
         self,
         owner: Owner,
         slot: int,
-        prompt: Tokens,
+        tokens: Tokens,
+        prompt_length: int,
         start: Start,
         *,
         namespace: bytes = b"",
@@ -93,8 +94,8 @@ class Sequence:
         stand_ins: Mapping[int, int] | None = None,
     ) -> None:
         self._owner, self._slot, match = owner, slot, start.match
-        self._tokens, self.prompt_length, self._length = prompt, len(prompt), match.resumable
-        self.namespace, self.priority, self.stand_ins = namespace, priority, dict(stand_ins or {})
+        self._tokens, self.prompt_length, self._length = tokens, prompt_length, match.resumable
+        self.namespace, self.priority, self.stand_ins = namespace, priority, stand_ins or {}
         self.match, self.lease = match, start.lease
         self.num_fences, self.is_settled = 0, True
         self.last_checkpoint = (-1, -1)
@@ -137,12 +138,18 @@ class Sequence:
     def room(self) -> int:
         """Tokens, the committed ones included, that every group has room for."""
         self._check_open()
-        ends = [ledger.end[self._slot] * ledger.block_size for ledger in self._owner.ledgers]
-        return min(ends, default=self._owner.max_context)
+        room = self._owner.max_context
+        for ledger in self._owner.ledgers:
+            room = min(room, ledger.end[self._slot] * ledger.block_size)
+        return room
 
     def keys(self, first: int, end: int) -> Tokens:
-        """Tokens ``first .. end - 1`` as texts are compared: with the stand-ins of media."""
-        return with_stand_ins(self._tokens[first:end], first, self.stand_ins)
+        """Tokens ``first .. end - 1`` as texts are compared: with the stand-ins of media. Read-only; they stay as they are."""
+        tokens = self._tokens[first:end]
+        if self.stand_ins:
+            tokens = with_stand_ins(tokens, first, self.stand_ins)
+        tokens.flags.writeable = False
+        return tokens
 
     def extend(self, n: int) -> None:
         """Make room for the next ``n`` tokens after the committed ones, in every group or in none.
@@ -162,38 +169,34 @@ class Sequence:
         """
         self._check_open()
         self._go_alone()
+        length, left = self._length, self.prompt_length - self._length
         ids = np.asarray(token_ids)
-        left = self.prompt_length - self._length
         if left <= 0 or ids.dtype != np.int32 or ids.ndim != 1:
             ids = as_tokens(ids, self._owner.vocab_size)
-        else:  # what the prompt has was looked at when it came
+        elif len(ids) > left:  # what the prompt has was looked at when it came
             as_tokens(ids[left:], self._owner.vocab_size)
-        end = self._length + len(ids)
+        end = length + len(ids)
         if end > self.room:
-            raise BadInput(
-                f"commit of {len(ids)} tokens after {self._length} passes the room of {self.room}; extend first"
-            )
+            raise BadInput(f"commit of {len(ids)} tokens after {length} passes the room of {self.room}; extend first")
         if left > 0:
-            known = self._tokens[self._length : min(end, self.prompt_length)]
+            known = self._tokens[length : min(end, self.prompt_length)]
             same = known == ids[: len(known)]
-            if not same.all():
-                at = self._length + int(np.argmin(same))
-                raise BadInput(
-                    f"commit names token {ids[at - self._length]} at {at}, the prompt has {self._tokens[at]}"
-                )
-        if end > self.prompt_length:
+            at = int(same.argmin()) if len(same) else 0
+            if len(same) and not same[at]:
+                raise BadInput(f"commit names token {ids[at]} at {length + at}, the prompt has {known[at]}")
+        if len(ids) > left:
             self.take_in(ids)
         self._length = end
         self._owner.sequence_committed(self)
 
     def take_in(self, ids: Tokens) -> None:
         """Append committed tokens, and nothing more; ``commit`` is the way to call it."""
-        end = self._length + len(ids)
+        length, end = self._length, self._length + len(ids)
         if end > len(self._tokens):
             grown = np.empty(max(end, 2 * len(self._tokens)), np.int32)
-            grown[: self._length] = self._tokens[: self._length]
+            grown[:length] = self._tokens[:length]
             self._tokens = grown
-        self._tokens[self._length : end] = ids
+        self._tokens[length:end] = ids
         self._length = end
 
     def fork(self, *, reserve: int | None = None) -> Sequence:
@@ -218,7 +221,10 @@ class Sequence:
         if not 0 <= n <= self._length:
             raise BadInput(f"cannot rewind {n} of {self._length} tokens")
         if n:
+            published = self.lease.num_blocks
             self._owner.sequence_rewound(self, self._length - n)
+            if self.lease.num_blocks < published:  # what was published may not be written over
+                self._tokens = self._tokens.copy()
             self._length -= n
             self.prompt_length = min(self.prompt_length, self._length)
             self.stand_ins = {at: stand_in for at, stand_in in self.stand_ins.items() if at < self._length}

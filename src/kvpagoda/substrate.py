@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvpagoda.alloc import FreeList
+from kvpagoda.alloc import FreeList, FreeStack
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, NotOwned, OutOfBlocks, RetryLater
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.schema import FULL
@@ -81,7 +81,7 @@ class KVCacheManager:
         return GroupLedger(plan, self._slots.num_ids, columns, first_id=0, name=name)
 
     @property
-    def allocators(self) -> list[FreeList | None]:
+    def allocators(self) -> list[FreeStack | None]:
         """Who owns the blocks of each layer; None for SWA layers."""
         return [None if ledger is None else ledger.free for ledger in self.ledgers]
 

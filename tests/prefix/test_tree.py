@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned, RetryLater, StaleHandle
-from kvpagoda.prefix import PrefixTree
+from kvpagoda.prefix import Policy, PrefixTree
 from kvpagoda.prefix.children import Children
+from kvpagoda.prefix.keyed import ByKey
 
 
 def tokens(*values: int) -> np.ndarray:
@@ -312,8 +313,8 @@ def test_bad_input_is_refused_and_nothing_changes() -> None:
 
 
 def test_check_names_what_is_wrong() -> None:
-    def broken(harm) -> None:
-        tree = PrefixTree(1)
+    def broken(harm, policy: Policy | None) -> None:
+        tree = PrefixTree(1, policy=policy)
         store(tree, tokens(1, 2, 3), 41)
         store(tree, tokens(1, 2, 4), 50)
         lease = tree.pin(tree.match(tokens(1, 2, 4)))
@@ -326,20 +327,36 @@ def test_check_names_what_is_wrong() -> None:
     def set_field(name: str, value: object):
         return lambda tree, node: setattr(node, name, value)
 
-    for harm in (
-        *(set_field(name, value) for name, value in (("pins", 3), ("num_pinned", 1), ("start", 1), ("leaf", 0))),
+    fields = (("pins", 3), ("num_pinned", 1), ("start", 1), ("first", b""))
+    anyhow = (
+        *(set_field(name, value) for name, value in fields),
         lambda tree, node: node.ids.__setitem__((0, 0), 42),
         lambda tree, node: node.checkpoints.clear(),
         lambda tree, node: node.children.take(tokens(4).tobytes()),
         lambda tree, node: setattr(tree, "num_cached", 9),
         lambda tree, node: setattr(tree, "num_pinned", 9),
+        lambda tree, node: setattr(tree, "num_leases", 0),
+        lambda tree, node: node.children[tokens(4).tobytes()].leases.clear(),
+        lambda tree, node: setattr(next(iter(node.children.values())), "parent", None),
+    )
+    by_stretch = (
+        lambda tree, node: tree._turnover._in_order.clear(),
+        lambda tree, node: tree._turnover._heap.append(3),
+        lambda tree, node: node.uses.clear(),
+        lambda tree, node: node.uses.append((2, 1)),
+        lambda tree, node: node.children[tokens(3).tobytes()].uses.__setitem__(0, (3, 99)),
+    )
+    by_cell = (
+        set_field("leaf", 0),
         lambda tree, node: tree._turnover.leaves.clear(),
         lambda tree, node: tree._turnover.policy._index.leaves.clear(),
         lambda tree, node: tree._turnover.policy._index._heap.clear(),
-        lambda tree, node: tree._leases.clear(),
-        lambda tree, node: setattr(next(iter(node.children.values())), "parent", None),
-    ):
-        broken(harm)
+        lambda tree, node: node.ids.__setitem__((1, 0), 1),
+    )
+    for harm in (*anyhow, *by_stretch):
+        broken(harm, None)
+    for harm in (*anyhow, *by_cell):
+        broken(harm, ByKey())
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])

@@ -7,7 +7,8 @@ import pytest
 from tree_oracle import Oracle, as_bytes
 
 from kvpagoda.errors import BadInput, NotOwned, RetryLater, StaleHandle
-from kvpagoda.prefix import Lease, Match, PrefixTree
+from kvpagoda.prefix import Lease, Match, Policy, PrefixTree
+from kvpagoda.prefix.keyed import ByKey
 
 NAMESPACES = (b"", b"tenant", b"tenant/adapter")
 
@@ -15,10 +16,12 @@ NAMESPACES = (b"", b"tenant", b"tenant/adapter")
 class Pair:
     """The tree and the oracle side by side, and a caller who owns ids, states and leases."""
 
-    def __init__(self, block_size: int, alphabet: int, num_groups: int, seed: int, room: int) -> None:
+    def __init__(
+        self, block_size: int, alphabet: int, num_groups: int, seed: int, room: int, policy: Policy | None = None
+    ) -> None:
         self.rng = random.Random(seed)
         self.size, self.alphabet, self.groups, self.room = block_size, alphabet, num_groups, room
-        self.tree, self.oracle = PrefixTree(block_size, num_groups), Oracle(block_size, num_groups)
+        self.tree, self.oracle = PrefixTree(block_size, num_groups, policy), Oracle(block_size, num_groups)
         self.free = [list(range(1, 4 * room)) for _ in range(num_groups)]
         self.free_states = list(range(100))
         self.leases: list[tuple[Lease, bytes, np.ndarray]] = []
@@ -254,12 +257,14 @@ def finish(pair: Pair) -> None:
     pair.evict(pair.tree.num_cached)
     pair.check()
     assert pair.tree.num_cached == pair.tree.num_checkpoints == 0
-    assert not pair.tree._roots and not pair.tree._turnover.leaves
+    assert not pair.tree._roots and pair.tree._turnover.choose(1) is None
 
 
+@pytest.mark.parametrize("policy", [None, ByKey])
 @pytest.mark.parametrize("num_groups", [0, 1, 2])
-def test_check_after_every_operation(num_groups: int) -> None:
-    pair = Pair(2, 2, num_groups, seed=3, room=30)
+def test_check_after_every_operation(num_groups: int, policy: type[ByKey] | None) -> None:
+    """LRU by stretches of blocks, and by single blocks: one is the reference of the other."""
+    pair = Pair(2, 2, num_groups, seed=3, room=30, policy=policy and policy())
     for _ in range(3000):
         pair.step()
         pair.check()

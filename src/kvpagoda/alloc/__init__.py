@@ -4,8 +4,8 @@ The faces that hand out tensors, ``alloc.blocks`` and ``alloc.tokens``, are impo
 this room works without torch.
 """
 
-from kvpagoda.alloc.free_list import FreeList
+from kvpagoda.alloc.free_list import FreeList, FreeStack
 from kvpagoda.alloc.slots import SlotAllocator
 from kvpagoda.alloc.table import BlockTable
 
-__all__ = ["BlockTable", "FreeList", "SlotAllocator"]
+__all__ = ["BlockTable", "FreeList", "FreeStack", "SlotAllocator"]

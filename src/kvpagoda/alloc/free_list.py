@@ -1,4 +1,4 @@
-"""The one free list. Every id is free or held; who frees what it does not hold gets an error and changes nothing."""
+"""The one free list: bare for owners who keep books of their own, and with proof that who frees an id holds it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from kvpagoda.alloc.held import AnyIds, Held, Ids, whole_number
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned, OutOfBlocks
 
 
-class FreeList:
-    """Ids ``first .. first + num_ids - 1``, handed out from a stack.
+class FreeStack:
+    """Ids ``first .. first + num_ids - 1``, handed out from a stack: whoever takes one keeps account of it himself.
 
-        stack  | free ids, the next one on top | (as many as are held) | waiting ids, the oldest last |
-               0                           num_free        num_ids - num_waiting                   num_ids
+        stack  | free ids, the next one on top | places of those that are out |
+               0                           num_free                        num_ids
 
-    A *waiting* id has been given back but may not go out before ``merge``. Taking or giving n ids is O(n) array work,
-    whatever the size. ``generation[id]`` (int64) counts how often an id was handed out by ``acquire``, so that a stale
-    reference is seen. The stack starts with the lowest id on top. Not for use from several threads at once.
+    Taking or giving n ids is one copy of n, whatever the size. The stack starts with the lowest id on top.
     """
 
     def __init__(self, num_ids: SupportsIndex, first: int = 0, what: str = "ids") -> None:
@@ -28,9 +26,61 @@ class FreeList:
             raise BadInput(f"a free list holds 0 to 2^31 - 1 {what}, got {count} from {first}")
         self.first, self.num_ids, self.what = first, count, what
         self.num_free = count
+        self._stack: Ids = np.arange(first + count - 1, first - 1, -1, dtype=np.int32)
+
+    def acquire(self, n: int) -> Ids:
+        """Take ``n`` distinct ids, the last given back first: int32 ``[n]``. Raises OutOfBlocks (taking nothing). O(n)."""
+        left = self.num_free - n
+        if left < 0:
+            raise OutOfBlocks(f"OOM: need {n} {self.what}, {self.num_free} free of {self.num_ids}; release some first")
+        ids: Ids = self._stack[left : self.num_free][::-1].copy()
+        self.num_free = left
+        return ids
+
+    def give(self, ids: Ids) -> None:
+        """Give back ``ids``, int32, which the caller is known to hold and names once: nothing is proven here. O(n)."""
+        end = self.num_free + len(ids)
+        self._stack[self.num_free : end] = ids
+        self.num_free = end
+
+    def free_ids(self) -> Ids:
+        """All ids that are free, ascending. O(n log n)."""
+        return np.sort(self._stack[: self.num_free])
+
+    def held_ids(self) -> Ids:
+        """All ids that are out, ascending. O(num_ids)."""
+        held = np.ones(self.num_ids, np.bool_)
+        held[self._stack[: self.num_free] - self.first] = False
+        return (np.flatnonzero(held) + self.first).astype(np.int32)
+
+    def check(self) -> None:
+        """Prove that the free ids are of the range, each once. Raises CheckFailed naming those that are not."""
+        free, end = self._stack[: max(0, self.num_free)], self.first + self.num_ids
+        outside = free[(free < self.first) | (free >= end)]
+        if len(outside) or not 0 <= self.num_free <= self.num_ids:
+            raise CheckFailed(
+                f"{self.what}: {self.num_free} free of {self.num_ids}; out of range: {outside[:16].tolist()}"
+            )
+        twice = np.flatnonzero(np.bincount(free, minlength=end) > 1)
+        if len(twice):
+            raise CheckFailed(f"{self.what}: free more than once: {twice[:16].tolist()}")
+
+
+class FreeList(FreeStack):
+    """A free list that proves every return, and lets ids wait.
+
+        stack  | free ids, the next one on top | (as many as are held) | waiting ids, the oldest last |
+               0                           num_free        num_ids - num_waiting                   num_ids
+
+    A *waiting* id has been given back but may not go out before ``merge``. ``generation[id]`` (int64) counts how often an
+    id was handed out by ``acquire``, so that a stale reference is seen. Not for use from several threads at once.
+    """
+
+    def __init__(self, num_ids: SupportsIndex, first: int = 0, what: str = "ids") -> None:
+        super().__init__(num_ids, first, what)
+        count = self.num_ids
         self.num_waiting = 0
         self._held = Held(count, first, what)
-        self._stack: Ids = np.arange(first + count - 1, first - 1, -1, dtype=np.int32)
         self._place: Ids = np.empty(first + count, np.int32)  # where a free or waiting id lies in the stack
         self._place[self._stack] = np.arange(count, dtype=np.int32)
         self.generation: npt.NDArray[np.int64] = np.zeros(first + count, np.int64)
@@ -68,18 +118,6 @@ class FreeList:
         self.generation[number] += fresh
         return number
 
-    def acquire_ids(self, ids: Ids) -> None:
-        """Take the free ``ids``, each named once, by name; their generations stay. O(num_free). Raises NotOwned."""
-        places = self._place[ids]
-        if (places >= self.num_free).any() or (self._stack[places] != ids).any() or len(np.unique(ids)) < len(ids):
-            raise NotOwned(f"not all of these are free {self.what}: {ids[:16].tolist()}")
-        keep = np.ones(self.num_free, np.bool_)
-        keep[places] = False
-        rest = self._stack[: self.num_free][keep]
-        self._held.flags[ids] = True
-        self.num_free = len(rest)
-        self._put(0, rest)
-
     def release(self, ids: AnyIds, *, later: bool = False) -> None:
         """Give back held ids (integers ``[n]``), each named once; ``later``: they wait for ``merge``. O(n).
 
@@ -96,12 +134,7 @@ class FreeList:
             self.num_free += n
 
     def give(self, ids: Ids) -> None:
-        """Give back ``ids``, int32, which the caller is known to hold and names once: nothing is proven here. O(n)."""
-        n = len(ids)
-        if n:
-            self._held.flags[ids] = False
-            self._put(self.num_free, ids)
-            self.num_free += n
+        self.release(ids)
 
     def release_id(self, i: SupportsIndex) -> int:
         """Give back the held id ``i`` and return it. Raises NotOwned, changing nothing. O(1)."""
@@ -150,10 +183,6 @@ class FreeList:
     def held_ids(self) -> Ids:
         """All ids that are handed out, ascending. O(num_ids)."""
         return self._held.ids()
-
-    def free_ids(self) -> Ids:
-        """All ids that are free, ascending; the waiting ones are not. O(n log n)."""
-        return np.sort(self._stack[: self.num_free])
 
     def waiting_ids(self) -> Ids:
         """All ids that wait for ``merge``, ascending. O(n log n)."""

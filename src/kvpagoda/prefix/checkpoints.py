@@ -24,12 +24,14 @@ class Checkpoints:
             raise NotOwned(f"state {state_id} is a checkpoint already")
         if depth in node.checkpoints:
             return False
-        node.checkpoints[depth] = state_id
+        node.put_checkpoint(depth, state_id)
         self._places[state_id] = (node, depth)
         return True
 
     def use(self, node: Node, depth: int) -> bool:
         """The last checkpoint of ``node`` up to ``depth`` was used; False if there is none."""
+        if not node.checkpoints:
+            return False
         places = [place for place in node.checkpoints if place <= depth]
         if places:
             self._places.move_to_end(node.checkpoints[max(places)])

@@ -83,10 +83,6 @@ class ByKey:
         self._clock += n
 
 
-class LRU(ByKey):
-    """Least recently used first."""
-
-
 class FIFO(ByKey):
     """First added first."""
 

@@ -1,10 +1,20 @@
-"""One edge of the prefix tree, what is kept there, and who holds it."""
+"""One edge of the prefix tree, and where it hangs."""
 
 from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvpagoda.alloc.held import Ids
 from kvpagoda.prefix.children import Children
 from kvpagoda.prefix.run import Run
+
+if TYPE_CHECKING:
+    from kvpagoda.prefix.results import Lease
+
+_NO_CHECKPOINTS: dict[int, int] = {}  # shared by all that have none, and never written: a node is cheaper without
 
 
 class Node(Run):
@@ -12,14 +22,15 @@ class Node(Run):
 
         root ──...── start ║ block │ block │ block ║ end ──< children      depths: in blocks from the root
 
-    ``pins``: leases that end in here or below. ``ends``: how many end in here, by depth. ``num_pinned``: the leading
-    blocks that leases cover. ``checkpoints``: depth -> state id. ``leaf``: the cell that the policy has as a leaf, or -1.
-    ``into``: the node that took the blocks over, when this one is no more. ``root``: the name (below 0) and the namespace
-    of a root, else None.
+    ``first``: the first block as bytes, by which the parent knows it. ``leases``: those that end in here; ``pins``: how
+    many, and how many children are pinned. ``num_pinned``: the leading blocks that leases cover. ``checkpoints``: depth ->
+    state id. ``uses``, ``queued``: of ``Recency``; ``leaf``: of ``ByCell``. ``into``: the node that took the blocks over,
+    when this one is no more. ``root``: the name (below 0) and the namespace of a root, else None.
     """
 
     __slots__ = (
-        "checkpoints", "children", "ends", "into", "leaf", "num_pinned", "parent", "pins", "root", "start",
+        "checkpoints", "children", "first", "into", "leaf", "leases", "num_pinned", "parent", "pins", "queued", "root",
+        "start", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -27,15 +38,22 @@ class Node(Run):
         parent: Node | None,
         start: int,
         block_size: int,
-        arrays: tuple[Ids, Ids, Ids],
+        tokens: Ids,
+        ids: Ids,
+        first: bytes = b"",
         root: tuple[int, bytes] | None = None,
     ) -> None:
-        super().__init__(block_size, *arrays)
-        self.parent, self.start, self.root = parent, start, root
+        self.block_size = block_size
+        self._tokens = self.key = tokens
+        self._ids = self.ids = ids
+        self._at, self.num_blocks = 0, ids.shape[1]
+        self.parent, self.start, self.first, self.root = parent, start, first, root
         self.children: Children[Node] = Children()
-        self.pins, self.num_pinned, self.leaf = 0, 0, -1
-        self.ends: dict[int, int] = {}
-        self.checkpoints: dict[int, int] = {}
+        self.leases: list[Lease] = []
+        self.pins = self.num_pinned = 0
+        self.checkpoints = _NO_CHECKPOINTS
+        self.uses: list[tuple[int, int]] = []
+        self.queued, self.leaf = 0, -1
         self.into: Node | None = None
 
     @property
@@ -44,9 +62,9 @@ class Node(Run):
         return self.start + self.num_blocks
 
     @property
-    def last_cell(self) -> int:
-        """What the blocks of the children have above them: a cell, or the name of a root."""
-        return self.root[0] if self.root else int(self.cells[-1])
+    def is_evictable(self) -> bool:
+        """Whether the last block may go: nothing hangs there and nobody pins it."""
+        return not self.children and self.num_blocks > self.num_pinned
 
     def up_to(self, depth: int) -> Node:
         """The node that now holds the block that ends at ``depth``, which was once here or above; 0: the root."""
@@ -59,35 +77,44 @@ class Node(Run):
             node = node.parent
 
     def covered(self) -> int:
-        """``num_pinned`` from scratch: all blocks if a lease ends below, else as far as the furthest end. O(ends)."""
-        if self.pins > sum(self.ends.values()):
+        """``num_pinned`` from scratch: all blocks if a lease ends below, else as far as the furthest end. O(leases)."""
+        if self.pins > len(self.leases):
             return self.num_blocks
-        return max(self.ends, default=self.start) - self.start
+        return max([lease.num_blocks for lease in self.leases], default=self.start) - self.start
 
-    def count_end(self, depth: int, change: int) -> None:
-        """One lease more (1) or fewer (-1) ends at ``depth``."""
-        self.ends[depth] = self.ends.get(depth, 0) + change
-        if not self.ends[depth]:
-            del self.ends[depth]
+    def put_checkpoint(self, depth: int, state: int) -> None:
+        """Keep the checkpoint ``state`` at ``depth``."""
+        if self.checkpoints is _NO_CHECKPOINTS:
+            self.checkpoints = {}
+        self.checkpoints[depth] = state
 
     def split(self, depth: int) -> Node:
         """Give what lies above ``depth`` to a node of its own, between this one and its parent, and return it.
 
-        Pins, ends and checkpoints go where their depth is; the parent is told. O(smaller part).
+        Leases and checkpoints go where their depth is; the parent is told. O(smaller part).
         """
         count = depth - self.start
-        above = Node(self.parent, self.start, self.block_size, self.take_front(count))
-        above.pins, above.num_pinned = self.pins, min(self.num_pinned, count)
+        above = Node(self.parent, self.start, self.block_size, *self.take_front(count), self.first)
+        above.num_pinned = min(self.num_pinned, count)
         self.num_pinned -= above.num_pinned
-        for end in [end for end in self.ends if end <= depth]:
-            above.ends[end] = self.ends.pop(end)
-        self.pins -= sum(above.ends.values())
+        for lease in self.leases:
+            if lease.num_blocks <= depth:
+                lease.node = above
+                above.leases.append(lease)
+        if above.leases:
+            self.leases = [lease for lease in self.leases if lease.num_blocks > depth]
+        self.pins -= len(above.leases)
+        above.pins = len(above.leases) + (self.pins > 0)
         for place in [place for place in self.checkpoints if place <= depth]:
-            above.checkpoints[place] = self.checkpoints.pop(place)
+            above.put_checkpoint(place, self.checkpoints.pop(place))
+        if self.uses:
+            reaching = bisect_left(self.uses, (depth,))  # the stretch that ends at ``depth`` or behind
+            above.uses = [*self.uses[:reaching], (depth, self.uses[reaching][1])]
+            del self.uses[: reaching + (self.uses[reaching][0] == depth)]
         if self.parent is not None:
-            self.parent.children.put(above.block(0), above)
-        self.parent, self.start = above, depth
-        above.children.put(self.block(0), self)
+            self.parent.children.put(above.first, above)
+        self.parent, self.start, self.first = above, depth, self.block(0)
+        above.children.put(self.first, self)
         return above
 
     def merge(self, above: Node) -> None:
@@ -96,10 +123,20 @@ class Node(Run):
         Costs what ``put_front`` does.
         """
         self.put_front(above)
-        self.parent, self.start, self.pins = above.parent, above.start, above.pins
+        self.parent, self.start, self.first = above.parent, above.start, above.first
         self.num_pinned += above.num_pinned
-        self.ends.update(above.ends)
-        self.checkpoints.update(above.checkpoints)
+        for lease in above.leases:
+            lease.node = self
+        self.leases += above.leases
+        self.pins += len(above.leases)
+        self.uses = above.uses + self.uses
+        for place, state in above.checkpoints.items():
+            self.put_checkpoint(place, state)
         above.into = self
         if self.parent is not None:
-            self.parent.children.put(self.block(0), self)
+            self.parent.children.put(self.first, self)
+
+
+def new_root(block_size: int, rows: int, name: int, namespace: bytes) -> Node:
+    """A root with nothing below it; its blocks, none, have ``rows`` ids each."""
+    return Node(None, 0, block_size, np.empty(0, np.int32), np.empty((rows, 0), np.int32), root=(name, namespace))

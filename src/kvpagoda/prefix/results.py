@@ -12,13 +12,14 @@ from kvpagoda.alloc.held import Ids
 
 if TYPE_CHECKING:
     from kvpagoda.prefix.node import Node
+    from kvpagoda.prefix.tree import PrefixTree
 
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Match:
-    """What is cached of a text. Arrays are the caller's; the text must not change while the match is in use.
+    """What is cached of a text. The text must not change while the match is in use.
 
     ``num_tokens`` leading tokens match, ``num_blocks`` whole blocks of them; ``ids`` int32 ``[num_groups, num_blocks]``
     are those blocks, 0 where a group keeps nothing. ``partial_ids`` int32 ``[num_groups]``: the block that begins with
@@ -44,31 +45,35 @@ class Lease:
     Splits and merges of the tree do not matter to it. ``is_open`` until unpinned.
     """
 
-    __slots__ = ("is_open", "node", "num_blocks")
+    __slots__ = ("is_open", "node", "num_blocks", "tree")
 
-    def __init__(self, node: Node, num_blocks: int) -> None:
-        self.node, self.num_blocks, self.is_open = node, num_blocks, True
+    def __init__(self, tree: PrefixTree, node: Node, num_blocks: int) -> None:
+        self.tree, self.node, self.num_blocks, self.is_open = tree, node, num_blocks, True
 
     def __repr__(self) -> str:
         return f"Lease({self.num_blocks} blocks{'' if self.is_open else ', unpinned'})"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Inserted:
     """What became of n blocks that were given to the tree.
 
-    ``ids`` int32 ``[num_groups, n]``: the tree's own, to be used from now on. ``duplicates`` bool ``[num_groups, n]``:
-    the given ids that the tree did not take, because it has that block: still the caller's, to be freed. ``num_added``:
-    blocks that were not cached before. ``lease`` covers everything, if that was asked for.
+    ``ids`` int32 ``[num_groups, n]``: the tree's own, to be used from now on. ``num_added``: blocks that were not cached
+    before. ``lease`` covers everything, if that was asked for.
     """
 
-    ids: Ids
-    duplicates: Mask
-    num_added: int
-    lease: Lease | None
+    __slots__ = ("_duplicates", "ids", "lease", "num_added")
+
+    def __init__(self, ids: Ids, duplicates: Mask | None, num_added: int, lease: Lease | None) -> None:
+        self.ids, self._duplicates, self.num_added, self.lease = ids, duplicates, num_added, lease
+
+    @property
+    def duplicates(self) -> Mask:
+        """bool ``[num_groups, n]``: the given ids that the tree did not take, because it has that block: still the caller's,
+        to be freed."""
+        return np.zeros(self.ids.shape, np.bool_) if self._duplicates is None else self._duplicates
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Evicted:
     """What the tree gave up: the caller's, to be freed.
 

@@ -1,4 +1,4 @@
-"""Consecutive blocks: their tokens, their ids in every group, their cells."""
+"""Consecutive blocks: their tokens, and their ids in every group."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ _SMALL = 64  # arrays of at most so many blocks are never cut down
 class Run:
     """Arrays that grow and shrink at the end and split anywhere.
 
-    ``key`` int32 ``[num_blocks * block_size]`` tokens, ``ids`` int32 ``[num_groups, num_blocks]``, ``cells`` int32
-    ``[num_blocks]``: views, valid until the run changes. The arrays behind them belong to this run alone:
+    ``key`` int32 ``[num_blocks * block_size]`` tokens, ``ids`` int32 ``[rows, num_blocks]``: views, valid until the run
+    changes. The arrays behind them belong to this run alone:
 
         | not ours any more | at  num_blocks blocks  | room to grow |
     """
 
-    __slots__ = ("_at", "_cells", "_ids", "_tokens", "block_size", "cells", "ids", "key", "num_blocks")
+    __slots__ = ("_at", "_ids", "_tokens", "block_size", "ids", "key", "num_blocks")
+    _at: int
     _tokens: Ids
     _ids: Ids
-    _cells: Ids
     key: Ids
     ids: Ids
-    cells: Ids
     num_blocks: int
 
-    def __init__(self, block_size: int, tokens: Ids, ids: Ids, cells: Ids) -> None:
+    def __init__(self, block_size: int, tokens: Ids, ids: Ids) -> None:
         """Takes the arrays over."""
         self.block_size = block_size
-        self._adopt(tokens, ids, cells)
+        self._adopt(tokens, ids)
 
     def block(self, i: int) -> bytes:
         """The tokens of block ``i`` as bytes."""
@@ -42,33 +41,36 @@ class Run:
         tokens = self.key[i * self.block_size :].tobytes()
         return [tokens[at : at + size] for at in range(0, len(tokens), size)]
 
-    def append(self, tokens: Ids, ids: Ids, cells: Ids) -> None:
+    def append(self, tokens: Ids, ids: Ids) -> None:
         """Add blocks at the end; copies them. Amortised O(blocks added)."""
-        old, new = self.num_blocks, self.num_blocks + len(cells)
-        if self._at + new > len(self._cells):
-            self._move(max(2 * new, 8))
-        first, end, size = self._at + old, self._at + new, self.block_size
+        new, size = self.num_blocks + ids.shape[1], self.block_size
+        if self._at + new > self._ids.shape[1] or not self._tokens.flags.writeable:
+            self._move(max(new + new // 4, 8))
+        first, end = self._at + self.num_blocks, self._at + new
         self._tokens[first * size : end * size] = tokens
         self._ids[:, first:end] = ids
-        self._cells[first:end] = cells
         self._view(self._at, new)
+
+    def has_room(self, n: int) -> bool:
+        """Whether to append ``n`` blocks costs little: there is room, or little to copy for more."""
+        if self.num_blocks <= _SMALL:
+            return True
+        return self._at + self.num_blocks + n <= self._ids.shape[1] and bool(self._tokens.flags.writeable)
 
     def cut(self, num_blocks: int) -> None:
         """Drop all but the first ``num_blocks`` blocks. Amortised O(1) for each block dropped."""
         self._view(self._at, num_blocks)
-        if len(self._cells) > max(_SMALL, 4 * num_blocks):
+        if self._ids.shape[1] > max(_SMALL, 4 * num_blocks):
             self._move(2 * num_blocks)
 
-    def take_front(self, num_blocks: int) -> tuple[Ids, Ids, Ids]:
-        """Move the first ``num_blocks`` blocks out: their tokens, ids and cells, the caller's. O(smaller part)."""
+    def take_front(self, num_blocks: int) -> tuple[Ids, Ids]:
+        """Move the first ``num_blocks`` blocks out: their tokens and ids, the caller's. O(smaller part)."""
         size, count = self.block_size, self.num_blocks
-        front = self.key[: num_blocks * size], self.ids[:, :num_blocks], self.cells[:num_blocks]
+        front = self.key[: num_blocks * size], self.ids[:, :num_blocks]
         if 2 * num_blocks > count:  # the front keeps the arrays
-            self._adopt(
-                self.key[num_blocks * size :].copy(), self.ids[:, num_blocks:].copy(), self.cells[num_blocks:].copy()
-            )
+            self._adopt(self.key[num_blocks * size :].copy(), self.ids[:, num_blocks:].copy())
             return front
-        copies = front[0].copy(), front[1].copy(), front[2].copy()
+        copies = front[0].copy(), front[1].copy()
         self._view(self._at + num_blocks, count - num_blocks)
         return copies
 
@@ -78,31 +80,33 @@ class Run:
         Amortised O(these blocks) if there are fewer of these than of the others, else O(both).
         """
         if other.num_blocks > self.num_blocks:
-            other.append(self.key, self.ids, self.cells)
-            self._tokens, self._ids, self._cells = other._tokens, other._ids, other._cells
+            other.append(self.key, self.ids)
+            self._tokens, self._ids = other._tokens, other._ids
             self._view(other._at, other.num_blocks)
             return
-        self._adopt(
-            np.concatenate((other.key, self.key)),
-            np.concatenate((other.ids, self.ids), axis=1),
-            np.concatenate((other.cells, self.cells)),
-        )
+        self._adopt(np.concatenate((other.key, self.key)), np.concatenate((other.ids, self.ids), axis=1))
 
-    def _adopt(self, tokens: Ids, ids: Ids, cells: Ids) -> None:
-        self._tokens, self._ids, self._cells = tokens, ids, cells
-        self._view(0, len(cells))
+    def _adopt(self, tokens: Ids, ids: Ids) -> None:
+        self._tokens = self.key = tokens
+        self._ids = self.ids = ids
+        self._at, self.num_blocks = 0, ids.shape[1]
 
     def _view(self, at: int, num_blocks: int) -> None:
         size, end = self.block_size, at + num_blocks
         self._at, self.num_blocks = at, num_blocks
         self.key, self.ids = self._tokens[at * size : end * size], self._ids[:, at:end]
-        self.cells = self._cells[at:end]
 
     def _move(self, room: int) -> None:
         """Into new arrays of ``room`` blocks."""
         count, size = self.num_blocks, self.block_size
-        tokens, cells = np.empty(room * size, np.int32), np.empty(room, np.int32)
-        ids = np.empty((len(self._ids), room), np.int32)
-        tokens[: count * size], ids[:, :count], cells[:count] = self.key, self.ids, self.cells
-        self._tokens, self._ids, self._cells = tokens, ids, cells
+        tokens, ids = np.empty(room * size, np.int32), np.empty((len(self._ids), room), np.int32)
+        tokens[: count * size], ids[:, :count] = self.key, self.ids
+        self._tokens, self._ids = tokens, ids
         self._view(0, count)
+
+
+def own_array(tokens: Ids) -> Ids:
+    """``tokens`` if they are read-only and most of the array behind them, else a copy."""
+    if tokens.flags.writeable or (isinstance(tokens.base, np.ndarray) and 2 * tokens.size < tokens.base.size):
+        return tokens.copy()
+    return tokens

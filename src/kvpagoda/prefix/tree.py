@@ -9,14 +9,18 @@ import numpy as np
 from kvpagoda.alloc.held import Ids, whole_number
 from kvpagoda.errors import BadInput, RetryLater, StaleHandle
 from kvpagoda.prefix.checkpoints import Checkpoints
-from kvpagoda.prefix.keyed import LRU
-from kvpagoda.prefix.node import Node
+from kvpagoda.prefix.node import Node, new_root
 from kvpagoda.prefix.owned import OwnedIds
 from kvpagoda.prefix.policy import Policy
 from kvpagoda.prefix.proof import expect, nodes_below, prove_ids, prove_pins, prove_shape
+from kvpagoda.prefix.recency import Recency
 from kvpagoda.prefix.results import Evicted, Inserted, Lease, Mask, Match
-from kvpagoda.prefix.turnover import Turnover
+from kvpagoda.prefix.run import own_array
+from kvpagoda.prefix.turnover import ByCell, Turnover
 from kvpagoda.prefix.walk import Walk, walk
+
+_INT32 = np.dtype(np.int32)
+_TO_EVICT = "the number of blocks to evict"
 
 
 class PrefixTree:
@@ -26,9 +30,9 @@ class PrefixTree:
     ``bytes`` key; one root each). The tree owns the block ids that it takes (at least 1; 0: the group keeps nothing for
     that block) and the state ids of checkpoints, until it hands them back. ``num_groups`` may be 0.
 
-    A walk costs one array compare and one dictionary probe for each node on the path; nothing recurses and nothing
-    loops over tokens. ``policy`` (default LRU) is this tree's alone. ``proves_ids``: that a block is in one place is proven
-    at every call, not by ``check`` alone. Not for use from several threads at once.
+    A walk costs a dictionary probe for each node on the path and one array compare; nothing recurses and nothing loops over
+    tokens. ``policy`` (None: LRU, which is built in) is this tree's alone. ``proves_ids``: that a block is in one place is
+    proven at every call, not by ``check`` alone. Not for use from several threads at once.
     """
 
     def __init__(
@@ -41,8 +45,9 @@ class PrefixTree:
         self.num_pinned = 0  #: of these, blocks that some lease covers
         self._roots: dict[bytes, Node] = {}
         self._num_roots = 0  # that there ever were
-        self._turnover = Turnover(LRU() if policy is None else policy)
-        self._leases: set[Lease] = set()
+        self.num_leases = 0  #: leases that are open
+        self._turnover: Turnover = Recency() if policy is None else ByCell(policy)
+        self._nothing: Ids = np.zeros(num_groups, np.int32)
         self._checkpoints, self._owned = Checkpoints(), OwnedIds(num_groups) if proves_ids else None
         self._removals = 0  # how often something went: a match from before must look again
 
@@ -50,11 +55,6 @@ class PrefixTree:
     def num_evictable(self) -> int:
         """Blocks that ``evict`` could free now: cached and not pinned. O(1)."""
         return self.num_cached - self.num_pinned
-
-    @property
-    def num_leases(self) -> int:
-        """Leases that are open. O(1)."""
-        return len(self._leases)
 
     @property
     def num_checkpoints(self) -> int:
@@ -79,19 +79,26 @@ class PrefixTree:
         The longest match there is, to the token; nothing for a ``limit`` below 1. O(n) array work, and O(1) for each node
         on the path. Raises BadInput.
         """
-        tokens = _vector(tokens)[: None if limit is None else max(0, limit)]
+        tokens = _vector(tokens)
+        if limit is not None and limit < len(tokens):
+            tokens = tokens[: max(0, limit)]
         root = self._roots.get(namespace)
-        way = walk(root, 0, tokens) if root else Walk(self._new_root(namespace), 0)
-        checkpoints = [
-            (depth * self.block_size, state)
-            for node, _, _ in way.pieces
-            for depth, state in (sorted(node.checkpoints.items()) if node.checkpoints else ())
-            if depth <= way.depth
-        ]
-        partial = way.partial[0].ids[:, way.partial[1]].copy() if way.partial else np.zeros(self.num_groups, np.int32)
+        way = Walk(self._new_root(namespace), 0, 0) if root is None else walk(root, 0, tokens)
+        checkpoints: tuple[tuple[int, int], ...] = ()
+        if len(self._checkpoints):
+            checkpoints = tuple(
+                (depth * self.block_size, state)
+                for node in way.path
+                for depth, state in sorted(node.checkpoints.items())
+                if depth <= way.depth
+            )
+        partial, beyond = self._nothing, None
+        if way.partial:
+            beyond, block = way.partial
+            partial = beyond.ids[: self.num_groups, block].copy()
         return Match(
-            way.num_tokens, way.depth, way.ids(self.num_groups), partial, tuple(checkpoints), namespace,
-            tokens, way.node if root else None, self._removals, way.partial[0] if way.partial else None,
+            way.num_tokens, way.depth, way.ids(self.num_groups), partial, checkpoints, namespace, tokens,
+            None if root is None else way.node, self._removals, beyond,
         )  # fmt: skip
 
     def pin(self, at: Match | Lease, num_blocks: int | None = None) -> Lease:
@@ -113,27 +120,28 @@ class PrefixTree:
     def last_ids(self, lease: Lease) -> Ids:
         """The ids of the last block that ``lease`` covers, int32 ``[num_groups]``. Raises StaleHandle."""
         node, depth = self._locate(lease)
-        ids: Ids = node.ids[:, depth - node.start - 1].copy()
+        ids: Ids = node.ids[: self.num_groups, depth - node.start - 1].copy()
         return ids
 
     def unpin(self, lease: Lease) -> None:
         """End a lease. Raises StaleHandle, changing nothing, for one that is not open in this tree. O(nodes on the path)."""
-        node, depth = self._locate(lease)
-        self._leases.remove(lease)
+        node, _ = self._locate(lease)
         lease.is_open = False
-        node.count_end(depth, -1)
-        self._hold(node, None, -1)
-        self._drop_root(node)
+        node.leases.remove(lease)
+        self._let_loose(node)
+        self.num_leases -= 1
 
     def touch(self, at: Match | Lease, num_blocks: int | None = None, priority: int = 0) -> None:
         """Say that the first ``num_blocks`` blocks (None: all) of what ``at`` covers were used once, the deepest first,
         and with them the last checkpoint there. ``priority`` is for the policy. O(blocks). Raises as ``pin`` does.
         """
         node, depth = self._locate(at, num_blocks)
-        used = False
+        turnover, used = self._turnover, False
+        turnover.start_use()
         while node.parent is not None:
-            self._turnover.policy.touch(node.cells[: depth - node.start], priority)
-            used = used or self._checkpoints.use(node, depth)
+            turnover.use(node, depth, priority)
+            if not used and node.checkpoints:
+                used = self._checkpoints.use(node, depth)
             depth, node = node.start, node.parent
 
     def insert(
@@ -141,7 +149,8 @@ class PrefixTree:
     ) -> Inserted:
         """Publish the whole blocks that follow what ``at`` covers.
 
-        ``tokens`` int32 ``[n * block_size]``, ``blocks`` int32 ``[num_groups, n]``. The tree takes the ids of blocks that
+        ``tokens`` int32 ``[n * block_size]``: read-only ones are kept as they are where they are most of their array, and
+        nobody may write there any more. ``blocks`` int32 ``[num_groups, n]``. The tree takes the ids of blocks that
         it lacks, also of single groups of a block that it has. ``pin``: let the lease ``at`` cover all of it, or make one
         for a match; None: extend a lease, make none. New blocks count as used; others need ``touch``. Amortised O(n), and
         O(nodes) along the new part: it goes on where ``at`` ends.
@@ -151,32 +160,34 @@ class PrefixTree:
         """
         tokens, size = _vector(tokens), self.block_size
         n = len(tokens) // size
-        fits = isinstance(blocks, np.ndarray) and blocks.dtype == np.int32 and blocks.shape == (self.num_groups, n)
+        fits = isinstance(blocks, np.ndarray) and blocks.dtype == _INT32 and blocks.shape == (self.num_groups, n)
         if len(tokens) % size or not fits:
             raise BadInput(
                 f"{len(tokens)} tokens in blocks of {size} do not go with ids {getattr(blocks, 'dtype', None)} "
                 f"{list(np.shape(blocks))}; ids are int32 [{self.num_groups} groups, blocks]"
             )
-        start, covered = self._locate(at)
-        way = walk(start, covered, tokens)
-        have = way.depth - covered
-        if have:
-            own, duplicates = self._adopt(way, blocks, have)
-        else:
-            own, duplicates = blocks.copy(), np.zeros(blocks.shape, np.bool_)
+        node, covered = self._locate(at)
+        lease = at if isinstance(at, Lease) and pin is not False else None
+        first = tokens[:size].tobytes()
+        if covered == node.start + node.num_blocks and first not in node.children:
+            have, own, duplicates = 0, blocks, None
             if self._owned is not None:
                 self._owned.prove_new(blocks)
                 self._owned.add(blocks)
-        node = way.node
+        else:
+            way = walk(node, covered, tokens, to_the_token=False)
+            node, have = way.node, way.depth - covered
+            own, duplicates = self._adopt(way, blocks, have)
         if have < n:
-            node = self._attach(node, way.depth, tokens[have * size :], own[:, have:], priority)
-        lease = at if isinstance(at, Lease) else None
-        if lease and pin is not False:
+            if have:
+                first = tokens[have * size : (have + 1) * size].tobytes()
+            node = self._attach(node, covered + have, first, tokens[have * size :], own[:, have:], priority)
+        if lease is not None:
             self._extend(lease, node, covered + n)
         elif pin:
             lease = self._new_lease(node, covered + n)
         self._turnover.mark(node)
-        return Inserted(own, duplicates, n - have, lease if pin is not False else None)
+        return Inserted(own, duplicates, n - have, lease)
 
     def evict(self, num_blocks: int) -> Evicted:
         """Evict ``num_blocks`` blocks, or all that are not pinned if these are fewer; the policy says which.
@@ -184,15 +195,28 @@ class PrefixTree:
         Leaf first, block by block from the tail. Costs what the policy's choice does, amortised O(log leaves) with LRU,
         and O(1) for each block. Raises BadInput for a number below 0.
         """
-        left = whole_number(num_blocks, "the number of blocks to evict")
-        ids, states = [np.zeros((self.num_groups, 0), np.int32)], []
-        while left > 0 and self._turnover.leaves:
-            node, count = self._turnover.choose(left)
-            gone = node.ids[:, node.num_blocks - count :][:, ::-1]
-            ids.append(gone if count == node.num_blocks else gone.copy())  # nothing writes to a node that is no more
-            states += self._release(node, count, evicted=True)
-            self._trim(node, count)
+        left = num_blocks if type(num_blocks) is int and num_blocks >= 0 else whole_number(num_blocks, _TO_EVICT)
+        ids: list[Ids] = []
+        states: list[int] = []
+        groups, turnover = self.num_groups, self._turnover
+        while left > 0:
+            chosen = turnover.choose(left)
+            if chosen is None:
+                break
+            node, count = chosen
+            ids.append(node.ids[:groups, : -count - 1 : -1])
+            turnover.remove(node, count, evicted=True)
+            if node.checkpoints:
+                states += self._checkpoints.drop_after(node, node.end - count)
             left -= count
+            if count < node.num_blocks:
+                node.cut(node.num_blocks - count)
+                turnover.mark(node)
+            else:
+                self._unlink(node)
+        if ids:
+            self.num_cached -= num_blocks - left
+            self._removals += 1
         return self._evicted(ids, states, left)
 
     def rename(self, group: int, names: Ids) -> None:
@@ -210,16 +234,22 @@ class PrefixTree:
         Raises RetryLater, changing nothing, while a lease is open there.
         """
         roots = [root for name, root in self._roots.items() if namespace is None or name == namespace]
-        if num_open := sum(root.pins for root in roots):
+        if any(root.pins for root in roots):
+            num_open = sum(len(node.leases) for root in roots for node in nodes_below(root))
             raise RetryLater(f"{num_open} leases are open in what is to be cleared; unpin them first")
-        ids, states = [np.zeros((self.num_groups, 0), np.int32)], []
+        ids: list[Ids] = []
+        states: list[int] = []
         for root in roots:
             for node in reversed(list(nodes_below(root))):
                 if node is not root:
-                    ids.append(node.ids[:, ::-1].copy())
-                    states += self._release(node, node.num_blocks, evicted=False)
+                    ids.append(node.ids[: self.num_groups, ::-1])
+                    self._turnover.remove(node, node.num_blocks, evicted=False)
+                    states += self._checkpoints.drop_after(node, node.start)
+                    self.num_cached -= node.num_blocks
+                    node.cut(0)  # it may lie in a queue
                 node.children.clear()
             self._drop_root(root)
+            self._removals += 1
         return self._evicted(ids, states, 0)
 
     def set_checkpoint(self, at: Match | Lease, num_tokens: int, state_id: int) -> bool:
@@ -254,25 +284,27 @@ class PrefixTree:
         Raises CheckFailed with what does not hold.
         """
         nodes = [node for root in self._roots.values() for node in nodes_below(root)]
-        prove_shape(nodes, self.num_groups)
-        prove_pins(nodes, self._leases)
-        cells = prove_ids(nodes, None if self._owned is None else self._owned.flags)
-        counted = len(cells), sum(node.num_pinned for node in nodes)
+        prove_shape(nodes, self.num_groups + self._turnover.num_rows)
+        prove_pins(nodes, self.num_leases, self)
+        prove_ids(nodes, self.num_groups, None if self._owned is None else self._owned.flags)
+        counted = sum(node.num_blocks for node in nodes), sum(node.num_pinned for node in nodes)
         expect((self.num_cached, self.num_pinned) == counted, f"{self.num_cached, self.num_pinned} is not {counted}")
         states = {state: depth for node in nodes for depth, state in node.checkpoints.items()}
         expect(states == self._checkpoints.places(), f"checkpoints {states} are not {self._checkpoints.places()}")
-        self._turnover.check(nodes, cells)
+        self._turnover.check(nodes)
 
     def _locate(self, at: Match | Lease, num_blocks: int | None = None) -> tuple[Node, int]:
         """The node that holds the end of the first ``num_blocks`` blocks of ``at``, and that depth."""
-        depth = at.num_blocks if num_blocks is None else num_blocks
-        if not 0 <= depth <= at.num_blocks:
-            raise BadInput(f"{depth} blocks are not within the {at.num_blocks} that are covered")
+        if isinstance(at, Lease) and (not at.is_open or at.tree is not self):
+            raise StaleHandle("this lease is not open: unpinned twice, or of another tree")
+        if num_blocks is None:
+            depth = at.num_blocks
+        elif 0 <= num_blocks <= at.num_blocks:
+            depth = num_blocks
+        else:
+            raise BadInput(f"{num_blocks} blocks are not within the {at.num_blocks} that are covered")
         if isinstance(at, Lease):
-            if at not in self._leases:
-                raise StaleHandle("this lease is not open: unpinned twice, or of another tree")
-            at.node = at.node.up_to(at.num_blocks)
-            return at.node.up_to(depth), depth
+            return at.node if depth == at.num_blocks else at.node.up_to(depth), depth
         if at.node is not None and at.removals == self._removals:
             return at.node.up_to(depth), depth
         root = self._roots.get(at.namespace) or self._new_root(at.namespace)
@@ -286,8 +318,7 @@ class PrefixTree:
         if not isinstance(namespace, bytes):
             raise BadInput(f"a namespace is bytes, got {namespace!r}")
         self._num_roots += 1
-        empty = np.empty(0, np.int32), np.empty((self.num_groups, 0), np.int32), np.empty(0, np.int32)
-        return Node(None, 0, self.block_size, empty, (-self._num_roots, namespace))
+        return new_root(self.block_size, self.num_groups + self._turnover.num_rows, -self._num_roots, namespace)
 
     def _keep_root(self, node: Node) -> None:
         if node.root:
@@ -300,36 +331,56 @@ class PrefixTree:
 
     def _new_lease(self, node: Node, depth: int) -> Lease:
         self._keep_root(node)
-        lease = Lease(node, depth)
-        self._leases.add(lease)
-        node.count_end(depth, 1)
-        self._hold(node, None, 1)
+        lease = Lease(self, node, depth)
+        self.num_leases += 1
+        self._tie(lease, node)
         return lease
 
     def _extend(self, lease: Lease, node: Node, depth: int) -> None:
         """Let ``lease`` end at ``depth`` in ``node``, at or below where it ends now."""
-        old = lease.node.up_to(lease.num_blocks)
-        old.count_end(lease.num_blocks, -1)
-        node.count_end(depth, 1)
-        lease.node, lease.num_blocks = node, depth
-        self._hold(node, old, 1)
-        self._cover(old)
+        old, lease.num_blocks = lease.node, depth
+        if node is old:
+            self._cover(node, depth - node.start)
+            return
+        lease.node = node
+        self._tie(lease, node)
+        old.leases.remove(lease)
+        old.pins -= 1
 
-    def _hold(self, node: Node, until: Node | None, change: int) -> None:
-        """Count a lease that ends in ``node`` in (1) or out (-1), from there up to ``until``, which does not count."""
-        above: Node | None = node
-        while above is not None and above is not until:
-            above.pins += change
-            self._cover(above)
-            above = above.parent
+    def _tie(self, lease: Lease, node: Node) -> None:
+        """``lease`` ends in ``node`` now; what lies above it is pinned. O(nodes that were not pinned before)."""
+        node.leases.append(lease)
+        node.pins += 1
+        self._cover(node, lease.num_blocks - node.start)
+        while node.pins == 1 and node.parent is not None:
+            node = node.parent
+            node.pins += 1
+            if node.num_pinned < node.num_blocks:
+                self._cover(node, node.num_blocks)
 
-    def _cover(self, node: Node) -> None:
-        """See how many blocks of ``node`` are pinned now."""
-        covered = node.covered()
-        if covered != node.num_pinned:
-            self.num_pinned += covered - node.num_pinned
-            node.num_pinned = covered
-            self._turnover.mark(node)
+    def _cover(self, node: Node, num_blocks: int) -> None:
+        """At least the first ``num_blocks`` of ``node`` are pinned now."""
+        if num_blocks > node.num_pinned:
+            self.num_pinned += num_blocks - node.num_pinned
+            node.num_pinned = num_blocks
+            if node.leaf >= 0:
+                self._turnover.mark(node)
+
+    def _let_loose(self, node: Node) -> None:
+        """One lease less ends in ``node``. O(nodes that are not pinned any more)."""
+        while True:
+            node.pins -= 1
+            covered = node.covered() if node.pins else 0
+            if covered < node.num_pinned:
+                self.num_pinned += covered - node.num_pinned
+                node.num_pinned = covered
+                self._turnover.mark(node)
+            if node.parent is None:
+                self._drop_root(node)
+                return
+            if node.pins:
+                return
+            node = node.parent
 
     def _adopt(self, way: Walk, blocks: Ids, have: int) -> tuple[Ids, Mask]:
         """Take those of ``blocks`` that are not there yet; of the first ``have`` blocks these are holes of single groups.
@@ -348,52 +399,50 @@ class PrefixTree:
         way.put_ids(own)
         return own, duplicates
 
-    def _attach(self, node: Node, depth: int, tokens: Ids, ids: Ids, priority: int) -> Node:
-        """Put new blocks at ``depth``, which lies in ``node``; returns the node that ends with them."""
-        self._keep_root(node)
-        if depth < node.end:
+    def _attach(self, node: Node, depth: int, first: bytes, tokens: Ids, ids: Ids, priority: int) -> Node:
+        """Put new blocks, the first of them ``first``, at ``depth``, which lies in ``node``; returns the node that ends with
+        them."""
+        if node.root is not None and not node.pins:
+            self._roots[node.root[1]] = node
+        if depth < node.start + node.num_blocks:
             node = node.split(depth)
-        cells = self._turnover.add(node.last_cell, tokens, ids.shape[1], priority)
-        self.num_cached += len(cells)
-        if not node.root and not node.children:
-            node.append(tokens, ids, cells)
-            return node
-        child = Node(node, node.end, self.block_size, (tokens.copy(), ids.copy(), cells))
-        node.children.put(child.block(0), child)
-        self._turnover.mark(node)
-        return child
+        turnover, n = self._turnover, ids.shape[1]
+        if turnover.num_rows:
+            ids = np.concatenate((ids, turnover.rows(node, tokens, n, priority)))
+        self.num_cached += n
+        if node.children or node.root is not None or not node.has_room(n):
+            child = Node(node, depth, self.block_size, own_array(tokens), ids.copy(), first)
+            node.children.put(first, child)
+            if node.leaf >= 0:
+                turnover.mark(node)
+            node = child
+        else:
+            node.append(tokens, ids)
+        turnover.added(node)
+        return node
 
-    def _trim(self, node: Node, count: int) -> None:
-        """Cut the last ``count`` blocks, released already, off a leaf; what is left empty goes, a lone child is merged."""
+    def _unlink(self, node: Node) -> None:
+        """Take a leaf of which nothing is left off its parent; a lone child that is left there is merged."""
         above = node.parent
-        if count < node.num_blocks:
-            node.cut(node.num_blocks - count)
-            self._turnover.mark(node)
-            return
         assert above is not None
-        above.children.take(node.block(0))
-        self._drop_root(above)
-        self._turnover.mark(above)
-        if len(above.children) == 1 and not above.root:
-            below = next(iter(above.children.values()))
+        above.children.take(node.first)
+        if above.root:
+            self._drop_root(above)
+        elif not above.children:
+            self._turnover.mark(above)
+        elif len(above.children) == 1:
+            (below,) = above.children.values()
             if below.num_blocks <= 2 * above.num_blocks:  # a long rest is left alone: merging copies it
                 below.merge(above)
 
-    def _release(self, node: Node, count: int, *, evicted: bool) -> list[int]:
-        """Let the last ``count`` blocks of ``node`` go from the books; returns the state ids that go with them."""
-        self._turnover.remove(node, count, evicted=evicted)
-        self.num_cached -= count
-        self._removals += 1
-        return self._checkpoints.drop_after(node, node.end - count)
-
     def _evicted(self, ids: list[Ids], states: list[int], shortfall: int) -> Evicted:
-        together: Ids = np.concatenate(ids, axis=1)
+        together = np.concatenate(ids, axis=1) if ids else np.empty((self.num_groups, 0), np.int32)
         if self._owned is not None:
             self._owned.remove(together)
         return Evicted(together, tuple(states), shortfall)
 
 
 def _vector(tokens: Ids) -> Ids:
-    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1:
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != _INT32 or tokens.ndim != 1:
         raise BadInput(f"tokens are an int32 vector, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
-    return np.ascontiguousarray(tokens)
+    return tokens if tokens.flags.c_contiguous else np.ascontiguousarray(tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,74 +10,83 @@ from kvpagoda.alloc.held import Ids
 from kvpagoda.prefix.node import Node
 
 
-@dataclass(slots=True, eq=False)
 class Walk:
     """Where a walk ended: at ``depth`` blocks from the root, in ``node``, ``num_tokens`` tokens after its start.
 
-    ``pieces``: (node, first, end), the blocks of each node that it went through. ``partial``: (node, block) whose first
-    tokens go on from there, if any do.
+    ``path``: the nodes that it went through; ``begin``: the depth at which it began, in the first of them. ``partial``:
+    (node, block) whose first tokens go on from there, if any do.
     """
 
-    node: Node
-    depth: int
-    num_tokens: int = 0
-    pieces: list[tuple[Node, int, int]] | tuple[()] = ()
-    partial: tuple[Node, int] | None = None
+    __slots__ = ("begin", "depth", "node", "num_tokens", "partial", "path")
+
+    def __init__(
+        self,
+        node: Node,
+        begin: int,
+        depth: int,
+        num_tokens: int = 0,
+        path: Sequence[Node] = (),
+        partial: tuple[Node, int] | None = None,
+    ) -> None:
+        self.node, self.begin, self.depth, self.num_tokens = node, begin, depth, num_tokens
+        self.path, self.partial = path, partial
 
     def ids(self, num_groups: int) -> Ids:
         """The ids of all blocks on the way, int32 ``[num_groups, blocks]``, a copy."""
-        if not self.pieces:
-            return np.zeros((num_groups, 0), np.int32)
-        if len(self.pieces) == 1:
-            node, first, end = self.pieces[0]
-            alone: Ids = node.ids[:, first:end].copy()
+        count = self.depth - self.begin
+        if not count:
+            return np.empty((num_groups, 0), np.int32)
+        first = self.begin - self.path[0].start
+        if len(self.path) == 1:
+            alone: Ids = self.node.ids[:num_groups, first : first + count].copy()
             return alone
-        ids: Ids = np.concatenate([node.ids[:, first:end] for node, first, end in self.pieces], axis=1)
-        return ids
+        ids: Ids = np.concatenate([node.ids[:num_groups] for node in self.path], axis=1)
+        return ids[:, first : first + count]
 
     def put_ids(self, ids: Ids) -> None:
         """Write the leading columns of ``ids`` into the blocks on the way."""
-        column = 0
-        for node, first, end in self.pieces:
-            node.ids[:, first:end] = ids[:, column : column + end - first]
-            column += end - first
+        for node in self.path:
+            first, end = max(node.start, self.begin), min(node.end, self.depth)
+            node.ids[: len(ids), first - node.start : end - node.start] = ids[:, first - self.begin : end - self.begin]
 
 
-def walk(node: Node, depth: int, tokens: Ids) -> Walk:
+def walk(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -> Walk:
     """Go from ``depth``, which lies in ``node``, as far along ``tokens`` as whole blocks are there.
 
-    One array compare and one dictionary probe for each node; O(log children) more where the text ends in a block.
+    A dictionary probe for each node on the way, then one compare of all their tokens. ``to_the_token``: also look for the
+    block that goes on with the tokens after them; O(log children) where the text ends in a block.
     """
-    size, at, pieces, probed = node.block_size, 0, [], 0
-    while True:
-        first = depth - node.start
-        rest = node.num_blocks - first
-        if rest:
-            same = probed * size  # a probe has compared the first block
-            if rest > probed:
-                same += _num_same(node.key[first * size + same :], tokens[at + same :])
-            whole = same // size
-            if whole:
-                pieces.append((node, first, first + whole))
-            depth, at = depth + whole, at + same
-            if whole < rest:
-                return Walk(node, depth, at, pieces, (node, first + whole) if same % size else None)
+    size, length, block = node.block_size, len(tokens), b""
+    at = (node.end - depth) * size  # tokens on the way
+    path, keys = ([node], [node.key[(depth - node.start) * size :]]) if at else ([], [])
+    while at < length:
         block = tokens[at : at + size].tobytes()
-        child = node.children.get(block)
-        if child is None:
+        below = node.children.get(block)
+        if below is None:
             break
-        node, probed = child, 1
+        node = below
+        path.append(node)
+        keys.append(node.key)
+        at += node.num_blocks * size
+    same = _num_same(keys[0] if len(keys) == 1 else np.concatenate(keys), tokens) if keys else 0
+    end = depth + same // size
+    if same < at:  # it ends inside a node; what was probed behind that does not count
+        while path[-1].start >= end and len(path) > 1:
+            path.pop()
+        node = path[-1]
+        return Walk(node, depth, end, same, path, (node, end - node.start) if same % size else None)
     partial, longest = None, 0
-    for child in node.children.nearest(block) if block and size > 1 else ():
-        same = _num_same(child.key[:size], tokens[at:])
-        if same > longest:
-            partial, longest = (child, 0), same
-    return Walk(node, depth, at + longest, pieces, partial)
+    if to_the_token and at < length and size > 1:
+        for child in node.children.nearest(block):
+            more = _num_same(child.key[:size], tokens[at:])
+            if more > longest:
+                partial, longest = (child, 0), more
+    return Walk(node, depth, end, same + longest, path, partial)
 
 
 def _num_same(a: Ids, b: Ids) -> int:
     """How many leading tokens are the same. O(the shorter)."""
-    length = min(len(a), len(b))
+    length = len(a) if len(a) < len(b) else len(b)
     if not length:
         return 0
     same = a[:length] == b[:length]
