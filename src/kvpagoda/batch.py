@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,36 +28,16 @@ class Shown:
     ``first .. end - 1``, int64 ``[B]`` each; ``starts`` int64 ``[B + 1]``: where they begin if they lie row behind row.
     """
 
-    def __init__(self, slots: Array, versions: Array, first: Array, end: Array) -> None:
-        self.slots, self.versions, self.first, self.end = self.columns = slots, versions, first, end
-        self.key = b"".join(map(np.ndarray.tobytes, self.columns))
-        self.starts = np.zeros(len(slots) + 1, np.int64)
-        np.cumsum(end - first, out=self.starts[1:])
-        self._since: tuple[Shown | None, Array, Array] = (None, slots, slots)
+    def __init__(self, columns: tuple[Array, ...], keys: list[bytes]) -> None:
+        self.slots, self.versions, self.first, self.end = self.columns = columns
+        self.keys = keys  # the columns as bytes
+        self.starts = np.zeros(len(self.slots) + 1, np.int64)
+        np.cumsum(self.end - self.first, out=self.starts[1:])
+        self._since: tuple[Shown, Change] | None = None
         self._last_cells: Array | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
-
-    def since(self, before: Shown) -> tuple[Array, Array]:
-        """The rows that are not as in ``before``, ascending, and which of these are but for cells more at the end or fewer at
-        the beginning."""
-        if self._since[0] is not before:
-            n, differs = min(len(self), len(before)), np.ones(len(self), np.bool_)
-            differs[:n] = False
-            for now, old in zip(self.columns, before.columns):
-                if now is not old:
-                    differs[:n] |= now[:n] != old[:n]
-            rows = np.flatnonzero(differs)
-            goes_on, known = np.zeros(len(rows), np.bool_), rows[rows < n]
-            goes_on[: len(known)] = (
-                (self.slots[known] == before.slots[known])
-                & (self.versions[known] == before.versions[known])
-                & (self.first[known] >= before.first[known])
-                & (self.end[known] >= before.end[known])
-            )
-            self._since = before, rows, goes_on
-        return self._since[1:]
 
     def last_cells(self, table: BlockTable) -> Array:
         """int64 ``[B]``: the last cell of each row that is shown."""
@@ -65,14 +45,55 @@ class Shown:
             self._last_cells = table.cells[self.slots, self.end - 1].astype(np.int64)
         return self._last_cells
 
-    def with_rest(self, before: Shown) -> Shown:
-        """These rows, and behind them those that ``before`` has beyond their number."""
-        if len(before) <= len(self):
-            return self
-        return Shown(*(np.concatenate((now, old[len(self) :])) for now, old in zip(self.columns, before.columns)))
+    def since(self, before: Shown, table: BlockTable) -> Change:
+        """How to come here from ``before``."""
+        if self._since is None or self._since[0] is not before:
+            self._since = before, self._change(before, table)
+        return self._since[1]
+
+    def _change(self, before: Shown, table: BlockTable) -> Change:
+        slots, first, end = self.slots, self.first, self.end
+        same = [now is old for now, old in zip(self.columns, before.columns)]
+        if same == [True, True, True, False]:
+            goes_on, begin = np.ones(len(self), np.bool_), before.end
+        else:
+            n = min(len(self), len(before))
+            goes_on, begin = np.zeros(len(self), np.bool_), end.copy()
+            goes_on[:n] = (slots[:n] == before.slots[:n]) & (self.versions[:n] == before.versions[:n])
+            goes_on[:n] &= first[:n] >= before.first[:n]
+            old_end = np.where(first[:n] > before.first[:n], before.first[:n], before.end[:n])
+            begin[:n] = np.where(goes_on[:n], old_end, end[:n])
+        grown = np.flatnonzero(end > begin)
+        rows, columns = _cells(begin[grown], end[grown])
+        rows = grown[rows]
+        values = table.cells[slots[rows], columns] * (columns >= first[rows])
+        only_grew = len(self) == len(before) and same[2] and bool(goes_on.all()) and not (end < begin).any()
+        return Change(np.flatnonzero(~goes_on), rows, columns, values, grown if only_grew else None)
+
+    def first_change(self, before: Shown) -> int:
+        """The first row that is not just as in ``before``."""
+        n = min(len(self), len(before))
+        same = np.zeros(n + 1, np.bool_)
+        same[:n] = True
+        for now, old in zip(self.columns, before.columns):
+            same[:n] &= now[:n] == old[:n]
+        return int(same.argmin())
 
 
-NOTHING = Shown(*(np.empty(0, np.int64),) * 4)
+class Change(NamedTuple):
+    """How a table is shown differently from before."""
+
+    renewed: Array
+    """Rows that mean something else, or are new."""
+    rows: Array
+    columns: Array
+    values: Array
+    """Cells of the other rows that are shown now, and 0 for those that are no longer shown, left of the rest."""
+    grown: Array | None
+    """If all rows hold what they held, and only at the end more: which do."""
+
+
+NOTHING = Shown((np.empty(0, np.int64),) * 4, [b""] * 4)
 LONG = 64
 """Cells of a row from which on rows are copied one by one rather than all in one go."""
 
@@ -109,9 +130,13 @@ class StepBuffers:
 
     def shown(self, name: str, table: BlockTable, slots: Array, first: Array, end: Array) -> Shown:
         """What a step shows of ``table`` now: the same object as the last time, if nothing of it changed."""
-        columns, last = (slots, table.version[slots], first, end), self._shown.get(name, NOTHING)
-        if last.key != b"".join(map(np.ndarray.tobytes, columns)):
-            last = self._shown[name] = Shown(*columns)
+        last = self._shown.get(name, NOTHING)
+        now: tuple[Array, ...] = (slots, table.version[slots], first, end)
+        keys = [column.tobytes() for column in now]
+        if keys != last.keys:
+            both = zip(now, last.columns, keys, last.keys)
+            now = tuple(old if key == old_key else new for new, old, key, old_key in both)
+            last = self._shown[name] = Shown(now, keys)
         return last
 
     def put_rows(self, name: str, table: BlockTable, shown: Shown) -> Tensor:
@@ -121,19 +146,24 @@ class StepBuffers:
         if part is not None and shown is held:
             return part
         host, target = self._buffer(name, (len(shown), table.cells.shape[1]), np.int32)
-        rows, goes_on = shown.since(held)
-        first, end = shown.first[rows], shown.end[rows]
-        kept = rows[goes_on]
-        cut, begin = np.zeros(len(rows), np.int64), first.copy()
-        cut[goes_on], begin[goes_on] = held.first[kept], np.maximum(held.end[kept], first[goes_on])
-        places = (rows, shown.slots[rows], cut, first, begin, end)
-        for row, slot, low, left, middle, right in zip(*(place.tolist() for place in places)):
-            if low < left:
-                host[row, low:left] = 0
-            host[row, middle:right] = table.cells[slot, middle:right]
-        self._upload_cells(target, host, rows, np.where(cut < first, cut, begin), end)
-        part = target[: len(shown), : int(shown.end.max())]
-        self._held[name] = shown.with_rest(held), part
+        change = shown.since(held, table)
+        for row in change.renewed.tolist():
+            slot, first, end = int(shown.slots[row]), int(shown.first[row]), int(shown.end[row])
+            host[row, :first] = 0
+            host[row, first:end] = table.cells[slot, first:end]
+            if not self._on_host:
+                target[row].copy_(torch.from_numpy(host[row]))
+        host[change.rows, change.columns] = change.values
+        if not self._on_host and len(change.rows):
+            rows, columns, values = torch.from_numpy(np.stack(change[1:4])).to(self.device)
+            target[rows, columns] = values.int()
+        shape = len(shown), int(shown.end.max())
+        if part is None or part.shape != shape:
+            part = target[: shape[0], : shape[1]]
+        if len(held) > len(shown):  # rows behind these are still there
+            rest = tuple(np.concatenate((now, old[len(now) :])) for now, old in zip(shown.columns, held.columns))
+            shown = Shown(rest, [])
+        self._held[name] = shown, part
         return part
 
     def put_runs(self, name: str, table: BlockTable, shown: Shown) -> Tensor:
@@ -143,26 +173,30 @@ class StepBuffers:
         if part is not None and shown is held:
             return part
         host, target = self._buffer(name, (len(shown) * table.cells.shape[1],), np.int32)
-        rows, goes_on = shown.since(held)
-        slots, first, end, starts = shown.slots, shown.first, shown.end, shown.starts
-        begin, total = int(rows[0]) if len(rows) else len(shown), int(starts[-1])
-        if len(shown) == len(held) and goes_on.all() and np.array_equal(first, held.first):
-            until = np.append(held.starts[rows[1:] + 1], held.starts[-1])
-            places = slots[rows], held.end[rows], end[rows], held.starts[rows + 1], until, starts[rows + 1]
-            for slot, left, right, source, stop, to in zip(*(place[::-1].tolist() for place in places)):
+        first, end, starts, total = shown.first, shown.end, shown.starts, int(shown.starts[-1])
+        change = shown.since(held, table)
+        row = shown.first_change(held) if change.grown is None else int(change.grown[0])
+        begin = int(starts[row])
+        if change.grown is not None:
+            sources = held.starts[change.grown + 1].tolist()
+            for source, stop, to in zip(
+                reversed(sources),
+                (int(held.starts[-1]), *reversed(sources)),
+                reversed(starts[change.grown + 1].tolist()),
+            ):
                 host[to : to + stop - source] = host[source:stop]
-                host[to - right + left : to] = table.cells[slot, left:right]
-        elif total - starts[begin] < LONG * (len(shown) - begin):
-            rows, columns = _cells(first[begin:], end[begin:])
-            host[starts[begin] : total] = table.cells[slots[begin:][rows], columns]
-        elif begin < len(shown):
-            runs = zip(slots[begin:].tolist(), first[begin:].tolist(), end[begin:].tolist())
-            parts = [table.cells[slot, left:right] for slot, left, right in runs]
-            np.concatenate(parts, out=host[starts[begin] : total])
+            host[starts[change.rows] + change.columns - first[change.rows]] = change.values
+        elif total - begin < LONG * (len(shown) - row):
+            rows, columns = _cells(first[row:], end[row:])
+            host[begin:total] = table.cells[shown.slots[row:][rows], columns]
+        elif row < len(shown):
+            runs = zip(shown.slots[row:].tolist(), first[row:].tolist(), end[row:].tolist())
+            np.concatenate([table.cells[slot, left:right] for slot, left, right in runs], out=host[begin:total])
         if not self._on_host:
-            target[starts[begin] : total].copy_(torch.from_numpy(host[starts[begin] : total]))
-        self._held[name] = shown, target[:total]
-        return self._held[name][1]
+            target[begin:total].copy_(torch.from_numpy(host[begin:total]))
+        part = target[:total]
+        self._held[name] = shown, part
+        return part
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: type) -> tuple[Array, Tensor]:
         found = self._buffers.get(name)
@@ -172,20 +206,6 @@ class StepBuffers:
             self._put.pop(name, None)
             self._held.pop(name, None)
         return found
-
-    def _upload_cells(self, target: Tensor, host: Array, rows: Array, begin: Array, end: Array) -> None:
-        """Bring the cells ``begin .. end - 1`` of ``rows`` to the device: single cells in one go, long rows one by one."""
-        if self._on_host:
-            return
-        is_long = end - begin > LONG
-        for row in rows[is_long].tolist():
-            target[row].copy_(torch.from_numpy(host[row]))
-        at, columns = _cells(begin[~is_long], end[~is_long])
-        if not len(at):
-            return
-        at = rows[~is_long][at]
-        changed = torch.from_numpy(np.stack((at, columns, host[at, columns]))).to(self.device)
-        target[changed[0], changed[1]] = changed[2].int()
 
 
 def _cells(begin: Array, end: Array) -> tuple[Array, Array]:
