@@ -98,13 +98,14 @@ def assert_right(cache: KVCache, batch: Batch, members: tuple[Sequence, ...], n:
         assert {name: getattr(view, name).tolist() for name in NAMES} == expected
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("copied", [False, True], ids=["shared memory", "copied as to a GPU"])
 @pytest.mark.parametrize("name", KINDS)
-def test_random_traffic(name: str, seed: int) -> None:
+def test_random_traffic(name: str, copied: bool) -> None:
     """Steps of 1 to 3 tokens while members come, go, fork, rewind, are fenced, and do things alone; memory is short."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(copied)
     cache = cache_of(*KINDS[name], **SIZES[name])
     together = cache.persistent_batch(num_rows=6)
+    together._buffers._on_host = not copied
     texts: dict[Sequence, list[int]] = {}
     seen = {"steps": 0, "short": 0, "closed": 0, "forked": 0, "rewound": 0, "alone": 0, "fenced": 0}
 

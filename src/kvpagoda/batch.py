@@ -202,7 +202,8 @@ class StepBuffers:
         found = self._buffers.get(name)
         if found is None or found[0].shape[0] < shape[0]:
             host: Array = np.zeros((1 << max(6, (shape[0] - 1).bit_length()), *shape[1:]), dtype)
-            found = self._buffers[name] = (host, torch.from_numpy(host).to(self.device))
+            target = torch.from_numpy(host)
+            found = self._buffers[name] = (host, target if self._on_host else target.to(self.device, copy=True))
             self._put.pop(name, None)
             self._held.pop(name, None)
         return found
