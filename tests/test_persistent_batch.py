@@ -101,13 +101,14 @@ def assert_right(cache: KVCache, batch: Batch, members: tuple[Sequence, ...], n:
 @pytest.mark.parametrize("copied", [False, True], ids=["shared memory", "copied as to a GPU"])
 @pytest.mark.parametrize("name", KINDS)
 def test_random_traffic(name: str, copied: bool) -> None:
-    """Steps of 1 to 3 tokens while members come, go, fork, rewind, are fenced, and do things alone; memory is short."""
+    """Steps of a token or more while members come, go, fork, rewind, are fenced, do things alone, and have blocks moved;
+    memory is short."""
     random = np.random.default_rng(copied)
     cache = cache_of(*KINDS[name], **SIZES[name])
     together = cache.persistent_batch(num_rows=6)
     together._buffers._on_host = not copied
     texts: dict[Sequence, list[int]] = {}
-    seen = {"steps": 0, "short": 0, "closed": 0, "forked": 0, "rewound": 0, "alone": 0, "fenced": 0}
+    seen = {"steps": 0, "short": 0, "closed": 0, "forked": 0, "rewound": 0, "alone": 0, "fenced": 0, "moved": 0}
 
     def close(sequence: Sequence) -> None:
         del texts[sequence]
@@ -162,8 +163,16 @@ def test_random_traffic(name: str, copied: bool) -> None:
             sequence.commit([7, 8])
             texts[sequence] += [7, 8]
             seen["alone"] += 1
+        elif chance < 0.36 and members:
+            ledger = cache.ledgers[random.integers(len(cache.ledgers))]
+            held_ids = ledger.held_ids(members[random.integers(len(members))].slot)
+            if len(held_ids) and ledger.free.num_free > ledger.claimed:
+                source, target = random.choice(held_ids, 1), ledger.take_free(1)
+                cache.move_blocks(ledger, source, target)
+                ledger.release(source)
+                seen["moved"] += 1
         elif members:
-            n = int(random.choice([1, 1, 1, 1, 2, 3]))
+            n = int(random.choice([1, 1, 1, 1, 2, 6]))
             held = [(ledger.end.copy(), ledger.claimed, ledger.free.num_free) for ledger in cache.ledgers]
             try:
                 batch = together.extend(n)
@@ -180,10 +189,14 @@ def test_random_traffic(name: str, copied: bool) -> None:
                 assert_right(cache, fresh, members, n, 6)
             tokens = [len(texts[sequence]) % 50 for sequence in members]  # the same in many texts
             with ExitStack() as stack:
-                if random.random() < 0.2:
-                    stack.enter_context(cache.fence([members[random.integers(len(members))]]))
-                    seen["fenced"] += 1
+                fenced = [members[random.integers(len(members))]] if random.random() < 0.2 else []
+                stack.enter_context(cache.fence(fenced))
+                seen["fenced"] += len(fenced)
                 together.commit(tokens)
+                for ledger in cache.ledgers:
+                    for sequence in {*members} - {*fenced}:  # what slid out is gone
+                        kept = ledger.growth.first_kept(sequence.length) // ledger.block_size
+                        assert ledger.first[sequence.slot] >= min(kept, ledger.end[sequence.slot])
             for sequence, token in zip(members, tokens):
                 texts[sequence].append(token)
             seen["steps"] += 1
@@ -285,6 +298,21 @@ def test_what_cannot_be_is_refused_before_anything_changed() -> None:
     assert first.tokens.tolist() == [0, 1, 2, 3, 4, 3]
 
 
+def test_what_a_sequence_does_between_extend_and_commit_counts() -> None:
+    cache = cache_of(FULL, num_blocks=60)
+    first, second = running(cache, 6), running(cache, 9, 50)
+    together = cache.persistent_batch([first, second])
+    together.extend()
+    first.extend(2)
+    first.commit([7])
+    together.commit([8, 9])
+    assert first.tokens[6:].tolist() == [7, 8] and second.tokens[9:].tolist() == [9] and first.lease.num_blocks == 2
+    batch = together.extend()
+    cache.move_blocks(cache.ledgers[0], cache.ledgers[0].held_ids(first.slot)[:1], cache.ledgers[0].take_free(1))
+    with pytest.raises(StaleHandle, match="batch is over"):
+        batch.layer(0)
+
+
 def test_a_sequence_may_change_from_one_batch_to_another() -> None:
     cache = cache_of(FULL, STATE, num_blocks=60)
     sequence = running(cache, 6)
@@ -310,3 +338,10 @@ def test_what_a_step_wrote_limits_how_far_a_sequence_goes_back() -> None:
     for sequence in (alone, member):
         with pytest.raises(BadInput, match="13 tokens go back to 11, not to 9: of 14 tokens written"):
             sequence.rewind(4)
+    short = running(cache, 3, 90)
+    together.remove(member)
+    together.add(short)
+    together.extend()
+    together.commit([1])
+    short.rewind(3)
+    assert short.length == 1
