@@ -289,6 +289,12 @@ def test_what_cannot_be_is_refused_before_anything_changed() -> None:
     assert together.sequences == (first,)
     with pytest.raises(BadInput, match="at least one token"):
         together.extend(0)
+    with pytest.raises(BadInput, match="at least one row"):
+        cache.persistent_batch(num_rows=0)
+    closed = running(cache, 3, 80)
+    closed.close()
+    with pytest.raises(StaleHandle, match="is closed"):
+        together.add(closed)
     together.extend()
     for tokens, message in [([1, 2], "2 tokens for 1 sequences"), ([100], "token id 100"), ([0.5], "integers")]:
         with pytest.raises(BadInput, match=message):
@@ -311,6 +317,15 @@ def test_what_a_sequence_does_between_extend_and_commit_counts() -> None:
     cache.move_blocks(cache.ledgers[0], cache.ledgers[0].held_ids(first.slot)[:1], cache.ledgers[0].take_free(1))
     with pytest.raises(StaleHandle, match="batch is over"):
         batch.layer(0)
+
+
+def test_without_sequences_all_rows_are_padded() -> None:
+    cache = cache_of(FULL, WINDOW, num_blocks=60)
+    together = cache.persistent_batch(num_rows=3)
+    assert_right(cache, together.extend(), (), 1, 3)
+    together.commit([])
+    together.add(running(cache, 4))
+    assert_right(cache, together.extend(), together.sequences, 1, 3)
 
 
 def test_a_sequence_may_change_from_one_batch_to_another() -> None:

@@ -43,6 +43,8 @@ class PersistentBatch:
     """
 
     def __init__(self, cache: StepSource, sequences: Iterable[Sequence], num_rows: int) -> None:
+        if num_rows < 1:
+            raise BadInput(f"a batch has at least one row, got {num_rows}")
         self.num_rows, self.sequences = num_rows, ()
         self._cache, self._buffers = cache, StepBuffers(cache.device)
         self._row_of: dict[Sequence, int] = {}
@@ -67,10 +69,10 @@ class PersistentBatch:
             raise BadInput(
                 f"{len(sequences)} sequences beside {len(self.sequences)}, each once, do not go into {self.num_rows} rows"
             )
-        for sequence in sequences:
-            if sequence.room < sequence.prompt_length or sequence.length < sequence.prompt_length:
+        for slot, sequence in [(sequence.slot, sequence) for sequence in sequences]:
+            if sequence.length < sequence.prompt_length:
                 raise BadInput(
-                    f"slot {sequence.slot} has {sequence.length} of {sequence.prompt_length} prompt tokens; commit them first"
+                    f"slot {slot} has {sequence.length} of {sequence.prompt_length} prompt tokens; commit them first"
                 )
         self._row_of.update(zip(sequences, range(len(self.sequences), len(members))))
         self._alone.update(sequences)
