@@ -142,10 +142,10 @@ class StepBuffers:
     def put_rows(self, name: str, table: BlockTable, shown: Shown) -> Tensor:
         """The cells that are ``shown`` of each row, 0 left of them: int32 ``[B, most columns]``, a part of a buffer as wide as
         the table. O(B + cells that changed; all of a row that means something else)."""
+        host, target = self._buffer(name, (len(shown), table.cells.shape[1]), np.int32)
         held, part = self._held.get(name, (NOTHING, None))
         if part is not None and shown is held:
             return part
-        host, target = self._buffer(name, (len(shown), table.cells.shape[1]), np.int32)
         change = shown.since(held, table)
         for row in change.renewed.tolist():
             slot, first, end = int(shown.slots[row]), int(shown.first[row]), int(shown.end[row])
@@ -169,10 +169,10 @@ class StepBuffers:
     def put_runs(self, name: str, table: BlockTable, shown: Shown) -> Tensor:
         """The cells that are ``shown``, row behind row: int32 ``[starts[-1]]``. O(B + cells from the first change on); where
         rows only grew these are moved, not read again."""
+        host, target = self._buffer(name, (len(shown) * table.cells.shape[1],), np.int32)
         held, part = self._held.get(name, (NOTHING, None))
         if part is not None and shown is held:
             return part
-        host, target = self._buffer(name, (len(shown) * table.cells.shape[1],), np.int32)
         first, end, starts, total = shown.first, shown.end, shown.starts, int(shown.starts[-1])
         change = shown.since(held, table)
         row = shown.first_change(held) if change.grown is None else int(change.grown[0])
