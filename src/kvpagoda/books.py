@@ -243,7 +243,7 @@ class Books:
             return
         saved = self.reuse.save(slot, sequence.lease, length)
         if saved is not None and not in_prompt:
-            self.reuse.drop(*sequence.last_checkpoint)  # of an output only the newest is worth its place
+            self.reuse.drop(sequence.last_checkpoint)  # of an output only the newest is worth its place
             sequence.last_checkpoint = saved
 
     def sequence_forked(self, sequence: Sequence, reserve: int) -> Sequence:

@@ -141,24 +141,23 @@ class GroupLedger:
     def slide(self, slot: int, length: int) -> Ids:
         """Let go of the blocks that are not kept when ``length`` tokens are written; returns those freed. O(n)."""
         needed = min(self.growth.first_kept(length) // self.block_size, self.end[slot])
-        return self._let_go(slot, max(self.first[slot], needed), self.promised[slot])
+        before, first = self.first[slot], max(self.first[slot], needed)
+        if first == before:
+            return np.empty(0, np.int32)
+        ids = self.table.take_first(slot, before, first)[max(0, self.shared[slot] - before) :]
+        self._hold(slot, first, self.end[slot], self.promised[slot])
+        return self.release(ids)
 
     def close(self, slot: int) -> Ids:
         """Let go of everything that ``slot`` holds and was promised; returns the ids freed: its private blocks."""
-        ids = self._let_go(slot, self.end[slot], 0)
-        self.shared[slot] = 0
+        first, end = self.first[slot], self.end[slot]
+        private = max(0, self.shared[slot] - first)
+        self.claimed -= self.claim(slot)
+        self.first[slot] = self.end[slot] = self.shared[slot] = self.promised[slot] = 0
         self.table.version[slot] += 1
-        self._hold(slot, 0, 0, 0)
-        return ids
-
-    def _let_go(self, slot: int, first: int, promised: int) -> Ids:
-        """Empty the cells left of ``first``; the private ones among them become free."""
-        before, end = self.first[slot], self.end[slot]
-        if first == before and promised == self.promised[slot]:
+        if first == end:
             return np.empty(0, np.int32)
-        ids = self.table.take_first(slot, before, first)[max(0, self.shared[slot] - before) :]
-        self._hold(slot, first, end, promised)
-        return self.release(ids)
+        return self.release(self.table.take(slot, first, end)[private:])
 
     def cut(self, slot: int, columns: int, private: Ids) -> Ids:
         """End the row of ``slot`` after ``columns`` shared blocks and ``private``, which are its own or from ``take_free``;
@@ -174,7 +173,7 @@ class GroupLedger:
 
     def rename(self, names: Ids) -> None:
         """Block ``i`` is called ``names[i]`` from now on."""
-        self.table.rename(names)
+        self.table.rename(names, self.end)
 
     def check(self, elsewhere: Ids | None = None, absent: Ids | None = None) -> None:
         """Prove that every block is free, private in exactly one row, one of those that are owned ``elsewhere``, or one of

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Many
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -20,7 +20,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvpagoda.alloc import FreeList
 from kvpagoda.alloc.held import Ids
 from kvpagoda.errors import CheckFailed, OutOfBlocks
 from kvpagoda.ledger import GroupLedger
@@ -105,7 +104,7 @@ class Reuse:
         self.tree = PrefixTree(
             block_size, 0 if self.full is None else 1, policy_named(policy, max(1, capacity)), proves_ids=False
         )
-        self.names, self._most_unbacked = FreeList(num_checkpoints, what="checkpoints"), most_unbacked
+        self._most_checkpoints, self._next_name, self._most_unbacked = num_checkpoints, 0, most_unbacked
         self._at_once = capacity // _AT_ONCE  # evicted together where fewer are needed
         self._pins: dict[Pin, None] = {}  # the oldest first
         self._most_pinned = int(pin_share * capacity)
@@ -247,49 +246,45 @@ class Reuse:
     def _no_ids(n: int) -> Ids:
         return np.empty((0, n), np.int32)
 
-    def save(self, slot: int, lease: Lease, num_tokens: int) -> tuple[int, int] | None:
-        """Keep a checkpoint of ``slot`` at ``num_tokens``, the end of its lease; returns its name and the generation of it.
+    def save(self, slot: int, lease: Lease, num_tokens: int) -> int | None:
+        """Keep a checkpoint of ``slot`` at ``num_tokens``, the end of its lease; returns its name, which none will have again.
 
         None if there is one already, or no room: the least recently used checkpoint gives up its place, but what was
         promised to requests is not touched.
         """
-        ends = [ceil_div(num_tokens, ledger.block_size) for ledger in self.bounded]
-        begins = [
-            max(ledger.first[slot], ledger.growth.first_needed(num_tokens) // ledger.block_size)
-            for ledger in self.bounded
-        ]
-        counts = [end - begin for begin, end in zip(begins, ends)]
-        if not self.names.num_ids or any(n > ledger.available() for n, ledger in zip(counts, self.bounded)):
-            return None
-        if not self.names.num_free:
+        parts = []
+        for ledger in self.bounded:
+            end = ceil_div(num_tokens, ledger.block_size)
+            count = end - max(ledger.first[slot], ledger.growth.first_needed(num_tokens) // ledger.block_size)
+            if count > ledger.available():
+                return None
+            parts.append((ledger, count, end))
+        if len(self._copies) >= self._most_checkpoints:
             self._evict_checkpoint()
-        if not self.names.num_free:
+        name = self._next_name
+        if len(self._copies) >= self._most_checkpoints or not self.tree.set_checkpoint(lease, num_tokens, name):
             return None
-        name = int(self.names.acquire(1)[0])
-        if not self.tree.set_checkpoint(lease, num_tokens, name):
-            self.names.release_id(name)
-            return None
+        self._next_name += 1
         copies = self._copies[name] = [np.empty(0, np.int32) for _ in self.bounded]
-        generation = int(self.names.generation[name])
-        with suppress(OutOfBlocks), self.undone_by(lambda: self.drop(name, generation)), self._kept_whole(name):
-            for number, (ledger, count, end) in enumerate(zip(self.bounded, counts, ends)):
+        self._kept[name], is_whole = 1, False  # others go to make room for the rest of it
+        try:
+            for number, (ledger, count, end) in enumerate(parts):
                 copies[number] = ledger.take_free(count)
                 self._memory.copy_blocks(ledger, ledger.table.cells[slot, end - count : end].copy(), copies[number])
-            return name, generation
-        return None
-
-    @contextmanager
-    def _kept_whole(self, name: int) -> Iterator[None]:
-        """Inside, the checkpoint ``name`` is not taken apart to make room, not even for the rest of itself."""
-        self.keep(name, 1)
-        try:
-            yield
+            is_whole = True
+        except OutOfBlocks:  # every group had room for its part, but they share their memory
+            return None
         finally:
-            self.keep(name, -1)
+            del self._kept[name]
+            for number, ids in enumerate(copies):
+                self._num_copies[number] += len(ids)
+            if not is_whole:
+                self.drop(name)
+        return name
 
-    def drop(self, name: int, generation: int) -> None:
+    def drop(self, name: int) -> None:
         """Forget the checkpoint that ``save`` told of, if it is still kept."""
-        if name in self._copies and name not in self._kept and self.names.generation[name] == generation:
+        if name in self._copies and name not in self._kept:
             self.tree.drop_checkpoint(name)
             self._forget((name,))
 
@@ -371,7 +366,6 @@ class Reuse:
             for number, (ledger, ids) in enumerate(zip(self.bounded, self._copies.pop(name))):
                 self._num_copies[number] -= len(ids)
                 self._memory.blocks_freed(ledger, ledger.release(ids))
-            self.names.release_id(name)
 
     # -- proof -------------------------------------------------------------------------------------------------------
 
@@ -386,10 +380,11 @@ class Reuse:
     def check(self) -> None:
         """Prove that tree and checkpoints agree. Raises CheckFailed."""
         self.tree.check()
-        self.names.check()
-        held = self.names.held_ids().tolist()
-        if held != sorted(self._copies) or len(held) != self.tree.num_checkpoints:
-            raise CheckFailed(f"checkpoints: {self.tree.num_checkpoints} in the tree, {held[:16]} held")
+        if self.tree.num_checkpoints != len(self._copies) or len(self._copies) > self._most_checkpoints:
+            raise CheckFailed(
+                f"checkpoints: {self.tree.num_checkpoints} in the tree, {len(self._copies)} with copies, at most "
+                f"{self._most_checkpoints} asked for"
+            )
         loose = [copies for name, copies in self._copies.items() if name not in self._kept]
         counts = [sum(len(copies[n]) for copies in loose) for n in range(len(self.bounded))]
         if counts != self._num_copies:

@@ -23,6 +23,7 @@ from kvpagoda.ledger import GroupLedger
 from kvpagoda.units import ceil_div
 
 NOBODY = -1
+_MUCH = 16  # a sixteenth of a group's sectors idle: worth moving what lies in them
 
 
 class Mover(Protocol):
@@ -47,6 +48,7 @@ class Sectors:
         self.owner = np.full(num_sectors, NOBODY, np.int64)
         self._num_owned = [0] * len(self._ledgers)
         self._free = list(range(num_sectors - 1, 0, -1))
+        self._fruitless = [0] * len(self._ledgers)  # idle sectors of a group when it last had none to give
         for ledger in self._ledgers:
             ledger.free.acquire(ledger.free.num_free)
             ledger.reach, ledger.fetch = partial(self._reach, ledger), partial(self._fetch, ledger)
@@ -98,8 +100,7 @@ class Sectors:
                 self._give(ledger, wanted)
                 continue
             others = [other for other in self._ledgers if other is not ledger]
-            idle = max(others, key=self._idle)
-            if self._idle(idle) > 0 and self._vacate(idle, min(wanted, self._idle(idle))):
+            if self._take_idle(max(others, key=self._idle), wanted):
                 continue
             if ledger.spare():
                 ledger.reclaim(min(short, ledger.spare()))
@@ -116,6 +117,17 @@ class Sectors:
         """Whole sectors' worth of blocks that are free and not claimed."""
         return (ledger.free.num_free - ledger.claimed) // ledger.plan.per_sector
 
+    def _take_idle(self, ledger: GroupLedger, wanted: int) -> bool:
+        """Take sectors away that ``ledger`` has idle: empty ones, or if much is idle any. False if there are none."""
+        number, idle = self._ledgers.index(ledger), max(0, self._idle(ledger))
+        self._fruitless[number] = min(self._fruitless[number], idle)
+        if idle <= self._fruitless[number]:
+            return False
+        if self._vacate(ledger, min(wanted, idle), moving=idle * _MUCH > self._num_owned[number]):
+            return True
+        self._fruitless[number] = idle
+        return False
+
     def _give(self, ledger: GroupLedger, count: int) -> None:
         given = np.array([self._free.pop() for _ in range(min(count, len(self._free)))], np.int64)
         self.owner[given] = self._ledgers.index(ledger)
@@ -123,25 +135,30 @@ class Sectors:
         ledger.free.give(self._ids(ledger, given))
         self._mover.sectors_given(ledger, given.astype(np.int32))
 
-    def _vacate(self, ledger: GroupLedger, count: int) -> bool:
-        """Take the ``count`` emptiest sectors of ``ledger`` away, which has as many free blocks as they hold; False if none
-        of its sectors may be emptied now."""
+    def _vacate(self, ledger: GroupLedger, count: int, moving: bool = True) -> bool:
+        """Take the ``count`` emptiest sectors of ``ledger`` away, which has as many free blocks as they hold; not ``moving``:
+        those that are empty. False if there is none, or none may be emptied now. O(free blocks and sectors)."""
         per, free = ledger.plan.per_sector, ledger.free
         ids = free.free_ids()
-        mine = np.flatnonzero(self.owner == self._ledgers.index(ledger))
-        mine = np.setdiff1d(mine, self._mover.fixed_ids(ledger) // per)
-        fullness = np.bincount(ids // per, minlength=len(self.owner))[mine]
-        chosen = np.sort(mine[np.argsort(-fullness, kind="stable")[:count]])
-        inside = ids[np.isin(ids // per, chosen)]
+        num_free = np.bincount(ids // per, minlength=len(self.owner))
+        num_free[self.owner != self._ledgers.index(ledger)] = -1
+        num_free[self._mover.fixed_ids(ledger) // per] = -1
+        chosen = np.argsort(-num_free, kind="stable")[:count]
+        chosen = np.sort(chosen[num_free[chosen] >= (0 if moving else per)])
+        if not len(chosen):
+            return False
+        leaves = np.zeros(len(self.owner), np.bool_)
+        leaves[chosen] = True
+        inside = leaves[ids // per]
         free.acquire(free.num_free)
-        free.give(np.setdiff1d(ids, inside)[::-1])
-        left = np.setdiff1d(self._ids(ledger, chosen), inside)
-        if len(left):
+        free.give(ids[~inside][::-1])
+        if np.count_nonzero(inside) < len(chosen) * per:
+            left = np.setdiff1d(self._ids(ledger, chosen), ids[inside], assume_unique=True)
             self._mover.move_blocks(ledger, left, free.acquire(len(left)))
         self.owner[chosen] = NOBODY
         self._num_owned[self._ledgers.index(ledger)] -= len(chosen)
         self._free.extend(chosen[::-1].tolist())
-        return len(chosen) > 0
+        return True
 
     @staticmethod
     def _ids(ledger: GroupLedger, sectors: np.ndarray) -> Ids:

@@ -98,7 +98,7 @@ class Sequence:
         self.namespace, self.priority, self.stand_ins = namespace, priority, stand_ins or {}
         self.match, self.lease = match, start.lease
         self.num_fences, self.is_settled = 0, True
-        self.last_checkpoint = (-1, -1)
+        self.last_checkpoint = -1
         self.written = self._length
         """The highest length that a batch or a commit went up to; rings and states hold what came last."""
         self.stepper: Stepper | None = None

@@ -42,10 +42,11 @@ class BlockTable:
         self.changed.add(slot)
         return ids
 
-    def rename(self, names: Ids) -> None:
-        """Let every cell name ``names[cell]`` from now on. O(cells)."""
-        renamed = names[self.cells]
-        rows = np.flatnonzero((renamed != self.cells).any(axis=1))
-        self.changed.update(rows.tolist())
-        self.version[rows] += 1
-        self.cells[:] = renamed
+    def rename(self, names: Ids, ends: list[int]) -> None:
+        """Let every cell name ``names[cell]`` from now on; row ``slot`` has cells up to ``ends[slot]``. O(these cells)."""
+        for slot, end in enumerate(ends):
+            if end:
+                row = self.cells[slot, :end]
+                renamed = names[row]
+                if not np.array_equal(renamed, row):
+                    self.put(slot, 0, renamed)

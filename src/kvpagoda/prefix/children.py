@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from typing import Any, Generic, TypeVar
 
 Child = TypeVar("Child")
@@ -13,58 +13,79 @@ _NONE: list[Any] = []  # shared by all that have none: a node is cheaper without
 class Children(dict[bytes, Child], Generic[Child]):
     """Children by the bytes of their first block. Written with ``put`` and ``take`` alone.
 
-    The keys are also kept sorted, in pieces of at most 512, from the first call of ``nearest`` on; ``put`` and ``take``
-    then cost O(log n + 512) instead of O(1).
+    From the first call of ``nearest`` on the keys are also kept sorted, in pieces of at most 512; ``put`` then costs
+    O(log n + 512) instead of O(1). Keys that were taken out stay there until ``nearest`` comes by, or they are the most.
     """
 
-    __slots__ = ("_pieces", "_starts")
+    __slots__ = ("_num_stale", "_pieces", "_starts")
 
     def __init__(self) -> None:
         self._pieces: list[list[bytes]] = _NONE
         self._starts: list[bytes] = _NONE  # lower bounds of the pieces; the first one is never looked at
+        self._num_stale = 0
 
     def put(self, key: bytes, child: Child) -> None:
         """Add ``child``, or let it replace the one of that key."""
         if self._pieces and key not in self:
             at = self._piece(key)
             piece = self._pieces[at]
-            insort(piece, key)
-            if len(piece) > _LONGEST:
-                self._pieces[at : at + 1] = [piece[: _LONGEST // 2], piece[_LONGEST // 2 :]]
-                self._starts.insert(at + 1, piece[_LONGEST // 2])
+            place = bisect_left(piece, key)
+            if place < len(piece) and piece[place] == key:
+                self._num_stale -= 1
+            else:
+                piece.insert(place, key)
+                if len(piece) > _LONGEST:
+                    self._pieces[at : at + 1] = [piece[: _LONGEST // 2], piece[_LONGEST // 2 :]]
+                    self._starts.insert(at + 1, piece[_LONGEST // 2])
         self[key] = child
 
     def take(self, key: bytes) -> None:
-        """Take out the child of ``key``."""
+        """Take out the child of ``key``. Amortised O(1)."""
         del self[key]
         if len(self) == 1:  # a dictionary that was large is slow to find its only entry, unless it starts afresh
             only = self.popitem()
             self.clear()
             self[only[0]] = only[1]
         if self._pieces:
-            at = self._piece(key)
-            piece = self._pieces[at]
-            del piece[bisect_left(piece, key)]
-            if not piece:
-                del self._pieces[at], self._starts[at]
+            self._num_stale += 1
+            if self._num_stale > len(self) + _LONGEST:
+                self._pieces, self._num_stale = _NONE, 0
 
     def nearest(self, key: bytes) -> list[Child]:
-        """At most two children; none has a longer prefix in common with ``key`` than the better of them. O(log n)."""
+        """At most two children; none has a longer prefix in common with ``key`` than the better of them. Amortised
+        O(log n)."""
         if not self._pieces:
             if len(self) <= 1:
                 return list(self.values())
             keys = sorted(self)
             self._pieces = [keys[i : i + _LONGEST] for i in range(0, len(keys), _LONGEST)]
             self._starts = [piece[0] for piece in self._pieces]
+        found = (self._next(key, -1), self._next(key, 1))
+        return [self[one] for one in found if one is not None]
+
+    def _next(self, key: bytes, step: int) -> bytes | None:
+        """The greatest key below ``key`` (step -1) or the smallest of at least ``key`` (1); clears away what is stale on
+        the way."""
         at = self._piece(key)
-        piece = self._pieces[at]
-        place = bisect_left(piece, key)
-        before, after = piece[place - 1 : place] if place else [], piece[place : place + 1]
-        if not before and at:
-            before = self._pieces[at - 1][-1:]
-        if not after and at + 1 < len(self._pieces):
-            after = self._pieces[at + 1][:1]
-        return [self[one] for one in (*before, *after)]
+        place = bisect_left(self._pieces[at], key)
+        while True:
+            piece = self._pieces[at]
+            while True:
+                at_key = place - 1 if step < 0 else place
+                if not 0 <= at_key < len(piece):
+                    break
+                if piece[at_key] in self:
+                    return piece[at_key]
+                del piece[at_key]
+                self._num_stale -= 1
+                place = at_key
+            if not piece and len(self._pieces) > 1:
+                del self._pieces[at], self._starts[at]
+                at -= step > 0
+            at += step
+            if not 0 <= at < len(self._pieces):
+                return None
+            place = 0 if step > 0 else len(self._pieces[at])
 
     def _piece(self, key: bytes) -> int:
         return max(0, bisect_right(self._starts, key) - 1)

@@ -14,7 +14,10 @@ from kvpagoda.prefix.run import Run
 if TYPE_CHECKING:
     from kvpagoda.prefix.results import Lease
 
-_NO_CHECKPOINTS: dict[int, int] = {}  # shared by all that have none, and never written: a node is cheaper without
+# Shared by all nodes that have none, and never written: most nodes are leaves, and cheaper without.
+_NO_CHECKPOINTS: dict[int, int] = {}
+_NO_CHILDREN: Children[Node] = Children()
+_NO_LEASES: list[Lease] = []
 
 
 class Node(Run):
@@ -48,8 +51,7 @@ class Node(Run):
         self._ids = self.ids = ids
         self._at, self.num_blocks = 0, ids.shape[1]
         self.parent, self.start, self.first, self.root = parent, start, first, root
-        self.children: Children[Node] = Children()
-        self.leases: list[Lease] = []
+        self.children, self.leases = _NO_CHILDREN, _NO_LEASES
         self.pins = self.num_pinned = 0
         self.checkpoints = _NO_CHECKPOINTS
         self.uses: list[tuple[int, int]] = []
@@ -82,6 +84,18 @@ class Node(Run):
             return self.num_blocks
         return max([lease.num_blocks for lease in self.leases], default=self.start) - self.start
 
+    def put_child(self, child: Node) -> None:
+        """Let ``child`` hang here, where another node of the same first block may have hung."""
+        if self.children is _NO_CHILDREN:
+            self.children = Children()
+        self.children.put(child.first, child)
+
+    def put_lease(self, lease: Lease) -> None:
+        """``lease`` ends in here."""
+        if self.leases is _NO_LEASES:
+            self.leases = []
+        self.leases.append(lease)
+
     def put_checkpoint(self, depth: int, state: int) -> None:
         """Keep the checkpoint ``state`` at ``depth``."""
         if self.checkpoints is _NO_CHECKPOINTS:
@@ -100,7 +114,7 @@ class Node(Run):
         for lease in self.leases:
             if lease.num_blocks <= depth:
                 lease.node = above
-                above.leases.append(lease)
+                above.put_lease(lease)
         if above.leases:
             self.leases = [lease for lease in self.leases if lease.num_blocks > depth]
         self.pins -= len(above.leases)
@@ -112,9 +126,9 @@ class Node(Run):
             above.uses = [*self.uses[:reaching], (depth, self.uses[reaching][1])]
             del self.uses[: reaching + (self.uses[reaching][0] == depth)]
         if self.parent is not None:
-            self.parent.children.put(above.first, above)
+            self.parent.put_child(above)
         self.parent, self.start, self.first = above, depth, self.block(0)
-        above.children.put(self.first, self)
+        above.put_child(self)
         return above
 
     def merge(self, above: Node) -> None:
@@ -127,14 +141,14 @@ class Node(Run):
         self.num_pinned += above.num_pinned
         for lease in above.leases:
             lease.node = self
-        self.leases += above.leases
+            self.put_lease(lease)
         self.pins += len(above.leases)
         self.uses = above.uses + self.uses
         for place, state in above.checkpoints.items():
             self.put_checkpoint(place, state)
         above.into = self
         if self.parent is not None:
-            self.parent.children.put(self.first, self)
+            self.parent.put_child(self)
 
 
 def new_root(block_size: int, rows: int, name: int, namespace: bytes) -> Node:

@@ -60,8 +60,8 @@ class Recency:
 
     def choose(self, limit: int) -> tuple[Node, int] | None:
         """The node whose last blocks go next, and how many, at most ``limit``; it is not queued any more."""
+        heap, in_order = self._heap, self._in_order
         while True:
-            heap, in_order = self._heap, self._in_order
             if in_order and (not heap or next(iter(in_order)) < heap[0]):
                 when, node = in_order.popitem(last=False)
             elif heap:
@@ -70,28 +70,26 @@ class Recency:
             else:
                 return None
             node.queued = 0
-            if node.children or node.num_blocks <= node.num_pinned:
+            count, uses = node.num_blocks - node.num_pinned, node.uses
+            if not count or node.children:
                 continue
-            uses = node.uses
             if uses[-1][1] != when:
                 self._queue(node, uses[-1][1])
                 continue
-            if len(uses) == 1:
-                count = node.num_blocks - node.num_pinned
-            else:
+            if len(uses) > 1:
                 first = (
                     len(uses) - 1
                 )  # stretches before this time go too: what is queued comes up at that time or later
                 next_up = min(next(iter(in_order), _NEVER), heap[0] if heap else _NEVER)
                 while first and uses[first - 1][1] < next_up:
                     first -= 1
-                count = node.end - max(uses[first - 1][0] if first else 0, node.start + node.num_pinned)
+                if first:
+                    count = min(count, node.end - uses[first - 1][0])
             return node, count if count < limit else limit
 
     def remove(self, node: Node, count: int, *, evicted: bool) -> None:
         """The last ``count`` blocks of ``node``, which still has them, are going."""
-        end, uses = node.end - count, node.uses
-        when = 0
+        end, uses, when = node.end - count, node.uses, 0
         while uses and uses[-1][0] > end:
             when = uses.pop()[1]
         if count < node.num_blocks and (not uses or uses[-1][0] < end):

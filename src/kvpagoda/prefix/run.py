@@ -55,7 +55,8 @@ class Run:
         """Whether to append ``n`` blocks costs little: there is room, or little to copy for more."""
         if self.num_blocks <= _SMALL:
             return True
-        return self._at + self.num_blocks + n <= self._ids.shape[1] and bool(self._tokens.flags.writeable)
+        room = self._ids.shape[1] - self._at - self.num_blocks
+        return bool(n <= room and self._tokens.flags.writeable)
 
     def cut(self, num_blocks: int) -> None:
         """Drop all but the first ``num_blocks`` blocks. Amortised O(1) for each block dropped."""
@@ -108,5 +109,6 @@ class Run:
 def own_array(tokens: Ids) -> Ids:
     """``tokens`` if they are read-only and most of the array behind them, else a copy."""
     if tokens.flags.writeable or (isinstance(tokens.base, np.ndarray) and 2 * tokens.size < tokens.base.size):
-        return tokens.copy()
+        copy: Ids = tokens.copy()
+        return copy
     return tokens

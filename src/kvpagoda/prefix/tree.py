@@ -9,6 +9,7 @@ import numpy as np
 from kvpagoda.alloc.held import Ids, whole_number
 from kvpagoda.errors import BadInput, RetryLater, StaleHandle
 from kvpagoda.prefix.checkpoints import Checkpoints
+from kvpagoda.prefix.children import Children
 from kvpagoda.prefix.node import Node, new_root
 from kvpagoda.prefix.owned import OwnedIds
 from kvpagoda.prefix.policy import Policy
@@ -186,7 +187,8 @@ class PrefixTree:
             self._extend(lease, node, covered + n)
         elif pin:
             lease = self._new_lease(node, covered + n)
-        self._turnover.mark(node)
+        if node.num_pinned < node.num_blocks or node.leaf >= 0:
+            self._turnover.mark(node)
         return Inserted(own, duplicates, n - have, lease)
 
     def evict(self, num_blocks: int) -> Evicted:
@@ -198,22 +200,30 @@ class PrefixTree:
         left = num_blocks if type(num_blocks) is int and num_blocks >= 0 else whole_number(num_blocks, _TO_EVICT)
         ids: list[Ids] = []
         states: list[int] = []
-        groups, turnover = self.num_groups, self._turnover
+        turnover = self._turnover
         while left > 0:
             chosen = turnover.choose(left)
             if chosen is None:
                 break
             node, count = chosen
-            ids.append(node.ids[:groups, : -count - 1 : -1])
-            turnover.remove(node, count, evicted=True)
+            if count < node.num_blocks or turnover.num_rows:
+                turnover.remove(node, count, evicted=True)
             if node.checkpoints:
                 states += self._checkpoints.drop_after(node, node.end - count)
             left -= count
             if count < node.num_blocks:
+                ids.append(node.ids[:, : -count - 1 : -1])
                 node.cut(node.num_blocks - count)
                 turnover.mark(node)
-            else:
-                self._unlink(node)
+                continue
+            ids.append(node.ids if count == 1 else node.ids[:, ::-1])
+            above = node.parent
+            assert above is not None
+            above.children.take(node.first)
+            if above.root is None:
+                self._join(above)
+            elif not above.children:
+                self._drop_root(above)
         if ids:
             self.num_cached -= num_blocks - left
             self._removals += 1
@@ -223,7 +233,8 @@ class PrefixTree:
         """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
         for root in self._roots.values():
             for node in nodes_below(root):
-                node.ids[group] = names[node.ids[group]]
+                row = node.ids[group]
+                row[:] = names[row]
         if self._owned is not None:
             self._owned.rename(group, names)
         self._removals += 1
@@ -242,12 +253,12 @@ class PrefixTree:
         for root in roots:
             for node in reversed(list(nodes_below(root))):
                 if node is not root:
-                    ids.append(node.ids[: self.num_groups, ::-1])
+                    ids.append(node.ids[:, ::-1])
                     self._turnover.remove(node, node.num_blocks, evicted=False)
                     states += self._checkpoints.drop_after(node, node.start)
                     self.num_cached -= node.num_blocks
                     node.cut(0)  # it may lie in a queue
-                node.children.clear()
+                node.children = Children()
             self._drop_root(root)
             self._removals += 1
         return self._evicted(ids, states, 0)
@@ -343,13 +354,19 @@ class PrefixTree:
             self._cover(node, depth - node.start)
             return
         lease.node = node
-        self._tie(lease, node)
         old.leases.remove(lease)
-        old.pins -= 1
+        if node.parent is old and not node.pins:  # a pinned child for a lease: the old node stays pinned as it is
+            node.put_lease(lease)
+            node.pins = 1
+            self._cover(node, depth - node.start)
+            self._cover(old, old.num_blocks)
+        else:
+            self._tie(lease, node)
+            old.pins -= 1
 
     def _tie(self, lease: Lease, node: Node) -> None:
         """``lease`` ends in ``node`` now; what lies above it is pinned. O(nodes that were not pinned before)."""
-        node.leases.append(lease)
+        node.put_lease(lease)
         node.pins += 1
         self._cover(node, lease.num_blocks - node.start)
         while node.pins == 1 and node.parent is not None:
@@ -412,7 +429,7 @@ class PrefixTree:
         self.num_cached += n
         if node.children or node.root is not None or not node.has_room(n):
             child = Node(node, depth, self.block_size, own_array(tokens), ids.copy(), first)
-            node.children.put(first, child)
+            node.put_child(child)
             if node.leaf >= 0:
                 turnover.mark(node)
             node = child
@@ -421,22 +438,19 @@ class PrefixTree:
         turnover.added(node)
         return node
 
-    def _unlink(self, node: Node) -> None:
-        """Take a leaf of which nothing is left off its parent; a lone child that is left there is merged."""
-        above = node.parent
-        assert above is not None
-        above.children.take(node.first)
-        if above.root:
-            self._drop_root(above)
-        elif not above.children:
-            self._turnover.mark(above)
-        elif len(above.children) == 1:
-            (below,) = above.children.values()
-            if below.num_blocks <= 2 * above.num_blocks:  # a long rest is left alone: merging copies it
-                below.merge(above)
+    def _join(self, node: Node) -> None:
+        """``node`` lost a child: its last block may go next, or the one child that is left is merged with it."""
+        if not node.children:
+            self._turnover.mark(node)
+        elif len(node.children) == 1:
+            (below,) = node.children.values()
+            if below.num_blocks <= 2 * node.num_blocks:  # a long rest is left alone: merging copies it
+                below.merge(node)
 
     def _evicted(self, ids: list[Ids], states: list[int], shortfall: int) -> Evicted:
-        together = np.concatenate(ids, axis=1) if ids else np.empty((self.num_groups, 0), np.int32)
+        together = np.empty((self.num_groups, 0), np.int32)
+        if ids:
+            together = np.concatenate(ids, axis=1)[: self.num_groups]
         if self._owned is not None:
             self._owned.remove(together)
         return Evicted(together, tuple(states), shortfall)

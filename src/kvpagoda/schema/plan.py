@@ -189,7 +189,7 @@ class Plan:
                     f"{hint if fits_in_chunks else self._enough(num_tokens)}"
                 )
             wanted.append(blocks)
-        if not self.holds(wanted):
+        if self.num_sectors and not self.holds(wanted):
             need = format_bytes(sum(blocks * group.row_nbytes for blocks, group in zip(wanted, self.groups)))
             raise NeverFits(f"{num_tokens} tokens need {wanted} blocks, {need} in all; {self._enough(num_tokens)}")
         return wanted
