@@ -1,4 +1,7 @@
-"""One decode step for 256 requests: room for a token of each, and the step's index arrays where the host makes them."""
+"""One decode step for 256 requests: room for a token of each, and the step's index arrays where the host makes them.
+
+``staggered`` requests do not all begin a block in the same step, but a sixteenth of them in every step.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,12 @@ QUESTION = "What does a decode step of 256 requests cost the host, at short and 
 def measure(options: Options) -> list[Row]:
     requests, contexts = (16, (256,)) if options.quick else (256, (1024, 131_072))
     cases = [
-        (f"{requests} requests of {context:,} tokens", {"context": context, "requests": requests, "block_size": 16})
+        (
+            f"{requests} requests of {context:,} tokens{', staggered' if staggered else ''}",
+            {"context": context, "requests": requests, "block_size": 16, "staggered": staggered},
+        )
         for context in contexts
+        for staggered in (False, True)
     ]
     return compare(
         Options(options.quick, options.peers, options.only, max(32, options.runs)), "step", cases, needs="step"

@@ -12,7 +12,8 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "schema", "alloc", "prefix", "formats", "kernels", "storage", "ledger", "substrate", "reuse",
-    "sectors", "namespace", "sequence", "stats", "books", "preemption", "batch", "manager", "replay", "hf", "cli",
+    "sectors", "namespace", "sequence", "stats", "books", "preemption", "batch", "persistent_batch", "manager", "replay",
+    "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers", "rich"}, "replay": {"matplotlib", "rich"}, "cli": {"typer"}, "kernels": {"triton"},

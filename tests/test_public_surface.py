@@ -35,6 +35,7 @@ NAMES = [
     "NotOwned",
     "OutOfBlocks",
     "PagedKVPool",
+    "PersistentBatch",
     "Plan",
     "PreemptionPolicy",
     "PrefixCacheManager",

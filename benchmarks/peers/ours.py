@@ -11,6 +11,7 @@ import torch
 from benchmarks.workload import Tokens
 from kvpagoda import KVCache
 from kvpagoda.books import Books
+from kvpagoda.persistent_batch import PersistentBatch
 from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.sequence import Sequence
 
@@ -18,7 +19,6 @@ VERSION, LEAST_BLOCK = version("kvpagoda"), 1
 FULL = Schema((Layer(0, "full_attention", (Attention(1, 1, 1, "float16"),)),), "full attention")
 ARRAYS = ("block_table", "cache_seqlens", "slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len")
 """What FlashAttention and FlashInfer take."""
-ONE = np.ones(1, np.int32)
 torch.set_num_threads(1)
 
 
@@ -33,7 +33,7 @@ class Peer:
         self.books = Books(self._plan, max_context=longest)
         self._running: dict[int, Sequence] = {}
         self._namespace = b""
-        self._stepping: tuple[KVCache, list[Sequence]] | None = None
+        self._stepping: tuple[PersistentBatch, Tokens] | None = None
 
     @staticmethod
     def tokens(ids: Tokens) -> Tokens:
@@ -60,16 +60,13 @@ class Peer:
         """A token for every request, and the index arrays of both dialects."""
         if self._stepping is None:
             self._stepping = self._with_memory()
-        cache, sequences = self._stepping
-        for sequence in sequences:
-            sequence.extend(1)
-        arrays = cache.batch(sequences, [1] * len(sequences)).layer(0).arrays
+        running, ones = self._stepping
+        arrays = running.extend().layer(0).arrays
         for name in ARRAYS:
             getattr(arrays, name)  # made when it is asked for
-        for sequence in sequences:
-            sequence.commit(ONE)
+        running.commit(ones)
 
-    def _with_memory(self) -> tuple[KVCache, list[Sequence]]:
+    def _with_memory(self) -> tuple[PersistentBatch, Tokens]:
         plan = self._plan
         cache = KVCache(
             FULL, num_blocks=plan.groups[0].num_blocks, max_requests=plan.max_requests, block_size=plan.block_size,
@@ -80,7 +77,7 @@ class Peer:
             sequence = cache.open(old.tokens, reserve=self._longest)
             sequence.commit(old.tokens[sequence.length :])
             sequences.append(sequence)
-        return cache, sequences
+        return cache.persistent_batch(sequences), np.ones(len(sequences), np.int32)
 
     def take(self, num_blocks: int) -> Any:
         return self.books.ledgers[0].take_free(num_blocks)

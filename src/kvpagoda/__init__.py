@@ -33,6 +33,7 @@ _PUBLIC = {
     "kvpagoda.manager": ("KVCache",),
     "kvpagoda.namespace": ("Namespace",),
     "kvpagoda.preemption": ("PreemptionPolicy",),
+    "kvpagoda.persistent_batch": ("PersistentBatch",),
     "kvpagoda.prefix.slot_cache": ("PrefixCacheManager",),
     "kvpagoda.sequence": ("Sequence",),
     "kvpagoda.substrate": ("KVCacheManager",),

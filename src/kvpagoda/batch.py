@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,65 +23,215 @@ Tensor = torch.Tensor
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+class Shown:
+    """What a step shows of a block table: of each row its slot, the version of what it holds, and its cells
+    ``first .. end - 1``, int64 ``[B]`` each; ``starts`` int64 ``[B + 1]``: where they begin if they lie row behind row.
+    """
+
+    def __init__(self, columns: tuple[Array, ...], keys: list[bytes]) -> None:
+        self.slots, self.versions, self.first, self.end = self.columns = columns
+        self.keys = keys  # the columns as bytes
+        self.starts = np.zeros(len(self.slots) + 1, np.int64)
+        np.cumsum(self.end - self.first, out=self.starts[1:])
+        self._since: tuple[Shown, Change] | None = None
+        self._last_cells: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def last_cells(self, table: BlockTable) -> Array:
+        """int64 ``[B]``: the last cell of each row that is shown."""
+        if self._last_cells is None:
+            self._last_cells = table.cells[self.slots, self.end - 1].astype(np.int64)
+        return self._last_cells
+
+    def since(self, before: Shown, table: BlockTable) -> Change:
+        """How to come here from ``before``."""
+        if self._since is None or self._since[0] is not before:
+            self._since = before, self._change(before, table)
+        return self._since[1]
+
+    def _change(self, before: Shown, table: BlockTable) -> Change:
+        slots, first, end = self.slots, self.first, self.end
+        same = [now is old for now, old in zip(self.columns, before.columns)]
+        if same == [True, True, True, False]:
+            goes_on, begin = np.ones(len(self), np.bool_), before.end
+        else:
+            n = min(len(self), len(before))
+            goes_on, begin = np.zeros(len(self), np.bool_), end.copy()
+            goes_on[:n] = (slots[:n] == before.slots[:n]) & (self.versions[:n] == before.versions[:n])
+            goes_on[:n] &= first[:n] >= before.first[:n]
+            old_end = np.where(first[:n] > before.first[:n], before.first[:n], before.end[:n])
+            begin[:n] = np.where(goes_on[:n], old_end, end[:n])
+        grown = np.flatnonzero(end > begin)
+        rows, columns = _cells(begin[grown], end[grown])
+        rows = grown[rows]
+        values = table.cells[slots[rows], columns] * (columns >= first[rows])
+        only_grew = len(self) == len(before) and same[2] and bool(goes_on.all()) and not (end < begin).any()
+        return Change(np.flatnonzero(~goes_on), rows, columns, values, grown if only_grew else None)
+
+    def first_change(self, before: Shown) -> int:
+        """The first row that is not just as in ``before``."""
+        n = min(len(self), len(before))
+        same = np.zeros(n + 1, np.bool_)
+        same[:n] = True
+        for now, old in zip(self.columns, before.columns):
+            same[:n] &= now[:n] == old[:n]
+        return int(same.argmin())
+
+
+class Change(NamedTuple):
+    """How a table is shown differently from before."""
+
+    renewed: Array
+    """Rows that mean something else, or are new."""
+    rows: Array
+    columns: Array
+    values: Array
+    """Cells of the other rows that are shown now, and 0 for those that are no longer shown, left of the rest."""
+    grown: Array | None
+    """If all rows hold what they held, and only at the end more: which do."""
+
+
+NOTHING = Shown((np.empty(0, np.int64),) * 4, [b""] * 4)
+LONG = 64
+"""Cells of a row from which on rows are copied one by one rather than all in one go."""
+
+
 class StepBuffers:
     """Device tensors with fixed addresses, one for each name; they move only if a step is larger than any before.
 
-    The host's side is not page-locked: a copy from such memory has read its source when it returns, so that the next step
-    may fill it while this one still runs.
+    What did not change since it was put there is not copied again. The host's side is not page-locked: a copy from such
+    memory has read its source when it returns, so that the next step may fill it while this one still runs.
+    ``number`` counts the batches whose arrays lay here; only those of the last one still do.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
-        self._shown: dict[str, tuple[Array, Array]] = {}  # slots and versions of the rows that a buffer holds
-        self._addresses: dict[str, int] = {}
+        self.device, self.number = device, 0
+        self._on_host = device.type == "cpu"
+        self._buffers: dict[str, tuple[Array, Tensor]] = {}  # the host's and the device's: on the CPU one memory
+        self._put: dict[str, tuple[Array, Tensor]] = {}  # what was put last, and the part of the buffer that holds it
+        self._shown: dict[str, Shown] = {}  # of each table
+        self._held: dict[str, tuple[Shown, Tensor]] = {}  # what of a table a buffer holds, and the part that does
 
-    def put(self, name: str, values: Array, width: int = 1) -> Tensor:
-        """Copy ``values`` ``[n, ...]`` into the buffer of that name; returns the part of it that holds them.
+    def put(self, name: str, values: Array, dtype: type = np.int32) -> Tensor:
+        """Copy ``values`` ``[n]``, which nobody may change afterwards, into the buffer of that name; returns the part that
+        holds them."""
+        n, known = len(values), self._put.get(name)
+        if known is not None and (known[0] is values or (not self._on_host and np.array_equal(known[0], values))):
+            return known[1]
+        host, target = self._buffer(name, (n,), dtype)
+        host[:n] = values
+        part = known[1] if known is not None and len(known[0]) == n else target[:n]
+        if not self._on_host:
+            part.copy_(torch.from_numpy(host[:n]))
+        self._put[name] = values, part
+        return part
 
-        A matrix is copied to the left of rows of ``width``, whose stride never changes; cells further right keep what
-        earlier steps left there, and the result is ``[n, width]``.
-        """
-        source = torch.from_numpy(np.ascontiguousarray(values)).reshape(len(values), -1)
-        host, target = self._buffer(name, len(values), max(width, source.shape[1]), source.dtype)
-        host[: len(values), : source.shape[1]] = source
-        if target is not host:
-            target[: len(values)].copy_(host[: len(values)])
-        filled = target[: len(values)]
-        return filled if values.ndim == 2 else filled[:, 0]
+    def shown(self, name: str, table: BlockTable, slots: Array, first: Array, end: Array) -> Shown:
+        """What a step shows of ``table`` now: the same object as the last time, if nothing of it changed."""
+        last = self._shown.get(name, NOTHING)
+        now: tuple[Array, ...] = (slots, table.version[slots], first, end)
+        keys = [column.tobytes() for column in now]
+        if keys != last.keys:
+            both = zip(now, last.columns, keys, last.keys)
+            now = tuple(old if key == old_key else new for new, old, key, old_key in both)
+            last = self._shown[name] = Shown(now, keys)
+        return last
 
-    def put_rows(self, name: str, table: BlockTable, slots: Array, columns: int) -> Tensor:
-        """The first ``columns`` cells of the rows ``slots`` of ``table``: int32 ``[n, columns]``, a part of a buffer as wide
-        as the table. Rows that hold what they held the last time are not copied again. O(rows + cells copied)."""
-        width = table.cells.shape[1]
-        host, target = self._buffer(name, len(slots), width, torch.int32)
-        versions = table.version[slots]
-        shown_slots, shown = self._shown.get(name, (slots[:0], versions[:0]))
-        n = min(len(shown), len(slots))
-        stale = np.ones(len(slots), np.bool_)
-        if target.data_ptr() == self._addresses.get(name):
-            stale[:n] = (shown_slots[:n] != slots[:n]) | (shown[:n] != versions[:n])
-        rows = np.flatnonzero(stale)
-        if len(rows):
-            host.numpy()[rows] = table.cells[slots[rows]]
-            if target is not host:
-                for row in rows.tolist():
-                    target[row].copy_(host[row])
-        kept = len(slots) if len(slots) >= len(shown) else len(shown)
-        merged_slots, merged = np.full(kept, -2, np.int64), np.zeros(kept, np.int64)
-        merged_slots[: len(shown)], merged[: len(shown)] = shown_slots, shown
-        merged_slots[: len(slots)], merged[: len(slots)] = slots, versions
-        self._shown[name], self._addresses[name] = (merged_slots, merged), target.data_ptr()
-        return target[: len(slots), :columns]
+    def put_rows(self, name: str, table: BlockTable, shown: Shown) -> Tensor:
+        """The cells that are ``shown`` of each row, 0 left of them: int32 ``[B, most columns]``, a part of a buffer as wide as
+        the table. O(B + cells that changed; all of a row that means something else)."""
+        host, target = self._buffer(name, (len(shown), table.cells.shape[1]), np.int32)
+        held, part = self._held.get(name, (NOTHING, None))
+        if part is not None and shown is held:
+            return part
+        change = shown.since(held, table)
+        for row in change.renewed.tolist():
+            slot, first, end = int(shown.slots[row]), int(shown.first[row]), int(shown.end[row])
+            host[row, :first] = 0
+            host[row, first:end] = table.cells[slot, first:end]
+            if not self._on_host:
+                target[row].copy_(torch.from_numpy(host[row]))
+        host[change.rows, change.columns] = change.values
+        if not self._on_host and len(change.rows):
+            rows, columns, values = torch.from_numpy(np.stack(change[1:4])).to(self.device)
+            target[rows, columns] = values.int()
+        shape = len(shown), int(shown.end.max())
+        if part is None or part.shape != shape:
+            part = target[: shape[0], : shape[1]]
+        if len(held) > len(shown):  # rows behind these are still there
+            rest = tuple(np.concatenate((now, old[len(now) :])) for now, old in zip(shown.columns, held.columns))
+            shown = Shown(rest, [])
+        self._held[name] = shown, part
+        return part
 
-    def _buffer(self, name: str, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def put_runs(self, name: str, table: BlockTable, shown: Shown) -> Tensor:
+        """The cells that are ``shown``, row behind row: int32 ``[starts[-1]]``. O(B + cells from the first change on); where
+        rows only grew these are moved, not read again."""
+        host, target = self._buffer(name, (len(shown) * table.cells.shape[1],), np.int32)
+        held, part = self._held.get(name, (NOTHING, None))
+        if part is not None and shown is held:
+            return part
+        first, end, starts, total = shown.first, shown.end, shown.starts, int(shown.starts[-1])
+        change = shown.since(held, table)
+        row = shown.first_change(held) if change.grown is None else int(change.grown[0])
+        begin = int(starts[row])
+        if change.grown is not None:
+            sources = held.starts[change.grown + 1].tolist()
+            for source, stop, to in zip(
+                reversed(sources),
+                (int(held.starts[-1]), *reversed(sources)),
+                reversed(starts[change.grown + 1].tolist()),
+            ):
+                host[to : to + stop - source] = host[source:stop]
+            host[starts[change.rows] + change.columns - first[change.rows]] = change.values
+        elif total - begin < LONG * (len(shown) - row):
+            rows, columns = _cells(first[row:], end[row:])
+            host[begin:total] = table.cells[shown.slots[row:][rows], columns]
+        elif row < len(shown):
+            runs = zip(shown.slots[row:].tolist(), first[row:].tolist(), end[row:].tolist())
+            np.concatenate([table.cells[slot, left:right] for slot, left, right in runs], out=host[begin:total])
+        if not self._on_host:
+            target[begin:total].copy_(torch.from_numpy(host[begin:total]))
+        part = target[:total]
+        self._held[name] = shown, part
+        return part
+
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: type) -> tuple[Array, Tensor]:
         found = self._buffers.get(name)
-        if found is None or found[0].shape[0] < rows:
-            on_gpu = self.device.type != "cpu"
-            shape = (1 << max(6, (rows - 1).bit_length()), width)
-            host = torch.zeros(shape, dtype=dtype)
-            found = self._buffers[name] = (host, torch.zeros_like(host, device=self.device) if on_gpu else host)
+        if found is None or found[0].shape[0] < shape[0]:
+            host: Array = np.zeros((1 << max(6, (shape[0] - 1).bit_length()), *shape[1:]), dtype)
+            target = torch.from_numpy(host)
+            found = self._buffers[name] = (host, target if self._on_host else target.to(self.device, copy=True))
+            self._put.pop(name, None)
+            self._held.pop(name, None)
         return found
+
+
+def _cells(begin: Array, end: Array) -> tuple[Array, Array]:
+    """Row and column of each cell ``begin .. end - 1`` of each row: int64 ``[n]``, in order."""
+    counts = np.maximum(end - begin, 0)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return rows, np.arange(len(rows)) - (np.cumsum(counts) - counts - begin)[rows]
+
+
+class StepRows:
+    """Which rows a step has, and which of them each new token belongs to.
+
+    ``slots`` int64 ``[B]``, -1 for padded rows, which come last; ``counts`` int64 ``[B]``: new tokens. Nobody changes these
+    arrays: arrays that are the same object as in the step before are not put again.
+    """
+
+    def __init__(self, slots: Array, counts: Array, num_sequences: int) -> None:
+        self.slots, self.counts, self.num_sequences = slots, counts, num_sequences
+        self.indptr = np.concatenate(([0], np.cumsum(counts)))
+        self.row_of = np.repeat(np.arange(len(slots)), counts)
+        self.offsets = np.arange(len(self.row_of)) - self.indptr[self.row_of]
+        self.slot_of = slots[self.row_of]
+        self.last = self.indptr[1:] - 1
+        self.one_each = len(self.row_of) == len(slots)
+        self.zeros = np.zeros(len(slots), np.int64)
 
 
 class GroupArrays:
@@ -95,12 +245,11 @@ class GroupArrays:
 
     def __init__(self, batch: Batch, ledger: GroupLedger) -> None:
         self._batch, self._ledger = batch, ledger
-        self._columns = -(-batch.lengths // batch.block_size)
 
     @cached_property
     def block_table(self) -> Tensor:
         """int32 ``[B, columns]``: block ids (FlashAttention's page table); cells past a row's last block hold no meaning."""
-        return self._batch.table_rows(self._ledger, int(self._columns.max()))
+        return self._batch.buffers.put_rows(self._named("block_table"), self._ledger.table, self._shown)
 
     @cached_property
     def cache_seqlens(self) -> Tensor:
@@ -112,55 +261,57 @@ class GroupArrays:
         """int32 ``[T]`` (int64 where it could pass 2^31): block id times block_size plus row; padded tokens map to 0."""
         batch, size = self._batch, self._batch.block_size
         wide = np.int64 if self._ledger.plan.num_rows * size >= 2**31 else np.int32
-        columns, within = np.divmod(np.where(batch.is_padding, 0, batch.host_positions), size)
-        cells = self._ledger.table.cells[batch.slots[batch.row_of], columns].astype(np.int64)
-        return self._put("slot_mapping", np.where(batch.is_padding, 0, cells * size + within), wide)
+        if batch.rows.one_each:
+            cells = self._shown.last_cells(self._ledger.table)
+        else:
+            cells = self._ledger.table.cells[batch.rows.slot_of, batch.token_columns].astype(np.int64)
+        return self._put("slot_mapping", cells * size + batch.within, wide)
 
     @cached_property
     def kv_indptr(self) -> Tensor:
         """int32 ``[B + 1]``: where each row's part of ``kv_indices`` starts (FlashInfer)."""
-        return self._put("kv_indptr", self._indptr)
+        return self._put("kv_indptr", self._shown.starts)
 
     @cached_property
     def kv_indices(self) -> Tensor:
-        """int32 ``[kv_indptr[-1]]``: block ids of all rows, one behind another. O(blocks): ask for it only if it is used."""
-        cells, slots = self._ledger.table.cells, self._batch.slots.tolist()
-        parts = zip(slots, self._first.tolist(), self._columns.tolist())
-        return self._put("kv_indices", np.concatenate([cells[slot, first:end] for slot, first, end in parts]))
+        """int32 ``[kv_indptr[-1]]``: block ids of all rows, one behind another. Where blocks were added since the last step,
+        O(all that lie behind): ask for it only if it is used."""
+        return self._batch.buffers.put_runs(self._named("kv_indices"), self._ledger.table, self._shown)
 
     @cached_property
     def kv_last_page_len(self) -> Tensor:
         """int32 ``[B]``: rows in use of each row's last block; 0 for padded rows."""
-        lengths = self._batch.lengths
-        return self._put("kv_last_page_len", np.where(lengths > 0, (lengths - 1) % self._batch.block_size + 1, 0))
+        return self._put("kv_last_page_len", self._batch.last_page_len)
 
     @cached_property
     def kv_start(self) -> Tensor:
         """int32 ``[B]``: position of the first row of the first block in ``kv_indices``."""
-        return self._put("kv_start", self._first * self._batch.block_size)
+        return self._put("kv_start", self._shown.first * self._batch.block_size)
 
     @cached_property
-    def _first(self) -> Array:
-        needed = np.array([self._ledger.growth.first_needed(n) for n in self._batch.before.tolist()], np.int64)
-        first: Array = np.minimum(needed // self._batch.block_size, self._columns)
-        return first
-
-    @cached_property
-    def _indptr(self) -> Array:
-        starts: Array = np.concatenate(([0], np.cumsum(self._columns - self._first)))
-        return starts
+    def _shown(self) -> Shown:
+        batch, ledger = self._batch, self._ledger
+        first = batch.rows.zeros
+        if ledger.growth.is_bounded:
+            first = np.minimum(ledger.growth.first_needed(batch.before) // batch.block_size, batch.columns)
+        return batch.buffers.shown(ledger.name, ledger.table, batch.rows.slots, first, batch.columns)
 
     def _put(self, what: str, values: Array, dtype: type = np.int32) -> Tensor:
-        return self._batch.put(f"{what} of {self._ledger.name}", values.astype(dtype, copy=False))
+        return self._batch.buffers.put(self._named(what), values, dtype)
+
+    def _named(self, what: str) -> str:
+        self._batch.check_current()
+        return f"{what} of {self._ledger.name}"
 
 
 class BatchSource(Protocol):
     """What a batch needs of its cache."""
 
-    buffers: StepBuffers
-    batch_number: int
+    num_moves: int
     num_closed: int
     block_size: int
+
+    has_states: bool
 
     def state_rows(self, slots: Array) -> Ids: ...
 
@@ -219,48 +370,32 @@ class LayerView:
 
 
 class Batch:
-    """A step over ``sequences``, ``new_tokens[i]`` tokens each, with room already made. Made by ``KVCache.batch``."""
+    """A step over ``sequences`` that computes ``rows.counts[i]`` tokens after the first ``before[i]`` of each, int64 ``[B]``;
+    there is room for them. Its arrays lie in ``buffers``. Made by ``KVCache.batch`` and ``PersistentBatch.extend``."""
 
     def __init__(
-        self, cache: BatchSource, sequences: Many[Sequence], new_tokens: Many[int], pad_to: int | None
+        self, cache: BatchSource, buffers: StepBuffers, sequences: Many[Sequence], rows: StepRows, before: Array
     ) -> None:
-        if len(sequences) != len(new_tokens) or not sequences or min(new_tokens) < 1:
-            raise BadInput(f"{len(sequences)} sequences need as many positive new_tokens, got {list(new_tokens)[:16]}")
-        if pad_to is not None and pad_to < len(sequences):
-            raise BadInput(f"pad_to={pad_to} is less than the {len(sequences)} sequences of the batch")
-        for sequence, new in zip(sequences, new_tokens):
-            if sequence.length + new > sequence.room:
-                raise BadInput(
-                    f"slot {sequence.slot} has room for {sequence.room} tokens, not {sequence.length} + {new}; extend first"
-                )
-        self._cache, self._number, self._closed = cache, cache.batch_number + 1, cache.num_closed
-        self._sequences = tuple(sequences)
-        self.block_size = cache.block_size
-        rows = pad_to or len(sequences)
-        padding = rows - len(sequences)
-        slots = np.array([s.slot for s in sequences] + [-1] * padding, np.int64)
-        if len(np.unique(slots[: len(sequences)])) != len(sequences):
-            raise BadInput("a sequence appears twice in the batch")
-        for sequence, new in zip(sequences, new_tokens):
-            sequence.written = max(sequence.written, sequence.length + new)
-        before = np.array([s.length for s in sequences] + [0] * padding, np.int64)
-        counts = np.array([*new_tokens] + [1] * padding, np.int64)
-        self.slots, self.before = slots, before
-        self.lengths = np.where(slots < 0, 0, before + counts)
-        indptr = np.concatenate(([0], np.cumsum(counts)))
-        self.row_of = np.repeat(np.arange(rows), counts)
-        self.is_padding = self.row_of >= len(sequences)
-        self.host_positions = np.arange(indptr[-1]) - np.repeat(indptr[:-1] - before, counts)
-        put = cache.buffers.put
-        token_slots = slots[self.row_of].astype(np.int32)
-        self.qo_indptr = put("qo_indptr", indptr.astype(np.int32))
-        states = cache.state_rows(slots)
-        self.state_indices = put("state_indices", states)
+        buffers.number += 1
+        self._cache, self._sequences, self._current = cache, sequences, (buffers.number, cache.num_moves)
+        self._closed, self.block_size = cache.num_closed, cache.block_size
+        self.buffers, self.rows, self.before = buffers, rows, before
+        positions = before if rows.one_each else before[rows.row_of] + rows.offsets
+        self.token_columns, self.within = np.divmod(positions, self.block_size)
+        last_column, last_within = self.token_columns, self.within
+        if not rows.one_each:
+            last_column, last_within = last_column[rows.last], last_within[rows.last]
+        self.lengths, self.columns, self.last_page_len = before + rows.counts, last_column + 1, last_within + 1
+        for column in (self.lengths, self.columns, self.last_page_len):
+            column[rows.num_sequences :] = 0
+        self.qo_indptr = buffers.put("qo_indptr", rows.indptr)
+        states = cache.state_rows(rows.slots) if cache.has_states else rows.zeros
+        self.state_indices = buffers.put("state_indices", states)
         self.step = Step(
-            put("request_slots", token_slots),
-            put("positions", self.host_positions.astype(np.int32)),
-            put("request_ids", self.row_of.astype(np.int32)),
-            put("state_rows", states[self.row_of]),
+            buffers.put("request_slots", rows.slot_of),
+            buffers.put("positions", positions),
+            buffers.put("request_ids", rows.row_of),
+            buffers.put("state_rows", states if rows.one_each else states[rows.row_of]),
         )
         self._arrays: dict[str, GroupArrays] = {}
 
@@ -271,24 +406,14 @@ class Batch:
 
     def layer(self, index: int) -> LayerView:
         """Views and index arrays of layer ``index`` (of its owner, if it shares one). Raises BadInput, StaleHandle."""
-        self._check_current()
+        self.check_current()
         return self._cache.layer_view(self, index)
 
-    def _check_current(self) -> None:
-        is_newest = self._number == self._cache.batch_number
+    def check_current(self) -> None:
+        """Raises StaleHandle when the batch is over."""
+        is_newest = self._current == (self.buffers.number, self._cache.num_moves)
         if not is_newest or (self._closed != self._cache.num_closed and not all(s.is_open for s in self._sequences)):
             raise StaleHandle("this batch is over: a newer one was made, or one of its sequences was closed")
-
-    def put(self, name: str, values: Array) -> Tensor:
-        """Copy ``values`` into the static buffer of that name. Raises StaleHandle when the batch is over."""
-        self._check_current()
-        return self._cache.buffers.put(name, values)
-
-    def table_rows(self, ledger: GroupLedger, columns: int) -> Tensor:
-        """The rows of the batch in the table of ``ledger``, as far as ``columns``; copies only what changed since the last
-        batch. Raises StaleHandle when the batch is over."""
-        self._check_current()
-        return self._cache.buffers.put_rows(f"block_table of {ledger.name}", ledger.table, self.slots, columns)
 
     def arrays(self, ledger: GroupLedger, table: DeviceTable) -> GroupArrays:
         """The index arrays of one group, shared by its layers; brings the group's table on the device up to date."""

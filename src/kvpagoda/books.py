@@ -310,39 +310,34 @@ class Books:
         if sequence.namespace in self._stale:
             self._clear_stale()
 
-    def room_wanted(self, sequence: Sequence, n: int) -> None:
-        """Make room for ``n`` tokens after those of ``sequence``; see ``Sequence.extend``."""
-        slot, length = sequence.slot, sequence.length + n
-        needs = [ledger.wanted(slot, length) for ledger in self.ledgers]
-        promised = None
-        for ledger, need in zip(self.ledgers, needs):
-            if need > ledger.claim(slot):
-                promised = [ledger.promised[slot] for ledger in self.ledgers]
-                break
+    def room_wanted(self, ends: Mapping[int, int]) -> None:
+        """Make room for the first ``ends[slot]`` tokens of each of these requests, or for none; see ``Sequence.extend``."""
+        growing = [
+            (ledger, {slot: need for slot, end in ends.items() if (need := ledger.wanted(slot, end))})
+            for ledger in self.ledgers
+        ]
+        raised: list[tuple[GroupLedger, int, int]] = []
         try:
-            if promised is not None:
-                self._promise_more(slot, needs)
-            if length > self.max_context:
-                raise BadInput(
-                    f"{sequence.length} + {n} tokens are more than the longest context of {self.max_context}"
-                )
-            for ledger, need in zip(self.ledgers, needs):
-                if need:
-                    ledger.grow(slot, need)
+            for ledger, needs in growing:
+                for slot, need in needs.items():
+                    if need <= ledger.claim(slot):
+                        continue
+                    if need > ledger.available(slot):
+                        raise OutOfBlocks(
+                            f"need {need} blocks, {ledger.available(slot)} available ({ledger.free.num_free} free, "
+                            f"{ledger.claimed} promised to running requests) of {ledger.plan.num_blocks} in "
+                            f"{ledger.name}; close a sequence or raise the budget (now {format_bytes(self.budget)})"
+                        )
+                    raised.append((ledger, slot, ledger.promised[slot]))
+                    ledger.promise(slot, ledger.end[slot] - ledger.first[slot] + need)
+            if max(ends.values()) > self.max_context:
+                raise BadInput(f"{max(ends.values())} tokens are more than the longest context of {self.max_context}")
+            for ledger, needs in growing:
+                if needs:
+                    ledger.grow_each(needs)
         finally:
-            for ledger, blocks in zip(self.ledgers, promised or ()):
+            for ledger, slot, blocks in raised:
                 ledger.promise(slot, blocks)
-
-    def _promise_more(self, slot: int, needs: list[int]) -> None:
-        """Promise ``slot`` so many blocks beside those it holds, in every group. Raises OutOfBlocks."""
-        for ledger, need in zip(self.ledgers, needs):
-            if need > ledger.available(slot):
-                raise OutOfBlocks(
-                    f"need {need} blocks, {ledger.available(slot)} available ({ledger.free.num_free} free, "
-                    f"{ledger.claimed} promised to running requests) of {ledger.plan.num_blocks} in "
-                    f"{ledger.name}; close a sequence or raise the budget (now {format_bytes(self.budget)})"
-                )
-            ledger.promise(slot, max(ledger.promised[slot], ledger.end[slot] - ledger.first[slot] + need))
 
     def _check_settled(self, sequence: Sequence, what: str) -> None:
         if sequence.num_fences:

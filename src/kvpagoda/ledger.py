@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -96,7 +96,8 @@ class GroupLedger:
 
     def share(self, slot: int, columns: int, ids: Ids) -> None:
         """The first ``columns`` blocks of ``slot`` now belong to somebody else, who says which blocks ``ids`` they are."""
-        self.table.put(slot, columns - len(ids), ids)
+        if self.table.cells[slot, columns - len(ids) : columns].tobytes() != ids.tobytes():
+            self.table.put(slot, columns - len(ids), ids)
         self.shared[slot] = columns
 
     def take_free(self, n: int) -> Ids:
@@ -121,12 +122,21 @@ class GroupLedger:
     def grow(self, slot: int, num_blocks: int) -> None:
         """Hand ``num_blocks`` more blocks to ``slot``. Raises OutOfBlocks, changing nothing. O(num_blocks)."""
         if num_blocks:
-            end, ids = self.end[slot], self.take_free(num_blocks)
-            self.table.put(slot, end, ids)
-            self.prepare(ids)
-            claim = self.claim(slot)
-            self.claimed -= num_blocks if num_blocks < claim else claim
-            self.end[slot] = end + num_blocks
+            self._append(slot, self.take_free(num_blocks))
+
+    def grow_each(self, num_blocks: Mapping[int, int]) -> None:
+        """Hand every slot so many more blocks, all or none. Raises OutOfBlocks, changing nothing. O(blocks)."""
+        ids, begin = self.take_free(sum(num_blocks.values())), 0
+        for slot, count in num_blocks.items():
+            self._append(slot, ids[begin : begin + count])
+            begin += count
+
+    def _append(self, slot: int, ids: Ids) -> None:
+        end, count, claim = self.end[slot], len(ids), self.claim(slot)
+        self.table.append(slot, end, ids)
+        self.prepare(ids)
+        self.claimed -= count if count < claim else claim
+        self.end[slot] = end + count
 
     def slide(self, slot: int, length: int) -> Ids:
         """Let go of the blocks that are not kept when ``length`` tokens are written; returns those freed. O(n)."""
@@ -134,7 +144,7 @@ class GroupLedger:
         before, first = self.first[slot], max(self.first[slot], needed)
         if first == before:
             return np.empty(0, np.int32)
-        ids = self.table.take(slot, before, first)[max(0, self.shared[slot] - before) :]
+        ids = self.table.take_first(slot, before, first)[max(0, self.shared[slot] - before) :]
         self._hold(slot, first, self.end[slot], self.promised[slot])
         return self.release(ids)
 
@@ -144,6 +154,7 @@ class GroupLedger:
         private = max(0, self.shared[slot] - first)
         self.claimed -= self.claim(slot)
         self.first[slot] = self.end[slot] = self.shared[slot] = self.promised[slot] = 0
+        self.table.version[slot] += 1
         if first == end:
             return np.empty(0, np.int32)
         return self.release(self.table.take(slot, first, end)[private:])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 
 import numpy as np
 import torch
 
 from kvpagoda.alloc.held import Ids
-from kvpagoda.batch import Array, Batch, LayerView, StepBuffers
+from kvpagoda.batch import Array, Batch, LayerView, StepBuffers, StepRows
 from kvpagoda.books import Books
 from kvpagoda.errors import BadInput
 from kvpagoda.ledger import GroupLedger
+from kvpagoda.persistent_batch import PersistentBatch
 from kvpagoda.schema import Schema
 from kvpagoda.sequence import Sequence
 from kvpagoda.storage.arena import Arena, Device, default_device
@@ -70,12 +72,13 @@ class KVCache(Books):
         }  # fmt: skip
         self._buffers = [shared] if plan.num_sectors else [arena.buffer for arena in self._arenas.values()]
         self._states = next((ledger for ledger in self.ledgers if ledger.growth.is_state), None)
+        self.has_states = self._states is not None
         if self._states is not None:
             self._states.prepare = self._arenas[self._states.plan.name].reset
         self._tables = {ledger.plan.name: DeviceTable(ledger.table, self.device) for ledger in self.ledgers}
         self._pools: dict[int, tuple[Pool | None, Pool | None, tuple[GroupLedger, DeviceTable] | None]] = {}
-        self.buffers = StepBuffers(self.device)
-        self.batch_number = 0
+        self._step_buffers = StepBuffers(self.device)
+        self.num_moves = 0  #: how often blocks were moved: index arrays from before name the old places
         self._poison = poison
         if poison:
             for buffer in self._buffers:
@@ -99,9 +102,31 @@ class KVCache(Books):
         ``pad_to`` rows in all (CUDA graphs): padded rows have one token, slot -1, length 0 and write to block 0. The
         arrays lie in static buffers: they are valid until the next ``batch``. Raises BadInput.
         """
-        batch = Batch(self, sequences, new_tokens, pad_to)
-        self.batch_number += 1
-        return batch
+        if len(sequences) != len(new_tokens) or not sequences or min(new_tokens) < 1:
+            raise BadInput(f"{len(sequences)} sequences need as many positive new_tokens, got {list(new_tokens)[:16]}")
+        if pad_to is not None and pad_to < len(sequences):
+            raise BadInput(f"pad_to={pad_to} is less than the {len(sequences)} sequences of the batch")
+        for sequence, new in zip(sequences, new_tokens):
+            if sequence.length + new > sequence.room:
+                raise BadInput(
+                    f"slot {sequence.slot} has room for {sequence.room} tokens, not {sequence.length} + {new}; extend first"
+                )
+        if len({id(sequence) for sequence in sequences}) != len(sequences):
+            raise BadInput("a sequence appears twice in the batch")
+        for sequence, new in zip(sequences, new_tokens):
+            sequence.written = max(sequence.written, sequence.length + new)
+        padding = (pad_to or len(sequences)) - len(sequences)
+        slots = np.array([sequence.slot for sequence in sequences] + [-1] * padding, np.int64)
+        counts = np.array([*new_tokens] + [1] * padding, np.int64)
+        before = np.array([sequence.length for sequence in sequences] + [0] * padding, np.int64)
+        rows = StepRows(slots, counts, len(sequences))
+        return Batch(self, self._step_buffers, tuple(sequences), rows, before)
+
+    def persistent_batch(self, sequences: Iterable[Sequence] = (), num_rows: int | None = None) -> PersistentBatch:
+        """Run ``sequences``, whose prompts are committed, step by step: each step costs what changed. ``num_rows`` rows in all
+        (default: as many as there are sequences, at least one), padded as ``batch`` does. Raises BadInput, StaleHandle."""
+        members = tuple(sequences)
+        return PersistentBatch(self, members, max(1, len(members)) if num_rows is None else num_rows)
 
     def layer_view(self, batch: Batch, index: int) -> LayerView:
         """The view of one layer for ``batch``; ``batch.layer(index)`` is the way to call it."""
@@ -125,7 +150,7 @@ class KVCache(Books):
 
     def move_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         super().move_blocks(ledger, sources, targets)
-        self.batch_number += 1  # index arrays from before name the old places
+        self.num_moves += 1
 
     def sectors_given(self, ledger: GroupLedger, sectors: Ids) -> None:
         """What another group left in a sector could read as NaN here: it is zeroed (with ``poison`` it is NaN)."""

@@ -266,14 +266,20 @@ class Reuse:
             return None
         self._next_name += 1
         copies = self._copies[name] = [np.empty(0, np.int32) for _ in self.bounded]
+        self._kept[name], is_whole = 1, False  # others go to make room for the rest of it
         try:
             for number, (ledger, count, end) in enumerate(parts):
                 copies[number] = ledger.take_free(count)
-                self._num_copies[number] += count
                 self._memory.copy_blocks(ledger, ledger.table.cells[slot, end - count : end].copy(), copies[number])
-        except BaseException:
-            self.drop(name)
-            raise
+            is_whole = True
+        except OutOfBlocks:  # every group had room for its part, but they share their memory
+            return None
+        finally:
+            del self._kept[name]
+            for number, ids in enumerate(copies):
+                self._num_copies[number] += len(ids)
+            if not is_whole:
+                self.drop(name)
         return name
 
     def drop(self, name: int) -> None:

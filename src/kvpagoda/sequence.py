@@ -42,7 +42,7 @@ class Owner(Protocol):
     vocab_size: int | None
     max_context: int
 
-    def room_wanted(self, sequence: Sequence, n: int) -> None: ...
+    def room_wanted(self, ends: Mapping[int, int]) -> None: ...
 
     def sequence_committed(self, sequence: Sequence) -> None: ...
 
@@ -51,6 +51,20 @@ class Owner(Protocol):
     def sequence_rewound(self, sequence: Sequence, length: int) -> None: ...
 
     def sequence_closed(self, sequence: Sequence) -> None: ...
+
+
+class Stepper(Protocol):
+    """Who runs a sequence with others, and has the tokens of it that the sequence has not taken in yet."""
+
+    def length_of(self, sequence: Sequence) -> int: ...
+
+    def hand_over(self, sequence: Sequence) -> None:
+        """Let ``sequence`` take in the tokens that it lacks."""
+        ...
+
+    def let_go(self, sequence: Sequence) -> None:
+        """``sequence``, which has all its tokens, is about to go its own way."""
+        ...
 
 
 class Start(NamedTuple):
@@ -87,6 +101,8 @@ class Sequence:
         self.last_checkpoint = -1
         self.written = self._length
         """The highest length that a batch or a commit went up to; rings and states hold what came last."""
+        self.stepper: Stepper | None = None
+        """Who is ahead of this sequence, if anybody."""
         self._open = True
 
     @property
@@ -102,7 +118,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens whose rows are written."""
-        return self._length
+        return self._length if self.stepper is None else self.stepper.length_of(self)
 
     @property
     def cached_tokens(self) -> int:
@@ -112,6 +128,8 @@ class Sequence:
     @property
     def tokens(self) -> Tokens:
         """The committed token ids, int32 ``[length]``; a read-only view."""
+        if self.stepper is not None:
+            self.stepper.hand_over(self)
         view = self._tokens[: self._length]
         view.flags.writeable = False
         return view
@@ -141,7 +159,7 @@ class Sequence:
         self._check_open()
         if n < 0:
             raise BadInput(f"cannot extend by {n} tokens; to take tokens back is not what extend does")
-        self._owner.room_wanted(self, n)
+        self._owner.room_wanted({self._slot: self.length + n})
 
     def commit(self, token_ids: Any) -> None:
         """Say that the rows of the next ``len(token_ids)`` tokens are written: whole blocks become shareable, window
@@ -150,6 +168,7 @@ class Sequence:
         Inside the prompt the ids must be the prompt's own. Raises BadInput (no room, other ids), StaleHandle.
         """
         self._check_open()
+        self._go_alone()
         length, left = self._length, self.prompt_length - self._length
         ids = np.asarray(token_ids)
         if left <= 0 or ids.dtype != np.int32 or ids.ndim != 1:
@@ -166,13 +185,19 @@ class Sequence:
             if len(same) and not same[at]:
                 raise BadInput(f"commit names token {ids[at]} at {length + at}, the prompt has {known[at]}")
         if len(ids) > left:
-            if end > len(self._tokens):
-                grown = np.empty(max(end, 2 * len(self._tokens)), np.int32)
-                grown[:length] = self._tokens[:length]
-                self._tokens = grown
-            self._tokens[length:end] = ids
+            self.take_in(ids)
         self._length = end
         self._owner.sequence_committed(self)
+
+    def take_in(self, ids: Tokens) -> None:
+        """Append committed tokens, and nothing more; ``commit`` is the way to call it."""
+        length, end = self._length, self._length + len(ids)
+        if end > len(self._tokens):
+            grown = np.empty(max(end, 2 * len(self._tokens)), np.int32)
+            grown[:length] = self._tokens[:length]
+            self._tokens = grown
+        self._tokens[length:end] = ids
+        self._length = end
 
     def fork(self, *, reserve: int | None = None) -> Sequence:
         """A second request with the same committed tokens, to go another way: whole blocks are shared, the partial block,
@@ -181,7 +206,7 @@ class Sequence:
         Raises RetryLater if there is no slot or no room; nothing changed then.
         """
         self._check_open()
-        return self._owner.sequence_forked(self, max(self._length, reserve or 0))
+        return self._owner.sequence_forked(self, max(self.length, reserve or 0))
 
     def rewind(self, n: int) -> None:
         """Take back the last ``n`` committed tokens; others may follow them, after ``extend``.
@@ -192,6 +217,7 @@ class Sequence:
         no room. Nothing changed then.
         """
         self._check_open()
+        self._go_alone()
         if not 0 <= n <= self._length:
             raise BadInput(f"cannot rewind {n} of {self._length} tokens")
         if n:
@@ -206,11 +232,13 @@ class Sequence:
     def close(self) -> None:
         """Give everything back; whole blocks stay for others to find. Raises StaleHandle the second time."""
         self._check_open()
+        self._go_alone()
         self._owner.sequence_closed(self)
         self._open = False
 
     def settle(self) -> None:
         """Do what waited for the last fence: the effects of a commit, and of a close."""
+        self._go_alone()
         self.is_settled, is_open, self._open = True, self._open, True
         self._owner.sequence_committed(self)
         if not is_open:
@@ -225,6 +253,12 @@ class Sequence:
     ) -> None:
         if self._open:
             self.close()
+
+    def _go_alone(self) -> None:
+        """What is known of this sequence elsewhere is about to be wrong."""
+        if self.stepper is not None:
+            stepper, self.stepper = self.stepper, None
+            stepper.let_go(self)
 
     def _check_open(self) -> None:
         if not self._open:

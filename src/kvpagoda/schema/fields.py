@@ -154,15 +154,17 @@ class Growth:
             return f"window({self.window})"
         return "full" if self.chunk is None else f"chunk({self.chunk})"
 
-    def first_needed(self, position: int) -> int:
-        """The lowest position that the token at ``position`` reads; everything below may be freed."""
+    def first_needed(self, position: Any) -> Any:
+        """The lowest position that the token at ``position`` reads; everything below may be freed. An int, or an array."""
         if self.window is not None:
-            return max(0, position - self.window + 1)
+            beyond = position - self.window + 1
+            return beyond * (beyond > 0)
         return 0 if self.chunk is None else position // self.chunk * self.chunk
 
-    def first_kept(self, length: int) -> int:
-        """The lowest position that is kept when ``length`` tokens are written."""
-        return self.first_needed(max(0, length - self.slack))
+    def first_kept(self, length: Any) -> Any:
+        """The lowest position that is kept when ``length`` tokens are written. An int, or an array."""
+        left = length - self.slack
+        return self.first_needed(left * (left > 0))
 
     def reads(self, query: Any, key: Any) -> Any:
         """Whether the token at position ``query`` reads the row at position ``key``: ints, or arrays of them."""

@@ -1,0 +1,363 @@
+"""A persistent batch: the same arrays as a fresh batch of the same sequences, whatever these do in between."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpagoda.batch import Batch
+from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater, StaleHandle
+from kvpagoda.manager import KVCache
+from kvpagoda.schema import Attention, Compressed, Growth, Layer, LayerKind, Recurrent, Rows, Schema
+from kvpagoda.sequence import Sequence
+
+FULL = Attention(1, 2, 2, "float32")
+WINDOW = Attention(1, 2, 2, "float32", Growth(window=10))
+SLACK = Attention(1, 2, 2, "float32", Growth(window=6, slack=3))
+CHUNK = Attention(1, 2, 2, "float32", Growth(chunk=12))
+STATE = Recurrent((Rows("recurrent", (3,), "float32"),))
+KINDS: dict[str, tuple[LayerKind, ...]] = {
+    "full": (FULL,),
+    "window": (WINDOW,),
+    "chunk": (CHUNK, SLACK),
+    "state": (STATE,),
+    "full and state": (FULL, STATE),
+    "mixed": (FULL, WINDOW, SLACK, CHUNK, STATE),
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "full": {"num_blocks": 30},
+    "window": {"num_blocks": 40, "checkpoints": 3},
+    "chunk": {"num_blocks": 40, "checkpoints": 3},
+    "state": {"num_blocks": 8, "checkpoints": 2},
+    "full and state": {"budget": "2KiB", "checkpoints": 3},
+    "mixed": {"budget": "3KiB", "checkpoints": 3},
+}
+NAMES = ("cache_seqlens", "slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len", "kv_start")
+
+
+def cache_of(*kinds: LayerKind, **arguments: Any) -> KVCache:
+    schema = Schema(
+        tuple(Layer(i, type(kind).__name__, (kind,)) for i, kind in enumerate(kinds)), "test", vocab_size=100
+    )
+    return KVCache(
+        schema,
+        **{"max_requests": 8, "block_size": 4, "max_context": 80, "step_tokens": 8, "device": "cpu", **arguments},
+    )
+
+
+def running(cache: KVCache, length: int, first: int = 0, **arguments: Any) -> Sequence:
+    """A sequence with its prompt ``first, first + 1, ...`` committed."""
+    sequence = cache.open([(first + i) % 100 for i in range(length)], room=0, **arguments)
+    while sequence.length < length:
+        n = min(4 - sequence.length % 4, length - sequence.length)
+        sequence.extend(n)
+        sequence.commit([(first + i) % 100 for i in range(sequence.length, sequence.length + n)])
+    return sequence
+
+
+def assert_right(cache: KVCache, batch: Batch, members: tuple[Sequence, ...], n: int, num_rows: int) -> None:
+    """All arrays of ``batch``, computed from the tables token by token."""
+    size = cache.block_size
+    before = [sequence.length for sequence in members]
+    padding = num_rows - len(members)
+    slots = [sequence.slot for sequence in members]
+    counts = [n] * len(members) + [1] * padding
+    assert batch.qo_indptr.tolist() == np.cumsum([0, *counts]).tolist()
+    assert batch.positions.tolist() == [p for b in before for p in range(b, b + n)] + [0] * padding
+    assert batch.step.request_slots.tolist() == [slot for slot in slots for _ in range(n)] + [-1] * padding
+    assert batch.step.request_ids.tolist() == np.repeat(np.arange(num_rows), counts).tolist()
+    states = [int(cache.state_rows(np.array([slot]))[0]) for slot in slots] + [0] * padding
+    assert batch.state_indices.tolist() == states
+    assert batch.step.state_rows is not None
+    assert batch.step.state_rows.tolist() == np.repeat(states, counts).tolist()
+    for layer in cache.schema.layers:
+        if layer.growth is None:
+            continue
+        ledger = next(ledger for ledger in cache.ledgers if ledger.growth == layer.growth)
+        view, cells = batch.layer(layer.index), ledger.table.cells
+        ends = [-(-(b + n) // size) for b in before]
+        firsts = [min(layer.growth.first_needed(b) // size, end) for b, end in zip(before, ends)]
+        rows = [cells[slot, first:end].tolist() for slot, first, end in zip(slots, firsts, ends)]
+        for i, (row, first, end) in enumerate(zip(rows, firsts, ends)):
+            assert view.block_table[i, :end].tolist() == [0] * first + row
+        assert view.block_table.shape[0] == num_rows
+        expected = {
+            "cache_seqlens": [b + n for b in before] + [0] * padding,
+            "slot_mapping": [
+                int(cells[slot, p // size]) * size + p % size for slot, b in zip(slots, before) for p in range(b, b + n)
+            ]
+            + [0] * padding,
+            "kv_indptr": np.cumsum([0, *map(len, rows)] + [0] * padding).tolist(),
+            "kv_indices": [cell for row in rows for cell in row],
+            "kv_last_page_len": [(b + n - 1) % size + 1 for b in before] + [0] * padding,
+            "kv_start": [first * size for first in firsts] + [0] * padding,
+        }
+        assert {name: getattr(view, name).tolist() for name in NAMES} == expected
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["shared memory", "copied as to a GPU"])
+@pytest.mark.parametrize("name", KINDS)
+def test_random_traffic(name: str, copied: bool) -> None:
+    """Steps of a token or more while members come, go, fork, rewind, are fenced, do things alone, and have blocks moved;
+    memory is short."""
+    random = np.random.default_rng(copied)
+    cache = cache_of(*KINDS[name], **SIZES[name])
+    together = cache.persistent_batch(num_rows=6)
+    together._buffers._on_host = not copied
+    texts: dict[Sequence, list[int]] = {}
+    seen = {"steps": 0, "short": 0, "closed": 0, "forked": 0, "rewound": 0, "alone": 0, "fenced": 0, "moved": 0}
+
+    def close(sequence: Sequence) -> None:
+        del texts[sequence]
+        if random.random() < 0.5:
+            together.remove(sequence)
+            sequence.close()
+        else:
+            sequence.close()
+            if len(together.sequences) > 1:
+                with pytest.raises(StaleHandle, match="closed; remove"):
+                    together.extend()
+            together.remove(sequence)
+        seen["closed"] += 1
+
+    for _ in range(250):
+        chance = random.random()
+        members = together.sequences
+        if chance < 0.12 and len(members) < 6:
+            try:
+                sequence = running(cache, int(random.integers(1, 20)), int(random.integers(0, 3)))
+            except (RetryLater, OutOfBlocks):
+                for sequence in set(cache._running.values()) - {*members}:
+                    sequence.close()
+                continue
+            texts[sequence] = sequence.tokens.tolist()
+            together.add(sequence)
+        elif chance < 0.16 and members:
+            close(members[random.integers(len(members))])
+        elif chance < 0.20 and 0 < len(members) < 6:
+            parent = members[random.integers(len(members))]
+            try:
+                child = parent.fork()
+            except RetryLater:
+                continue
+            texts[child] = [*texts[parent]]
+            together.add(child)
+            seen["forked"] += 1
+        elif chance < 0.26 and members:
+            sequence = members[random.integers(len(members))]
+            try:
+                sequence.rewind(int(random.integers(1, 4)))
+            except (BadInput, OutOfBlocks):
+                continue
+            del texts[sequence][sequence.length :]
+            seen["rewound"] += 1
+        elif chance < 0.32 and members:
+            sequence = members[random.integers(len(members))]
+            try:
+                sequence.extend(2)
+            except (OutOfBlocks, BadInput):
+                continue
+            sequence.commit([7, 8])
+            texts[sequence] += [7, 8]
+            seen["alone"] += 1
+        elif chance < 0.36 and members:
+            ledger = cache.ledgers[random.integers(len(cache.ledgers))]
+            held_ids = ledger.held_ids(members[random.integers(len(members))].slot)
+            if len(held_ids) and ledger.free.num_free > ledger.claimed:
+                source, target = random.choice(held_ids, 1), ledger.take_free(1)
+                cache.move_blocks(ledger, source, target)
+                ledger.release(source)
+                seen["moved"] += 1
+        elif members:
+            n = int(random.choice([1, 1, 1, 1, 2, 6]))
+            held = [(ledger.end.copy(), ledger.claimed, ledger.free.num_free) for ledger in cache.ledgers]
+            try:
+                batch = together.extend(n)
+            except (OutOfBlocks, BadInput) as error:
+                seen["short"] += isinstance(error, OutOfBlocks)
+                assert held == [(ledger.end, ledger.claimed, ledger.free.num_free) for ledger in cache.ledgers]
+                assert all(sequence.length == len(texts[sequence]) for sequence in members)
+                close(max(members, key=lambda sequence: sequence.length))
+                continue
+            if random.random() < 0.7:  # what was not asked for in one step must be right in the next
+                assert_right(cache, batch, members, n, 6)
+            if random.random() < 0.3:
+                some = members[: random.integers(1, len(members) + 1)]
+                fresh = cache.batch(some, [n] * len(some))
+                assert_right(cache, fresh, some, n, len(some))
+            tokens = [len(texts[sequence]) % 50 for sequence in members]  # the same in many texts
+            with ExitStack() as stack:
+                fenced = [members[random.integers(len(members))]] if random.random() < 0.2 else []
+                stack.enter_context(cache.fence(fenced))
+                seen["fenced"] += len(fenced)
+                together.commit(tokens)
+                for ledger in cache.ledgers:
+                    for sequence in {*members} - {*fenced}:  # what slid out is gone
+                        kept = ledger.growth.first_kept(sequence.length) // ledger.block_size
+                        assert ledger.first[sequence.slot] >= min(kept, ledger.end[sequence.slot])
+            for sequence, token in zip(members, tokens):
+                texts[sequence].append(token)
+            seen["steps"] += 1
+        cache.check()
+        if random.random() < 0.3:
+            for sequence, text in texts.items():
+                assert sequence.length == len(text) and sequence.tokens.tolist() == text
+    never = {"rewound"} if STATE in KINDS[name] else set()
+    never |= set() if FULL in KINDS[name] else {"short"}  # what one request may hold there is small
+    assert all(count for what, count in seen.items() if what not in never), seen
+    for sequence in together.sequences:
+        assert sequence.tokens.tolist() == texts[sequence]
+        sequence.close()
+    cache.check()
+
+
+def test_addresses_stay_and_what_did_not_change_is_not_written() -> None:
+    cache = cache_of(FULL, WINDOW, num_blocks=60)
+    first, second = running(cache, 5), running(cache, 9, 50)
+    together = cache.persistent_batch([first, second], num_rows=4)
+    seen = set()
+    for _ in range(30):
+        batch = together.extend()
+        views = [batch.layer(0), batch.layer(1)]
+        tensors = [getattr(view, name) for view in views for name in (*NAMES, "block_table")]
+        tensors += [batch.positions, batch.qo_indptr, batch.state_indices, *vars(batch.step).values()]
+        seen.add(tuple(tensor.data_ptr() for tensor in tensors))
+        cache.batch([first], [1]).layer(0).block_table.zero_()  # the arrays of another batch lie elsewhere
+        together.commit([1, 2])
+        if first.length % 4 and second.length % 4 and first.length % 4 != 1 and second.length % 4 != 1:
+            before = batch.layer(0).kv_indices
+            before.fill_(-1)
+            assert (together.extend().layer(0).kv_indices == -1).all()
+            before.copy_(cache.batch([first, second], [1, 1]).layer(0).kv_indices)
+    assert len(seen) == 1
+
+
+def test_a_batch_is_over_when_the_next_is_made_or_a_sequence_closed() -> None:
+    cache = cache_of(FULL, num_blocks=60)
+    first, second = running(cache, 5), running(cache, 9, 50)
+    together = cache.persistent_batch([first, second])
+    batch = together.extend()
+    cache.batch([first], [1])
+    assert batch.layer(0).cache_seqlens.tolist() == [6, 10]
+    together.commit([1, 2])
+    assert batch.layer(0).slot_mapping.shape == (2,)  # not asked for before: still that of the step
+    newer = together.extend()
+    with pytest.raises(StaleHandle, match="batch is over"):
+        batch.layer(0)
+    second.close()
+    with pytest.raises(StaleHandle, match="batch is over"):
+        newer.layer(0)
+    for call in (together.extend, lambda: together.commit([1, 2])):
+        with pytest.raises(StaleHandle, match=r"rows \[1\] were closed; remove them"):
+            call()
+    together.remove(second)
+    assert together.extend().layer(0).cache_seqlens.tolist() == [7, 0]
+
+
+def test_all_get_room_or_none() -> None:
+    cache = cache_of(FULL, num_blocks=7)
+    first, second, third = (running(cache, 8, 10 * i) for i in range(3))
+    together = cache.persistent_batch([first, second, third])
+    with pytest.raises(OutOfBlocks, match="need 1 blocks, 0 available"):
+        together.extend()
+    assert [sequence.room for sequence in together.sequences] == [8, 8, 8] and cache.stats().groups[0].free == 1
+    with pytest.raises(BadInput, match="3 tokens for 3 sequences, of which 3 have no room"):
+        together.commit([1, 2, 3])
+    third.close()
+    together.remove(third)
+    together.extend()
+    together.commit([1, 2])
+    assert first.tokens.tolist() == [*range(8), 1] and second.room == 12
+    cache.check()
+
+
+def test_what_cannot_be_is_refused_before_anything_changed() -> None:
+    cache = cache_of(FULL, num_blocks=60)
+    first, second = running(cache, 5), running(cache, 9, 50)
+    begun = cache.open([1, 2, 3])
+    together = cache.persistent_batch([first], num_rows=2)
+    for sequences, message in [
+        ([first], "each once"), ([second, second], "each once"), ([second, begun], "do not go into 2 rows"),
+        ([begun], "0 of 3 prompt tokens; commit them first"),
+    ]:  # fmt: skip
+        with pytest.raises(BadInput, match=message):
+            together.add(*sequences)
+    with pytest.raises(BadInput, match="not all 2 sequences"):
+        together.remove(first, second)
+    assert together.sequences == (first,)
+    with pytest.raises(BadInput, match="at least one token"):
+        together.extend(0)
+    with pytest.raises(BadInput, match="at least one row"):
+        cache.persistent_batch(num_rows=0)
+    closed = running(cache, 3, 80)
+    closed.close()
+    with pytest.raises(StaleHandle, match="is closed"):
+        together.add(closed)
+    together.extend()
+    for tokens, message in [([1, 2], "2 tokens for 1 sequences"), ([100], "token id 100"), ([0.5], "integers")]:
+        with pytest.raises(BadInput, match=message):
+            together.commit(tokens)
+    assert first.length == 5
+    together.commit(np.array([3]))
+    assert first.tokens.tolist() == [0, 1, 2, 3, 4, 3]
+
+
+def test_what_a_sequence_does_between_extend_and_commit_counts() -> None:
+    cache = cache_of(FULL, num_blocks=60)
+    first, second = running(cache, 6), running(cache, 9, 50)
+    together = cache.persistent_batch([first, second])
+    together.extend()
+    first.extend(2)
+    first.commit([7])
+    together.commit([8, 9])
+    assert first.tokens[6:].tolist() == [7, 8] and second.tokens[9:].tolist() == [9] and first.lease.num_blocks == 2
+    batch = together.extend()
+    cache.move_blocks(cache.ledgers[0], cache.ledgers[0].held_ids(first.slot)[:1], cache.ledgers[0].take_free(1))
+    with pytest.raises(StaleHandle, match="batch is over"):
+        batch.layer(0)
+
+
+def test_without_sequences_all_rows_are_padded() -> None:
+    cache = cache_of(FULL, WINDOW, num_blocks=60)
+    together = cache.persistent_batch(num_rows=3)
+    assert_right(cache, together.extend(), (), 1, 3)
+    together.commit([])
+    together.add(running(cache, 4))
+    assert_right(cache, together.extend(), together.sequences, 1, 3)
+
+
+def test_a_sequence_may_change_from_one_batch_to_another() -> None:
+    cache = cache_of(FULL, STATE, num_blocks=60)
+    sequence = running(cache, 6)
+    one, other = (cache.persistent_batch([sequence]) for _ in range(2))
+    for token in range(12):
+        together = (one, other)[token % 3 == 0]
+        assert together.extend().layer(0).cache_seqlens.tolist() == [7 + token]
+        together.commit([token])
+    assert sequence.tokens.tolist() == [*range(6), *range(12)]
+
+
+def test_what_a_step_wrote_limits_how_far_a_sequence_goes_back() -> None:
+    """As with ``KVCache.batch``: what was computed and not committed is in the rings too."""
+    cache = cache_of(Compressed(16, 8, "float32", 4, verify_width=3), num_blocks=60, block_size=8)
+    alone, member = running(cache, 10), running(cache, 10, 50)
+    together = cache.persistent_batch([member])
+    for n in (1, 3, 1):
+        alone.extend(n)
+        cache.batch([alone], [n])
+        alone.commit([1])
+        together.extend(n)
+        together.commit([1])
+    for sequence in (alone, member):
+        with pytest.raises(BadInput, match="13 tokens go back to 11, not to 9: of 14 tokens written"):
+            sequence.rewind(4)
+    short = running(cache, 3, 90)
+    together.remove(member)
+    together.add(short)
+    together.extend()
+    together.commit([1])
+    short.rewind(3)
+    assert short.length == 1
