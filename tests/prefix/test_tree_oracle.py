@@ -257,7 +257,7 @@ def finish(pair: Pair) -> None:
     pair.evict(pair.tree.num_cached)
     pair.check()
     assert pair.tree.num_cached == pair.tree.num_checkpoints == 0
-    assert not pair.tree._roots and pair.tree._turnover.choose(1) is None
+    assert not pair.tree._roots and not list(pair.tree._turnover.victims(1))
 
 
 @pytest.mark.parametrize("policy", [None, ByKey])

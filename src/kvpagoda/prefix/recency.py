@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Iterator
 from heapq import heappop, heappush
 
 import numpy as np
@@ -58,17 +59,18 @@ class Recency:
         if not node.queued and not node.children and node.num_blocks > node.num_pinned:
             self._queue(node, node.uses[-1][1])
 
-    def choose(self, limit: int) -> tuple[Node, int] | None:
-        """The node whose last blocks go next, and how many, at most ``limit``; it is not queued any more."""
-        heap, in_order = self._heap, self._in_order
-        while True:
+    def victims(self, limit: int) -> Iterator[tuple[Node, int]]:
+        """Nodes whose last blocks go next, and how many, ``limit`` in all if there are so many. A node is not queued any more
+        when it comes; it is taken care of before the next is asked for."""
+        heap, in_order, heaped = self._heap, self._in_order, self._heaped
+        while limit > 0:
             if in_order and (not heap or next(iter(in_order)) < heap[0]):
                 when, node = in_order.popitem(last=False)
             elif heap:
                 when = heappop(heap)
-                node = self._heaped.pop(when)
+                node = heaped.pop(when)
             else:
-                return None
+                return
             node.queued = 0
             count, uses = node.num_blocks - node.num_pinned, node.uses
             if not count or node.children:
@@ -77,15 +79,16 @@ class Recency:
                 self._queue(node, uses[-1][1])
                 continue
             if len(uses) > 1:
-                first = (
-                    len(uses) - 1
-                )  # stretches before this time go too: what is queued comes up at that time or later
+                first = len(uses) - 1  # stretches before this time go too: what is queued comes up at that time or later
                 next_up = min(next(iter(in_order), _NEVER), heap[0] if heap else _NEVER)
                 while first and uses[first - 1][1] < next_up:
                     first -= 1
                 if first:
                     count = min(count, node.end - uses[first - 1][0])
-            return node, count if count < limit else limit
+            if count > limit:
+                count = limit
+            limit -= count
+            yield node, count
 
     def remove(self, node: Node, count: int, *, evicted: bool) -> None:
         """The last ``count`` blocks of ``node``, which still has them, are going."""

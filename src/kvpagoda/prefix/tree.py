@@ -201,11 +201,7 @@ class PrefixTree:
         ids: list[Ids] = []
         states: list[int] = []
         turnover = self._turnover
-        while left > 0:
-            chosen = turnover.choose(left)
-            if chosen is None:
-                break
-            node, count = chosen
+        for node, count in turnover.victims(left):
             if count < node.num_blocks or turnover.num_rows:
                 turnover.remove(node, count, evicted=True)
             if node.checkpoints:

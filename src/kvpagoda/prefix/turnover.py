@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -35,8 +36,9 @@ class Turnover(Protocol):
         """Whether the last block of ``node`` may go can have changed: told when it may begin to, and for a ``leaf`` also when
         it may not any more."""
 
-    def choose(self, limit: int) -> tuple[Node, int] | None:
-        """The node whose last blocks go next, and how many, at most ``limit``; None if nothing may go."""
+    def victims(self, limit: int) -> Iterator[tuple[Node, int]]:
+        """Nodes whose last blocks go next, and how many, ``limit`` in all if so many may go; each is taken care of, with
+        ``remove`` and ``mark``, before the next is asked for."""
 
     def remove(self, node: Node, count: int, *, evicted: bool) -> None:
         """The last ``count`` blocks of ``node``, which still has them, are going; ``mark`` follows if some are left."""
@@ -94,16 +96,15 @@ class ByCell:
     def use(self, node: Node, depth: int, priority: int) -> None:
         self.policy.touch(node.ids[-1, : depth - node.start], priority)
 
-    def choose(self, limit: int) -> tuple[Node, int] | None:
-        if not self.leaves:
-            return None
-
+    def victims(self, limit: int) -> Iterator[tuple[Node, int]]:
         def chain(leaf: int) -> Ids:
             node = self.leaves[leaf]
             return node.ids[-1, max(node.num_pinned, node.num_blocks - limit) :][::-1]
 
-        cells = self.policy.choose(chain)
-        return self.leaves[int(cells[0])], len(cells)
+        while limit > 0 and self.leaves:
+            cells = self.policy.choose(chain)
+            limit -= len(cells)
+            yield self.leaves[int(cells[0])], len(cells)
 
     def remove(self, node: Node, count: int, *, evicted: bool) -> None:
         self._unmark(node)
