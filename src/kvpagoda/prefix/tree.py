@@ -160,9 +160,9 @@ class PrefixTree:
         another place or that is named twice. Nothing has changed then.
         """
         tokens, size = _vector(tokens), self.block_size
-        n = len(tokens) // size
+        n, rest = divmod(len(tokens), size)
         fits = isinstance(blocks, np.ndarray) and blocks.dtype == _INT32 and blocks.shape == (self.num_groups, n)
-        if len(tokens) % size or not fits:
+        if rest or not fits:
             raise BadInput(
                 f"{len(tokens)} tokens in blocks of {size} do not go with ids {getattr(blocks, 'dtype', None)} "
                 f"{list(np.shape(blocks))}; ids are int32 [{self.num_groups} groups, blocks]"
@@ -179,10 +179,11 @@ class PrefixTree:
             way = walk(node, covered, tokens, to_the_token=False)
             node, have = way.node, way.depth - covered
             own, duplicates = self._adopt(way, blocks, have)
-        if have < n:
-            if have:
-                first = tokens[have * size : (have + 1) * size].tobytes()
-            node = self._attach(node, covered + have, first, tokens[have * size :], own[:, have:], priority)
+        if n and not have:
+            node = self._attach(node, covered, first, tokens, own, priority)
+        elif have < n:
+            tokens = tokens[have * size :]
+            node = self._attach(node, covered + have, tokens[:size].tobytes(), tokens, own[:, have:], priority)
         if lease is not None:
             self._extend(lease, node, covered + n)
         elif pin:

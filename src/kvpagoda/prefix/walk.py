@@ -78,7 +78,7 @@ def walk(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -> W
     partial, longest = None, 0
     if to_the_token and at < length and size > 1:
         for child in node.children.nearest(block):
-            more = _num_same(child.key[:size], tokens[at:])
+            more = _num_same_bytes(child.first, block) // 4
             if more > longest:
                 partial, longest = (child, 0), more
     return Walk(node, depth, end, same + longest, path, partial)
@@ -92,3 +92,10 @@ def _num_same(a: Ids, b: Ids) -> int:
     same = a[:length] == b[:length]
     first = int(same.argmin())
     return length if same[first] else first
+
+
+def _num_same_bytes(a: bytes, b: bytes) -> int:
+    """How many leading bytes are the same. O(the shorter)."""
+    length = min(len(a), len(b))
+    differ = int.from_bytes(a[:length], "big") ^ int.from_bytes(b[:length], "big")
+    return length - (differ.bit_length() + 7) // 8
