@@ -231,11 +231,12 @@ class Books:
         if sequence.num_fences:
             sequence.is_settled = False
             return
-        slot, length = sequence.slot, sequence.length
-        self.reuse.publish(slot, sequence.lease, sequence)
-        for ledger in self.reuse.bounded:
-            self.blocks_freed(ledger, ledger.slide(slot, length))
-        if length % self.block_size or not self.reuse.bounded:
+        slot, length, bounded = sequence.slot, sequence.length, self.reuse.bounded
+        self.reuse.publish(slot, sequence.lease, length, sequence)
+        for ledger in bounded:
+            if len(freed := ledger.slide(slot, length)):
+                self.blocks_freed(ledger, freed)
+        if length % self.block_size or not bounded:
             return
         in_prompt = length < sequence.prompt_length
         due = (self._prompt_end(sequence), sequence.match.num_tokens // self.block_size * self.block_size)
@@ -312,10 +313,8 @@ class Books:
 
     def room_wanted(self, ends: Mapping[int, int]) -> None:
         """Make room for the first ``ends[slot]`` tokens of each of these requests, or for none; see ``Sequence.extend``."""
-        growing = [
-            (ledger, {slot: need for slot, end in ends.items() if (need := ledger.wanted(slot, end))})
-            for ledger in self.ledgers
-        ]
+        growing = [(ledger, needs) for ledger in self.ledgers if (needs := ledger.lacking(ends))]
+        furthest = max(ends.values())
         raised: list[tuple[GroupLedger, int, int]] = []
         try:
             for ledger, needs in growing:
@@ -330,11 +329,10 @@ class Books:
                         )
                     raised.append((ledger, slot, ledger.promised[slot]))
                     ledger.promise(slot, ledger.end[slot] - ledger.first[slot] + need)
-            if max(ends.values()) > self.max_context:
-                raise BadInput(f"{max(ends.values())} tokens are more than the longest context of {self.max_context}")
+            if furthest > self.max_context:
+                raise BadInput(f"{furthest} tokens are more than the longest context of {self.max_context}")
             for ledger, needs in growing:
-                if needs:
-                    ledger.grow_each(needs)
+                ledger.grow_each(needs)
         finally:
             for ledger, slot, blocks in raised:
                 ledger.promise(slot, blocks)

@@ -42,9 +42,6 @@ class Published(Protocol):
 
     priority: int
 
-    @property
-    def length(self) -> int: ...
-
     def keys(self, first: int, end: int) -> Ids: ...
 
 
@@ -218,23 +215,24 @@ class Reuse:
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
-    def publish(self, slot: int, lease: Lease, sequence: Published) -> None:
-        """Make the whole committed blocks of ``sequence`` shareable; ``lease`` then covers them. What is new counts as used
-        now, what was found as used when the request was opened.
+    def publish(self, slot: int, lease: Lease, length: int, sequence: Published) -> None:
+        """Make the whole blocks of the ``length`` committed tokens of ``sequence`` shareable; ``lease`` then covers them. What
+        is new counts as used now, what was found as used when the request was opened.
 
         Blocks that another request published meanwhile are adopted and the own copies freed.
         """
-        begin, end = lease.num_blocks, sequence.length // self.block_size
+        size = self.block_size
+        begin, end = lease.num_blocks, length // size
         if begin == end:
             return
-        full, size = self.full, self.block_size
+        full, tree, priority = self.full, self.tree, sequence.priority
         given = self._no_ids(end - begin) if full is None else full.table.cells[slot : slot + 1, begin:end]
-        inserted = self.tree.insert(lease, sequence.keys(begin * size, end * size), given, priority=sequence.priority)
+        inserted = tree.insert(lease, sequence.keys(begin * size, end * size), given, priority=priority)
         if self.bounded:  # the checkpoint that this text hangs on is in use, also by those that will begin like it
-            self.tree.touch(lease, priority=sequence.priority)
+            tree.touch(lease, priority=priority)
         if full is None:
-            if self.tree.num_cached > self._most_unbacked:
-                self._forget(self.tree.evict(self.tree.num_cached - self._most_unbacked).states)
+            if tree.num_cached > self._most_unbacked:
+                self._forget(tree.evict(tree.num_cached - self._most_unbacked).states)
         elif inserted.num_added == end - begin:
             full.shared[slot] = end
         else:
@@ -340,7 +338,7 @@ class Reuse:
         self._let_go(self.tree.clear(namespace))
 
     def _evict_blocks(self, n: int) -> None:
-        evicted = self.tree.evict(max(n, self._at_once))
+        evicted = self.tree.evict(n + self._at_once)
         self.num_evicted_blocks += evicted.ids.shape[1]
         self._let_go(evicted)
 
