@@ -106,8 +106,10 @@ class Books:
         space, stand_ins = self._namespaces.key(namespace), self._media.stand_ins(media, length) if media else {}
         slot = self._take_slot()
         tokens = np.empty(total if total <= 2 * length else length, np.int32)
-        tokens[:length] = prompt
-        keys = with_stand_ins(tokens[:length], 0, stand_ins) if stand_ins else tokens[:length]
+        keys = tokens[:length]
+        keys[:] = prompt
+        if stand_ins:
+            keys = with_stand_ins(keys, 0, stand_ins)
         match, found = self.reuse.find(keys, space)
         start = self._start(slot, wanted, room, match, found, priority)
         while start is None and self.reuse.give_up_pin():

@@ -11,6 +11,8 @@ from kvpagoda.alloc.held import Ids
 from kvpagoda.errors import CheckFailed
 from kvpagoda.schema.plan import GroupPlan
 
+_NONE: Ids = np.empty(0, np.int32)
+
 
 class GroupLedger:
     """Blocks ``first_id .. first_id + num_blocks - 1`` of one group. The padding block absorbs the writes of padded rows,
@@ -150,12 +152,14 @@ class GroupLedger:
 
     def slide(self, slot: int, length: int) -> Ids:
         """Let go of the blocks that are not kept when ``length`` tokens are written; returns those freed. O(n)."""
-        needed = min(self.growth.first_kept(length) // self.block_size, self.end[slot])
-        before, first = self.first[slot], max(self.first[slot], needed)
-        if first == before:
-            return np.empty(0, np.int32)
+        before, end = self.first[slot], self.end[slot]
+        first = self.growth.first_kept(length) // self.block_size
+        if first > end:
+            first = end
+        if first <= before:
+            return _NONE
         ids = self.table.take_first(slot, before, first)[max(0, self.shared[slot] - before) :]
-        self._hold(slot, first, self.end[slot], self.promised[slot])
+        self._hold(slot, first, end, self.promised[slot])
         return self.release(ids)
 
     def close(self, slot: int) -> Ids:

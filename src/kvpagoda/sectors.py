@@ -60,7 +60,10 @@ class Sectors:
 
     def slack(self) -> int:
         """Sectors that no promise needs: free ones, and what groups could give up, less what they lack."""
-        return len(self._free) + sum(self._left_over(ledger) for ledger in self._ledgers)
+        slack = len(self._free)
+        for ledger in self._ledgers:
+            slack += ledger.surplus() // ledger.plan.per_sector
+        return slack
 
     def num_owned(self, ledger: GroupLedger) -> int:
         """Sectors that the group has."""
