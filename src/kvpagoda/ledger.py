@@ -54,7 +54,7 @@ class GroupLedger:
         self.spare: Callable[[], int] = lambda: 0
         self.reclaim: Callable[[int], None] = lambda n: None
         self.reach: Callable[[int], int] | None = None
-        self.fetch: Callable[[int], None] = lambda n: self.reclaim(n - self.free.num_free)
+        self.fetch: Callable[[int], None] | None = None
         self.prepare: Callable[[Ids], None] | None = None
 
     def wanted(self, slot: int, num_tokens: int) -> int:
@@ -110,7 +110,10 @@ class GroupLedger:
         """
         free = self.free
         if n > free.num_free:
-            self.fetch(n)
+            if self.fetch is None:
+                self.reclaim(n - free.num_free)
+            else:
+                self.fetch(n)
         ids = free.acquire(n)
         self.num_held += n
         if self.num_held > self.peak_held:
@@ -130,8 +133,12 @@ class GroupLedger:
 
     def lacking(self, ends: Mapping[int, int]) -> dict[int, int]:
         """What ``wanted`` says of every slot in ``ends``, slot -> tokens, but 0."""
-        size, held = self.block_size, self.end
-        return {slot: need for slot, end in ends.items() if (need := -(-end // size) - held[slot]) > 0}
+        lacking = {}
+        for slot, end in ends.items():
+            need = -(-end // self.block_size) - self.end[slot]
+            if need > 0:
+                lacking[slot] = need
+        return lacking
 
     def grow_each(self, num_blocks: Mapping[int, int]) -> None:
         """Hand every slot so many more blocks, all or none. Raises OutOfBlocks, changing nothing. O(blocks)."""
@@ -165,7 +172,7 @@ class GroupLedger:
     def close(self, slot: int) -> Ids:
         """Let go of everything that ``slot`` holds and was promised; returns the ids freed: its private blocks."""
         first, end = self.first[slot], self.end[slot]
-        private = max(0, self.shared[slot] - first)
+        private = self.shared[slot] - first if self.shared[slot] > first else 0
         self.claimed -= self.claim(slot)
         self.first[slot] = self.end[slot] = self.shared[slot] = self.promised[slot] = 0
         ids = self.table.take(slot, first, end)

@@ -26,7 +26,9 @@ from kvpagoda.ledger import GroupLedger
 from kvpagoda.prefix import Evicted, Lease, Match, PrefixTree, policy_named
 from kvpagoda.units import ceil_div
 
-_AT_ONCE = 1024  # a thousandth of the blocks go at once, so that a step that needs one block seldom evicts
+_AT_ONCE = (
+    1024  # a thousandth of the blocks go beyond what is needed, so that a step that needs one block seldom evicts
+)
 
 
 class Memory(Protocol):
@@ -102,7 +104,7 @@ class Reuse:
             block_size, 0 if self.full is None else 1, policy_named(policy, max(1, capacity)), proves_ids=False
         )
         self._most_checkpoints, self._next_name, self._most_unbacked = num_checkpoints, 0, most_unbacked
-        self._at_once = capacity // _AT_ONCE  # evicted together where fewer are needed
+        self._at_once = capacity // _AT_ONCE  # evicted beyond what is needed
         self._pins: dict[Pin, None] = {}  # the oldest first
         self._most_pinned = int(pin_share * capacity)
         self._kept: Counter[int] = Counter()  # checkpoints that pins or an opening request need
@@ -110,7 +112,8 @@ class Reuse:
         self._copies: dict[int, list[Ids]] = {}  # checkpoint -> its blocks in each bounded group
         self._num_copies = [0] * len(self.bounded)  # that may be reclaimed
         if self.full is not None:
-            self.full.spare = lambda: self.tree.num_evictable
+            tree = self.tree
+            self.full.spare = lambda: tree.num_cached - tree.num_pinned
             self.full.reclaim = self._evict_blocks
         for number, ledger in enumerate(self.bounded):
             ledger.spare = partial(self._num_copies.__getitem__, number)

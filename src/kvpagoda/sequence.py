@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -68,13 +68,6 @@ class Stepper(Protocol):
         ...
 
 
-class Start(NamedTuple):
-    """What a sequence starts from: why, and the lease on it."""
-
-    match: PrefixMatch
-    lease: Lease
-
-
 class Sequence:
     """A request that is being computed. Made by ``KVCache.open``; closes itself at the end of a ``with`` block.
 
@@ -88,16 +81,17 @@ class Sequence:
         slot: int,
         tokens: Tokens,
         prompt_length: int,
-        start: Start,
+        match: PrefixMatch,
+        lease: Lease,
         *,
         namespace: bytes = b"",
         priority: int = 0,
         stand_ins: Mapping[int, int] | None = None,
     ) -> None:
-        self._owner, self._slot, match = owner, slot, start.match
+        self._owner, self._slot = owner, slot
         self._tokens, self.prompt_length, self._length = tokens, prompt_length, match.resumable
         self.namespace, self.priority, self.stand_ins = namespace, priority, stand_ins or {}
-        self.match, self.lease = match, start.lease
+        self.match, self.lease = match, lease
         self.num_fences, self.is_settled = 0, True
         self.last_checkpoint = -1
         self.written = self._length
