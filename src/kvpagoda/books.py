@@ -16,7 +16,7 @@ from kvpagoda.prefix import Lease, Match
 from kvpagoda.reuse import Pin, PrefixMatch, Reuse
 from kvpagoda.schema import Plan
 from kvpagoda.sectors import Sectors
-from kvpagoda.sequence import Sequence, Start, as_tokens
+from kvpagoda.sequence import Sequence, as_tokens
 from kvpagoda.stats import CacheStats, GroupStats
 from kvpagoda.units import ceil_div, format_bytes
 
@@ -106,19 +106,21 @@ class Books:
         space, stand_ins = self._namespaces.key(namespace), self._media.stand_ins(media, length) if media else {}
         slot = self._take_slot()
         tokens = np.empty(total if total <= 2 * length else length, np.int32)
-        tokens[:length] = prompt
-        keys = with_stand_ins(tokens[:length], 0, stand_ins) if stand_ins else tokens[:length]
-        match, found = self.reuse.find(keys, space)
+        keys = tokens[:length]
+        keys[:] = prompt
+        match, found = self.reuse.find(with_stand_ins(keys, 0, stand_ins), space)
         start = self._start(slot, wanted, room, match, found, priority)
         while start is None and self.reuse.give_up_pin():
             start = self._start(slot, wanted, room, match, found, priority)
         if start is None:
             self._slots.append(slot)
             raise RetryLater(self._shortage(wanted))
-        sequence = Sequence(self, slot, tokens, length, start, namespace=space, priority=priority, stand_ins=stand_ins)
-        self._running[slot] = sequence
+        found, lease = start
+        sequence = self._running[slot] = Sequence(
+            self, slot, tokens, length, found, lease, namespace=space, priority=priority, stand_ins=stand_ins
+        )
         self.num_opened += 1
-        self._cached += start.match.resumable
+        self._cached += found.resumable
         return sequence
 
     def _take_slot(self) -> int:
@@ -128,7 +130,7 @@ class Books:
 
     def _start(
         self, slot: int, wanted: list[int], room: int, match: Match, found: PrefixMatch, priority: int
-    ) -> Start | None:
+    ) -> tuple[PrefixMatch, Lease] | None:
         """Give ``slot`` what it starts from and room for ``room`` tokens, and promise it the rest; None, with nothing kept,
         if that cannot be.
 
@@ -142,21 +144,22 @@ class Books:
 
     def _start_from(
         self, slot: int, wanted: list[int], room: int, match: Match, found: PrefixMatch, priority: int
-    ) -> Start | None:
-        reuse, whole = self.reuse, found.resumable // self.block_size
-        lease = reuse.tree.pin(match, whole)
-        partial = reuse.tree.pin_partial(match) if found.resumable % self.block_size else None
+    ) -> tuple[PrefixMatch, Lease] | None:
+        reuse, tree, resumable = self.reuse, self.reuse.tree, found.resumable
+        whole, rest = divmod(resumable, self.block_size)
+        lease = tree.pin(match, whole)
+        partial = tree.pin_partial(match) if rest else None
         if whole:
-            reuse.tree.touch(lease, priority=priority)
-        if reuse.full is not None:
-            reuse.full.adopt(slot, match.ids[0, :whole])
+            tree.touch(lease, priority=priority)
+            if reuse.full is not None:
+                reuse.full.adopt(slot, match.ids[0, :whole])
         if found.checkpoint is not None:
             reuse.keep(found.checkpoint, 1)
         is_promised = False
         try:
             is_promised = self._promise(slot, wanted)
             if is_promised:
-                reuse.restore(slot, found, max(room, found.resumable), partial)
+                reuse.restore(slot, found, room if room > resumable else resumable, partial)
         except BaseException:
             self._take_back(slot, lease)
             raise
@@ -164,10 +167,10 @@ class Books:
             if found.checkpoint is not None:
                 reuse.keep(found.checkpoint, -1)
             if partial is not None:
-                reuse.tree.unpin(partial)
+                tree.unpin(partial)
         if is_promised:
-            return Start(found, lease)
-        reuse.tree.unpin(lease)
+            return found, lease
+        tree.unpin(lease)
         return None
 
     def _take_back(self, slot: int, lease: Lease) -> None:
@@ -231,19 +234,19 @@ class Books:
         if sequence.num_fences:
             sequence.is_settled = False
             return
-        slot, length = sequence.slot, sequence.length
-        self.reuse.publish(slot, sequence.lease, sequence)
-        for ledger in self.reuse.bounded:
+        reuse, slot, length = self.reuse, sequence.slot, sequence.length
+        reuse.publish(slot, sequence.lease, length, sequence)
+        for ledger in reuse.bounded:
             self.blocks_freed(ledger, ledger.slide(slot, length))
-        if length % self.block_size or not self.reuse.bounded:
+        if length % self.block_size or not reuse.bounded:
             return
         in_prompt = length < sequence.prompt_length
         due = (self._prompt_end(sequence), sequence.match.num_tokens // self.block_size * self.block_size)
         if in_prompt and length not in due and (not self._every or length % self._every):
             return
-        saved = self.reuse.save(slot, sequence.lease, length)
+        saved = reuse.save(slot, sequence.lease, length)
         if saved is not None and not in_prompt:
-            self.reuse.drop(sequence.last_checkpoint)  # of an output only the newest is worth its place
+            reuse.drop(sequence.last_checkpoint)  # of an output only the newest is worth its place
             sequence.last_checkpoint = saved
 
     def sequence_forked(self, sequence: Sequence, reserve: int) -> Sequence:
@@ -261,12 +264,12 @@ class Books:
         if not self._promise(slot, wanted):
             self._slots.append(slot)
             raise RetryLater(self._shortage(wanted))
-        start = Start(PrefixMatch(length, length, "nothing"), self.reuse.tree.pin(sequence.lease))
-        with self.reuse.undone_by(lambda: self._take_back(slot, start.lease)):
+        lease = self.reuse.tree.pin(sequence.lease)
+        with self.reuse.undone_by(lambda: self._take_back(slot, lease)):
             for ledger in self.ledgers:
                 self.reuse.duplicate(ledger, parent, slot, length)
         child = self._running[slot] = Sequence(
-            self, slot, tokens, length, start,
+            self, slot, tokens, length, PrefixMatch(length, length, "nothing"), lease,
             namespace=sequence.namespace, priority=sequence.priority, stand_ins=sequence.stand_ins,
         )  # fmt: skip
         self.num_opened += 1
@@ -296,10 +299,10 @@ class Books:
     def sequence_closed(self, sequence: Sequence) -> None:
         """``sequence`` ended: its private blocks and its slot are free; what it published stays, unpinned. While a step or
         a copy of it is in flight all of that waits."""
-        slot = sequence.slot
         if sequence.num_fences:
             sequence.is_settled = False
             return
+        slot = sequence.slot
         for ledger in self.ledgers:
             self.blocks_freed(ledger, ledger.close(slot))
         self.reuse.tree.unpin(sequence.lease)
@@ -312,10 +315,8 @@ class Books:
 
     def room_wanted(self, ends: Mapping[int, int]) -> None:
         """Make room for the first ``ends[slot]`` tokens of each of these requests, or for none; see ``Sequence.extend``."""
-        growing = [
-            (ledger, {slot: need for slot, end in ends.items() if (need := ledger.wanted(slot, end))})
-            for ledger in self.ledgers
-        ]
+        growing = [(ledger, needs) for ledger in self.ledgers if (needs := ledger.lacking(ends))]
+        furthest = max(ends.values())
         raised: list[tuple[GroupLedger, int, int]] = []
         try:
             for ledger, needs in growing:
@@ -330,11 +331,10 @@ class Books:
                         )
                     raised.append((ledger, slot, ledger.promised[slot]))
                     ledger.promise(slot, ledger.end[slot] - ledger.first[slot] + need)
-            if max(ends.values()) > self.max_context:
-                raise BadInput(f"{max(ends.values())} tokens are more than the longest context of {self.max_context}")
+            if furthest > self.max_context:
+                raise BadInput(f"{furthest} tokens are more than the longest context of {self.max_context}")
             for ledger, needs in growing:
-                if needs:
-                    ledger.grow_each(needs)
+                ledger.grow_each(needs)
         finally:
             for ledger, slot, blocks in raised:
                 ledger.promise(slot, blocks)

@@ -11,6 +11,8 @@ from kvpagoda.alloc.held import Ids
 from kvpagoda.errors import CheckFailed
 from kvpagoda.schema.plan import GroupPlan
 
+_NONE: Ids = np.empty(0, np.int32)
+
 
 class GroupLedger:
     """Blocks ``first_id .. first_id + num_blocks - 1`` of one group. The padding block absorbs the writes of padded rows,
@@ -51,9 +53,9 @@ class GroupLedger:
         self.num_held = self.peak_held = 0
         self.spare: Callable[[], int] = lambda: 0
         self.reclaim: Callable[[int], None] = lambda n: None
-        self.reach: Callable[[int], int] = lambda surplus: surplus
-        self.fetch: Callable[[int], None] = lambda n: self.reclaim(n - self.free.num_free)
-        self.prepare: Callable[[Ids], None] = lambda ids: None
+        self.reach: Callable[[int], int] | None = None
+        self.fetch: Callable[[int], None] | None = None
+        self.prepare: Callable[[Ids], None] | None = None
 
     def wanted(self, slot: int, num_tokens: int) -> int:
         """Blocks that ``slot`` lacks to have room for its first ``num_tokens`` tokens."""
@@ -66,7 +68,10 @@ class GroupLedger:
 
     def available(self, slot: int | None = None) -> int:
         """Blocks that can be had and that no other request has a claim on."""
-        return self.reach(self.surplus()) + (0 if slot is None else self.claim(slot))
+        surplus = self.free.num_free + self.spare() - self.claimed
+        if self.reach is not None:
+            surplus = self.reach(surplus)
+        return surplus if slot is None else surplus + self.claim(slot)
 
     def claim(self, slot: int) -> int:
         """Blocks that ``slot`` was promised and does not hold yet."""
@@ -83,16 +88,14 @@ class GroupLedger:
         self._hold(slot, self.first[slot], self.end[slot], num_blocks)
 
     def adopt(self, slot: int, ids: Ids) -> None:
-        """Begin the row of ``slot`` with blocks that somebody else owns and keeps for it."""
+        """Begin the row of ``slot``, which was promised nothing yet, with blocks that somebody else owns and keeps for it."""
         if len(ids):
             self.table.put(slot, 0, ids)
-        self.shared[slot] = len(ids)
-        self._hold(slot, 0, len(ids), self.promised[slot])
+            self.shared[slot] = self.end[slot] = len(ids)
 
     def begin_at(self, slot: int, column: int) -> None:
         """Begin the row of ``slot``, which holds nothing, at ``column``: what is left of it will not be read."""
-        self.shared[slot] = column
-        self._hold(slot, column, column, self.promised[slot])
+        self.shared[slot] = self.first[slot] = self.end[slot] = column
 
     def share(self, slot: int, columns: int, ids: Ids) -> None:
         """The first ``columns`` blocks of ``slot`` now belong to somebody else, who says which blocks ``ids`` they are."""
@@ -105,9 +108,13 @@ class GroupLedger:
 
         Fetching may move blocks: ids that were read before, and are in no table, may have changed their meaning.
         """
-        if n > self.free.num_free:
-            self.fetch(n)
-        ids = self.free.acquire(n)
+        free = self.free
+        if n > free.num_free:
+            if self.fetch is None:
+                self.reclaim(n - free.num_free)
+            else:
+                self.fetch(n)
+        ids = free.acquire(n)
         self.num_held += n
         if self.num_held > self.peak_held:
             self.peak_held = self.num_held
@@ -124,6 +131,15 @@ class GroupLedger:
         if num_blocks:
             self._append(slot, self.take_free(num_blocks))
 
+    def lacking(self, ends: Mapping[int, int]) -> dict[int, int]:
+        """What ``wanted`` says of every slot in ``ends``, slot -> tokens, but 0."""
+        lacking = {}
+        for slot, end in ends.items():
+            need = -(-end // self.block_size) - self.end[slot]
+            if need > 0:
+                lacking[slot] = need
+        return lacking
+
     def grow_each(self, num_blocks: Mapping[int, int]) -> None:
         """Hand every slot so many more blocks, all or none. Raises OutOfBlocks, changing nothing. O(blocks)."""
         ids, begin = self.take_free(sum(num_blocks.values())), 0
@@ -132,32 +148,35 @@ class GroupLedger:
             begin += count
 
     def _append(self, slot: int, ids: Ids) -> None:
-        end, count, claim = self.end[slot], len(ids), self.claim(slot)
+        end, count = self.end[slot], len(ids)
+        claim = self.promised[slot] - end + self.first[slot]
         self.table.append(slot, end, ids)
-        self.prepare(ids)
-        self.claimed -= count if count < claim else claim
+        if self.prepare is not None:
+            self.prepare(ids)
+        if claim > 0:
+            self.claimed -= count if count < claim else claim
         self.end[slot] = end + count
 
     def slide(self, slot: int, length: int) -> Ids:
         """Let go of the blocks that are not kept when ``length`` tokens are written; returns those freed. O(n)."""
-        needed = min(self.growth.first_kept(length) // self.block_size, self.end[slot])
-        before, first = self.first[slot], max(self.first[slot], needed)
-        if first == before:
-            return np.empty(0, np.int32)
+        before, end = self.first[slot], self.end[slot]
+        first = self.growth.first_kept(length) // self.block_size
+        if first > end:
+            first = end
+        if first <= before:
+            return _NONE
         ids = self.table.take_first(slot, before, first)[max(0, self.shared[slot] - before) :]
-        self._hold(slot, first, self.end[slot], self.promised[slot])
+        self._hold(slot, first, end, self.promised[slot])
         return self.release(ids)
 
     def close(self, slot: int) -> Ids:
         """Let go of everything that ``slot`` holds and was promised; returns the ids freed: its private blocks."""
         first, end = self.first[slot], self.end[slot]
-        private = max(0, self.shared[slot] - first)
+        private = self.shared[slot] - first if self.shared[slot] > first else 0
         self.claimed -= self.claim(slot)
         self.first[slot] = self.end[slot] = self.shared[slot] = self.promised[slot] = 0
-        self.table.version[slot] += 1
-        if first == end:
-            return np.empty(0, np.int32)
-        return self.release(self.table.take(slot, first, end)[private:])
+        ids = self.table.take(slot, first, end)
+        return ids if first == end else self.release(ids[private:])
 
     def cut(self, slot: int, columns: int, private: Ids) -> Ids:
         """End the row of ``slot`` after ``columns`` shared blocks and ``private``, which are its own or from ``take_free``;
@@ -203,7 +222,7 @@ class GroupLedger:
         if (outside != self.table.empty).any() or (self.table.cells[-1] != self.table.empty).any():
             raise CheckFailed(f"{self.name}: a table names blocks outside of what its request holds")
         claims = sum(self.claim(slot) for slot in range(len(self.end)))
-        if claims != self.claimed or self.reach(self.surplus()) < 0:
+        if claims != self.claimed or self.available() < 0:
             raise CheckFailed(f"{self.name}: {claims} claims, {self.claimed} counted, {self.free.num_free} free")
 
     def _hold(self, slot: int, first: int, end: int, promised: int) -> None:

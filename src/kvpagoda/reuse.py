@@ -26,7 +26,9 @@ from kvpagoda.ledger import GroupLedger
 from kvpagoda.prefix import Evicted, Lease, Match, PrefixTree, policy_named
 from kvpagoda.units import ceil_div
 
-_AT_ONCE = 1024  # a thousandth of the blocks go at once, so that a step that needs one block seldom evicts
+_AT_ONCE = (
+    1024  # a thousandth of the blocks go beyond what is needed, so that a step that needs one block seldom evicts
+)
 
 
 class Memory(Protocol):
@@ -41,9 +43,6 @@ class Published(Protocol):
     """A text that is being written: ``keys`` are its tokens as texts are compared, int32."""
 
     priority: int
-
-    @property
-    def length(self) -> int: ...
 
     def keys(self, first: int, end: int) -> Ids: ...
 
@@ -105,7 +104,7 @@ class Reuse:
             block_size, 0 if self.full is None else 1, policy_named(policy, max(1, capacity)), proves_ids=False
         )
         self._most_checkpoints, self._next_name, self._most_unbacked = num_checkpoints, 0, most_unbacked
-        self._at_once = capacity // _AT_ONCE  # evicted together where fewer are needed
+        self._at_once = capacity // _AT_ONCE  # evicted beyond what is needed
         self._pins: dict[Pin, None] = {}  # the oldest first
         self._most_pinned = int(pin_share * capacity)
         self._kept: Counter[int] = Counter()  # checkpoints that pins or an opening request need
@@ -113,7 +112,8 @@ class Reuse:
         self._copies: dict[int, list[Ids]] = {}  # checkpoint -> its blocks in each bounded group
         self._num_copies = [0] * len(self.bounded)  # that may be reclaimed
         if self.full is not None:
-            self.full.spare = lambda: self.tree.num_evictable
+            tree = self.tree
+            self.full.spare = lambda: tree.num_cached - tree.num_pinned
             self.full.reclaim = self._evict_blocks
         for number, ledger in enumerate(self.bounded):
             ledger.spare = partial(self._num_copies.__getitem__, number)
@@ -218,23 +218,24 @@ class Reuse:
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
-    def publish(self, slot: int, lease: Lease, sequence: Published) -> None:
-        """Make the whole committed blocks of ``sequence`` shareable; ``lease`` then covers them. What is new counts as used
-        now, what was found as used when the request was opened.
+    def publish(self, slot: int, lease: Lease, length: int, sequence: Published) -> None:
+        """Make the whole blocks of the ``length`` committed tokens of ``sequence`` shareable; ``lease`` then covers them. What
+        is new counts as used now, what was found as used when the request was opened.
 
         Blocks that another request published meanwhile are adopted and the own copies freed.
         """
-        begin, end = lease.num_blocks, sequence.length // self.block_size
+        size = self.block_size
+        begin, end = lease.num_blocks, length // size
         if begin == end:
             return
-        full, size = self.full, self.block_size
+        full, tree, priority = self.full, self.tree, sequence.priority
         given = self._no_ids(end - begin) if full is None else full.table.cells[slot : slot + 1, begin:end]
-        inserted = self.tree.insert(lease, sequence.keys(begin * size, end * size), given, priority=sequence.priority)
+        inserted = tree.insert(lease, sequence.keys(begin * size, end * size), given, priority=priority)
         if self.bounded:  # the checkpoint that this text hangs on is in use, also by those that will begin like it
-            self.tree.touch(lease, priority=sequence.priority)
+            tree.touch(lease, priority=priority)
         if full is None:
-            if self.tree.num_cached > self._most_unbacked:
-                self._forget(self.tree.evict(self.tree.num_cached - self._most_unbacked).states)
+            if tree.num_cached > self._most_unbacked:
+                self._forget(tree.evict(tree.num_cached - self._most_unbacked).states)
         elif inserted.num_added == end - begin:
             full.shared[slot] = end
         else:
@@ -340,7 +341,7 @@ class Reuse:
         self._let_go(self.tree.clear(namespace))
 
     def _evict_blocks(self, n: int) -> None:
-        evicted = self.tree.evict(max(n, self._at_once))
+        evicted = self.tree.evict(n + self._at_once)
         self.num_evicted_blocks += evicted.ids.shape[1]
         self._let_go(evicted)
 

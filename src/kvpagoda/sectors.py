@@ -17,6 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvpagoda.alloc import FreeStack
 from kvpagoda.alloc.held import Ids
 from kvpagoda.errors import CheckFailed
 from kvpagoda.ledger import GroupLedger
@@ -47,7 +48,7 @@ class Sectors:
         self._ledgers, self._mover = tuple(ledgers), mover
         self.owner = np.full(num_sectors, NOBODY, np.int64)
         self._num_owned = [0] * len(self._ledgers)
-        self._free = list(range(num_sectors - 1, 0, -1))
+        self._free = FreeStack(num_sectors - 1, first=1, what="sectors")
         self._fruitless = [0] * len(self._ledgers)  # idle sectors of a group when it last had none to give
         for ledger in self._ledgers:
             ledger.free.acquire(ledger.free.num_free)
@@ -56,11 +57,14 @@ class Sectors:
     @property
     def num_free(self) -> int:
         """Sectors that nobody has."""
-        return len(self._free)
+        return self._free.num_free
 
     def slack(self) -> int:
         """Sectors that no promise needs: free ones, and what groups could give up, less what they lack."""
-        return len(self._free) + sum(self._left_over(ledger) for ledger in self._ledgers)
+        slack = self._free.num_free
+        for ledger in self._ledgers:
+            slack += ledger.surplus() // ledger.plan.per_sector
+        return slack
 
     def num_owned(self, ledger: GroupLedger) -> int:
         """Sectors that the group has."""
@@ -74,10 +78,10 @@ class Sectors:
     def check(self) -> None:
         """Prove that every sector is free or some group's, and that all promises can be kept. Raises CheckFailed."""
         free = np.flatnonzero(self.owner[1:] == NOBODY) + 1
-        if sorted(self._free) != free.tolist():
-            raise CheckFailed(
-                f"sectors: {sorted(self._free)[:16]} are listed as free, {free[:16].tolist()} are nobody's"
-            )
+        self._free.check()
+        listed = self._free.free_ids()
+        if listed.tolist() != free.tolist():
+            raise CheckFailed(f"sectors: {listed[:16].tolist()} are listed as free, {free[:16].tolist()} are nobody's")
         counts = [int((self.owner[1:] == number).sum()) for number in range(len(self._ledgers))]
         if counts != self._num_owned:
             raise CheckFailed(f"sectors: groups have {counts}, {self._num_owned} are counted")
@@ -96,7 +100,7 @@ class Sectors:
         """See to it that ``n`` blocks of ``ledger`` are free, if that can be."""
         while (short := n - ledger.free.num_free) > 0:
             wanted = ceil_div(short, ledger.plan.per_sector)
-            if self._free:
+            if self._free.num_free:
                 self._give(ledger, wanted)
                 continue
             others = [other for other in self._ledgers if other is not ledger]
@@ -129,11 +133,11 @@ class Sectors:
         return False
 
     def _give(self, ledger: GroupLedger, count: int) -> None:
-        given = np.array([self._free.pop() for _ in range(min(count, len(self._free)))], np.int64)
+        given = self._free.acquire(min(count, self._free.num_free))
         self.owner[given] = self._ledgers.index(ledger)
         self._num_owned[self._ledgers.index(ledger)] += len(given)
         ledger.free.give(self._ids(ledger, given))
-        self._mover.sectors_given(ledger, given.astype(np.int32))
+        self._mover.sectors_given(ledger, given)
 
     def _vacate(self, ledger: GroupLedger, count: int, moving: bool = True) -> bool:
         """Take the ``count`` emptiest sectors of ``ledger`` away, which has as many free blocks as they hold; not ``moving``:
@@ -143,8 +147,10 @@ class Sectors:
         num_free = np.bincount(ids // per, minlength=len(self.owner))
         num_free[self.owner != self._ledgers.index(ledger)] = -1
         num_free[self._mover.fixed_ids(ledger) // per] = -1
-        chosen = np.argsort(-num_free, kind="stable")[:count]
-        chosen = np.sort(chosen[num_free[chosen] >= (0 if moving else per)])
+        chosen = np.flatnonzero(num_free == per)[:count]
+        if moving and len(chosen) < count:
+            chosen = np.argsort(-num_free, kind="stable")[:count]
+            chosen = np.sort(chosen[num_free[chosen] >= 0])
         if not len(chosen):
             return False
         leaves = np.zeros(len(self.owner), np.bool_)
@@ -157,11 +163,11 @@ class Sectors:
             self._mover.move_blocks(ledger, left, free.acquire(len(left)))
         self.owner[chosen] = NOBODY
         self._num_owned[self._ledgers.index(ledger)] -= len(chosen)
-        self._free.extend(chosen[::-1].tolist())
+        self._free.give(chosen[::-1].astype(np.int32))
         return True
 
     @staticmethod
     def _ids(ledger: GroupLedger, sectors: np.ndarray) -> Ids:
         per = ledger.plan.per_sector
-        ids: Ids = (sectors[:, None] * per + np.arange(per)).astype(np.int32).ravel()
+        ids: Ids = (sectors[:, None] * per + np.arange(per, dtype=sectors.dtype)).astype(np.int32, copy=False).ravel()
         return ids

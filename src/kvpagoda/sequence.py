@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +16,15 @@ from kvpagoda.prefix import Lease
 from kvpagoda.reuse import PrefixMatch
 
 Tokens = npt.NDArray[np.int32]
+_INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
 
 
 def as_tokens(token_ids: Any, vocab_size: int | None = None) -> Tokens:
     """``token_ids`` as a contiguous int32 vector. Raises BadInput for anything but integers inside the vocabulary."""
     array = np.asarray(token_ids)
-    if array.dtype == np.int32 and array.ndim == 1 and array.flags.c_contiguous:
-        largest = int(np.maximum.reduce(array.view(np.uint32), initial=0))  # one pass: what is below 0 is large
-        if largest < (vocab_size or 2**31):
+    if array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous:
+        unsigned = array.view(_UINT32)  # one pass: what is below 0 is large
+        if not len(array) or unsigned.item(unsigned.argmax()) < (vocab_size or 2**31):
             return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise BadInput(f"token ids must be a vector of integers, got {array.dtype} of shape {list(array.shape)}")
@@ -67,13 +68,6 @@ class Stepper(Protocol):
         ...
 
 
-class Start(NamedTuple):
-    """What a sequence starts from: why, and the lease on it."""
-
-    match: PrefixMatch
-    lease: Lease
-
-
 class Sequence:
     """A request that is being computed. Made by ``KVCache.open``; closes itself at the end of a ``with`` block.
 
@@ -87,16 +81,17 @@ class Sequence:
         slot: int,
         tokens: Tokens,
         prompt_length: int,
-        start: Start,
+        match: PrefixMatch,
+        lease: Lease,
         *,
         namespace: bytes = b"",
         priority: int = 0,
         stand_ins: Mapping[int, int] | None = None,
     ) -> None:
-        self._owner, self._slot, match = owner, slot, start.match
+        self._owner, self._slot = owner, slot
         self._tokens, self.prompt_length, self._length = tokens, prompt_length, match.resumable
         self.namespace, self.priority, self.stand_ins = namespace, priority, stand_ins or {}
-        self.match, self.lease = match, start.lease
+        self.match, self.lease = match, lease
         self.num_fences, self.is_settled = 0, True
         self.last_checkpoint = -1
         self.written = self._length
@@ -138,9 +133,11 @@ class Sequence:
     def room(self) -> int:
         """Tokens, the committed ones included, that every group has room for."""
         self._check_open()
-        room = self._owner.max_context
+        room, slot = self._owner.max_context, self._slot
         for ledger in self._owner.ledgers:
-            room = min(room, ledger.end[self._slot] * ledger.block_size)
+            here = ledger.end[slot] * ledger.block_size
+            if here < room:
+                room = here
         return room
 
     def keys(self, first: int, end: int) -> Tokens:
@@ -148,7 +145,7 @@ class Sequence:
         tokens = self._tokens[first:end]
         if self.stand_ins:
             tokens = with_stand_ins(tokens, first, self.stand_ins)
-        tokens.flags.writeable = False
+        tokens.setflags(write=False)
         return tokens
 
     def extend(self, n: int) -> None:
@@ -167,24 +164,24 @@ class Sequence:
 
         Inside the prompt the ids must be the prompt's own. Raises BadInput (no room, other ids), StaleHandle.
         """
-        self._check_open()
         self._go_alone()
         length, left = self._length, self.prompt_length - self._length
         ids = np.asarray(token_ids)
-        if left <= 0 or ids.dtype != np.int32 or ids.ndim != 1:
+        if left <= 0 or ids.dtype != _INT32 or ids.ndim != 1:
             ids = as_tokens(ids, self._owner.vocab_size)
         elif len(ids) > left:  # what the prompt has was looked at when it came
             as_tokens(ids[left:], self._owner.vocab_size)
-        end = length + len(ids)
-        if end > self.room:
-            raise BadInput(f"commit of {len(ids)} tokens after {length} passes the room of {self.room}; extend first")
-        if left > 0:
-            known = self._tokens[length : min(end, self.prompt_length)]
-            same = known == ids[: len(known)]
-            at = int(same.argmin()) if len(same) else 0
-            if len(same) and not same[at]:
+        count = len(ids)
+        end, room = length + count, self.room
+        if end > room:
+            raise BadInput(f"commit of {count} tokens after {length} passes the room of {room}; extend first")
+        if left > 0 and count:
+            known = self._tokens[length : length + left if left < count else end]
+            same = known == (ids if count <= left else ids[:left])
+            at = same.argmin()
+            if not same[at]:
                 raise BadInput(f"commit names token {ids[at]} at {length + at}, the prompt has {known[at]}")
-        if len(ids) > left:
+        if count > left:
             self.take_in(ids)
         self._length = end
         self._owner.sequence_committed(self)
@@ -216,7 +213,6 @@ class Sequence:
         checkpoint, or the sequence it was forked from. Raises OutOfBlocks if a shared block must be copied and there is
         no room. Nothing changed then.
         """
-        self._check_open()
         self._go_alone()
         if not 0 <= n <= self._length:
             raise BadInput(f"cannot rewind {n} of {self._length} tokens")
@@ -231,15 +227,14 @@ class Sequence:
 
     def close(self) -> None:
         """Give everything back; whole blocks stay for others to find. Raises StaleHandle the second time."""
-        self._check_open()
         self._go_alone()
         self._owner.sequence_closed(self)
         self._open = False
 
     def settle(self) -> None:
         """Do what waited for the last fence: the effects of a commit, and of a close."""
-        self._go_alone()
         self.is_settled, is_open, self._open = True, self._open, True
+        self._go_alone()
         self._owner.sequence_committed(self)
         if not is_open:
             self.close()
@@ -255,7 +250,8 @@ class Sequence:
             self.close()
 
     def _go_alone(self) -> None:
-        """What is known of this sequence elsewhere is about to be wrong."""
+        """What is known of this sequence elsewhere is about to be wrong. Raises StaleHandle."""
+        self._check_open()
         if self.stepper is not None:
             stepper, self.stepper = self.stepper, None
             stepper.let_go(self)

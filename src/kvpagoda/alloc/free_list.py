@@ -30,10 +30,11 @@ class FreeStack:
 
     def acquire(self, n: int) -> Ids:
         """Take ``n`` distinct ids, the last given back first: int32 ``[n]``. Raises OutOfBlocks (taking nothing). O(n)."""
-        left = self.num_free - n
+        end = self.num_free
+        left = end - n
         if left < 0:
-            raise OutOfBlocks(f"OOM: need {n} {self.what}, {self.num_free} free of {self.num_ids}; release some first")
-        ids: Ids = self._stack[left : self.num_free][::-1].copy()
+            raise OutOfBlocks(f"OOM: need {n} {self.what}, {end} free of {self.num_ids}; release some first")
+        ids: Ids = self._stack[left:end][::-1].copy()
         self.num_free = left
         return ids
 

@@ -179,8 +179,9 @@ class Plan:
             )
         wanted = []
         for group in self.groups:
-            at_most = group.blocks_for(num_tokens)
-            blocks = max(ceil_div(room, group.block_size), at_most)
+            blocks = at_most = group.blocks_for(num_tokens)
+            if room > at_most * group.block_size:
+                blocks = ceil_div(room, group.block_size)
             if blocks > group.num_blocks:
                 fits_in_chunks = at_most <= group.num_blocks
                 hint = "open it with a smaller room and extend chunk by chunk"
