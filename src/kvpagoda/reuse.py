@@ -232,7 +232,7 @@ class Reuse:
         given = self._no_ids(end - begin) if full is None else full.table.cells[slot : slot + 1, begin:end]
         inserted = tree.insert(lease, sequence.keys(begin * size, end * size), given, priority=priority)
         if self.bounded:  # the checkpoint that this text hangs on is in use, also by those that will begin like it
-            tree.touch(lease, priority=priority)
+            tree.touch_checkpoint(lease)
         if full is None:
             if tree.num_cached > self._most_unbacked:
                 self._forget(tree.evict(tree.num_cached - self._most_unbacked).states)

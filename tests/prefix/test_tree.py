@@ -379,3 +379,20 @@ def test_a_chain_of_a_hundred_thousand_blocks(every: int) -> None:
     assert tree.evict(depth).shortfall == depth // 2
     tree.check()
     assert tree.num_cached == 0 and not tree._roots
+
+
+def test_a_checkpoint_is_touched_alone() -> None:
+    """The last one on the path, and no block: what was used first still goes first."""
+    tree, leases = PrefixTree(1), []
+    for i in (1, 2):
+        store(tree, tokens(i, i, i), 10 * i)
+        leases.append(tree.pin(tree.match(tokens(i, i, i))))
+        assert tree.set_checkpoint(leases[-1], 1, 2 * i) and tree.set_checkpoint(leases[-1], 3, 2 * i + 1)
+    tree.touch_checkpoint(leases[0])
+    assert tree.evict_checkpoint(3) == (2, 4, 5)
+    for lease in leases:
+        tree.unpin(lease)
+    with pytest.raises(StaleHandle):
+        tree.touch_checkpoint(leases[0])
+    assert tree.evict(3).ids.tolist() == [[12, 11, 10]]
+    tree.check()

@@ -79,7 +79,9 @@ class Recency:
                 self._queue(node, uses[-1][1])
                 continue
             if len(uses) > 1:
-                first = len(uses) - 1  # stretches before this time go too: what is queued comes up at that time or later
+                first = (
+                    len(uses) - 1
+                )  # stretches before this time go too: what is queued comes up at that time or later
                 next_up = min(next(iter(in_order), _NEVER), heap[0] if heap else _NEVER)
                 while first and uses[first - 1][1] < next_up:
                     first -= 1

@@ -145,6 +145,12 @@ class PrefixTree:
                 used = self._checkpoints.use(node, depth)
             depth, node = node.start, node.parent
 
+    def touch_checkpoint(self, lease: Lease) -> None:
+        """Say that the last checkpoint of what ``lease`` covers was used. O(nodes behind it). Raises StaleHandle."""
+        node, depth = self._locate(lease)
+        while node.parent is not None and not (node.checkpoints and self._checkpoints.use(node, depth)):
+            depth, node = node.start, node.parent
+
     def insert(
         self, at: Match | Lease, tokens: Ids, blocks: Ids, *, pin: bool | None = None, priority: int = 0
     ) -> Inserted:
