@@ -9,7 +9,7 @@ caller ── store / lookup / load / discard ──► queue ──► worker t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from kvpagoda.units import parse_bytes
 
 T = TypeVar("T", list[Status], Lease)
 Rows = Sequence[int]
+_PART_NBYTES = 2 << 20
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Tier:
     is REJECTED.
 
     More than ``in_flight`` bytes at once are REJECTED, not queued. What is UNAVAILABLE is tried once more. After ``faults``
-    calls in a row that failed or were late the driver is left alone: calls are UNAVAILABLE at once, but for one every ``pause``
+    calls in a row that failed or were late the driver is left alone: calls are UNAVAILABLE at once, but for one in ``pause``
     seconds, until one succeeds. Stores have a count of their own, so a full disk is still read. Without ``checksum`` payloads
     are not summed: for memory of this process. Callbacks of futures run in the tier's threads and must be short.
     """
@@ -272,21 +273,34 @@ class Tier:
             result.release()
 
     def _store(self, keys: Sequence[bytes], rows: Rows, sizes: Sequence[int], deadline: float) -> list[Status]:
-        for key, row, size in zip(keys, rows, sizes):
-            pack_record(self.buffer.rows[row], key, self._fingerprint, size, checksum=self._checksum)
-        return _twice(self.driver.store, keys, rows, deadline)
+        statuses = []
+        for part in self._parts(len(keys)):
+            for key, row, size in zip(keys[part], rows[part], sizes[part]):
+                pack_record(self.buffer.rows[row], key, self._fingerprint, size, checksum=self._checksum)
+            statuses += _twice(self.driver.store, keys[part], rows[part], deadline)
+        self.driver.lookup(keys, deadline, 0.0).release()  # used together: parents last
+        return statuses
 
     def _load(self, keys: Sequence[bytes], rows: Rows, deadline: float) -> list[Status]:
-        statuses = _twice(self.driver.load, keys, rows, deadline)
-        for i, (key, row) in enumerate(zip(keys, rows)):
-            if statuses[i] is Status.OK:
-                record = self.buffer.rows[row]
-                if verify_record(record, key, self._fingerprint, checksum=self._checksum) is None:
-                    statuses[i] = Status.CORRUPT
+        statuses = []
+        for part in self._parts(len(keys)):
+            for key, row, status in zip(
+                keys[part], rows[part], _twice(self.driver.load, keys[part], rows[part], deadline)
+            ):
+                if status is Status.OK:
+                    record = self.buffer.rows[row]
+                    if verify_record(record, key, self._fingerprint, checksum=self._checksum) is None:
+                        status = Status.CORRUPT
+                statuses.append(status)
         corrupt = [key for key, status in zip(keys, statuses) if status is Status.CORRUPT]
         if corrupt:
             self.driver.discard(corrupt, deadline)
         return statuses
+
+    def _parts(self, n: int) -> Iterator[slice]:
+        """What of ``n`` records goes to the driver at a time: as much as the processor's cache still has when it is summed."""
+        step = max(1, _PART_NBYTES // self.buffer.record_nbytes)
+        return (slice(start, start + step) for start in range(0, n, step))
 
 
 def _statuses(result: list[Status] | Lease) -> Sequence[Status]:
