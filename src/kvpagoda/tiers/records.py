@@ -174,4 +174,4 @@ class RecordBuffer:
 
 def pages(nbytes: int) -> Bytes:
     """Zeroed page-aligned memory, taken from the system as it is touched."""
-    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    return np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)

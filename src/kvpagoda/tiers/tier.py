@@ -278,7 +278,8 @@ class Tier:
             for key, row, size in zip(keys[part], rows[part], sizes[part]):
                 pack_record(self.buffer.rows[row], key, self._fingerprint, size, checksum=self._checksum)
             statuses += _twice(self.driver.store, keys[part], rows[part], deadline)
-        self.driver.lookup(keys, deadline, 0.0).release()  # used together: parents last
+        if Status.OK in statuses:
+            self.driver.lookup(keys, deadline, 0.0).release()  # they were used together, the deepest first
         return statuses
 
     def _load(self, keys: Sequence[bytes], rows: Rows, deadline: float) -> list[Status]:
