@@ -90,8 +90,9 @@ class SlabFile:
         if self._is_dirty[slot]:
             self._put(self._zeros, start)
         self._is_dirty[slot] = True
-        self._put(record[PAGE:], start + PAGE)
-        self._put(record[:PAGE], start)
+        head = len(record) if len(self._files) > 1 else PAGE  # past the page cache a kill does not tear a write
+        self._put(record[head:], start + head)
+        self._put(record[:head], start)
         return True
 
     def read(self, slot: int, row: int) -> bool:
