@@ -163,14 +163,15 @@ def test_a_hung_driver_never_holds_anybody_up(bench: Bench) -> None:
     bench.driver.is_well.clear()
     for _ in range(3):
         start = monotonic()
-        assert bench.load(1, seconds=0.2) == [TIMEOUT]
-        assert monotonic() - start < 0.22
+        assert bench.load(1, seconds=0.5) == [TIMEOUT]
+        assert monotonic() - start < 0.55
     start = monotonic()
     assert bench.load(1, seconds=2.0) == [UNAVAILABLE] and monotonic() - start < 0.1
     assert not bench.tier.stats().is_available
     assert bench.buffer.num_free == 16 - 3  # the records of all three calls: two hang, one waits behind them
     sleep(0.2)
-    assert bench.tier.lookup(KEYS[:2], soon(0.2)).result(0.22).statuses == (TIMEOUT, TIMEOUT)  # the one that may try
+    assert bench.load(1, seconds=0.5) == [TIMEOUT]  # the one that may try
+    assert bench.load(1, seconds=0.5) == [UNAVAILABLE]
     bench.driver.is_well.set()
     while bench.buffer.num_free < 16:
         sleep(0.01)
@@ -198,7 +199,7 @@ def test_a_late_read_reaches_nobody_elses_record(bench: Bench) -> None:
 def test_a_late_lease_is_released(bench: Bench) -> None:
     bench.store(1)
     bench.driver.is_well.clear()
-    assert bench.tier.lookup(KEYS[1:2], soon(0.1), 60.0).result(0.15).statuses == (TIMEOUT,)
+    assert bench.tier.lookup(KEYS[1:2], soon(0.1), 60.0).result(1).statuses == (TIMEOUT,)
     bench.driver.is_well.set()
     assert bench.tier.close(soon())
     assert bench.driver.stats().num_leases == 0
@@ -213,7 +214,7 @@ def test_the_bound_in_flight_refuses_and_counts(bench: Bench) -> None:
     assert small.tier.stats().nbytes_in_flight == 3 * (small.buffer.record_nbytes + 128)
     assert not futures[0].cancel()
     small.driver.is_well.set()
-    assert [future.result(1) for future in futures[:3]] == [[OK]] * 3
+    assert [future.result(5) for future in futures[:3]] == [[OK]] * 3
     assert small.tier.close(soon()) and small.tier.stats().nbytes_in_flight == 0
 
 
@@ -278,7 +279,7 @@ def test_a_closed_tier_is_unavailable() -> None:
         sleep(0.001)
     assert not bench.tier.close(soon(0.05)) and not bench.driver.is_closed
     assert bench.tier.load(KEYS[:1], rows, soon()).result(0) == [UNAVAILABLE]
-    assert future.result(0.4) == [TIMEOUT] and not bench.driver.is_closed
+    assert future.result(2) == [TIMEOUT] and not bench.driver.is_closed
     bench.driver.is_well.set()
     assert bench.tier.close(soon()) and bench.driver.is_closed and not bench.tier.stats().is_available
 
@@ -314,8 +315,8 @@ def test_the_breaker_opens_waits_and_closes() -> None:
     breaker.record(True, 0.0)
     assert breaker.is_open and not breaker.allows(0.9) and breaker.allows(1.0) and not breaker.allows(1.5)
     breaker.record(True, 1.5)
-    assert breaker.is_open and breaker.allows(2.0) and not breaker.allows(2.1)
+    assert breaker.is_open and not breaker.allows(2.4) and breaker.allows(2.5)
     breaker.retry_now()
-    assert breaker.allows(2.2)
-    breaker.record(False, 2.3)
-    assert breaker.allows(2.3) and not breaker.is_open
+    assert breaker.allows(2.6)
+    breaker.record(False, 2.7)
+    assert breaker.allows(2.7) and not breaker.is_open

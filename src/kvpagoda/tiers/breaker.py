@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Breaker:
-    """Opens after ``limit`` faults in a row; then one call every ``pause`` seconds goes through, until one succeeds.
+    """Opens after ``limit`` faults in a row; then a call goes through ``pause`` seconds after the last, until one succeeds.
 
     Times are given by the caller, who also sees to it that one thread asks at a time.
     """
@@ -30,7 +30,7 @@ class Breaker:
     def record(self, is_fault: bool, now: float) -> None:
         """A call came back, or did not in time."""
         self._faults = self._faults + 1 if is_fault else 0
-        if self._faults == self._limit:
+        if self.is_open:
             self._next_try = now + self._pause
 
     def retry_now(self) -> None:

@@ -65,9 +65,9 @@ class Tier:
     is REJECTED.
 
     More than ``in_flight`` bytes at once are REJECTED, not queued. What is UNAVAILABLE is tried once more. After ``faults``
-    calls in a row that failed or were late the driver is left alone: calls are UNAVAILABLE at once, but for one in ``pause``
-    seconds, until one succeeds. Stores have a count of their own, so a full disk is still read. Without ``checksum`` payloads
-    are not summed: for memory of this process. Callbacks of futures run in the tier's threads and must be short.
+    calls of one kind in a row that failed or were late, such calls are UNAVAILABLE at once, but for one ``pause`` seconds after
+    the last, until one succeeds: a full disk is still read. Without ``checksum`` payloads are not summed: for memory of this
+    process. Callbacks of futures run in the tier's threads and must be short.
     """
 
     def __init__(
@@ -90,8 +90,7 @@ class Tier:
         self.driver, self.buffer = driver, buffer
         self._fingerprint, self._checksum = fingerprint, checksum
         self._most_in_flight, self._in_flight = parse_bytes(in_flight), 0
-        reads = Breaker(faults, pause)
-        self._breakers = {"store": Breaker(faults, pause), "lookup": reads, "load": reads, "discard": reads}
+        self._breakers = {kind: Breaker(faults, pause) for kind in ("store", "lookup", "load", "discard")}
         self._counts: dict[str, Counter[Status]] = {kind: Counter() for kind in self._breakers}
         self._last_error = ""
         self._changed = Condition()
@@ -110,34 +109,30 @@ class Tier:
 
         One status a key. Raises BadInput and NotOwned, before anything is done.
         """
-        self._prove(keys, rows)
+        keys, rows = self._prove(keys, rows)
         sizes = [self.buffer.payload_nbytes] * len(keys) if nbytes is None else list(nbytes)
         if len(sizes) != len(keys) or not all(0 <= size <= self.buffer.payload_nbytes for size in sizes):
             raise BadInput(f"{len(keys)} payloads of 0..{self.buffer.payload_nbytes} bytes, got {sizes[:16]}")
-        return self._submit("store", partial(self._store, keys, rows, sizes, deadline), deadline, keys, rows)
+        return self._start("store", partial(self._store, keys, rows, sizes, deadline), list, deadline, keys, rows)
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float = 10.0) -> Future[Lease]:
         """Which of ``keys`` are there, and stay for ``hold`` seconds. Raises BadInput."""
-        self._prove(keys)
-
-        def refuse(status: Status) -> Lease:
-            return Lease(tuple(keys), (status,) * len(keys), monotonic())
-
+        keys, _ = self._prove(keys)
         work = partial(self.driver.lookup, keys, deadline, hold)
-        return self._start(_Operation("lookup", work, refuse, deadline, (), len(keys) * HEADER_NBYTES))
+        return self._start("lookup", work, lambda statuses: Lease(keys, tuple(statuses), 0.0), deadline, keys)
 
     def load(self, keys: Sequence[bytes], rows: Rows, deadline: float) -> Future[list[Status]]:
         """Read and prove the records of ``keys``; payloads are in ``buffer.payloads[rows]`` where the status is OK.
 
         CORRUPT records are discarded. Raises BadInput and NotOwned, before anything is done.
         """
-        self._prove(keys, rows)
-        return self._submit("load", partial(self._load, keys, rows, deadline), deadline, keys, rows)
+        keys, rows = self._prove(keys, rows)
+        return self._start("load", partial(self._load, keys, rows, deadline), list, deadline, keys, rows)
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> Future[list[Status]]:
         """Drop the records of ``keys``. Raises BadInput."""
-        self._prove(keys)
-        return self._submit("discard", partial(self.driver.discard, keys, deadline), deadline, keys)
+        keys, _ = self._prove(keys)
+        return self._start("discard", partial(self.driver.discard, keys, deadline), list, deadline, keys)
 
     def stats(self) -> TierStats:
         """Counts, without I/O."""
@@ -162,25 +157,28 @@ class Tier:
 
     # -- in the caller's thread ----------------------------------------------------------------------------------------
 
-    def _prove(self, keys: Sequence[bytes], rows: Rows | None = None) -> None:
+    @staticmethod
+    def _prove(keys: Sequence[bytes], rows: Rows | None = None) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
         if any(len(key) != KEY_NBYTES for key in keys) or len(set(keys)) < len(keys):
             raise BadInput(
                 f"keys have {KEY_NBYTES} bytes, each named once; got lengths {[len(key) for key in keys][:16]}"
             )
         if rows is not None and len(rows) != len(keys):
             raise BadInput(f"one record for each key: {len(keys)} keys, {len(rows)} records")
+        return tuple(keys), tuple(rows or ())
 
-    def _submit(
-        self, kind: str, work: Callable[[], list[Status]], deadline: float, keys: Sequence[bytes], rows: Rows = ()
-    ) -> Future[list[Status]]:
-        def refuse(status: Status) -> list[Status]:
-            return [status] * len(keys)
-
-        nbytes = len(rows) * self.buffer.record_nbytes + len(keys) * HEADER_NBYTES
-        return self._start(_Operation(kind, work, refuse, deadline, rows, nbytes))
-
-    def _start(self, operation: _Operation[T]) -> Future[T]:
+    def _start(
+        self,
+        kind: str,
+        work: Callable[[], T],
+        told: Callable[[list[Status]], T],
+        deadline: float,
+        keys: Sequence[bytes],
+        rows: Rows = (),
+    ) -> Future[T]:
         """Queue it, or refuse it at once."""
+        nbytes = len(rows) * self.buffer.record_nbytes + len(keys) * HEADER_NBYTES
+        operation = _Operation(kind, work, lambda status: told([status] * len(keys)), deadline, rows, nbytes)
         operation.future.set_running_or_notify_cancel()  # it cannot be cancelled: it will be done soon enough
         now = monotonic()
         with self._changed:
@@ -240,11 +238,11 @@ class Tier:
             self._do(operation)
         with self._changed:
             self._workers -= 1
-            is_last = not self._workers
-        if is_last:
-            self.driver.close()
+            if self._workers:
+                return
+        self.driver.close()
         with self._changed:
-            self._is_done = is_last
+            self._is_done = True
             self._changed.notify_all()
 
     def _do(self, operation: _Operation[Any]) -> None:
