@@ -234,6 +234,26 @@ def test_swapped_files_are_found_out(filled: Path) -> None:
     disk.close()
 
 
+def test_pages_that_reach_the_disk_in_any_order_are_never_a_wrong_byte(tmp_path: Path) -> None:
+    """Power loss, as nothing is synced: each page of the file is from another moment."""
+    disk, random, moments, seen = Disk(tmp_path), np.random.default_rng(2), [], Counter[Status]()
+    for i in range(3 * SLOTS):
+        disk.store([i])
+        if i % 3 == 0:
+            disk.tier.discard([KEYS[i]], monotonic() + 5).result()
+        moments.append(np.fromfile(disk.path, np.uint8).reshape(-1, PAGE))
+    disk.close()
+    for round_ in range(150):
+        recent = moments[-2 - round_ % SLOTS :]
+        mixed = np.stack([recent[random.integers(len(recent))][page] for page in range(len(recent[0]))])
+        mixed.tofile(disk.path)
+        again = Disk(tmp_path)
+        seen.update([*again.load(ALL), *again.load(range(8, 16)), *again.load(range(16, 24))])
+        assert again.store([40]) == [OK] and again.load([40]) == [OK]
+        again.close()
+    assert min(seen[OK], seen[MISS], seen[CORRUPT]) > 100 and len(seen) == 3
+
+
 def test_a_folder_has_one_process(filled: Path) -> None:
     disk = Disk(filled)
     with pytest.raises(BadInput, match="no other process"):

@@ -65,9 +65,9 @@ class Tier:
     is REJECTED.
 
     More than ``in_flight`` bytes at once are REJECTED, not queued. What is UNAVAILABLE is tried once more. After ``faults``
-    calls of one kind in a row that failed or were late, such calls are UNAVAILABLE at once, but for one ``pause`` seconds after
-    the last, until one succeeds: a full disk is still read. Without ``checksum`` payloads are not summed: for memory of this
-    process. Callbacks of futures run in the tier's threads and must be short.
+    calls of one kind in a row that failed or were late, such calls are UNAVAILABLE at once, but for one ``pause`` seconds
+    after the last, until one succeeds: a full disk is still read. Without ``checksum`` payloads are not summed: for memory of
+    this process. Callbacks of futures run in the tier's threads and must be short.
     """
 
     def __init__(
