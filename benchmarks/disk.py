@@ -1,7 +1,8 @@
 """What a tier leaves of the speed of what is below it: of copying memory, and of reading and writing a file.
 
-``host``: the driver of host memory beside as many plain copies. ``disk``: a tier on a file, with checksums, futures and
-deadlines, beside plain reads and writes of a file in the same folder by as many threads as the tier has workers.
+``host``: the driver of host memory, and a tier above it, beside as many plain copies. ``page cache``, ``O_DIRECT``: a tier on
+a file, with checksums, futures and deadlines, beside plain reads and writes of a file in the same folder by as many threads
+as the tier has workers.
 """
 
 from __future__ import annotations
@@ -83,13 +84,20 @@ def _host(options: Options, size: int, count: int) -> list[Row]:
         for memory, row in zip(plain, target):
             np.copyto(buffer.rows[row], memory)
 
-    return _rows(
-        options, f"host, {format_bytes(size)}", count, lambda: driver.discard(keys, _later()),
-        {
-            "store": (copy_out, lambda: _all_ok([driver.store(keys, source, _later())])),
-            "load": (copy_in, lambda: _all_ok([driver.load(keys, target, _later())])),
-        },
-    )  # fmt: skip
+    rows: list[Row] = []
+    for name, checksum in (("driver", None), ("tier, no checksums", False), ("tier", True)):
+        if checksum is None:
+            store: Call = lambda: _all_ok([driver.store(keys, source, _later())])  # noqa: E731
+            load: Call = lambda: _all_ok([driver.load(keys, target, _later())])  # noqa: E731
+        else:
+            tier = Tier(driver, buffer, bytes(32), in_flight="1GiB", checksum=checksum)
+            store = lambda tier=tier: _all_ok([tier.store(keys, source, _later()).result()])  # noqa: E731
+            load = lambda tier=tier: _all_ok([tier.load(keys, target, _later()).result()])  # noqa: E731
+        pairs = {"store": (copy_out, store), "load": (copy_in, load)}
+        rows += _rows(
+            options, f"host {name}, {format_bytes(size)}", count, lambda: driver.discard(keys, _later()), pairs
+        )
+    return rows
 
 
 def _disk(options: Options, folder: Path, size: int, count: int, workers: int, direct: bool) -> list[Row]:
