@@ -1,6 +1,7 @@
 """Kill a process that writes to a disk tier, with SIGKILL, and see what the next one finds. A program: no threads, many forks.
 
     killing.py FOLDER random ROUNDS     at random moments, opening included
+    killing.py FOLDER direct ROUNDS     the same, past the page cache
     killing.py FOLDER points            before, in the middle of and after every write that an open or a store makes
 
 Prints the number of rounds, of records found and of records acknowledged; fails on a wrong byte or a lost acknowledged record.
@@ -33,7 +34,7 @@ ROOMY, TIGHT = ((NUM_KEYS + 1) * BUFFER.record_nbytes, 9 * BUFFER.record_nbytes)
 
 
 def open_driver(folder: Path, nbytes: int) -> SlotDriver:
-    return disk_driver(folder, BUFFER, nbytes, admit_all=True)
+    return disk_driver(folder, BUFFER, nbytes, admit_all=True, direct=sys.argv[2] == "direct")
 
 
 def store(driver: SlotDriver, i: int) -> Status:
@@ -178,7 +179,7 @@ def named_points(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[2] == "random":
-        random_kills(Path(sys.argv[1]), int(sys.argv[3]))
-    else:
+    if sys.argv[2] == "points":
         named_points(Path(sys.argv[1]))
+    else:
+        random_kills(Path(sys.argv[1]), int(sys.argv[3]))

@@ -82,6 +82,8 @@ def test_a_batch_larger_than_the_driver_keeps_the_parents() -> None:
     driver, _ = driver_of(3)
     assert driver.store(KEYS[:5], [0, 1, 2, 3, 4], soon()) == [OK, OK, OK, REJECTED, REJECTED]
     assert found(driver, KEYS) == [0, 1, 2] and driver.stats().rejected == 2
+    assert driver.store([KEYS[2], *KEYS[7:10]], [0, 1, 2, 3], soon()) == [OK, OK, OK, REJECTED]
+    assert found(driver, KEYS) == [2, 7, 8]
     driver.check()
 
 
@@ -94,6 +96,7 @@ def test_a_lease_keeps_records_until_it_is_released_or_over() -> None:
     lease.release()
     assert driver.store(KEYS[2:4], [0, 1], soon()) == [OK, REJECTED] and found(driver, KEYS) == [0, 2]
     sleep(0.06)
+    assert not driver.stats().num_leases
     assert driver.store(KEYS[3:5], [0, 1], soon()) == [OK, OK] and found(driver, KEYS) == [3, 4]
     short.release()
     driver.check()

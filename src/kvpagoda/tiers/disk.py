@@ -90,7 +90,7 @@ class SlabFile:
         if self._is_dirty[slot]:
             self._put(self._zeros, start)
         self._is_dirty[slot] = True
-        head = len(record) if len(self._files) > 1 else PAGE  # past the page cache a kill does not tear a write
+        head = len(record) if len(self._files) > 1 else PAGE  # past the page cache a kill tears no write
         self._put(record[head:], start + head)
         self._put(record[:head], start)
         return True

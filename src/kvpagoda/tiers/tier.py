@@ -9,7 +9,7 @@ caller ── store / lookup / load / discard ──► queue ──► worker t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -271,13 +271,17 @@ class Tier:
             result.release()
 
     def _store(self, keys: Sequence[bytes], rows: Rows, sizes: Sequence[int], deadline: float) -> list[Status]:
-        statuses = []
-        for part in self._parts(len(keys)):
+        statuses, leases, parts = list[Status](), list[Lease](), self._parts(len(keys))
+        for part in parts:
             for key, row, size in zip(keys[part], rows[part], sizes[part]):
                 pack_record(self.buffer.rows[row], key, self._fingerprint, size, checksum=self._checksum)
             statuses += _twice(self.driver.store, keys[part], rows[part], deadline)
-        if Status.OK in statuses:
-            self.driver.lookup(keys, deadline, 0.0).release()  # they were used together, the deepest first
+            if len(parts) > 1:  # no part goes for a deeper one, and in the end the deepest counts as used first
+                leases.append(self.driver.lookup(keys[part], deadline, deadline - monotonic()))
+        if leases:
+            leases.append(self.driver.lookup(keys, deadline, 0.0))
+        for lease in leases:
+            lease.release()
         return statuses
 
     def _load(self, keys: Sequence[bytes], rows: Rows, deadline: float) -> list[Status]:
@@ -296,10 +300,10 @@ class Tier:
             self.driver.discard(corrupt, deadline)
         return statuses
 
-    def _parts(self, n: int) -> Iterator[slice]:
+    def _parts(self, n: int) -> list[slice]:
         """What of ``n`` records goes to the driver at a time: as much as the processor's cache still has when it is summed."""
         step = max(1, _PART_NBYTES // self.buffer.record_nbytes)
-        return (slice(start, start + step) for start in range(0, n, step))
+        return [slice(start, start + step) for start in range(0, n, step)]
 
 
 def _statuses(result: list[Status] | Lease) -> Sequence[Status]:
