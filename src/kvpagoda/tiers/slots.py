@@ -41,9 +41,9 @@ class SlotDriver:
     """Records in the slots of a ``Medium``; the least recently looked up go first, and of one call the deepest first.
 
     A slot is free, being written, or valid; one that is being read, or cleared, is not handed out before that is done. A full
-    driver with ``remember`` > 0 takes a record in place of another only when it comes again: it remembers that many
-    keys that it refused. All books are kept under one lock, and no I/O is done under it. Amortised O(log leases) a call and O(1)
-    a key; a full driver also steps over the keys that may not go.
+    driver with ``remember`` > 0 takes a record in place of another only when it comes again: it remembers that many keys that
+    it refused. All books are kept under one lock, and no I/O is done under it. Amortised O(log leases) a call and O(1) a key;
+    a full driver also steps over the keys that may not go.
     """
 
     def __init__(self, medium: Medium, *, remember: int = 0) -> None:
