@@ -71,17 +71,9 @@ class Tier:
     """
 
     def __init__(
-        self,
-        driver: Driver,
-        buffer: RecordBuffer,
-        fingerprint: bytes,
-        *,
-        in_flight: int | str = "256MiB",
-        workers: int = 2,
-        faults: int = 5,
-        pause: float = 1.0,
-        checksum: bool = True,
-    ) -> None:
+        self, driver: Driver, buffer: RecordBuffer, fingerprint: bytes, *,
+        in_flight: int | str = "256MiB", workers: int = 2, faults: int = 5, pause: float = 1.0, checksum: bool = True,
+    ) -> None:  # fmt: skip
         if len(fingerprint) != KEY_NBYTES or workers < 1 or faults < 1 or pause <= 0:
             raise BadInput(
                 f"a tier needs a fingerprint of {KEY_NBYTES} bytes, workers and faults of at least 1, and a pause; got "
@@ -168,14 +160,9 @@ class Tier:
         return tuple(keys), tuple(rows or ())
 
     def _start(
-        self,
-        kind: str,
-        work: Callable[[], T],
-        told: Callable[[list[Status]], T],
-        deadline: float,
-        keys: Sequence[bytes],
-        rows: Rows = (),
-    ) -> Future[T]:
+        self, kind: str, work: Callable[[], T], told: Callable[[list[Status]], T], deadline: float,
+        keys: Sequence[bytes], rows: Rows = (),
+    ) -> Future[T]:  # fmt: skip
         """Queue it, or refuse it at once."""
         nbytes = len(rows) * self.buffer.record_nbytes + len(keys) * HEADER_NBYTES
         operation = _Operation(kind, work, lambda status: told([status] * len(keys)), deadline, rows, nbytes)
