@@ -88,7 +88,7 @@ def bytes_stay_within_the_bound(make: Make) -> None:
 
 
 def late_is_said_and_not_raised(make: Make) -> None:
-    """A deadline in the past: TIMEOUT, or what could be said without I/O; never OK for something that was not done."""
+    """A deadline in the past: TIMEOUT for every key, and nothing was done."""
     with _Trial(make) as trial:
         trial.store([_key(1)])
         past = monotonic() - 1
