@@ -1,0 +1,150 @@
+"""What a tier leaves of the speed of what is below it: of copying memory, and of reading and writing a file.
+
+``host``: the driver of host memory, and a tier above it, beside as many plain copies. ``page cache``, ``O_DIRECT``: a tier on
+a file, with checksums, futures and deadlines, beside plain reads and writes of a file in the same folder by as many threads
+as the tier has workers.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from statistics import median
+from time import monotonic
+
+import numpy as np
+
+from benchmarks.timing import Options, Row, seconds, tell
+from kvpagoda.errors import BadInput
+from kvpagoda.tiers import RecordBuffer, Status, Tier, disk_driver, host_driver
+from kvpagoda.tiers.records import PAGE, pages
+from kvpagoda.units import format_bytes
+
+QUESTION = "How much of the speed of memory and of a file does a tier leave?"
+BATCH = 16
+Call = Callable[[], object]
+
+
+def measure(options: Options) -> list[Row]:
+    total = 4 << 20 if options.quick else 64 << 20
+    rows = [row for size in (1 << 16, 1 << 20) for row in _host(options, size, total // size)]
+    with tempfile.TemporaryDirectory() as folder:
+        for direct in (False, True):
+            for workers in (1, 2):
+                try:
+                    rows += _disk(options, Path(folder), 1 << 20, total >> 20, workers, direct)
+                except BadInput as error:
+                    rows.append({"who": "O_DIRECT", "absent": str(error)})
+    return rows
+
+
+def _buffer(size: int, count: int) -> tuple[RecordBuffer, list[bytes], list[int], list[int]]:
+    """A buffer with records to be stored, their keys, and records to load into."""
+    buffer = RecordBuffer(2 * count, size)
+    buffer.records[:] = np.random.default_rng(0).integers(0, 256, buffer.records.shape, np.uint8)
+    keys = [sha256(i.to_bytes(8, "little")).digest() for i in range(count)]
+    return buffer, keys, buffer.acquire(count), buffer.acquire(count)
+
+
+def _rows(options: Options, case: str, count: int, discard: Call, pairs: dict[str, tuple[Call, Call]]) -> list[Row]:
+    """Rows for each (plain, ours) of ``pairs``; what is stored is discarded before it is stored again."""
+    taken: dict[str, list[list[float]]] = {name: [] for name in pairs}
+    for _ in range(options.runs + 1):
+        discard()
+        for name, calls in pairs.items():
+            taken[name].append([seconds(call) for call in calls])
+    made = []
+    for name, times in taken.items():
+        plain, ours = (median(column) for column in zip(*times[1:]))  # the first round touches memory and file
+        made.append(
+            {
+                "case": f"{case}, {name}",
+                "us": ours / count * 1e6,
+                "plain_us": plain / count * 1e6,
+                "share_percent": 100 * plain / ours,
+            }
+        )
+    return made
+
+
+def _host(options: Options, size: int, count: int) -> list[Row]:
+    buffer, keys, source, target = _buffer(size, count)
+    driver = host_driver(buffer, count * buffer.record_nbytes)
+    plain = list(pages(count * buffer.record_nbytes).reshape(count, -1))
+
+    def copy_out() -> None:
+        for memory, row in zip(plain, source):
+            np.copyto(memory, buffer.rows[row])
+
+    def copy_in() -> None:
+        for memory, row in zip(plain, target):
+            np.copyto(buffer.rows[row], memory)
+
+    rows: list[Row] = []
+    for name, checksum in (("driver", None), ("tier, no checksums", False), ("tier", True)):
+        if checksum is None:
+            store: Call = lambda: _all_ok([driver.store(keys, source, _later())])  # noqa: E731
+            load: Call = lambda: _all_ok([driver.load(keys, target, _later())])  # noqa: E731
+        else:
+            tier = Tier(driver, buffer, bytes(32), in_flight="1GiB", checksum=checksum)
+            store = lambda tier=tier: _all_ok([tier.store(keys, source, _later()).result()])  # noqa: E731
+            load = lambda tier=tier: _all_ok([tier.load(keys, target, _later()).result()])  # noqa: E731
+        pairs = {"store": (copy_out, store), "load": (copy_in, load)}
+        rows += _rows(
+            options, f"host {name}, {format_bytes(size)}", count, lambda: driver.discard(keys, _later()), pairs
+        )
+    return rows
+
+
+def _disk(options: Options, folder: Path, size: int, count: int, workers: int, direct: bool) -> list[Row]:
+    buffer, keys, source, target = _buffer(size, count)
+    record = buffer.record_nbytes
+    driver = disk_driver(folder, buffer, PAGE + count * record, direct=direct)
+    tier = Tier(driver, buffer, bytes(32), in_flight="1GiB", workers=workers)
+    file = os.open(folder / "plain", os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0))
+    os.posix_fallocate(file, 0, count * record)
+    batches = [slice(at, at + BATCH) for at in range(0, count, BATCH)]
+
+    def write(batch: slice) -> None:
+        for i, row in enumerate(source[batch], batch.start):
+            os.pwrite(file, buffer.rows[row].data, i * record)
+
+    def read(batch: slice) -> None:
+        for i, row in enumerate(target[batch], batch.start):
+            os.preadv(file, [buffer.rows[row].data], i * record)
+
+    def store() -> None:
+        futures = [tier.store(keys[batch], source[batch], _later()) for batch in batches]
+        _all_ok([future.result() for future in futures])
+
+    def load() -> None:
+        futures = [tier.load(keys[batch], target[batch], _later()) for batch in batches]
+        _all_ok([future.result() for future in futures])
+
+    case = f"{'O_DIRECT' if direct else 'page cache'}, {format_bytes(size)}, {workers} thread{'s' * (workers > 1)}"
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            pairs = {
+                "store": (lambda: list(pool.map(write, batches)), store),
+                "load": (lambda: list(pool.map(read, batches)), load),
+            }
+            return _rows(options, case, count, lambda: tier.discard(keys, _later()).result(), pairs)
+    finally:
+        os.close(file)
+        tier.close(_later())
+
+
+def _later() -> float:
+    return monotonic() + 60
+
+
+def _all_ok(told: Sequence[Sequence[Status]]) -> None:
+    assert all(status is Status.OK for statuses in told for status in statuses), "a tier that is well says OK"
+
+
+if __name__ == "__main__":
+    tell("disk", QUESTION, measure)

@@ -1,0 +1,135 @@
+"""Records in one preallocated file.
+
+    | superblock, one page | slot 0 | slot 1 | ...        a slot: one record, or a first page of zeros
+
+The index is rebuilt from the headers when the file is opened. A record is written from its second page on, then its first
+page with the header, which names the checksum of all of it: whatever a crash, a power loss or another program leaves there,
+in whatever order it reached the disk, is the record that was stored or is seen not to be it. Nothing is ever synced.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import struct
+from pathlib import Path
+
+from xxhash import xxh3_128_digest
+
+from kvpagoda.errors import BadInput
+from kvpagoda.tiers.records import HEADER_NBYTES, PAGE, Bytes, RecordBuffer, pages, read_header
+from kvpagoda.tiers.slots import SlotDriver
+from kvpagoda.units import format_bytes, parse_bytes
+
+FILE_NAME = "records.slab"
+_SUPERBLOCK = struct.Struct("<8sIIQ")
+
+
+class SlabFile:
+    """The medium of ``disk_driver``. One process has the file at a time, by a lock that goes with it."""
+
+    def __init__(self, folder: Path, buffer: RecordBuffer, nbytes: int, *, direct: bool = False) -> None:
+        self.slot_nbytes = buffer.record_nbytes
+        self.num_slots = (nbytes - PAGE) // self.slot_nbytes
+        if self.num_slots < 1:
+            raise BadInput(f"{format_bytes(nbytes)} holds no record of {format_bytes(self.slot_nbytes)}; give it more")
+        self._rows = buffer.rows
+        self._zeros = pages(PAGE)
+        self._is_dirty = bytearray(b"\1" * self.num_slots)  # the first page may not be zero
+        self._files: list[int] = []
+        path = folder / FILE_NAME
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+            self._open(self._files[0])
+            if direct:
+                self._files.append(os.open(path, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW))
+        except OSError as error:
+            self.close()
+            raise BadInput(
+                f"no disk tier of {format_bytes(nbytes)} in {folder}: {error.strerror}; give it a folder that no other "
+                f"process uses, with room, on a file system {'with O_DIRECT' if direct else 'that can be written'}"
+            ) from error
+        self._data = self._files[-1]
+
+    def _open(self, file: int) -> None:
+        """Lock the file and give it its size; what is in it stays if its slots are of the same size."""
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(0, f"{FILE_NAME} is not a regular file")
+        start = _SUPERBLOCK.pack(b"KVPGSLAB", 1, PAGE, self.slot_nbytes)
+        start += xxh3_128_digest(start)
+        size = PAGE + self.num_slots * self.slot_nbytes
+        is_ours = os.pread(file, len(start), 0) == start
+        os.ftruncate(file, min(size, found.st_size) if is_ours else 0)
+        try:
+            os.posix_fallocate(file, 0, size)
+        except OSError:
+            os.ftruncate(file, min(size, found.st_size) if is_ours else 0)
+            raise
+        os.pwrite(file, start, 0)
+
+    def scan(self) -> list[tuple[bytes, int]]:
+        """One read of a header for each slot."""
+        found: dict[bytes, int] = {}
+        for slot in range(self.num_slots):
+            try:
+                header = os.pread(self._files[0], HEADER_NBYTES, self._start(slot))
+            except OSError:
+                continue
+            self._is_dirty[slot] = any(header)
+            told = read_header(header)
+            if told is not None and told[1] <= self.slot_nbytes - HEADER_NBYTES:
+                found.setdefault(told[0], slot)
+        return list(found.items())
+
+    def write(self, slot: int, row: int) -> bool:
+        record, start = self._rows[row], self._start(slot)
+        if self._is_dirty[slot]:
+            self._put(self._zeros, start)
+        self._is_dirty[slot] = True
+        head = len(record) if len(self._files) > 1 else PAGE  # past the page cache a kill tears no write
+        self._put(record[head:], start + head)
+        self._put(record[:head], start)
+        return True
+
+    def read(self, slot: int, row: int) -> bool:
+        record, start = self._rows[row], self._start(slot)
+        while len(record):
+            done = os.preadv(self._data, [record.data], start)
+            if not done:
+                return False
+            record, start = record[done:], start + done
+        return True
+
+    def clear(self, slot: int) -> bool:
+        self._put(self._zeros, self._start(slot))
+        self._is_dirty[slot] = False
+        return True
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+    def _start(self, slot: int) -> int:
+        return PAGE + slot * self.slot_nbytes
+
+    def _put(self, data: Bytes, start: int) -> None:
+        while len(data):
+            done = os.pwrite(self._data, data.data, start)
+            data, start = data[done:], start + done
+
+
+def disk_driver(
+    folder: str | Path, buffer: RecordBuffer, nbytes: int | str, *, direct: bool = False, admit_all: bool = False
+) -> SlotDriver:
+    """Records in a file of at most ``nbytes`` in ``folder``, found again by the next process that opens it.
+
+    ``direct``: past the page cache (O_DIRECT). Most blocks are used once: when the file is full, a record replaces another
+    only if it comes a second time, unless ``admit_all``. The file is preallocated, so opening may take a moment, and reads
+    one header for each record. Raises BadInput: another process has it, no room, read-only, a link, no O_DIRECT.
+    """
+    slab = SlabFile(Path(folder), buffer, parse_bytes(nbytes), direct=direct)
+    return SlotDriver(slab, remember=0 if admit_all else slab.num_slots)

@@ -1,0 +1,177 @@
+"""What lies in a tier: records that say themselves what they are, in memory that is registered once.
+
+A record is a header of 128 bytes and a payload, which is one block of all layers, or one checkpoint. Little-endian:
+
+    0        8         12        16               24         32    64            96                  112       128
+    | magic  | version | 0       | payload nbytes | 0        | key | fingerprint | xxh3-128 payload  | xxh3-128 of 0..112 |
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_128_digest
+
+from kvpagoda.alloc.free_list import FreeStack
+from kvpagoda.errors import BadInput, CheckFailed, NotOwned
+from kvpagoda.tiers.keys import KEY_NBYTES
+from kvpagoda.units import align_up
+
+Bytes = npt.NDArray[np.uint8]
+HEADER_NBYTES = 128
+PAGE = 4096
+_MAGIC = b"KVPAGODA"
+_VERSION = 1
+_FIELDS = struct.Struct("<8sIIQQ32s32s16s")
+_SEALED = _FIELDS.size
+_UNCHECKED = bytes(16)
+assert _SEALED == HEADER_NBYTES - 16
+
+
+def pack_record(
+    record: Bytes, key: bytes, fingerprint: bytes, nbytes: int | None = None, *, checksum: bool = True
+) -> None:
+    """Write the header of ``record``, uint8 ``[n]``, whose payload of ``nbytes`` (default: all of it) is there already.
+
+    What is behind the payload becomes zero. Without ``checksum`` the record is valid only to who does not ask for one.
+    One pass over the payload. Raises BadInput.
+    """
+    nbytes = len(record) - HEADER_NBYTES if nbytes is None else nbytes
+    end = HEADER_NBYTES + nbytes
+    if not HEADER_NBYTES <= end <= len(record):
+        raise BadInput(f"a payload of {nbytes} bytes is not in a record of {len(record)}")
+    if len(key) != KEY_NBYTES or len(fingerprint) != KEY_NBYTES:
+        raise BadInput(f"a key and a fingerprint have {KEY_NBYTES} bytes, got {len(key)} and {len(fingerprint)}")
+    if end < len(record):
+        record[end:] = 0
+    digest = xxh3_128_digest(record[HEADER_NBYTES:end].data) if checksum else _UNCHECKED
+    fields = _FIELDS.pack(_MAGIC, _VERSION, 0, nbytes, 0, key, fingerprint, digest)
+    record.data[:HEADER_NBYTES] = fields + xxh3_128_digest(fields)
+
+
+def read_header(header: bytes) -> tuple[bytes, int] | None:
+    """(key, payload nbytes) of the record that begins with ``header``, 128 bytes; None if that is no whole header."""
+    fields = _fields(header)
+    return None if fields is None else (fields[5], fields[3])
+
+
+def verify_record(record: Bytes, key: bytes, fingerprint: bytes, *, checksum: bool = True) -> int | None:
+    """Bytes of the payload if ``record`` is whole, of ``key`` and of ``fingerprint``; otherwise None. One pass over it."""
+    fields = _fields(record[:HEADER_NBYTES].tobytes())
+    if fields is None or fields[5:7] != (key, fingerprint) or fields[3] > len(record) - HEADER_NBYTES:
+        return None
+    nbytes: int = fields[3]
+    if checksum and xxh3_128_digest(record[HEADER_NBYTES : HEADER_NBYTES + nbytes].data) != fields[7]:
+        return None
+    return nbytes
+
+
+def _fields(header: bytes) -> tuple[Any, ...] | None:
+    if len(header) != HEADER_NBYTES or xxh3_128_digest(header[:_SEALED]) != header[_SEALED:]:
+        return None
+    fields = _FIELDS.unpack_from(header)
+    return fields if fields[:3] == (_MAGIC, _VERSION, 0) else None
+
+
+class RecordBuffer:
+    """``num_records`` records in one piece of page-aligned memory, each on pages of its own, that drivers read and write.
+
+    ``memory``: uint8, page-aligned, of at least ``nbytes_for(num_records, payload_nbytes)``, for example of page-locked
+    memory; its own by default. Records are taken with ``acquire`` and given back with ``release``, at any time: a record
+    that a driver still works on goes out again only when the driver is done with it. Thread-safe.
+    """
+
+    def __init__(self, num_records: int, payload_nbytes: int, memory: Bytes | None = None) -> None:
+        if num_records < 1 or payload_nbytes < 1:
+            raise BadInput(f"a buffer has at least one record of one byte, got {num_records} of {payload_nbytes} bytes")
+        self.num_records, self.payload_nbytes = num_records, payload_nbytes
+        self.record_nbytes = self.nbytes_for(1, payload_nbytes)
+        nbytes = num_records * self.record_nbytes
+        if memory is None:
+            memory = pages(nbytes)
+        if memory.dtype != np.uint8 or memory.ndim != 1 or len(memory) < nbytes or memory.ctypes.data % PAGE:
+            raise BadInput(
+                f"memory must be uint8 [{nbytes}] on a page of {PAGE}, got {memory.dtype} {list(memory.shape)}"
+            )
+        self.records: Bytes = memory[:nbytes].reshape(num_records, self.record_nbytes)
+        self.payloads: Bytes = self.records[:, HEADER_NBYTES : HEADER_NBYTES + payload_nbytes]
+        self.rows = list(self.records)
+        self._lock = Lock()
+        self._free = FreeStack(num_records, what="records")
+        self._is_out = bytearray(num_records)
+        self._in_use = bytearray(num_records)
+
+    @staticmethod
+    def nbytes_for(num_records: int, payload_nbytes: int) -> int:
+        """Bytes that so many records take."""
+        return num_records * align_up(HEADER_NBYTES + payload_nbytes, PAGE)
+
+    @property
+    def num_free(self) -> int:
+        """Records that ``acquire`` can hand out now."""
+        return self._free.num_free
+
+    def acquire(self, n: int) -> list[int]:
+        """Take ``n`` records. Raises OutOfBlocks, taking none. O(n)."""
+        with self._lock:
+            rows: list[int] = self._free.acquire(n).tolist()
+            for row in rows:
+                self._is_out[row] = True
+        return rows
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Give ``rows`` back. Raises NotOwned, giving none, for a record that is not out or named twice. O(n)."""
+        with self._lock:
+            self._prove_out(rows)
+            for row in rows:
+                self._is_out[row] = False
+            self._free.give(np.array([row for row in rows if not self._in_use[row]], np.int32))
+
+    def hold(self, rows: Sequence[int]) -> bool:
+        """An operation works on ``rows`` until it calls ``drop``; False, holding none, if another one still does.
+
+        Raises NotOwned for a record that is not out.
+        """
+        with self._lock:
+            self._prove_out(rows)
+            is_free = not any(self._in_use[row] for row in rows)
+            if is_free:
+                for row in rows:
+                    self._in_use[row] = True
+            return is_free
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """The operation that held ``rows`` touches them no more."""
+        with self._lock:
+            for row in rows:
+                self._in_use[row] = False
+            self._free.give(np.array([row for row in rows if not self._is_out[row]], np.int32))
+
+    def check(self) -> None:
+        """Prove that each record is free, out, or given back and still in use. Raises CheckFailed."""
+        with self._lock:
+            self._free.check()
+            held = set(self._free.held_ids().tolist())
+            known = {row for row in range(self.num_records) if self._is_out[row] or self._in_use[row]}
+            if held != known:
+                raise CheckFailed(
+                    f"records out or in use that the free list does not know: {sorted(held ^ known)[:16]}"
+                )
+
+    def _prove_out(self, rows: Sequence[int]) -> None:
+        bad = [row for row in rows if not 0 <= row < self.num_records or not self._is_out[row]]
+        if bad or len(set(rows)) < len(rows):
+            raise NotOwned(
+                f"records of 0..{self.num_records - 1} that are out, each once; got {bad[:16] or list(rows)[:16]}"
+            )
+
+
+def pages(nbytes: int) -> Bytes:
+    """Zeroed page-aligned memory, taken from the system as it is touched."""
+    return np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)

@@ -1,0 +1,260 @@
+"""A driver over slots of one size: who lies where, who may be evicted, and who has to wait until it may come in."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count, islice
+from threading import Lock
+from time import monotonic
+from typing import Protocol
+
+from kvpagoda.errors import CheckFailed
+from kvpagoda.tiers.driver import DriverStats, Lease, Status
+
+
+class Medium(Protocol):
+    """``num_slots`` slots, each of ``slot_nbytes`` bytes, enough for one record of the buffer it is made over."""
+
+    num_slots: int
+    slot_nbytes: int
+
+    def scan(self) -> list[tuple[bytes, int]]:
+        """(key, slot) of every record that lies there already, each key and each slot at most once."""
+
+    def write(self, slot: int, row: int) -> bool:
+        """Write record ``row`` to ``slot``; not before all of it is written does ``scan`` tell of it. True, or OSError."""
+
+    def read(self, slot: int, row: int) -> bool:
+        """Read ``slot`` into record ``row``; False if there is less than a record. Raises OSError."""
+
+    def clear(self, slot: int) -> bool:
+        """From now on ``scan`` finds nothing in ``slot``. True, or OSError."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class SlotDriver:
+    """Records in the slots of a ``Medium``; the least recently looked up go first, and of one call the deepest first.
+
+    A slot is free, being written, or valid; one that is being read, or cleared, is not handed out before that is done. A full
+    driver with ``remember`` > 0 takes a record in place of another only when it comes again: it remembers that many keys that
+    it refused. All books are kept under one lock, and no I/O is done under it. Amortised O(log leases) a call and O(1) a key;
+    a full driver also steps over the keys that may not go.
+    """
+
+    def __init__(self, medium: Medium, *, remember: int = 0) -> None:
+        self._medium, self._remember = medium, remember
+        self._lock = Lock()
+        self._slots: OrderedDict[bytes, int] = OrderedDict(medium.scan())
+        taken = set(self._slots.values())
+        self._free = [slot for slot in range(medium.num_slots - 1, -1, -1) if slot not in taken]
+        self._writing: dict[bytes, int] = {}
+        self._busy: Counter[int] = Counter()  # slots that are read or cleared, by how many calls
+        self._dropped: set[int] = set()  # busy slots that are free afterwards
+        self._refused: OrderedDict[bytes, None] = OrderedDict()
+        self._leases: dict[int, list[bytes]] = {}
+        self._ends: list[tuple[float, int]] = []  # a heap: when which lease is over
+        self._leased: Counter[bytes] = Counter()
+        self._numbers = count()
+        self._calls = self._evicted = self._rejected = 0
+        self._is_closed = False
+
+    def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        """See ``Driver``. REJECTED: no slot for it, not admitted, or just being written."""
+        with self._lock:
+            if not self._enter():
+                return [Status.UNAVAILABLE] * len(keys)
+            given: list[int | Status] = self._reserve(keys) if monotonic() < deadline else [Status.TIMEOUT] * len(keys)
+        write = self._medium.write
+        statuses = [
+            slot if isinstance(slot, Status) else self._try(write, slot, row, deadline)
+            for slot, row in zip(given, rows)
+        ]
+        with self._lock:
+            for key, slot, status in zip(keys, given, statuses):
+                if isinstance(slot, int):
+                    del self._writing[key]
+                    if status is Status.OK:
+                        self._slots[key] = slot
+                    else:
+                        self._free.append(slot)
+            self._touch(keys)
+            self._leave()
+        return statuses
+
+    def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
+        """See ``Driver``."""
+        now = monotonic()
+        with self._lock:
+            if self._is_closed or now >= deadline:
+                fault = Status.UNAVAILABLE if self._is_closed else Status.TIMEOUT
+                return Lease(tuple(keys), (fault,) * len(keys), now)
+            found = [key for key in keys if key in self._slots]
+            number = next(self._numbers)
+            self._expire()
+            if found:
+                self._leases[number] = found
+                self._leased.update(found)
+                heappush(self._ends, (now + hold, number))
+                self._touch(keys)
+            statuses = tuple(Status.OK if key in self._slots else Status.MISS for key in keys)
+        return Lease(tuple(keys), statuses, now + hold, partial(self._release, number))
+
+    def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        """See ``Driver``."""
+        with self._lock:
+            if not self._enter():
+                return [Status.UNAVAILABLE] * len(keys)
+            slots = [self._slots.get(key) for key in keys]
+            held = [slot for slot in slots if slot is not None]
+            self._busy.update(held)
+        read = self._medium.read
+        statuses = [
+            Status.MISS if slot is None else self._try(read, slot, row, deadline) for slot, row in zip(slots, rows)
+        ]
+        with self._lock:
+            self._leave(held)
+        return statuses
+
+    def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
+        """See ``Driver``. A slot that could not be cleared is used again all the same: it is cleared before it is written."""
+        with self._lock:
+            if not self._enter():
+                return [Status.UNAVAILABLE] * len(keys)
+            slots = [self._slots.pop(key, None) for key in keys]
+            held = [slot for slot in slots if slot is not None]
+            self._busy.update(held)
+            self._dropped.update(held)
+        for slot in held:
+            self._try(lambda slot, _: self._medium.clear(slot), slot, 0, deadline)
+        with self._lock:
+            self._leave(held)
+        return [Status.MISS if slot is None else Status.OK for slot in slots]
+
+    def stats(self) -> DriverStats:
+        """See ``Driver``."""
+        with self._lock:
+            self._expire()
+            size, used = self._medium.slot_nbytes, self._medium.num_slots - len(self._free)
+            return DriverStats(
+                len(self._slots), used * size, self._medium.num_slots * size,
+                len(self._leases), self._evicted, self._rejected,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """See ``Driver``. The medium is given back by the last call that still uses it."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._calls += 1
+                self._leave()
+
+    def check(self) -> None:
+        """Prove that every slot is in one place, and that leases are counted right. Raises CheckFailed naming the slots."""
+        with self._lock:
+            places = [*self._free, *self._slots.values(), *self._writing.values(), *self._dropped]
+            if sorted(places) != list(range(self._medium.num_slots)):
+                times = Counter(places)
+                odd = [slot for slot in range(self._medium.num_slots) if times[slot] != 1]
+                raise CheckFailed(f"slots in no place, or in two: {odd[:16]}")
+            if not self._dropped <= self._busy.keys() or not self._slots.keys().isdisjoint(self._writing):
+                raise CheckFailed(
+                    f"slots that nobody will free: {sorted(self._dropped - self._busy.keys())[:16]}, or written twice"
+                )
+            if self._leased != Counter(key for keys in self._leases.values() for key in keys):
+                raise CheckFailed("the count of leased keys is not that of the leases")
+
+    # -- under the lock ------------------------------------------------------------------------------------------------
+
+    def _enter(self) -> bool:
+        self._calls += not self._is_closed
+        return not self._is_closed
+
+    def _leave(self, held: Sequence[int] = ()) -> None:
+        """A call ends that kept the slots ``held`` busy."""
+        self._calls -= 1
+        for slot in held:
+            self._busy[slot] -= 1
+            if not self._busy[slot]:
+                del self._busy[slot]
+                if slot in self._dropped:
+                    self._dropped.remove(slot)
+                    self._free.append(slot)
+        if self._is_closed and not self._calls:
+            self._medium.close()
+
+    def _reserve(self, keys: Sequence[bytes]) -> list[int | Status]:
+        """A slot for each key that is to be written, or what there is to say already."""
+        wanted = sum(key not in self._slots for key in keys) - len(self._free)
+        victims = iter(self._victims(wanted, set(keys)) if wanted > 0 else ())
+        given: list[int | Status] = []
+        for key in keys:
+            if key in self._slots:
+                given.append(Status.OK)
+            elif key not in self._writing and self._free:
+                given.append(self._free.pop())
+            elif key not in self._writing and self._is_admitted(key) and (victim := next(victims, None)) is not None:
+                given.append(self._slots.pop(victim))
+                self._evicted += 1
+            else:
+                given.append(Status.REJECTED)
+                self._rejected += 1
+            if isinstance(given[-1], int):
+                self._writing[key] = given[-1]
+        return given
+
+    def _victims(self, n: int, keep: set[bytes]) -> list[bytes]:
+        """Up to ``n`` keys that may go, the first to go first. O(n + keys that may not)."""
+        self._expire()
+        may_go = (
+            key
+            for key, slot in self._slots.items()
+            if key not in self._leased and slot not in self._busy and key not in keep
+        )
+        return list(islice(may_go, n))
+
+    def _is_admitted(self, key: bytes) -> bool:
+        """Whether another record may go for this one: refused once, it is expected to be used again."""
+        if not self._remember or key in self._refused:
+            self._refused.pop(key, None)
+            return True
+        self._refused[key] = None
+        if len(self._refused) > self._remember:
+            self._refused.popitem(last=False)
+        return False
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        """``keys`` were used, the last one first."""
+        for key in reversed(keys):
+            if key in self._slots:
+                self._slots.move_to_end(key)
+
+    def _expire(self) -> None:
+        now = monotonic()
+        while self._ends and self._ends[0][0] <= now:
+            self._end(heappop(self._ends)[1])
+
+    def _end(self, number: int) -> None:
+        for key in self._leases.pop(number, ()):
+            self._leased[key] -= 1
+            if not self._leased[key]:
+                del self._leased[key]
+
+    # -- not under the lock --------------------------------------------------------------------------------------------
+
+    def _release(self, number: int) -> None:
+        with self._lock:
+            self._end(number)
+
+    @staticmethod
+    def _try(move: Callable[[int, int], bool], slot: int, row: int, deadline: float) -> Status:
+        if monotonic() >= deadline:
+            return Status.TIMEOUT
+        try:
+            return Status.OK if move(slot, row) else Status.CORRUPT
+        except OSError:
+            return Status.UNAVAILABLE

@@ -1,0 +1,138 @@
+"""Records: every fault is found. The buffer: a record goes out again only when nobody works on it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvpagoda.errors import BadInput, CheckFailed, NotOwned, OutOfBlocks
+from kvpagoda.tiers.records import HEADER_NBYTES, PAGE, RecordBuffer, pack_record, pages, read_header, verify_record
+
+KEY, PRINT = bytes(range(32)), bytes(range(32, 64))
+
+
+def record(payload: int = 500, nbytes: int | None = None) -> np.ndarray:  # type: ignore[type-arg]
+    made = np.random.default_rng(payload).integers(0, 256, HEADER_NBYTES + payload, np.uint8)
+    pack_record(made, KEY, PRINT, nbytes)
+    return made
+
+
+def test_a_record_proves_itself() -> None:
+    made = record()
+    assert verify_record(made, KEY, PRINT) == 500 and read_header(made[:HEADER_NBYTES].tobytes()) == (KEY, 500)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 499])
+def test_a_short_payload_keeps_its_length_and_nothing_behind_it(nbytes: int) -> None:
+    made = record(500, nbytes)
+    assert verify_record(made, KEY, PRINT) == nbytes and not made[HEADER_NBYTES + nbytes :].any()
+
+
+def test_every_flipped_bit_is_found() -> None:
+    made = record(40)
+    for bit in range(8 * len(made)):
+        made[bit // 8] ^= 1 << bit % 8
+        assert verify_record(made, KEY, PRINT) is None, bit
+        assert bit >= 8 * HEADER_NBYTES or read_header(made[:HEADER_NBYTES].tobytes()) is None
+        made[bit // 8] ^= 1 << bit % 8
+    assert verify_record(made, KEY, PRINT) == 40
+
+
+def test_every_truncation_is_found() -> None:
+    made = record(40)
+    for length in range(len(made)):
+        assert verify_record(made[:length], KEY, PRINT) is None, length
+
+
+def test_another_key_or_layout_is_found() -> None:
+    made = record()
+    assert verify_record(made, PRINT, PRINT) is None and verify_record(made, KEY, KEY) is None
+
+
+def test_a_header_of_another_payload_is_found() -> None:
+    made, other = record(), record()
+    other[HEADER_NBYTES:] ^= 1
+    pack_record(other, KEY, PRINT)
+    made[:HEADER_NBYTES] = other[:HEADER_NBYTES]
+    assert verify_record(made, KEY, PRINT) is None
+
+
+def test_without_a_checksum_only_those_who_ask_for_none_believe_it() -> None:
+    made = record()
+    pack_record(made, KEY, PRINT, checksum=False)
+    assert verify_record(made, KEY, PRINT) is None and verify_record(made, KEY, PRINT, checksum=False) == 500
+
+
+@pytest.mark.parametrize("nbytes", [-1, 501, 2**63])
+def test_lengths_that_cannot_be_are_refused(nbytes: int) -> None:
+    with pytest.raises(BadInput, match=str(nbytes)):
+        record(500, nbytes)
+    with pytest.raises(BadInput, match="got 3 and 32"):
+        pack_record(np.zeros(200, np.uint8), b"key", PRINT)
+
+
+def test_records_lie_on_pages_of_their_own() -> None:
+    buffer = RecordBuffer(3, 4000)
+    assert buffer.record_nbytes == 2 * PAGE and buffer.records.ctypes.data % PAGE == 0
+    assert buffer.payloads.shape == (3, 4000) and buffer.payloads[1].ctypes.data == buffer.rows[1].ctypes.data + 128
+    memory = pages(RecordBuffer.nbytes_for(3, 4000))
+    assert RecordBuffer(3, 4000, memory).records.ctypes.data == memory.ctypes.data
+    for bad in (memory[:-1], memory[1:], memory.view(np.int8)):
+        with pytest.raises(BadInput, match="uint8"):
+            RecordBuffer(3, 4000, bad)
+    with pytest.raises(BadInput, match="0 of 1"):
+        RecordBuffer(0, 1)
+
+
+def test_a_record_in_use_goes_out_again_only_when_it_is_dropped() -> None:
+    buffer = RecordBuffer(3, 10)
+    first, second = buffer.acquire(2)
+    assert buffer.hold([first]) and not buffer.hold([second, first]) and buffer.hold([second])
+    buffer.drop([second])
+    buffer.release([first, second])
+    assert buffer.num_free == 2
+    buffer.check()
+    with pytest.raises(OutOfBlocks, match="need 3 records, 2 free"):
+        buffer.acquire(3)
+    buffer.drop([first])
+    buffer.check()
+    assert sorted(buffer.acquire(3)) == [0, 1, 2]
+
+
+def test_records_that_are_not_out_are_refused() -> None:
+    buffer = RecordBuffer(3, 10)
+    (row,) = buffer.acquire(1)
+    for rows in ([row, row], [3], [-1], [row + 1 if row < 2 else 0]):
+        for call in (buffer.release, buffer.hold):
+            with pytest.raises(NotOwned):
+                call(rows)
+    buffer.check()
+    buffer._is_out[row] = False
+    with pytest.raises(CheckFailed, match=str(row)):
+        buffer.check()
+
+
+def test_random_operations_never_give_a_record_to_two() -> None:
+    random, buffer = np.random.default_rng(3), RecordBuffer(8, 10)
+    out: set[int] = set()
+    used: set[int] = set()
+    for _ in range(3000):
+        what = random.integers(4)
+        if what == 0 and buffer.num_free:
+            got = set(buffer.acquire(int(random.integers(1, buffer.num_free + 1))))
+            assert not got & (out | used)
+            out |= got
+        elif what == 1 and out:
+            row = int(random.choice(sorted(out)))
+            assert buffer.hold([row]) == (row not in used)
+            used.add(row)
+        elif what == 2 and used:
+            row = int(random.choice(sorted(used)))
+            buffer.drop([row])
+            used.remove(row)
+        elif what == 3 and out:
+            row = int(random.choice(sorted(out)))
+            buffer.release([row])
+            out.remove(row)
+        buffer.check()
+        assert buffer.num_free == 8 - len(out | used)

@@ -1,0 +1,357 @@
+"""Above a driver: answers in time whatever it does, never a wrong byte, and the tier in use again when the driver is well."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from hashlib import sha256
+from threading import Event, Lock, Thread
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.tiers import DriverStats, Lease, RecordBuffer, Status, Tier, host_driver
+from kvpagoda.tiers.breaker import Breaker
+
+OK, MISS, CORRUPT, TIMEOUT, UNAVAILABLE, REJECTED = Status
+PRINT = sha256(b"layout").digest()
+KEYS = [sha256(bytes([i])).digest() for i in range(64)]
+PAYLOAD = 5000
+
+
+def soon(seconds: float = 5.0) -> float:
+    return monotonic() + seconds
+
+
+class Faulty:
+    """A driver of host memory that can hang, fail, raise, and spoil what it reads."""
+
+    def __init__(self, buffer: RecordBuffer) -> None:
+        self.inner, self.buffer = host_driver(buffer, "1MiB"), buffer
+        self.is_well = Event()
+        self.is_well.set()
+        self.fault: Callable[[], Status] | None = None
+        self.spoil: Callable[[np.ndarray[Any, Any]], None] | None = None
+        self.calls = 0
+        self.lock, self.leases, self.is_closed = Lock(), 0, False
+
+    def _call(self, count: int) -> list[Status] | None:
+        with self.lock:
+            self.calls += 1
+        self.is_well.wait(20)
+        return [self.fault()] * count if self.fault else None
+
+    def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        return self._call(len(keys)) or self.inner.store(keys, rows, soon())
+
+    def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
+        fault = self._call(len(keys))
+        return Lease(tuple(keys), tuple(fault), 0.0) if fault else self.inner.lookup(keys, soon(), hold)
+
+    def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        fault = self._call(len(keys))
+        statuses = fault or self.inner.load(keys, rows, soon())
+        for row in rows:
+            if self.spoil:
+                self.spoil(self.buffer.rows[row])
+        return statuses
+
+    def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
+        return self._call(len(keys)) or self.inner.discard(keys, soon())
+
+    def stats(self) -> DriverStats:
+        return self.inner.stats()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Bench:
+    """A tier over a faulty driver, and records that say whose they are."""
+
+    def __init__(self, **options: Any) -> None:
+        self.buffer = RecordBuffer(16, PAYLOAD)
+        self.driver = Faulty(self.buffer)
+        self.tier = Tier(self.driver, self.buffer, PRINT, **options)
+
+    def store(self, *which: int, seconds: float = 5.0) -> list[Status]:
+        rows = self.buffer.acquire(len(which))
+        for row, i in zip(rows, which):
+            self.buffer.payloads[row] = i
+        return self.done(self.tier.store([KEYS[i] for i in which], rows, soon(seconds)), seconds, rows)
+
+    def load(self, *which: int, seconds: float = 5.0) -> list[Status]:
+        """Load in time; whatever is OK has the right bytes."""
+        rows = self.buffer.acquire(len(which))
+        future = self.tier.load([KEYS[i] for i in which], rows, soon(seconds))
+        return self.done(future, seconds, rows, which)
+
+    def done(
+        self, future: Future[list[Status]], seconds: float, rows: list[int], which: Sequence[int] = ()
+    ) -> list[Status]:
+        statuses = future.result(1.1 * seconds + 0.03)  # and what a busy machine takes to wake somebody
+        for row, i, status in zip(rows, which, statuses):
+            assert status is not OK or (self.buffer.payloads[row] == i).all()
+        self.buffer.release(rows)
+        return statuses
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench(faults=3, pause=0.2)
+    yield made
+    made.driver.is_well.set()
+    assert made.tier.close(soon()) and made.driver.is_closed
+    assert made.buffer.num_free == 16 and made.tier.stats().nbytes_in_flight == 0
+    made.buffer.check()
+    made.driver.inner.check()
+
+
+def test_what_was_stored_comes_back(bench: Bench) -> None:
+    assert bench.store(1, 2, 3) == [OK] * 3
+    assert bench.tier.lookup(KEYS[1:5], soon()).result().num_found == 3
+    assert bench.load(3, 9, 1) == [OK, MISS, OK]
+    assert bench.tier.discard([KEYS[1], KEYS[9]], soon()).result() == [OK, MISS]
+    assert bench.load(1) == [MISS]
+    stats = bench.tier.stats()
+    assert stats.stores == {OK: 3} and stats.lookups == {OK: 3, MISS: 1} and stats.loads == {OK: 2, MISS: 2}
+    assert stats.discards == {OK: 1, MISS: 1} and stats.is_available
+
+
+def test_short_payloads_and_many_parts() -> None:
+    buffer = RecordBuffer(8, 1 << 20)
+    driver = host_driver(buffer, "6MiB")
+    tier, rows = Tier(driver, buffer, PRINT), buffer.acquire(8)
+    for i, row in enumerate(rows):
+        buffer.payloads[row] = i
+    assert tier.store(KEYS[:8], rows, soon(), [1000 * i for i in range(8)]).result() == [OK] * 5 + [REJECTED] * 3
+    assert list(driver._slots) == KEYS[4::-1] and not driver.stats().num_leases  # parents are there, and the last to go
+    buffer.records[:] = 99
+    assert tier.load(KEYS[:5], rows[:5], soon()).result() == [OK] * 5
+    for i, row in enumerate(rows[:5]):
+        assert (buffer.payloads[row][: 1000 * i] == i).all() and not buffer.payloads[row][1000 * i :].any()
+    assert tier.close(soon())
+
+
+def test_another_layout_sees_nothing() -> None:
+    buffer = RecordBuffer(2, PAYLOAD)
+    driver = host_driver(buffer, "64KiB")
+    rows = buffer.acquire(2)
+    Tier(driver, buffer, PRINT).store(KEYS[:1], rows[:1], soon()).result()
+    assert Tier(driver, buffer, KEYS[5]).load(KEYS[:1], rows[1:], soon()).result() == [CORRUPT]
+
+
+@pytest.mark.parametrize("at", [0, 10, 40, 70, 100, 127, 128, 3000, 128 + PAYLOAD - 1])
+def test_a_spoilt_record_is_corrupt_and_discarded(bench: Bench, at: int) -> None:
+    def spoil(record: np.ndarray[Any, Any]) -> None:
+        record[at] ^= 4
+
+    bench.store(1)
+    bench.driver.spoil = spoil
+    assert bench.load(1) == [CORRUPT]
+    bench.driver.spoil = None
+    assert bench.load(1) == [MISS] and bench.store(1) == [OK] and bench.load(1) == [OK]
+
+
+def test_a_hung_driver_never_holds_anybody_up(bench: Bench) -> None:
+    bench.store(1)
+    bench.driver.is_well.clear()
+    for _ in range(3):
+        start = monotonic()
+        assert bench.load(1, seconds=0.5) == [TIMEOUT]
+        assert monotonic() - start < 0.55
+    start = monotonic()
+    assert bench.load(1, seconds=2.0) == [UNAVAILABLE] and monotonic() - start < 0.1
+    assert not bench.tier.stats().is_available
+    assert bench.buffer.num_free == 16 - 3  # the records of all three calls: two hang, one waits behind them
+    sleep(0.2)
+    assert bench.load(1, seconds=0.5) == [TIMEOUT]  # the one that may try
+    assert bench.load(1, seconds=0.5) == [UNAVAILABLE]
+    bench.driver.is_well.set()
+    while bench.buffer.num_free < 16:
+        sleep(0.01)
+    assert bench.load(1) == [OK] and bench.tier.stats().is_available
+
+
+def test_a_late_read_reaches_nobody_elses_record(bench: Bench) -> None:
+    """A record that a hung driver may still write into is not handed out, and cannot be named again."""
+    bench.store(1, 2)
+    bench.driver.is_well.clear()
+    (row,) = bench.buffer.acquire(1)
+    assert bench.tier.load(KEYS[1:2], [row], soon(0.1)).result() == [TIMEOUT]
+    assert bench.tier.load(KEYS[2:3], [row], soon(0.1)).result() == [REJECTED]
+    bench.buffer.release([row])
+    others = bench.buffer.acquire(15)
+    assert row not in others
+    bench.buffer.payloads[others] = 77
+    bench.driver.is_well.set()
+    while not bench.buffer.num_free:
+        sleep(0.01)
+    assert (bench.buffer.payloads[others] == 77).all() and (bench.buffer.payloads[row] == 1).all()
+    bench.buffer.release(others)
+
+
+def test_a_late_lease_is_released(bench: Bench) -> None:
+    bench.store(1)
+    bench.driver.is_well.clear()
+    assert bench.tier.lookup(KEYS[1:2], soon(0.1), 60.0).result(1).statuses == (TIMEOUT,)
+    bench.driver.is_well.set()
+    assert bench.tier.close(soon())
+    assert bench.driver.stats().num_leases == 0
+
+
+def test_the_bound_in_flight_refuses_and_counts(bench: Bench) -> None:
+    small = Bench(in_flight=3 * (bench.buffer.record_nbytes + 128))
+    small.driver.is_well.clear()
+    rows = small.buffer.acquire(4)
+    futures = [small.tier.store([KEYS[i]], [rows[i]], soon()) for i in range(4)]
+    assert futures[3].result(0) == [REJECTED] and not any(future.done() for future in futures[:3])
+    assert small.tier.stats().nbytes_in_flight == 3 * (small.buffer.record_nbytes + 128)
+    assert not futures[0].cancel()
+    small.driver.is_well.set()
+    assert [future.result(5) for future in futures[:3]] == [[OK]] * 3
+    assert small.tier.close(soon()) and small.tier.stats().nbytes_in_flight == 0
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 1.0])
+def test_a_failing_driver_is_only_ever_a_miss(bench: Bench, rate: float) -> None:
+    random, lock = np.random.default_rng(5), Lock()
+    plain = bench.driver._call
+
+    def sometimes(count: int) -> list[Status] | None:
+        with lock:
+            if random.random() >= rate:
+                return plain(count)
+            which = int(random.integers(3))
+        if which == 0:
+            raise RuntimeError("a driver must not raise")
+        return [(UNAVAILABLE, TIMEOUT)[which - 1]] * count
+
+    bench.driver._call = sometimes  # type: ignore[method-assign]
+    seen = set()
+    for i in range(200):
+        seen |= {*bench.store(i % 50), *bench.load(i % 50, (i + 1) % 50)}
+    assert seen <= {OK, MISS, TIMEOUT, UNAVAILABLE} and (OK in seen) == (rate < 1)
+    bench.driver._call = plain  # type: ignore[method-assign]
+    sleep(0.2)
+    bench.load(1)
+    assert bench.store(60) == [OK] and bench.load(60) == [OK] and bench.tier.stats().is_available
+    assert "must not raise" in bench.tier.stats().last_error
+
+
+def test_many_callers_of_a_driver_that_is_often_late() -> None:
+    """Whatever is OK is right, every answer is in time, and in the end every record is back."""
+    bench, seen, failed = Bench(workers=3, faults=1000), Counter[Status](), []
+    random, lock, plain = np.random.default_rng(9), Lock(), bench.driver._call
+
+    def late(count: int) -> list[Status] | None:
+        with lock:
+            seconds = float(random.choice([0.0, 0.0, 0.002, 0.06]))
+        sleep(seconds)
+        return plain(count)
+
+    bench.driver._call = late  # type: ignore[method-assign]
+
+    def call(seed: int) -> None:
+        mine = np.random.default_rng(seed)
+        try:
+            for _ in range(60):
+                which = [int(i) for i in mine.permutation(12)[:2]]
+                while bench.buffer.num_free < 10:  # as many as all callers take at once
+                    sleep(0.001)
+                seen.update((bench.store if mine.integers(2) else bench.load)(*which, seconds=0.05))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [Thread(target=call, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not failed, failed
+    assert min(seen[OK], seen[TIMEOUT], seen[MISS]) > 3 and set(seen) <= {OK, TIMEOUT, MISS, REJECTED}
+    assert bench.tier.close(soon()) and bench.buffer.num_free == 16 and not bench.tier.stats().nbytes_in_flight
+    bench.buffer.check()
+    bench.driver.inner.check()
+
+
+def test_the_breaker_asks_a_sick_driver_seldom(bench: Bench) -> None:
+    bench.driver.fault = lambda: UNAVAILABLE
+    for _ in range(100):
+        assert bench.load(1) == [UNAVAILABLE]
+    assert bench.driver.calls == 2 * 3  # three calls, each tried once more
+    assert bench.store(1) == [UNAVAILABLE]  # stores have a breaker of their own
+    sleep(0.2)
+    bench.load(1)
+    assert bench.load(1) == [UNAVAILABLE] and bench.driver.calls == 2 * 5
+    bench.driver.fault = None
+    sleep(0.2)
+    assert bench.load(1) == [MISS] and bench.tier.stats().is_available
+
+
+def test_what_fails_once_is_tried_once_more(bench: Bench) -> None:
+    bench.store(1, 2)
+    faults = iter([UNAVAILABLE])
+
+    def once() -> Status:
+        bench.driver.fault = None
+        return next(faults)
+
+    bench.driver.fault = once
+    assert bench.load(1, 2) == [OK, OK]
+
+
+def test_a_closed_tier_is_unavailable() -> None:
+    bench = Bench()
+    bench.driver.is_well.clear()
+    rows = bench.buffer.acquire(1)
+    future = bench.tier.store(KEYS[:1], rows, soon(0.3))
+    while not bench.driver.calls:
+        sleep(0.001)
+    assert not bench.tier.close(soon(0.05)) and not bench.driver.is_closed
+    assert bench.tier.load(KEYS[:1], rows, soon()).result(0) == [UNAVAILABLE]
+    assert future.result(2) == [TIMEOUT] and not bench.driver.is_closed
+    bench.driver.is_well.set()
+    assert bench.tier.close(soon()) and bench.driver.is_closed and not bench.tier.stats().is_available
+
+
+def test_bad_arguments_raise_before_anything_is_done(bench: Bench) -> None:
+    rows = bench.buffer.acquire(2)
+    for call in (
+        lambda: bench.tier.store([b"short"], rows[:1], soon()),
+        lambda: bench.tier.store(KEYS[:2], rows[:1], soon()),
+        lambda: bench.tier.load([KEYS[0]] * 2, rows, soon()),
+        lambda: bench.tier.store(KEYS[:2], rows, soon(), [1]),
+        lambda: bench.tier.store(KEYS[:2], rows, soon(), [1, PAYLOAD + 1]),
+        lambda: bench.tier.lookup([KEYS[0] + b"x"], soon()),
+        lambda: Tier(bench.driver, bench.buffer, b"short"),
+        lambda: Tier(bench.driver, bench.buffer, PRINT, workers=0),
+    ):
+        with pytest.raises(BadInput):
+            call()  # type: ignore[no-untyped-call]
+    with pytest.raises(NotOwned):
+        bench.tier.load(KEYS[:2], [rows[0], rows[0]], soon())
+    bench.buffer.release(rows)
+    with pytest.raises(NotOwned):
+        bench.tier.load(KEYS[:1], rows[:1], soon())
+    assert not bench.driver.calls and bench.tier.stats().nbytes_in_flight == 0
+
+
+def test_the_breaker_opens_waits_and_closes() -> None:
+    breaker = Breaker(limit=2, pause=1.0)
+    breaker.record(True, 0.0)
+    breaker.record(False, 0.0)
+    breaker.record(True, 0.0)
+    assert breaker.allows(0.0) and not breaker.is_open
+    breaker.record(True, 0.0)
+    assert breaker.is_open and not breaker.allows(0.9) and breaker.allows(1.0) and not breaker.allows(1.5)
+    breaker.record(True, 1.5)
+    assert breaker.is_open and not breaker.allows(2.4) and breaker.allows(2.5)
+    breaker.retry_now()
+    assert breaker.allows(2.6)
+    breaker.record(False, 2.7)
+    assert breaker.allows(2.7) and not breaker.is_open
