@@ -131,10 +131,11 @@ def save(name: str, found: dict[str, Any], *, is_part: bool = False) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     measured = {row.get("case") for row in found["rows"]}
-    old = json.loads(path.read_text()) if is_part and path.exists() else {"rows": [], "machine": {}}
+    old = json.loads(path.read_text()) if is_part and path.exists() else {"rows": [], "machine": {}, "versions": {}}
     kept = [row for row in old["rows"] if row.get("case") not in measured]
     kept = [row if "machine" in row else {**row, "machine": old["machine"]} for row in kept]
-    path.write_text(json.dumps({**found, "rows": [*kept, *found["rows"]]}, indent=1) + "\n")
+    versions = {**old["versions"], **found["versions"]}
+    path.write_text(json.dumps({**found, "versions": versions, "rows": [*kept, *found["rows"]]}, indent=1) + "\n")
     return path
 
 
