@@ -1,4 +1,4 @@
-"""Policies that evict the leaf with the smallest key: LRU, FIFO, LFU, LFUDA, SIEVE, and by priority or deadline."""
+"""Policies that evict the leaf with the smallest key: LRU by block, FIFO, LFU, LFUDA, SIEVE, and by priority or deadline."""
 
 from __future__ import annotations
 
