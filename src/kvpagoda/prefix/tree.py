@@ -207,26 +207,34 @@ class PrefixTree:
         left = num_blocks if type(num_blocks) is int and num_blocks >= 0 else whole_number(num_blocks, _TO_EVICT)
         ids: list[Ids] = []
         states: list[int] = []
-        turnover = self._turnover
+        turnover, alone = self._turnover, list[int]()
+        is_plain = self.num_groups == 1 and not turnover.num_rows
         for node, count in turnover.victims(left):
-            if count < node.num_blocks or turnover.num_rows:
-                turnover.remove(node, count, evicted=True)
+            is_whole = count == node.num_blocks
+            if is_plain and is_whole and count == 1:  # its number alone: thousands of arrays of one are slow to join
+                alone.append(node.ids.item())
+            else:
+                if alone:
+                    ids.append(np.array([alone], np.int32))
+                    alone = []
+                ids.append(node.ids[:, : -count - 1 : -1])
+                if not is_whole or turnover.num_rows:
+                    turnover.remove(node, count, evicted=True)
             if node.checkpoints:
                 states += self._checkpoints.drop_after(node, node.end - count)
             left -= count
-            if count < node.num_blocks:
-                ids.append(node.ids[:, : -count - 1 : -1])
+            above = node.parent
+            if not is_whole:
                 node.cut(node.num_blocks - count)
                 turnover.mark(node)
-                continue
-            ids.append(node.ids if count == 1 else node.ids[:, ::-1])
-            above = node.parent
-            assert above is not None
-            above.children.take(node.first)
-            if above.root is None:
-                self._join(above)
-            elif not above.children:
-                self._drop_root(above)
+            elif above is not None:
+                above.children.take(node.first)
+                if above.root is None:
+                    self._join(above)
+                elif not above.children:
+                    self._drop_root(above)
+        if alone:
+            ids.append(np.array([alone], np.int32))
         if ids:
             self.num_cached -= num_blocks - left
             self._removals += 1
