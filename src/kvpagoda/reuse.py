@@ -26,9 +26,7 @@ from kvpagoda.ledger import GroupLedger
 from kvpagoda.prefix import Evicted, Lease, Match, PrefixTree, policy_named
 from kvpagoda.units import ceil_div
 
-_AT_ONCE = (
-    1024  # a thousandth of the blocks go beyond what is needed, so that a step that needs one block seldom evicts
-)
+_AT_ONCE = 1024  # a thousandth goes beyond what is needed, so that a step that needs one block seldom evicts
 
 
 class Memory(Protocol):
@@ -112,8 +110,7 @@ class Reuse:
         self._copies: dict[int, list[Ids]] = {}  # checkpoint -> its blocks in each bounded group
         self._num_copies = [0] * len(self.bounded)  # that may be reclaimed
         if self.full is not None:
-            tree = self.tree
-            self.full.spare = lambda: tree.num_cached - tree.num_pinned
+            self.full.spare = lambda: self.tree.num_evictable
             self.full.reclaim = self._evict_blocks
         for number, ledger in enumerate(self.bounded):
             ledger.spare = partial(self._num_copies.__getitem__, number)
@@ -229,7 +226,8 @@ class Reuse:
         if begin == end:
             return
         full, tree, priority = self.full, self.tree, sequence.priority
-        given = self._no_ids(end - begin) if full is None else full.table.cells[slot : slot + 1, begin:end]
+        cells = np.empty((0, end), np.int32) if full is None else full.table.cells[slot : slot + 1]
+        given = cells[:, begin:end]
         inserted = tree.insert(lease, sequence.keys(begin * size, end * size), given, priority=priority)
         if self.bounded:  # the checkpoint that this text hangs on is in use, also by those that will begin like it
             tree.touch_checkpoint(lease)
@@ -242,10 +240,6 @@ class Reuse:
             spared = given[inserted.duplicates]
             full.share(slot, end, inserted.ids[0])
             self._memory.blocks_freed(full, full.release(spared))
-
-    @staticmethod
-    def _no_ids(n: int) -> Ids:
-        return np.empty((0, n), np.int32)
 
     def save(self, slot: int, lease: Lease, num_tokens: int) -> int | None:
         """Keep a checkpoint of ``slot`` at ``num_tokens``, the end of its lease; returns its name, which none will have again.

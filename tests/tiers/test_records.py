@@ -94,6 +94,9 @@ def test_a_record_in_use_goes_out_again_only_when_it_is_dropped() -> None:
     buffer.check()
     with pytest.raises(OutOfBlocks, match="need 3 records, 2 free"):
         buffer.acquire(3)
+    for count in (-1, 1.0, True):
+        with pytest.raises(BadInput, match="number of records"):
+            buffer.acquire(count)
     buffer.drop([first])
     buffer.check()
     assert sorted(buffer.acquire(3)) == [0, 1, 2]

@@ -48,7 +48,8 @@ class PrefixTree:
         self._num_roots = 0  # that there ever were
         self.num_leases = 0  #: leases that are open
         self._turnover: Turnover = Recency() if policy is None else ByCell(policy)
-        self._nothing: Ids = np.zeros(num_groups, np.int32)
+        self._nothing: Ids = np.zeros(num_groups, np.int32)  # what all matches have that end at a block
+        self._nothing.flags.writeable = False
         self._checkpoints, self._owned = Checkpoints(), OwnedIds(num_groups) if proves_ids else None
         self._removals = 0  # how often something went: a match from before must look again
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from xxhash import xxh3_128_digest
 
 from kvpagoda.alloc.free_list import FreeStack
+from kvpagoda.alloc.held import whole_number
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned
 from kvpagoda.tiers.keys import KEY_NBYTES
 from kvpagoda.units import align_up
@@ -118,9 +119,10 @@ class RecordBuffer:
         return self._free.num_free
 
     def acquire(self, n: int) -> list[int]:
-        """Take ``n`` records. Raises OutOfBlocks, taking none. O(n)."""
+        """Take ``n`` records. Raises OutOfBlocks and BadInput, taking none. O(n)."""
+        count = whole_number(n, "the number of records to take")
         with self._lock:
-            rows: list[int] = self._free.acquire(n).tolist()
+            rows: list[int] = self._free.acquire(count).tolist()
             for row in rows:
                 self._is_out[row] = True
         return rows

@@ -117,6 +117,9 @@ class SlotDriver:
             Status.MISS if slot is None else self._try(read, slot, row, deadline) for slot, row in zip(slots, rows)
         ]
         with self._lock:
+            for i, (key, slot) in enumerate(zip(keys, slots)):
+                if slot is not None and self._slots.get(key) != slot:  # discarded meanwhile
+                    statuses[i] = Status.MISS
             self._leave(held)
         return statuses
 
