@@ -20,6 +20,12 @@ def align_up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
+def table_rows(n: int, width: int, table_width: int) -> int:
+    """Rows of ``table_width`` bytes that ``n`` records of ``width`` bytes take, where a row begins with a record or with the
+    rest of one: several whole records in a row, or several rows for each."""
+    return ceil_div(n, table_width // width) if 0 < width <= table_width else n * ceil_div(width, table_width)
+
+
 def parse_bytes(size: int | str) -> int:
     """``"40GiB"``, ``"1.5 MB"`` or a number of bytes -> bytes. Raises BadInput."""
     if isinstance(size, bool) or not isinstance(size, int | str):

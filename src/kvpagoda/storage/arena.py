@@ -97,7 +97,7 @@ class Arena:
             if out.device != self.buffer.device:
                 raise BadInput(f"out must be on {self.buffer.device}, got {out.device}")
         if self.order == "block":
-            rows = self._records
+            rows = self.records
             return torch.index_select(rows, 0, index, out=out) if out is not None else rows[index]
         if out is None:
             out = torch.zeros(len(index), self.layout.nbytes, dtype=torch.uint8, device=self.device)
@@ -115,7 +115,7 @@ class Arena:
             raise NotOwned(f"unpack would write a row twice: {index.tolist()[:16]}")
         records = records.to(self.device)
         if self.order == "block":
-            self._records[index] = records
+            self.records[index] = records
             return
         for place, start, stride in self._starts:
             self._bytes(place, start, stride)[index] = records[:, place.offset : place.offset + place.nbytes]
@@ -165,7 +165,8 @@ class Arena:
             )
 
     @property
-    def _records(self) -> Tensor:
+    def records(self) -> Tensor:
+        """uint8 ``[num_rows, layout.nbytes]``: the records of a block-major arena, a strided view."""
         return self.buffer.as_strided((self.num_rows, self.layout.nbytes), (self.row_nbytes, 1))
 
     def _bytes(self, place: Place, start: int, stride: int) -> Tensor:
