@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Many
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpagoda.alloc.held import Ids
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks, RetryLater, StaleHandle
@@ -21,6 +23,7 @@ from kvpagoda.stats import CacheStats, GroupStats
 from kvpagoda.units import ceil_div, format_bytes
 
 DEFAULT_CONTEXT = 131_072
+Payloads = npt.NDArray[np.uint8]
 
 
 class Books:
@@ -421,6 +424,13 @@ class Books:
 
     def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         """Copy blocks of one group."""
+
+    def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
+        """Copy blocks ``ids`` of one group to ``rows`` of ``payloads``, uint8 ``[M, width]`` host memory whose rows may be
+        strided, as ``storage.spill`` lays them out. Waits until the bytes are there."""
+
+    def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
+        """Copy back what ``blocks_out`` copied, to blocks ``ids``."""
 
     def sectors_given(self, ledger: GroupLedger, sectors: Ids) -> None:
         """The memory of ``sectors`` is now that of ``ledger``; what another group left there means nothing."""

@@ -10,7 +10,7 @@ import torch
 
 from kvpagoda.alloc.held import Ids
 from kvpagoda.batch import Array, Batch, LayerView, StepBuffers, StepRows
-from kvpagoda.books import Books
+from kvpagoda.books import Books, Payloads
 from kvpagoda.errors import BadInput
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.persistent_batch import PersistentBatch
@@ -18,6 +18,7 @@ from kvpagoda.schema import Schema
 from kvpagoda.sequence import Sequence
 from kvpagoda.storage.arena import Arena, Device, default_device
 from kvpagoda.storage.pool import Pool
+from kvpagoda.storage.spill import fill, spill
 from kvpagoda.storage.tables import DeviceTable
 
 
@@ -147,6 +148,12 @@ class KVCache(Books):
     def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         if len(sources):
             self._arenas[ledger.plan.name].copy(sources, targets)
+
+    def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
+        spill(self._arenas[ledger.plan.name], ids, torch.from_numpy(payloads), rows)
+
+    def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
+        fill(self._arenas[ledger.plan.name], ids, torch.from_numpy(payloads), rows)
 
     def move_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         super().move_blocks(ledger, sources, targets)
