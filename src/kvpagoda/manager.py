@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kvpagoda.alloc.held import Ids
+from kvpagoda.alloc.pages import PAGE, Bytes
 from kvpagoda.batch import Array, Batch, LayerView, StepBuffers, StepRows
 from kvpagoda.books import Books, Payloads
 from kvpagoda.errors import BadInput
@@ -20,6 +21,7 @@ from kvpagoda.storage.arena import Arena, Device, default_device
 from kvpagoda.storage.pool import Pool
 from kvpagoda.storage.spill import fill, spill
 from kvpagoda.storage.tables import DeviceTable
+from kvpagoda.tiers.spec import TierSpec
 
 
 class KVCache(Books):
@@ -29,9 +31,9 @@ class KVCache(Books):
     ``max_requests`` may run at once. ``max_context``: the longest request in tokens (default: what fits, at most the
     model's own limit). ``step_tokens``: the most tokens of one request between two commits that window groups keep
     room for. ``checkpoints``: how many are kept for reuse where layers keep states or windows: see ``Schema.plan``;
-    ``checkpoint_every``, ``policy``, ``pin_share``: see ``Books``. ``order``: see ``Arena``; several
-    groups share one block-major memory, unless it is ``"layer"``. ``poison`` fills all memory that nobody holds with NaN,
-    to catch stale reads. Raises BadInput, NeverFits. The life of a request is that of ``Books``.
+    ``checkpoint_every``, ``policy``, ``pin_share``, ``tiers`` and what they need: see ``Books``. ``order``: see ``Arena``;
+    several groups share one block-major memory, unless it is ``"layer"``. ``poison`` fills all memory that nobody holds with
+    NaN, to catch stale reads. Raises BadInput, NeverFits. The life of a request is that of ``Books``.
     """
 
     def __init__(
@@ -52,17 +54,23 @@ class KVCache(Books):
         checkpoint_every: int = 0,
         policy: str = "lru",
         pin_share: float = 0.5,
+        tiers: Many[TierSpec] = (),
+        weights: str = "",
+        rank: int = 0,
+        num_ranks: int = 1,
+        tier_secret: bytes = b"",
     ) -> None:
         self.schema = schema if dtype is None else schema.cast(str(dtype).removeprefix("torch."))
         plan = self.schema.plan(
             budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=step_tokens, checkpoints=checkpoints,
             shared=order != "layer",
         )  # fmt: skip
-        super().__init__(
-            plan, schema.vocab_size, max_context, checkpoint_every,
-            policy=policy, pin_share=pin_share, fingerprint=self.schema.fingerprint,
-        )  # fmt: skip
         self.device = default_device(device)
+        super().__init__(
+            plan, schema.vocab_size, max_context, checkpoint_every, policy=policy, pin_share=pin_share,
+            fingerprint=self.schema.fingerprint, tiers=tiers, weights=weights, rank=rank, num_ranks=num_ranks,
+            tier_secret=tier_secret,
+        )  # fmt: skip
         shared = torch.zeros(plan.num_sectors * plan.sector_nbytes, dtype=torch.uint8, device=self.device)
         self._arenas = {
             group.name: Arena(
@@ -148,6 +156,12 @@ class KVCache(Books):
     def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         if len(sources):
             self._arenas[ledger.plan.name].copy(sources, targets)
+
+    def host_memory(self, nbytes: int) -> Bytes:
+        if self.device.type != "cuda":
+            return super().host_memory(nbytes)
+        memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=True).numpy()
+        return memory[-memory.ctypes.data % PAGE :][:nbytes]
 
     def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
         spill(self._arenas[ledger.plan.name], ids, torch.from_numpy(payloads), rows)

@@ -48,8 +48,8 @@ class Namespaces:
     """Namespaces as keys of the tree: ``fingerprint`` of what is cached, who may share it, and a number drawn at random each
     time that it is invalidated, so that no other process takes what is kept from then on for its own."""
 
-    def __init__(self, fingerprint: str = "") -> None:
-        self._fingerprint, self._epoch = _field(fingerprint), b""
+    def __init__(self, fingerprint: str = "", epoch: bytes = b"") -> None:
+        self._fingerprint, self._epoch = _field(fingerprint), epoch
         self._renewed: dict[bytes, bytes] = {}
         self._known: dict[Namespace | str | bytes | None, bytes] = {}  # keys that were asked for lately
 

@@ -94,6 +94,8 @@ class Sequence:
         self.match, self.lease = match, lease
         self.num_fences, self.is_settled = 0, True
         self.last_checkpoint = -1
+        self.chain: list[bytes] = []
+        """What its beginnings are called below the device: see ``Below.hashes``. Empty where there are no tiers."""
         self.written = self._length
         """The highest length that a batch or a commit went up to; rings and states hold what came last."""
         self.stepper: Stepper | None = None
@@ -147,6 +149,10 @@ class Sequence:
             tokens = with_stand_ins(tokens, first, self.stand_ins)
         tokens.setflags(write=False)
         return tokens
+
+    def raw_tokens(self, first: int, end: int) -> Tokens:
+        """Tokens ``first .. end - 1`` as they are; a view."""
+        return self._tokens[first:end]
 
     def extend(self, n: int) -> None:
         """Make room for the next ``n`` tokens after the committed ones, in every group or in none.

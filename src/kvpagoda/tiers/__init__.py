@@ -4,19 +4,25 @@ from kvpagoda.tiers.disk import disk_driver
 from kvpagoda.tiers.driver import Driver, DriverStats, Lease, Status
 from kvpagoda.tiers.host import host_driver
 from kvpagoda.tiers.keys import layout_fingerprint, prefix_hashes, prefix_root, record_key
+from kvpagoda.tiers.level import LevelStats
 from kvpagoda.tiers.records import RecordBuffer
+from kvpagoda.tiers.spec import TierSpec, disk_tier, host_tier
 from kvpagoda.tiers.tier import Tier, TierStats
 
 __all__ = [
     "Driver",
     "DriverStats",
     "Lease",
+    "LevelStats",
     "RecordBuffer",
     "Status",
     "Tier",
+    "TierSpec",
     "TierStats",
     "disk_driver",
+    "disk_tier",
     "host_driver",
+    "host_tier",
     "layout_fingerprint",
     "prefix_hashes",
     "prefix_root",

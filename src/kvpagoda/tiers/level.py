@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvpagoda.errors import BadInput
+from kvpagoda.alloc.pages import Bytes
+from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.tiers.driver import FAULTS, DriverStats, Lease, Status
 from kvpagoda.tiers.keys import layout_fingerprint, record_key
-from kvpagoda.tiers.records import Bytes, RecordBuffer
+from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.tiers.tier import Tier
 from kvpagoda.units import ceil_div, format_bytes, parse_bytes, table_rows
@@ -63,6 +64,14 @@ class LevelStats:
         return asdict(self)
 
 
+class Loading(NamedTuple):
+    """Records on their way to staging memory."""
+
+    begin: float
+    rows: tuple[int, ...]
+    future: Future[list[Status]]
+
+
 class Level:
     """A tier under a cache whose blocks have ``block_nbytes`` bytes (0: it has none) and whose checkpoints have ``parts``:
     (records, bytes of each) for every group in them. ``memory(nbytes)`` gives page-aligned host memory.
@@ -101,8 +110,9 @@ class Level:
         self.buffer = RecordBuffer(count, self.payload_nbytes, memory(count * record))
         self.batch = max(1, min(count // 4, _BATCH_NBYTES // record))  #: records in one call
         self._kept_free = count // 2  # for what is loaded
+        fingerprint = identity.fingerprint(self.unit, self.payload_nbytes)
         self.tier = Tier(
-            spec.make(self.buffer), self.buffer, identity.fingerprint(self.unit, self.payload_nbytes), in_flight=2 * count * record + (1 << 20),
+            spec.make(self.buffer), self.buffer, fingerprint, in_flight=2 * count * record + (1 << 20),
             workers=spec.workers, checksum=spec.checksum,
         )  # fmt: skip
         self.seconds_per_byte: float | None = None  #: of loads, lately
@@ -141,16 +151,41 @@ class Level:
 
         future.add_done_callback(done)
 
-    def load(self, keys: Sequence[bytes], rows: Sequence[int]) -> list[Status]:
-        """Read the records of ``keys``; by the deadline. Says how fast that was."""
-        begin = monotonic()
-        statuses = self.tier.load(keys, rows, self.deadline()).result()
-        good = statuses.count(Status.OK)
+    def acquire(self, n: int, *, patient: bool = True) -> list[int] | None:
+        """``n`` rows of staging memory, if ``patient`` after waiting for stores; None if they do not become free in time."""
+        deadline = self.deadline() if patient else 0.0
+        while self.buffer.num_free < n:
+            if not self._storing or monotonic() >= deadline:
+                return None
+            wait([*self._storing], deadline - monotonic(), FIRST_COMPLETED)
+        try:
+            return self.buffer.acquire(n)
+        except OutOfBlocks:  # another thread was faster
+            return None
+
+    def start_load(self, keys: Sequence[bytes], rows: Sequence[int]) -> Loading:
+        """Begin to read the records of ``keys`` into ``rows``."""
+        return Loading(monotonic(), tuple(rows), self.tier.load(keys, rows, self.deadline()))
+
+    def finish_load(self, loading: Loading) -> set[int]:
+        """Wait for it, by the deadline at most; the rows that hold no record. Learns how fast that was."""
+        statuses = loading.future.result()
+        bad = {row for row, status in zip(loading.rows, statuses) if status is not Status.OK}
+        good = len(loading.rows) - len(bad)
         if good:
-            now = (monotonic() - begin) / (good * self.payload_nbytes)
-            before = self.seconds_per_byte
+            now, before = (monotonic() - loading.begin) / (good * self.payload_nbytes), self.seconds_per_byte
             self.seconds_per_byte = now if before is None else 0.8 * before + 0.2 * now
-        return statuses
+        return bad
+
+    def load(self, keys: Sequence[bytes], rows: Sequence[int]) -> list[Status]:
+        """Read the records of ``keys``, by the deadline."""
+        loading = self.start_load(keys, rows)
+        self.finish_load(loading)
+        return loading.future.result()
+
+    def settle_one(self, deadline: float) -> None:
+        """Wait for something that is being stored."""
+        wait([*self._storing], max(0.0, deadline - monotonic()), FIRST_COMPLETED)
 
     def settle(self, deadline: float) -> bool:
         """Wait for what is being stored; whether it is done."""

@@ -106,7 +106,9 @@ class Tier:
         sizes = [self.buffer.payload_nbytes] * len(keys) if nbytes is None else list(nbytes)
         if len(sizes) != len(keys) or not all(0 <= size <= self.buffer.payload_nbytes for size in sizes):
             raise BadInput(f"{len(keys)} payloads of 0..{self.buffer.payload_nbytes} bytes, got {sizes[:16]}")
-        return self._start("store", partial(self._store, self.fingerprint, keys, rows, sizes, deadline), list, deadline, keys, rows)
+        return self._start(
+            "store", partial(self._store, self.fingerprint, keys, rows, sizes, deadline), list, deadline, keys, rows
+        )
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float = 10.0) -> Future[Lease]:
         """Which of ``keys`` are there, and stay for ``hold`` seconds. Raises BadInput."""
@@ -120,7 +122,9 @@ class Tier:
         CORRUPT records are discarded. Raises BadInput and NotOwned, before anything is done.
         """
         keys, rows = self._prove(keys, rows)
-        return self._start("load", partial(self._load, self.fingerprint, keys, rows, deadline), list, deadline, keys, rows)
+        return self._start(
+            "load", partial(self._load, self.fingerprint, keys, rows, deadline), list, deadline, keys, rows
+        )
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> Future[list[Status]]:
         """Drop the records of ``keys``. Raises BadInput."""
