@@ -12,6 +12,7 @@ from kvpagoda.hf.compressed import CompressedRunner
 from kvpagoda.hf.lookup import propose
 from kvpagoda.hf.runner import ModelRunner, Runner, Tensor
 from kvpagoda.hf.sampling import GREEDY, Sampling
+from kvpagoda.hf.weights import weights_digest
 from kvpagoda.manager import KVCache
 from kvpagoda.preemption import Job, PreemptionPolicy, RunQueue
 from kvpagoda.schema import Compressed, Schema
@@ -81,6 +82,9 @@ class Generator:
     runs out: it starts again later, from what is still cached, and its tokens stay the same. Without, a request starts
     only when all of it has room. ``num_set_back`` counts.
 
+    ``tiers``: what others can read is named by ``weights``, by default a digest of all of the model, which takes a while for
+    a large one.
+
     The model is put in eval mode and is otherwise left as it was between steps.
     Raises SchemaError for a model whose layers are not known, NeverFits for a budget too small for one request.
     """
@@ -102,6 +106,8 @@ class Generator:
         dtype = str(model.dtype).removeprefix("torch.")
         schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, verify_width=lookup)
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
+        if "weights" not in sizes and not all(tier.is_private for tier in sizes.get("tiers", ())):
+            sizes = {**sizes, "weights": weights_digest(model)}
         longest_piece = max(prefill_chunk, lookup + 1)
         self.cache = KVCache(schema, device=model.device, step_tokens=longest_piece, **sizes)
         self._chunk, self._lookup = prefill_chunk, min((lookup, *(n for _, _, n in self.cache.plan.rewinds)))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 from kvpagoda.errors import BadInput
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+xxh3_128: Callable[[Any], bytes]
+"""16 bytes for any bytes. Raises BadInput without the package xxhash."""
+
+
+def _absent(data: Any) -> bytes:
+    raise BadInput("tiers need the package xxhash; install kvpagoda[disk]")
+
 
 try:
-    from xxhash import xxh3_128_digest as xxh3_128
+    from xxhash import xxh3_128_digest
 except ImportError:
-
-    def xxh3_128(data: Buffer, seed: int = 0) -> bytes:
-        """Raises BadInput."""
-        raise BadInput("tiers need the package xxhash; install kvpagoda[disk]")
-
-
-__all__ = ["xxh3_128"]
+    xxh3_128 = _absent
+else:
+    xxh3_128 = xxh3_128_digest
