@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -133,6 +134,7 @@ WAYS: dict[str, Callable[[Path], tuple[TierSpec, ...]]] = {
 def test_rows_read_back_are_the_rows_written(name: str, way: str, tmp_path: Path) -> None:
     """Random traffic in a cache so small that it evicts all the time: every row that a step may read is compared."""
     cache = cache_of(name, *WAYS[way](tmp_path))
+    cache.open = partial(cache.open, layerwise=way == "disk")  # type: ignore[method-assign]
     traffic(cache, 350, seed=5, engine=FakeEngine(cache))
     stats = cache.stats()
     assert sum(tier.failed for tier in stats.tiers) == 0
@@ -288,6 +290,32 @@ def test_a_prefetch_reads_while_a_request_waits(name: str, tmp_path: Path) -> No
     cache.close()
     with pytest.raises(BadInput, match="no tiers"):
         cache_of(name).prefetch(text)
+
+
+@pytest.mark.parametrize("order", ["block", "layer"])
+@pytest.mark.parametrize("record_nbytes", [1, 2000])
+def test_layers_come_in_when_they_are_asked_for(order: str, record_nbytes: int) -> None:
+    spec = host_tier("1MiB", write="commit", record_nbytes=record_nbytes, staging="1MiB")
+    cache = cache_of("mixed", spec, order=order)
+    text, engine = np.arange(80) % 41, FakeEngine(cache)
+    run(cache, text)
+    assert cache.flush()
+    forget(cache)
+    buffer = cache.below.levels[0].buffer  # type: ignore[union-attr]
+    with cache.open(text, "tenant 0", layerwise=True) as sequence:
+        assert sequence.match.loaded > 40 and buffer.num_free < buffer.num_records
+        view = cache.batch([sequence], [1]).layer(0)
+        block = int(view.block_table[0, 0])
+        assert (view["k"][block] != cache._arenas["full"].layer(2)["k"][block]).any(), "layer 2 is not in yet"
+        engine.spaces[id(sequence)] = 0
+        engine.step([sequence], [text[sequence.length : sequence.length + 1].astype(np.int32)])
+        assert buffer.num_free == buffer.num_records, "all layers are in"
+    forget(cache)
+    sequence = cache.open(text, "tenant 0", layerwise=True)
+    sequence.close()
+    assert buffer.num_free == buffer.num_records, "nothing is left behind"
+    assert run(cache, text) > 40
+    cache.close()
 
 
 def test_loading_is_left_when_computing_is_faster() -> None:

@@ -35,6 +35,8 @@ from kvpagoda.tiers.spec import TierSpec, When
 from kvpagoda.units import ceil_div, table_rows
 
 _HOLD = 10.0  # seconds that what was found may take to be asked for
+Part = tuple[Ids, Bytes, Many[int]]
+"""Blocks, and the rows of host memory that they come from."""
 _NONE: Mapping[int, bytes] = {}
 
 
@@ -44,6 +46,8 @@ class Memory(Protocol):
     def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None: ...
 
     def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None: ...
+
+    def blocks_in_later(self, ledger: GroupLedger, parts: Many[Part], done: Callable[[], None]) -> None: ...
 
     def host_memory(self, nbytes: int) -> Bytes: ...
 
@@ -71,6 +75,8 @@ class Offer:
     """The staging rows that hold the checkpoint at ``end``."""
     leases: list[Lease] = field(default_factory=list)
     held: dict[tuple[Level, int], int] = field(default_factory=dict)
+    layerwise: bool = False
+    """Whether blocks may come in layer after layer, when they are asked for."""
 
     def __enter__(self) -> Offer:
         return self
@@ -465,20 +471,48 @@ class Below:
     def load(self, offer: Offer, ids: Ids, first: int) -> int:
         """Fill blocks ``first ..`` of the offer's text, which are ``ids`` of the full group; how many could be filled.
 
-        A few records at a time, the next ones being read while these are copied.
+        A few records at a time, the next ones being read while these are copied; or, if the offer may come in layer after
+        layer and half the staging memory holds all of it, all at once.
         """
         done, full = 0, self._full
         assert full is not None
         wanted = [(level, number) for level, number in offer.records if (number + 1) * level.unit > first]
+        if offer.layerwise:
+            self._read_ahead(offer)
+            if wanted and all(record in offer.held for record in wanted):
+                self._load_later(full, offer, wanted, ids, first)
+                return len(ids)
         for level, numbers, rows in self._read(offer, wanted):
-            width, columns = level.payload_nbytes // level.unit, np.array(numbers) * level.unit - first
-            for place in range(level.unit):
-                inside = (columns + place >= 0) & (columns + place < len(ids))
-                payloads = level.buffer.payloads[:, place * width : (place + 1) * width]
-                there = np.array(rows)[inside].tolist()
-                self._memory.blocks_in(full, ids[(columns + place)[inside]], payloads, there)
-            done = min(len(ids), int(columns[-1]) + level.unit)
+            for part in self._parts_of(level, numbers, rows, ids, first):
+                self._memory.blocks_in(full, *part)
+            done = min(len(ids), (numbers[-1] + 1) * level.unit - first)
         return done
+
+    def _load_later(
+        self, full: GroupLedger, offer: Offer, wanted: Many[tuple[Level, int]], ids: Ids, first: int
+    ) -> None:
+        parts, taken = list[Part](), list[tuple[Level, list[int]]]()
+        for level, records in groupby(wanted, key=lambda one: one[0]):
+            numbers = [number for _, number in records]
+            rows = [offer.held.pop((level, number)) for number in numbers]
+            taken.append((level, rows))
+            parts += self._parts_of(level, numbers, rows, ids, first)
+
+        def release() -> None:
+            for level, rows in taken:
+                level.buffer.release(rows)
+
+        self._memory.blocks_in_later(full, parts, release)
+
+    @staticmethod
+    def _parts_of(level: Level, numbers: Many[int], rows: Many[int], ids: Ids, first: int) -> Iterator[Part]:
+        """Of the records ``numbers``, which lie in ``rows``, what belongs to blocks ``ids``, from the ``first`` on."""
+        width, columns = level.payload_nbytes // level.unit, np.array(numbers) * level.unit - first
+        for place in range(level.unit):
+            inside = (columns + place >= 0) & (columns + place < len(ids))
+            if inside.any():
+                payloads = level.buffer.payloads[:, place * width : (place + 1) * width]
+                yield ids[(columns + place)[inside]], payloads, np.array(rows)[inside].tolist()
 
     def _read(self, offer: Offer, wanted: Many[tuple[Level, int]]) -> Iterator[tuple[Level, list[int], list[int]]]:
         """(level, records, staging rows) of what could be read of ``wanted``, in order, up to the first that could not."""

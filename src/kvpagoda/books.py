@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvpagoda.alloc.held import Ids
 from kvpagoda.alloc.pages import Bytes, pages
-from kvpagoda.below import Below, Offer, Prefetch
+from kvpagoda.below import Below, Offer, Part, Prefetch
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.namespace import Media, Namespace, Namespaces, with_stand_ins
@@ -109,6 +109,7 @@ class Books:
         reserve: int | None = None,
         media: Mapping[int, bytes] | None = None,
         prefetch: Prefetch | None = None,
+        layerwise: bool = False,
     ) -> Sequence:
         """Admit a request with this prompt: a slot, everything cached that it can start from, and room to go on.
 
@@ -118,7 +119,7 @@ class Books:
         tokens that the request may come to hold (default the prompt): blocks for them are promised to it, so that it never
         waits for others once admitted. ``media``: offset -> digest (at least 16 bytes) of each image that begins there.
         What tiers have is loaded, if that is expected to be faster than computing it; ``prefetch``, of the same text, is used
-        up.
+        up. ``layerwise``: blocks of a layer may come in when ``batch.layer`` asks for them, as far as staging memory goes.
         Raises BadInput, NeverFits (larger than the whole cache), RetryLater (fits, but not now). Nothing is kept then.
         """
         if not self._is_open:
@@ -141,6 +142,8 @@ class Books:
         if self.below is not None:
             chain = self.below.hashes(space, keys, stand_ins)
             offer = self._offer(chain[: (length - 1) // self.block_size + 1], wanted, match, found, prefetch)
+        if offer is not None:
+            offer.layerwise = layerwise
         with offer if offer is not None else nullcontext():
             start = self._start(slot, wanted, room, match, found, priority, offer)
             while start is None and self.reuse.give_up_pin():
@@ -601,6 +604,13 @@ class Books:
 
     def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
         """Copy back what ``blocks_out`` copied, to blocks ``ids``."""
+
+    def blocks_in_later(self, ledger: GroupLedger, parts: Many[Part], done: Callable[[], None]) -> None:
+        """Copy back ``parts``, each as for ``blocks_in`` with rows as wide as a block, a layer when it is asked for; call
+        ``done`` when the host memory is not needed any more."""
+        for part in parts:
+            self.blocks_in(ledger, *part)
+        done()
 
     def sectors_given(self, ledger: GroupLedger, sectors: Ids) -> None:
         """The memory of ``sectors`` is now that of ``ledger``; what another group left there means nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from kvpagoda.alloc.held import Ids
 from kvpagoda.alloc.pages import PAGE, Bytes
 from kvpagoda.batch import Array, Batch, LayerView, StepBuffers, StepRows
+from kvpagoda.below import Part
 from kvpagoda.books import Books, Payloads
 from kvpagoda.errors import BadInput
 from kvpagoda.ledger import GroupLedger
@@ -18,6 +19,7 @@ from kvpagoda.persistent_batch import PersistentBatch
 from kvpagoda.schema import Schema
 from kvpagoda.sequence import Sequence
 from kvpagoda.storage.arena import Arena, Device, default_device
+from kvpagoda.storage.filling import Filling, side_stream
 from kvpagoda.storage.pool import Pool
 from kvpagoda.storage.spill import fill, spill
 from kvpagoda.storage.tables import DeviceTable
@@ -87,6 +89,8 @@ class KVCache(Books):
         self._tables = {ledger.plan.name: DeviceTable(ledger.table, self.device) for ledger in self.ledgers}
         self._pools: dict[int, tuple[Pool | None, Pool | None, tuple[GroupLedger, DeviceTable] | None]] = {}
         self._step_buffers = StepBuffers(self.device)
+        self._fillings: list[Filling] = []
+        self._copy_stream = side_stream(self.device) if tiers else None
         self.num_moves = 0  #: how often blocks were moved: index arrays from before name the old places
         self._poison = poison
         if poison:
@@ -143,6 +147,10 @@ class KVCache(Books):
         if layer is None:
             raise BadInput(f"layer {index} is not in this schema; it has {sorted(self.schema.by_index)}")
         layer = self.schema.by_index[layer.owner]
+        if self._fillings:
+            for filling in self._fillings:
+                filling.wait(layer.index)
+            self._fillings = [filling for filling in self._fillings if not filling.is_done]
         if layer.index not in self._pools:
             state = Pool(self._arenas["state"], layer.index, layer.state_rows()) if layer.state_rows() else None
             ledger = next((one for one in self.ledgers if one.growth == layer.growth), None)
@@ -155,6 +163,7 @@ class KVCache(Books):
 
     def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         if len(sources):
+            self._finish_filling(ledger)
             self._arenas[ledger.plan.name].copy(sources, targets)
 
     def host_memory(self, nbytes: int) -> Bytes:
@@ -164,10 +173,22 @@ class KVCache(Books):
         return memory[-memory.ctypes.data % PAGE :][:nbytes]
 
     def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
+        self._finish_filling(ledger)
         spill(self._arenas[ledger.plan.name], ids, torch.from_numpy(payloads), rows)
 
     def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
         fill(self._arenas[ledger.plan.name], ids, torch.from_numpy(payloads), rows)
+
+    def blocks_in_later(self, ledger: GroupLedger, parts: Many[Part], done: Callable[[], None]) -> None:
+        tables = [(ids, torch.from_numpy(payloads), rows) for ids, payloads, rows in parts]
+        self._fillings.append(Filling(self._arenas[ledger.plan.name], tables, done, self._copy_stream))
+
+    def _finish_filling(self, ledger: GroupLedger) -> None:
+        """Wait for all layers of what is on its way into ``ledger``: it is about to be copied, or to be somebody else's."""
+        arena = self._arenas[ledger.plan.name]
+        for filling in [filling for filling in self._fillings if filling.arena is arena]:
+            self._fillings.remove(filling)
+            filling.finish()
 
     def move_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         super().move_blocks(ledger, sources, targets)
@@ -180,6 +201,7 @@ class KVCache(Books):
             self._buffers[0][sector * size : (sector + 1) * size].fill_(0xFF if self._poison else 0)
 
     def blocks_freed(self, ledger: GroupLedger, ids: Ids) -> None:
+        self._finish_filling(ledger)
         super().blocks_freed(ledger, ids)
         if self._poison and len(ids):
             self._arenas[ledger.plan.name].poison(ids)
