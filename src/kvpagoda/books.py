@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,12 @@ from kvpagoda.schema import Plan
 from kvpagoda.sectors import Sectors
 from kvpagoda.sequence import Sequence, as_tokens
 from kvpagoda.stats import CacheStats, GroupStats
-from kvpagoda.units import ceil_div, format_bytes
+from kvpagoda.swap import Suspended, Swap
+from kvpagoda.units import ceil_div, format_bytes, parse_bytes
 
 DEFAULT_CONTEXT = 131_072
 Payloads = npt.NDArray[np.uint8]
+Start = tuple[PrefixMatch, Lease]
 
 
 class Books:
@@ -33,6 +36,7 @@ class Books:
     ``checkpoint_every``: also keep a checkpoint every so many blocks, not only at the ends of prompts and outputs and
     where texts were seen to part. ``policy``: which cached block goes first (``kvpagoda.prefix.POLICY_NAMES``).
     ``pin_share``: the share of the cache's blocks that ``pin`` may keep. ``fingerprint``: of the schema and its formats.
+    ``swap``: bytes of host memory for what is suspended (default: as many as the plan takes), asked for when first needed.
     A cache with memory derives from this and overrides the hooks.
     """
 
@@ -46,6 +50,7 @@ class Books:
         policy: str = "lru",
         pin_share: float = 0.5,
         fingerprint: str = "",
+        swap: int | str | None = None,
     ) -> None:
         if not 0 <= pin_share <= 1:
             raise BadInput(f"pin_share is a share of the cache, 0 to 1, got {pin_share}")
@@ -67,6 +72,8 @@ class Books:
             pin_share=pin_share,
             memory=self,
         )
+        self.swap = Swap(_swap_nbytes(plan, swap), self.ledgers, memory=self)
+        self._suspended: dict[Sequence, Suspended] = {}
         self.sectors = Sectors(plan.num_sectors, self.ledgers, mover=self) if plan.num_sectors else None
         self._every = checkpoint_every * plan.block_size
         self._slots = list(range(plan.max_requests - 1, -1, -1))  # that are free
@@ -75,6 +82,7 @@ class Books:
         self._stale: set[bytes] = set()
         self._is_open = True
         self.num_opened = self.num_closed = self._computed = self._cached = 0
+        self.num_stopped = 0  #: sequences that were closed or suspended
 
     # -- the life of a request ---------------------------------------------------------------------------------------
 
@@ -112,13 +120,7 @@ class Books:
         keys = tokens[:length]
         keys[:] = prompt
         match, found = self.reuse.find(with_stand_ins(keys, 0, stand_ins), space)
-        start = self._start(slot, wanted, room, match, found, priority)
-        while start is None and self.reuse.give_up_pin():
-            start = self._start(slot, wanted, room, match, found, priority)
-        if start is None:
-            self._slots.append(slot)
-            raise RetryLater(self._shortage(wanted))
-        found, lease = start
+        found, lease = self._begin(slot, wanted, partial(self._start, slot, wanted, room, match, found, priority))
         sequence = self._running[slot] = Sequence(
             self, slot, tokens, length, found, lease, namespace=space, priority=priority, stand_ins=stand_ins
         )
@@ -131,9 +133,19 @@ class Books:
             raise RetryLater(f"all {self.max_requests} request slots are in use; close one, or raise max_requests")
         return self._slots.pop()
 
+    def _begin(self, slot: int, wanted: list[int], start: Callable[[], Start | None]) -> Start:
+        """``start`` a request, at the price of pins if need be. Raises RetryLater; ``slot`` is free then."""
+        begun = start()
+        while begun is None and self.reuse.give_up_pin():
+            begun = start()
+        if begun is None:
+            self._slots.append(slot)
+            raise RetryLater(self._shortage(wanted))
+        return begun
+
     def _start(
         self, slot: int, wanted: list[int], room: int, match: Match, found: PrefixMatch, priority: int
-    ) -> tuple[PrefixMatch, Lease] | None:
+    ) -> Start | None:
         """Give ``slot`` what it starts from and room for ``room`` tokens, and promise it the rest; None, with nothing kept,
         if that cannot be.
 
@@ -146,8 +158,15 @@ class Books:
         return start
 
     def _start_from(
-        self, slot: int, wanted: list[int], room: int, match: Match, found: PrefixMatch, priority: int
-    ) -> tuple[PrefixMatch, Lease] | None:
+        self,
+        slot: int,
+        wanted: list[int],
+        room: int,
+        match: Match,
+        found: PrefixMatch,
+        priority: int,
+        suspended: Suspended | None = None,
+    ) -> Start | None:
         reuse, tree, resumable = self.reuse, self.reuse.tree, found.resumable
         whole, rest = divmod(resumable, self.block_size)
         lease = tree.pin(match, whole)
@@ -161,7 +180,9 @@ class Books:
         is_promised = False
         try:
             is_promised = self._promise(slot, wanted)
-            if is_promised:
+            if is_promised and suspended is not None:
+                self.swap.restore(slot, suspended, room)
+            elif is_promised:
                 reuse.restore(slot, found, room if room > resumable else resumable, partial)
         except BaseException:
             self._take_back(slot, lease)
@@ -305,16 +326,69 @@ class Books:
         if sequence.num_fences:
             sequence.is_settled = False
             return
-        slot = sequence.slot
-        for ledger in self.ledgers:
-            self.blocks_freed(ledger, ledger.close(slot))
-        self.reuse.tree.unpin(sequence.lease)
-        del self._running[slot]
-        self._slots.append(slot)
+        if sequence.is_suspended:
+            self.swap.drop(self._suspended.pop(sequence))
+        else:
+            self._stop(sequence)
         self.num_closed += 1
         self._computed += sequence.length - sequence.cached_tokens
         if sequence.namespace in self._stale:
             self._clear_stale()
+
+    def _stop(self, sequence: Sequence) -> None:
+        """``sequence`` runs no more: what it alone holds and its slot are free, the rest is unpinned."""
+        slot = sequence.slot
+        del self._running[slot]
+        self._take_back(slot, sequence.lease)
+        self.num_stopped += 1
+
+    def sequence_suspended(self, sequence: Sequence, whole: bool) -> None:
+        """``sequence`` goes to host memory; see ``Sequence.suspend``."""
+        self._check_settled(sequence, "suspended")
+        self._suspended[sequence] = self.swap.put(sequence.slot, sequence.length, sequence.room, whole)
+        self._stop(sequence)
+        if sequence.namespace in self._stale:
+            self._clear_stale()
+
+    def sequence_resumed(
+        self, sequence: Sequence, room: int | None, reserve: int | None
+    ) -> tuple[int, Lease, PrefixMatch | None]:
+        """``sequence`` goes on; see ``Sequence.resume``. Returns its slot, its lease and, unless it is as it was, where it
+        starts."""
+        suspended, length, namespace = self._suspended[sequence], sequence.length, sequence.namespace
+        keys, more = sequence.keys(0, length), max(room or 0, reserve or 0)
+        if min(room or 0, reserve or 0) < 0:
+            raise BadInput(f"room and reserve are numbers of tokens, got {room} and {reserve}")
+        match = self.reuse.tree.match(keys, namespace)
+        is_whole = match.num_blocks >= suspended.published
+        wanted = [0 if reserve is not None else blocks for blocks in suspended.promised]
+        if not is_whole or more > suspended.room:
+            least = self.check_fits(max(length, more), room=room or 0)
+            wanted = [max(blocks) for blocks in zip(wanted, least)]
+        if is_whole:
+            room = max(length, suspended.room if room is None else room)
+            held = [
+                ceil_div(room, ledger.block_size) - part.begin * ledger.growth.is_bounded
+                for ledger, part in zip(self.ledgers, suspended.parts)
+            ]
+            wanted = [max(blocks) for blocks in zip(wanted, held)]
+        slot = self._take_slot()
+        if is_whole:
+            found = PrefixMatch(match.num_tokens, match.num_blocks * self.block_size, "nothing")
+            start = partial(self._start_from, suspended=suspended)
+        else:
+            match, found = self.reuse.find(keys, namespace)
+            start = partial(self._start)
+        begun = partial(start, slot, wanted, room or 0, match, found, sequence.priority)
+        found, lease = self._begin(slot, wanted, begun)
+        self._running[slot] = sequence
+        self.swap.drop(self._suspended.pop(sequence))
+        if is_whole:
+            self.reuse.publish(slot, lease, length, sequence)
+            return slot, lease, None
+        self._computed += length - sequence.cached_tokens
+        self._cached += found.resumable
+        return slot, lease, found
 
     def room_wanted(self, ends: Mapping[int, int]) -> None:
         """Make room for the first ``ends[slot]`` tokens of each of these requests, or for none; see ``Sequence.extend``."""
@@ -395,20 +469,22 @@ class Books:
     def invalidate(self, *namespaces: Namespace | str | bytes | None) -> None:
         """From now on nothing is found of what was cached in ``namespaces`` (none given: in all): after an adapter or the
         weights were loaded anew. Requests that run go on; what they leave behind is dropped when they end."""
+        suspended = {sequence.namespace for sequence in self._suspended}
         old = (
             self._namespaces.renew(namespaces)
             if namespaces
-            else self._namespaces.renew_all(self.reuse.tree.namespaces())
+            else self._namespaces.renew_all({*self.reuse.tree.namespaces(), *suspended})
         )
         self._stale |= old
         self.reuse.give_up_pins(old)
         self._clear_stale()
 
     def _clear_stale(self) -> None:
+        waiting = {sequence.namespace for sequence in self._suspended}  # they go on, and leave something behind again
         for namespace in [*self._stale]:
             with suppress(RetryLater):
                 self.reuse.clear(namespace)
-                self._stale.discard(namespace)
+                self._stale -= {namespace} - waiting
 
     # -- moving blocks -----------------------------------------------------------------------------------------------
 
@@ -424,6 +500,10 @@ class Books:
 
     def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         """Copy blocks of one group."""
+
+    def host_memory(self, nbytes: int) -> Payloads:
+        """Host memory to copy blocks to and from, uint8 ``[nbytes]``, taken from the system as it is touched."""
+        return np.empty(0, np.uint8)
 
     def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
         """Copy blocks ``ids`` of one group to ``rows`` of ``payloads``, uint8 ``[M, width]`` host memory whose rows may be
@@ -461,7 +541,8 @@ class Books:
                     ledger.peak_held,
                 )
             )
-        computed = self._computed + sum(sequence.length - sequence.cached_tokens for sequence in self._running.values())
+        alive = (*self._running.values(), *self._suspended)
+        computed = self._computed + sum(sequence.length - sequence.cached_tokens for sequence in alive)
         return CacheStats(
             running=len(self._running),
             max_requests=self.max_requests,
@@ -472,6 +553,9 @@ class Books:
             evicted_blocks=self.reuse.num_evicted_blocks,
             evicted_checkpoints=self.reuse.num_evicted_checkpoints,
             nbytes=self.plan.nbytes,
+            suspended=len(self._suspended),
+            swap_nbytes=self.swap.used_nbytes,
+            swap_capacity=self.swap.nbytes,
             groups=tuple(groups),
         )
 
@@ -491,6 +575,7 @@ class Books:
         """Prove from scratch that every block and slot is in exactly one place. Raises CheckFailed with the ids."""
         if sorted([*self._running, *self._slots]) != list(range(self.max_requests)):
             raise CheckFailed(f"slots {sorted(self._running)} run, {sorted(self._slots)} are free")
+        self.swap.check(self._suspended.values())
         self.reuse.check()
         if self.sectors is not None:
             self.sectors.check()
@@ -508,14 +593,23 @@ class Books:
                 raise CheckFailed(f"{ledger.name}: slots {idle} hold blocks but do not run; {short} lack blocks")
 
     def reset(self) -> None:
-        """Forget everything that is kept for reuse: after new weights, say. Raises RetryLater while a request runs."""
+        """Forget everything that is kept for reuse: after new weights, say. Raises RetryLater while a request runs or is
+        suspended."""
+        if self._suspended:
+            raise RetryLater(f"{len(self._suspended)} requests are suspended; resume and end them, or close them first")
         self.reuse.give_up_pins(self.reuse.tree.namespaces())
         self.reuse.clear()
         self._media.clear()
 
     def close(self) -> None:
-        """Close every running sequence; the cache takes no more requests. The memory goes with the object."""
-        for sequence in list(self._running.values()):
+        """Close every sequence, running or suspended; the cache takes no more requests. The memory goes with the object."""
+        for sequence in (*self._running.values(), *self._suspended):
             if sequence.is_open:
                 sequence.close()
         self._is_open = False
+
+
+def _swap_nbytes(plan: Plan, swap: int | str | None) -> int:
+    if swap is None:
+        return plan.nbytes
+    return 0 if swap == 0 else parse_bytes(swap)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ import torch
 from kvpagoda.alloc.held import Ids
 from kvpagoda.batch import Array, Batch, LayerView, StepBuffers, StepRows
 from kvpagoda.books import Books, Payloads
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.persistent_batch import PersistentBatch
 from kvpagoda.schema import Schema
@@ -20,6 +21,7 @@ from kvpagoda.storage.arena import Arena, Device, default_device
 from kvpagoda.storage.pool import Pool
 from kvpagoda.storage.spill import fill, spill
 from kvpagoda.storage.tables import DeviceTable
+from kvpagoda.units import format_bytes
 
 
 class KVCache(Books):
@@ -29,7 +31,7 @@ class KVCache(Books):
     ``max_requests`` may run at once. ``max_context``: the longest request in tokens (default: what fits, at most the
     model's own limit). ``step_tokens``: the most tokens of one request between two commits that window groups keep
     room for. ``checkpoints``: how many are kept for reuse where layers keep states or windows: see ``Schema.plan``;
-    ``checkpoint_every``, ``policy``, ``pin_share``: see ``Books``. ``order``: see ``Arena``; several
+    ``checkpoint_every``, ``policy``, ``pin_share``, ``swap``: see ``Books``. ``order``: see ``Arena``; several
     groups share one block-major memory, unless it is ``"layer"``. ``poison`` fills all memory that nobody holds with NaN,
     to catch stale reads. Raises BadInput, NeverFits. The life of a request is that of ``Books``.
     """
@@ -52,6 +54,7 @@ class KVCache(Books):
         checkpoint_every: int = 0,
         policy: str = "lru",
         pin_share: float = 0.5,
+        swap: int | str | None = None,
     ) -> None:
         self.schema = schema if dtype is None else schema.cast(str(dtype).removeprefix("torch."))
         plan = self.schema.plan(
@@ -60,7 +63,7 @@ class KVCache(Books):
         )  # fmt: skip
         super().__init__(
             plan, schema.vocab_size, max_context, checkpoint_every,
-            policy=policy, pin_share=pin_share, fingerprint=self.schema.fingerprint,
+            policy=policy, pin_share=pin_share, fingerprint=self.schema.fingerprint, swap=swap,
         )  # fmt: skip
         self.device = default_device(device)
         shared = torch.zeros(plan.num_sectors * plan.sector_nbytes, dtype=torch.uint8, device=self.device)
@@ -148,6 +151,20 @@ class KVCache(Books):
     def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         if len(sources):
             self._arenas[ledger.plan.name].copy(sources, targets)
+
+    def host_memory(self, nbytes: int) -> Payloads:
+        """See ``Books``; page-locked where the cache lies on a GPU."""
+        try:
+            memory = np.empty(nbytes, np.uint8)
+            if self.device.type == "cuda":
+                runtime, at = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
+                torch.cuda.check_error(runtime.cudaHostRegister(at, nbytes, 0))
+                finalize(memory, runtime.cudaHostUnregister, at).atexit = False
+        except (MemoryError, torch.cuda.CudaError) as error:
+            raise OutOfBlocks(
+                f"the host has no {format_bytes(nbytes)} for what is suspended; give a smaller swap"
+            ) from error
+        return memory
 
     def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
         spill(self._arenas[ledger.plan.name], ids, torch.from_numpy(payloads), rows)

@@ -35,6 +35,11 @@ class CacheStats:
     evicted_blocks: int
     evicted_checkpoints: int
     nbytes: int
+    suspended: int
+    """Requests that are set aside."""
+    swap_nbytes: int
+    """Bytes of host memory that they take, of ``swap_capacity``."""
+    swap_capacity: int
     groups: tuple[GroupStats, ...]
 
     def to_dict(self) -> dict[str, Any]:
