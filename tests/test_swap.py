@@ -438,7 +438,8 @@ def test_after_a_copy_that_failed_everything_is_as_before(name: str, whole: bool
     cache.blocks_in = breaking(cache.blocks_in)  # type: ignore[method-assign]
     num_failed = 0
     for call, is_suspended in ((lambda: sequence.suspend(whole), False), (sequence.resume, True)):
-        for left in range(1, len(cache.ledgers) + 1):
+        for nth in range(1, len(cache.ledgers) + 1):
+            left = nth
             slots, swapped = sorted(cache._slots), cache.stats().swap_nbytes
             with pytest.raises(Broken):
                 call()

@@ -27,6 +27,22 @@ Bytes = npt.NDArray[np.uint8]
 Copy = Callable[[GroupLedger, Ids, Bytes, Many[int]], None]
 
 
+class Rate:
+    """Seconds of each of many things, as it was of late: what was measured last counts for as much as all before."""
+
+    def __init__(self, seconds: float = 0.0, count: float = 1.0) -> None:
+        self._seconds, self._count = seconds, count
+
+    @property
+    def seconds(self) -> float:
+        """For one of them."""
+        return self._seconds / self._count
+
+    def add(self, seconds: float, count: int) -> None:
+        """``count`` more of them took so long."""
+        self._seconds, self._count = self._seconds / 2 + seconds, self._count / 2 + count
+
+
 class HostMemory(Protocol):
     """Who has the host's memory and moves the bytes. A cache with no memory behind it does nothing."""
 
@@ -61,7 +77,7 @@ class Suspended(NamedTuple):
 class Swap:
     """At most ``nbytes`` of host memory, asked for when it is first needed, for what is suspended.
 
-    ``seconds_per_byte``: of what was copied lately, in either direction; before anything was, a guess.
+    ``rate``: of bytes that are copied, in either direction; before any were, a guess.
     """
 
     def __init__(self, nbytes: int, ledgers: Many[GroupLedger], memory: HostMemory) -> None:
@@ -71,7 +87,7 @@ class Swap:
         self.width = max(1, min(full or widths, default=1))
         self._rows = FreeStack(nbytes // self.width, what="rows of the swap")
         self._table: Bytes | None = None
-        self._seconds, self._nbytes = 1e-3, 1e6
+        self.rate = Rate(1e-3, 1e6)
 
     @property
     def nbytes(self) -> int:
@@ -83,11 +99,7 @@ class Swap:
         """Bytes of the rows that hold something."""
         return (self._rows.num_ids - self._rows.num_free) * self.width
 
-    @property
-    def seconds_per_byte(self) -> float:
-        return self._seconds / self._nbytes
-
-    def row_nbytes(self, slot: int, length: int, whole: bool) -> int:
+    def nbytes_of(self, slot: int, length: int, whole: bool) -> int:
         """Bytes that ``put`` would copy."""
         columns = zip(self._ledgers, self._columns(slot, length, whole))
         return sum((end - begin) * _width(ledger) for ledger, (begin, end) in columns)
@@ -159,7 +171,7 @@ class Swap:
             if end > begin:
                 copy(ledger, ledger.table.cells[slot, begin:end].copy(), self._table, rows.tolist())
                 nbytes += (end - begin) * _width(ledger)
-        self._seconds, self._nbytes = self._seconds / 2 + perf_counter() - start, self._nbytes / 2 + nbytes
+        self.rate.add(perf_counter() - start, nbytes)
 
 
 def _width(ledger: GroupLedger) -> int:
