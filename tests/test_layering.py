@@ -12,8 +12,8 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "schema", "alloc", "tiers", "prefix", "formats", "kernels", "storage", "ledger", "substrate", "reuse",
-    "sectors", "namespace", "sequence", "stats", "below", "books", "preemption", "batch", "persistent_batch", "manager",
-    "replay", "hf", "cli",
+    "sectors", "swap", "namespace", "sequence", "stats", "below", "books", "preemption", "batch", "persistent_batch",
+    "manager", "replay", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers", "rich"}, "replay": {"matplotlib", "rich"}, "cli": {"typer"}, "kernels": {"triton"},
@@ -22,18 +22,9 @@ OPTIONAL = {
 CORE = {"numpy", "torch"}
 PLAIN = {"errors", "units", "schema"}
 TORCH_FREE = {
-    "tiers",
-    "stats",
-    "prefix",
-    "ledger",
-    "reuse",
-    "sectors",
-    "namespace",
-    "sequence",
-    "below",
-    "books",
+    "tiers", "stats", "prefix", "ledger", "reuse", "sectors", "swap", "namespace", "sequence", "below", "books",
     "preemption",
-}
+}  # fmt: skip
 
 
 def module_of(path: Path) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from kvpagoda.books import Books
 from kvpagoda.errors import OutOfBlocks, RetryLater
-from kvpagoda.preemption import Job, LeastComputed, PreemptionPolicy, RunQueue, Youngest
+from kvpagoda.preemption import Costs, Job, LeastComputed, PreemptionPolicy, RunQueue, Way, Youngest, cheapest
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 from kvpagoda.sequence import Sequence
 
@@ -146,16 +146,18 @@ class Watched:
         return self.policy.victim(candidates)
 
 
-def run_mix(seed: int) -> tuple[int, int]:
-    """2 to 6 requests, some with a shared beginning, that want 1 to 4 times the pool; returns steps and set-backs."""
-    source = random.Random(seed)
+def run_mix(seed: int) -> tuple[int, int, int]:
+    """2 to 6 requests, some with a shared beginning, that want 1 to 4 times the pool; returns steps, set-backs and how many of
+    them were suspended."""
+    ways, source = random.Random(seed), random.Random(seed)
     name = source.choice(list(SCHEMAS))
     sizes = [(source.randint(1, 4), source.randint(2, 8)) for _ in range(source.randint(2, 6))]
     wanted = sum(-(-(prompt + new) // BLOCK) for prompt, new in sizes)
     most = max(-(-(prompt + new) // BLOCK) for prompt, new in sizes)
     books = books_of(name, max(most, int(wanted / source.uniform(1, 4))))
     policy = Watched(source.choice([Youngest(), LeastComputed()]))
-    queue: RunQueue[Job] = RunQueue(books, policy)
+    queue: RunQueue[Job] = RunQueue(books, policy, lambda costs: ways.choice([cheapest(costs), *Way]))
+    queue.rate.add(0.5, 1)
     policy.queue = queue
     jobs = [Job(np.arange(prompt, dtype=np.int32) % source.choice([3, 100]), prompt + new) for prompt, new in sizes]
     steps, arriving = 0, list(jobs)
@@ -183,13 +185,63 @@ def run_mix(seed: int) -> tuple[int, int]:
         assert oldest.sequence is not None or len(oldest.text) == oldest.total  # it went on, and was not set back
     books.check()
     stats = books.stats()
-    assert stats.running == 0 and all(g.free + g.spare == g.total and not g.promised for g in stats.groups)
+    assert stats.running == stats.suspended == 0 and all(
+        g.free + g.spare == g.total and not g.promised for g in stats.groups
+    )
     books.reset()
     assert all(group.free == group.total for group in books.stats().groups)
-    return steps, queue.num_set_back
+    return steps, queue.num_set_back, queue.num_swapped
 
 
 @pytest.mark.parametrize("part", range(10))
 def test_every_request_of_ten_thousand_random_mixes_ends(part: int) -> None:
-    set_back = sum(run_mix(seed)[1] for seed in range(part * 1000, part * 1000 + 1000))
-    assert set_back > 250
+    _, set_back, swapped = map(sum, zip(*(run_mix(seed) for seed in range(part * 1000, part * 1000 + 1000))))
+    assert set_back > 250 and swapped > 100
+
+
+def test_the_way_that_costs_least_is_chosen_and_of_equals_the_one_that_moves_least() -> None:
+    assert cheapest(Costs(2.0, 1.0, 3.0)) is Way.PART and cheapest(Costs(2.0, 2.0, 1.0)) is Way.SWAP
+    assert cheapest(Costs(0.0, 0.0, 0.0)) is Way.RECOMPUTE and cheapest(Costs(1.0, 0.5, 0.5)) is Way.PART
+
+
+def costs_with(num_blocks: int, name: str = "full", total: int = 14) -> Costs:
+    """Of a job with five of its six tokens computed, a second for each token, and a byte in a second; another one of
+    ``total`` tokens runs."""
+    plan = SCHEMAS[name].plan(num_blocks=num_blocks, max_requests=2, block_size=BLOCK, step_tokens=CHUNK)
+    queue: RunQueue[Job] = RunQueue(Books(plan), Youngest())
+    _, second = entered(queue, (4, total), (6, 8))
+    compute(queue, second, 4)
+    compute(queue, second, 1)
+    queue.rate.add(1e9, 10**9)
+    queue.books.swap.rate.add(1e9, 10**9)
+    return queue.costs(second)
+
+
+def test_what_a_set_back_costs() -> None:
+    row = SCHEMAS["full"].plan(num_blocks=8, block_size=BLOCK).groups[0].row_nbytes
+    near = functools.partial(pytest.approx, rel=1e-3)
+    roomy = costs_with(
+        20
+    )  # nothing of what was published has to go: its last token, its last block, all but what is there
+    assert (roomy.recompute, roomy.part, roomy.swap) == (near(1), near(2 * row), near(4 * row))
+    tight = costs_with(8)  # seven of eight blocks for the other one: one of two published ones goes, and the last
+    assert (tight.recompute, tight.part, tight.swap) == (near(3), near(2 * row + 3), near(5 * row))
+    state = costs_with(20, "state")  # and without a checkpoint everything is computed again
+    assert state.recompute == near(1) and costs_with(8, "state").recompute == near(5)
+
+
+def test_what_does_not_fit_in_the_swap_is_recomputed_and_the_rest_resumes_in_order_of_age() -> None:
+    plan = SCHEMAS["full"].plan(num_blocks=9, max_requests=4, block_size=BLOCK)
+    queue: RunQueue[Job] = RunQueue(Books(plan, swap=3 * plan.groups[0].row_nbytes), Youngest(), lambda costs: Way.SWAP)
+    jobs = first, second, third = entered(queue, (4, 18), (4, 6), (4, 6))
+    for job in jobs:
+        compute(queue, job, 4)
+    for job in (third, second):
+        queue.set_back(job)
+    assert queue.num_swapped == 1 and third.aside is not None and second.aside is None and queue.running == [first]
+    queue.admit()
+    assert queue.running == [first, second, third] and third.aside is None
+    assert third.sequence is not None and third.sequence.length == 4
+    for job in jobs:
+        queue.remove(job)
+    queue.books.check()

@@ -308,7 +308,7 @@ class BatchSource(Protocol):
     """What a batch needs of its cache."""
 
     num_moves: int
-    num_closed: int
+    num_stopped: int
     block_size: int
 
     has_states: bool
@@ -378,7 +378,7 @@ class Batch:
     ) -> None:
         buffers.number += 1
         self._cache, self._sequences, self._current = cache, sequences, (buffers.number, cache.num_moves)
-        self._closed, self.block_size = cache.num_closed, cache.block_size
+        self._stopped, self.block_size = cache.num_stopped, cache.block_size
         self.buffers, self.rows, self.before = buffers, rows, before
         positions = before if rows.one_each else before[rows.row_of] + rows.offsets
         self.token_columns, self.within = np.divmod(positions, self.block_size)
@@ -412,8 +412,13 @@ class Batch:
     def check_current(self) -> None:
         """Raises StaleHandle when the batch is over."""
         is_newest = self._current == (self.buffers.number, self._cache.num_moves)
-        if not is_newest or (self._closed != self._cache.num_closed and not all(s.is_open for s in self._sequences)):
-            raise StaleHandle("this batch is over: a newer one was made, or one of its sequences was closed")
+        stopped = self._stopped
+        if not is_newest or (
+            stopped != self._cache.num_stopped and not all(s.runs_since(stopped) for s in self._sequences)
+        ):
+            raise StaleHandle(
+                "this batch is over: a newer one was made, or one of its sequences was closed or suspended"
+            )
 
     def arrays(self, ledger: GroupLedger, table: DeviceTable) -> GroupArrays:
         """The index arrays of one group, shared by its layers; brings the group's table on the device up to date."""

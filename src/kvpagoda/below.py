@@ -185,6 +185,10 @@ class Below:
         extras = self._digests(stand_ins, self._size) if stand_ins else _NONE
         return [root, *prefix_hashes(root, tokens, self._size, extras)]
 
+    def chain(self, text: Text, end: int) -> list[bytes]:
+        """The chain of the first ``end`` blocks of ``text``."""
+        return self._extend(text, end)[: end + 1]
+
     def _extend(self, text: Text, end: int) -> list[bytes]:
         """The chain of ``text``, at least up to block ``end``."""
         chain, size = text.chain, self._size

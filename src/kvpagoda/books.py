@@ -10,7 +10,6 @@ from time import monotonic
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpagoda.alloc.held import Ids
 from kvpagoda.alloc.pages import Bytes, pages
@@ -24,12 +23,13 @@ from kvpagoda.schema import Plan
 from kvpagoda.sectors import Sectors
 from kvpagoda.sequence import Sequence, as_tokens
 from kvpagoda.stats import CacheStats, GroupStats
+from kvpagoda.swap import Suspended, Swap
 from kvpagoda.tiers.level import Identity
 from kvpagoda.tiers.spec import TierSpec
-from kvpagoda.units import ceil_div, format_bytes
+from kvpagoda.units import ceil_div, format_bytes, parse_bytes
 
 DEFAULT_CONTEXT = 131_072
-Payloads = npt.NDArray[np.uint8]
+Start = tuple[PrefixMatch, Lease]
 
 
 class Books:
@@ -39,6 +39,7 @@ class Books:
     ``checkpoint_every``: also keep a checkpoint every so many blocks, not only at the ends of prompts and outputs and
     where texts were seen to part. ``policy``: which cached block goes first (``kvpagoda.prefix.POLICY_NAMES``).
     ``pin_share``: the share of the cache's blocks that ``pin`` may keep. ``fingerprint``: of the schema and its formats.
+    ``swap``: bytes of host memory for what is suspended (default: as many as the plan takes), asked for when first needed.
 
     ``tiers``: where blocks and checkpoints go below the device, the fastest first (``kvpagoda.tiers.host_tier`` and others).
     What others can read, or who starts after this process, takes for its own only what has the same ``weights``: a digest of
@@ -57,6 +58,7 @@ class Books:
         policy: str = "lru",
         pin_share: float = 0.5,
         fingerprint: str = "",
+        swap: int | str | None = None,
         tiers: Many[TierSpec] = (),
         weights: str = "",
         rank: int = 0,
@@ -83,6 +85,8 @@ class Books:
             pin_share=pin_share,
             memory=self,
         )
+        self.swap = Swap(_swap_nbytes(plan, swap), self.ledgers, memory=self)
+        self._suspended: dict[Sequence, Suspended] = {}
         self.sectors = Sectors(plan.num_sectors, self.ledgers, mover=self) if plan.num_sectors else None
         self._every = checkpoint_every * plan.block_size
         self._slots = list(range(plan.max_requests - 1, -1, -1))  # that are free
@@ -90,6 +94,7 @@ class Books:
         self._namespaces, self._media = Namespaces(fingerprint, weights.encode()), Media()
         self._stale: set[bytes] = set()
         self._is_open = True
+        self.num_stopped = 0  #: sequences that were closed or suspended
         self.num_opened = self.num_closed = self._computed = self._cached = self._loaded = 0
         self.below: Below | None = None
         if tiers:
@@ -145,25 +150,19 @@ class Books:
         if offer is not None:
             offer.layerwise = layerwise
         with offer if offer is not None else nullcontext():
-            start = self._start(slot, wanted, room, match, found, priority, offer)
-            while start is None and self.reuse.give_up_pin():
-                start = self._start(slot, wanted, room, match, found, priority, offer)
-            if start is None:
-                self._slots.append(slot)
-                raise RetryLater(self._shortage(wanted))
-            found, lease = start
+            begin = partial(self._start, slot, wanted, room, match, found, priority, offer)
+            found, lease = self._begin(slot, wanted, begin)
             sequence = self._running[slot] = Sequence(
                 self, slot, tokens, length, found, lease, namespace=space, priority=priority, stand_ins=stand_ins
             )
             self.num_opened += 1
             self._cached += found.resumable
-            if self.below is not None:
-                sequence.chain = chain
-                self._begin_below(sequence, offer)
+            sequence.chain = chain
+            self._begin_below(sequence, slot, lease, found, offer)
         return sequence
 
     def _offer(
-        self, chain: list[bytes], wanted: list[int], match: Match, found: PrefixMatch, prefetch: Prefetch | None
+        self, chain: list[bytes], wanted: list[int], match: Match, found: PrefixMatch, prefetch: Prefetch | None = None
     ) -> Offer | None:
         """What tiers have of a text beyond what is cached, if there may be room for the request at all."""
         assert self.below is not None
@@ -172,21 +171,22 @@ class Books:
             offer = self.below.find(chain, match.num_blocks, found.resumable // self.block_size)
         return offer
 
-    def _begin_below(self, sequence: Sequence, offer: Offer | None) -> None:
+    def _begin_below(
+        self, sequence: Sequence, slot: int, lease: Lease, found: PrefixMatch, offer: Offer | None
+    ) -> None:
         """What ``sequence`` begins with was loaded: it is cached from now on. Or it was cached: it is in use again."""
-        found, reuse, below = sequence.match, self.reuse, self.below
-        assert below is not None
+        reuse, below = self.reuse, self.below
+        if below is None:
+            return
         if found.loaded:
             self._loaded += found.loaded
-            self._publish(sequence, offer)
-            saved = reuse.save(sequence.slot, sequence.lease, found.resumable) if reuse.bounded else None
+            self._publish(sequence, slot, lease, found.resumable, offer)
+            saved = reuse.save(slot, lease, found.resumable) if reuse.bounded else None
             if saved is not None:
                 below.checkpoint_saved(sequence, saved, found.resumable)
         elif found.resumable:
             full, name = reuse.full, found.checkpoint
-            ids = (
-                np.empty(0, np.int32) if full is None else full.table.cells[sequence.slot, : sequence.lease.num_blocks]
-            )
+            ids = np.empty(0, np.int32) if full is None else full.table.cells[slot, : lease.num_blocks]
             below.reused(sequence.chain, ids, name, () if name is None else reuse.copies_of(name) or ())
 
     def prefetch(
@@ -214,6 +214,16 @@ class Books:
             raise RetryLater(f"all {self.max_requests} request slots are in use; close one, or raise max_requests")
         return self._slots.pop()
 
+    def _begin(self, slot: int, wanted: list[int], start: Callable[[], Start | None]) -> Start:
+        """``start`` a request, at the price of pins if need be. Raises RetryLater; ``slot`` is free then."""
+        begun = start()
+        while begun is None and self.reuse.give_up_pin():
+            begun = start()
+        if begun is None:
+            self._slots.append(slot)
+            raise RetryLater(self._shortage(wanted))
+        return begun
+
     def _start(
         self,
         slot: int,
@@ -223,7 +233,7 @@ class Books:
         found: PrefixMatch,
         priority: int,
         offer: Offer | None = None,
-    ) -> tuple[PrefixMatch, Lease] | None:
+    ) -> Start | None:
         """Give ``slot`` what it starts from and room for ``room`` tokens, and promise it the rest; None, with nothing kept,
         if that cannot be.
 
@@ -256,7 +266,8 @@ class Books:
         found: PrefixMatch,
         priority: int,
         offer: Offer | None = None,
-    ) -> tuple[PrefixMatch, Lease] | None:
+        suspended: Suspended | None = None,
+    ) -> Start | None:
         reuse, tree, resumable = self.reuse, self.reuse.tree, found.resumable
         whole, rest = divmod(resumable, self.block_size)
         if offer is not None:
@@ -279,7 +290,9 @@ class Books:
                     is_promised = False
                 else:
                     found = loaded
-            if is_promised:
+            if is_promised and suspended is not None:
+                self.swap.restore(slot, suspended, room)
+            elif is_promised:
                 restore = None if offer is None or self.below is None else partial(self.below.restore, offer)
                 room = room if room > found.resumable else found.resumable
                 reuse.restore(slot, found, room, beyond, restore)
@@ -378,7 +391,7 @@ class Books:
             sequence.is_settled = False
             return
         reuse, slot, length = self.reuse, sequence.slot, sequence.length
-        self._publish(sequence)
+        self._publish(sequence, slot, sequence.lease, length)
         for ledger in reuse.bounded:
             self.blocks_freed(ledger, ledger.slide(slot, length))
         if length % self.block_size or not reuse.bounded:
@@ -398,14 +411,13 @@ class Books:
             reuse.drop(sequence.last_checkpoint)  # of an output only the newest is worth its place
             sequence.last_checkpoint = saved
 
-    def _publish(self, sequence: Sequence, source: Offer | None = None) -> None:
-        """Make the whole blocks that ``sequence`` has committed shareable, here and below."""
-        slot, begin = sequence.slot, sequence.lease.num_blocks
-        self.reuse.publish(slot, sequence.lease, sequence.length, sequence)
-        end, full = sequence.lease.num_blocks, self.reuse.full
-        if self.below is not None and end > begin and sequence.namespace not in self._stale:
-            ids = np.empty(0, np.int32) if full is None else full.table.cells[slot, :end]
-            self.below.published(sequence, begin, end, ids, source)
+    def _publish(self, sequence: Sequence, slot: int, lease: Lease, length: int, source: Offer | None = None) -> None:
+        """Make the whole blocks of the first ``length`` tokens of ``sequence`` shareable, here and below."""
+        begin, full = lease.num_blocks, self.reuse.full
+        self.reuse.publish(slot, lease, length, sequence)
+        if self.below is not None and lease.num_blocks > begin and sequence.namespace not in self._stale:
+            ids = np.empty(0, np.int32) if full is None else full.table.cells[slot, : lease.num_blocks]
+            self.below.published(sequence, begin, lease.num_blocks, ids, source)
 
     def _store_checkpoint(self, name: int) -> None:
         """Checkpoint ``name``, if it is still kept, is worth keeping below."""
@@ -468,16 +480,74 @@ class Books:
         if sequence.num_fences:
             sequence.is_settled = False
             return
-        slot = sequence.slot
-        self._store_checkpoint(sequence.last_checkpoint)
-        self._give_back(slot)
-        self.reuse.tree.unpin(sequence.lease)
-        del self._running[slot]
-        self._slots.append(slot)
+        if sequence.is_suspended:
+            self.swap.drop(self._suspended.pop(sequence))
+        else:
+            self._store_checkpoint(sequence.last_checkpoint)
+            self._stop(sequence)
         self.num_closed += 1
         self._computed += sequence.length - sequence.cached_tokens
         if sequence.namespace in self._stale:
             self._clear_stale()
+
+    def _stop(self, sequence: Sequence) -> None:
+        """``sequence`` runs no more: what it alone holds and its slot are free, the rest is unpinned."""
+        slot = sequence.slot
+        del self._running[slot]
+        self._take_back(slot, sequence.lease)
+        self.num_stopped += 1
+
+    def sequence_suspended(self, sequence: Sequence, whole: bool) -> None:
+        """``sequence`` goes to host memory; see ``Sequence.suspend``."""
+        self._check_settled(sequence, "suspended")
+        self._suspended[sequence] = self.swap.put(sequence.slot, sequence.length, sequence.room, whole)
+        self._stop(sequence)
+        if sequence.namespace in self._stale:
+            self._clear_stale()
+
+    def sequence_resumed(
+        self, sequence: Sequence, room: int | None, reserve: int | None
+    ) -> tuple[int, Lease, PrefixMatch | None]:
+        """``sequence`` goes on; see ``Sequence.resume``. Returns its slot, its lease and, unless it is as it was, where it
+        starts."""
+        suspended, length, namespace = self._suspended[sequence], sequence.length, sequence.namespace
+        keys, more = sequence.keys(0, length), max(room or 0, reserve or 0)
+        if min(room or 0, reserve or 0) < 0:
+            raise BadInput(f"room and reserve are numbers of tokens, got {room} and {reserve}")
+        match = self.reuse.tree.match(keys, namespace)
+        is_whole = match.num_blocks >= suspended.published
+        wanted = [0 if reserve is not None else blocks for blocks in suspended.promised]
+        if not is_whole or more > suspended.room:
+            least = self.check_fits(max(length, more), room=room or 0)
+            wanted = [max(blocks) for blocks in zip(wanted, least)]
+        if is_whole:
+            room = max(length, suspended.room if room is None else room)
+            held = [
+                ceil_div(room, ledger.block_size) - part.begin * ledger.growth.is_bounded
+                for ledger, part in zip(self.ledgers, suspended.parts)
+            ]
+            wanted = [max(blocks) for blocks in zip(wanted, held)]
+        slot, offer = self._take_slot(), None
+        if is_whole:
+            found = PrefixMatch(match.num_tokens, match.num_blocks * self.block_size, "nothing")
+            start = partial(self._start_from, suspended=suspended)
+        else:
+            match, found = self.reuse.find(keys, namespace)
+            if self.below is not None:
+                offer = self._offer(self.below.chain(sequence, (length - 1) // self.block_size), wanted, match, found)
+            start = partial(self._start, offer=offer)
+        with offer if offer is not None else nullcontext():
+            begun = partial(start, slot, wanted, room or 0, match, found, sequence.priority)
+            found, lease = self._begin(slot, wanted, begun)
+            self._running[slot] = sequence
+            self.swap.drop(self._suspended.pop(sequence))
+            if is_whole:
+                self._publish(sequence, slot, lease, length)
+                return slot, lease, None
+            self._computed += length - sequence.cached_tokens
+            self._cached += found.resumable
+            self._begin_below(sequence, slot, lease, found, offer)
+        return slot, lease, found
 
     def room_wanted(self, ends: Mapping[int, int]) -> None:
         """Make room for the first ``ends[slot]`` tokens of each of these requests, or for none; see ``Sequence.extend``."""
@@ -568,7 +638,8 @@ class Books:
             old = self._namespaces.renew(namespaces)
         else:
             epoch = None if weights is None else weights.encode()
-            old = self._namespaces.renew_all(self.reuse.tree.namespaces(), epoch)
+            suspended = {sequence.namespace for sequence in self._suspended}
+            old = self._namespaces.renew_all({*self.reuse.tree.namespaces(), *suspended}, epoch)
         if weights is not None and self.below is not None:
             self.below.rename(weights)
         self._stale |= old
@@ -576,10 +647,11 @@ class Books:
         self._clear_stale()
 
     def _clear_stale(self) -> None:
+        waiting = {sequence.namespace for sequence in self._suspended}  # they go on, and leave something behind again
         for namespace in [*self._stale]:
             with suppress(RetryLater):
                 self.reuse.clear(namespace)
-                self._stale.discard(namespace)
+                self._stale -= {namespace} - waiting
 
     # -- moving blocks -----------------------------------------------------------------------------------------------
 
@@ -598,11 +670,21 @@ class Books:
     def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         """Copy blocks of one group."""
 
-    def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
+    def host_memory(self, nbytes: int) -> Bytes:
+        """Host memory to copy blocks to and from, page-aligned uint8 ``[nbytes]``, taken from the system as it is touched.
+        Raises OutOfBlocks."""
+        try:
+            return pages(nbytes)
+        except (MemoryError, OSError) as error:
+            raise OutOfBlocks(
+                f"the host has no {format_bytes(nbytes)}; give a smaller swap, or less staging"
+            ) from error
+
+    def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
         """Copy blocks ``ids`` of one group to ``rows`` of ``payloads``, uint8 ``[M, width]`` host memory whose rows may be
         strided, as ``storage.spill`` lays them out. Waits until the bytes are there."""
 
-    def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
+    def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
         """Copy back what ``blocks_out`` copied, to blocks ``ids``."""
 
     def blocks_in_later(self, ledger: GroupLedger, parts: Many[Part], done: Callable[[], None]) -> None:
@@ -634,10 +716,6 @@ class Books:
         if self.below is not None:
             self.below.checkpoint_dropped(name)
 
-    def host_memory(self, nbytes: int) -> Bytes:
-        """Page-aligned host memory that is fast to copy from and to, uint8 ``[nbytes]``."""
-        return pages(nbytes)
-
     def _num_blocks(self, ledger: GroupLedger) -> int:
         """Blocks that the group has memory for now."""
         if self.sectors is None:
@@ -661,7 +739,8 @@ class Books:
                     ledger.peak_held,
                 )
             )
-        computed = self._computed + sum(sequence.length - sequence.cached_tokens for sequence in self._running.values())
+        alive = (*self._running.values(), *self._suspended)
+        computed = self._computed + sum(sequence.length - sequence.cached_tokens for sequence in alive)
         return CacheStats(
             running=len(self._running),
             max_requests=self.max_requests,
@@ -673,6 +752,9 @@ class Books:
             evicted_blocks=self.reuse.num_evicted_blocks,
             evicted_checkpoints=self.reuse.num_evicted_checkpoints,
             nbytes=self.plan.nbytes,
+            suspended=len(self._suspended),
+            swap_nbytes=self.swap.used_nbytes,
+            swap_capacity=self.swap.nbytes,
             groups=tuple(groups),
             tiers=() if self.below is None else tuple(level.stats() for level in self.below.levels),
         )
@@ -693,6 +775,7 @@ class Books:
         """Prove from scratch that every block and slot is in exactly one place. Raises CheckFailed with the ids."""
         if sorted([*self._running, *self._slots]) != list(range(self.max_requests)):
             raise CheckFailed(f"slots {sorted(self._running)} run, {sorted(self._slots)} are free")
+        self.swap.check(self._suspended.values())
         self.reuse.check()
         if self.below is not None:
             full = self.reuse.full
@@ -714,7 +797,10 @@ class Books:
                 raise CheckFailed(f"{ledger.name}: slots {idle} hold blocks but do not run; {short} lack blocks")
 
     def reset(self) -> None:
-        """Forget everything that is kept for reuse: after new weights, say. Raises RetryLater while a request runs."""
+        """Forget everything that is kept for reuse: after new weights, say. Raises RetryLater while a request runs or is
+        suspended."""
+        if self._suspended:
+            raise RetryLater(f"{len(self._suspended)} requests are suspended; resume and end them, or close them first")
         self.reuse.give_up_pins(self.reuse.tree.namespaces())
         self.reuse.clear()
         self._media.clear()
@@ -724,12 +810,18 @@ class Books:
         return self.below is None or self.below.flush(monotonic() + timeout)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Close every running sequence; the cache takes no more requests. The memory goes with the object. Tiers get at most
-        ``timeout`` seconds for what they were to store."""
-        for sequence in list(self._running.values()):
+        """Close every sequence, running or suspended; the cache takes no more requests. The memory goes with the object. Tiers
+        get at most ``timeout`` seconds for what they were to store."""
+        for sequence in (*self._running.values(), *self._suspended):
             if sequence.is_open:
                 sequence.close()
         if self._is_open and self.below is not None:
             self.flush(timeout)
             self.below.close(monotonic() + timeout)
         self._is_open = False
+
+
+def _swap_nbytes(plan: Plan, swap: int | str | None) -> int:
+    if swap is None:
+        return plan.nbytes
+    return 0 if swap == 0 else parse_bytes(swap)

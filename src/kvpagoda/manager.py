@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
+from weakref import finalize
 
 import numpy as np
 import torch
 
 from kvpagoda.alloc.held import Ids
-from kvpagoda.alloc.pages import PAGE, Bytes
+from kvpagoda.alloc.pages import Bytes
 from kvpagoda.batch import Array, Batch, LayerView, StepBuffers, StepRows
 from kvpagoda.below import Part
-from kvpagoda.books import Books, Payloads
-from kvpagoda.errors import BadInput
+from kvpagoda.books import Books
+from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.persistent_batch import PersistentBatch
 from kvpagoda.schema import Schema
@@ -24,6 +25,7 @@ from kvpagoda.storage.pool import Pool
 from kvpagoda.storage.spill import fill, spill
 from kvpagoda.storage.tables import DeviceTable
 from kvpagoda.tiers.spec import TierSpec
+from kvpagoda.units import format_bytes
 
 
 class KVCache(Books):
@@ -33,9 +35,9 @@ class KVCache(Books):
     ``max_requests`` may run at once. ``max_context``: the longest request in tokens (default: what fits, at most the
     model's own limit). ``step_tokens``: the most tokens of one request between two commits that window groups keep
     room for. ``checkpoints``: how many are kept for reuse where layers keep states or windows: see ``Schema.plan``;
-    ``checkpoint_every``, ``policy``, ``pin_share``, ``tiers`` and what they need: see ``Books``. ``order``: see ``Arena``;
-    several groups share one block-major memory, unless it is ``"layer"``. ``poison`` fills all memory that nobody holds with
-    NaN, to catch stale reads. Raises BadInput, NeverFits. The life of a request is that of ``Books``.
+    ``checkpoint_every``, ``policy``, ``pin_share``, ``swap``, ``tiers`` and what they need: see ``Books``. ``order``: see
+    ``Arena``; several groups share one block-major memory, unless it is ``"layer"``. ``poison`` fills all memory that nobody
+    holds with NaN, to catch stale reads. Raises BadInput, NeverFits. The life of a request is that of ``Books``.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class KVCache(Books):
         checkpoint_every: int = 0,
         policy: str = "lru",
         pin_share: float = 0.5,
+        swap: int | str | None = None,
         tiers: Many[TierSpec] = (),
         weights: str = "",
         rank: int = 0,
@@ -71,7 +74,7 @@ class KVCache(Books):
         super().__init__(
             plan, schema.vocab_size, max_context, checkpoint_every, policy=policy, pin_share=pin_share,
             fingerprint=self.schema.fingerprint, tiers=tiers, weights=weights, rank=rank, num_ranks=num_ranks,
-            tier_secret=tier_secret,
+            tier_secret=tier_secret, swap=swap,
         )  # fmt: skip
         shared = torch.zeros(plan.num_sectors * plan.sector_nbytes, dtype=torch.uint8, device=self.device)
         self._arenas = {
@@ -167,16 +170,24 @@ class KVCache(Books):
             self._arenas[ledger.plan.name].copy(sources, targets)
 
     def host_memory(self, nbytes: int) -> Bytes:
-        if self.device.type != "cuda":
-            return super().host_memory(nbytes)
-        memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=True).numpy()
-        return memory[-memory.ctypes.data % PAGE :][:nbytes]
+        """See ``Books``; page-locked where the cache lies on a GPU."""
+        memory = super().host_memory(nbytes)
+        if self.device.type == "cuda":
+            runtime, at = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
+            try:
+                torch.cuda.check_error(runtime.cudaHostRegister(at, nbytes, 0))
+            except torch.cuda.CudaError as error:
+                raise OutOfBlocks(
+                    f"the host cannot lock {format_bytes(nbytes)}; give a smaller swap, or less staging"
+                ) from error
+            finalize(memory, runtime.cudaHostUnregister, at).atexit = False
+        return memory
 
-    def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
+    def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
         self._finish_filling(ledger)
         spill(self._arenas[ledger.plan.name], ids, torch.from_numpy(payloads), rows)
 
-    def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
+    def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
         fill(self._arenas[ledger.plan.name], ids, torch.from_numpy(payloads), rows)
 
     def blocks_in_later(self, ledger: GroupLedger, parts: Many[Part], done: Callable[[], None]) -> None:

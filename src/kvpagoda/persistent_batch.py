@@ -39,7 +39,8 @@ class PersistentBatch:
     have addresses of their own, which stay the same for the life of this object.
 
     Every sequence stays exact by itself: tokens are handed over to it when it needs them, and what it does alone
-    (``extend``, ``commit``, ``rewind``) counts from the next call on. One that was closed must be removed.
+    (``extend``, ``commit``, ``rewind``) counts from the next call on. One that was closed must be removed, one that was
+    suspended removed or resumed.
     """
 
     def __init__(self, cache: StepSource, sequences: Iterable[Sequence], num_rows: int) -> None:
@@ -102,8 +103,8 @@ class PersistentBatch:
         """Make room for the next ``n`` tokens of every sequence, in every group, or for none; returns the batch of a step that
         computes them, as ``KVCache.batch`` does: valid until the next ``extend``.
 
-        Raises OutOfBlocks, BadInput past the cache's longest context, StaleHandle if a sequence was closed and is still
-        here; nothing changed then.
+        Raises OutOfBlocks, BadInput past the cache's longest context, StaleHandle if a sequence was closed or suspended and
+        is still here; nothing changed then.
         """
         if n < 1:
             raise BadInput(f"a step computes at least one token of each sequence, got {n}")
@@ -170,9 +171,12 @@ class PersistentBatch:
         """Bring the rows of those that did something alone up to date. Raises StaleHandle, changing nothing."""
         if not self._alone and self._rows:
             return
-        closed = sorted(self._row_of[sequence] for sequence in self._alone if not sequence.is_open)
-        if closed:
-            raise StaleHandle(f"the sequences of rows {closed} were closed; remove them")
+        for what, gone in (
+            ("were closed; remove", [one for one in self._alone if not one.is_open]),
+            ("are suspended; resume or remove", [one for one in self._alone if one.is_suspended]),
+        ):
+            if gone:
+                raise StaleHandle(f"the sequences of rows {sorted(self._row_of[one] for one in gone)} {what} them")
         n = len(self.sequences)
         slots, self._lengths = self._slots.copy(), self._lengths.copy()  # the last batch has the old ones
         slots[n:], self._lengths[n:], self._room[n:], self._one[:n], self._one[n:] = -1, 0, 0, 1, 0

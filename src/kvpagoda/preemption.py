@@ -1,21 +1,33 @@
 """Who runs, who waits, and who is set back when memory runs out. No tensors.
 
-To set back is to close: what was committed stays cached as long as nobody needs its place, the text so far is kept, and the
-job starts again from what is still cached.
+To set back is, whatever is expected to cost least,
+
+    to recompute    close: what was committed stays cached as long as nobody needs its place, and the job starts again from
+                    what is still there
+    part            suspend what nobody else has: the unfinished block, windows and states; the rest as before
+    to swap         suspend all of it: it goes on where it was
+
+The text so far is kept in any case, and the tokens that follow are the same.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from collections.abc import Sequence as Many
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from kvpagoda.books import Books
-from kvpagoda.errors import OutOfBlocks, RetryLater
+from kvpagoda.errors import Exhausted, OutOfBlocks, RetryLater
 from kvpagoda.sequence import Sequence, Tokens
+from kvpagoda.swap import Rate
+from kvpagoda.units import ceil_div
 
 
 class PreemptionPolicy(Protocol):
@@ -40,6 +52,28 @@ class LeastComputed:
         return min(reversed(candidates), key=lambda sequence: sequence.length - sequence.cached_tokens)
 
 
+class Way(Enum):
+    """How a sequence is set back."""
+
+    RECOMPUTE = "recompute"
+    PART = "part"
+    SWAP = "swap"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that are expected to go by, for each way of setting a sequence back, until it is where it was."""
+
+    recompute: float
+    part: float
+    swap: float
+
+
+def cheapest(costs: Costs) -> Way:
+    """The way that costs least; of equals the one that moves least."""
+    return min(Way, key=lambda way: getattr(costs, way.value))
+
+
 class Job:
     """A text that grows to at most ``total`` tokens: a prompt, and what follows it."""
 
@@ -50,6 +84,8 @@ class Job:
         self.total, self.namespace = total, namespace
         self.sequence: Sequence | None = None
         """Its share of the cache while it runs."""
+        self.aside: Sequence | None = None
+        """What was suspended of it, while it waits."""
         self.number = -1
         """Its place in the order of arrival."""
         self.num_set_back = 0
@@ -77,13 +113,19 @@ class RunQueue(Generic[J]):
     With one it is promised its text and one block; when there is no room for more, a younger job is set back, or
     the job itself if it is the youngest. So the oldest that runs goes on to its end, and no job is set back for one that
     came after it. A job that was set back starts again when the whole of it can be promised, before any younger one.
+
+    ``choose`` says how a job is set back; what does not fit in the ``swap`` of the cache is recomputed. ``rate``: seconds of
+    each token that is computed, told by who computes; as long as nothing was told, computing costs nothing.
     """
 
-    def __init__(self, books: Books, policy: PreemptionPolicy | None = None) -> None:
-        self.books, self.policy = books, policy
+    def __init__(
+        self, books: Books, policy: PreemptionPolicy | None = None, choose: Callable[[Costs], Way] = cheapest
+    ) -> None:
+        self.books, self.policy, self.choose = books, policy, choose
+        self.rate = Rate()
         self.waiting: list[J] = []
         self.running: list[J] = []
-        self.num_set_back = 0
+        self.num_set_back = self.num_swapped = 0
         self._arrived = 0
 
     def enter(self, job: J, *forks: J) -> None:
@@ -100,7 +142,7 @@ class RunQueue(Generic[J]):
         while self.waiting:
             job = self.waiting[0]
             try:
-                sequence = self.books.open(job.text, job.namespace, room=0, reserve=self._reserve(job))
+                sequence = self._begin(job)
             except RetryLater:
                 if not self.running:
                     raise
@@ -137,12 +179,50 @@ class RunQueue(Generic[J]):
                 return False
             self.set_back(younger[self.policy.victim(list(younger))])
 
-    def set_back(self, job: J) -> None:
-        """Close the sequence of ``job`` and let it wait again, with its text so far."""
-        self.remove(job)
+    def set_back(self, job: J, way: Way | None = None) -> None:
+        """Close or suspend the sequence of ``job``, which runs, and let it wait again, with its text so far. ``way``: how, if
+        that is known."""
+        sequence = job.sequence
+        assert sequence is not None
+        way = self.choose(self.costs(job)) if way is None else way
+        if way is not Way.RECOMPUTE:
+            with suppress(Exhausted):
+                sequence.suspend(whole=way is Way.SWAP)
+                self.running.remove(job)
+                job.sequence, job.aside = None, sequence
+                self.num_swapped += 1
+        if job.aside is None:
+            self.remove(job)
         job.num_set_back += 1
         self.num_set_back += 1
         insort(self.waiting, job, key=_by_age)
+
+    def costs(self, job: J) -> Costs:
+        """What each way of setting ``job``, which runs, back is expected to cost.
+
+        What it published is thought to be evicted, the end first, as far as the others that run, and the older ones that
+        wait, may come to need more than there is without it.
+        """
+        books, sequence = self.books, job.sequence
+        assert sequence is not None
+        slot, length, size, full = sequence.slot, sequence.length, books.block_size, books.reuse.full
+        published = left = sequence.lease.num_blocks
+        if full is not None:
+            others = [one for one in (*self.running, *self.waiting) if one.sequence or one.number < job.number]
+            need = sum(
+                ceil_div(one.total, size) - (full.end[one.sequence.slot] if one.sequence else 0) for one in others
+            )
+            need -= ceil_div(job.total, size) - full.end[slot]
+            left += min(0, full.available() + full.claimed + full.end[slot] - full.shared[slot] - need)
+        start = max(0, left) * size
+        if books.reuse.bounded:
+            match = books.reuse.tree.match(sequence.keys(0, length), sequence.namespace)
+            start = max((at for at, _ in match.checkpoints if at <= start), default=0)
+        recompute = (length - start) * self.rate.seconds
+        part, whole = (books.swap.nbytes_of(slot, length, is_whole) for is_whole in (False, True))
+        again = whole - (whole - part) * max(0, left) / max(1, published)
+        per_byte = books.swap.rate.seconds
+        return Costs(recompute, 2 * part * per_byte + recompute * (left < published), (whole + again) * per_byte)
 
     def remove(self, job: J) -> None:
         """Take ``job`` out, wherever it is; what it holds is given back. Does nothing for a job that is not here."""
@@ -152,6 +232,18 @@ class RunQueue(Generic[J]):
             job.sequence = None
         elif job in self.waiting:
             self.waiting.remove(job)
+            if job.aside is not None:
+                job.aside.close()
+                job.aside = None
+
+    def _begin(self, job: J) -> Sequence:
+        """Open a sequence for ``job``, or resume what it has."""
+        aside = job.aside
+        if aside is None:
+            return self.books.open(job.text, job.namespace, room=0, reserve=self._reserve(job))
+        aside.resume(room=0, reserve=self._reserve(job))
+        job.aside = None
+        return aside
 
     def _start(self, job: J, sequence: Sequence) -> None:
         job.sequence = sequence

@@ -42,6 +42,7 @@ class Owner(Protocol):
     ledgers: tuple[GroupLedger, ...]
     vocab_size: int | None
     max_context: int
+    num_stopped: int
 
     def room_wanted(self, ends: Mapping[int, int]) -> None: ...
 
@@ -52,6 +53,12 @@ class Owner(Protocol):
     def sequence_rewound(self, sequence: Sequence, length: int) -> None: ...
 
     def sequence_closed(self, sequence: Sequence) -> None: ...
+
+    def sequence_suspended(self, sequence: Sequence, whole: bool) -> None: ...
+
+    def sequence_resumed(
+        self, sequence: Sequence, room: int | None, reserve: int | None
+    ) -> tuple[int, Lease, PrefixMatch | None]: ...
 
 
 class Stepper(Protocol):
@@ -101,10 +108,13 @@ class Sequence:
         self.stepper: Stepper | None = None
         """Who is ahead of this sequence, if anybody."""
         self._open = True
+        self.is_suspended = False
+        """Whether it is set aside, from ``suspend`` to ``resume``."""
+        self._resumed = 0
 
     @property
     def slot(self) -> int:
-        """The request slot: its row in block tables and state pools. Valid while the sequence is open."""
+        """The request slot: its row in block tables and state pools. Valid while the sequence is open and not suspended."""
         self._check_open()
         return self._slot
 
@@ -231,11 +241,48 @@ class Sequence:
             self.prompt_length = min(self.prompt_length, self._length)
             self.stand_ins = {at: stand_in for at, stand_in in self.stand_ins.items() if at < self._length}
 
+    def suspend(self, whole: bool = True) -> None:
+        """Set this request aside: what it holds goes to host memory, and its blocks, its slot and what was promised to it are
+        free. Until ``resume`` or ``close`` everything but ``length``, ``tokens``, ``match`` raises StaleHandle.
+
+        ``whole``: all rows that it needs, so that it goes on just as it was. Otherwise only those that nobody else has: what
+        it published stays in the cache, where it may be evicted. Waits until the bytes are there. Raises OutOfBlocks if
+        that does not fit in the ``swap`` of the cache, RetryLater while it is fenced, StaleHandle; nothing changed then.
+        """
+        self._go_alone()
+        self._owner.sequence_suspended(self, whole)
+        self.is_suspended = True
+
+    def resume(self, *, room: int | None = None, reserve: int | None = None) -> int:
+        """Go on after ``suspend``, byte for byte: what is still cached is shared again, the rest copied back. Returns how many
+        tokens must be computed again: 0, or, if it was suspended in part and what it had published was evicted, those
+        behind the longest beginning from which ``open`` could start; they are its prompt then, and ``length`` is less.
+
+        ``room``: make room for so many first tokens (default: as before; only for what need not be computed, if anything
+        must). ``reserve``: see ``open`` (default: what was promised before). Raises RetryLater if there is no slot or no
+        room, NeverFits for a larger ``room`` or ``reserve`` than the cache, BadInput, StaleHandle; nothing changed then.
+        """
+        if not self.is_suspended:
+            self._check_open()
+            raise BadInput(f"the sequence in slot {self._slot} runs; suspend it first")
+        length, given = self._length, self._owner.sequence_resumed(self, room, reserve)
+        self._slot, self.lease, start = given
+        self.is_suspended, self._resumed = False, self._owner.num_stopped
+        if start is not None:
+            self.match, self.prompt_length = start, length
+            self._length = self.written = start.resumable
+        return length - self._length
+
+    def runs_since(self, number: int) -> bool:
+        """Whether it has its slot since the cache's ``num_stopped`` was ``number``."""
+        return self._open and not self.is_suspended and self._resumed <= number
+
     def close(self) -> None:
         """Give everything back; whole blocks stay for others to find. Raises StaleHandle the second time."""
-        self._go_alone()
+        if not self.is_suspended:
+            self._go_alone()
         self._owner.sequence_closed(self)
-        self._open = False
+        self._open = self.is_suspended = False
 
     def settle(self) -> None:
         """Do what waited for the last fence: the effects of a commit, and of a close."""
@@ -265,3 +312,5 @@ class Sequence:
     def _check_open(self) -> None:
         if not self._open:
             raise StaleHandle("this sequence is closed; open a new one")
+        if self.is_suspended:
+            raise StaleHandle("this sequence is suspended; resume it first")

@@ -39,6 +39,11 @@ class CacheStats:
     evicted_blocks: int
     evicted_checkpoints: int
     nbytes: int
+    suspended: int
+    """Requests that are set aside."""
+    swap_nbytes: int
+    """Bytes of host memory that they take, of ``swap_capacity``."""
+    swap_capacity: int
     groups: tuple[GroupStats, ...]
     tiers: tuple[LevelStats, ...] = ()
 

@@ -14,7 +14,7 @@ from test_generator import EXACT, model_of  # noqa: E402
 
 from kvpagoda.errors import KVPagodaError, OutOfBlocks  # noqa: E402
 from kvpagoda.hf import Generator, Request, Sampling  # noqa: E402
-from kvpagoda.preemption import LeastComputed, Youngest  # noqa: E402
+from kvpagoda.preemption import LeastComputed, Way, Youngest  # noqa: E402
 from models import VOCAB  # noqa: E402
 
 NEW = 20
@@ -79,7 +79,7 @@ def test_forks_proposals_and_set_backs_together(name: str) -> None:
 
 
 def test_what_was_set_back_starts_from_what_is_still_cached() -> None:
-    generator = small("llama", preemption=Youngest())
+    generator = small("llama", preemption=Youngest(), set_back=lambda costs: Way.RECOMPUTE)
     generator.generate(prompts(), NEW)
     stats = generator.stats()
     needed = sum(map(len, prompts())) + len(prompts()) * (NEW - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvpagoda.hf.runner import ModelRunner, Runner, Tensor
 from kvpagoda.hf.sampling import GREEDY, Sampling
 from kvpagoda.hf.weights import weights_digest
 from kvpagoda.manager import KVCache
-from kvpagoda.preemption import Job, PreemptionPolicy, RunQueue
+from kvpagoda.preemption import Costs, Job, PreemptionPolicy, RunQueue, Way, cheapest
 from kvpagoda.schema import Compressed, Schema
 from kvpagoda.sequence import Sequence, Tokens, as_tokens
 from kvpagoda.stats import CacheStats
@@ -79,8 +80,9 @@ class Generator:
     for good: it would have to be computed a second time. ``num_proposed`` and ``num_accepted`` count tokens.
 
     ``preemption``: admit requests with room for their prompt only, and let the policy choose who is set back when memory
-    runs out: it starts again later, from what is still cached, and its tokens stay the same. Without, a request starts
-    only when all of it has room. ``num_set_back`` counts.
+    runs out: it starts again later, and its tokens stay the same. Without, a request starts only when all of it has room.
+    ``set_back``: whether it is suspended, in part or whole, or computed again; by default what is expected to cost least,
+    from the time that steps and copies took. ``num_set_back`` counts, and of these ``num_swapped`` what was suspended.
 
     ``tiers``: what others can read is named by ``weights``, by default a digest of all of the model, which takes a while for
     a large one.
@@ -97,6 +99,7 @@ class Generator:
         prefill_chunk: int = 512,
         lookup: int = 0,
         preemption: PreemptionPolicy | None = None,
+        set_back: Callable[[Costs], Way] = cheapest,
         kv_format: str = "raw",
         **cache_arguments: Any,
     ) -> None:
@@ -114,12 +117,16 @@ class Generator:
         compressed = any(isinstance(kind, Compressed) for layer in schema.layers for kind in layer.kinds)
         self._runner: Runner = (CompressedRunner if compressed else ModelRunner)(model, self.cache)
         self._ends = _end_tokens(model)
-        self._queue: RunQueue[Answer] = RunQueue(self.cache, preemption)
+        self._queue: RunQueue[Answer] = RunQueue(self.cache, preemption, set_back)
         self.num_proposed = self.num_accepted = 0
 
     @property
     def num_set_back(self) -> int:
         return self._queue.num_set_back
+
+    @property
+    def num_swapped(self) -> int:
+        return self._queue.num_swapped
 
     def submit(
         self,
@@ -156,15 +163,18 @@ class Generator:
         if not pieces:
             return []
         try:
-            kept = [1 + len(piece.proposed) for piece in pieces]
+            kept, started = [1 + len(piece.proposed) for piece in pieces], perf_counter()
             logits = self._runner.step([(piece.sequence, piece.tokens) for piece in pieces], kept)
             best, end = logits.argmax(dim=-1).tolist(), 0
+            count = sum(len(piece.tokens) for piece in pieces)
+            if count > len(pieces):  # as when a text is computed again: more than one token of each
+                self._queue.rate.add(perf_counter() - started, count)
             for piece, count in zip(pieces, kept):
                 begin, end = end, end + count
                 self._take(piece, logits[begin:end], best[begin:end])
         except BaseException:
             for answer in self._queue.running[::-1]:
-                self._queue.set_back(answer)
+                self._queue.set_back(answer, Way.RECOMPUTE)  # its windows and states may be half written
             raise
         return [request for request in dict.fromkeys(piece.answer.request for piece in pieces) if request.done]
 
