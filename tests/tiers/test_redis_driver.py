@@ -1,4 +1,4 @@
-"""Redis and Valkey: real servers that are well, full, hung, dead or move their keys, and made-up ones that say anything at all."""
+"""Redis and Valkey: real servers that are well, full, hung, dead or move their keys, and made-up ones that say anything."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ssl
 import subprocess
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import create_server, socket
 from threading import Thread
@@ -315,11 +315,8 @@ def made_up(serve: Callable[[socket, int], None]) -> Iterator[str]:
                 number += 1
 
         def one(connection: socket, number: int) -> None:
-            with connection:
-                try:
-                    serve(connection, number)
-                except OSError:
-                    pass
+            with connection, suppress(OSError):
+                serve(connection, number)
 
         thread = Thread(target=accept, daemon=True)
         thread.start()
@@ -330,15 +327,17 @@ def made_up(serve: Callable[[socket, int], None]) -> Iterator[str]:
 
 RECORD = RecordBuffer.nbytes_for(1, 4000)
 REPLIES = [
-    b"", b"\r\n", b"\n", b"+OK", b"+\r\n", b"OK\r\n", b"*3\r\n:1\r\n:2\r\n:3\r\n", b"*-1\r\n", b"$-1\r\n", b"$-2\r\n", b"$\r\n",
-    b"$0\r\n\r\n", b"$5\r\nhello\r\n", b"$5\r\nhel", b"$5\r\nhello+OK\r\n", b"$5\r\nhello-MOVED 1 x:1\r\n", b":\r\n", b":-1\r\n", b":1\r\n",
-    b"$%d\r\n" % RECORD, b"$%d\r\n" % RECORD + b"x" * RECORD, b"$%d\r\n" % RECORD + b"x" * RECORD + b"\r\n",
-    b"$536870912\r\n" + b"y" * 70000, b"$536870913\r\n", b"$99999999999999999999999999999999\r\n", b"$1_0\r\n" + b"z" * 12,
-    "$٣\r\nabc\r\n".encode(), b"$+5\r\nhello\r\n", b"$ 5\r\nhello\r\n", b"x" * 10000, b"\0" * 5000, b"\xff\xfe\r\n", b"-\r\n", b"-ERR\r\n",
-    b"-MOVED\r\n", b"-MOVED 1\r\n", b"-MOVED 1 \r\n", b"-MOVED 1 :0\r\n", b"-MOVED 1 :99999999999999999999\r\n",
-    b"-MOVED 1 ../../etc:1\r\n", b"-MOVED 1 " + b"a" * 3000 + b":1\r\n", b"-MOVED 1 \xff\xff:1\r\n", b"-MOVED 1 a\0b:1\r\n",
-    b"-ASK 1 127.0.0.1:1\r\n", b"-MOVED 99999 127.0.0.1:1\r\n", b"-OOM\r\n", b"-LOADING \r\n", b"-WRONGTYPE\r\n", b"-NOAUTH\r\n",
-    b"%2\r\n+a\r\n:1\r\n", b"_\r\n", b"#t\r\n", b"(123\r\n", b"!5\r\nERR x\r\n", b">2\r\n+a\r\n+b\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    b"", b"\r\n", b"\n", b"+OK", b"+\r\n", b"OK\r\n", b"*3\r\n:1\r\n:2\r\n:3\r\n", b"*-1\r\n", b"$-1\r\n", b"$-2\r\n",
+    b"$\r\n", b"$0\r\n\r\n", b"$5\r\nhello\r\n", b"$5\r\nhel", b"$5\r\nhello+OK\r\n", b"$5\r\nhello-MOVED 1 x:1\r\n",
+    b":\r\n", b":-1\r\n", b":1\r\n", b"$%d\r\n" % RECORD, b"$%d\r\n" % RECORD + b"x" * RECORD,
+    b"$%d\r\n" % RECORD + b"x" * RECORD + b"\r\n", b"$536870912\r\n" + b"y" * 70000, b"$536870913\r\n",
+    b"$99999999999999999999999999999999\r\n", b"$1_0\r\n" + b"z" * 12, "$٣\r\nabc\r\n".encode(), b"$+5\r\nhello\r\n",
+    b"$ 5\r\nhello\r\n", b"x" * 10000, b"\0" * 5000, b"\xff\xfe\r\n", b"-\r\n", b"-ERR\r\n", b"-MOVED\r\n",
+    b"-MOVED 1\r\n", b"-MOVED 1 \r\n", b"-MOVED 1 :0\r\n", b"-MOVED 1 :99999999999999999999\r\n",
+    b"-MOVED 1 ../../etc:1\r\n", b"-MOVED 1 " + b"a" * 3000 + b":1\r\n", b"-MOVED 1 \xff\xff:1\r\n",
+    b"-MOVED 1 a\0b:1\r\n", b"-ASK 1 127.0.0.1:1\r\n", b"-MOVED 99999 127.0.0.1:1\r\n", b"-OOM\r\n", b"-LOADING \r\n",
+    b"-WRONGTYPE\r\n", b"-NOAUTH\r\n", b"%2\r\n+a\r\n:1\r\n", b"_\r\n", b"#t\r\n", b"(123\r\n", b"!5\r\nERR x\r\n",
+    b">2\r\n+a\r\n+b\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n",
 ]  # fmt: skip
 
 
@@ -377,7 +376,7 @@ def test_a_reply_that_is_none(number: int) -> None:
         talk_to(url)
 
 
-@pytest.mark.parametrize("count", [1500, pytest.param(50_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1000, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_many_replies_that_are_none(count: int) -> None:
     """Pieces of right and wrong replies in any order, cut anywhere: no exception, nothing late, no memory taken."""
     random = np.random.default_rng(count)

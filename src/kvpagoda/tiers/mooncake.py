@@ -2,7 +2,7 @@
 
 Its ports have no authentication and no encryption. Every client listens on **all** addresses, ports 15000 to 17000, whatever
 host it is given; who reaches them reads and writes what is registered there: the record buffer, and the segment. Close them
-to all but the machines of the store, by a firewall or a network namespace, and do not use this driver where that cannot be done.
+to all but the machines of the store, by a firewall or a network namespace; where that cannot be done, do not use this driver.
 
     mooncake_master --rpc_address=10.0.0.1 --rpc_port=50051 --metrics_host=127.0.0.1 --put_start_discard_timeout_sec=5
 
@@ -187,7 +187,7 @@ def mooncake_driver(
     """
     try:
         segment_nbytes = parse_bytes(segment) if segment else 0
-        if "://" not in master and not 0 < int(master.rpartition(":")[2]) < 65536 or not host:
+        if ("://" not in master and not 0 < int(master.rpartition(":")[2]) < 65536) or not host:
             raise ValueError(master)
     except ValueError as error:
         raise BadInput(

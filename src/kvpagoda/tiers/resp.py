@@ -1,4 +1,4 @@
-"""One connection that speaks RESP, the protocol of Redis and Valkey. What is large is not copied; nothing is taken on trust."""
+"""One connection that speaks RESP, the protocol of Redis and Valkey. What is large is not copied, nothing is trusted."""
 
 from __future__ import annotations
 
