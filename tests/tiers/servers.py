@@ -1,7 +1,7 @@
 """Real servers on the loopback, for a test to start, stop, hang, kill and start again with all keys lost.
 
-As a program, a worker in a process of its own: ``python servers.py ADDRESS SECONDS SEED`` stores and loads through a tier as
-long as it may, proves every record and every deadline, and prints what it was told.
+As a program, a process of its own: ``ADDRESS SECONDS SEED`` does ``work``; ``store ADDRESS KEY`` stores one record when it is
+told to; ``node ADDRESS SEGMENT HOST FILE`` gives memory to a Mooncake Store, and makes the file when it does.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvpagoda.tiers import Driver, RecordBuffer, Status, Tier
 
 PRINT, PAYLOAD, ROWS = sha256(b"layout").digest(), 50_000, 16
 NUM_KEYS, NUM_SHARED = 256, 12
+SERVERS = __file__
 SLACK = 0.03  # seconds that a busy machine takes to wake somebody
 
 Command = Sequence[str]
@@ -58,6 +59,20 @@ def answers(port: int, host: str = "127.0.0.1") -> bool:
 
 def key_of(i: int) -> bytes:
     return sha256(b"%d" % i).digest()
+
+
+def listening() -> set[str]:
+    """On which addresses this process accepts connections, as the kernel writes them."""
+    mine = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            mine.add(os.readlink(entry))
+        except OSError:  # the one that lists them
+            continue
+    rows = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
 
 
 class Server:
@@ -195,7 +210,7 @@ def mooncake_server(
         f"--metrics_port={metrics}", "--put_start_discard_timeout_sec=5", "--client_ttl=2",
     ]  # fmt: skip
     up = folder / "up"
-    node = [sys.executable, __file__, "node", f"mooncake://{host}:{port}", segment, str(up)]
+    node = [sys.executable, __file__, "node", f"mooncake://{host}:{port}", segment, host, str(up)]
 
     def is_up() -> bool:
         return up.exists()
@@ -310,9 +325,14 @@ def told_by(process: subprocess.Popen[str], seconds: float = 60.0) -> Counter[st
 
 if __name__ == "__main__":
     if sys.argv[1] == "node":
-        driver = open_driver(sys.argv[2], RecordBuffer(1, 100), segment=sys.argv[3])
+        driver = open_driver(sys.argv[2], RecordBuffer(1, 100), segment=sys.argv[3], host=sys.argv[4])
         wait_for(lambda: driver.stats().nbytes > 0)
-        Path(sys.argv[4]).touch()
+        Path(sys.argv[5]).touch()
         sys.stdin.read()
+    elif sys.argv[1] == "store":
+        client = Client(sys.argv[2])
+        print("begun", flush=True)
+        sys.stdin.readline()
+        client.store(int(sys.argv[3]), seconds=60)
     else:
         work(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))

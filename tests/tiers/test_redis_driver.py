@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from outages import LONG, QUICK, more_than_fits, writers_that_are_killed
-from servers import Client, Server, ask, free_ports, has_redis, key_of, redis_cluster, redis_server, wait_for
+from servers import Client, Server, ask, free_ports, has_redis, key_of, listening, redis_cluster, redis_server, wait_for
 
 from kvpagoda.errors import BadInput
 from kvpagoda.tiers import RecordBuffer, Status, redis
@@ -231,6 +231,13 @@ def test_a_forked_process_has_its_own_connections(server: Server) -> None:
     assert all(driver.load([KEYS[0], KEYS[7]], [0, 1], soon()) == [OK, MISS] for _ in range(200))
     assert os.waitpid(child, 0)[1] == 0
     driver.close()
+
+
+@needs_redis
+def test_nothing_listens(server: Server) -> None:
+    client = Client(server.address)
+    assert client.store(1) == [OK] and listening() == set()
+    client.close()
 
 
 # -- clusters --------------------------------------------------------------------------------------------------------------
