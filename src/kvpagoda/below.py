@@ -51,6 +51,8 @@ class Memory(Protocol):
 
     def host_memory(self, nbytes: int) -> Bytes: ...
 
+    def record_nbytes(self, ledger: GroupLedger) -> int: ...
+
 
 class Text(Protocol):
     """A request's text: ``chain`` is filled here, and nobody else writes there."""
@@ -140,9 +142,9 @@ class Below:
     ) -> None:
         self._full, self._bounded, self._memory = full, tuple(bounded), memory
         self._identity, self._size, self._secret, self._digests = identity, identity.block_size, secret, digests
-        block_nbytes = 0 if full is None else full.plan.demand.layout.nbytes
+        block_nbytes = 0 if full is None else self._nbytes(full)
         xxh3_128(b"")
-        parts = [(self._most_copies(ledger), ledger.plan.demand.layout.nbytes) for ledger in self._bounded]
+        parts = [(self._most_copies(ledger), self._nbytes(ledger)) for ledger in self._bounded]
         prefix_root(b"", secret)
         outlasting = [spec.name for spec in specs if not spec.is_private]
         if outlasting and not identity.weights:
@@ -325,9 +327,8 @@ class Below:
     def _parts(self, copies: Many[Ids]) -> list[tuple[GroupLedger, Ids]]:
         return list(zip(self._bounded, copies))
 
-    @staticmethod
-    def _nbytes(ledger: GroupLedger) -> int:
-        return ledger.plan.demand.layout.nbytes
+    def _nbytes(self, ledger: GroupLedger) -> int:
+        return self._memory.record_nbytes(ledger)
 
     def _sizes(self, ledger: GroupLedger, n: int, level: Level) -> list[int]:
         """Bytes in each row that ``n`` blocks of ``ledger`` take."""

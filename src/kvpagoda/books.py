@@ -680,6 +680,10 @@ class Books:
                 f"the host has no {format_bytes(nbytes)}; give a smaller swap, or less staging"
             ) from error
 
+    def record_nbytes(self, ledger: GroupLedger) -> int:
+        """Bytes of a block of ``ledger`` below the device: few where there is no memory behind it, and nothing is moved."""
+        return 64
+
     def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
         """Copy blocks ``ids`` of one group to ``rows`` of ``payloads``, uint8 ``[M, width]`` host memory whose rows may be
         strided, as ``storage.spill`` lays them out. Waits until the bytes are there."""

@@ -183,6 +183,9 @@ class KVCache(Books):
             finalize(memory, runtime.cudaHostUnregister, at).atexit = False
         return memory
 
+    def record_nbytes(self, ledger: GroupLedger) -> int:
+        return ledger.plan.demand.layout.nbytes
+
     def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
         self._finish_filling(ledger)
         spill(self._arenas[ledger.plan.name], ids, torch.from_numpy(payloads), rows)

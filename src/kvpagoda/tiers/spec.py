@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,9 @@ from kvpagoda.errors import BadInput
 from kvpagoda.tiers.disk import disk_driver
 from kvpagoda.tiers.driver import Driver
 from kvpagoda.tiers.host import host_driver
+from kvpagoda.tiers.mooncake import mooncake_driver
 from kvpagoda.tiers.records import RecordBuffer
+from kvpagoda.tiers.redis import redis_driver
 from kvpagoda.units import parse_bytes
 
 When = Literal["commit", "evict", "reuse"]
@@ -65,4 +68,52 @@ def disk_tier(
         "disk",
         lambda buffer: disk_driver(folder, buffer, size, direct=direct, admit_all=admit_all),
         **settings,
+    )
+
+
+def redis_tier(url: str, *, tls: ssl.SSLContext | None = None, **settings: Any) -> TierSpec:
+    """The Redis or Valkey server, or cluster, at ``url``, which many machines may share. See ``redis_driver``."""
+    return TierSpec(
+        "redis",
+        lambda buffer: redis_driver(buffer, url, tls=tls),
+        **{"record_nbytes": "1MiB", "timeout": 2.0, **settings},
+    )
+
+
+def mooncake_tier(
+    master: str, *, segment: int | str = 0, host: str = "127.0.0.1", protocol: str = "tcp", devices: str = "",
+    metadata: str = "P2PHANDSHAKE", **settings: Any,
+) -> TierSpec:  # fmt: skip
+    """The Mooncake Store of ``master``, the memory of many machines. **Its ports are open to whoever reaches them**: see
+    ``kvpagoda.tiers.mooncake``, ``mooncake_driver`` and ``TierSpec``."""
+    make = partial(
+        mooncake_driver,
+        master=master,
+        segment=segment,
+        host=host,
+        protocol=protocol,
+        devices=devices,
+        metadata=metadata,
+    )
+    return TierSpec("mooncake", make, **{"record_nbytes": "1MiB", "timeout": 3.0, **settings})
+
+
+def tier_from_text(text: str, **settings: Any) -> TierSpec:
+    """A tier as it is written on a command line. Raises BadInput.
+
+    ``host:4GiB``, ``disk:FOLDER:50GiB``, ``redis://..``, ``rediss://..``, ``unix:///..``, ``mooncake://HOST:PORT``.
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "host":
+        return host_tier(rest, **settings)
+    if kind == "disk" and ":" in rest:
+        folder, _, nbytes = rest.rpartition(":")
+        return disk_tier(folder, nbytes, **settings)
+    if kind in ("redis", "rediss", "unix"):
+        return redis_tier(text, **settings)
+    if kind == "mooncake" and rest.startswith("//"):
+        return mooncake_tier(rest[2:], **settings)
+    raise BadInput(
+        f"no tier is written like {kind + ':..'!r}; write host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT, rediss://, "
+        f"unix:///PATH or mooncake://HOST:PORT"
     )
