@@ -166,10 +166,10 @@ class Books:
     ) -> Offer | None:
         """What tiers have of a text beyond what is cached, if there may be room for the request at all."""
         assert self.below is not None
-        offer = prefetch.take(chain, match.num_blocks) if prefetch is not None else None
-        if offer is None and all(blocks <= ledger.available() for ledger, blocks in zip(self.ledgers, wanted)):
-            offer = self.below.find(chain, match.num_blocks, found.resumable // self.block_size)
-        return offer
+        if any(blocks > ledger.available() for ledger, blocks in zip(self.ledgers, wanted)):
+            return None
+        offer = None if prefetch is None else prefetch.take(chain, match.num_blocks)
+        return offer or self.below.find(chain, match.num_blocks, found.resumable // self.block_size)
 
     def _begin_below(
         self, sequence: Sequence, slot: int, lease: Lease, found: PrefixMatch, offer: Offer | None

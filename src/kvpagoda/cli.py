@@ -105,6 +105,10 @@ def generate(
     seed: Annotated[int, typer.Option(help="of the drawn tokens")] = 0,
     lookup: Annotated[int, typer.Option(help="next tokens proposed from the text so far, verified at once")] = 0,
     kv_format: Annotated[str, typer.Option(help="raw, or fp8 where the layers have packed rows")] = "raw",
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(help="below the cache, the fastest first: host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT, .."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="dtype to load a --model in")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print results and counters as JSON")] = False,
 ) -> None:
@@ -112,12 +116,14 @@ def generate(
     with one_line_errors():
         try:
             from kvpagoda.hf import Sampling, show
+            from kvpagoda.tiers import tier_from_text
         except ImportError as error:
             raise BadInput(f"'generate' needs the hf extra: pip install 'kvpagoda[hf]' ({error})") from None
         show.run(
             model, prompts, as_json,
             dict(
-                budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, lookup=lookup, kv_format=kv_format
+                budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, lookup=lookup, kv_format=kv_format,
+                tiers=[tier_from_text(text) for text in tier or ()],
             ),
             dict(max_new_tokens=max_new_tokens, n=samples, sampling=Sampling(temperature, seed=seed)), dtype,
         )  # fmt: skip

@@ -168,7 +168,7 @@ class Generator:
             best, end = logits.argmax(dim=-1).tolist(), 0
             count = sum(len(piece.tokens) for piece in pieces)
             if count > len(pieces):  # as when a text is computed again: more than one token of each
-                self._queue.rate.add(perf_counter() - started, count)
+                self._queue.took(perf_counter() - started, count)
             for piece, count in zip(pieces, kept):
                 begin, end = end, end + count
                 self._take(piece, logits[begin:end], best[begin:end])
