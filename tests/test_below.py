@@ -6,15 +6,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 import numpy as np
 import pytest
-from tests.test_manager import SCHEMAS, FakeEngine, traffic
+import torch
+from tests.test_manager import SCHEMAS, FakeEngine, schema_of, traffic
+from tests.test_swap import computed, fill_random, overwrite
 
 from kvpagoda.books import Books
 from kvpagoda.errors import BadInput, CheckFailed
 from kvpagoda.manager import KVCache
-from kvpagoda.schema import Schema
+from kvpagoda.schema import Attention, Compressed, Growth, Latent, Schema
+from kvpagoda.schema.fields import Encoding
 from kvpagoda.tiers import Driver, DriverStats, Lease, RecordBuffer, Status, TierSpec, disk_tier, host_driver, host_tier
 
 TINY = {"staging": "1MiB"}
@@ -178,6 +182,75 @@ def test_another_cache_finds_what_was_stored_and_another_model_does_not(name: st
         )  # type: ignore[arg-type]  # fmt: skip
         assert run(cache, text) == 0
         cache.close()
+
+
+FORMATS = {
+    "fp8 latents": (Latent(256, 64, "bfloat16", encoding=Encoding("fp8", group=128), index_dim=128),),
+    "fp8 entries": (Compressed(192, 8, "bfloat16", 4, True, 64, encoding=Encoding("fp8_ue8m0", kept=64, group=64)),),
+    "mxfp4 and nvfp4": (
+        Attention(2, 64, 64, "bfloat16", encoding=Encoding("mxfp4", group=32)),
+        Attention(2, 64, 64, "bfloat16", Growth(window=10), Encoding("nvfp4", group=16)),
+    ),
+}
+
+
+def schemas() -> list[str]:
+    pytest.importorskip("transformers")
+    from models import TINY as CONFIGS
+
+    return [*FORMATS, *sorted(CONFIGS)]
+
+
+@pytest.mark.parametrize("name", schemas())
+def test_every_byte_comes_back_for_every_family_and_format(name: str, tmp_path: Path) -> None:
+    """From the device to disk and back, then to host memory and back: blocks, windows and states, whatever they hold."""
+    from models import TINY as CONFIGS
+
+    schema = schema_of(*FORMATS[name]) if name in FORMATS else Schema.from_hf_config(CONFIGS[name]())
+    size, order = (16 if name == "deepseek_v4" else 8), ("block", "layer")[len(name) % 2]
+    tiers = [host_tier("8MiB", staging="4MiB"), disk_tier(tmp_path, "16MiB", staging="4MiB")]
+    cache = KVCache(
+        schema, num_blocks=24, max_requests=2, block_size=size, device="cpu", order=order, checkpoints=2, tiers=tiers,
+        weights="w",
+    )  # fmt: skip
+    text = range(5 * size + 3)
+    fill_random(cache)
+    with cache.open(text, room=0) as sequence:
+        while sequence.length < len(text):
+            end = min(cache.next_checkpoint(sequence) or len(text), sequence.length + size)
+            sequence.extend(end - sequence.length)
+            sequence.commit(text[sequence.length : end])
+            if sequence.length == 5 * size:
+                before = needed_rows(sequence, cache)
+    assert cache.flush()
+    for source in (1, 0):  # from disk, then from host memory
+        if source:
+            forget(cache)
+        else:
+            for other in range(60, 120, 20):
+                computed(cache, range(other, other + size + 1)).close()
+            overwrite(cache, 60)
+            assert cache.flush()
+        loaded = cache.stats().tiers[source].loaded
+        fill_random(cache)
+        with cache.open(text, room=0) as sequence:
+            assert sequence.match.resumable == 5 * size
+            assert source or not cache.reuse.bounded or sequence.match.loaded
+            after = needed_rows(sequence, cache)
+            assert all(torch.equal(old, new) for old, new in zip(before, after))
+            assert cache.stats().tiers[source].loaded > loaded or not sequence.match.loaded
+    cache.check()
+    cache.close()
+
+
+def needed_rows(sequence: Any, cache: KVCache) -> list[torch.Tensor]:
+    """The records that the next token of ``sequence`` reads, group by group."""
+    found = []
+    for ledger in cache.ledgers:
+        first = ledger.growth.first_needed(sequence.length) // ledger.block_size
+        ids = ledger.table.cells[sequence.slot, first : -(-sequence.length // ledger.block_size)]
+        found.append(cache._arenas[ledger.plan.name].pack(torch.from_numpy(ids.copy())))
+    return found
 
 
 def test_what_is_stored_belongs_to_one_namespace_secret_and_image() -> None:
