@@ -449,6 +449,27 @@ def test_a_hung_tier_delays_an_open_by_its_timeout_and_no_more() -> None:
     cache.close(timeout=3.0)
 
 
+@pytest.mark.parametrize("name", ["full", "mixed", "state"])
+def test_a_copy_that_fails_is_a_miss(name: str) -> None:
+    cache = cache_of(name, host_tier("1MiB", **TINY), host_tier("1MiB", write="commit", record_nbytes=700, **TINY))
+    random, num_failed = np.random.default_rng(8), [0, 0]
+    for number, which in enumerate(("blocks_out", "blocks_in")):
+        copy = getattr(cache, which)
+
+        def failing(*arguments: Any, copy: Any = copy, number: int = number) -> None:
+            if random.random() < 0.2:
+                num_failed[number] += 1
+                raise MemoryError("no room to pack them")
+            copy(*arguments)
+
+        setattr(cache, which, failing)
+    traffic(cache, 300, seed=9, engine=FakeEngine(cache))
+    assert min(num_failed) >= 1 and cache.flush()
+    for level in cache.below.levels:  # type: ignore[union-attr]
+        assert level.dropped and level.buffer.num_free == level.buffer.num_records
+    cache.close()
+
+
 def test_the_law_of_ownership_finds_a_lost_block_below() -> None:
     cache = cache_of("full", host_tier("1MiB", **TINY))
     assert cache.below is not None

@@ -35,8 +35,11 @@ from kvpagoda.tiers.spec import TierSpec, When
 from kvpagoda.units import ceil_div, table_rows
 
 _HOLD = 10.0  # seconds that what was found may take to be asked for
+_FIRST_STEP = 64  # blocks that are asked for first; four times as many each time that all are there
 Part = tuple[Ids, Bytes, Many[int]]
 """Blocks, and the rows of host memory that they come from."""
+Unit = tuple[Ids, bytes]
+"""The blocks of one record, and their prefix hashes one after the other."""
 _NONE: Mapping[int, bytes] = {}
 
 
@@ -165,7 +168,7 @@ class Below:
         """The prefix hash of every cached block, by id; zeros: not cached, or not known."""
         self._names: dict[int, bytes] = {}  # checkpoint -> prefix hash
         self._stored: set[int] = set()  # checkpoints that levels which write what is reused were given
-        self._backlog: dict[Level, deque[tuple[Ids, bytes]]] = {level: deque() for level in self.levels}
+        self._backlog: dict[Level, deque[Unit]] = {level: deque() for level in self.levels}
         self._sent = {level: np.zeros(num_rows, np.bool_) for level in self.levels if level.spec.write == "reuse"}
         self.seconds_per_token: float | None = None
         """What it takes to compute a token, if anybody measured it: loading is worth it if it is faster."""
@@ -240,44 +243,51 @@ class Below:
         """Of the blocks ``ids`` of a text those from ``begin`` on are to be stored, in whole records."""
         unit, backlog = level.unit, self._backlog[level]
         for last in range(begin + unit - 1 - begin % unit, len(ids), unit):
-            backlog.append((ids[last + 1 - unit : last + 1].copy(), chain[last + 1]))
+            if len(backlog) * unit >= len(self._hashes):  # as many as there are blocks: some wait twice, or in vain
+                level.dropped += 1
+            else:
+                first = last + 1 - unit
+                backlog.append((ids[first : last + 1].copy(), b"".join(chain[first + 1 : last + 2])))
 
     def drain(self) -> None:
-        """Store what waits, as far as there is staging memory."""
+        """Store what waits, and is still cached, as far as there is staging memory."""
         for level, backlog in self._backlog.items():
             while backlog and level.num_writable:
                 count = min(len(backlog), level.num_writable, level.batch)
                 units = [backlog.popleft() for _ in range(count)]
-                units = [
-                    unit
-                    for unit in units
-                    if self._hashes[unit[0][-1]].tobytes() == unit[1] and self._all_known(unit[0])
-                ]
-                self._store_blocks(level, units)
+                self._store_blocks(level, [one for one in units if self._hashes[one[0]].tobytes() == one[1]])
 
-    def _all_known(self, ids: Ids) -> bool:
-        return len(ids) == 1 or bool(self._hashes[ids].any(axis=1).all())
-
-    def _store_blocks(self, level: Level, units: Many[tuple[Ids, bytes]]) -> None:
-        keys = {level.key(prefix_hash): ids for ids, prefix_hash in units}
+    def _store_blocks(self, level: Level, units: Many[Unit]) -> None:
+        keys = {level.key(hashes[-KEY_NBYTES:]): ids for ids, hashes in units}
         if keys and self._full is not None:
-            rows = level.buffer.acquire(len(keys))
-            self._memory.blocks_out(self._full, np.concatenate([*keys.values()]), level.buffer.payloads, rows)
-            level.store([*keys], rows)
+            self._store(level, [*keys], [(self._full, np.concatenate([*keys.values()]), len(keys))])
+
+    def _store(
+        self, level: Level, keys: Many[bytes], parts: Many[tuple[GroupLedger, Ids, int]], sizes: Many[int] | None = None
+    ) -> None:
+        """Copy ``parts``, (group, blocks, records), to staging memory, for which there is room, and store them as ``keys``. If
+        that fails, it was not to be."""
+        rows, at = level.buffer.acquire(len(keys)), 0
+        try:
+            for ledger, ids, count in parts:
+                self._memory.blocks_out(ledger, ids, level.buffer.payloads, rows[at : at + count])
+                at += count
+        except Exception:  # a GPU without room to pack them, say
+            level.buffer.release(rows)
+            level.dropped += len(keys)
+            return
+        level.store(keys, rows, sizes)
 
     def evicted(self, ids: Ids) -> None:
         """Cached blocks ``ids`` of the full group go, those deepest in their texts first; their memory is still theirs."""
         for level in self.levels:
-            if level.spec.write != "evict":
-                continue
-            known = ids[self._hashes[ids].any(axis=1)][::-1]  # parents before children
-            level.dropped += max(0, len(known) - level.num_writable)
-            known = known[: level.num_writable]
-            for at in range(0, len(known), level.batch):
-                part = known[at : at + level.batch]
-                self._store_blocks(
-                    level, [(part[i : i + 1], self._hashes[part[i]].tobytes()) for i in range(len(part))]
-                )
+            if level.spec.write == "evict":
+                known = ids[self._hashes[ids].any(axis=1)][::-1]  # parents before children
+                room = level.num_writable
+                level.dropped += max(0, len(known) - room)
+                units = [(known[i : i + 1], self._hashes[known[i]].tobytes()) for i in range(min(room, len(known)))]
+                for at in range(0, len(units), level.batch):
+                    self._store_blocks(level, units[at : at + level.batch])
 
     def freed(self, ids: Ids) -> None:
         """Blocks ``ids`` of the full group are cached no more."""
@@ -293,7 +303,7 @@ class Below:
             table[moved] = 0
             table[names[moved]] = rows
         for level, backlog in self._backlog.items():
-            self._backlog[level] = deque((names[ids], prefix_hash) for ids, prefix_hash in backlog)
+            self._backlog[level] = deque((names[ids], hashes) for ids, hashes in backlog)
 
     def checkpoint_saved(self, text: Text, name: int, num_tokens: int) -> None:
         """Checkpoint ``name`` holds what ``text`` needs to go on after ``num_tokens`` tokens, which are published."""
@@ -306,26 +316,21 @@ class Below:
         for level in self.levels:
             if prefix_hash is None or level.spec.write != when:
                 continue
-            each = [
-                table_rows(len(ids), self._nbytes(ledger), level.payload_nbytes) for ledger, ids in self._parts(copies)
+            parts = [
+                (ledger, ids, table_rows(len(ids), self._nbytes(ledger), level.payload_nbytes))
+                for ledger, ids in zip(self._bounded, copies)
             ]
-            if sum(each) > level.num_writable:
-                level.dropped += sum(each)
+            count = sum(rows for _, _, rows in parts)
+            if count > level.num_writable:
+                level.dropped += count
                 continue
-            rows, sizes, at = level.buffer.acquire(sum(each)), list[int](), 0
-            for (ledger, ids), count in zip(self._parts(copies), each):
-                self._memory.blocks_out(ledger, ids, level.buffer.payloads, rows[at : at + count])
-                sizes += self._sizes(ledger, len(ids), level)
-                at += count
-            level.store([level.key(prefix_hash, _part(i)) for i in range(len(rows))], rows, sizes)
+            sizes = [size for ledger, ids, _ in parts for size in self._sizes(ledger, len(ids), level)]
+            self._store(level, [level.key(prefix_hash, _part(i)) for i in range(count)], parts, sizes)
 
     def checkpoint_dropped(self, name: int) -> None:
         """Checkpoint ``name`` is no more."""
         self._names.pop(name, None)
         self._stored.discard(name)
-
-    def _parts(self, copies: Many[Ids]) -> list[tuple[GroupLedger, Ids]]:
-        return list(zip(self._bounded, copies))
 
     def _nbytes(self, ledger: GroupLedger) -> int:
         return self._memory.record_nbytes(ledger)
@@ -370,28 +375,33 @@ class Below:
         return Prefetch(self._reader.submit(self.find, chain, num_cached, resumable, hold=True))
 
     def _find_blocks(self, offer: Offer, begin: int, end: int) -> None:
-        chain, asked = offer.chain, list[tuple[Level, range, Future[Lease]]]()
+        """Ask for more and more blocks at a time, up to the first that no level has."""
+        at, step = begin, _FIRST_STEP
+        while at < end:
+            stop, step = min(end, at + step), 4 * step
+            there = self._look_up(offer, at, stop, end)
+            while at < stop:
+                level = next((level for level, found in there if at // level.unit in found), None)
+                if level is None:
+                    offer.end = at
+                    return
+                offer.records.append((level, at // level.unit))
+                at = (at // level.unit + 1) * level.unit
+        offer.end = at
+
+    def _look_up(self, offer: Offer, begin: int, stop: int, end: int) -> list[tuple[Level, set[int]]]:
+        """Which records with blocks ``begin .. stop - 1``, and none behind ``end``, each level has."""
+        asked = list[tuple[Level, range, Future[Lease]]]()
         for level in self.levels:
-            numbers = range(begin // level.unit, end // level.unit)
+            numbers = range(begin // level.unit, min(ceil_div(stop, level.unit), end // level.unit))
             if len(numbers):
-                keys = [level.key(chain[(number + 1) * level.unit]) for number in numbers]
-                asked.append((level, numbers, level.lookup(keys, _HOLD)))
-        there: list[tuple[Level, set[int]]] = []
+                asked.append((level, numbers, level.lookup(self._keys(offer, level, numbers), _HOLD)))
+        there = []
         for level, numbers, future in asked:
             lease = future.result()
             offer.leases.append(lease)
-            found = zip(numbers, lease.statuses)
-            there.append((level, {number for number, status in found if status is Status.OK}))
-        at = begin
-        while at < end:
-            for level, found_there in there:
-                if at // level.unit in found_there:
-                    offer.records.append((level, at // level.unit))
-                    at = (at // level.unit + 1) * level.unit
-                    break
-            else:
-                break
-        offer.end = at
+            there.append((level, {n for n, status in zip(numbers, lease.statuses) if status is Status.OK}))
+        return there
 
     def _find_checkpoint(self, offer: Offer, resumable: int) -> None:
         """Read the furthest checkpoint behind ``resumable`` that the blocks reach; ``offer.end`` is then there."""
@@ -488,8 +498,11 @@ class Below:
                 self._load_later(full, offer, wanted, ids, first)
                 return len(ids)
         for level, numbers, rows in self._read(offer, wanted):
-            for part in self._parts_of(level, numbers, rows, ids, first):
-                self._memory.blocks_in(full, *part)
+            try:
+                for part in self._parts_of(level, numbers, rows, ids, first):
+                    self._memory.blocks_in(full, *part)
+            except Exception:  # these will be computed
+                break
             done = min(len(ids), (numbers[-1] + 1) * level.unit - first)
         return done
 
@@ -579,14 +592,13 @@ class Below:
 
     def flush(self, deadline: float) -> bool:
         """Store what waits, until ``deadline`` (of ``time.monotonic``); whether all of it is done."""
-        while monotonic() < deadline:
-            self.drain()
-            if not any(self._backlog.values()):
-                break
+        self.drain()
+        while any(self._backlog.values()) and monotonic() < deadline:
             for level, backlog in self._backlog.items():
                 if backlog:
                     level.settle_one(deadline)
-        return not any(self._backlog.values()) and all(level.settle(deadline) for level in self.levels)
+            self.drain()
+        return all([level.settle(deadline) for level in self.levels]) and not any(self._backlog.values())  # noqa: C419
 
     def close(self, deadline: float) -> bool:
         """Let go of all levels; see ``Tier.close``."""

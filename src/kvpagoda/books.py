@@ -296,9 +296,12 @@ class Books:
                 restore = None if offer is None or self.below is None else partial(self.below.restore, offer)
                 room = room if room > found.resumable else found.resumable
                 reuse.restore(slot, found, room, beyond, restore)
-        except BaseException:
-            self._take_back(slot, lease)
-            raise
+        except BaseException as error:
+            if offer is None or not isinstance(error, Exception):
+                self._take_back(slot, lease)
+                raise
+            self._give_back(slot)  # what went wrong below is a miss
+            is_promised = False
         finally:
             if found.checkpoint is not None:
                 reuse.keep(found.checkpoint, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from kvpagoda.alloc.pages import Bytes
@@ -184,8 +184,11 @@ class Level:
         return loading.future.result()
 
     def settle_one(self, deadline: float) -> None:
-        """Wait for something that is being stored."""
-        wait([*self._storing], max(0.0, deadline - monotonic()), FIRST_COMPLETED)
+        """Wait for something that is being stored, or for a moment."""
+        if self._storing:
+            wait([*self._storing], max(0.0, deadline - monotonic()), FIRST_COMPLETED)
+        else:
+            sleep(0.001)
 
     def settle(self, deadline: float) -> bool:
         """Wait for what is being stored; whether it is done."""
