@@ -470,6 +470,22 @@ def test_a_copy_that_fails_is_a_miss(name: str) -> None:
     cache.close()
 
 
+def test_what_was_evicted_to_make_room_for_a_load_that_failed_is_not_shared() -> None:
+    """Room for blocks that do not come may cost the very block whose beginning was to be copied."""
+    spec, made = Flaky.tier(0.0, write="commit")
+    cache = cache_of("full", spec, num_blocks=6)
+    engine, text = FakeEngine(cache), np.arange(24)
+    run(cache, text, engine)
+    assert cache.flush()
+    forget(cache)
+    other = np.concatenate((text[:3], np.arange(30, 50)))
+    run(cache, other, engine)  # shares three tokens, in the block that goes first
+    made[0].load = lambda keys, rows, deadline: [Status.MISS] * len(keys)  # type: ignore[method-assign]
+    run(cache, text, engine)
+    cache.check()
+    cache.close()
+
+
 def test_the_law_of_ownership_finds_a_lost_block_below() -> None:
     cache = cache_of("full", host_tier("1MiB", **TINY))
     assert cache.below is not None

@@ -490,7 +490,7 @@ class Below:
         layer and half the staging memory holds all of it, all at once.
         """
         done, full = 0, self._full
-        assert full is not None
+        assert full is not None and offer.begin <= first, "an offer has nothing of what was cached when it was made"
         wanted = [(level, number) for level, number in offer.records if (number + 1) * level.unit > first]
         if offer.layerwise:
             self._read_ahead(offer)

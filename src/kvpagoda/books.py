@@ -239,10 +239,12 @@ class Books:
 
         What would be copied may itself be what is in the way: then it starts from what needs no copy.
         """
-        if offer is not None and offer.end * self.block_size > found.resumable:
+        match, found = self.reuse.find_again(match, found)
+        if offer is not None and offer.begin <= match.num_blocks and offer.end * self.block_size > found.resumable:
             start = self._start_from(slot, wanted, room, match, self._offered(found, offer.end), priority, offer)
             if start is not None:
                 return start
+            match, found = self.reuse.find_again(match, found)  # room was made for what did not come
         start = self._start_from(slot, wanted, room, match, found, priority)
         if start is None:
             found = self.reuse.without_copies(match, found)

@@ -126,7 +126,15 @@ class Reuse:
 
     def find(self, tokens: Ids, namespace: bytes) -> tuple[Match, PrefixMatch]:
         """The longest reusable beginning of ``tokens``, at most all but the last token. Changes nothing."""
-        match = self.tree.match(tokens, namespace, limit=len(tokens) - 1)
+        return self._found(self.tree.match(tokens, namespace, limit=len(tokens) - 1))
+
+    def find_again(self, match: Match, found: PrefixMatch) -> tuple[Match, PrefixMatch]:
+        """What ``find``, which said ``match`` and ``found``, would say now: blocks may have been evicted since."""
+        if self.tree.is_current(match):
+            return match, found
+        return self._found(self.tree.match(match.tokens, match.namespace))
+
+    def _found(self, match: Match) -> tuple[Match, PrefixMatch]:
         if not self.bounded:  # the rest of a block is copied, so that nothing is lost to alignment
             found = {} if self.full is None else {self.full.plan.name: match.num_tokens}
             return match, PrefixMatch(match.num_tokens, match.num_tokens, "nothing", found)

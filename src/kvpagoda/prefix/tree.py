@@ -103,6 +103,10 @@ class PrefixTree:
             None if root is None else way.node, self._removals, beyond,
         )  # fmt: skip
 
+    def is_current(self, match: Match) -> bool:
+        """Whether nothing was evicted or moved since ``match`` was found."""
+        return match.removals == self._removals
+
     def pin(self, at: Match | Lease, num_blocks: int | None = None) -> Lease:
         """Pin the first ``num_blocks`` blocks (None: all) of what ``at`` covers. O(nodes on the path).
 
