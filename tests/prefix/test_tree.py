@@ -341,9 +341,9 @@ def test_check_names_what_is_wrong() -> None:
     by_stretch = (
         lambda tree, node: tree._turnover._in_order.clear(),
         lambda tree, node: tree._turnover._heap.append(3),
-        lambda tree, node: node.uses.clear(),
-        lambda tree, node: node.uses.append((2, 1)),
-        lambda tree, node: node.children[tokens(3).tobytes()].uses.__setitem__(0, (3, 99)),
+        set_field("used", 0),
+        set_field("uses", [(2, 1)]),
+        lambda tree, node: setattr(node.children[tokens(3).tobytes()], "used", 99),
     )
     by_cell = (
         set_field("leaf", 0),

@@ -25,6 +25,7 @@ class LeaseEnd(Protocol):
 _NO_CHECKPOINTS: dict[int, int] = {}
 _NO_CHILDREN: Children[Node] = Children()
 _NO_LEASES: list[LeaseEnd] = []
+NO_USES: list[tuple[int, int]] = []
 
 
 class Node(Run):
@@ -34,13 +35,13 @@ class Node(Run):
 
     ``first``: the first block as bytes, by which the parent knows it. ``leases``: those that end in here; ``pins``: how
     many, and how many children are pinned. ``num_pinned``: the leading blocks that leases cover. ``checkpoints``: depth ->
-    state id. ``uses``, ``queued``: of ``Recency``; ``leaf``: of ``ByCell``. ``into``: the node that took the blocks over,
+    state id. ``used``, ``uses``, ``queued``: of ``Recency``; ``leaf``: of ``ByCell``. ``into``: the node that took the blocks over,
     when this one is no more. ``root``: the name (below 0) and the namespace of a root, else None.
     """
 
     __slots__ = (
         "checkpoints", "children", "first", "into", "leaf", "leases", "num_pinned", "parent", "pins", "queued", "root",
-        "start", "uses",
+        "start", "used", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -61,7 +62,7 @@ class Node(Run):
         self.children, self.leases = _NO_CHILDREN, _NO_LEASES
         self.pins = self.num_pinned = 0
         self.checkpoints = _NO_CHECKPOINTS
-        self.uses: list[tuple[int, int]] = []
+        self.used, self.uses = 0, NO_USES
         self.queued, self.leaf = 0, -1
         self.into: Node | None = None
 
@@ -128,10 +129,13 @@ class Node(Run):
         above.pins = len(above.leases) + (self.pins > 0)
         for place in [place for place in self.checkpoints if place <= depth]:
             above.put_checkpoint(place, self.checkpoints.pop(place))
+        above.used = self.used
         if self.uses:
             reaching = bisect_left(self.uses, (depth,))  # the stretch that ends at ``depth`` or behind
-            above.uses = [*self.uses[:reaching], (depth, self.uses[reaching][1])]
-            del self.uses[: reaching + (self.uses[reaching][0] == depth)]
+            above.uses, self.uses = self.uses[:reaching], self.uses[reaching:]
+            if self.uses:
+                end, above.used = self.uses[0]
+                del self.uses[: end == depth]
         if self.parent is not None:
             self.parent.put_child(above)
         self.parent, self.start, self.first = above, depth, self.block(0)
@@ -143,6 +147,8 @@ class Node(Run):
 
         Costs what ``put_front`` does.
         """
+        if above.used:
+            self.uses = [*above.uses, (above.end, above.used), *self.uses]
         self.put_front(above)
         self.parent, self.start, self.first = above.parent, above.start, above.first
         self.num_pinned += above.num_pinned
@@ -150,7 +156,6 @@ class Node(Run):
             lease.node = self
             self.put_lease(lease)
         self.pins += len(above.leases)
-        self.uses = above.uses + self.uses
         for place, state in above.checkpoints.items():
             self.put_checkpoint(place, state)
         above.into = self

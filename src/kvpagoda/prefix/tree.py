@@ -447,7 +447,7 @@ class PrefixTree:
             node = child
         else:
             node.append(tokens, ids)
-        turnover.added(node)
+        turnover.added(node, n)
         return node
 
     def _join(self, node: Node) -> None:
