@@ -35,8 +35,8 @@ class Node(Run):
 
     ``first``: the first block as bytes, by which the parent knows it. ``leases``: those that end in here; ``pins``: how
     many, and how many children are pinned. ``num_pinned``: the leading blocks that leases cover. ``checkpoints``: depth ->
-    state id. ``used``, ``uses``, ``queued``: of ``Recency``; ``leaf``: of ``ByCell``. ``into``: the node that took the blocks over,
-    when this one is no more. ``root``: the name (below 0) and the namespace of a root, else None.
+    state id. ``used``, ``uses``, ``queued``: of ``Recency``; ``leaf``: of ``ByCell``. ``into``: the node that took the blocks
+    over, when this one is no more. ``root``: the name (below 0) and the namespace of a root, else None.
     """
 
     __slots__ = (
