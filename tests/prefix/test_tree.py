@@ -72,17 +72,20 @@ def store_quietly(tree: PrefixTree, text: np.ndarray, block_id: int) -> None:
 def test_children_stay_sorted_through_growth_and_decay() -> None:
     children: Children[int] = Children()
     rng = np.random.default_rng(2)
-    keys = [int(key).to_bytes(4, "big") for key in rng.permutation(5000)]
+    keys = [b"head" + int(key).to_bytes(4, "big") for key in rng.permutation(5000)]
     for key in keys[:10]:
         children.put(key, 0)
-    assert len(children.nearest(b"\0")) == 1
+    assert len(children.nearest(b"head\0")) == 1 and not children.nearest(b"tail\0")
+    children.put(b"tail", 0)
+    assert len(children.nearest(b"tail\0")) == 1
+    children.take(b"tail")
     for key in keys[10:]:
         children.put(key, 1)
     for key in keys[:4900]:
         children.take(key)
     left = sorted(keys[4900:])
     for number in range(0, 5000, 7):
-        key = number.to_bytes(4, "big")
+        key = b"head" + number.to_bytes(4, "big")
         before, after = [k for k in left if k < key][-1:], [k for k in left if k >= key][:1]
         children[key] = children.get(key, 2)
         del children[key]

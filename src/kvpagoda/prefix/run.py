@@ -6,7 +6,7 @@ import numpy as np
 
 from kvpagoda.alloc.held import Ids
 
-_SMALL = 64  # arrays of at most so many blocks are never cut down
+_SMALL, _SPARE = 64, 16  # arrays of at most so many blocks, or of so many times what is left, are not cut down
 
 
 class Run:
@@ -61,7 +61,7 @@ class Run:
     def cut(self, num_blocks: int) -> None:
         """Drop all but the first ``num_blocks`` blocks. Amortised O(1) for each block dropped."""
         self._view(self._at, num_blocks)
-        if self._ids.shape[1] > max(_SMALL, 4 * num_blocks):
+        if self._ids.shape[1] > max(_SMALL, _SPARE * num_blocks):
             self._move(2 * num_blocks)
 
     def take_front(self, num_blocks: int) -> tuple[Ids, Ids]:
