@@ -141,12 +141,13 @@ class Sequence:
         return room
 
     def keys(self, first: int, end: int) -> Tokens:
-        """Tokens ``first .. end - 1`` as texts are compared: with the stand-ins of media. Read-only; they stay as they are."""
-        tokens = self._tokens[first:end]
-        if self.stand_ins:
-            tokens = with_stand_ins(tokens, first, self.stand_ins)
-        tokens.setflags(write=False)
-        return tokens
+        """Tokens ``first .. end - 1`` as texts are compared: with the stand-ins of media."""
+        return with_stand_ins(self._tokens[first:end], first, self.stand_ins)
+
+    @property
+    def text(self) -> Tokens | None:
+        """The array in which ``keys`` lie, if they do; what was published of it stays as it is."""
+        return None if self.stand_ins else self._tokens
 
     def extend(self, n: int) -> None:
         """Make room for the next ``n`` tokens after the committed ones, in every group or in none.

@@ -16,7 +16,7 @@ from kvpagoda.prefix.policy import Policy
 from kvpagoda.prefix.proof import expect, nodes_below, prove_ids, prove_pins, prove_shape
 from kvpagoda.prefix.recency import Recency
 from kvpagoda.prefix.results import Evicted, Inserted, Lease, Mask, Match
-from kvpagoda.prefix.run import own_array
+from kvpagoda.prefix.run import arrays_of
 from kvpagoda.prefix.turnover import ByCell, Turnover
 from kvpagoda.prefix.walk import Walk, walk
 
@@ -153,13 +153,20 @@ class PrefixTree:
             depth, node = node.start, node.parent
 
     def insert(
-        self, at: Match | Lease, tokens: Ids, blocks: Ids, *, pin: bool | None = None, priority: int = 0
+        self,
+        at: Match | Lease,
+        tokens: Ids,
+        blocks: Ids,
+        *,
+        text: Ids | None = None,
+        pin: bool | None = None,
+        priority: int = 0,
     ) -> Inserted:
         """Publish the whole blocks that follow what ``at`` covers.
 
-        ``tokens`` int32 ``[n * block_size]``: read-only ones are kept as they are where they are most of their array, and
-        nobody may write there any more. ``blocks`` int32 ``[num_groups, n]``. The tree takes the ids of blocks that
-        it lacks, also of single groups of a block that it has. ``pin``: let the lease ``at`` cover all of it, or make one
+        ``tokens`` int32 ``[n * block_size]``. ``text``: an array of its own that has them at their place, counted from the
+        root; it is kept where they are most of it, so nobody may write there any more, only behind them. ``blocks`` int32
+        ``[num_groups, n]``. The tree takes the ids of blocks that it lacks, also of single groups of a block that it has. ``pin``: let the lease ``at`` cover all of it, or make one
         for a match; None: extend a lease, make none. New blocks count as used; others need ``touch``. Amortised O(n), and
         O(nodes) along the new part: it goes on where ``at`` ends.
 
@@ -187,10 +194,10 @@ class PrefixTree:
             node, have = way.node, way.depth - covered
             own, duplicates = self._adopt(way, blocks, have)
         if n and not have:
-            node = self._attach(node, covered, first, tokens, own, priority)
+            node = self._attach(node, covered, first, tokens, own, text, priority)
         elif have < n:
             tokens = tokens[have * size :]
-            node = self._attach(node, covered + have, tokens[:size].tobytes(), tokens, own[:, have:], priority)
+            node = self._attach(node, covered + have, tokens[:size].tobytes(), tokens, own[:, have:], text, priority)
         if lease is not None:
             self._extend(lease, node, covered + n)
         elif pin:
@@ -428,7 +435,9 @@ class PrefixTree:
         way.put_ids(own)
         return own, duplicates
 
-    def _attach(self, node: Node, depth: int, first: bytes, tokens: Ids, ids: Ids, priority: int) -> Node:
+    def _attach(
+        self, node: Node, depth: int, first: bytes, tokens: Ids, ids: Ids, text: Ids | None, priority: int
+    ) -> Node:
         """Put new blocks, the first of them ``first``, at ``depth``, which lies in ``node``; returns the node that ends with
         them."""
         if node.root is not None and not node.pins:
@@ -439,14 +448,16 @@ class PrefixTree:
         if turnover.num_rows:
             ids = np.concatenate((ids, turnover.rows(node, tokens, n, priority)))
         self.num_cached += n
-        if node.children or node.root is not None or not node.has_room(n):
-            child = Node(node, depth, self.block_size, own_array(tokens), ids.copy(), first)
+        if node.children or node.root is not None or not node.has_room(n, text):
+            size = self.block_size
+            child = Node(node, depth, size, *arrays_of(tokens, ids, text, depth * size), first)
+            child.cut(n)
             node.put_child(child)
             if node.leaf >= 0:
                 turnover.mark(node)
             node = child
         else:
-            node.append(tokens, ids)
+            node.append(tokens, ids, text)
         turnover.added(node, n)
         return node
 
