@@ -103,7 +103,8 @@ class Sequence:
     @property
     def slot(self) -> int:
         """The request slot: its row in block tables and state pools. Valid while the sequence is open."""
-        self._check_open()
+        if not self._open:
+            self._check_open()
         return self._slot
 
     @property
@@ -132,7 +133,8 @@ class Sequence:
     @property
     def room(self) -> int:
         """Tokens, the committed ones included, that every group has room for."""
-        self._check_open()
+        if not self._open:
+            self._check_open()
         room, slot = self._owner.max_context, self._slot
         for ledger in self._owner.ledgers:
             here = ledger.end[slot] * ledger.block_size
@@ -140,14 +142,12 @@ class Sequence:
                 room = here
         return room
 
-    def keys(self, first: int, end: int) -> Tokens:
-        """Tokens ``first .. end - 1`` as texts are compared: with the stand-ins of media."""
-        return with_stand_ins(self._tokens[first:end], first, self.stand_ins)
-
-    @property
-    def text(self) -> Tokens | None:
-        """The array in which ``keys`` lie, if they do; what was published of it stays as it is."""
-        return None if self.stand_ins else self._tokens
+    def keys(self, first: int, end: int) -> tuple[Tokens, Tokens | None]:
+        """Tokens ``first .. end - 1`` as texts are compared: with the stand-ins of media. And the array of the whole text if
+        there are none: what was published of it stays as it is."""
+        if self.stand_ins:
+            return with_stand_ins(self._tokens[first:end], first, self.stand_ins), None
+        return self._tokens[first:end], self._tokens
 
     def extend(self, n: int) -> None:
         """Make room for the next ``n`` tokens after the committed ones, in every group or in none.
@@ -165,7 +165,8 @@ class Sequence:
 
         Inside the prompt the ids must be the prompt's own. Raises BadInput (no room, other ids), StaleHandle.
         """
-        self._go_alone()
+        if self.stepper is not None or not self._open:
+            self._go_alone()
         length, left = self._length, self.prompt_length - self._length
         ids = np.asarray(token_ids)
         if left <= 0 or ids.dtype != _INT32 or ids.ndim != 1:

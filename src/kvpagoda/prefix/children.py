@@ -16,15 +16,16 @@ class Children(dict[bytes, Child], Generic[Child]):
     """Children by the bytes of their first block. Written with ``put`` and ``take`` alone.
 
     From the first call of ``nearest`` on the first tokens are kept as a set, and from the first one that finds its token
-    there the keys also sorted, in pieces of at most 512; ``put`` then costs O(log n + 512) instead of O(1). What was taken
-    out stays there until ``nearest`` comes by, or as much was taken out as there is.
+    there the keys also sorted, in pieces of at most 512. What was put in since is sorted in, in O(log n + 512), and what was
+    taken out is cleared away, when ``nearest`` comes by; all of it goes when more was taken out than there is.
     """
 
-    __slots__ = ("_heads", "_num_taken", "_pieces", "_starts")
+    __slots__ = ("_fresh", "_heads", "_num_taken", "_pieces", "_starts")
 
     def __init__(self) -> None:
         self._pieces: list[list[bytes]] = _NONE
         self._starts: list[bytes] = _NONE  # lower bounds of the pieces; the first one is never looked at
+        self._fresh: list[bytes] = _NONE  # that are not in the pieces yet
         self._heads = _NO_HEADS
         self._num_taken = 0  # since these were made
 
@@ -32,15 +33,8 @@ class Children(dict[bytes, Child], Generic[Child]):
         """Add ``child``, or let it replace the one of that key."""
         if self._heads:
             self._heads.add(key[:_TOKEN])
-        if self._pieces and key not in self:
-            at = self._piece(key)
-            piece = self._pieces[at]
-            place = bisect_left(piece, key)
-            if place == len(piece) or piece[place] != key:
-                piece.insert(place, key)
-                if len(piece) > _LONGEST:
-                    self._pieces[at : at + 1] = [piece[: _LONGEST // 2], piece[_LONGEST // 2 :]]
-                    self._starts.insert(at + 1, piece[_LONGEST // 2])
+            if self._pieces and key not in self:
+                self._fresh.append(key)
         self[key] = child
 
     def take(self, key: bytes) -> None:
@@ -53,7 +47,7 @@ class Children(dict[bytes, Child], Generic[Child]):
         if self._heads:
             self._num_taken += 1
             if self._num_taken > len(self) + _LONGEST:
-                self._heads, self._pieces, self._num_taken = _NO_HEADS, _NONE, 0
+                self._heads, self._pieces, self._fresh, self._num_taken = _NO_HEADS, _NONE, _NONE, 0
 
     def nearest(self, key: bytes) -> list[Child]:
         """At most two children; none has more first tokens in common with ``key`` than the better of them. Amortised
@@ -67,9 +61,21 @@ class Children(dict[bytes, Child], Generic[Child]):
                 return list(self.values())
             keys = sorted(self)
             self._pieces = [keys[i : i + _LONGEST] for i in range(0, len(keys), _LONGEST)]
-            self._starts = [piece[0] for piece in self._pieces]
+            self._starts, self._fresh = [piece[0] for piece in self._pieces], []
+        while self._fresh:
+            self._sort_in(self._fresh.pop())
         found = (self._next(key, -1), self._next(key, 1))
         return [self[one] for one in found if one is not None]
+
+    def _sort_in(self, key: bytes) -> None:
+        at = self._piece(key)
+        piece = self._pieces[at]
+        place = bisect_left(piece, key)
+        if place == len(piece) or piece[place] != key:
+            piece.insert(place, key)
+            if len(piece) > _LONGEST:
+                self._pieces[at : at + 1] = [piece[: _LONGEST // 2], piece[_LONGEST // 2 :]]
+                self._starts.insert(at + 1, piece[_LONGEST // 2])
 
     def _next(self, key: bytes, step: int) -> bytes | None:
         """The greatest key below ``key`` (step -1) or the smallest of at least ``key`` (1); clears away what is stale on

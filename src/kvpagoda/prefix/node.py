@@ -51,13 +51,14 @@ class Node(Run):
         block_size: int,
         tokens: Ids,
         ids: Ids,
+        num_blocks: int,
         first: bytes = b"",
         root: tuple[int, bytes] | None = None,
     ) -> None:
         self.block_size = block_size
-        self._tokens = self.key = tokens
-        self._ids = self.ids = ids
-        self._at, self.num_blocks = 0, ids.shape[1]
+        self._tokens, self._ids = tokens, ids
+        self._at, self.num_blocks = 0, num_blocks
+        self.key, self.ids = tokens[: num_blocks * block_size], ids[:, :num_blocks]
         self.parent, self.start, self.first, self.root = parent, start, first, root
         self.children, self.leases = _NO_CHILDREN, _NO_LEASES
         self.pins = self.num_pinned = 0
@@ -116,7 +117,7 @@ class Node(Run):
         Leases and checkpoints go where their depth is; the parent is told. O(smaller part).
         """
         count = depth - self.start
-        above = Node(self.parent, self.start, self.block_size, *self.take_front(count), self.first)
+        above = Node(self.parent, self.start, self.block_size, *self.take_front(count), count, self.first)
         above.num_pinned = min(self.num_pinned, count)
         self.num_pinned -= above.num_pinned
         for lease in self.leases:
@@ -165,4 +166,4 @@ class Node(Run):
 
 def new_root(block_size: int, rows: int, name: int, namespace: bytes) -> Node:
     """A root with nothing below it; its blocks, none, have ``rows`` ids each."""
-    return Node(None, 0, block_size, np.empty(0, np.int32), np.empty((rows, 0), np.int32), root=(name, namespace))
+    return Node(None, 0, block_size, np.empty(0, np.int32), np.empty((rows, 0), np.int32), 0, root=(name, namespace))

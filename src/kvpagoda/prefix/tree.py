@@ -61,7 +61,7 @@ class PrefixTree:
     @property
     def num_checkpoints(self) -> int:
         """Checkpoints in the tree. O(1)."""
-        return len(self._checkpoints)
+        return len(self._checkpoints.places)
 
     def namespaces(self) -> set[bytes]:
         """The namespaces in which something is cached or pinned."""
@@ -87,7 +87,7 @@ class PrefixTree:
         root = self._roots.get(namespace)
         way = Walk(self._new_root(namespace), 0, 0) if root is None else walk(root, 0, tokens)
         checkpoints: tuple[tuple[int, int], ...] = ()
-        if len(self._checkpoints):
+        if self._checkpoints.places:
             checkpoints = tuple(
                 (depth * self.block_size, state)
                 for node in way.path
@@ -166,9 +166,9 @@ class PrefixTree:
 
         ``tokens`` int32 ``[n * block_size]``. ``text``: an array of its own that has them at their place, counted from the
         root; it is kept where they are most of it, so nobody may write there any more, only behind them. ``blocks`` int32
-        ``[num_groups, n]``. The tree takes the ids of blocks that it lacks, also of single groups of a block that it has. ``pin``: let the lease ``at`` cover all of it, or make one
-        for a match; None: extend a lease, make none. New blocks count as used; others need ``touch``. Amortised O(n), and
-        O(nodes) along the new part: it goes on where ``at`` ends.
+        ``[num_groups, n]``. The tree takes the ids of blocks that it lacks, also of single groups of a block that it has.
+        ``pin``: let the lease ``at`` cover all of it, or make one for a match; None: extend a lease, make none. New blocks
+        count as used; others need ``touch``. Amortised O(n), and O(nodes) along the new part: it goes on where ``at`` ends.
 
         Raises as ``pin`` does; BadInput for arrays that do not fit; NotOwned for an id that the tree owns already at
         another place or that is named twice. Nothing has changed then.
@@ -320,7 +320,8 @@ class PrefixTree:
         counted = sum(node.num_blocks for node in nodes), sum(node.num_pinned for node in nodes)
         expect((self.num_cached, self.num_pinned) == counted, f"{self.num_cached, self.num_pinned} is not {counted}")
         states = {state: depth for node in nodes for depth, state in node.checkpoints.items()}
-        expect(states == self._checkpoints.places(), f"checkpoints {states} are not {self._checkpoints.places()}")
+        kept = {state: depth for state, (_, depth) in self._checkpoints.places.items()}
+        expect(states == kept, f"checkpoints {states} are not {kept}")
         self._turnover.check(nodes)
 
     def _locate(self, at: Match | Lease, num_blocks: int | None = None) -> tuple[Node, int]:
@@ -350,17 +351,14 @@ class PrefixTree:
         self._num_roots += 1
         return new_root(self.block_size, self.num_groups + self._turnover.num_rows, -self._num_roots, namespace)
 
-    def _keep_root(self, node: Node) -> None:
-        if node.root:
-            self._roots[node.root[1]] = node
-
     def _drop_root(self, node: Node) -> None:
         if node.root and not node.pins and not node.children:
             del self._roots[node.root[1]]
             self._removals += 1
 
     def _new_lease(self, node: Node, depth: int) -> Lease:
-        self._keep_root(node)
+        if node.root is not None:
+            self._roots[node.root[1]] = node
         lease = Lease(self, node, depth)
         self.num_leases += 1
         self._tie(lease, node)
@@ -378,7 +376,8 @@ class PrefixTree:
             node.put_lease(lease)
             node.pins = 1
             self._cover(node, depth - node.start)
-            self._cover(old, old.num_blocks)
+            if old.num_pinned < old.num_blocks:
+                self._cover(old, old.num_blocks)
         else:
             self._tie(lease, node)
             old.pins -= 1
@@ -450,8 +449,7 @@ class PrefixTree:
         self.num_cached += n
         if node.children or node.root is not None or not node.has_room(n, text):
             size = self.block_size
-            child = Node(node, depth, size, *arrays_of(tokens, ids, text, depth * size), first)
-            child.cut(n)
+            child = Node(node, depth, size, *arrays_of(tokens, ids, text, depth * size), n, first)
             node.put_child(child)
             if node.leaf >= 0:
                 turnover.mark(node)
