@@ -103,8 +103,7 @@ class Sequence:
     @property
     def slot(self) -> int:
         """The request slot: its row in block tables and state pools. Valid while the sequence is open."""
-        if not self._open:
-            self._check_open()
+        self._check_open()
         return self._slot
 
     @property
@@ -133,8 +132,7 @@ class Sequence:
     @property
     def room(self) -> int:
         """Tokens, the committed ones included, that every group has room for."""
-        if not self._open:
-            self._check_open()
+        self._check_open()
         room, slot = self._owner.max_context, self._slot
         for ledger in self._owner.ledgers:
             here = ledger.end[slot] * ledger.block_size
@@ -165,8 +163,7 @@ class Sequence:
 
         Inside the prompt the ids must be the prompt's own. Raises BadInput (no room, other ids), StaleHandle.
         """
-        if self.stepper is not None or not self._open:
-            self._go_alone()
+        self._go_alone()
         length, left = self._length, self.prompt_length - self._length
         ids = np.asarray(token_ids)
         if left <= 0 or ids.dtype != _INT32 or ids.ndim != 1:
