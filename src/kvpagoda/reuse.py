@@ -38,11 +38,14 @@ class Memory(Protocol):
 
 
 class Published(Protocol):
-    """A text that is being written: ``keys`` are its tokens as texts are compared, int32, and the array that has them."""
+    """A text that is being written: ``keys`` are its tokens as texts are compared, int32; they lie in ``text``, if anywhere."""
 
     priority: int
 
-    def keys(self, first: int, end: int) -> tuple[Ids, Ids | None]: ...
+    @property
+    def text(self) -> Ids | None: ...
+
+    def keys(self, first: int, end: int) -> Ids: ...
 
 
 class PrefixMatch(NamedTuple):
@@ -229,8 +232,8 @@ class Reuse:
         full, tree, priority = self.full, self.tree, sequence.priority
         cells = np.empty((0, end), np.int32) if full is None else full.table.cells[slot : slot + 1]
         given = cells[:, begin:end]
-        keys, text = sequence.keys(begin * size, end * size)
-        inserted = tree.insert(lease, keys, given, text=text, priority=priority)
+        keys = sequence.keys(begin * size, end * size)
+        inserted = tree.insert(lease, keys, given, text=sequence.text, priority=priority)
         if self.bounded:  # the checkpoint that this text hangs on is in use, also by those that will begin like it
             tree.touch_checkpoint(lease)
         if full is None:

@@ -140,12 +140,15 @@ class Sequence:
                 room = here
         return room
 
-    def keys(self, first: int, end: int) -> tuple[Tokens, Tokens | None]:
-        """Tokens ``first .. end - 1`` as texts are compared: with the stand-ins of media. And the array of the whole text if
-        there are none: what was published of it stays as it is."""
-        if self.stand_ins:
-            return with_stand_ins(self._tokens[first:end], first, self.stand_ins), None
-        return self._tokens[first:end], self._tokens
+    def keys(self, first: int, end: int) -> Tokens:
+        """Tokens ``first .. end - 1`` as texts are compared: with the stand-ins of media."""
+        tokens = self._tokens[first:end]
+        return with_stand_ins(tokens, first, self.stand_ins) if self.stand_ins else tokens
+
+    @property
+    def text(self) -> Tokens | None:
+        """The array of the whole text, in which ``keys`` lie; None with stand-ins. What was published of it stays as it is."""
+        return None if self.stand_ins else self._tokens
 
     def extend(self, n: int) -> None:
         """Make room for the next ``n`` tokens after the committed ones, in every group or in none.
