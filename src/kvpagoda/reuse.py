@@ -38,7 +38,7 @@ class Memory(Protocol):
 
 
 class Published(Protocol):
-    """A text that is being written: ``keys`` are its tokens as texts are compared, int32; they lie in ``text``, if anywhere."""
+    """A text that is being written: ``keys`` are its tokens as texts are compared, int32, in ``text`` if there is one."""
 
     priority: int
 
