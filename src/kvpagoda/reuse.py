@@ -42,9 +42,12 @@ class Memory(Protocol):
 
 
 class Published(Protocol):
-    """A text that is being written: ``keys`` are its tokens as texts are compared, int32."""
+    """A text that is being written: ``keys`` are its tokens as texts are compared, int32, in ``text`` if there is one."""
 
     priority: int
+
+    @property
+    def text(self) -> Ids | None: ...
 
     def keys(self, first: int, end: int) -> Ids: ...
 
@@ -103,6 +106,7 @@ class Reuse:
         self.full = next((ledger for ledger in ledgers if not ledger.growth.is_bounded), None)
         self.bounded = tuple(ledger for ledger in ledgers if ledger.growth.is_bounded)
         self.block_size, self._memory = block_size, memory
+        self._full_name = () if self.full is None else (self.full.plan.name,)
         capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
         self.tree = PrefixTree(
             block_size, 0 if self.full is None else 1, policy_named(policy, max(1, capacity)), proves_ids=False
@@ -136,7 +140,7 @@ class Reuse:
 
     def _found(self, match: Match) -> tuple[Match, PrefixMatch]:
         if not self.bounded:  # the rest of a block is copied, so that nothing is lost to alignment
-            found = {} if self.full is None else {self.full.plan.name: match.num_tokens}
+            found = dict.fromkeys(self._full_name, match.num_tokens)
             return match, PrefixMatch(match.num_tokens, match.num_tokens, "nothing", found)
         whole = match.num_blocks * self.block_size
         resumable, checkpoint = max(((n, name) for n, name in match.checkpoints if n <= whole), default=(0, None))
@@ -254,7 +258,8 @@ class Reuse:
         full, tree, priority = self.full, self.tree, sequence.priority
         cells = np.empty((0, end), np.int32) if full is None else full.table.cells[slot : slot + 1]
         given = cells[:, begin:end]
-        inserted = tree.insert(lease, sequence.keys(begin * size, end * size), given, priority=priority)
+        keys = sequence.keys(begin * size, end * size)
+        inserted = tree.insert(lease, keys, given, text=sequence.text, priority=priority)
         if self.bounded:  # the checkpoint that this text hangs on is in use, also by those that will begin like it
             tree.touch_checkpoint(lease)
         if full is None:

@@ -153,12 +153,14 @@ class Sequence:
         return room
 
     def keys(self, first: int, end: int) -> Tokens:
-        """Tokens ``first .. end - 1`` as texts are compared: with the stand-ins of media. Read-only; they stay as they are."""
+        """Tokens ``first .. end - 1`` as texts are compared: with the stand-ins of media."""
         tokens = self._tokens[first:end]
-        if self.stand_ins:
-            tokens = with_stand_ins(tokens, first, self.stand_ins)
-        tokens.setflags(write=False)
-        return tokens
+        return with_stand_ins(tokens, first, self.stand_ins) if self.stand_ins else tokens
+
+    @property
+    def text(self) -> Tokens | None:
+        """The array of the whole text, in which ``keys`` lie; None with stand-ins. What was published of it stays as it is."""
+        return None if self.stand_ins else self._tokens
 
     def raw_tokens(self, first: int, end: int) -> Tokens:
         """Tokens ``first .. end - 1`` as they are; a view."""

@@ -157,9 +157,9 @@ def test_what_is_used_from_the_root_on_is_never_older_than_what_hangs_below() ->
         tree.evict(max(0, tree.num_cached - 80))
         nodes = [node for root in tree._roots.values() for node in nodes_below(root) if not node.root]
         for node in nodes:
-            times = [when for _, when in node.uses]
+            times = [*(when for _, when in node.uses), node.used]
             assert times == sorted(times, reverse=True)
-            assert node.parent.root or node.parent.uses[-1][1] >= times[0]
+            assert node.parent.root or node.parent.used >= times[0]
     tree.check()
 
 

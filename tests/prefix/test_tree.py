@@ -1,5 +1,7 @@
 """The tree, case by case: sharing, duplicates, groups, leases across splits and merges, checkpoints, depth, refusals."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from kvpagoda.errors import BadInput, CheckFailed, NotOwned, RetryLater, StaleHa
 from kvpagoda.prefix import Policy, PrefixTree
 from kvpagoda.prefix.children import Children
 from kvpagoda.prefix.keyed import ByKey
+from kvpagoda.prefix.node import Node
 
 
 def tokens(*values: int) -> np.ndarray:
@@ -72,17 +75,20 @@ def store_quietly(tree: PrefixTree, text: np.ndarray, block_id: int) -> None:
 def test_children_stay_sorted_through_growth_and_decay() -> None:
     children: Children[int] = Children()
     rng = np.random.default_rng(2)
-    keys = [int(key).to_bytes(4, "big") for key in rng.permutation(5000)]
+    keys = [b"head" + int(key).to_bytes(4, "big") for key in rng.permutation(5000)]
     for key in keys[:10]:
         children.put(key, 0)
-    assert len(children.nearest(b"\0")) == 1
+    assert len(children.nearest(b"head\0")) == 1 and not children.nearest(b"tail\0")
+    children.put(b"tail", 0)
+    assert len(children.nearest(b"tail\0")) == 1
+    children.take(b"tail")
     for key in keys[10:]:
         children.put(key, 1)
     for key in keys[:4900]:
         children.take(key)
     left = sorted(keys[4900:])
     for number in range(0, 5000, 7):
-        key = number.to_bytes(4, "big")
+        key = b"head" + number.to_bytes(4, "big")
         before, after = [k for k in left if k < key][-1:], [k for k in left if k >= key][:1]
         children[key] = children.get(key, 2)
         del children[key]
@@ -341,9 +347,9 @@ def test_check_names_what_is_wrong() -> None:
     by_stretch = (
         lambda tree, node: tree._turnover._in_order.clear(),
         lambda tree, node: tree._turnover._heap.append(3),
-        lambda tree, node: node.uses.clear(),
-        lambda tree, node: node.uses.append((2, 1)),
-        lambda tree, node: node.children[tokens(3).tobytes()].uses.__setitem__(0, (3, 99)),
+        set_field("used", 0),
+        set_field("uses", [(2, 1)]),
+        lambda tree, node: setattr(node.children[tokens(3).tobytes()], "used", 99),
     )
     by_cell = (
         set_field("leaf", 0),
@@ -396,3 +402,46 @@ def test_a_checkpoint_is_touched_alone() -> None:
         tree.touch_checkpoint(leases[0])
     assert tree.evict(3).ids.tolist() == [[12, 11, 10]]
     tree.check()
+
+
+def test_a_text_that_is_kept_is_found_like_one_that_is_copied() -> None:
+    """Texts that grow in an array of their own, branch off one another and are evicted, beside a tree that copies all."""
+    rng, trees = np.random.default_rng(5), (PrefixTree(2), PrefixTree(2))
+    texts: list[np.ndarray] = []
+    free, in_place = list(range(1, 4000)), 0
+    for _ in range(150):
+        text = rng.integers(0, 2, 2 * rng.integers(4, 200)).astype(np.int32)
+        if texts and rng.random() < 0.7:  # it begins like another
+            other = texts[rng.integers(len(texts))]
+            shared = rng.integers(0, min(len(other), len(text)))
+            text[:shared] = other[:shared]
+        texts.append(text.copy())
+        leases = [tree.pin(tree.match(text)) for tree in trees]
+        done = leases[0].num_blocks
+        written = text.copy()
+        written[2 * done :] = -1  # what is not published yet is not written yet
+        while done < len(text) // 2:
+            end = min(len(text) // 2, done + int(rng.integers(1, 150)))
+            written[2 * done : 2 * end] = text[2 * done : 2 * end]
+            given = ids(*(free.pop() for _ in range(end - done)))
+            for tree, lease, whole in zip(trees, leases, (written, None)):
+                tree.insert(lease, written[2 * done : 2 * end], given.copy(), text=whole)
+            done = end
+            in_place += any(node._tokens.base is written and node.num_blocks > 64 for node in chain_of(leases[0].node))
+        for tree, lease in zip(trees, leases):
+            tree.unpin(lease)
+        gone = [tree.evict(max(0, tree.num_cached - 800)).ids[0].tolist() for tree in trees]
+        assert gone[0] == gone[1]
+        free += gone[0]
+        for other in texts[-20:]:
+            found = [tree.match(other) for tree in trees]
+            assert found[0].num_tokens == found[1].num_tokens and np.array_equal(found[0].ids, found[1].ids)
+        for tree in trees:
+            tree.check()
+    assert in_place > 50
+
+
+def chain_of(node: Node | None) -> Iterator[Node]:
+    while node is not None:
+        yield node
+        node = node.parent

@@ -25,6 +25,7 @@ class LeaseEnd(Protocol):
 _NO_CHECKPOINTS: dict[int, int] = {}
 _NO_CHILDREN: Children[Node] = Children()
 _NO_LEASES: list[LeaseEnd] = []
+NO_USES: list[tuple[int, int]] = []
 
 
 class Node(Run):
@@ -34,13 +35,13 @@ class Node(Run):
 
     ``first``: the first block as bytes, by which the parent knows it. ``leases``: those that end in here; ``pins``: how
     many, and how many children are pinned. ``num_pinned``: the leading blocks that leases cover. ``checkpoints``: depth ->
-    state id. ``uses``, ``queued``: of ``Recency``; ``leaf``: of ``ByCell``. ``into``: the node that took the blocks over,
-    when this one is no more. ``root``: the name (below 0) and the namespace of a root, else None.
+    state id. ``used``, ``uses``, ``queued``: of ``Recency``; ``leaf``: of ``ByCell``. ``into``: the node that took the blocks
+    over, when this one is no more. ``root``: the name (below 0) and the namespace of a root, else None.
     """
 
     __slots__ = (
         "checkpoints", "children", "first", "into", "leaf", "leases", "num_pinned", "parent", "pins", "queued", "root",
-        "start", "uses",
+        "start", "used", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -50,18 +51,19 @@ class Node(Run):
         block_size: int,
         tokens: Ids,
         ids: Ids,
+        num_blocks: int,
         first: bytes = b"",
         root: tuple[int, bytes] | None = None,
     ) -> None:
         self.block_size = block_size
-        self._tokens = self.key = tokens
-        self._ids = self.ids = ids
-        self._at, self.num_blocks = 0, ids.shape[1]
+        self._tokens, self._ids = tokens, ids
+        self._at, self.num_blocks = 0, num_blocks
+        self.key, self.ids = tokens[: num_blocks * block_size], ids[:, :num_blocks]
         self.parent, self.start, self.first, self.root = parent, start, first, root
         self.children, self.leases = _NO_CHILDREN, _NO_LEASES
         self.pins = self.num_pinned = 0
         self.checkpoints = _NO_CHECKPOINTS
-        self.uses: list[tuple[int, int]] = []
+        self.used, self.uses = 0, NO_USES
         self.queued, self.leaf = 0, -1
         self.into: Node | None = None
 
@@ -115,7 +117,7 @@ class Node(Run):
         Leases and checkpoints go where their depth is; the parent is told. O(smaller part).
         """
         count = depth - self.start
-        above = Node(self.parent, self.start, self.block_size, *self.take_front(count), self.first)
+        above = Node(self.parent, self.start, self.block_size, *self.take_front(count), count, self.first)
         above.num_pinned = min(self.num_pinned, count)
         self.num_pinned -= above.num_pinned
         for lease in self.leases:
@@ -128,10 +130,13 @@ class Node(Run):
         above.pins = len(above.leases) + (self.pins > 0)
         for place in [place for place in self.checkpoints if place <= depth]:
             above.put_checkpoint(place, self.checkpoints.pop(place))
+        above.used = self.used
         if self.uses:
             reaching = bisect_left(self.uses, (depth,))  # the stretch that ends at ``depth`` or behind
-            above.uses = [*self.uses[:reaching], (depth, self.uses[reaching][1])]
-            del self.uses[: reaching + (self.uses[reaching][0] == depth)]
+            above.uses, self.uses = self.uses[:reaching], self.uses[reaching:]
+            if self.uses:
+                end, above.used = self.uses[0]
+                del self.uses[: end == depth]
         if self.parent is not None:
             self.parent.put_child(above)
         self.parent, self.start, self.first = above, depth, self.block(0)
@@ -143,6 +148,8 @@ class Node(Run):
 
         Costs what ``put_front`` does.
         """
+        if above.used:
+            self.uses = [*above.uses, (above.end, above.used), *self.uses]
         self.put_front(above)
         self.parent, self.start, self.first = above.parent, above.start, above.first
         self.num_pinned += above.num_pinned
@@ -150,7 +157,6 @@ class Node(Run):
             lease.node = self
             self.put_lease(lease)
         self.pins += len(above.leases)
-        self.uses = above.uses + self.uses
         for place, state in above.checkpoints.items():
             self.put_checkpoint(place, state)
         above.into = self
@@ -160,4 +166,4 @@ class Node(Run):
 
 def new_root(block_size: int, rows: int, name: int, namespace: bytes) -> Node:
     """A root with nothing below it; its blocks, none, have ``rows`` ids each."""
-    return Node(None, 0, block_size, np.empty(0, np.int32), np.empty((rows, 0), np.int32), root=(name, namespace))
+    return Node(None, 0, block_size, np.empty(0, np.int32), np.empty((rows, 0), np.int32), 0, root=(name, namespace))

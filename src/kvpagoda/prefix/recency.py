@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
 import numpy as np
 
 from kvpagoda.alloc.held import Ids
-from kvpagoda.prefix.node import Node
+from kvpagoda.prefix.node import NO_USES, Node
 from kvpagoda.prefix.proof import expect
 
 _NEVER = 2**63
 
 
 class Recency:
-    """The turnover of LRU: the blocks of one use lie on one path, so a node keeps ``uses``, (end depth, when) by depth.
+    """The turnover of LRU: the blocks of one use lie on one path, so a node keeps ``used``, when its last stretch of blocks
+    was used, and ``uses``, (end depth, when) of the stretches before that, by depth.
 
     Of the blocks of one use the deepest counts as used first, so a stretch goes from its end. No two leaves were last used
     at the same time. ``queued``: the time under which a node lies in the queue, 0 for not at all; a node whose last block
@@ -29,7 +30,7 @@ class Recency:
 
     def __init__(self) -> None:
         self._clock = self._newest = 0
-        self._in_order: OrderedDict[int, Node] = OrderedDict()
+        self._in_order: deque[Node] = deque()
         self._heap: list[int] = []
         self._heaped: dict[int, Node] = {}
 
@@ -37,10 +38,12 @@ class Recency:
         """Nothing is kept with each block."""
         return np.empty((0, n), np.int32)
 
-    def added(self, node: Node) -> None:
-        """The blocks of ``node`` behind its last stretch are new."""
+    def added(self, node: Node, n: int) -> None:
+        """The last ``n`` blocks of ``node`` are new."""
         self._clock += 1
-        node.uses.append((node.start + node.num_blocks, self._clock))
+        if n < node.num_blocks:
+            node.uses = [*node.uses, (node.start + node.num_blocks - n, node.used)]
+        node.used = self._clock
 
     def start_use(self) -> None:
         """What is used from now on is used together."""
@@ -48,41 +51,37 @@ class Recency:
 
     def use(self, node: Node, depth: int, priority: int) -> None:
         """The blocks of ``node`` up to ``depth`` were used. O(stretches behind it)."""
-        uses = node.uses
-        if depth >= uses[-1][0]:
-            node.uses = [(depth, self._clock)]
+        if depth == node.start + node.num_blocks:
+            node.used, node.uses = self._clock, NO_USES
         else:
-            node.uses = [(depth, self._clock), *uses[bisect_left(uses, (depth + 1,)) :]]
+            node.uses = [(depth, self._clock), *node.uses[bisect_left(node.uses, (depth + 1,)) :]]
 
     def mark(self, node: Node) -> None:
         """See to it that ``node`` is queued if its last block may go."""
         if not node.queued and not node.children and node.num_blocks > node.num_pinned:
-            self._queue(node, node.uses[-1][1])
+            self._queue(node, node.used)
 
     def victims(self, limit: int) -> Iterator[tuple[Node, int]]:
         """Nodes whose last blocks go next, and how many, ``limit`` in all if there are so many. A node is not queued any more
         when it comes; it is taken care of before the next is asked for."""
         heap, in_order, heaped = self._heap, self._in_order, self._heaped
         while limit > 0:
-            if in_order and (not heap or next(iter(in_order)) < heap[0]):
-                when, node = in_order.popitem(last=False)
+            if in_order and (not heap or in_order[0].queued < heap[0]):
+                node = in_order.popleft()
             elif heap:
-                when = heappop(heap)
-                node = heaped.pop(when)
+                node = heaped.pop(heappop(heap))
             else:
                 return
-            node.queued = 0
-            count, uses = node.num_blocks - node.num_pinned, node.uses
+            when, node.queued = node.queued, 0
+            count = node.num_blocks - node.num_pinned
             if not count or node.children:
                 continue
-            if uses[-1][1] != when:
-                self._queue(node, uses[-1][1])
+            if node.used != when:
+                self._queue(node, node.used)
                 continue
-            if len(uses) > 1:
-                first = (
-                    len(uses) - 1
-                )  # stretches before this time go too: what is queued comes up at that time or later
-                next_up = min(next(iter(in_order), _NEVER), heap[0] if heap else _NEVER)
+            if node.uses:  # stretches before this time go too: what is queued comes up at that time or later
+                uses, first = node.uses, len(node.uses)
+                next_up = min(in_order[0].queued if in_order else _NEVER, heap[0] if heap else _NEVER)
                 while first and uses[first - 1][1] < next_up:
                     first -= 1
                 if first:
@@ -94,31 +93,31 @@ class Recency:
 
     def remove(self, node: Node, count: int, *, evicted: bool) -> None:
         """The last ``count`` blocks of ``node``, which still has them, are going."""
-        end, uses, when = node.end - count, node.uses, 0
-        while uses and uses[-1][0] > end:
-            when = uses.pop()[1]
-        if count < node.num_blocks and (not uses or uses[-1][0] < end):
-            uses.append((end, when))
+        end, uses = node.end - count, node.uses
+        while uses and uses[-1][0] >= end:
+            node.used = uses.pop()[1]
 
     def check(self, nodes: list[Node]) -> None:
         """Prove that stretches cover the blocks of ``nodes``, and that each that may go is queued in time. O(nodes)."""
-        queued = {**self._in_order, **self._heaped}
+        times = [node.queued for node in self._in_order]
+        queued = {**dict(zip(times, self._in_order)), **self._heaped}
         for node in nodes:
             depths = [depth for depth, _ in node.uses]
-            where = f"node at block {node.start}: stretches {node.uses[:8]}"
-            expect(depths == sorted(set(depths)) and depths[-1:] == ([] if node.root else [node.end]), where)
-            expect(all(depth > node.start and when <= self._clock for depth, when in node.uses), where)
+            where = f"node at block {node.start}: stretches {node.uses[:8]}, the last one used at {node.used}"
+            expect(depths == sorted(set(depths)) and all(node.start < depth < node.end for depth in depths), where)
+            expect(all(0 < when <= self._clock for _, when in node.uses), where)
+            expect(node.root is not None or 0 < node.used <= self._clock, where)
             if node.is_evictable:
-                in_time = queued.get(node.queued) is node and node.queued <= node.uses[-1][1]
+                in_time = queued.get(node.queued) is node and node.queued <= node.used
                 expect(in_time, f"{where}: would not come up in time")
-        expect(list(self._in_order) == sorted(self._in_order), "the queue is not in order")
+        expect(times == sorted(times), "the queue is not in order")
         expect(sorted(self._heap) == sorted(self._heaped), "the heap and its nodes disagree")
 
     def _queue(self, node: Node, when: int) -> None:
         node.queued = when
         if when > self._newest:
             self._newest = when
-            self._in_order[when] = node
+            self._in_order.append(node)
         else:
             heappush(self._heap, when)
             self._heaped[when] = node

@@ -6,14 +6,14 @@ import numpy as np
 
 from kvpagoda.alloc.held import Ids
 
-_SMALL = 64  # arrays of at most so many blocks are never cut down
+_SMALL, _SPARE = 64, 16  # arrays of at most so many blocks, or of so many times what is left, are not cut down
 
 
 class Run:
     """Arrays that grow and shrink at the end and split anywhere.
 
     ``key`` int32 ``[num_blocks * block_size]`` tokens, ``ids`` int32 ``[rows, num_blocks]``: views, valid until the run
-    changes. The arrays behind them belong to this run alone:
+    changes. The arrays behind them belong to this run alone, unless the tokens are read-only, and lie in a text:
 
         | not ours any more | at  num_blocks blocks  | room to grow |
     """
@@ -41,27 +41,31 @@ class Run:
         tokens = self.key[i * self.block_size :].tobytes()
         return [tokens[at : at + size] for at in range(0, len(tokens), size)]
 
-    def append(self, tokens: Ids, ids: Ids) -> None:
-        """Add blocks at the end; copies them. Amortised O(blocks added)."""
+    def append(self, tokens: Ids, ids: Ids, text: Ids | None = None) -> None:
+        """Add blocks at the end; copies them, but for tokens of the ``text`` that the run lies in. Amortised O(blocks
+        added)."""
         new, size = self.num_blocks + ids.shape[1], self.block_size
-        if self._at + new > self._ids.shape[1] or not self._tokens.flags.writeable:
+        is_there = text is not None and self._tokens.base is text
+        if self._at + new > self._ids.shape[1] or not (is_there or self._tokens.flags.writeable):
             self._move(max(new + new // 4, 8))
+            is_there = False
         first, end = self._at + self.num_blocks, self._at + new
-        self._tokens[first * size : end * size] = tokens
+        if not is_there:
+            self._tokens[first * size : end * size] = tokens
         self._ids[:, first:end] = ids
         self._view(self._at, new)
 
-    def has_room(self, n: int) -> bool:
+    def has_room(self, n: int, text: Ids | None) -> bool:
         """Whether to append ``n`` blocks costs little: there is room, or little to copy for more."""
         if self.num_blocks <= _SMALL:
             return True
         room = self._ids.shape[1] - self._at - self.num_blocks
-        return bool(n <= room and self._tokens.flags.writeable)
+        return bool(n <= room and (self._tokens.flags.writeable or self._tokens.base is text))
 
     def cut(self, num_blocks: int) -> None:
         """Drop all but the first ``num_blocks`` blocks. Amortised O(1) for each block dropped."""
         self._view(self._at, num_blocks)
-        if self._ids.shape[1] > max(_SMALL, 4 * num_blocks):
+        if self._ids.shape[1] > max(_SMALL, _SPARE * num_blocks):
             self._move(2 * num_blocks)
 
     def take_front(self, num_blocks: int) -> tuple[Ids, Ids]:
@@ -106,9 +110,13 @@ class Run:
         self._view(0, count)
 
 
-def own_array(tokens: Ids) -> Ids:
-    """``tokens`` if they are read-only and most of the array behind them, else a copy."""
-    if tokens.flags.writeable or (isinstance(tokens.base, np.ndarray) and 2 * tokens.size < tokens.base.size):
-        copy: Ids = tokens.copy()
-        return copy
-    return tokens
+def arrays_of(tokens: Ids, ids: Ids, text: Ids | None, first: int) -> tuple[Ids, Ids]:
+    """Arrays for a run that begins with ``tokens``, which ``text`` has from ``first`` on, and ``ids``: copies, or the rest of
+    the text, read-only, if the tokens are most of it; then there is room to go on with it."""
+    if text is None or 2 * len(tokens) < len(text):
+        return tokens.copy(), ids.copy()
+    rest, (rows, n) = text[first:], ids.shape
+    rest.flags.writeable = False
+    room = np.empty((rows, len(rest) * n // len(tokens)), np.int32)
+    room[:, :n] = ids
+    return rest, room

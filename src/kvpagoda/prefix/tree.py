@@ -16,7 +16,7 @@ from kvpagoda.prefix.policy import Policy
 from kvpagoda.prefix.proof import expect, nodes_below, prove_ids, prove_pins, prove_shape
 from kvpagoda.prefix.recency import Recency
 from kvpagoda.prefix.results import Evicted, Inserted, Lease, Mask, Match
-from kvpagoda.prefix.run import own_array
+from kvpagoda.prefix.run import arrays_of
 from kvpagoda.prefix.turnover import ByCell, Turnover
 from kvpagoda.prefix.walk import Walk, walk
 
@@ -61,7 +61,7 @@ class PrefixTree:
     @property
     def num_checkpoints(self) -> int:
         """Checkpoints in the tree. O(1)."""
-        return len(self._checkpoints)
+        return len(self._checkpoints.places)
 
     def namespaces(self) -> set[bytes]:
         """The namespaces in which something is cached or pinned."""
@@ -87,7 +87,7 @@ class PrefixTree:
         root = self._roots.get(namespace)
         way = Walk(self._new_root(namespace), 0, 0) if root is None else walk(root, 0, tokens)
         checkpoints: tuple[tuple[int, int], ...] = ()
-        if len(self._checkpoints):
+        if self._checkpoints.places:
             checkpoints = tuple(
                 (depth * self.block_size, state)
                 for node in way.path
@@ -157,15 +157,22 @@ class PrefixTree:
             depth, node = node.start, node.parent
 
     def insert(
-        self, at: Match | Lease, tokens: Ids, blocks: Ids, *, pin: bool | None = None, priority: int = 0
+        self,
+        at: Match | Lease,
+        tokens: Ids,
+        blocks: Ids,
+        *,
+        text: Ids | None = None,
+        pin: bool | None = None,
+        priority: int = 0,
     ) -> Inserted:
         """Publish the whole blocks that follow what ``at`` covers.
 
-        ``tokens`` int32 ``[n * block_size]``: read-only ones are kept as they are where they are most of their array, and
-        nobody may write there any more. ``blocks`` int32 ``[num_groups, n]``. The tree takes the ids of blocks that
-        it lacks, also of single groups of a block that it has. ``pin``: let the lease ``at`` cover all of it, or make one
-        for a match; None: extend a lease, make none. New blocks count as used; others need ``touch``. Amortised O(n), and
-        O(nodes) along the new part: it goes on where ``at`` ends.
+        ``tokens`` int32 ``[n * block_size]``. ``text``: an array of its own that has them at their place, counted from the
+        root; it is kept where they are most of it, so nobody may write there any more, only behind them. ``blocks`` int32
+        ``[num_groups, n]``. The tree takes the ids of blocks that it lacks, also of single groups of a block that it has.
+        ``pin``: let the lease ``at`` cover all of it, or make one for a match; None: extend a lease, make none. New blocks
+        count as used; others need ``touch``. Amortised O(n), and O(nodes) along the new part: it goes on where ``at`` ends.
 
         Raises as ``pin`` does; BadInput for arrays that do not fit; NotOwned for an id that the tree owns already at
         another place or that is named twice. Nothing has changed then.
@@ -191,10 +198,10 @@ class PrefixTree:
             node, have = way.node, way.depth - covered
             own, duplicates = self._adopt(way, blocks, have)
         if n and not have:
-            node = self._attach(node, covered, first, tokens, own, priority)
+            node = self._attach(node, covered, first, tokens, own, text, priority)
         elif have < n:
             tokens = tokens[have * size :]
-            node = self._attach(node, covered + have, tokens[:size].tobytes(), tokens, own[:, have:], priority)
+            node = self._attach(node, covered + have, tokens[:size].tobytes(), tokens, own[:, have:], text, priority)
         if lease is not None:
             self._extend(lease, node, covered + n)
         elif pin:
@@ -317,7 +324,8 @@ class PrefixTree:
         counted = sum(node.num_blocks for node in nodes), sum(node.num_pinned for node in nodes)
         expect((self.num_cached, self.num_pinned) == counted, f"{self.num_cached, self.num_pinned} is not {counted}")
         states = {state: depth for node in nodes for depth, state in node.checkpoints.items()}
-        expect(states == self._checkpoints.places(), f"checkpoints {states} are not {self._checkpoints.places()}")
+        kept = {state: depth for state, (_, depth) in self._checkpoints.places.items()}
+        expect(states == kept, f"checkpoints {states} are not {kept}")
         self._turnover.check(nodes)
 
     def _locate(self, at: Match | Lease, num_blocks: int | None = None) -> tuple[Node, int]:
@@ -347,17 +355,14 @@ class PrefixTree:
         self._num_roots += 1
         return new_root(self.block_size, self.num_groups + self._turnover.num_rows, -self._num_roots, namespace)
 
-    def _keep_root(self, node: Node) -> None:
-        if node.root:
-            self._roots[node.root[1]] = node
-
     def _drop_root(self, node: Node) -> None:
         if node.root and not node.pins and not node.children:
             del self._roots[node.root[1]]
             self._removals += 1
 
     def _new_lease(self, node: Node, depth: int) -> Lease:
-        self._keep_root(node)
+        if node.root is not None:
+            self._roots[node.root[1]] = node
         lease = Lease(self, node, depth)
         self.num_leases += 1
         self._tie(lease, node)
@@ -375,7 +380,8 @@ class PrefixTree:
             node.put_lease(lease)
             node.pins = 1
             self._cover(node, depth - node.start)
-            self._cover(old, old.num_blocks)
+            if old.num_pinned < old.num_blocks:
+                self._cover(old, old.num_blocks)
         else:
             self._tie(lease, node)
             old.pins -= 1
@@ -432,7 +438,9 @@ class PrefixTree:
         way.put_ids(own)
         return own, duplicates
 
-    def _attach(self, node: Node, depth: int, first: bytes, tokens: Ids, ids: Ids, priority: int) -> Node:
+    def _attach(
+        self, node: Node, depth: int, first: bytes, tokens: Ids, ids: Ids, text: Ids | None, priority: int
+    ) -> Node:
         """Put new blocks, the first of them ``first``, at ``depth``, which lies in ``node``; returns the node that ends with
         them."""
         if node.root is not None and not node.pins:
@@ -443,15 +451,16 @@ class PrefixTree:
         if turnover.num_rows:
             ids = np.concatenate((ids, turnover.rows(node, tokens, n, priority)))
         self.num_cached += n
-        if node.children or node.root is not None or not node.has_room(n):
-            child = Node(node, depth, self.block_size, own_array(tokens), ids.copy(), first)
+        if node.children or node.root is not None or not node.has_room(n, text):
+            size = self.block_size
+            child = Node(node, depth, size, *arrays_of(tokens, ids, text, depth * size), n, first)
             node.put_child(child)
             if node.leaf >= 0:
                 turnover.mark(node)
             node = child
         else:
-            node.append(tokens, ids)
-        turnover.added(node)
+            node.append(tokens, ids, text)
+        turnover.added(node, n)
         return node
 
     def _join(self, node: Node) -> None:

@@ -23,7 +23,7 @@ class Turnover(Protocol):
     def rows(self, node: Node, tokens: Ids, n: int, priority: int) -> Ids:
         """``n`` blocks of ``tokens`` will be added below all blocks of ``node``; returns their rows ``[num_rows, n]``."""
 
-    def added(self, node: Node) -> None:
+    def added(self, node: Node, n: int) -> None:
         """They stand at the end of ``node`` now."""
 
     def start_use(self) -> None:
@@ -87,7 +87,7 @@ class ByCell:
         self.policy.add(cells, priority)
         return cells[None]
 
-    def added(self, node: Node) -> None:
+    def added(self, node: Node, n: int) -> None:
         pass
 
     def start_use(self) -> None:

@@ -69,7 +69,7 @@ class GroupPlan:
 
     def blocks_for(self, num_tokens: int) -> int:
         """The most blocks that one request of ``num_tokens`` tokens ever holds at once."""
-        blocks = ceil_div(num_tokens, self.block_size)
+        blocks = -(-num_tokens // self.block_size)
         return blocks if self.most_blocks is None else min(blocks, self.most_blocks)
 
     @property
