@@ -143,8 +143,8 @@ class Swap:
 
     def drop(self, suspended: Suspended) -> None:
         """Forget what was suspended."""
-        for part in suspended.parts:
-            self._rows.give(part.rows)
+        for part in suspended.parts[::-1]:
+            self._rows.give(part.rows[::-1])  # so that they go out again in their order, and are copied as one
 
     def check(self, suspended: Iterable[Suspended]) -> None:
         """Prove that every row is free or of one of ``suspended``, which are all there are. Raises CheckFailed."""
