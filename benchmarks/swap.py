@@ -1,12 +1,13 @@
 """What moving blocks to host memory and back leaves of the speed of copying memory, and what it saves.
 
 ``CacheEngine``: whole blocks of every layer in random order, beside ``np.copyto`` of as many pieces of memory of that size in
-random order, and beside a loop over layers and blocks. ``spill``, ``fill``: records of an arena to a table of host memory,
-in random order, beside the same. A sequence: suspended, everything evicted, resumed; beside ``np.copyto`` of its blocks out
-and back, and, for a small model that is really run here (4 layers, hidden size 256, random weights, float32), beside
-computing it again. ``us``: of a block's part in a layer, a record or a sequence; ``one_copy_percent``: the share of one copy
-of all there is, in order, which the C library makes around the caches; ``instead``: how many times our time the loop, or
-computing again, takes.
+random order, and beside a loop over layers and blocks, each on one thread. ``spill``, ``fill``: records of an arena to a
+table of host memory, in random order, beside the same. A sequence: suspended, everything evicted, resumed; beside
+``np.copyto`` of its blocks out and back, and, for a small model that is really run here (4 layers, hidden size 256, random
+weights, float32), beside computing it again.
+
+``us``: of a block's part in a layer, a record or a sequence; ``one_copy_percent``: the share of one copy of all there is, in
+order, which the C library makes around the caches; ``instead``: how many times our time the loop, or computing again, takes.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ Call = Callable[[], object]
 
 def measure(options: Options) -> list[Row]:
     total, tokens = (8 << 20, 1024) if options.quick else (256 << 20, 32_768)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for the loop: all that it is compared with runs on one
     rows = [
         row
         for size in (1 << 16, 1 << 18, 1 << 20)
         for row in (*_engine(options, size, total), *_spill(options, size, total))
     ]
+    torch.set_num_threads(threads)
     rows.append(_sequence(options, "Llama-3.2-1B's shapes", Schema.from_hf_config(LLAMA_1B), tokens))
     return [*rows, _computed(options, tokens)]
 

@@ -22,18 +22,8 @@ OPTIONAL = {
 CORE = {"numpy", "torch"}
 PLAIN = {"errors", "units", "schema"}
 TORCH_FREE = {
-    "tiers",
-    "stats",
-    "prefix",
-    "ledger",
-    "reuse",
-    "sectors",
-    "swap",
-    "namespace",
-    "sequence",
-    "books",
-    "preemption",
-}
+    "tiers", "stats", "prefix", "ledger", "reuse", "sectors", "swap", "namespace", "sequence", "books", "preemption",
+}  # fmt: skip
 
 
 def module_of(path: Path) -> str:

@@ -155,8 +155,8 @@ class KVCache(Books):
             self._arenas[ledger.plan.name].copy(sources, targets)
 
     def host_memory(self, nbytes: int) -> Payloads:
-        """See ``Books``; page-locked where the cache lies on a GPU. Within a page it begins where the arenas do: the C library's
-        large copies are several times slower to addresses a little ahead of those they come from."""
+        """See ``Books``; page-locked where the cache lies on a GPU. Within a page it begins where the arenas do: the C
+        library's large copies are several times slower to addresses a little ahead of those they come from."""
         try:
             memory = np.empty(nbytes + _PAGE, np.uint8)
             begin = (self._buffers[0].data_ptr() - memory.ctypes.data) % _PAGE if self._buffers else 0
