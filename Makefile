@@ -1,11 +1,12 @@
 # make run    make the environment if needed, then run the main job on an embedded model: no GPU, no network, no weights
 # make test   everything that CI runs: format, lint, types, layering, tests
+# make servers  as root on Debian: Redis and Mooncake Store, for tests to start and stop; without them those tests skip
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test check format gpu slow clean
+.PHONY: run test check format gpu slow servers clean
 
 run: $(READY)
 	$(BIN)/kvpagoda generate
@@ -33,6 +34,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
+
+servers: $(READY)
+	apt-get update -qq
+	apt-get install -qq -y --no-install-recommends redis-server libibverbs1
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mooncake]'
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,9 +19,9 @@ from time import monotonic
 import numpy as np
 
 from benchmarks.timing import Options, Row, seconds, tell
+from kvpagoda.alloc.pages import PAGE, pages
 from kvpagoda.errors import BadInput
 from kvpagoda.tiers import RecordBuffer, Status, Tier, disk_driver, host_driver
-from kvpagoda.tiers.records import PAGE, pages
 from kvpagoda.units import format_bytes
 
 QUESTION = "How much of the speed of memory and of a file does a tier leave?"

@@ -12,17 +12,18 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "schema", "alloc", "tiers", "prefix", "formats", "kernels", "storage", "ledger", "substrate", "reuse",
-    "sectors", "swap", "namespace", "sequence", "stats", "books", "preemption", "batch", "persistent_batch", "manager",
-    "replay", "hf", "cli",
+    "sectors", "swap", "namespace", "sequence", "stats", "below", "books", "preemption", "batch", "persistent_batch",
+    "manager", "replay", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers", "rich"}, "replay": {"matplotlib", "rich"}, "cli": {"typer"}, "kernels": {"triton"},
-    "tiers": {"xxhash"},
+    "tiers": {"xxhash", "mooncake"},
 }  # fmt: skip
 CORE = {"numpy", "torch"}
 PLAIN = {"errors", "units", "schema"}
 TORCH_FREE = {
-    "tiers", "stats", "prefix", "ledger", "reuse", "sectors", "swap", "namespace", "sequence", "books", "preemption",
+    "tiers", "stats", "prefix", "ledger", "reuse", "sectors", "swap", "namespace", "sequence", "below", "books",
+    "preemption",
 }  # fmt: skip
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpagoda.alloc.held import Ids
+from kvpagoda.alloc.pages import Bytes, pages
+from kvpagoda.below import Below, Offer, Part, Prefetch
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.namespace import Media, Namespace, Namespaces, with_stand_ins
@@ -22,10 +24,11 @@ from kvpagoda.sectors import Sectors
 from kvpagoda.sequence import Sequence, as_tokens
 from kvpagoda.stats import CacheStats, GroupStats
 from kvpagoda.swap import Suspended, Swap
+from kvpagoda.tiers.level import Identity
+from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import ceil_div, format_bytes, parse_bytes
 
 DEFAULT_CONTEXT = 131_072
-Payloads = npt.NDArray[np.uint8]
 Start = tuple[PrefixMatch, Lease]
 
 
@@ -37,6 +40,11 @@ class Books:
     where texts were seen to part. ``policy``: which cached block goes first (``kvpagoda.prefix.POLICY_NAMES``).
     ``pin_share``: the share of the cache's blocks that ``pin`` may keep. ``fingerprint``: of the schema and its formats.
     ``swap``: bytes of host memory for what is suspended (default: as many as the plan takes), asked for when first needed.
+
+    ``tiers``: where blocks and checkpoints go below the device, the fastest first (``kvpagoda.tiers.host_tier`` and others).
+    What others can read, or who starts after this process, takes for its own only what has the same ``weights``: a digest of
+    them, ``rank`` of ``num_ranks`` parallel parts, and ``tier_secret`` (at most 64 bytes), without which no key tells of a
+    text.
     A cache with memory derives from this and overrides the hooks.
     """
 
@@ -51,6 +59,11 @@ class Books:
         pin_share: float = 0.5,
         fingerprint: str = "",
         swap: int | str | None = None,
+        tiers: Many[TierSpec] = (),
+        weights: str = "",
+        rank: int = 0,
+        num_ranks: int = 1,
+        tier_secret: bytes = b"",
     ) -> None:
         if not 0 <= pin_share <= 1:
             raise BadInput(f"pin_share is a share of the cache, 0 to 1, got {pin_share}")
@@ -78,11 +91,16 @@ class Books:
         self._every = checkpoint_every * plan.block_size
         self._slots = list(range(plan.max_requests - 1, -1, -1))  # that are free
         self._running: dict[int, Sequence] = {}
-        self._namespaces, self._media = Namespaces(fingerprint), Media()
+        self._namespaces, self._media = Namespaces(fingerprint, weights.encode()), Media()
         self._stale: set[bytes] = set()
         self._is_open = True
-        self.num_opened = self.num_closed = self._computed = self._cached = 0
         self.num_stopped = 0  #: sequences that were closed or suspended
+        self.num_opened = self.num_closed = self._computed = self._cached = self._loaded = 0
+        self.below: Below | None = None
+        if tiers:
+            identity = Identity(weights, fingerprint, plan.block_size, rank, num_ranks)
+            full, bounded = self.reuse.full, self.reuse.bounded
+            self.below = Below(tiers, identity, full, bounded, self, self._media.digests, tier_secret)
 
     # -- the life of a request ---------------------------------------------------------------------------------------
 
@@ -95,6 +113,8 @@ class Books:
         room: int | None = None,
         reserve: int | None = None,
         media: Mapping[int, bytes] | None = None,
+        prefetch: Prefetch | None = None,
+        layerwise: bool = False,
     ) -> Sequence:
         """Admit a request with this prompt: a slot, everything cached that it can start from, and room to go on.
 
@@ -103,6 +123,8 @@ class Books:
         many first tokens (default the whole prompt; give 0 or a chunk when the prompt is computed in chunks). ``reserve``:
         tokens that the request may come to hold (default the prompt): blocks for them are promised to it, so that it never
         waits for others once admitted. ``media``: offset -> digest (at least 16 bytes) of each image that begins there.
+        What tiers have is loaded, if that is expected to be faster than computing it; ``prefetch``, of the same text, is used
+        up. ``layerwise``: blocks of a layer may come in when ``batch.layer`` asks for them, as far as staging memory goes.
         Raises BadInput, NeverFits (larger than the whole cache), RetryLater (fits, but not now). Nothing is kept then.
         """
         if not self._is_open:
@@ -120,13 +142,72 @@ class Books:
         keys = tokens[:length]
         keys[:] = prompt
         match, found = self.reuse.find(with_stand_ins(keys, 0, stand_ins), space)
-        found, lease = self._begin(slot, wanted, partial(self._start, slot, wanted, room, match, found, priority))
-        sequence = self._running[slot] = Sequence(
-            self, slot, tokens, length, found, lease, namespace=space, priority=priority, stand_ins=stand_ins
-        )
-        self.num_opened += 1
-        self._cached += found.resumable
+        chain: list[bytes] = []
+        offer = None
+        if self.below is not None:
+            chain = self.below.hashes(space, keys, stand_ins)
+            offer = self._offer(chain[: (length - 1) // self.block_size + 1], wanted, match, found, prefetch)
+        if offer is not None:
+            offer.layerwise = layerwise
+        with offer if offer is not None else nullcontext():
+            begin = partial(self._start, slot, wanted, room, match, found, priority, offer)
+            found, lease = self._begin(slot, wanted, begin)
+            sequence = self._running[slot] = Sequence(
+                self, slot, tokens, length, found, lease, namespace=space, priority=priority, stand_ins=stand_ins
+            )
+            self.num_opened += 1
+            self._cached += found.resumable
+            sequence.chain = chain
+            self._begin_below(sequence, slot, lease, found, offer)
         return sequence
+
+    def _offer(
+        self, chain: list[bytes], wanted: list[int], match: Match, found: PrefixMatch, prefetch: Prefetch | None = None
+    ) -> Offer | None:
+        """What tiers have of a text beyond what is cached, if there may be room for the request at all."""
+        assert self.below is not None
+        if any(blocks > ledger.available() for ledger, blocks in zip(self.ledgers, wanted)):
+            return None
+        offer = None if prefetch is None else prefetch.take(chain, match.num_blocks)
+        return offer or self.below.find(chain, match.num_blocks, found.resumable // self.block_size)
+
+    def _begin_below(
+        self, sequence: Sequence, slot: int, lease: Lease, found: PrefixMatch, offer: Offer | None
+    ) -> None:
+        """What ``sequence`` begins with was loaded: it is cached from now on. Or it was cached: it is in use again."""
+        reuse, below = self.reuse, self.below
+        if below is None:
+            return
+        if found.loaded:
+            self._loaded += found.loaded
+            self._publish(sequence, slot, lease, found.resumable, offer)
+            saved = reuse.save(slot, lease, found.resumable) if reuse.bounded else None
+            if saved is not None:
+                below.checkpoint_saved(sequence, saved, found.resumable)
+        elif found.resumable:
+            full, name = reuse.full, found.checkpoint
+            ids = np.empty(0, np.int32) if full is None else full.table.cells[slot, : lease.num_blocks]
+            below.reused(sequence.chain, ids, name, () if name is None else reuse.copies_of(name) or ())
+
+    def prefetch(
+        self,
+        token_ids: Any,
+        namespace: Namespace | str | bytes | None = None,
+        *,
+        media: Mapping[int, bytes] | None = None,
+    ) -> Prefetch:
+        """Begin to look for this prompt in the tiers, and to read what is there into host memory, while the request waits: for
+        ``open(..., prefetch=...)``. At most half the staging memory of a tier is used for it; close what is not used.
+
+        Raises BadInput, also where there are no tiers.
+        """
+        if self.below is None:
+            raise BadInput("this cache has no tiers to prefetch from; give it tiers=[...]")
+        tokens = as_tokens(token_ids, self.vocab_size)
+        space, stand_ins = self._namespaces.key(namespace), self._media.stand_ins(media, len(tokens))
+        match, found = self.reuse.find(with_stand_ins(tokens, 0, stand_ins), space)
+        chain = self.below.hashes(space, tokens[: max(0, len(tokens) - 1)], stand_ins)
+        return self.below.prefetch(chain, match.num_blocks, found.resumable // self.block_size)
 
     def _take_slot(self) -> int:
         if not self._slots:
@@ -144,18 +225,37 @@ class Books:
         return begun
 
     def _start(
-        self, slot: int, wanted: list[int], room: int, match: Match, found: PrefixMatch, priority: int
+        self,
+        slot: int,
+        wanted: list[int],
+        room: int,
+        match: Match,
+        found: PrefixMatch,
+        priority: int,
+        offer: Offer | None = None,
     ) -> Start | None:
         """Give ``slot`` what it starts from and room for ``room`` tokens, and promise it the rest; None, with nothing kept,
         if that cannot be.
 
         What would be copied may itself be what is in the way: then it starts from what needs no copy.
         """
+        if offer is not None and offer.end * self.block_size > found.resumable:
+            start = self._start_from(slot, wanted, room, match, self._offered(found, offer.end), priority, offer)
+            if start is not None:
+                return start
         start = self._start_from(slot, wanted, room, match, found, priority)
         if start is None:
             found = self.reuse.without_copies(match, found)
             start = self._start_from(slot, wanted, room, match, found, priority)
         return start
+
+    def _offered(self, found: PrefixMatch, end: int) -> PrefixMatch:
+        """``found``, where the first ``end`` blocks, and what they need, are there too."""
+        there = end * self.block_size
+        groups = {name: max(tokens, there) for name, tokens in found.groups.items()}
+        known = max(found.num_tokens, there)
+        limited_by = "nothing" if known == there else found.limited_by
+        return PrefixMatch(known, there, limited_by, groups, None, there - found.resumable)
 
     def _start_from(
         self,
@@ -165,12 +265,15 @@ class Books:
         match: Match,
         found: PrefixMatch,
         priority: int,
+        offer: Offer | None = None,
         suspended: Suspended | None = None,
     ) -> Start | None:
         reuse, tree, resumable = self.reuse, self.reuse.tree, found.resumable
         whole, rest = divmod(resumable, self.block_size)
+        if offer is not None:
+            whole = min(whole, match.num_blocks)
         lease = tree.pin(match, whole)
-        partial = tree.pin_partial(match) if rest else None
+        beyond = tree.pin_partial(match) if rest else None
         if whole:
             tree.touch(lease, priority=priority)
             if reuse.full is not None:
@@ -180,27 +283,56 @@ class Books:
         is_promised = False
         try:
             is_promised = self._promise(slot, wanted)
+            if is_promised and offer is not None:
+                loaded = self._load(slot, whole, room, found, offer)
+                if loaded is None:
+                    self._give_back(slot)
+                    is_promised = False
+                else:
+                    found = loaded
             if is_promised and suspended is not None:
                 self.swap.restore(slot, suspended, room)
             elif is_promised:
-                reuse.restore(slot, found, room if room > resumable else resumable, partial)
+                restore = None if offer is None or self.below is None else partial(self.below.restore, offer)
+                room = room if room > found.resumable else found.resumable
+                reuse.restore(slot, found, room, beyond, restore)
         except BaseException:
             self._take_back(slot, lease)
             raise
         finally:
             if found.checkpoint is not None:
                 reuse.keep(found.checkpoint, -1)
-            if partial is not None:
-                tree.unpin(partial)
+            if beyond is not None:
+                tree.unpin(beyond)
         if is_promised:
             return found, lease
         tree.unpin(lease)
         return None
 
-    def _take_back(self, slot: int, lease: Lease) -> None:
-        """Nothing came of a request: give back all that ``slot`` was given, and the slot."""
+    def _load(self, slot: int, first: int, room: int, found: PrefixMatch, offer: Offer) -> PrefixMatch | None:
+        """Load the offered blocks from the ``first`` on; what ``slot`` can start from then, or None if that is no more than
+        without them."""
+        full, end = self.reuse.full, offer.end
+        if full is None or self.below is None:
+            return found
+        full.grow(slot, full.wanted(slot, max(room, end * self.block_size)))
+        count = self.below.load(offer, full.table.cells[slot, first:end].copy(), first)
+        lacking = end - first - count
+        if not lacking:
+            return found
+        if self.reuse.bounded or found.loaded <= lacking * self.block_size:
+            return None
+        there = found.resumable - lacking * self.block_size
+        return found._replace(resumable=there, loaded=found.loaded - lacking * self.block_size)
+
+    def _give_back(self, slot: int) -> None:
+        """Give back all that ``slot`` was given."""
         for ledger in self.ledgers:
             self.blocks_freed(ledger, ledger.close(slot))
+
+    def _take_back(self, slot: int, lease: Lease) -> None:
+        """Nothing came of a request: give back all that ``slot`` was given, and the slot."""
+        self._give_back(slot)
         self.reuse.tree.unpin(lease)
         self._slots.append(slot)
 
@@ -259,7 +391,7 @@ class Books:
             sequence.is_settled = False
             return
         reuse, slot, length = self.reuse, sequence.slot, sequence.length
-        reuse.publish(slot, sequence.lease, length, sequence)
+        self._publish(sequence, slot, sequence.lease, length)
         for ledger in reuse.bounded:
             self.blocks_freed(ledger, ledger.slide(slot, length))
         if length % self.block_size or not reuse.bounded:
@@ -269,9 +401,30 @@ class Books:
         if in_prompt and length not in due and (not self._every or length % self._every):
             return
         saved = reuse.save(slot, sequence.lease, length)
-        if saved is not None and not in_prompt:
+        if saved is None:
+            return
+        if self.below is not None:
+            self.below.checkpoint_saved(sequence, saved, length)
+        if in_prompt:
+            self._store_checkpoint(saved)
+        else:
             reuse.drop(sequence.last_checkpoint)  # of an output only the newest is worth its place
             sequence.last_checkpoint = saved
+
+    def _publish(self, sequence: Sequence, slot: int, lease: Lease, length: int, source: Offer | None = None) -> None:
+        """Make the whole blocks of the first ``length`` tokens of ``sequence`` shareable, here and below."""
+        begin, full = lease.num_blocks, self.reuse.full
+        self.reuse.publish(slot, lease, length, sequence)
+        if self.below is not None and lease.num_blocks > begin and sequence.namespace not in self._stale:
+            ids = np.empty(0, np.int32) if full is None else full.table.cells[slot, : lease.num_blocks]
+            self.below.published(sequence, begin, lease.num_blocks, ids, source)
+
+    def _store_checkpoint(self, name: int) -> None:
+        """Checkpoint ``name``, if it is still kept, is worth keeping below."""
+        if self.below is not None and name >= 0:
+            copies = self.reuse.copies_of(name)
+            if copies is not None:
+                self.below.store_checkpoint(name, copies, "commit")
 
     def sequence_forked(self, sequence: Sequence, reserve: int) -> Sequence:
         """A new sequence with the tokens of ``sequence``; see ``Sequence.fork``."""
@@ -318,6 +471,7 @@ class Books:
                 furthest = int(ledger.first[slot]) * self.block_size
                 raise BadInput(f"{ledger.name} no longer keeps positions before {furthest}; {length} tokens need them")
         sequence.lease = self.reuse.unshare(slot, sequence.lease, length)
+        del sequence.chain[length // self.block_size + 1 :]
         sequence.written = written
 
     def sequence_closed(self, sequence: Sequence) -> None:
@@ -329,6 +483,7 @@ class Books:
         if sequence.is_suspended:
             self.swap.drop(self._suspended.pop(sequence))
         else:
+            self._store_checkpoint(sequence.last_checkpoint)
             self._stop(sequence)
         self.num_closed += 1
         self._computed += sequence.length - sequence.cached_tokens
@@ -372,22 +527,26 @@ class Books:
                 for ledger, part in zip(self.ledgers, suspended.parts)
             ]
             wanted = [max(blocks) for blocks in zip(wanted, held)]
-        slot = self._take_slot()
+        slot, offer = self._take_slot(), None
         if is_whole:
             found = PrefixMatch(match.num_tokens, match.num_blocks * self.block_size, "nothing")
             start = partial(self._start_from, suspended=suspended)
         else:
             match, found = self.reuse.find(keys, namespace)
-            start = partial(self._start)
-        begun = partial(start, slot, wanted, room or 0, match, found, sequence.priority)
-        found, lease = self._begin(slot, wanted, begun)
-        self._running[slot] = sequence
-        self.swap.drop(self._suspended.pop(sequence))
-        if is_whole:
-            self.reuse.publish(slot, lease, length, sequence)
-            return slot, lease, None
-        self._computed += length - sequence.cached_tokens
-        self._cached += found.resumable
+            if self.below is not None:
+                offer = self._offer(self.below.chain(sequence, (length - 1) // self.block_size), wanted, match, found)
+            start = partial(self._start, offer=offer)
+        with offer if offer is not None else nullcontext():
+            begun = partial(start, slot, wanted, room or 0, match, found, sequence.priority)
+            found, lease = self._begin(slot, wanted, begun)
+            self._running[slot] = sequence
+            self.swap.drop(self._suspended.pop(sequence))
+            if is_whole:
+                self._publish(sequence, slot, lease, length)
+                return slot, lease, None
+            self._computed += length - sequence.cached_tokens
+            self._cached += found.resumable
+            self._begin_below(sequence, slot, lease, found, offer)
         return slot, lease, found
 
     def room_wanted(self, ends: Mapping[int, int]) -> None:
@@ -466,15 +625,23 @@ class Books:
         """End a pin; nothing happens if it was given up already."""
         self.reuse.unpin(pin)
 
-    def invalidate(self, *namespaces: Namespace | str | bytes | None) -> None:
+    def invalidate(self, *namespaces: Namespace | str | bytes | None, weights: str | None = None) -> None:
         """From now on nothing is found of what was cached in ``namespaces`` (none given: in all): after an adapter or the
-        weights were loaded anew. Requests that run go on; what they leave behind is dropped when they end."""
-        suspended = {sequence.namespace for sequence in self._suspended}
-        old = (
-            self._namespaces.renew(namespaces)
-            if namespaces
-            else self._namespaces.renew_all({*self.reuse.tree.namespaces(), *suspended})
-        )
+        weights were loaded anew. Requests that run go on; what they leave behind is dropped when they end.
+
+        What is kept below the device from then on is found by this process alone; with ``weights``, a digest of the new
+        weights of all namespaces, by all that have the same. A name that outlives the process must not mean two adapters.
+        """
+        if weights is not None and namespaces:
+            raise BadInput(f"new weights are those of all namespaces, got {len(namespaces)} of them; give none")
+        if namespaces:
+            old = self._namespaces.renew(namespaces)
+        else:
+            epoch = None if weights is None else weights.encode()
+            suspended = {sequence.namespace for sequence in self._suspended}
+            old = self._namespaces.renew_all({*self.reuse.tree.namespaces(), *suspended}, epoch)
+        if weights is not None and self.below is not None:
+            self.below.rename(weights)
         self._stale |= old
         self.reuse.give_up_pins(old)
         self._clear_stale()
@@ -495,28 +662,66 @@ class Books:
         names[sources] = targets
         ledger.rename(names)
         self.reuse.rename(ledger, names)
+        if self.below is not None and ledger is self.reuse.full:
+            self.below.renamed(names)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
+
+    page_offset = 0
+    """Where within a page of memory the blocks begin."""
 
     def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         """Copy blocks of one group."""
 
-    def host_memory(self, nbytes: int) -> Payloads:
-        """Host memory to copy blocks to and from, uint8 ``[nbytes]``, taken from the system as it is touched."""
-        return np.empty(0, np.uint8)
+    def host_memory(self, nbytes: int) -> Bytes:
+        """Host memory to copy blocks to and from, page-aligned uint8 ``[nbytes]``, taken from the system as it is touched.
+        Raises OutOfBlocks."""
+        try:
+            return pages(nbytes)
+        except (MemoryError, OSError) as error:
+            raise OutOfBlocks(
+                f"the host has no {format_bytes(nbytes)}; give a smaller swap, or less staging"
+            ) from error
 
-    def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
+    def record_nbytes(self, ledger: GroupLedger) -> int:
+        """Bytes of a block of ``ledger`` below the device: few where there is no memory behind it, and nothing is moved."""
+        return 64
+
+    def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
         """Copy blocks ``ids`` of one group to ``rows`` of ``payloads``, uint8 ``[M, width]`` host memory whose rows may be
         strided, as ``storage.spill`` lays them out. Waits until the bytes are there."""
 
-    def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
+    def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
         """Copy back what ``blocks_out`` copied, to blocks ``ids``."""
+
+    def blocks_in_later(self, ledger: GroupLedger, parts: Many[Part], done: Callable[[], None]) -> None:
+        """Copy back ``parts``, each as for ``blocks_in`` with rows as wide as a block, a layer when it is asked for; call
+        ``done`` when the host memory is not needed any more."""
+        for part in parts:
+            self.blocks_in(ledger, *part)
+        done()
 
     def sectors_given(self, ledger: GroupLedger, sectors: Ids) -> None:
         """The memory of ``sectors`` is now that of ``ledger``; what another group left there means nothing."""
 
     def blocks_freed(self, ledger: GroupLedger, ids: Ids) -> None:
         """Nobody holds blocks ``ids`` of ``ledger`` any more."""
+        if self.below is not None and ledger is self.reuse.full:
+            self.below.freed(ids)
+
+    def evicting(self, ids: Ids, checkpoints: Many[int]) -> None:
+        """Cached blocks ``ids`` of the full group and ``checkpoints`` are about to go, to make room."""
+        if self.below is not None:
+            self.below.evicted(ids)
+            for name in checkpoints:
+                copies = self.reuse.copies_of(name)
+                assert copies is not None
+                self.below.store_checkpoint(name, copies, "evict")
+
+    def checkpoint_dropped(self, name: int) -> None:
+        """Checkpoint ``name`` is kept no more."""
+        if self.below is not None:
+            self.below.checkpoint_dropped(name)
 
     def _num_blocks(self, ledger: GroupLedger) -> int:
         """Blocks that the group has memory for now."""
@@ -550,6 +755,7 @@ class Books:
             closed=self.num_closed,
             computed_tokens=computed,
             cached_tokens=self._cached,
+            loaded_tokens=self._loaded,
             evicted_blocks=self.reuse.num_evicted_blocks,
             evicted_checkpoints=self.reuse.num_evicted_checkpoints,
             nbytes=self.plan.nbytes,
@@ -557,6 +763,7 @@ class Books:
             swap_nbytes=self.swap.used_nbytes,
             swap_capacity=self.swap.nbytes,
             groups=tuple(groups),
+            tiers=() if self.below is None else tuple(level.stats() for level in self.below.levels),
         )
 
     def unusable_nbytes(self) -> int:
@@ -577,6 +784,10 @@ class Books:
             raise CheckFailed(f"slots {sorted(self._running)} run, {sorted(self._slots)} are free")
         self.swap.check(self._suspended.values())
         self.reuse.check()
+        if self.below is not None:
+            full = self.reuse.full
+            owned = np.empty(0, np.int32) if full is None else self.reuse.owned_ids(full)
+            self.below.check(owned, self.reuse.checkpoints)
         if self.sectors is not None:
             self.sectors.check()
         for ledger in self.ledgers:
@@ -601,11 +812,19 @@ class Books:
         self.reuse.clear()
         self._media.clear()
 
-    def close(self) -> None:
-        """Close every sequence, running or suspended; the cache takes no more requests. The memory goes with the object."""
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until what was to be stored in tiers is stored, at most ``timeout`` seconds; whether it is."""
+        return self.below is None or self.below.flush(monotonic() + timeout)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Close every sequence, running or suspended; the cache takes no more requests. The memory goes with the object. Tiers
+        get at most ``timeout`` seconds for what they were to store."""
         for sequence in (*self._running.values(), *self._suspended):
             if sequence.is_open:
                 sequence.close()
+        if self._is_open and self.below is not None:
+            self.flush(timeout)
+            self.below.close(monotonic() + timeout)
         self._is_open = False
 
 

@@ -105,6 +105,10 @@ def generate(
     seed: Annotated[int, typer.Option(help="of the drawn tokens")] = 0,
     lookup: Annotated[int, typer.Option(help="next tokens proposed from the text so far, verified at once")] = 0,
     kv_format: Annotated[str, typer.Option(help="raw, or fp8 where the layers have packed rows")] = "raw",
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(help="below the cache, the fastest first: host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT, .."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="dtype to load a --model in")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print results and counters as JSON")] = False,
 ) -> None:
@@ -112,12 +116,14 @@ def generate(
     with one_line_errors():
         try:
             from kvpagoda.hf import Sampling, show
+            from kvpagoda.tiers import tier_from_text
         except ImportError as error:
             raise BadInput(f"'generate' needs the hf extra: pip install 'kvpagoda[hf]' ({error})") from None
         show.run(
             model, prompts, as_json,
             dict(
-                budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, lookup=lookup, kv_format=kv_format
+                budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, lookup=lookup, kv_format=kv_format,
+                tiers=[tier_from_text(text) for text in tier or ()],
             ),
             dict(max_new_tokens=max_new_tokens, n=samples, sampling=Sampling(temperature, seed=seed)), dtype,
         )  # fmt: skip
@@ -143,15 +149,30 @@ def replay_trace(
     max_requests: Annotated[int, typer.Option(help="with --schema: requests that run at once")] = 64,
     checkpoint_every: Annotated[str, typer.Option(help="with --schema: also keep one every so many blocks")] = "0",
     tokens_per_id: Annotated[int | None, typer.Option(help="with --schema: default 512, synthetic 64")] = None,
+    workers: Annotated[int | None, typer.Option(help="with --schema: processes with such a cache each")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="with --workers: what they share, e.g. redis://HOST:PORT or mooncake://HOST:PORT")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """What a prefix cache would hit: hit rate against capacity, evictions, reuse distances and working set.
 
-    With --schema the trace runs through the whole life of requests, checkpoints and all, with no memory behind them.
+    With --schema the trace runs through the whole life of requests, checkpoints and all, with no memory behind them; with
+    --workers several processes share the trace, and the store below their caches.
     """
     with one_line_errors():
         from kvpagoda.replay import show
 
+        if store is not None and workers is None:
+            raise BadInput("--store is what several workers share: give --workers")
+        if workers is not None:
+            if schema is None or "," in budget + checkpoint_every:
+                raise BadInput("--workers needs --schema, and takes one --budget and one --checkpoint-every")
+            show.run_together(
+                trace, _schema(schema, None, "raw"), budget, policy.split(",")[0], workers, store, max_requests,
+                _lengths(checkpoint_every, "--checkpoint-every")[0], tokens_per_id, as_json, limit, by_arrival, seed,
+            )  # fmt: skip
+            return
         if schema is None:
             show.run(trace, capacity, policy, plot, as_json, limit, by_arrival, seed)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from weakref import finalize
 
@@ -10,20 +10,22 @@ import numpy as np
 import torch
 
 from kvpagoda.alloc.held import Ids
+from kvpagoda.alloc.pages import PAGE, Bytes
 from kvpagoda.batch import Array, Batch, LayerView, StepBuffers, StepRows
-from kvpagoda.books import Books, Payloads
+from kvpagoda.below import Part
+from kvpagoda.books import Books
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.persistent_batch import PersistentBatch
 from kvpagoda.schema import Schema
 from kvpagoda.sequence import Sequence
 from kvpagoda.storage.arena import Arena, Device, default_device
+from kvpagoda.storage.filling import Filling, side_stream
 from kvpagoda.storage.pool import Pool
 from kvpagoda.storage.spill import fill, spill
 from kvpagoda.storage.tables import DeviceTable
+from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import format_bytes
-
-_PAGE = 4096
 
 
 class KVCache(Books):
@@ -33,9 +35,9 @@ class KVCache(Books):
     ``max_requests`` may run at once. ``max_context``: the longest request in tokens (default: what fits, at most the
     model's own limit). ``step_tokens``: the most tokens of one request between two commits that window groups keep
     room for. ``checkpoints``: how many are kept for reuse where layers keep states or windows: see ``Schema.plan``;
-    ``checkpoint_every``, ``policy``, ``pin_share``, ``swap``: see ``Books``. ``order``: see ``Arena``; several
-    groups share one block-major memory, unless it is ``"layer"``. ``poison`` fills all memory that nobody holds with NaN,
-    to catch stale reads. Raises BadInput, NeverFits. The life of a request is that of ``Books``.
+    ``checkpoint_every``, ``policy``, ``pin_share``, ``swap``, ``tiers`` and what they need: see ``Books``. ``order``: see
+    ``Arena``; several groups share one block-major memory, unless it is ``"layer"``. ``poison`` fills all memory that nobody
+    holds with NaN, to catch stale reads. Raises BadInput, NeverFits. The life of a request is that of ``Books``.
     """
 
     def __init__(
@@ -57,17 +59,23 @@ class KVCache(Books):
         policy: str = "lru",
         pin_share: float = 0.5,
         swap: int | str | None = None,
+        tiers: Many[TierSpec] = (),
+        weights: str = "",
+        rank: int = 0,
+        num_ranks: int = 1,
+        tier_secret: bytes = b"",
     ) -> None:
         self.schema = schema if dtype is None else schema.cast(str(dtype).removeprefix("torch."))
         plan = self.schema.plan(
             budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=step_tokens, checkpoints=checkpoints,
             shared=order != "layer",
         )  # fmt: skip
-        super().__init__(
-            plan, schema.vocab_size, max_context, checkpoint_every,
-            policy=policy, pin_share=pin_share, fingerprint=self.schema.fingerprint, swap=swap,
-        )  # fmt: skip
         self.device = default_device(device)
+        super().__init__(
+            plan, schema.vocab_size, max_context, checkpoint_every, policy=policy, pin_share=pin_share,
+            fingerprint=self.schema.fingerprint, tiers=tiers, weights=weights, rank=rank, num_ranks=num_ranks,
+            tier_secret=tier_secret, swap=swap,
+        )  # fmt: skip
         shared = torch.zeros(plan.num_sectors * plan.sector_nbytes, dtype=torch.uint8, device=self.device)
         self._arenas = {
             group.name: Arena(
@@ -77,6 +85,7 @@ class KVCache(Books):
             for group in plan.groups
         }  # fmt: skip
         self._buffers = [shared] if plan.num_sectors else [arena.buffer for arena in self._arenas.values()]
+        self.page_offset = max((buffer.data_ptr() % PAGE for buffer in self._buffers), default=0)
         self._states = next((ledger for ledger in self.ledgers if ledger.growth.is_state), None)
         self.has_states = self._states is not None
         if self._states is not None:
@@ -84,6 +93,8 @@ class KVCache(Books):
         self._tables = {ledger.plan.name: DeviceTable(ledger.table, self.device) for ledger in self.ledgers}
         self._pools: dict[int, tuple[Pool | None, Pool | None, tuple[GroupLedger, DeviceTable] | None]] = {}
         self._step_buffers = StepBuffers(self.device)
+        self._fillings: list[Filling] = []
+        self._copy_stream = side_stream(self.device) if tiers else None
         self.num_moves = 0  #: how often blocks were moved: index arrays from before name the old places
         self._poison = poison
         if poison:
@@ -140,6 +151,10 @@ class KVCache(Books):
         if layer is None:
             raise BadInput(f"layer {index} is not in this schema; it has {sorted(self.schema.by_index)}")
         layer = self.schema.by_index[layer.owner]
+        if self._fillings:
+            for filling in self._fillings:
+                filling.wait(layer.index)
+            self._fillings = [filling for filling in self._fillings if not filling.is_done]
         if layer.index not in self._pools:
             state = Pool(self._arenas["state"], layer.index, layer.state_rows()) if layer.state_rows() else None
             ledger = next((one for one in self.ledgers if one.growth == layer.growth), None)
@@ -152,29 +167,43 @@ class KVCache(Books):
 
     def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         if len(sources):
+            self._finish_filling(ledger)
             self._arenas[ledger.plan.name].copy(sources, targets)
 
-    def host_memory(self, nbytes: int) -> Payloads:
-        """See ``Books``; page-locked where the cache lies on a GPU. Within a page it begins where the arenas do: the C
-        library's large copies are several times slower to addresses a little ahead of those they come from."""
-        try:
-            memory = np.empty(nbytes + _PAGE, np.uint8)
-            begin = (self._buffers[0].data_ptr() - memory.ctypes.data) % _PAGE if self._buffers else 0
-            if self.device.type == "cuda":
-                runtime, at = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
-                torch.cuda.check_error(runtime.cudaHostRegister(at, len(memory), 0))
-                finalize(memory, runtime.cudaHostUnregister, at).atexit = False
-        except (MemoryError, torch.cuda.CudaError) as error:
-            raise OutOfBlocks(
-                f"the host has no {format_bytes(nbytes)} for what is suspended; give a smaller swap"
-            ) from error
-        return memory[begin : begin + nbytes]
+    def host_memory(self, nbytes: int) -> Bytes:
+        """See ``Books``; page-locked where the cache lies on a GPU."""
+        memory = super().host_memory(nbytes)
+        if self.device.type == "cuda":
+            runtime, at = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
+            try:
+                torch.cuda.check_error(runtime.cudaHostRegister(at, nbytes, 0))
+            except torch.cuda.CudaError as error:
+                raise OutOfBlocks(
+                    f"the host cannot lock {format_bytes(nbytes)}; give a smaller swap, or less staging"
+                ) from error
+            finalize(memory, runtime.cudaHostUnregister, at).atexit = False
+        return memory
 
-    def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
+    def record_nbytes(self, ledger: GroupLedger) -> int:
+        return ledger.plan.demand.layout.nbytes
+
+    def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
+        self._finish_filling(ledger)
         spill(self._arenas[ledger.plan.name], ids, torch.from_numpy(payloads), rows)
 
-    def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Payloads, rows: Many[int]) -> None:
+    def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
         fill(self._arenas[ledger.plan.name], ids, torch.from_numpy(payloads), rows)
+
+    def blocks_in_later(self, ledger: GroupLedger, parts: Many[Part], done: Callable[[], None]) -> None:
+        tables = [(ids, torch.from_numpy(payloads), rows) for ids, payloads, rows in parts]
+        self._fillings.append(Filling(self._arenas[ledger.plan.name], tables, done, self._copy_stream))
+
+    def _finish_filling(self, ledger: GroupLedger) -> None:
+        """Wait for all layers of what is on its way into ``ledger``: it is about to be copied, or to be somebody else's."""
+        arena = self._arenas[ledger.plan.name]
+        for filling in [filling for filling in self._fillings if filling.arena is arena]:
+            self._fillings.remove(filling)
+            filling.finish()
 
     def move_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         super().move_blocks(ledger, sources, targets)
@@ -187,6 +216,7 @@ class KVCache(Books):
             self._buffers[0][sector * size : (sector + 1) * size].fill_(0xFF if self._poison else 0)
 
     def blocks_freed(self, ledger: GroupLedger, ids: Ids) -> None:
+        self._finish_filling(ledger)
         super().blocks_freed(ledger, ids)
         if self._poison and len(ids):
             self._arenas[ledger.plan.name].poison(ids)

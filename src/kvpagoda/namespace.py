@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from secrets import token_bytes
 from typing import Any
 
 import numpy as np
@@ -44,11 +45,12 @@ def _field(part: Any) -> bytes:
 
 
 class Namespaces:
-    """Namespaces as keys of the tree: ``fingerprint`` of what is cached, how often it was invalidated, who may share it."""
+    """Namespaces as keys of the tree: ``fingerprint`` of what is cached, who may share it, and a number drawn at random each
+    time that it is invalidated, so that no other process takes what is kept from then on for its own."""
 
-    def __init__(self, fingerprint: str = "") -> None:
-        self._fingerprint, self._epoch = _field(fingerprint), 0
-        self._renewed: dict[bytes, int] = {}
+    def __init__(self, fingerprint: str = "", epoch: bytes = b"") -> None:
+        self._fingerprint, self._epoch = _field(fingerprint), epoch
+        self._renewed: dict[bytes, bytes] = {}
         self._known: dict[Namespace | str | bytes | None, bytes] = {}  # keys that were asked for lately
 
     def key(self, namespace: Namespace | str | bytes | None) -> bytes:
@@ -57,8 +59,7 @@ class Namespaces:
         if known is not None:
             return known
         own = namespace_key(namespace)
-        counts = (self._epoch, self._renewed.get(own, 0))
-        key = self._fingerprint + b"".join(count.to_bytes(8, "little") for count in counts) + own
+        key = self._fingerprint + _field(self._epoch) + _field(self._renewed.get(own)) + own
         if len(self._known) > 1024:
             self._known.clear()
         self._known[namespace] = key
@@ -69,12 +70,13 @@ class Namespaces:
         old = {namespace_key(one): self.key(one) for one in namespaces}
         self._known.clear()
         for own in old:
-            self._renewed[own] = self._renewed.get(own, 0) + 1
+            self._renewed[own] = token_bytes(16)
         return set(old.values())
 
-    def renew_all(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Give every namespace a new key; returns ``keys``, those in use."""
-        self._epoch += 1
+    def renew_all(self, keys: Iterable[bytes], epoch: bytes | None = None) -> set[bytes]:
+        """Give every namespace a new key; returns ``keys``, those in use. ``epoch``: a name for what is kept from now on that
+        other processes know too (None: drawn at random)."""
+        self._epoch = token_bytes(16) if epoch is None else epoch
         self._renewed.clear()
         self._known.clear()
         return set(keys)
@@ -100,6 +102,7 @@ class Media:
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
+        self._digests: list[bytes] = []
 
     def stand_ins(self, media: Mapping[int, bytes] | None, num_tokens: int) -> dict[int, int]:
         """Offset -> stand-in, for ``media``: offset -> digest, in a prompt of ``num_tokens``. Raises BadInput."""
@@ -110,8 +113,22 @@ class Media:
                 raise BadInput(f"media begin at a token of the prompt, 0..{num_tokens - 1}, got {offset!r}")
             if not isinstance(digest, bytes) or len(digest) < 16:
                 raise BadInput(f"a digest of media is at least 16 bytes, got {digest!r} at token {offset}")
-        return {at: -1 - self._numbers.setdefault(one, len(self._numbers)) for at, one in media.items()}
+        for one in media.values():
+            if one not in self._numbers:
+                self._numbers[one] = len(self._digests)
+                self._digests.append(one)
+        return {at: -1 - self._numbers[one] for at, one in media.items()}
+
+    def digests(self, stand_ins: Mapping[int, int], block_size: int) -> dict[int, bytes]:
+        """Block number -> where in it media begin, and their digests: what other processes can know of them."""
+        found: dict[int, bytes] = {}
+        for at in sorted(stand_ins):
+            block, offset = divmod(at, block_size)
+            place = offset.to_bytes(8, "little") + _field(self._digests[-1 - stand_ins[at]])
+            found[block] = found.get(block, b"") + place
+        return found
 
     def clear(self) -> None:
         """Forget all digests: when nothing is cached."""
         self._numbers.clear()
+        self._digests.clear()

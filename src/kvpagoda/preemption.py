@@ -23,6 +23,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from kvpagoda.below import Prefetch
 from kvpagoda.books import Books
 from kvpagoda.errors import Exhausted, OutOfBlocks, RetryLater
 from kvpagoda.sequence import Sequence, Tokens
@@ -84,6 +85,8 @@ class Job:
         self.total, self.namespace = total, namespace
         self.sequence: Sequence | None = None
         """Its share of the cache while it runs."""
+        self.ahead: Prefetch | None = None
+        """What tiers have of it, being read while it waits."""
         self.aside: Sequence | None = None
         """What was suspended of it, while it waits."""
         self.number = -1
@@ -114,8 +117,8 @@ class RunQueue(Generic[J]):
     the job itself if it is the youngest. So the oldest that runs goes on to its end, and no job is set back for one that
     came after it. A job that was set back starts again when the whole of it can be promised, before any younger one.
 
-    ``choose`` says how a job is set back; what does not fit in the ``swap`` of the cache is recomputed. ``rate``: seconds of
-    each token that is computed, told by who computes; as long as nothing was told, computing costs nothing.
+    ``choose`` says how a job is set back; what does not fit in the ``swap`` of the cache is recomputed. As long as
+    nobody told how long computing ``took``, it costs nothing. What tiers have of the job that is next is read while it waits.
     """
 
     def __init__(
@@ -146,6 +149,8 @@ class RunQueue(Generic[J]):
             except RetryLater:
                 if not self.running:
                     raise
+                if self.books.below is not None and job.ahead is None and job.aside is None:
+                    job.ahead = self.books.prefetch(job.text, job.namespace)
                 return
             del self.waiting[0]
             self._start(job, sequence)
@@ -235,12 +240,21 @@ class RunQueue(Generic[J]):
             if job.aside is not None:
                 job.aside.close()
                 job.aside = None
+            if job.ahead is not None:
+                job.ahead.close()
+                job.ahead = None
 
     def _begin(self, job: J) -> Sequence:
         """Open a sequence for ``job``, or resume what it has."""
         aside = job.aside
         if aside is None:
-            return self.books.open(job.text, job.namespace, room=0, reserve=self._reserve(job))
+            if job.ahead is not None and not job.ahead.is_done and self.running:
+                raise RetryLater(f"job {job.number} waits for what tiers have of it")
+            sequence = self.books.open(
+                job.text, job.namespace, room=0, reserve=self._reserve(job), prefetch=job.ahead, layerwise=True
+            )
+            job.ahead = None
+            return sequence
         aside.resume(room=0, reserve=self._reserve(job))
         job.aside = None
         return aside
@@ -248,6 +262,12 @@ class RunQueue(Generic[J]):
     def _start(self, job: J, sequence: Sequence) -> None:
         job.sequence = sequence
         insort(self.running, job, key=_by_age)
+
+    def took(self, seconds: float, num_tokens: int) -> None:
+        """So long it took to compute so many tokens of texts that were known: what recomputing costs."""
+        self.rate.add(seconds, num_tokens)
+        if self.books.below is not None:
+            self.books.below.seconds_per_token = self.rate.seconds
 
     def _reserve(self, job: J) -> int:
         if self.policy is None or job.num_set_back:

@@ -10,7 +10,7 @@ A model whose layers all keep every token needs no checkpoints. Nothing is visib
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, KeysView, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +36,10 @@ class Memory(Protocol):
 
     def blocks_freed(self, ledger: GroupLedger, ids: Ids) -> None: ...
 
+    def evicting(self, ids: Ids, checkpoints: Many[int]) -> None: ...
+
+    def checkpoint_dropped(self, name: int) -> None: ...
+
 
 class Published(Protocol):
     """A text that is being written: ``keys`` are its tokens as texts are compared, int32."""
@@ -58,7 +62,9 @@ class PrefixMatch(NamedTuple):
     groups: Mapping[str, int] = MappingProxyType({})
     """Group -> the longest beginning for which it has what it needs."""
     checkpoint: int | None = None
-    """The checkpoint that the request starts from, if any."""
+    """The checkpoint on the device that the request starts from, if any."""
+    loaded: int = 0
+    """Of ``resumable``: tokens that came from tiers below the device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +156,17 @@ class Reuse:
             for number, ids in enumerate(self._copies[name]):
                 self._num_copies[number] -= change * len(ids)
 
-    def restore(self, slot: int, found: PrefixMatch, room: int, partial: Lease | None) -> None:
+    def restore(
+        self,
+        slot: int,
+        found: PrefixMatch,
+        room: int,
+        partial: Lease | None,
+        fill: Callable[[int, Ids], None] | None = None,
+    ) -> None:
         """Make room for ``room`` tokens of ``slot``, and copy to it what is bounded at ``found.resumable``, or the block whose
-        first tokens are reused, which ``partial`` holds. The checkpoint is kept, and room is promised."""
+        first tokens are reused, which ``partial`` holds. The checkpoint is kept, and room is promised. With ``fill`` what is
+        bounded comes from elsewhere: it is told the number of the group and the blocks to be filled."""
         if self.full is not None:
             self.full.grow(slot, self.full.wanted(slot, room))
             if partial is not None:
@@ -160,11 +174,15 @@ class Reuse:
                 source = self.tree.last_ids(partial)
                 self._memory.copy_blocks(self.full, source, self.full.table.cells[slot, column : column + 1].copy())
         for number, ledger in enumerate(self.bounded):
-            if found.checkpoint is not None:
-                count = len(self._copies[found.checkpoint][number])
-                ledger.begin_at(slot, ceil_div(found.resumable, ledger.block_size) - count)
-                ledger.grow(slot, count)
-                self._memory.copy_blocks(ledger, self._copies[found.checkpoint][number], ledger.held_ids(slot))
+            if fill is not None or found.checkpoint is not None:
+                end = ceil_div(found.resumable, ledger.block_size)
+                begin = ledger.growth.first_needed(found.resumable) // ledger.block_size
+                ledger.begin_at(slot, begin)
+                ledger.grow(slot, end - begin)
+                if fill is not None:
+                    fill(number, ledger.held_ids(slot))
+                elif found.checkpoint is not None:
+                    self._memory.copy_blocks(ledger, self._copies[found.checkpoint][number], ledger.held_ids(slot))
             ledger.grow(slot, ledger.wanted(slot, room))
 
     def duplicate(self, ledger: GroupLedger, parent: int, slot: int, length: int) -> None:
@@ -233,7 +251,7 @@ class Reuse:
             tree.touch_checkpoint(lease)
         if full is None:
             if tree.num_cached > self._most_unbacked:
-                self._forget(tree.evict(tree.num_cached - self._most_unbacked).states)
+                self._let_go(tree.evict(tree.num_cached - self._most_unbacked), is_evicted=True)
         elif inserted.num_added == end - begin:
             full.shared[slot] = end
         else:
@@ -276,6 +294,15 @@ class Reuse:
             if not is_whole:
                 self.drop(name)
         return name
+
+    @property
+    def checkpoints(self) -> KeysView[int]:
+        """The names of those that are kept."""
+        return self._copies.keys()
+
+    def copies_of(self, name: int) -> list[Ids] | None:
+        """The blocks of each bounded group that checkpoint ``name`` holds; None if it is kept no more."""
+        return self._copies.get(name)
 
     def drop(self, name: int) -> None:
         """Forget the checkpoint that ``save`` told of, if it is still kept."""
@@ -337,9 +364,11 @@ class Reuse:
     def _evict_blocks(self, n: int) -> None:
         evicted = self.tree.evict(n + self._at_once)
         self.num_evicted_blocks += evicted.ids.shape[1]
-        self._let_go(evicted)
+        self._let_go(evicted, is_evicted=True)
 
-    def _let_go(self, evicted: Evicted) -> None:
+    def _let_go(self, evicted: Evicted, *, is_evicted: bool = False) -> None:
+        if is_evicted:
+            self._memory.evicting(evicted.ids.ravel(), evicted.states)
         if self.full is not None:
             self._memory.blocks_freed(self.full, self.full.release(evicted.ids[0]))
         if evicted.states:
@@ -353,11 +382,13 @@ class Reuse:
     def _evict_checkpoint(self) -> None:
         evicted = self.tree.evict_checkpoint(keep=self._kept)
         self.num_evicted_checkpoints += len(evicted)
+        self._memory.evicting(np.empty(0, np.int32), evicted)
         self._forget(evicted)
 
     def _forget(self, names: Many[int]) -> None:
         for name in names:
             assert name not in self._kept, f"checkpoint {name} is needed"
+            self._memory.checkpoint_dropped(name)
             for number, (ledger, ids) in enumerate(zip(self.bounded, self._copies.pop(name))):
                 self._num_copies[number] -= len(ids)
                 self._memory.blocks_freed(ledger, ledger.release(ids))

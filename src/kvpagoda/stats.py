@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvpagoda.tiers.level import LevelStats
+
 
 @dataclass(frozen=True)
 class GroupStats:
@@ -32,6 +34,8 @@ class CacheStats:
     """Tokens committed: prompt and output tokens that went through the model."""
     cached_tokens: int
     """Prompt tokens that did not have to be computed."""
+    loaded_tokens: int
+    """Of these, prompt tokens that came from tiers below the device."""
     evicted_blocks: int
     evicted_checkpoints: int
     nbytes: int
@@ -41,6 +45,7 @@ class CacheStats:
     """Bytes of host memory that they take, of ``swap_capacity``."""
     swap_capacity: int
     groups: tuple[GroupStats, ...]
+    tiers: tuple[LevelStats, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, for JSON."""

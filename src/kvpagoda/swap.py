@@ -15,15 +15,14 @@ from time import perf_counter
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpagoda.alloc import FreeStack
 from kvpagoda.alloc.held import Ids
+from kvpagoda.alloc.pages import Bytes
 from kvpagoda.errors import CheckFailed, OutOfBlocks
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.units import ceil_div, format_bytes, table_rows
 
-Bytes = npt.NDArray[np.uint8]
 Copy = Callable[[GroupLedger, Ids, Bytes, Many[int]], None]
 
 
@@ -45,6 +44,8 @@ class Rate:
 
 class HostMemory(Protocol):
     """Who has the host's memory and moves the bytes. A cache with no memory behind it does nothing."""
+
+    page_offset: int
 
     def host_memory(self, nbytes: int) -> Bytes: ...
 
@@ -163,12 +164,15 @@ class Swap:
         ]
 
     def _copy(self, copy: Copy, slot: int, parts: Iterable[Part]) -> None:
-        if self._table is None:
-            memory = self._memory.host_memory(self.nbytes)
-            self._table = memory[: len(memory) // self.width * self.width].reshape(-1, self.width)
+        if self._table is None and self.nbytes:
+            # The C library's large copies are several times slower to addresses that lie a little ahead in their page.
+            offset = self._memory.page_offset
+            memory = self._memory.host_memory(offset + self.nbytes)
+            self._table = memory[offset : offset + self.nbytes].reshape(-1, self.width)
         start, nbytes = perf_counter(), 0
         for ledger, (begin, end, rows) in zip(self._ledgers, parts):
             if end > begin:
+                assert self._table is not None, "there are rows of it"
                 copy(ledger, ledger.table.cells[slot, begin:end].copy(), self._table, rows.tolist())
                 nbytes += (end - begin) * _width(ledger)
         self.rate.add(perf_counter() - start, nbytes)

@@ -15,10 +15,11 @@ from time import monotonic
 import numpy as np
 import pytest
 
+from kvpagoda.alloc.pages import PAGE
 from kvpagoda.errors import BadInput
 from kvpagoda.tiers import RecordBuffer, Status, Tier, disk_driver
 from kvpagoda.tiers.disk import FILE_NAME
-from kvpagoda.tiers.records import HEADER_NBYTES, PAGE
+from kvpagoda.tiers.records import HEADER_NBYTES
 from kvpagoda.tiers.slots import SlotDriver
 
 OK, MISS, CORRUPT, TIMEOUT, UNAVAILABLE, REJECTED = Status

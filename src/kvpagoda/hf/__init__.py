@@ -2,5 +2,6 @@
 
 from kvpagoda.hf.generator import Generator, Request
 from kvpagoda.hf.sampling import Sampling
+from kvpagoda.hf.weights import weights_digest
 
-__all__ = ["Generator", "Request", "Sampling"]
+__all__ = ["Generator", "Request", "Sampling", "weights_digest"]

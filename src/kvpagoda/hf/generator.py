@@ -13,6 +13,7 @@ from kvpagoda.hf.compressed import CompressedRunner
 from kvpagoda.hf.lookup import propose
 from kvpagoda.hf.runner import ModelRunner, Runner, Tensor
 from kvpagoda.hf.sampling import GREEDY, Sampling
+from kvpagoda.hf.weights import weights_digest
 from kvpagoda.manager import KVCache
 from kvpagoda.preemption import Costs, Job, PreemptionPolicy, RunQueue, Way, cheapest
 from kvpagoda.schema import Compressed, Schema
@@ -83,6 +84,9 @@ class Generator:
     ``set_back``: whether it is suspended, in part or whole, or computed again; by default what is expected to cost least,
     from the time that steps and copies took. ``num_set_back`` counts, and of these ``num_swapped`` what was suspended.
 
+    ``tiers``: what others can read is named by ``weights``, by default a digest of all of the model, which takes a while for
+    a large one.
+
     The model is put in eval mode and is otherwise left as it was between steps.
     Raises SchemaError for a model whose layers are not known, NeverFits for a budget too small for one request.
     """
@@ -105,6 +109,8 @@ class Generator:
         dtype = str(model.dtype).removeprefix("torch.")
         schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, verify_width=lookup)
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
+        if "weights" not in sizes and not all(tier.is_private for tier in sizes.get("tiers", ())):
+            sizes = {**sizes, "weights": weights_digest(model)}
         longest_piece = max(prefill_chunk, lookup + 1)
         self.cache = KVCache(schema, device=model.device, step_tokens=longest_piece, **sizes)
         self._chunk, self._lookup = prefill_chunk, min((lookup, *(n for _, _, n in self.cache.plan.rewinds)))
@@ -162,7 +168,7 @@ class Generator:
             best, end = logits.argmax(dim=-1).tolist(), 0
             count = sum(len(piece.tokens) for piece in pieces)
             if count > len(pieces):  # as when a text is computed again: more than one token of each
-                self._queue.rate.add(perf_counter() - started, count)
+                self._queue.took(perf_counter() - started, count)
             for piece, count in zip(pieces, kept):
                 begin, end = end, end + count
                 self._take(piece, logits[begin:end], best[begin:end])

@@ -44,7 +44,9 @@ def run(
     began = time.perf_counter()
     outputs = generate(generator, prompts, how, Console(stderr=True))
     seconds = time.perf_counter() - began
+    generator.cache.flush()
     stats, new_tokens = generator.stats(), sum(len(output) for output in outputs)
+    generator.cache.close()
     texts = [text for text in texts for _ in range(how["n"])]
     prompts = [prompt for prompt in prompts for _ in range(how["n"])]
     if as_json:
@@ -78,6 +80,11 @@ def run(
     if generator.num_proposed:
         console.print(f"{generator.num_accepted} of {generator.num_proposed} proposed tokens accepted")
     console.print(f"{stats.computed_tokens} tokens computed; cache {format_bytes(stats.nbytes)}; {groups}")
+    if stats.tiers:
+        tiers = ", ".join(
+            f"{tier.name}: {tier.num_records} records, {format_bytes(tier.nbytes)}" for tier in stats.tiers
+        )
+        console.print(f"{stats.loaded_tokens} tokens loaded from tiers; {tiers}")
 
 
 def load(name: str, dtype: str) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ from kvpagoda.replay.request import Request
 from kvpagoda.replay.reuse import lru_hits, reuse_distances, reuse_histogram, working_set
 from kvpagoda.replay.serve import ServeResult, serve
 from kvpagoda.replay.simulate import POLICIES, ReplayResult, hit_rate_curve, replay
+from kvpagoda.replay.together import serve_together
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic, workload
 
@@ -21,6 +22,7 @@ __all__ = [
     "reuse_distances",
     "reuse_histogram",
     "serve",
+    "serve_together",
     "synthetic",
     "working_set",
     "workload",

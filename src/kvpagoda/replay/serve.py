@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvpagoda.replay.readers import Source
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Schema
 from kvpagoda.sequence import Sequence
+from kvpagoda.tiers.spec import TierSpec
 
 Tokens = npt.NDArray[np.int32]
 _OWN = 2**30  # first token of what no other request has; ids are below
@@ -37,6 +39,8 @@ class ServeResult:
     """Prompt tokens that were in the tree."""
     cached_tokens: int
     """Prompt tokens that did not have to be computed."""
+    loaded_tokens: int
+    """Of these, tokens that came from tiers."""
     limited_by: dict[str, int]
     """What cut hits short -> requests."""
     evicted_blocks: int
@@ -70,13 +74,16 @@ def serve(
     checkpoint_every: int = 0,
     policy: str = "lru",
     shared: bool = True,
+    tiers: Many[TierSpec] = (),
+    part: range | None = None,
     on_request: Callable[[int], None] | None = None,
 ) -> ServeResult:
     """Admit, compute, publish and close every request of a trace, up to ``max_requests`` at once, in its order.
 
     An id of the trace stands for ``tokens_per_id`` tokens (public Mooncake traces: 512); the rest of a prompt, and every
     output, is the request's own, since traces do not say what outputs were. ``step_tokens`` of each request are computed
-    at a time. The other arguments are those of ``Schema.plan`` and ``Books``. Raises BadInput, NeverFits.
+    at a time. ``part``: the requests of it that are served, by number. ``tiers``: below the cache; with no memory behind it,
+    records are of a page each. The other arguments are those of ``Schema.plan`` and ``Books``. Raises BadInput, NeverFits.
     """
     if tokens_per_id < 1:
         raise BadInput(f"an id stands for at least 1 token, got {tokens_per_id}")
@@ -85,15 +92,21 @@ def serve(
         budget, max_requests, block_size, step_tokens=step_tokens, checkpoints=checkpoints, shared=shared
     )
     longest = int((columns.input_lengths + columns.output_lengths).max(initial=1))
-    books = Books(plan, max_context=longest, checkpoint_every=checkpoint_every, policy=policy)
-    run = _Run(books, columns, tokens_per_id, step_tokens)
+    books = Books(
+        plan, max_context=longest, checkpoint_every=checkpoint_every, policy=policy, fingerprint=schema.fingerprint,
+        tiers=tiers, weights="none: a trace",
+    )  # fmt: skip
+    run = _Run(books, columns, tokens_per_id, step_tokens, range(len(columns)) if part is None else part)
     while run.step():
         if on_request is not None:
             on_request(run.num_closed)
+    if on_request is not None:
+        on_request(len(run.waiting))
     stats = books.stats()
+    books.close()
     return ServeResult(
-        columns.name, schema.name, policy, plan.nbytes, run.next, run.never_fit, run.prompt_tokens, run.matched,
-        stats.cached_tokens, dict(run.limited_by), stats.evicted_blocks, stats.evicted_checkpoints,
+        columns.name, schema.name, policy, plan.nbytes, len(run.waiting), run.never_fit, run.prompt_tokens, run.matched,
+        stats.cached_tokens, stats.loaded_tokens, dict(run.limited_by), stats.evicted_blocks, stats.evicted_checkpoints,
         run.running_steps / max(1, run.steps), 100 * run.unusable / max(1, run.pressed) / max(1, plan.nbytes), run.pressed,
         run.steps,
     )  # fmt: skip
@@ -102,8 +115,9 @@ def serve(
 class _Run:
     """The requests on their way, and what was counted."""
 
-    def __init__(self, books: Books, trace: Trace, tokens_per_id: int, step_tokens: int) -> None:
+    def __init__(self, books: Books, trace: Trace, tokens_per_id: int, step_tokens: int, waiting: range) -> None:
         self.books, self.trace, self.per_id, self.step_tokens = books, trace, tokens_per_id, step_tokens
+        self.waiting = waiting
         self.running: list[tuple[Sequence, Tokens]] = []
         self.next = self.never_fit = self.prompt_tokens = self.matched = self.num_closed = 0
         self.steps = self.running_steps = self.pressed = self.unusable = 0
@@ -124,12 +138,12 @@ class _Run:
         ):
             self.pressed += 1
             self.unusable += self.books.unusable_nbytes()
-        return bool(self.running) or self.next < len(self.trace)
+        return bool(self.running) or self.next < len(self.waiting)
 
     def _admit(self) -> bool:
         """Open what there is room for; whether something had to wait for memory."""
-        while self.next < len(self.trace) and len(self.running) < self.books.max_requests:
-            text, num_prompt = self._text(self.next)
+        while self.next < len(self.waiting) and len(self.running) < self.books.max_requests:
+            text, num_prompt = self._text(self.waiting[self.next])
             try:
                 sequence = self.books.open(text[:num_prompt], room=0, reserve=len(text))
             except RetryLater:

@@ -18,6 +18,7 @@ from kvpagoda.replay.plot import draw, new_figure
 from kvpagoda.replay.reuse import WorkingSet, reuse_distances, reuse_histogram, working_set
 from kvpagoda.replay.serve import serve
 from kvpagoda.replay.simulate import BOUND, ReplayResult, known_policy, possible_capacity, replay
+from kvpagoda.replay.together import serve_together
 from kvpagoda.replay.trace import Ints, Trace
 from kvpagoda.replay.workload import synthetic
 from kvpagoda.schema import Schema
@@ -115,6 +116,60 @@ def run_schema(
     out.print(f"{Path(trace.name).name}: {len(trace):,} requests with the layers of {schema.name}")
     if results and results[0].never_fit:
         out.print(f"{results[0].never_fit:,} requests are larger than the smallest cache")
+    out.print(table)
+
+
+def run_together(
+    source: Path | None,
+    schema: Schema,
+    budget: str,
+    policy: str,
+    workers: int,
+    store: str | None,
+    max_requests: int,
+    interval: int,
+    tokens_per_id: int | None,
+    as_json: bool,
+    limit: int | None,
+    by_arrival: bool,
+    seed: int,
+) -> None:
+    """Serve a trace by several workers that share a store, and print what each hit, and all together."""
+    known_policy(policy)
+    trace = synthetic(500 if limit is None else limit, seed) if source is None else Trace.read(source, limit)
+    trace = trace.by_arrival() if by_arrival else trace
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f} requests"), BarColumn(), console=console, transient=True,
+        disable=not console.is_terminal,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("", total=len(trace))
+        results = serve_together(
+            trace, schema, budget, workers=workers, store=store, policy=policy, max_requests=max_requests,
+            checkpoint_every=interval, tokens_per_id=tokens_per_id or (64 if source is None else 512),
+            on_request=lambda done: progress.update(task, completed=done),
+        )  # fmt: skip
+    prompt, cached, loaded = (
+        sum(getattr(r, name) for r in results) for name in ("prompt_tokens", "cached_tokens", "loaded_tokens")
+    )
+    if as_json:
+        together = {"hit_rate": cached / max(1, prompt), "from_store": loaded / max(1, prompt)}
+        figures = {"trace": trace.name, "schema": schema.name, "budget": budget, "workers": workers, **together}
+        print(json.dumps({**figures, "results": [r.to_dict() for r in results]}, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("worker", no_wrap=True)
+    for name in ("requests", "hits", "from store", "evicted"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, r in enumerate(results):
+        share = r.loaded_tokens / max(1, r.prompt_tokens)
+        table.add_row(str(number), f"{r.requests:,}", f"{r.hit_rate:.1%}", f"{share:.1%}", f"{r.evicted_blocks:,}")
+    table.add_row(
+        "together", f"{sum(r.requests for r in results):,}", f"{cached / max(1, prompt):.1%}",
+        f"{loaded / max(1, prompt):.1%}", f"{sum(r.evicted_blocks for r in results):,}",
+    )  # fmt: skip
+    out = Console(highlight=False, markup=False)
+    out.print(f"{Path(trace.name).name}: {len(trace):,} requests with the layers of {schema.name}, {budget} a worker")
     out.print(table)
 
 

@@ -85,6 +85,17 @@ class Arena:
         """
         return self._views.get(layer, {})
 
+    def layer_bytes(self, layer: int) -> list[tuple[slice, Tensor]]:
+        """What ``layer`` keeps, as bytes: (where it lies in a record, uint8 ``[num_rows, bytes]``), a few of them."""
+        mine = [(place, start, stride) for place, start, stride in self._starts if place.layer == layer]
+        if self.order == "block" and mine:
+            inside = slice(mine[0][0].offset, mine[-1][0].offset + mine[-1][0].nbytes)
+            return [(inside, self.records[:, inside])]
+        return [
+            (slice(place.offset, place.offset + place.nbytes), self._bytes(place, start, stride))
+            for place, start, stride in mine
+        ]
+
     def pack(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Rows ``ids`` (int ``[n]``) as records ``[n, layout.nbytes]`` uint8, the same bytes in either order.
 

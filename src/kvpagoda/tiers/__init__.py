@@ -1,24 +1,37 @@
-"""Below the device: records in host memory and on disk, behind one Protocol for drivers. Any fault there is a miss."""
+"""Below the device: records in host memory, on disk, in shared stores, behind one Protocol. Any fault is a miss."""
 
 from kvpagoda.tiers.disk import disk_driver
 from kvpagoda.tiers.driver import Driver, DriverStats, Lease, Status
 from kvpagoda.tiers.host import host_driver
 from kvpagoda.tiers.keys import layout_fingerprint, prefix_hashes, prefix_root, record_key
+from kvpagoda.tiers.level import LevelStats
+from kvpagoda.tiers.mooncake import mooncake_driver
 from kvpagoda.tiers.records import RecordBuffer
+from kvpagoda.tiers.redis import redis_driver
+from kvpagoda.tiers.spec import TierSpec, disk_tier, host_tier, mooncake_tier, redis_tier, tier_from_text
 from kvpagoda.tiers.tier import Tier, TierStats
 
 __all__ = [
     "Driver",
     "DriverStats",
     "Lease",
+    "LevelStats",
     "RecordBuffer",
     "Status",
     "Tier",
+    "TierSpec",
     "TierStats",
     "disk_driver",
+    "disk_tier",
     "host_driver",
+    "host_tier",
     "layout_fingerprint",
+    "mooncake_driver",
+    "mooncake_tier",
     "prefix_hashes",
     "prefix_root",
     "record_key",
+    "redis_driver",
+    "redis_tier",
+    "tier_from_text",
 ]

@@ -15,10 +15,10 @@ import stat
 import struct
 from pathlib import Path
 
-from xxhash import xxh3_128_digest
-
+from kvpagoda.alloc.pages import PAGE, Bytes, pages
 from kvpagoda.errors import BadInput
-from kvpagoda.tiers.records import HEADER_NBYTES, PAGE, Bytes, RecordBuffer, pages, read_header
+from kvpagoda.tiers.checksum import xxh3_128
+from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer, read_header
 from kvpagoda.tiers.slots import SlotDriver
 from kvpagoda.units import format_bytes, parse_bytes
 
@@ -60,7 +60,7 @@ class SlabFile:
         if not stat.S_ISREG(found.st_mode):
             raise OSError(0, f"{FILE_NAME} is not a regular file")
         start = _SUPERBLOCK.pack(b"KVPGSLAB", 1, PAGE, self.slot_nbytes)
-        start += xxh3_128_digest(start)
+        start += xxh3_128(start)
         size = PAGE + self.num_slots * self.slot_nbytes
         is_ours = os.pread(file, len(start), 0) == start
         os.ftruncate(file, min(size, found.st_size) if is_ours else 0)

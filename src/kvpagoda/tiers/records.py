@@ -8,25 +8,22 @@ A record is a header of 128 bytes and a payload, which is one block of all layer
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from xxhash import xxh3_128_digest
 
 from kvpagoda.alloc.free_list import FreeStack
 from kvpagoda.alloc.held import whole_number
+from kvpagoda.alloc.pages import PAGE, Bytes, pages
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned
+from kvpagoda.tiers.checksum import xxh3_128
 from kvpagoda.tiers.keys import KEY_NBYTES
 from kvpagoda.units import align_up
 
-Bytes = npt.NDArray[np.uint8]
 HEADER_NBYTES = 128
-PAGE = 4096
 _MAGIC = b"KVPAGODA"
 _VERSION = 1
 _FIELDS = struct.Struct("<8sIIQQ32s32s16s")
@@ -51,9 +48,9 @@ def pack_record(
         raise BadInput(f"a key and a fingerprint have {KEY_NBYTES} bytes, got {len(key)} and {len(fingerprint)}")
     if end < len(record):
         record[end:] = 0
-    digest = xxh3_128_digest(record[HEADER_NBYTES:end].data) if checksum else _UNCHECKED
+    digest = xxh3_128(record[HEADER_NBYTES:end].data) if checksum else _UNCHECKED
     fields = _FIELDS.pack(_MAGIC, _VERSION, 0, nbytes, 0, key, fingerprint, digest)
-    record.data[:HEADER_NBYTES] = fields + xxh3_128_digest(fields)
+    record.data[:HEADER_NBYTES] = fields + xxh3_128(fields)
 
 
 def read_header(header: bytes) -> tuple[bytes, int] | None:
@@ -68,13 +65,13 @@ def verify_record(record: Bytes, key: bytes, fingerprint: bytes, *, checksum: bo
     if fields is None or fields[5:7] != (key, fingerprint) or fields[3] > len(record) - HEADER_NBYTES:
         return None
     nbytes: int = fields[3]
-    if checksum and xxh3_128_digest(record[HEADER_NBYTES : HEADER_NBYTES + nbytes].data) != fields[7]:
+    if checksum and xxh3_128(record[HEADER_NBYTES : HEADER_NBYTES + nbytes].data) != fields[7]:
         return None
     return nbytes
 
 
 def _fields(header: bytes) -> tuple[Any, ...] | None:
-    if len(header) != HEADER_NBYTES or xxh3_128_digest(header[:_SEALED]) != header[_SEALED:]:
+    if len(header) != HEADER_NBYTES or xxh3_128(header[:_SEALED]) != header[_SEALED:]:
         return None
     fields = _FIELDS.unpack_from(header)
     return fields if fields[:3] == (_MAGIC, _VERSION, 0) else None
@@ -172,8 +169,3 @@ class RecordBuffer:
             raise NotOwned(
                 f"records of 0..{self.num_records - 1} that are out, each once; got {bad[:16] or list(rows)[:16]}"
             )
-
-
-def pages(nbytes: int) -> Bytes:
-    """Zeroed page-aligned memory, taken from the system as it is touched."""
-    return np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)

@@ -80,7 +80,8 @@ class Tier:
                 f"{len(fingerprint)} bytes, {workers} workers, {faults} faults, {pause} s"
             )
         self.driver, self.buffer = driver, buffer
-        self._fingerprint, self._checksum = fingerprint, checksum
+        self.fingerprint = fingerprint  #: of the records that later calls name
+        self._checksum = checksum
         self._most_in_flight, self._in_flight = parse_bytes(in_flight), 0
         self._breakers = {kind: Breaker(faults, pause) for kind in ("store", "lookup", "load", "discard")}
         self._counts: dict[str, Counter[Status]] = {kind: Counter() for kind in self._breakers}
@@ -105,7 +106,9 @@ class Tier:
         sizes = [self.buffer.payload_nbytes] * len(keys) if nbytes is None else list(nbytes)
         if len(sizes) != len(keys) or not all(0 <= size <= self.buffer.payload_nbytes for size in sizes):
             raise BadInput(f"{len(keys)} payloads of 0..{self.buffer.payload_nbytes} bytes, got {sizes[:16]}")
-        return self._start("store", partial(self._store, keys, rows, sizes, deadline), list, deadline, keys, rows)
+        return self._start(
+            "store", partial(self._store, self.fingerprint, keys, rows, sizes, deadline), list, deadline, keys, rows
+        )
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float = 10.0) -> Future[Lease]:
         """Which of ``keys`` are there, and stay for ``hold`` seconds. Raises BadInput."""
@@ -119,7 +122,9 @@ class Tier:
         CORRUPT records are discarded. Raises BadInput and NotOwned, before anything is done.
         """
         keys, rows = self._prove(keys, rows)
-        return self._start("load", partial(self._load, keys, rows, deadline), list, deadline, keys, rows)
+        return self._start(
+            "load", partial(self._load, self.fingerprint, keys, rows, deadline), list, deadline, keys, rows
+        )
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> Future[list[Status]]:
         """Drop the records of ``keys``. Raises BadInput."""
@@ -257,11 +262,13 @@ class Tier:
         elif isinstance(result, Lease):
             result.release()
 
-    def _store(self, keys: Sequence[bytes], rows: Rows, sizes: Sequence[int], deadline: float) -> list[Status]:
+    def _store(
+        self, fingerprint: bytes, keys: Sequence[bytes], rows: Rows, sizes: Sequence[int], deadline: float
+    ) -> list[Status]:
         statuses, leases, parts = list[Status](), list[Lease](), self._parts(len(keys))
         for part in parts:
             for key, row, size in zip(keys[part], rows[part], sizes[part]):
-                pack_record(self.buffer.rows[row], key, self._fingerprint, size, checksum=self._checksum)
+                pack_record(self.buffer.rows[row], key, fingerprint, size, checksum=self._checksum)
             statuses += _twice(self.driver.store, keys[part], rows[part], deadline)
             if len(parts) > 1:  # no part goes for a deeper one, and in the end the deepest counts as used first
                 leases.append(self.driver.lookup(keys[part], deadline, deadline - monotonic()))
@@ -271,7 +278,7 @@ class Tier:
             lease.release()
         return statuses
 
-    def _load(self, keys: Sequence[bytes], rows: Rows, deadline: float) -> list[Status]:
+    def _load(self, fingerprint: bytes, keys: Sequence[bytes], rows: Rows, deadline: float) -> list[Status]:
         statuses = []
         for part in self._parts(len(keys)):
             for key, row, status in zip(
@@ -279,7 +286,7 @@ class Tier:
             ):
                 if status is Status.OK:
                     record = self.buffer.rows[row]
-                    if verify_record(record, key, self._fingerprint, checksum=self._checksum) is None:
+                    if verify_record(record, key, fingerprint, checksum=self._checksum) is None:
                         status = Status.CORRUPT
                 statuses.append(status)
         corrupt = [key for key, status in zip(keys, statuses) if status is Status.CORRUPT]

@@ -1,0 +1,69 @@
+"""Several workers, each with a cache of its own, and one store below them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, wait
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+from kvpagoda.errors import BadInput
+from kvpagoda.replay.readers import Source
+from kvpagoda.replay.serve import ServeResult, serve
+from kvpagoda.replay.trace import Trace
+from kvpagoda.schema import Schema
+from kvpagoda.tiers.spec import TierSpec, tier_from_text
+
+_counts: Any = None  # in a worker: how many requests each has served
+
+
+def serve_together(
+    trace: Source | Trace,
+    schema: Schema,
+    budget: int | str,
+    *,
+    workers: int,
+    store: str | None = None,
+    on_request: Callable[[int], None] | None = None,
+    **settings: Any,
+) -> list[ServeResult]:
+    """``serve`` a trace by ``workers`` processes with ``budget`` each, request i by worker i modulo ``workers``, all at once.
+
+    ``store``: a tier that all of them share, as ``tier_from_text`` reads it; a block is a record there, with no bytes behind
+    it. How many hits come from the store depends on who was faster, as it does in life. Raises BadInput, NeverFits.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= 1024:
+        raise BadInput(f"workers is a whole number, 1 to 1024, got {workers!r}")
+    _tiers(store)
+    columns = Trace.read(trace)
+    context = get_context("spawn")
+    counts = context.Array("q", workers)
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(counts,)) as pool:
+        work = partial(_serve, columns, schema, budget, store, workers, settings)
+        futures = [pool.submit(work, worker) for worker in range(workers)]
+        waiting = set(futures)
+        while waiting:
+            waiting = wait(waiting, timeout=0.2).not_done
+            if on_request is not None:
+                on_request(sum(counts[:]))
+        return [future.result() for future in futures]
+
+
+def _tiers(store: str | None) -> tuple[TierSpec, ...]:
+    return () if store is None else (tier_from_text(store, record_nbytes=1, write="commit", timeout=1.0),)
+
+
+def _begin(counts: Any) -> None:
+    global _counts
+    _counts = counts
+
+
+def _serve(
+    trace: Trace, schema: Schema, budget: int | str, store: str | None, workers: int, settings: dict[str, Any], worker: int
+) -> ServeResult:  # fmt: skip
+    def count(done: int) -> None:
+        _counts[worker] = done
+
+    part = range(worker, len(trace), workers)
+    return serve(trace, schema, budget, tiers=_tiers(store), part=part, on_request=count, **settings)

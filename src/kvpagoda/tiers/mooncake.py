@@ -1,0 +1,213 @@
+"""Records in Mooncake Store: the memory of many machines as one store, filled and read from the buffer itself.
+
+Its ports have no authentication and no encryption. Every client listens on **all** addresses, ports 15000 to 17000, whatever
+host it is given; who reaches them reads and writes what is registered there: the record buffer, and the segment. Close them
+to all but the machines of the store, by a firewall or a network namespace; where that cannot be done, do not use this driver.
+
+    mooncake_master --rpc_address=10.0.0.1 --rpc_port=50051 --metrics_host=127.0.0.1 --put_start_discard_timeout_sec=5
+
+An address has to be given: the default is all. After the 5 seconds, 30 by default, a record can be stored again whose writer
+died or was late; until then storing it says OK and keeps nothing. Loads tell.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from threading import Condition, Thread
+from time import monotonic
+from typing import Any
+
+from kvpagoda.errors import BadInput
+from kvpagoda.tiers.driver import DriverStats, Lease, Status
+from kvpagoda.tiers.records import RecordBuffer
+from kvpagoda.units import format_bytes, parse_bytes
+
+# Set where they are not yet, before the engine reads them: its own are 30 seconds.
+TIMEOUTS = {
+    "MC_RPC_TIMEOUT_MS": "1000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "500",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+}
+_LEAST_SEGMENT = 16 << 20
+_LEASE_SECONDS = 5.0
+_RETRY_SECONDS = 0.5
+_CONNECT_SECONDS = 5.0
+_STATUSES = {
+    -200: Status.REJECTED,  # no room, or nobody gives any
+    -600: Status.CORRUPT,  # longer than a record
+    -703: Status.MISS,  # not complete
+    -704: Status.MISS,
+    -705: Status.OK,  # is there already
+    -801: Status.CORRUPT,  # the engine's own checksum
+    -901: Status.TIMEOUT,
+}
+
+
+class MooncakeDriver:
+    """See ``mooncake_driver``. ``last_error``: why something was not available, for people."""
+
+    def __init__(self, buffer: RecordBuffer, make: Callable[[], Any], master: str, segment_nbytes: int) -> None:
+        self.last_error = f"{master} has not answered yet"
+        self._buffer, self._make, self._master, self._segment_nbytes = buffer, make, master, segment_nbytes
+        start = buffer.records.ctypes.data
+        self._places = [start + row * buffer.record_nbytes for row in range(buffer.num_records)]
+        self._process = os.getpid()
+        self._changed = Condition()
+        self._client: Any = None
+        self._calls = self._rejected = 0
+        self._is_closed = False
+        Thread(target=self._connect, name="kvpagoda-mooncake", daemon=True).start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._client is not None, _CONNECT_SECONDS if self._is_reachable() else 0)
+
+    def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        """See ``Driver``. REJECTED: no room. OK is not even a promise that it was stored."""
+        statuses = self._call("batch_put_from", keys, deadline, self._where(rows), wanted=0)
+        with self._changed:
+            self._rejected += statuses.count(Status.REJECTED)
+        return statuses
+
+    def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
+        """See ``Driver``. What was found stays for 5 seconds at most, the master's own time for a lease being longer."""
+        until = monotonic() + min(hold, _LEASE_SECONDS)
+        return Lease(tuple(keys), tuple(self._call("batch_is_exist", keys, deadline, wanted=1)), until)
+
+    def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        """See ``Driver``. CORRUPT: of another length."""
+        return self._call("batch_get_into", keys, deadline, self._where(rows), wanted=self._buffer.record_nbytes)
+
+    def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
+        """See ``Driver``."""
+        return self._call("batch_remove", keys, deadline, (True,), wanted=0)
+
+    def stats(self) -> DriverStats:
+        """The segment, which is taken whole from the start. What lies in it, and elsewhere, only the master knows."""
+        with self._changed:
+            nbytes = self._segment_nbytes if self._client is not None else 0
+            return DriverStats(0, nbytes, self._segment_nbytes, rejected=self._rejected)
+
+    def close(self) -> None:
+        """See ``Driver``. The engine is given up by the last call that still uses it; what lay in the segment is gone."""
+        with self._changed:
+            is_first, self._is_closed = not self._is_closed, True
+            self._calls += is_first
+        if is_first:
+            self._leave()
+
+    # -- the engine ------------------------------------------------------------------------------------------------------
+
+    def _where(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        return [self._places[row] for row in rows], [self._buffer.record_nbytes] * len(rows)
+
+    def _call(
+        self, name: str, keys: Sequence[bytes], deadline: float, arguments: Sequence[object] = (), *, wanted: int
+    ) -> list[Status]:
+        """One batch. The engine knows no deadlines: past them it is given up after seconds, by ``TIMEOUTS``."""
+        with self._changed:
+            fault = Status.TIMEOUT if monotonic() >= deadline else Status.UNAVAILABLE
+            client = None if self._is_closed or self._process != os.getpid() else self._client
+            if client is None or fault is Status.TIMEOUT or not keys:
+                return [fault if client is not None else Status.UNAVAILABLE] * len(keys)
+            self._calls += 1
+        try:
+            codes: list[int] = getattr(client, name)([key.hex() for key in keys], *arguments)
+        finally:
+            self._leave()
+        other = Status.MISS if name == "batch_is_exist" else Status.CORRUPT
+        statuses = [
+            Status.OK if code == wanted else other if code >= 0 else _STATUSES.get(code, Status.UNAVAILABLE)
+            for code in codes
+        ]
+        if Status.UNAVAILABLE in statuses:
+            self.last_error = f"{name}: {codes[statuses.index(Status.UNAVAILABLE)]}"
+        return statuses
+
+    def _leave(self) -> None:
+        """A call ends; the last one after ``close`` ends the engine, which must not be called after that."""
+        with self._changed:
+            self._calls -= 1
+            client = self._client if self._is_closed and not self._calls else None
+            if client is not None:
+                self._client = None
+            self._changed.notify_all()
+        if client is not None and self._process == os.getpid():
+            self._end(client)
+
+    def _end(self, client: Any) -> None:
+        client.unregister_buffer(self._places[0])
+        client.close()
+
+    def _is_reachable(self) -> bool:
+        """Whether somebody answers at the master's address: without one the engine tries for a minute and a half."""
+        if "://" in self._master:
+            return True
+        host, _, port = self._master.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), 1.0).close()
+        except OSError as error:
+            self.last_error = f"{self._master}: {error}"
+            return False
+        return True
+
+    def _connect(self) -> None:
+        """Until it succeeds or is closed: set the engine up, and register the buffer. From then on it reconnects itself."""
+        while True:
+            if self._is_reachable():
+                client = self._make()
+                if client is not None and client.register_buffer(self._places[0], self._buffer.records.nbytes) == 0:
+                    break
+                self.last_error = f"{self._master}: the engine could not be set up; see what it logs"
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_closed, _RETRY_SECONDS):
+                    return
+        with self._changed:
+            if not self._is_closed:
+                self._client, self.last_error = client, ""
+                self._changed.notify_all()
+                return
+        self._end(client)
+
+
+def mooncake_driver(
+    buffer: RecordBuffer, master: str, *, segment: int | str = 0, host: str = "127.0.0.1",
+    protocol: str = "tcp", devices: str = "", metadata: str = "P2PHANDSHAKE",
+) -> MooncakeDriver:  # fmt: skip
+    """Records in the Mooncake Store of ``master``, "host:port", or what the engine takes for several, "etcd://..".
+
+    ``segment``: how much memory this process gives to the store; with 0 it only uses it. What lies there is gone with the
+    process. ``host``: the name by which the others reach this one. ``protocol``: "tcp", or "rdma" with ``devices``. **All its
+    ports are open to everybody who reaches them, on all addresses**: see the top of this file before using it.
+
+    The buffer is registered once. A master that does not answer is tried again in the background, and all is UNAVAILABLE
+    until then. A call can outlast its deadline by seconds, as the engine's timeouts say, which are set here where the
+    environment does not: put a ``Tier`` above. Raises BadInput if the engine is not installed, naming what is missing.
+    """
+    try:
+        segment_nbytes = parse_bytes(segment) if segment else 0
+        if ("://" not in master and not 0 < int(master.rpartition(":")[2]) < 65536) or not host:
+            raise ValueError(master)
+    except ValueError as error:
+        raise BadInput(
+            f"a master is host:port or etcd://.., this host is a name, got {master!r} and {host!r}"
+        ) from error
+    if 0 < segment_nbytes < _LEAST_SEGMENT:
+        raise BadInput(f"a segment is 0 or at least {format_bytes(_LEAST_SEGMENT)}, got {format_bytes(segment_nbytes)}")
+    for name, value in TIMEOUTS.items():
+        os.environ.setdefault(name, value)
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:
+        raise BadInput(
+            f"no Mooncake Store here ({error}): pip install 'kvpagoda[mooncake]' and apt-get install libibverbs1, or, with "
+            "CUDA, pip install mooncake-transfer-engine in its place"
+        ) from error
+
+    def make() -> Any:
+        client = MooncakeDistributedStore()
+        is_set_up = client.setup(host, metadata, segment_nbytes, 0, protocol, devices, master) == 0
+        return client if is_set_up else None
+
+    return MooncakeDriver(buffer, make, master, segment_nbytes)

@@ -1,0 +1,119 @@
+"""What a tier is made of, before there is a cache that knows how large its records are."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from kvpagoda.errors import BadInput
+from kvpagoda.tiers.disk import disk_driver
+from kvpagoda.tiers.driver import Driver
+from kvpagoda.tiers.host import host_driver
+from kvpagoda.tiers.mooncake import mooncake_driver
+from kvpagoda.tiers.records import RecordBuffer
+from kvpagoda.tiers.redis import redis_driver
+from kvpagoda.units import parse_bytes
+
+When = Literal["commit", "evict", "reuse"]
+
+
+@dataclass(frozen=True)
+class TierSpec:
+    """One of ``KVCache(tiers=[...])``, the fastest first. ``host_tier``, ``disk_tier`` and others make it.
+
+    ``make(buffer)`` gives the driver; any driver will do that passes ``kvpagoda.tiers.conformance``. ``write``: what the cache
+    stores there: blocks as they are published (``"commit"``), those that it evicts (``"evict"``), or those that a second
+    request begins with (``"reuse"``). ``record_nbytes``: records have at least so many bytes; blocks of a small model share
+    one. ``staging``: host memory for records on their way (None: 64 MiB, or what two checkpoints take). ``timeout``: seconds
+    that a call may take. ``checksum``: sum payloads; ``is_private``: only this process can read what lies there.
+    """
+
+    name: str
+    make: Callable[[RecordBuffer], Driver]
+    write: When = "commit"
+    record_nbytes: int | str = 1
+    staging: int | str | None = None
+    timeout: float = 1.0
+    workers: int = 2
+    checksum: bool = True
+    is_private: bool = False
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.record_nbytes)
+        if self.staging is not None:
+            parse_bytes(self.staging)
+        if self.write not in get_args(When) or self.timeout <= 0:
+            raise BadInput(
+                f"tier {self.name!r} writes at one of {', '.join(get_args(When))} with a timeout above 0, got "
+                f"{self.write!r} and {self.timeout} s"
+            )
+
+
+def host_tier(nbytes: int | str, *, write: When = "evict", **settings: Any) -> TierSpec:
+    """At most ``nbytes`` of this process's memory, for what does not fit the device. See ``host_driver`` and ``TierSpec``."""
+    make = partial(host_driver, nbytes=parse_bytes(nbytes))
+    return TierSpec("host", make, **{"write": write, "is_private": True, "checksum": False, **settings})
+
+
+def disk_tier(
+    folder: str | Path, nbytes: int | str, *, direct: bool = False, admit_all: bool = False, **settings: Any
+) -> TierSpec:
+    """A file of at most ``nbytes`` in ``folder``, found again after a restart. See ``disk_driver`` and ``TierSpec``."""
+    size = parse_bytes(nbytes)
+    return TierSpec(
+        "disk",
+        lambda buffer: disk_driver(folder, buffer, size, direct=direct, admit_all=admit_all),
+        **settings,
+    )
+
+
+def redis_tier(url: str, *, tls: ssl.SSLContext | None = None, **settings: Any) -> TierSpec:
+    """The Redis or Valkey server, or cluster, at ``url``, which many machines may share. See ``redis_driver``."""
+    return TierSpec(
+        "redis",
+        lambda buffer: redis_driver(buffer, url, tls=tls),
+        **{"record_nbytes": "1MiB", "timeout": 2.0, **settings},
+    )
+
+
+def mooncake_tier(
+    master: str, *, segment: int | str = 0, host: str = "127.0.0.1", protocol: str = "tcp", devices: str = "",
+    metadata: str = "P2PHANDSHAKE", **settings: Any,
+) -> TierSpec:  # fmt: skip
+    """The Mooncake Store of ``master``, the memory of many machines. **Its ports are open to whoever reaches them**: see
+    ``kvpagoda.tiers.mooncake``, ``mooncake_driver`` and ``TierSpec``."""
+    make = partial(
+        mooncake_driver,
+        master=master,
+        segment=segment,
+        host=host,
+        protocol=protocol,
+        devices=devices,
+        metadata=metadata,
+    )
+    return TierSpec("mooncake", make, **{"record_nbytes": "1MiB", "timeout": 3.0, **settings})
+
+
+def tier_from_text(text: str, **settings: Any) -> TierSpec:
+    """A tier as it is written on a command line. Raises BadInput.
+
+    ``host:4GiB``, ``disk:FOLDER:50GiB``, ``redis://..``, ``rediss://..``, ``unix:///..``, ``mooncake://HOST:PORT``.
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "host":
+        return host_tier(rest, **settings)
+    if kind == "disk" and ":" in rest:
+        folder, _, nbytes = rest.rpartition(":")
+        return disk_tier(folder, nbytes, **settings)
+    if kind in ("redis", "rediss", "unix"):
+        return redis_tier(text, **settings)
+    if kind == "mooncake" and rest.startswith("//"):
+        return mooncake_tier(rest[2:], **settings)
+    raise BadInput(
+        f"no tier is written like {kind + ':..'!r}; write host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT, rediss://, "
+        f"unix:///PATH or mooncake://HOST:PORT"
+    )

@@ -1,0 +1,462 @@
+"""A cache with tiers below it: what was stored is loaded, bit for bit, and whatever fails there is a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.test_manager import SCHEMAS, FakeEngine, schema_of, traffic
+from tests.test_swap import computed, fill_random, overwrite
+
+from kvpagoda.books import Books
+from kvpagoda.errors import BadInput, CheckFailed
+from kvpagoda.manager import KVCache
+from kvpagoda.schema import Attention, Compressed, Growth, Latent, Schema
+from kvpagoda.schema.fields import Encoding
+from kvpagoda.tiers import Driver, DriverStats, Lease, RecordBuffer, Status, TierSpec, disk_tier, host_driver, host_tier
+
+TINY = {"staging": "1MiB"}
+
+
+def cache_of(name: str | Schema, *tiers: TierSpec, num_blocks: int = 40, **arguments: object) -> KVCache:
+    schema = SCHEMAS[name] if isinstance(name, str) else name
+    settings: dict[str, object] = {
+        "checkpoints": 4,
+        "checkpoint_every": 2,
+        "max_requests": 6,
+        "poison": True,
+        **arguments,
+    }
+    return KVCache(
+        schema, num_blocks=num_blocks, block_size=4, device="cpu", step_tokens=9, tiers=tiers, weights="w", **settings,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def run(cache: KVCache, text: np.ndarray, engine: FakeEngine | None = None) -> int:
+    """A request computes ``text`` and ends; returns what it did not have to compute."""
+    engine = FakeEngine(cache) if engine is None else engine
+    with cache.open(text, "tenant 0", room=0) as sequence:
+        engine.spaces[id(sequence)] = 0
+        cached = sequence.cached_tokens
+        while sequence.length < len(text):
+            end = min(sequence.length + 9, cache.next_checkpoint(sequence) or len(text))
+            new = text[sequence.length : end].astype(np.int32)
+            sequence.extend(len(new))
+            engine.step([sequence], [new])
+            sequence.commit(new)
+        cache.check()
+    return cached
+
+
+def forget(cache: Books) -> None:
+    """Nothing is cached on the device any more."""
+    cache.reset()
+    assert not cache.reuse.tree.num_cached
+
+
+class Flaky:
+    """A driver that fails, lies or is slow, at random."""
+
+    def __init__(self, driver: Driver, share: float, seed: int = 0) -> None:
+        self.driver, self.share, self.random, self.num_faults = driver, share, np.random.default_rng(seed), 0
+
+    def _hits(self) -> bool:
+        hit = bool(self.random.random() < self.share)
+        self.num_faults += hit
+        return hit
+
+    def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        told = self.driver.store(keys, rows, deadline) if not self._hits() else [Status.OK] * len(keys)
+        return [Status.UNAVAILABLE if self._hits() else status for status in told]
+
+    def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
+        if self._hits():
+            raise OSError("the server is gone")
+        lease = self.driver.lookup(keys, deadline, hold)
+        return Lease(
+            lease.keys, tuple(Status.OK if self._hits() else one for one in lease.statuses), lease.until, lease.release
+        )
+
+    def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        told = self.driver.load(keys, rows, deadline)
+        for i, row in enumerate(rows):
+            fault = int(self.random.integers(5)) if self._hits() else -1
+            if fault == 0:
+                told[i] = Status.MISS
+            elif fault == 1:  # wrong bytes, said to be right
+                self.rows[row][int(self.random.integers(len(self.rows[row])))] ^= 1 << int(self.random.integers(8))
+            elif fault == 2:
+                self.rows[row][int(self.random.integers(len(self.rows[row]))) :] = 0
+            elif fault == 3:  # another record
+                self.rows[row][:] = self.rows[rows[0]]
+            elif fault == 4:
+                told[i] = Status.OK
+        return told
+
+    def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
+        return self.driver.discard(keys, deadline)
+
+    def stats(self) -> DriverStats:
+        return self.driver.stats()
+
+    def close(self) -> None:
+        self.driver.close()
+
+    @classmethod
+    def tier(cls, share: float, **settings: object) -> tuple[TierSpec, list[Flaky]]:
+        made: list[Flaky] = []
+
+        def make(buffer: RecordBuffer) -> Driver:
+            driver = cls(host_driver(buffer, "4MiB"), share)
+            driver.rows = buffer.rows
+            made.append(driver)
+            return driver
+
+        return TierSpec("flaky", make, **{**TINY, **settings}), made  # type: ignore[arg-type]
+
+    rows: list[np.ndarray]
+
+
+WAYS: dict[str, Callable[[Path], tuple[TierSpec, ...]]] = {
+    "evict": lambda folder: (host_tier("1MiB", **TINY),),
+    "commit": lambda folder: (host_tier("1MiB", write="commit", **TINY),),
+    "reuse": lambda folder: (host_tier("1MiB", write="reuse", **TINY),),
+    "several blocks in a record": lambda folder: (host_tier("1MiB", write="commit", record_nbytes=700, **TINY),),
+    "disk": lambda folder: (disk_tier(folder, "2MiB", **TINY),),
+    "host over disk": lambda folder: (host_tier("100KiB", **TINY), disk_tier(folder, "2MiB", admit_all=True, **TINY)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["full", "window", "mixed", "state", "latent"])
+def test_rows_read_back_are_the_rows_written(name: str, way: str, tmp_path: Path) -> None:
+    """Random traffic in a cache so small that it evicts all the time: every row that a step may read is compared."""
+    cache = cache_of(name, *WAYS[way](tmp_path))
+    cache.open = partial(cache.open, layerwise=way == "disk")  # type: ignore[method-assign]
+    traffic(cache, 350, seed=5, engine=FakeEngine(cache))
+    stats = cache.stats()
+    assert sum(tier.failed for tier in stats.tiers) == 0
+    assert stats.loaded_tokens > 0 or way == "reuse"
+    assert cache.flush()
+    for level in cache.below.levels:  # type: ignore[union-attr]
+        level.buffer.check()
+        assert level.buffer.num_free == level.buffer.num_records
+    cache.close()
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize("name", ["full", "mixed", "state"])
+def test_rows_stay_right_while_a_tier_fails(name: str, share: float) -> None:
+    spec, made = Flaky.tier(share, write="evict")
+    cache = cache_of(name, spec)
+    traffic(cache, 300, seed=6, engine=FakeEngine(cache))
+    assert made[0].num_faults >= 3
+    assert share < 1 or cache.stats().loaded_tokens == 0
+    cache.close()
+
+
+@pytest.mark.parametrize("name", ["full", "window", "mixed", "state", "latent"])
+def test_another_cache_finds_what_was_stored_and_another_model_does_not(name: str, tmp_path: Path) -> None:
+    text = np.arange(50) % 37
+    first = cache_of(name, disk_tier(tmp_path, "2MiB", **TINY))
+    assert run(first, text) == 0
+    first.close()
+    second = cache_of(name, disk_tier(tmp_path, "2MiB", **TINY))
+    assert run(second, text) == 48 == second.stats().loaded_tokens
+    forget(second)
+    other = text.copy()
+    other[30] += 1
+    found = run(second, other)
+    assert 0 < found <= 28
+    second.close()
+    for changed in ({"weights": "v"}, {"rank": 1, "num_ranks": 2}, {"block_size": 8}):
+        cache = KVCache(
+            SCHEMAS[name], num_blocks=40, device="cpu",
+            **{"block_size": 4, "weights": "w", "tiers": [disk_tier(tmp_path / "other", "2MiB", **TINY)], **changed},
+        )  # type: ignore[arg-type]  # fmt: skip
+        assert run(cache, text) == 0
+        cache.close()
+
+
+FORMATS = {
+    "fp8 latents": (Latent(256, 64, "bfloat16", encoding=Encoding("fp8", group=128), index_dim=128),),
+    "fp8 entries": (Compressed(192, 8, "bfloat16", 4, True, 64, encoding=Encoding("fp8_ue8m0", kept=64, group=64)),),
+    "mxfp4 and nvfp4": (
+        Attention(2, 64, 64, "bfloat16", encoding=Encoding("mxfp4", group=32)),
+        Attention(2, 64, 64, "bfloat16", Growth(window=10), Encoding("nvfp4", group=16)),
+    ),
+}
+
+
+def schemas() -> list[str]:
+    pytest.importorskip("transformers")
+    from models import TINY as CONFIGS
+
+    return [*FORMATS, *sorted(CONFIGS)]
+
+
+@pytest.mark.parametrize("name", schemas())
+def test_every_byte_comes_back_for_every_family_and_format(name: str, tmp_path: Path) -> None:
+    """From the device to disk and back, then to host memory and back: blocks, windows and states, whatever they hold."""
+    from models import TINY as CONFIGS
+
+    schema = schema_of(*FORMATS[name]) if name in FORMATS else Schema.from_hf_config(CONFIGS[name]())
+    size, order = (16 if name == "deepseek_v4" else 8), ("block", "layer")[len(name) % 2]
+    tiers = [host_tier("8MiB", staging="4MiB"), disk_tier(tmp_path, "16MiB", staging="4MiB")]
+    cache = KVCache(
+        schema, num_blocks=24, max_requests=2, block_size=size, device="cpu", order=order, checkpoints=2, tiers=tiers,
+        weights="w",
+    )  # fmt: skip
+    text = range(5 * size + 3)
+    fill_random(cache)
+    with cache.open(text, room=0) as sequence:
+        while sequence.length < len(text):
+            end = min(cache.next_checkpoint(sequence) or len(text), sequence.length + size)
+            sequence.extend(end - sequence.length)
+            sequence.commit(text[sequence.length : end])
+            if sequence.length == 5 * size:
+                before = needed_rows(sequence, cache)
+    assert cache.flush()
+    for source in (1, 0):  # from disk, then from host memory
+        if source:
+            forget(cache)
+        else:
+            for other in range(60, 120, 20):
+                computed(cache, range(other, other + size + 1)).close()
+            overwrite(cache, 60)
+            assert cache.flush()
+        loaded = cache.stats().tiers[source].loaded
+        fill_random(cache)
+        with cache.open(text, room=0) as sequence:
+            assert sequence.match.resumable == 5 * size
+            assert source or not cache.reuse.bounded or sequence.match.loaded
+            after = needed_rows(sequence, cache)
+            assert all(torch.equal(old, new) for old, new in zip(before, after))
+            assert cache.stats().tiers[source].loaded > loaded or not sequence.match.loaded
+    cache.check()
+    cache.close()
+
+
+def needed_rows(sequence: Any, cache: KVCache) -> list[torch.Tensor]:
+    """The records that the next token of ``sequence`` reads, group by group."""
+    found = []
+    for ledger in cache.ledgers:
+        first = ledger.growth.first_needed(sequence.length) // ledger.block_size
+        ids = ledger.table.cells[sequence.slot, first : -(-sequence.length // ledger.block_size)]
+        found.append(cache._arenas[ledger.plan.name].pack(torch.from_numpy(ids.copy())))
+    return found
+
+
+def test_what_is_stored_belongs_to_one_namespace_secret_and_image() -> None:
+    store: list[Driver] = []
+
+    def make(buffer: RecordBuffer) -> Driver:  # one store for several caches of the same layout
+        if not store:
+            store.append(Kept(host_driver(buffer, "1MiB")))
+        kept = store[0]
+        assert isinstance(kept, Kept)
+        return kept.over(buffer)
+
+    spec = TierSpec("shared", make, staging="1MiB")
+    text = np.arange(33) % 7
+
+    def cached(namespace: str | None, media: dict[int, bytes] | None, **arguments: object) -> int:
+        cache = cache_of("full", spec, **arguments)
+        with cache.open(text, namespace, media=media) as sequence:
+            found = sequence.match.loaded
+            sequence.commit(text[sequence.length :].astype(np.int32))
+        cache.close()
+        return found
+
+    one, two = {9: b"1" * 16}, {9: b"2" * 16}
+    assert [cached("a", None) for _ in range(2)] == [0, 32]
+    assert cached("b", None) == 0 and cached("a", None, tier_secret=b"s") == 0
+    assert [cached("a", one) for _ in range(2)] == [8, 32]
+    assert cached("a", two) == 8 and cached("a", {10: b"1" * 16}) == 8 and cached("a", one) == 32
+
+
+class Kept:
+    """A driver over one memory that several buffers use, one after the other, and that outlives its caches."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.records: dict[bytes, np.ndarray] = {}
+        self.buffer: RecordBuffer | None = None
+
+    def over(self, buffer: RecordBuffer) -> Kept:
+        self.buffer = buffer
+        return self
+
+    def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        assert self.buffer is not None
+        for key, row in zip(keys, rows):
+            self.records.setdefault(key, self.buffer.rows[row].copy())
+        return [Status.OK] * len(keys)
+
+    def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
+        return Lease(tuple(keys), tuple(Status.OK if key in self.records else Status.MISS for key in keys), deadline)
+
+    def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        assert self.buffer is not None
+        for key, row in zip(keys, rows):
+            if key in self.records:
+                self.buffer.rows[row][:] = self.records[key]
+        return [Status.OK if key in self.records else Status.MISS for key in keys]
+
+    def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
+        return [Status.OK if self.records.pop(key, None) is not None else Status.MISS for key in keys]
+
+    def stats(self) -> DriverStats:
+        return DriverStats(len(self.records), 0, 1)
+
+    def close(self) -> None:
+        pass
+
+
+def test_after_new_weights_nothing_old_is_found_and_names_say_which() -> None:
+    cache = cache_of("full", host_tier("1MiB", write="commit", **TINY))
+    text = np.arange(40) % 31
+    assert run(cache, text) == 0 and cache.flush()
+    forget(cache)
+    assert run(cache, text) == 36
+    cache.invalidate(weights="x")
+    assert run(cache, text) == 0 and cache.flush()
+    forget(cache)
+    cache.invalidate(weights="w")
+    assert run(cache, text) == 36, "the first weights again"
+    cache.invalidate()
+    assert run(cache, text) == 0
+    with pytest.raises(BadInput, match="all namespaces"):
+        cache.invalidate("a", weights="y")
+    cache.close()
+
+
+@pytest.mark.parametrize("name", ["full", "mixed"])
+def test_a_prefetch_reads_while_a_request_waits(name: str, tmp_path: Path) -> None:
+    cache = cache_of(name, disk_tier(tmp_path, "2MiB", **TINY))
+    text = np.arange(70) % 41
+    run(cache, text)
+    assert cache.flush()
+    forget(cache)
+    ahead = cache.prefetch(text, "tenant 0")
+    until = monotonic() + 5
+    while not ahead.is_done and monotonic() < until:
+        sleep(0.001)
+    before = cache.stats().tiers[0].loaded
+    assert before
+    with cache.open(text, "tenant 0", prefetch=ahead) as sequence:
+        assert sequence.cached_tokens == 68 == sequence.match.loaded
+    assert cache.stats().tiers[0].loaded == before, "nothing was read twice"
+    forget(cache)
+    with cache.open(text[:20], "tenant 0", prefetch=cache.prefetch(text, "tenant 0")) as sequence:
+        assert sequence.cached_tokens <= 16, "of another text nothing is taken"
+    cache.prefetch(text, "tenant 1").close()
+    cache.prefetch(text[:0], "tenant 0").close()
+    buffer = cache.below.levels[0].buffer  # type: ignore[union-attr]
+    assert cache.flush() and buffer.num_free == buffer.num_records
+    cache.close()
+    with pytest.raises(BadInput, match="no tiers"):
+        cache_of(name).prefetch(text)
+
+
+@pytest.mark.parametrize("order", ["block", "layer"])
+@pytest.mark.parametrize("record_nbytes", [1, 2000])
+def test_layers_come_in_when_they_are_asked_for(order: str, record_nbytes: int) -> None:
+    spec = host_tier("1MiB", write="commit", record_nbytes=record_nbytes, staging="1MiB")
+    cache = cache_of("mixed", spec, order=order)
+    text, engine = np.arange(80) % 41, FakeEngine(cache)
+    run(cache, text)
+    assert cache.flush()
+    forget(cache)
+    buffer = cache.below.levels[0].buffer  # type: ignore[union-attr]
+    with cache.open(text, "tenant 0", layerwise=True) as sequence:
+        assert sequence.match.loaded > 40 and buffer.num_free < buffer.num_records
+        view = cache.batch([sequence], [1]).layer(0)
+        block = int(view.block_table[0, 0])
+        assert (view["k"][block] != cache._arenas["full"].layer(2)["k"][block]).any(), "layer 2 is not in yet"
+        engine.spaces[id(sequence)] = 0
+        engine.step([sequence], [text[sequence.length : sequence.length + 1].astype(np.int32)])
+        assert buffer.num_free == buffer.num_records, "all layers are in"
+    forget(cache)
+    sequence = cache.open(text, "tenant 0", layerwise=True)
+    sequence.close()
+    assert buffer.num_free == buffer.num_records, "nothing is left behind"
+    assert run(cache, text) > 40
+    cache.close()
+
+
+def test_loading_is_left_when_computing_is_faster() -> None:
+    cache = cache_of("full", host_tier("1MiB", write="commit", **TINY))
+    text = np.arange(40) % 31
+    run(cache, text)
+    assert cache.flush()
+    forget(cache)
+    assert run(cache, text) == 36  # and so it was measured
+    assert cache.below is not None
+    cache.below.seconds_per_token = 1e-12
+    forget(cache)
+    assert run(cache, text) == 0
+    cache.below.seconds_per_token = 1.0
+    forget(cache)
+    assert run(cache, text) == 36
+    cache.close()
+
+
+def test_what_cannot_be_is_refused_before_there_is_a_cache(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="weights"):
+        KVCache(SCHEMAS["full"], num_blocks=8, device="cpu", tiers=[disk_tier(tmp_path, "1MiB")])
+    with pytest.raises(BadInput, match="write='commit'"):
+        cache_of("full", host_tier("1MiB", record_nbytes="64KiB"))
+    with pytest.raises(BadInput, match="staging"):
+        cache_of("mixed", host_tier("1MiB", staging=4096))
+    with pytest.raises(BadInput, match="holds no record"):
+        cache_of("full", host_tier("1MiB", **TINY), host_tier(100, **TINY))
+    for settings in ({"write": "never"}, {"timeout": 0}, {"record_nbytes": 0}, {"staging": "much"}):
+        with pytest.raises(BadInput):
+            host_tier("1MiB", **settings)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="secret"):
+        cache_of("full", host_tier("1MiB", **TINY), tier_secret=b"s" * 65)
+
+
+def test_more_than_the_staging_memory_is_stored_a_piece_at_a_time() -> None:
+    """At commit nothing waits and nothing is lost: what finds no staging memory is stored later, if it is still cached."""
+    cache = cache_of("full", host_tier("4MiB", write="commit", staging=3 * 4096), num_blocks=200)
+    text = np.arange(600) % 43
+    run(cache, text)
+    assert cache.flush() and cache.stats().tiers[0].num_records == 150
+    forget(cache)
+    assert run(cache, text) == 596
+    cache.close()
+
+
+def test_a_hung_tier_delays_an_open_by_its_timeout_and_no_more() -> None:
+    class Hung(Flaky):
+        def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
+            sleep(1.5)
+            return super().lookup(keys, deadline, hold)
+
+    spec, _ = Hung.tier(0.0, timeout=0.2)
+    cache = cache_of("full", spec)
+    begin = monotonic()
+    assert run(cache, np.arange(40)) == 0
+    assert monotonic() - begin < 0.2 * 1.1 + 0.3
+    cache.close(timeout=3.0)
+
+
+def test_the_law_of_ownership_finds_a_lost_block_below() -> None:
+    cache = cache_of("full", host_tier("1MiB", **TINY))
+    assert cache.below is not None
+    buffer = cache.below.levels[0].buffer
+    buffer._is_out[0] = True
+    with pytest.raises(CheckFailed, match="records"):
+        cache.check()
+    buffer._is_out[0] = False
+    cache.below._hashes[3] = 1
+    with pytest.raises(CheckFailed, match="names below"):
+        cache.check()
