@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import evict, hybrid  # noqa: E402
+from benchmarks import evict, hybrid, swap  # noqa: E402
 from benchmarks.__main__ import NAMES  # noqa: E402
 from benchmarks.peers import tasks  # noqa: E402
 from benchmarks.peers.ours import FULL, Peer  # noqa: E402
@@ -168,6 +168,14 @@ def test_evicting_stays_within_its_bounds() -> None:
         if row["a_call"] == evict.MANY:
             most = 0.1 if row["shape"].startswith("edges") else 1.0
             assert row["us_a_block"] <= most * MARGIN, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1 << 16, 1 << 18, 1 << 20])
+def test_swapping_leaves_the_speed_of_memory(size: int) -> None:
+    for row in (*swap._engine(Options(), size, 128 << 20), *swap._spill(Options(), size, 128 << 20)):
+        assert row["share_percent"] >= 80 / MARGIN, row
+        assert size > 1 << 16 or row["instead"] is None or row["instead"] > 1, row
 
 
 @pytest.mark.slow

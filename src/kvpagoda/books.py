@@ -672,6 +672,9 @@ class Books:
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
+    page_offset = 0
+    """Where within a page of memory the blocks begin."""
+
     def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
         """Copy blocks of one group."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvpagoda.alloc.held import Ids
-from kvpagoda.alloc.pages import Bytes
+from kvpagoda.alloc.pages import PAGE, Bytes
 from kvpagoda.batch import Array, Batch, LayerView, StepBuffers, StepRows
 from kvpagoda.below import Part
 from kvpagoda.books import Books
@@ -85,6 +85,7 @@ class KVCache(Books):
             for group in plan.groups
         }  # fmt: skip
         self._buffers = [shared] if plan.num_sectors else [arena.buffer for arena in self._arenas.values()]
+        self.page_offset = max((buffer.data_ptr() % PAGE for buffer in self._buffers), default=0)
         self._states = next((ledger for ledger in self.ledgers if ledger.growth.is_state), None)
         self.has_states = self._states is not None
         if self._states is not None:

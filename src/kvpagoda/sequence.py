@@ -120,7 +120,7 @@ class Sequence:
 
     @property
     def is_open(self) -> bool:
-        return self._open
+        return self._open or self.is_suspended
 
     @property
     def length(self) -> int:
@@ -253,7 +253,7 @@ class Sequence:
         """
         self._go_alone()
         self._owner.sequence_suspended(self, whole)
-        self.is_suspended = True
+        self._open, self.is_suspended = False, True
 
     def resume(self, *, room: int | None = None, reserve: int | None = None) -> int:
         """Go on after ``suspend``, byte for byte: what is still cached is shared again, the rest copied back. Returns how many
@@ -269,7 +269,7 @@ class Sequence:
             raise BadInput(f"the sequence in slot {self._slot} runs; suspend it first")
         length, given = self._length, self._owner.sequence_resumed(self, room, reserve)
         self._slot, self.lease, start = given
-        self.is_suspended, self._resumed = False, self._owner.num_stopped
+        self._open, self.is_suspended, self._resumed = True, False, self._owner.num_stopped
         if start is not None:
             self.match, self.prompt_length = start, length
             self._length = self.written = start.resumable
@@ -277,7 +277,7 @@ class Sequence:
 
     def runs_since(self, number: int) -> bool:
         """Whether it has its slot since the cache's ``num_stopped`` was ``number``."""
-        return self._open and not self.is_suspended and self._resumed <= number
+        return self._open and self._resumed <= number
 
     def close(self) -> None:
         """Give everything back; whole blocks stay for others to find. Raises StaleHandle the second time."""
@@ -301,7 +301,7 @@ class Sequence:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._open:
+        if self.is_open:
             self.close()
 
     def _go_alone(self) -> None:
@@ -313,6 +313,5 @@ class Sequence:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise StaleHandle("this sequence is closed; open a new one")
-        if self.is_suspended:
-            raise StaleHandle("this sequence is suspended; resume it first")
+            what = "suspended; resume it first" if self.is_suspended else "closed; open a new one"
+            raise StaleHandle(f"this sequence is {what}")

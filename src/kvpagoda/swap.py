@@ -45,6 +45,8 @@ class Rate:
 class HostMemory(Protocol):
     """Who has the host's memory and moves the bytes. A cache with no memory behind it does nothing."""
 
+    page_offset: int
+
     def host_memory(self, nbytes: int) -> Bytes: ...
 
     def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None: ...
@@ -142,8 +144,8 @@ class Swap:
 
     def drop(self, suspended: Suspended) -> None:
         """Forget what was suspended."""
-        for part in suspended.parts:
-            self._rows.give(part.rows)
+        for part in suspended.parts[::-1]:
+            self._rows.give(part.rows[::-1])  # so that they go out again in their order, and are copied as one
 
     def check(self, suspended: Iterable[Suspended]) -> None:
         """Prove that every row is free or of one of ``suspended``, which are all there are. Raises CheckFailed."""
@@ -162,12 +164,15 @@ class Swap:
         ]
 
     def _copy(self, copy: Copy, slot: int, parts: Iterable[Part]) -> None:
-        if self._table is None:
-            memory = self._memory.host_memory(self.nbytes)
-            self._table = memory[: len(memory) // self.width * self.width].reshape(-1, self.width)
+        if self._table is None and self.nbytes:
+            # The C library's large copies are several times slower to addresses that lie a little ahead in their page.
+            offset = self._memory.page_offset
+            memory = self._memory.host_memory(offset + self.nbytes)
+            self._table = memory[offset : offset + self.nbytes].reshape(-1, self.width)
         start, nbytes = perf_counter(), 0
         for ledger, (begin, end, rows) in zip(self._ledgers, parts):
             if end > begin:
+                assert self._table is not None, "there are rows of it"
                 copy(ledger, ledger.table.cells[slot, begin:end].copy(), self._table, rows.tolist())
                 nbytes += (end - begin) * _width(ledger)
         self.rate.add(perf_counter() - start, nbytes)

@@ -1,0 +1,199 @@
+"""What moving blocks to host memory and back leaves of the speed of copying memory, and what it saves.
+
+``CacheEngine``: whole blocks of every layer in random order, beside ``np.copyto`` of as many pieces of memory of that size in
+random order, and beside a loop over layers and blocks, each on one thread. ``spill``, ``fill``: records of an arena to a
+table of host memory, in random order, beside the same. A sequence: suspended, everything evicted, resumed; beside
+``np.copyto`` of its blocks out and back, and, for a small model that is really run here (4 layers, hidden size 256, random
+weights, float32), beside computing it again.
+
+``us``: of a block's part in a layer, a record or a sequence; ``one_copy_percent``: the share of one copy of all there is, in
+order, which the C library makes around the caches; ``instead``: how many times our time the loop, or computing again, takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.timing import Options, Row, medians, seconds, tell
+from kvpagoda.manager import KVCache
+from kvpagoda.schema import Field, RowLayout, Schema
+from kvpagoda.sequence import Sequence
+from kvpagoda.storage.arena import Arena
+from kvpagoda.storage.cache_engine import CacheEngine
+from kvpagoda.storage.spill import fill, spill
+from kvpagoda.units import format_bytes
+
+QUESTION = "How much of the speed of memory does swapping leave, and what does it save?"
+LLAMA_1B = {
+    "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 32, "head_dim": 64,
+    "num_key_value_heads": 8, "torch_dtype": "bfloat16", "max_position_embeddings": 131_072,
+}  # fmt: skip
+Call = Callable[[], object]
+
+
+def measure(options: Options) -> list[Row]:
+    total, tokens = (8 << 20, 1024) if options.quick else (256 << 20, 32_768)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for the loop: all that it is compared with runs on one
+    rows = [
+        row
+        for size in (1 << 16, 1 << 18, 1 << 20)
+        for row in (*_engine(options, size, total), *_spill(options, size, total))
+    ]
+    torch.set_num_threads(threads)
+    rows.append(_sequence(options, "Llama-3.2-1B's shapes", Schema.from_hf_config(LLAMA_1B), tokens))
+    return [*rows, _computed(options, tokens)]
+
+
+def _plain(total: int, size: int, is_random: bool) -> dict[str, Call]:
+    """Copies of pieces of memory that was touched, and of all of it at once."""
+    source, target = np.ones((total // size, size), np.uint8), np.ones((total // size, size), np.uint8)
+    random, orders = np.random.default_rng(1), [range(total // size)] * 2
+    if is_random:
+        orders = [random.permutation(total // size).tolist() for _ in orders]
+
+    def copies() -> None:
+        for s, d in zip(*orders):
+            np.copyto(target[d], source[s])
+
+    return {"plain": copies, "one copy": lambda: np.copyto(target, source)}
+
+
+def _told(
+    options: Options, case: str, size: int, total: int, calls: dict[str, Call], loop: dict[str, Call]
+) -> list[Row]:
+    """A row for each of ``calls``, beside a plain copy and, where there is one, the ``loop`` that does the same."""
+    loops = {f"{name} in a loop": call for name, call in loop.items()}
+    for call in (*calls.values(), *loops.values()):
+        call()  # touch the memory
+    taken = medians({**_plain(total, size, is_random=True), **calls, **loops}, options.runs, repeat=3)
+    count = total // size
+    return [
+        {
+            "case": f"{case}, {name}, {format_bytes(size)}",
+            "us": taken[name] / count * 1e6,
+            "plain_us": taken["plain"] / count * 1e6,
+            "share_percent": 100 * taken["plain"] / taken[name],
+            "one_copy_percent": 100 * taken["one copy"] / taken[name],
+            "instead": taken[f"{name} in a loop"] / taken[name] if loop else None,
+        }
+        for name in calls
+    ]
+
+
+def _engine(options: Options, size: int, total: int) -> list[Row]:
+    """``size``: bytes of a block's K, or V, of one layer."""
+    layers, heads, head_size = 4, 8, 128
+    blocks = total // (2 * layers * size)
+    engine = CacheEngine(
+        SimpleNamespace(
+            block_size=size // (2 * heads * head_size), num_gpu_blocks=blocks, num_cpu_blocks=blocks, cache_dtype="auto"
+        ),
+        SimpleNamespace(
+            get_head_size=lambda: head_size, get_num_kv_heads=lambda _: heads, use_mla=False, dtype="float16",
+            get_num_layers_by_block_type=lambda *_: layers,
+        ),
+        SimpleNamespace(pipeline_parallel_size=1),
+        SimpleNamespace(device_type="cpu"),
+    )  # fmt: skip
+    random = np.random.default_rng(0)
+    pairs = torch.from_numpy(np.stack([random.permutation(blocks), random.permutation(blocks)], axis=1))
+
+    def loop(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        for source, target in zip(sources, targets):
+            for s, d in pairs.tolist():
+                target[:, d].copy_(source[:, s])
+
+    calls: dict[str, Call] = {"swap_out": lambda: engine.swap_out(pairs), "swap_in": lambda: engine.swap_in(pairs)}
+    loops: dict[str, Call] = {
+        "swap_out": lambda: loop(engine.gpu_cache, engine.cpu_cache),
+        "swap_in": lambda: loop(engine.cpu_cache, engine.gpu_cache),
+    }
+    return _told(options, "CacheEngine", size, total, calls, loops)
+
+
+def _spill(options: Options, size: int, total: int) -> list[Row]:
+    count, random = total // size, np.random.default_rng(0)
+    arena = Arena(RowLayout.build([(0, Field("k", 1, (size,), "uint8"))]), count, device="cpu")
+    table, ids = torch.zeros((count, size), dtype=torch.uint8), random.permutation(count)
+    rows = random.permutation(count).tolist()
+    calls: dict[str, Call] = {
+        "spill": lambda: spill(arena, ids, table, rows),
+        "fill": lambda: fill(arena, ids, table, rows),
+    }
+    return _told(options, "records", size, total, calls, {})
+
+
+def _set_aside(options: Options, cache: KVCache, sequence: Sequence) -> float:
+    """Median seconds of a suspend and the resume after it, when nothing of it is cached any more."""
+    taken = []
+    for _ in range(options.runs + 1):
+        out = seconds(sequence.suspend)
+        cache.reuse.clear()
+        taken.append(out + seconds(sequence.resume))
+    return float(np.median(taken[1:]))  # the first round touches memory
+
+
+def _sequence(options: Options, case: str, schema: Schema, tokens: int) -> Row:
+    cache = KVCache(
+        schema, num_blocks=tokens // 16 + 1, block_size=16, max_requests=1, device="cpu", step_tokens=tokens
+    )
+    for buffer in cache._buffers:
+        buffer.fill_(1)
+    sequence = cache.open(np.arange(tokens) % 1000)
+    sequence.commit(sequence._tokens)
+    return _row(options, case, cache, sequence)
+
+
+def _row(options: Options, case: str, cache: KVCache, sequence: Sequence) -> Row:
+    nbytes = cache.swap.nbytes_of(sequence.slot, sequence.length, True)
+    ours = _set_aside(options, cache, sequence)
+    plain, one = (
+        2 * taken for taken in medians(_plain(nbytes, cache.swap.width, is_random=False), options.runs).values()
+    )
+    return {
+        "case": f"{case}, {sequence.length:,} tokens, {format_bytes(nbytes)}, suspend + resume",
+        "us": ours * 1e6,
+        "plain_us": plain * 1e6,
+        "share_percent": 100 * plain / ours,
+        "one_copy_percent": 100 * one / ours,
+        "instead": None,
+    }
+
+
+@torch.no_grad()
+def _computed(options: Options, tokens: int) -> Row:
+    """Beside computing it: a prompt in pieces of 2,048 tokens, once."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from kvpagoda.hf.runner import ModelRunner
+
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=tokens, dtype="float32",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(config).eval()
+    cache = KVCache(
+        Schema.from_hf_config(config), num_blocks=tokens // 16 + 1, block_size=16, max_requests=1, device="cpu"
+    )
+    runner, sequence = ModelRunner(model, cache), cache.open(np.arange(tokens) % 1000)
+
+    def compute() -> None:
+        while sequence.length < tokens:
+            piece = sequence._tokens[sequence.length : sequence.length + 2048]
+            runner.step([(sequence, piece)])
+            sequence.commit(piece)
+
+    computed = seconds(compute)
+    row = _row(options, "a model of 4 layers", cache, sequence)
+    return {**row, "instead": computed * 1e6 / row["us"]}
+
+
+if __name__ == "__main__":
+    tell("swap", QUESTION, measure)
