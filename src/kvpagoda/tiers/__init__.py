@@ -1,4 +1,4 @@
-"""Below the device: records in host memory, on disk, in shared stores, behind one Protocol for drivers. Any fault is a miss."""
+"""Below the device: records in host memory, on disk, in shared stores; one Protocol for drivers, and any fault is a miss."""
 
 from kvpagoda.tiers.disk import disk_driver
 from kvpagoda.tiers.driver import Driver, DriverStats, Lease, Status

@@ -263,7 +263,8 @@ class Tier:
             for key, row, size in zip(keys[part], rows[part], sizes[part]):
                 pack_record(self.buffer.rows[row], key, self._fingerprint, size, checksum=self._checksum)
             statuses += _twice(self.driver.store, keys[part], rows[part], deadline)
-            if len(parts) > 1:  # no part goes for a deeper one, and in the end the deepest counts as used first
+            # No part goes for a deeper one, and in the end the deepest counts as used first. Who holds nothing is asked once.
+            if len(parts) > 1 and (not leases or leases[-1].until > monotonic()):
                 leases.append(self.driver.lookup(keys[part], deadline, deadline - monotonic()))
         if leases:
             leases.append(self.driver.lookup(keys, deadline, 0.0))
