@@ -57,6 +57,11 @@ def rows_of(options: Options, case: str, count: int, discard: Call, pairs: dict[
         discard()
         for name, calls in pairs.items():
             taken[name].append([seconds(call) for call in calls])
+    return shares(case, count, taken)
+
+
+def shares(case: str, count: int, taken: dict[str, list[list[float]]]) -> list[Row]:
+    """Rows of what was taken in each round, for each name: seconds of what is plain, and of ours."""
     made = []
     for name, times in taken.items():
         plain, ours = (median(column) for column in zip(*times[1:]))  # the first round touches memory and file

@@ -17,9 +17,9 @@ from queue import SimpleQueue
 from socket import create_connection, socket
 from tempfile import TemporaryDirectory
 
-from benchmarks.disk import BATCH, Call, all_ok, later, records_of, rows_of
-from benchmarks.timing import Options, Row, tell
-from kvpagoda.tiers import RecordBuffer, Tier, mooncake_driver, redis_driver
+from benchmarks.disk import BATCH, Call, all_ok, later, records_of, shares
+from benchmarks.timing import Options, Row, seconds, tell
+from kvpagoda.tiers import Driver, RecordBuffer, Tier, mooncake_driver, redis_driver
 from kvpagoda.units import format_bytes
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "tiers"))
@@ -47,12 +47,11 @@ def measure(options: Options) -> list[Row]:
             with mooncake_server(Path(folder), "512MiB") as server:
                 for size in SIZES:
                     rows += _mooncake(options, server.address, size, total // size)
-    return [row for row in rows if options.only in row.get("case", options.only)]
+    return rows
 
 
 def _redis(options: Options, address: str, size: int, count: int) -> list[Row]:
     buffer, keys, source, target = records_of(size, count)
-    driver = redis_driver(buffer, address)
     host, port = address.removeprefix("redis://").split(":")
     sockets: SimpleQueue[socket] = SimpleQueue()
     for _ in range(2):
@@ -94,13 +93,19 @@ def _redis(options: Options, address: str, size: int, count: int) -> list[Row]:
                 one.sendall(b"*2\r\n$3\r\nDEL\r\n$32\r\n%s\r\n" % key)
                 one.recv(16)
 
-    return _compare(options, "redis", buffer, driver, keys, source, target, write, read, forget)
+    rows = _compare(
+        options, "redis", buffer, lambda: redis_driver(buffer, address), keys, source, target, write, read, forget
+    )
+    while not sockets.empty():
+        sockets.get().close()
+    return rows
 
 
 def _mooncake(options: Options, address: str, size: int, count: int) -> list[Row]:
     buffer, keys, source, target = records_of(size, count)
-    driver = mooncake_driver(buffer, address.removeprefix("mooncake://"))
-    client, start, record = driver._client, buffer.records.ctypes.data, buffer.record_nbytes
+    master = address.removeprefix("mooncake://")
+    plain, start, record = mooncake_driver(buffer, master), buffer.records.ctypes.data, buffer.record_nbytes
+    client = plain._client
 
     def names(keys: list[bytes]) -> list[str]:
         return [f"plain {key.hex()}" for key in keys]
@@ -113,33 +118,25 @@ def _mooncake(options: Options, address: str, size: int, count: int) -> list[Row
         codes = client.batch_get_into(names(keys), [start + row * record for row in rows], [record] * len(rows))
         assert set(codes) == {record}, codes
 
-    return _compare(
-        options,
-        "mooncake",
-        buffer,
-        driver,
-        keys,
-        source,
-        target,
-        write,
-        read,
-        lambda: client.batch_remove(names(keys), True),
+    def forget() -> None:
+        client.batch_remove(names(keys), True)
+
+    rows = _compare(
+        options, "mooncake", buffer, lambda: mooncake_driver(buffer, master), keys, source, target, write, read, forget
     )
+    plain.close()
+    return rows
 
 
 def _compare(
-    options: Options, name: str, buffer: RecordBuffer, driver: object, keys: list[bytes], source: list[int],
+    options: Options, name: str, buffer: RecordBuffer, make: Callable[[], Driver], keys: list[bytes], source: list[int],
     target: list[int], write: Plain, read: Plain, forget: Call,
 ) -> list[Row]:  # fmt: skip
-    """Rows for one and for two workers: ``write`` and ``read`` of a batch, and the tier's."""
+    """Rows for one and for two workers: ``write`` and ``read`` of a batch, and the tier's, in turn, each in an empty store."""
     rows: list[Row] = []
     batches = [slice(at, at + BATCH) for at in range(0, len(keys), BATCH)]
     for workers in (1, 2):
-        tier = Tier(driver, buffer, bytes(32), in_flight="1GiB", workers=workers)  # type: ignore[arg-type]
-
-        def clear(tier: Tier = tier) -> None:
-            forget()
-            tier.discard(keys, later()).result()
+        tier = Tier(make(), buffer, bytes(32), in_flight="1GiB", workers=workers)
 
         def store(tier: Tier = tier) -> None:
             all_ok([one.result() for one in [tier.store(keys[part], source[part], later()) for part in batches]])
@@ -147,14 +144,24 @@ def _compare(
         def load(tier: Tier = tier) -> None:
             all_ok([one.result() for one in [tier.load(keys[part], target[part], later()) for part in batches]])
 
-        case = f"{name}, {format_bytes(buffer.payload_nbytes)}, {workers} thread{'s' * (workers > 1)}"
+        def discard(tier: Tier = tier) -> None:
+            tier.discard(keys, later()).result()
+
         with ThreadPoolExecutor(workers) as pool:
-            pairs: dict[str, tuple[Call, Call]] = {
-                "store": (lambda: list(pool.map(lambda part: write(keys[part], source[part]), batches)), store),
-                "load": (lambda: list(pool.map(lambda part: read(keys[part], target[part]), batches)), load),
-            }
-            rows += rows_of(options, case, len(keys), clear, pairs)
-    tier.close(later())
+
+            def each(call: Plain, rows: list[int], pool: ThreadPoolExecutor = pool) -> None:
+                list(pool.map(lambda part: call(keys[part], rows[part]), batches))
+
+            plain: list[Call] = [lambda: each(write, source), lambda: each(read, target), forget]
+            calls: list[list[Call]] = [plain, [store, load, discard]]
+            rounds = [[[seconds(call) for call in who] for who in calls] for _ in range(options.runs + 1)]
+        case = f"{name}, {format_bytes(buffer.payload_nbytes)}, {workers} thread{'s' * (workers > 1)}"
+        rows += shares(
+            case,
+            len(keys),
+            {what: [[who[i] for who in one] for one in rounds] for i, what in enumerate(("store", "load"))},
+        )
+        tier.close(later())
     return rows
 
 

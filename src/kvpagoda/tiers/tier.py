@@ -81,6 +81,7 @@ class Tier:
             )
         self.driver, self.buffer = driver, buffer
         self._fingerprint, self._checksum = fingerprint, checksum
+        self._part_nbytes: int = getattr(driver, "part_nbytes", _PART_NBYTES)
         self._most_in_flight, self._in_flight = parse_bytes(in_flight), 0
         self._breakers = {kind: Breaker(faults, pause) for kind in ("store", "lookup", "load", "discard")}
         self._counts: dict[str, Counter[Status]] = {kind: Counter() for kind in self._breakers}
@@ -289,8 +290,9 @@ class Tier:
         return statuses
 
     def _parts(self, n: int) -> list[slice]:
-        """What of ``n`` records goes to the driver at a time: as much as the processor's cache still has when it is summed."""
-        step = max(1, _PART_NBYTES // self.buffer.record_nbytes)
+        """What of ``n`` records goes to the driver at a time: as much as it wants, or as the processor's cache still has when
+        it is summed."""
+        step = max(1, self._part_nbytes // self.buffer.record_nbytes)
         return [slice(start, start + step) for start in range(0, n, step)]
 
 
