@@ -235,8 +235,9 @@ def test_a_forked_process_has_its_own_connections(server: Server) -> None:
 
 @needs_redis
 def test_nothing_listens(server: Server) -> None:
+    before = listening()
     client = Client(server.address)
-    assert client.store(1) == [OK] and listening() == set()
+    assert client.store(1) == [OK] and listening() <= before
     client.close()
 
 
