@@ -167,7 +167,7 @@ class Connection:
 
 
 def _places(address: Address, deadline: float) -> list[tuple[int, Any]]:
-    """The families and socket addresses of a host and a port. Names are looked up by a thread: the system knows no deadline."""
+    """The families and socket addresses of a host and a port. A thread looks names up: the system knows no deadlines."""
     try:
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
