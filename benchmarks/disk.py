@@ -42,7 +42,7 @@ def measure(options: Options) -> list[Row]:
     return rows
 
 
-def _buffer(size: int, count: int) -> tuple[RecordBuffer, list[bytes], list[int], list[int]]:
+def records_of(size: int, count: int) -> tuple[RecordBuffer, list[bytes], list[int], list[int]]:
     """A buffer with records to be stored, their keys, and records to load into."""
     buffer = RecordBuffer(2 * count, size)
     buffer.records[:] = np.random.default_rng(0).integers(0, 256, buffer.records.shape, np.uint8)
@@ -50,13 +50,18 @@ def _buffer(size: int, count: int) -> tuple[RecordBuffer, list[bytes], list[int]
     return buffer, keys, buffer.acquire(count), buffer.acquire(count)
 
 
-def _rows(options: Options, case: str, count: int, discard: Call, pairs: dict[str, tuple[Call, Call]]) -> list[Row]:
+def rows_of(options: Options, case: str, count: int, discard: Call, pairs: dict[str, tuple[Call, Call]]) -> list[Row]:
     """Rows for each (plain, ours) of ``pairs``; what is stored is discarded before it is stored again."""
     taken: dict[str, list[list[float]]] = {name: [] for name in pairs}
     for _ in range(options.runs + 1):
         discard()
         for name, calls in pairs.items():
             taken[name].append([seconds(call) for call in calls])
+    return shares(case, count, taken)
+
+
+def shares(case: str, count: int, taken: dict[str, list[list[float]]]) -> list[Row]:
+    """Rows of what was taken in each round, for each name: seconds of what is plain, and of ours."""
     made = []
     for name, times in taken.items():
         plain, ours = (median(column) for column in zip(*times[1:]))  # the first round touches memory and file
@@ -72,7 +77,7 @@ def _rows(options: Options, case: str, count: int, discard: Call, pairs: dict[st
 
 
 def _host(options: Options, size: int, count: int) -> list[Row]:
-    buffer, keys, source, target = _buffer(size, count)
+    buffer, keys, source, target = records_of(size, count)
     driver = host_driver(buffer, count * buffer.record_nbytes)
     plain = list(pages(count * buffer.record_nbytes).reshape(count, -1))
 
@@ -87,21 +92,21 @@ def _host(options: Options, size: int, count: int) -> list[Row]:
     rows: list[Row] = []
     for name, checksum in (("driver", None), ("tier, no checksums", False), ("tier", True)):
         if checksum is None:
-            store: Call = lambda: _all_ok([driver.store(keys, source, _later())])  # noqa: E731
-            load: Call = lambda: _all_ok([driver.load(keys, target, _later())])  # noqa: E731
+            store: Call = lambda: all_ok([driver.store(keys, source, later())])  # noqa: E731
+            load: Call = lambda: all_ok([driver.load(keys, target, later())])  # noqa: E731
         else:
             tier = Tier(driver, buffer, bytes(32), in_flight="1GiB", checksum=checksum)
-            store = lambda tier=tier: _all_ok([tier.store(keys, source, _later()).result()])  # noqa: E731
-            load = lambda tier=tier: _all_ok([tier.load(keys, target, _later()).result()])  # noqa: E731
+            store = lambda tier=tier: all_ok([tier.store(keys, source, later()).result()])  # noqa: E731
+            load = lambda tier=tier: all_ok([tier.load(keys, target, later()).result()])  # noqa: E731
         pairs = {"store": (copy_out, store), "load": (copy_in, load)}
-        rows += _rows(
-            options, f"host {name}, {format_bytes(size)}", count, lambda: driver.discard(keys, _later()), pairs
+        rows += rows_of(
+            options, f"host {name}, {format_bytes(size)}", count, lambda: driver.discard(keys, later()), pairs
         )
     return rows
 
 
 def _disk(options: Options, folder: Path, size: int, count: int, workers: int, direct: bool) -> list[Row]:
-    buffer, keys, source, target = _buffer(size, count)
+    buffer, keys, source, target = records_of(size, count)
     record = buffer.record_nbytes
     driver = disk_driver(folder, buffer, PAGE + count * record, direct=direct)
     tier = Tier(driver, buffer, bytes(32), in_flight="1GiB", workers=workers)
@@ -118,12 +123,12 @@ def _disk(options: Options, folder: Path, size: int, count: int, workers: int, d
             os.preadv(file, [buffer.rows[row].data], i * record)
 
     def store() -> None:
-        futures = [tier.store(keys[batch], source[batch], _later()) for batch in batches]
-        _all_ok([future.result() for future in futures])
+        futures = [tier.store(keys[batch], source[batch], later()) for batch in batches]
+        all_ok([future.result() for future in futures])
 
     def load() -> None:
-        futures = [tier.load(keys[batch], target[batch], _later()) for batch in batches]
-        _all_ok([future.result() for future in futures])
+        futures = [tier.load(keys[batch], target[batch], later()) for batch in batches]
+        all_ok([future.result() for future in futures])
 
     case = f"{'O_DIRECT' if direct else 'page cache'}, {format_bytes(size)}, {workers} thread{'s' * (workers > 1)}"
     try:
@@ -132,17 +137,17 @@ def _disk(options: Options, folder: Path, size: int, count: int, workers: int, d
                 "store": (lambda: list(pool.map(write, batches)), store),
                 "load": (lambda: list(pool.map(read, batches)), load),
             }
-            return _rows(options, case, count, lambda: tier.discard(keys, _later()).result(), pairs)
+            return rows_of(options, case, count, lambda: tier.discard(keys, later()).result(), pairs)
     finally:
         os.close(file)
-        tier.close(_later())
+        tier.close(later())
 
 
-def _later() -> float:
+def later() -> float:
     return monotonic() + 60
 
 
-def _all_ok(told: Sequence[Sequence[Status]]) -> None:
+def all_ok(told: Sequence[Sequence[Status]]) -> None:
     assert all(status is Status.OK for statuses in told for status in statuses), "a tier that is well says OK"
 
 

@@ -28,7 +28,9 @@ def a_store_that_hangs(server: Server) -> None:
     finally:
         server.go_on()
     wait_for(client.is_back)
-    assert client.load(2, 3) == [OK, OK] and client.load(1)[0] in (OK, MISS)
+    assert client.load(2, 3) == [OK, OK]
+    late = client.load(1)  # it may be discarded just now
+    assert late[0] in (OK, MISS), (late, client.driver.last_error)
     client.close()
 
 

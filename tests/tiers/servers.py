@@ -61,8 +61,8 @@ def key_of(i: int) -> bytes:
     return sha256(b"%d" % i).digest()
 
 
-def listening() -> set[str]:
-    """On which addresses this process accepts connections, as the kernel writes them."""
+def listening() -> set[tuple[str, str]]:
+    """The address, as the kernel writes it, and the number of each socket by which this process accepts connections."""
     mine = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -72,7 +72,7 @@ def listening() -> set[str]:
     rows = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
     ]
-    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
+    return {(row[1].partition(":")[0], row[9]) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
 
 
 class Server:

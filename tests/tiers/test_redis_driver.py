@@ -9,19 +9,32 @@ import subprocess
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from socket import create_server, socket
-from threading import Thread
+from socket import AI_NUMERICHOST, create_server, gaierror, socket
+from threading import Event, Thread
 from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
 import pytest
 from outages import LONG, QUICK, more_than_fits, writers_that_are_killed
-from servers import Client, Server, ask, free_ports, has_redis, key_of, listening, redis_cluster, redis_server, wait_for
+from servers import (
+    SLACK,
+    Client,
+    Server,
+    ask,
+    free_ports,
+    has_redis,
+    key_of,
+    listening,
+    redis_cluster,
+    redis_server,
+    wait_for,
+)
 
 from kvpagoda.errors import BadInput
-from kvpagoda.tiers import RecordBuffer, Status, redis
+from kvpagoda.tiers import RecordBuffer, Status, redis, resp
 from kvpagoda.tiers.conformance import CHECKS
 from kvpagoda.tiers.redis import PREFIX, RedisDriver, redis_driver
 
@@ -235,8 +248,9 @@ def test_a_forked_process_has_its_own_connections(server: Server) -> None:
 
 @needs_redis
 def test_nothing_listens(server: Server) -> None:
+    before = listening()
     client = Client(server.address)
-    assert client.store(1) == [OK] and listening() == set()
+    assert client.store(1) == [OK] and listening() <= before
     client.close()
 
 
@@ -361,7 +375,7 @@ def talk_to(url: str, seconds: float = 0.3) -> set[Status]:
     for call in calls:
         start = monotonic()
         told = call(start + seconds)
-        assert len(told) == 2 and monotonic() <= start + 1.1 * seconds + 0.03
+        assert len(told) == 2 and monotonic() <= start + 1.1 * seconds + SLACK
         seen.update(told)
     driver.stats()
     driver.close()
@@ -384,7 +398,7 @@ def test_a_reply_that_is_none(number: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(50_000, marks=pytest.mark.slow)])
-def test_many_replies_that_are_none(count: int) -> None:
+def test_many_replies_that_are_none(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of right and wrong replies in any order, cut anywhere: no exception, nothing late, no memory taken."""
     random = np.random.default_rng(count)
 
@@ -400,7 +414,9 @@ def test_many_replies_that_are_none(count: int) -> None:
         while connection.recv(1 << 16):
             pass
 
-    buffer = RecordBuffer(2, 4000)
+    real, buffer = resp.socket.getaddrinfo, RecordBuffer(2, 4000)
+    numbers = partial(real, flags=AI_NUMERICHOST)  # how long the names take depends on where this runs
+    monkeypatch.setattr(resp.socket, "getaddrinfo", lambda *words, type, flags=0: numbers(*words, type=type))
     with made_up(serve) as url:
         driver = redis_driver(buffer, url)
         tracemalloc.start()
@@ -414,7 +430,7 @@ def test_many_replies_that_are_none(count: int) -> None:
                     driver.store(KEYS[:2], [0, 1], start + 1)
                 else:
                     driver.lookup(KEYS[:8], start + 1, 0.0)
-                assert monotonic() < start + 1.1
+                assert monotonic() < start + 1.1 + SLACK
             assert tracemalloc.get_traced_memory()[1] < 16 << 20
         finally:
             tracemalloc.stop()
@@ -458,7 +474,7 @@ def test_a_large_record_to_a_server_that_does_not_read() -> None:
     buffer = RecordBuffer(1, 30_000_000)
     with made_up(read_nothing) as url:
         driver, start = redis_driver(buffer, url), monotonic()
-        assert driver.store(KEYS[:1], [0], start + 0.3) == [TIMEOUT] and monotonic() < start + 0.36
+        assert driver.store(KEYS[:1], [0], start + 0.3) == [TIMEOUT] and monotonic() < start + 0.33 + SLACK
         driver.close()
 
 
@@ -483,6 +499,27 @@ def test_nobody_there() -> None:
         assert driver.load(KEYS[:1], [0], soon()) == [UNAVAILABLE] and driver.last_error
         assert driver.stats().nbytes == driver.stats().capacity_nbytes == 0
         driver.close()
+
+
+def test_a_name_that_is_long_in_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's look-up of a name knows no deadline; the call does."""
+    monkeypatch.setattr(resp.socket, "getaddrinfo", slow := Slow())
+    driver, start = redis_driver(RecordBuffer(1, 100), "redis://some.name"), monotonic()
+    assert driver.load(KEYS[:1], [0], start + 0.2) == [TIMEOUT] and monotonic() < start + 0.22 + SLACK
+    slow.may.set()
+    driver.close()
+
+
+class Slow:
+    """A resolver that knows numbers, and names when it is let."""
+
+    def __init__(self) -> None:
+        self.may = Event()
+
+    def __call__(self, *_: object, flags: int = 0, **__: object) -> None:
+        if not flags:
+            self.may.wait(5)
+        raise gaierror
 
 
 @pytest.mark.parametrize(

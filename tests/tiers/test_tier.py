@@ -137,6 +137,22 @@ def test_short_payloads_and_many_parts() -> None:
     assert tier.close(soon())
 
 
+def test_a_driver_without_leases_is_not_asked_for_each_part() -> None:
+    buffer = RecordBuffer(6, 700_000)
+    driver = Faulty(buffer)
+    driver.inner = host_driver(buffer, "8MiB")
+    asked, plain = [], driver.lookup
+
+    def lookup(keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
+        asked.append(len(keys))
+        return Lease(tuple(keys), plain(keys, deadline, hold).statuses, monotonic())
+
+    driver.lookup = lookup  # type: ignore[method-assign]
+    tier, rows = Tier(driver, buffer, PRINT), buffer.acquire(6)
+    assert tier.store(KEYS[:6], rows, soon()).result() == [OK] * 6 and asked == [2, 6]
+    assert tier.close(soon())
+
+
 def test_another_layout_sees_nothing() -> None:
     buffer = RecordBuffer(2, PAYLOAD)
     driver = host_driver(buffer, "64KiB")

@@ -61,6 +61,8 @@ class Driver(Protocol):
     order, and raises nothing for I/O. ``deadline`` is a time of ``time.monotonic``: what was not begun by then is TIMEOUT.
     Records are written once: a key that is there is OK and stays as it was. A record is invisible until it is complete,
     and a driver that outlives its process finds complete records again. ``kvpagoda.tiers.conformance`` is the proof.
+
+    A driver whose calls are dear whatever they move may have a ``part_nbytes``: so much a tier gives it at a time.
     """
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:

@@ -49,6 +49,8 @@ _STATUSES = {
 class MooncakeDriver:
     """See ``mooncake_driver``. ``last_error``: why something was not available, for people."""
 
+    part_nbytes = 16 << 20  # the master is asked twice for each batch
+
     def __init__(self, buffer: RecordBuffer, make: Callable[[], Any], master: str, segment_nbytes: int) -> None:
         self.last_error = f"{master} has not answered yet"
         self._buffer, self._make, self._master, self._segment_nbytes = buffer, make, master, segment_nbytes

@@ -23,7 +23,7 @@ from kvpagoda.units import format_bytes
 
 PREFIX = b"kvpagoda:"
 _NO_RECORD = memoryview(b"")
-_PART_NBYTES = 4 << 20  # asked for at once: a server buffers its answers
+_PART_NBYTES = 1 << 20  # asked for at once: more of it, and server and client wake each other for less
 _PART_KEYS = 1024
 _NUM_SLOTS = 16384
 _MOST_MOVES = 4
@@ -113,7 +113,7 @@ class RedisDriver:
     ) -> list[Status]:
         """What ``read`` makes of the reply for each key. Nodes of a cluster are asked in turn, each for all that it has.
 
-        O(n), and a round trip per node, 4 MiB of records and 1024 keys.
+        O(n), and a round trip per node, for each MiB of records or 1024 keys.
         """
         if self._is_closed or monotonic() >= deadline:
             return [Status.UNAVAILABLE if self._is_closed else Status.TIMEOUT] * len(keys)

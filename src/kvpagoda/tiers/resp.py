@@ -5,7 +5,10 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from threading import Thread
 from time import monotonic
+from typing import Any
 
 from kvpagoda.tiers.driver import Status
 
@@ -28,21 +31,18 @@ class Malformed(OSError):
 
 class Connection:
     """A socket, and what was read ahead. Every step ends by ``deadline``, with TimeoutError; other faults are OSError or
-    ValueError. Only the look-up of a host's name may take longer. After a fault it is good for nothing but ``close``."""
+    ValueError. After a fault it is good for nothing but ``close``."""
 
     def __init__(self, address: Address, tls: ssl.SSLContext | None, deadline: float) -> None:
         self.deadline, self._ahead = deadline, b""
         host, port = address
-        places: list[tuple[int, object]] = [(socket.AF_UNIX, host)]
-        if port >= 0:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            places = [(family, place) for family, *_, place in found]
+        places = [(socket.AF_UNIX, host)] if port < 0 else _places(address, deadline)
         for number, (family, place) in enumerate(places, 1):
             self._socket = socket.socket(family, socket.SOCK_STREAM)
             try:
                 for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                     self._socket.setsockopt(socket.SOL_SOCKET, option, _SOCKET_NBYTES)
-                self._ready().connect(place)  # type: ignore[arg-type]
+                self._ready().connect(place)
                 if port >= 0:
                     self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if tls is not None:
@@ -164,3 +164,26 @@ class Connection:
             raise TimeoutError("no answer by the deadline")
         self._socket.settimeout(min(left, _LONGEST))
         return self._socket
+
+
+def _places(address: Address, deadline: float) -> list[tuple[int, Any]]:
+    """The families and socket addresses of a host and a port. A thread looks names up: the system knows no deadlines."""
+    try:
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        told: SimpleQueue[Any] = SimpleQueue()
+
+        def ask() -> None:
+            try:
+                told.put(socket.getaddrinfo(*address, type=socket.SOCK_STREAM))
+            except (OSError, ValueError) as error:
+                told.put(error)
+
+        Thread(target=ask, name="kvpagoda-name", daemon=True).start()
+        try:
+            found = told.get(timeout=max(0.0, min(deadline - monotonic(), _LONGEST)))
+        except Empty:
+            raise TimeoutError(f"no address of {address[0]} by the deadline") from None
+        if isinstance(found, Exception):
+            raise found from None
+    return [(family, place) for family, *_, place in found]

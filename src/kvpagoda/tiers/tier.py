@@ -82,6 +82,7 @@ class Tier:
         self.driver, self.buffer = driver, buffer
         self.fingerprint = fingerprint  #: of the records that later calls name
         self._checksum = checksum
+        self._part_nbytes: int = getattr(driver, "part_nbytes", _PART_NBYTES)
         self._most_in_flight, self._in_flight = parse_bytes(in_flight), 0
         self._breakers = {kind: Breaker(faults, pause) for kind in ("store", "lookup", "load", "discard")}
         self._counts: dict[str, Counter[Status]] = {kind: Counter() for kind in self._breakers}
@@ -270,7 +271,8 @@ class Tier:
             for key, row, size in zip(keys[part], rows[part], sizes[part]):
                 pack_record(self.buffer.rows[row], key, fingerprint, size, checksum=self._checksum)
             statuses += _twice(self.driver.store, keys[part], rows[part], deadline)
-            if len(parts) > 1:  # no part goes for a deeper one, and in the end the deepest counts as used first
+            # No part goes for a deeper one, and in the end the deepest counts as used first. Who holds nothing is asked once.
+            if len(parts) > 1 and (not leases or leases[-1].until > monotonic()):
                 leases.append(self.driver.lookup(keys[part], deadline, deadline - monotonic()))
         if leases:
             leases.append(self.driver.lookup(keys, deadline, 0.0))
@@ -295,8 +297,9 @@ class Tier:
         return statuses
 
     def _parts(self, n: int) -> list[slice]:
-        """What of ``n`` records goes to the driver at a time: as much as the processor's cache still has when it is summed."""
-        step = max(1, _PART_NBYTES // self.buffer.record_nbytes)
+        """What of ``n`` records goes to the driver at a time: as much as it wants, or as the processor's cache still has when
+        it is summed."""
+        step = max(1, self._part_nbytes // self.buffer.record_nbytes)
         return [slice(start, start + step) for start in range(0, n, step)]
 
 

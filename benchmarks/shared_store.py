@@ -1,0 +1,169 @@
+"""What a tier leaves of the speed of a store that many machines share, beside the engine's own calls on the same connection.
+
+``redis``: SET and GET of one record after the other from and into the buffer, by ``sendmsg`` and ``recv_into`` and nothing
+else: no client that is sold as one does less. ``mooncake``: its ``batch_put_from`` and ``batch_get_into``, 16 records at once.
+Servers and clients are on the loopback of one machine, and by as many threads as the tier has workers. What is plain checks
+nothing; the tier packs, sums and proves each record.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from socket import create_connection, socket
+from tempfile import TemporaryDirectory
+
+from benchmarks.disk import BATCH, Call, all_ok, later, records_of, shares
+from benchmarks.timing import Options, Row, seconds, tell
+from kvpagoda.tiers import Driver, RecordBuffer, Tier, mooncake_driver, redis_driver
+from kvpagoda.units import format_bytes
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "tiers"))
+from servers import has_redis, mooncake_server, redis_server, why_no_mooncake
+
+QUESTION = "How much of the speed of a shared store's own client does a tier leave?"
+SIZES = (1 << 20, 2 << 20)
+Plain = Callable[[list[bytes], list[int]], None]
+
+
+def measure(options: Options) -> list[Row]:
+    total = 8 << 20 if options.quick else 64 << 20
+    rows: list[Row] = []
+    with TemporaryDirectory() as folder:
+        if has_redis():
+            with redis_server(Path(folder), memory="1gb") as server:
+                for size in SIZES:
+                    rows += _redis(options, server.address, size, total // size)
+        else:
+            rows.append({"who": "redis", "absent": "no redis-server: apt-get install redis-server"})
+    with TemporaryDirectory() as folder:
+        if reason := why_no_mooncake():
+            rows.append({"who": "mooncake", "absent": reason})
+        else:
+            with mooncake_server(Path(folder), "512MiB") as server:
+                for size in SIZES:
+                    rows += _mooncake(options, server.address, size, total // size)
+    return rows
+
+
+def _redis(options: Options, address: str, size: int, count: int) -> list[Row]:
+    buffer, keys, source, target = records_of(size, count)
+    host, port = address.removeprefix("redis://").split(":")
+    sockets: SimpleQueue[socket] = SimpleQueue()
+    for _ in range(2):
+        sockets.put(create_connection((host, int(port))))
+
+    @contextmanager
+    def connection() -> Iterator[socket]:
+        taken = sockets.get()
+        yield taken
+        sockets.put(taken)
+
+    def write(keys: list[bytes], rows: list[int]) -> None:
+        with connection() as one:
+            for key, row in zip(keys, rows):
+                head = b"*4\r\n$3\r\nSET\r\n$32\r\n%s\r\n$%d\r\n" % (key, buffer.record_nbytes)
+                parts = [memoryview(head), buffer.rows[row].data, memoryview(b"\r\n$2\r\nNX\r\n")]
+                while parts:
+                    done = one.sendmsg(parts)
+                    while parts and done >= len(parts[0]):
+                        done -= len(parts.pop(0))
+                    if done:
+                        parts[0] = parts[0][done:]
+                assert one.recv(5) == b"+OK\r\n"
+
+    def read(keys: list[bytes], rows: list[int]) -> None:
+        head = b"$%d\r\n" % buffer.record_nbytes
+        with connection() as one:
+            for key, row in zip(keys, rows):
+                one.sendall(b"*2\r\n$3\r\nGET\r\n$32\r\n%s\r\n" % key)
+                assert one.recv(len(head)) == head
+                left = buffer.rows[row].data
+                while len(left):
+                    left = left[one.recv_into(left) :]
+                assert one.recv(1) + one.recv(1) == b"\r\n"
+
+    def forget() -> None:
+        with connection() as one:
+            for key in keys:
+                one.sendall(b"*2\r\n$3\r\nDEL\r\n$32\r\n%s\r\n" % key)
+                one.recv(16)
+
+    rows = _compare(
+        options, "redis", buffer, lambda: redis_driver(buffer, address), keys, source, target, write, read, forget
+    )
+    while not sockets.empty():
+        sockets.get().close()
+    return rows
+
+
+def _mooncake(options: Options, address: str, size: int, count: int) -> list[Row]:
+    buffer, keys, source, target = records_of(size, count)
+    master = address.removeprefix("mooncake://")
+    plain, start, record = mooncake_driver(buffer, master), buffer.records.ctypes.data, buffer.record_nbytes
+    client = plain._client
+
+    def names(keys: list[bytes]) -> list[str]:
+        return [f"plain {key.hex()}" for key in keys]
+
+    def write(keys: list[bytes], rows: list[int]) -> None:
+        codes = client.batch_put_from(names(keys), [start + row * record for row in rows], [record] * len(rows))
+        assert not any(codes), codes
+
+    def read(keys: list[bytes], rows: list[int]) -> None:
+        codes = client.batch_get_into(names(keys), [start + row * record for row in rows], [record] * len(rows))
+        assert set(codes) == {record}, codes
+
+    def forget() -> None:
+        client.batch_remove(names(keys), True)
+
+    rows = _compare(
+        options, "mooncake", buffer, lambda: mooncake_driver(buffer, master), keys, source, target, write, read, forget
+    )
+    plain.close()
+    return rows
+
+
+def _compare(
+    options: Options, name: str, buffer: RecordBuffer, make: Callable[[], Driver], keys: list[bytes], source: list[int],
+    target: list[int], write: Plain, read: Plain, forget: Call,
+) -> list[Row]:  # fmt: skip
+    """Rows for one and for two workers: ``write`` and ``read`` of a batch, and the tier's, in turn, each in an empty store."""
+    rows: list[Row] = []
+    batches = [slice(at, at + BATCH) for at in range(0, len(keys), BATCH)]
+    for workers in (1, 2):
+        tier = Tier(make(), buffer, bytes(32), in_flight="1GiB", workers=workers)
+
+        def store(tier: Tier = tier) -> None:
+            all_ok([one.result() for one in [tier.store(keys[part], source[part], later()) for part in batches]])
+
+        def load(tier: Tier = tier) -> None:
+            all_ok([one.result() for one in [tier.load(keys[part], target[part], later()) for part in batches]])
+
+        def discard(tier: Tier = tier) -> None:
+            tier.discard(keys, later()).result()
+
+        with ThreadPoolExecutor(workers) as pool:
+
+            def each(call: Plain, rows: list[int], pool: ThreadPoolExecutor = pool) -> None:
+                list(pool.map(lambda part: call(keys[part], rows[part]), batches))
+
+            plain: list[Call] = [lambda: each(write, source), lambda: each(read, target), forget]
+            calls: list[list[Call]] = [plain, [store, load, discard]]
+            rounds = [[[seconds(call) for call in who] for who in calls] for _ in range(options.runs + 1)]
+        case = f"{name}, {format_bytes(buffer.payload_nbytes)}, {workers} thread{'s' * (workers > 1)}"
+        rows += shares(
+            case,
+            len(keys),
+            {what: [[who[i] for who in one] for one in rounds] for i, what in enumerate(("store", "load"))},
+        )
+        tier.close(later())
+    return rows
+
+
+if __name__ == "__main__":
+    tell("shared_store", QUESTION, measure)
