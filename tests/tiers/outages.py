@@ -24,7 +24,7 @@ def a_store_that_hangs(server: Server) -> None:
         while client.tier.stats().is_available:
             assert client.load(2, seconds=0.3) == [TIMEOUT]
         start = monotonic()
-        assert client.load(2) == [UNAVAILABLE] and monotonic() < start + 0.1
+        assert client.load(2) == [UNAVAILABLE] and monotonic() < start + 1
     finally:
         server.go_on()
     wait_for(client.is_back)
