@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -447,6 +449,41 @@ def test_a_hung_tier_delays_an_open_by_its_timeout_and_no_more() -> None:
     assert run(cache, np.arange(40)) == 0
     assert monotonic() - begin < 0.2 * 1.1 + 0.3
     cache.close(timeout=3.0)
+
+
+KILLED = """
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from test_below import TINY, FakeEngine, cache_of, disk_tier, traffic
+cache = cache_of({name!r}, disk_tier({folder!r}, "300KB", admit_all=True, **TINY))
+print("begins", flush=True)
+for seed in range({seed}, 10**6, 1000):
+    traffic(cache, 50, seed=seed, engine=FakeEngine(cache))
+    cache.flush()
+    print(cache.stats().loaded_tokens, flush=True)
+    cache.reset()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "mixed", "state"])
+def test_a_process_killed_at_any_moment_leaves_no_wrong_row(name: str, tmp_path: Path) -> None:
+    """Each process goes on with the file that the last one was killed over, and compares every row that it reads."""
+    random, tests, most = np.random.default_rng(7), Path(__file__).parent, 0
+    for number in range(20):
+        program = KILLED.format(
+            root=str(tests.parent), tests=str(tests), name=name, folder=str(tmp_path), seed=number * 7
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None and process.stdout.readline() == "begins\n"
+        sleep(float(random.uniform(0, 2)))
+        process.kill()
+        told, failed = process.communicate()
+        assert "Error" not in failed, failed
+        most = max([most, *map(int, told.split())])
+    assert most > 20
 
 
 @pytest.mark.parametrize("name", ["full", "mixed", "state"])

@@ -56,7 +56,7 @@ class TierSpec:
 def host_tier(nbytes: int | str, *, write: When = "evict", **settings: Any) -> TierSpec:
     """At most ``nbytes`` of this process's memory, for what does not fit the device. See ``host_driver`` and ``TierSpec``."""
     make = partial(host_driver, nbytes=parse_bytes(nbytes))
-    return TierSpec("host", make, **{"write": write, "is_private": True, "checksum": False, **settings})
+    return TierSpec("host", make, **{"write": write, "is_private": True, **settings})
 
 
 def disk_tier(
