@@ -440,13 +440,13 @@ def test_after_a_copy_that_failed_everything_is_as_before(name: str, whole: bool
     for call, is_suspended in ((lambda: sequence.suspend(whole), False), (sequence.resume, True)):
         for nth in range(1, len(cache.ledgers) + 1):
             left = nth
-            slots, swapped = sorted(cache._slots), cache.stats().swap_nbytes
+            slots, swapped = sorted(cache.admission.free_slots), cache.stats().swap_nbytes
             with pytest.raises(Broken):
                 call()
             num_failed += 1
             cache.check()
             assert sequence.is_suspended == is_suspended
-            assert (sorted(cache._slots), cache.stats().swap_nbytes) == (slots, swapped)
+            assert (sorted(cache.admission.free_slots), cache.stats().swap_nbytes) == (slots, swapped)
         left = 0
         call()
         cache.check()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from time import monotonic
 from typing import Any
 
 import numpy as np
 
+from kvpagoda.admission import Admission, Wish
 from kvpagoda.alloc.held import Ids
 from kvpagoda.alloc.pages import Bytes, pages
 from kvpagoda.below import Below, Offer, Part, Prefetch
@@ -29,7 +29,6 @@ from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import ceil_div, format_bytes, parse_bytes
 
 DEFAULT_CONTEXT = 131_072
-Start = tuple[PrefixMatch, Lease]
 
 
 class Books:
@@ -89,7 +88,6 @@ class Books:
         self._suspended: dict[Sequence, Suspended] = {}
         self.sectors = Sectors(plan.num_sectors, self.ledgers, mover=self) if plan.num_sectors else None
         self._every = checkpoint_every * plan.block_size
-        self._slots = list(range(plan.max_requests - 1, -1, -1))  # that are free
         self._running: dict[int, Sequence] = {}
         self._namespaces, self._media = Namespaces(fingerprint, weights.encode()), Media()
         self._stale: set[bytes] = set()
@@ -101,6 +99,7 @@ class Books:
             identity = Identity(weights, fingerprint, plan.block_size, rank, num_ranks)
             full, bounded = self.reuse.full, self.reuse.bounded
             self.below = Below(tiers, identity, full, bounded, self, self._media.digests, tier_secret)
+        self.admission = Admission(self.ledgers, self.reuse, self.swap, self.below, plan.max_requests, self)
 
     # -- the life of a request ---------------------------------------------------------------------------------------
 
@@ -137,7 +136,7 @@ class Books:
             raise BadInput(f"a request needs at least one token and room >= 0, got {length} tokens, room {room}")
         wanted = self.check_fits(total, room=room)
         space, stand_ins = self._namespaces.key(namespace), self._media.stand_ins(media, length) if media else {}
-        slot = self._take_slot()
+        slot = self.admission.take_slot()
         tokens = np.empty(total if total <= 2 * length else length, np.int32)
         keys = tokens[:length]
         keys[:] = prompt
@@ -150,8 +149,7 @@ class Books:
         if offer is not None:
             offer.layerwise = layerwise
         with offer if offer is not None else nullcontext():
-            begin = partial(self._start, slot, wanted, room, match, found, priority, offer)
-            found, lease = self._begin(slot, wanted, begin)
+            found, lease = self.admission.begin(Wish(slot, wanted, room, match, found, priority, offer))
             sequence = self._running[slot] = Sequence(
                 self, slot, tokens, length, found, lease, namespace=space, priority=priority, stand_ins=stand_ins
             )
@@ -208,161 +206,6 @@ class Books:
         match, found = self.reuse.find(with_stand_ins(tokens, 0, stand_ins), space)
         chain = self.below.hashes(space, tokens[: max(0, len(tokens) - 1)], stand_ins)
         return self.below.prefetch(chain, match.num_blocks, found.resumable // self.block_size)
-
-    def _take_slot(self) -> int:
-        if not self._slots:
-            raise RetryLater(f"all {self.max_requests} request slots are in use; close one, or raise max_requests")
-        return self._slots.pop()
-
-    def _begin(self, slot: int, wanted: list[int], start: Callable[[], Start | None]) -> Start:
-        """``start`` a request, at the price of pins if need be. Raises RetryLater; ``slot`` is free then."""
-        begun = start()
-        while begun is None and self.reuse.give_up_pin():
-            begun = start()
-        if begun is None:
-            self._slots.append(slot)
-            raise RetryLater(self._shortage(wanted))
-        return begun
-
-    def _start(
-        self,
-        slot: int,
-        wanted: list[int],
-        room: int,
-        match: Match,
-        found: PrefixMatch,
-        priority: int,
-        offer: Offer | None = None,
-    ) -> Start | None:
-        """Give ``slot`` what it starts from and room for ``room`` tokens, and promise it the rest; None, with nothing kept,
-        if that cannot be.
-
-        What would be copied may itself be what is in the way: then it starts from what needs no copy.
-        """
-        match, found = self.reuse.find_again(match, found)
-        if offer is not None and offer.begin <= match.num_blocks and offer.end * self.block_size > found.resumable:
-            start = self._start_from(slot, wanted, room, match, self._offered(found, offer.end), priority, offer)
-            if start is not None:
-                return start
-            match, found = self.reuse.find_again(match, found)  # room was made for what did not come
-        start = self._start_from(slot, wanted, room, match, found, priority)
-        if start is None:
-            found = self.reuse.without_copies(match, found)
-            start = self._start_from(slot, wanted, room, match, found, priority)
-        return start
-
-    def _offered(self, found: PrefixMatch, end: int) -> PrefixMatch:
-        """``found``, where the first ``end`` blocks, and what they need, are there too."""
-        there = end * self.block_size
-        groups = {name: max(tokens, there) for name, tokens in found.groups.items()}
-        known = max(found.num_tokens, there)
-        limited_by = "nothing" if known == there else found.limited_by
-        return PrefixMatch(known, there, limited_by, groups, None, there - found.resumable)
-
-    def _start_from(
-        self,
-        slot: int,
-        wanted: list[int],
-        room: int,
-        match: Match,
-        found: PrefixMatch,
-        priority: int,
-        offer: Offer | None = None,
-        suspended: Suspended | None = None,
-    ) -> Start | None:
-        reuse, tree, resumable = self.reuse, self.reuse.tree, found.resumable
-        whole, rest = divmod(resumable, self.block_size)
-        if offer is not None:
-            whole = min(whole, match.num_blocks)
-        lease = tree.pin(match, whole)
-        beyond = tree.pin_partial(match) if rest else None
-        if whole:
-            tree.touch(lease, priority=priority)
-            if reuse.full is not None:
-                reuse.full.adopt(slot, match.ids[0, :whole])
-        if found.checkpoint is not None:
-            reuse.keep(found.checkpoint, 1)
-        is_promised = False
-        try:
-            is_promised = self._promise(slot, wanted)
-            if is_promised and offer is not None:
-                loaded = self._load(slot, whole, room, found, offer)
-                if loaded is None:
-                    self._give_back(slot)
-                    is_promised = False
-                else:
-                    found = loaded
-            if is_promised and suspended is not None:
-                self.swap.restore(slot, suspended, room)
-            elif is_promised:
-                restore = None if offer is None or self.below is None else partial(self.below.restore, offer)
-                room = room if room > found.resumable else found.resumable
-                reuse.restore(slot, found, room, beyond, restore)
-        except BaseException as error:
-            if offer is None or not isinstance(error, Exception):
-                self._take_back(slot, lease)
-                raise
-            self._give_back(slot)  # what went wrong below is a miss
-            is_promised = False
-        finally:
-            if found.checkpoint is not None:
-                reuse.keep(found.checkpoint, -1)
-            if beyond is not None:
-                tree.unpin(beyond)
-        if is_promised:
-            return found, lease
-        tree.unpin(lease)
-        return None
-
-    def _load(self, slot: int, first: int, room: int, found: PrefixMatch, offer: Offer) -> PrefixMatch | None:
-        """Load the offered blocks from the ``first`` on; what ``slot`` can start from then, or None if that is no more than
-        without them."""
-        full, end = self.reuse.full, offer.end
-        if full is None or self.below is None:
-            return found
-        full.grow(slot, full.wanted(slot, max(room, end * self.block_size)))
-        count = self.below.load(offer, full.table.cells[slot, first:end].copy(), first)
-        lacking = end - first - count
-        if not lacking:
-            return found
-        if self.reuse.bounded or found.loaded <= lacking * self.block_size:
-            return None
-        there = found.resumable - lacking * self.block_size
-        return found._replace(resumable=there, loaded=found.loaded - lacking * self.block_size)
-
-    def _give_back(self, slot: int) -> None:
-        """Give back all that ``slot`` was given."""
-        for ledger in self.ledgers:
-            self.blocks_freed(ledger, ledger.close(slot))
-
-    def _take_back(self, slot: int, lease: Lease) -> None:
-        """Nothing came of a request: give back all that ``slot`` was given, and the slot."""
-        self._give_back(slot)
-        self.reuse.tree.unpin(lease)
-        self._slots.append(slot)
-
-    def _promise(self, slot: int, wanted: list[int]) -> bool:
-        """Promise ``slot`` so many blocks in every group, those it holds included, or nothing: then it holds nothing."""
-        for ledger, blocks in zip(self.ledgers, wanted):
-            if blocks - ledger.end[slot] > ledger.available():
-                for undone in self.ledgers:
-                    undone.close(slot)
-                return False
-            ledger.promise(slot, blocks)
-        return True
-
-    def _shortage(self, wanted: list[int]) -> str:
-        """Which group lacks how many blocks, and how they could become free."""
-        short = [(ledger, blocks) for ledger, blocks in zip(self.ledgers, wanted) if blocks > ledger.available()]
-        if not short:
-            return (
-                f"{wanted} blocks needed in {[ledger.name for ledger in self.ledgers]} at once; close a sequence first"
-            )
-        return "; ".join(
-            f"{blocks} blocks needed, {ledger.available()} not yet promised, of {ledger.plan.num_blocks} in {ledger.name}: "
-            f"{blocks - ledger.available()} more must be freed by running requests"
-            for ledger, blocks in short
-        )
 
     def next_checkpoint(self, sequence: Sequence) -> int | None:
         """The next position at which a step of ``sequence`` should end, so that a checkpoint can be kept there; None
@@ -439,15 +282,15 @@ class Books:
             max(blocks, ceil_div(length, ledger.block_size) - int(ledger.first[parent]))
             for ledger, blocks in zip(self.ledgers, self.check_fits(reserve))
         ]
-        slot = self._take_slot()
+        slot = self.admission.take_slot()
         full = self.reuse.full
         if full is not None:
             full.adopt(slot, full.table.cells[parent, : full.shared[parent]].copy())
-        if not self._promise(slot, wanted):
-            self._slots.append(slot)
-            raise RetryLater(self._shortage(wanted))
+        if not self.admission.promise(slot, wanted):
+            self.admission.free_slots.append(slot)
+            raise RetryLater(self.admission.shortage(wanted))
         lease = self.reuse.tree.pin(sequence.lease)
-        with self.reuse.undone_by(lambda: self._take_back(slot, lease)):
+        with self.reuse.undone_by(lambda: self.admission.take_back(slot, lease)):
             for ledger in self.ledgers:
                 self.reuse.duplicate(ledger, parent, slot, length)
         child = self._running[slot] = Sequence(
@@ -499,7 +342,7 @@ class Books:
         """``sequence`` runs no more: what it alone holds and its slot are free, the rest is unpinned."""
         slot = sequence.slot
         del self._running[slot]
-        self._take_back(slot, sequence.lease)
+        self.admission.take_back(slot, sequence.lease)
         self.num_stopped += 1
 
     def sequence_suspended(self, sequence: Sequence, whole: bool) -> None:
@@ -532,18 +375,16 @@ class Books:
                 for ledger, part in zip(self.ledgers, suspended.parts)
             ]
             wanted = [max(blocks) for blocks in zip(wanted, held)]
-        slot, offer = self._take_slot(), None
+        slot, offer, as_it_was = self.admission.take_slot(), None, suspended if is_whole else None
         if is_whole:
             found = PrefixMatch(match.num_tokens, match.num_blocks * self.block_size, "nothing")
-            start = partial(self._start_from, suspended=suspended)
         else:
             match, found = self.reuse.find(keys, namespace)
             if self.below is not None:
                 offer = self._offer(self.below.chain(sequence, (length - 1) // self.block_size), wanted, match, found)
-            start = partial(self._start, offer=offer)
         with offer if offer is not None else nullcontext():
-            begun = partial(start, slot, wanted, room or 0, match, found, sequence.priority)
-            found, lease = self._begin(slot, wanted, begun)
+            wish = Wish(slot, wanted, room or 0, match, found, sequence.priority, offer, as_it_was)
+            found, lease = self.admission.begin(wish)
             self._running[slot] = sequence
             self.swap.drop(self._suspended.pop(sequence))
             if is_whole:
@@ -785,8 +626,8 @@ class Books:
 
     def check(self) -> None:
         """Prove from scratch that every block and slot is in exactly one place. Raises CheckFailed with the ids."""
-        if sorted([*self._running, *self._slots]) != list(range(self.max_requests)):
-            raise CheckFailed(f"slots {sorted(self._running)} run, {sorted(self._slots)} are free")
+        if sorted([*self._running, *self.admission.free_slots]) != list(range(self.max_requests)):
+            raise CheckFailed(f"slots {sorted(self._running)} run, {sorted(self.admission.free_slots)} are free")
         self.swap.check(self._suspended.values())
         self.reuse.check()
         if self.below is not None:
