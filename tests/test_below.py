@@ -334,6 +334,8 @@ def test_after_new_weights_nothing_old_is_found_and_names_say_which() -> None:
     assert run(cache, text) == 36, "the first weights again"
     cache.invalidate()
     assert run(cache, text) == 0
+    with pytest.raises(BadInput, match="digest"):
+        cache.invalidate(weights=b"x")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="all namespaces"):
         cache.invalidate("a", weights="y")
     cache.close()
@@ -422,6 +424,14 @@ def test_what_cannot_be_is_refused_before_there_is_a_cache(tmp_path: Path) -> No
     for settings in ({"write": "never"}, {"timeout": 0}, {"record_nbytes": 0}, {"staging": "much"}):
         with pytest.raises(BadInput):
             host_tier("1MiB", **settings)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="host_tier"):
+        cache_of("full", host_driver)  # type: ignore[arg-type]
+    for wrong in ({"weights": b"w"}, {"rank": 2, "num_ranks": 2}, {"rank": -1}):
+        with pytest.raises(BadInput, match="rank"):
+            KVCache(SCHEMAS["full"], num_blocks=8, device="cpu", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="workers"):
+        cache_of("full", disk_tier(tmp_path, "1MiB", workers=0, **TINY))
+    cache_of("full", disk_tier(tmp_path, "1MiB", **TINY)).close()  # the file is not locked
     with pytest.raises(BadInput, match="secret"):
         cache_of("full", host_tier("1MiB", **TINY), tier_secret=b"s" * 65)
 

@@ -146,6 +146,9 @@ class Below:
         self._full, self._bounded, self._memory = full, tuple(bounded), memory
         self._identity, self._size, self._secret, self._digests = identity, identity.block_size, secret, digests
         block_nbytes = 0 if full is None else self._nbytes(full)
+        odd = [spec for spec in specs if not isinstance(spec, TierSpec)]
+        if odd:
+            raise BadInput(f"tiers are made by host_tier, disk_tier and others, or are a TierSpec; got {odd[0]!r}")
         xxh3_128(b"")
         parts = [(self._most_copies(ledger), self._nbytes(ledger)) for ledger in self._bounded]
         prefix_root(b"", secret)

@@ -89,6 +89,7 @@ class Books:
         self.sectors = Sectors(plan.num_sectors, self.ledgers, mover=self) if plan.num_sectors else None
         self._every = checkpoint_every * plan.block_size
         self._running: dict[int, Sequence] = {}
+        identity = Identity(weights, fingerprint, plan.block_size, rank, num_ranks)
         self._namespaces, self._media = Namespaces(fingerprint, weights.encode()), Media()
         self._stale: set[bytes] = set()
         self._is_open = True
@@ -96,7 +97,6 @@ class Books:
         self.num_opened = self.num_closed = self._computed = self._cached = self._loaded = 0
         self.below: Below | None = None
         if tiers:
-            identity = Identity(weights, fingerprint, plan.block_size, rank, num_ranks)
             full, bounded = self.reuse.full, self.reuse.bounded
             self.below = Below(tiers, identity, full, bounded, self, self._media.digests, tier_secret)
         self.admission = Admission(self.ledgers, self.reuse, self.swap, self.below, plan.max_requests, self)
@@ -478,6 +478,8 @@ class Books:
         What is kept below the device from then on is found by this process alone; with ``weights``, a digest of the new
         weights of all namespaces, by all that have the same. A name that outlives the process must not mean two adapters.
         """
+        if weights is not None and not isinstance(weights, str):
+            raise BadInput(f"weights are text, a digest of them; got {weights!r}")
         if weights is not None and namespaces:
             raise BadInput(f"new weights are those of all namespaces, got {len(namespaces)} of them; give none")
         if namespaces:

@@ -109,7 +109,7 @@ class Generator:
         dtype = str(model.dtype).removeprefix("torch.")
         schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, verify_width=lookup)
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
-        if "weights" not in sizes and not all(tier.is_private for tier in sizes.get("tiers", ())):
+        if "weights" not in sizes and not all(getattr(tier, "is_private", True) for tier in sizes.get("tiers", ())):
             sizes = {**sizes, "weights": weights_digest(model)}
         longest_piece = max(prefill_chunk, lookup + 1)
         self.cache = KVCache(schema, device=model.device, step_tokens=longest_piece, **sizes)

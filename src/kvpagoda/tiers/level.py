@@ -34,6 +34,13 @@ class Identity:
     rank: int = 0
     num_ranks: int = 1
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.weights, str) or not 0 <= self.rank < self.num_ranks:
+            raise BadInput(
+                f"weights are text, and rank is one of 0..num_ranks - 1; got {self.weights!r}, rank {self.rank} of "
+                f"{self.num_ranks}"
+            )
+
     def fingerprint(self, unit: int, payload_nbytes: int) -> bytes:
         """32 bytes for records of ``unit`` blocks in payloads of ``payload_nbytes``."""
         return layout_fingerprint(
@@ -111,10 +118,15 @@ class Level:
         self.batch = max(1, min(count // 4, _BATCH_NBYTES // record))  #: records in one call
         self._kept_free = count // 2  # for what is loaded
         fingerprint = identity.fingerprint(self.unit, self.payload_nbytes)
-        self.tier = Tier(
-            spec.make(self.buffer), self.buffer, fingerprint, in_flight=2 * count * record + (1 << 20),
-            workers=spec.workers, checksum=spec.checksum,
-        )  # fmt: skip
+        driver = spec.make(self.buffer)
+        try:
+            self.tier = Tier(
+                driver, self.buffer, fingerprint, in_flight=2 * count * record + (1 << 20), workers=spec.workers,
+                checksum=spec.checksum,
+            )  # fmt: skip
+        except BaseException:
+            driver.close()
+            raise
         self.seconds_per_byte: float | None = None  #: of loads, lately
         self._storing: set[Future[list[Status]]] = set()
         self.dropped = 0
