@@ -141,7 +141,7 @@ def test_rows_read_back_are_the_rows_written(name: str, way: str, tmp_path: Path
     """Random traffic in a cache so small that it evicts all the time: every row that a step may read is compared."""
     cache = cache_of(name, *WAYS[way](tmp_path))
     cache.open = partial(cache.open, layerwise=way == "disk")  # type: ignore[method-assign]
-    traffic(cache, 350, seed=5, engine=FakeEngine(cache))
+    traffic(cache, 220, seed=5, engine=FakeEngine(cache))
     stats = cache.stats()
     assert sum(tier.failed for tier in stats.tiers) == 0
     assert stats.loaded_tokens > 0 or way == "reuse"
@@ -157,7 +157,7 @@ def test_rows_read_back_are_the_rows_written(name: str, way: str, tmp_path: Path
 def test_rows_stay_right_while_a_tier_fails(name: str, share: float) -> None:
     spec, made = Flaky.tier(share, write="evict")
     cache = cache_of(name, spec)
-    traffic(cache, 300, seed=6, engine=FakeEngine(cache))
+    traffic(cache, 200, seed=6, engine=FakeEngine(cache))
     assert made[0].num_faults >= 3
     assert share < 1 or cache.stats().loaded_tokens == 0
     cache.close()

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from test_generator import EXACT, NEW, model_of
+from test_generator import NEW, model_of
 from test_reuse import recomputed, texts
 
 from kvpagoda.hf import Generator, weights_digest
@@ -32,14 +32,14 @@ def generate_twice(name: str, generator: Generator) -> int:
     return loaded
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "kimi_linear", "deepseek_v4"])
 def test_tokens_stay_the_same_while_what_is_evicted_goes_to_host_memory_and_disk(name: str, tmp_path: Path) -> None:
     tiers = [host_tier("256KiB", staging="2MiB"), disk_tier(tmp_path, "32MiB", staging="2MiB", admit_all=True)]
     assert generate_twice(name, Generator(model_of(name), tiers=tiers, **SMALL)) > 0
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v4"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "deepseek_v4"])
 def test_tokens_stay_the_same_while_a_tier_fails(name: str, share: float) -> None:
     spec, made = Flaky.tier(share, write="evict", staging="2MiB")
     loaded = generate_twice(name, Generator(model_of(name), tiers=[spec], weights="w", **SMALL))
@@ -59,7 +59,7 @@ generator.cache.close()
 """
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3_next"])
 def test_a_new_process_with_the_same_model_finds_what_the_last_one_left(name: str, tmp_path: Path) -> None:
     here = Path(__file__).parent
     program = RESTARTED.format(tests=str(here.parent), hf=str(here), name=name, folder=str(tmp_path))
