@@ -432,6 +432,9 @@ def test_what_cannot_be_is_refused_before_there_is_a_cache(tmp_path: Path) -> No
     with pytest.raises(BadInput, match="workers"):
         cache_of("full", disk_tier(tmp_path, "1MiB", workers=0, **TINY))
     cache_of("full", disk_tier(tmp_path, "1MiB", **TINY)).close()  # the file is not locked
+    with pytest.raises(BadInput, match="order"):
+        cache_of("full", disk_tier(tmp_path, "1MiB", **TINY), order="row")
+    cache_of("full", disk_tier(tmp_path, "1MiB", **TINY)).close()  # nor after memory that could not be had
     with pytest.raises(BadInput, match="secret"):
         cache_of("full", host_tier("1MiB", **TINY), tier_secret=b"s" * 65)
 

@@ -71,11 +71,6 @@ class KVCache(Books):
             shared=order != "layer",
         )  # fmt: skip
         self.device = default_device(device)
-        super().__init__(
-            plan, schema.vocab_size, max_context, checkpoint_every, policy=policy, pin_share=pin_share,
-            fingerprint=self.schema.fingerprint, tiers=tiers, weights=weights, rank=rank, num_ranks=num_ranks,
-            tier_secret=tier_secret, swap=swap,
-        )  # fmt: skip
         shared = torch.zeros(plan.num_sectors * plan.sector_nbytes, dtype=torch.uint8, device=self.device)
         self._arenas = {
             group.name: Arena(
@@ -85,6 +80,11 @@ class KVCache(Books):
             for group in plan.groups
         }  # fmt: skip
         self._buffers = [shared] if plan.num_sectors else [arena.buffer for arena in self._arenas.values()]
+        super().__init__(
+            plan, schema.vocab_size, max_context, checkpoint_every, policy=policy, pin_share=pin_share,
+            fingerprint=self.schema.fingerprint, tiers=tiers, weights=weights, rank=rank, num_ranks=num_ranks,
+            tier_secret=tier_secret, swap=swap,
+        )  # fmt: skip
         self.page_offset = max((buffer.data_ptr() % PAGE for buffer in self._buffers), default=0)
         self._states = next((ledger for ledger in self.ledgers if ledger.growth.is_state), None)
         self.has_states = self._states is not None
