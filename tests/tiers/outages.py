@@ -130,13 +130,16 @@ def more_than_fits(server: Server, nbytes: int) -> None:
 
 
 QUICK: tuple[Callable[[Server], None], ...] = (
-    a_store_that_hangs,
     two_processes,
     what_lies_there_is_spoilt,
     another_layout,
 )
-LONG: tuple[Callable[[Server], None], ...] = (
+# These leave a store that may keep nothing for a while: each wants one of its own.
+ALONE: tuple[Callable[[Server], None], ...] = (
+    a_store_that_hangs,
     a_store_that_dies,
+)
+LONG: tuple[Callable[[Server], None], ...] = (
     two_processes_whose_store_hangs_and_dies,
     writers_that_are_killed,
 )

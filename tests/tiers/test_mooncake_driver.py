@@ -12,7 +12,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
-from outages import LONG, QUICK, more_than_fits, writers_that_are_killed
+from outages import ALONE, LONG, QUICK, more_than_fits, writers_that_are_killed
 from servers import SERVERS, Client, Server, key_of, listening, mooncake_server, wait_for, why_no_mooncake
 
 from kvpagoda.errors import BadInput
@@ -69,8 +69,8 @@ def test_a_store_through_a_tier(outage: Callable[[Server], None], server: Server
 
 
 @needs_mooncake
-@pytest.mark.parametrize("outage", [LONG[0], *(pytest.param(outage, marks=pytest.mark.slow) for outage in LONG[1:])])
-def test_a_store_that_dies(outage: Callable[[Server], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("outage", [*ALONE, *(pytest.param(outage, marks=pytest.mark.slow) for outage in LONG)])
+def test_a_store_with_outages(outage: Callable[[Server], None], tmp_path: Path) -> None:
     with mooncake_server(tmp_path) as server:
         outage(server)
 

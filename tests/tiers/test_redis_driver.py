@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outages import LONG, QUICK, more_than_fits, writers_that_are_killed
+from outages import ALONE, LONG, QUICK, more_than_fits, writers_that_are_killed
 from servers import (
     SLACK,
     Client,
@@ -138,8 +138,8 @@ def test_a_server_through_a_tier(outage: Callable[[Server], None], server: Serve
 
 
 @needs_redis
-@pytest.mark.parametrize("outage", LONG)
-def test_a_server_that_dies(outage: Callable[[Server], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("outage", [*ALONE, *LONG])
+def test_a_server_with_outages(outage: Callable[[Server], None], tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         outage(server)
 

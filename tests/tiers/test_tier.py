@@ -259,6 +259,22 @@ def test_a_failing_driver_is_only_ever_a_miss(bench: Bench, rate: float) -> None
     assert "must not raise" in bench.tier.stats().last_error
 
 
+@pytest.mark.parametrize("fault", [None, TIMEOUT])
+def test_a_call_that_was_late_invites_the_next_if_it_succeeded(fault: Status | None) -> None:
+    late = Bench(faults=3, pause=60.0, workers=3)
+    late.driver.is_well.clear()
+    late.driver.fault = None if fault is None else lambda: fault
+    assert [late.load(1, seconds=0.05) for _ in range(3)] == [[TIMEOUT]] * 3 and not late.tier.stats().is_available
+    late.driver.is_well.set()
+    end = soon()
+    while late.tier.stats().nbytes_in_flight:
+        assert monotonic() < end
+        sleep(0.001)
+    late.driver.fault = None
+    assert late.load(1) == [MISS if fault is None else UNAVAILABLE]
+    assert late.tier.close(soon())
+
+
 def test_many_callers_of_a_driver_that_is_often_late() -> None:
     """Whatever is OK is right, every answer is in time, and in the end every record is back."""
     bench, seen, failed = Bench(workers=3, faults=1000), Counter[Status](), []

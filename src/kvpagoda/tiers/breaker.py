@@ -34,5 +34,5 @@ class Breaker:
             self._next_try = now + self._pause
 
     def retry_now(self) -> None:
-        """A call that was given up came back at last: the next one may try."""
+        """A call that was given up succeeded at last: the next one may try."""
         self._next_try = 0.0

@@ -72,7 +72,10 @@ class Driver(Protocol):
         """Which of ``keys`` are there; these are not evicted for ``hold`` seconds, or until ``Lease.release``."""
 
     def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        """Read the records of ``keys`` into ``rows``. A row whose status is not OK holds anything."""
+        """Read the records of ``keys`` into ``rows``. A row whose status is not OK holds anything.
+
+        So may one that is discarded meanwhile: what was read counts once its checksum does.
+        """
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
         """Drop the records of ``keys``, leased or not: OK, or MISS for what was not there."""

@@ -251,11 +251,11 @@ class Tier:
             self._in_flight -= operation.nbytes
             is_late, operation.is_over = operation.is_over, True
             if result is not None:
-                breaker = self._breakers[operation.kind]
-                if is_late:
+                breaker, is_fault = self._breakers[operation.kind], not FAULTS.isdisjoint(_statuses(result))
+                if not is_late:
+                    breaker.record(is_fault, monotonic())
+                elif not is_fault:
                     breaker.retry_now()
-                else:
-                    breaker.record(not FAULTS.isdisjoint(_statuses(result)), monotonic())
         if result is None:
             return
         if not is_late:
