@@ -137,7 +137,9 @@ def replay_trace(
     capacity: Annotated[
         str | None, typer.Option(help="blocks, with commas between (default: 1 to 50 % of the different blocks)")
     ] = None,
-    policy: Annotated[str, typer.Option(help="policies, with commas between; opt is the bound")] = "lru,s3fifo,opt",
+    policy: Annotated[
+        str | None, typer.Option(help="with commas between; opt is the bound (default: lru,s3fifo,opt, of workers lru)")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="write a picture to this file, e.g. rates.png")] = None,
     limit: Annotated[int | None, typer.Option(help="the first so many requests only")] = None,
     by_arrival: Annotated[bool, typer.Option("--by-arrival", help="run in the order of arrival")] = False,
@@ -165,22 +167,25 @@ def replay_trace(
 
         if store is not None and workers is None:
             raise BadInput("--store is what several workers share: give --workers")
+        if schema is not None and (capacity is not None or plot is not None):
+            raise BadInput("--capacity and --plot count blocks of one kind; with --schema give --budget")
+        source = show.Source(trace, limit, by_arrival, seed)
         if workers is not None:
-            if schema is None or "," in budget + checkpoint_every:
-                raise BadInput("--workers needs --schema, and takes one --budget and one --checkpoint-every")
+            one = "lru" if policy is None else policy
+            if schema is None or "," in budget + checkpoint_every + one:
+                raise BadInput("--workers needs --schema, and takes one --budget, --policy and --checkpoint-every")
             show.run_together(
-                trace, _schema(schema, None, "raw"), budget, policy.split(",")[0], workers, store, max_requests,
-                _lengths(checkpoint_every, "--checkpoint-every")[0], tokens_per_id, as_json, limit, by_arrival, seed,
+                source, _schema(schema, None, "raw"), budget, one, workers, store, max_requests,
+                _lengths(checkpoint_every, "--checkpoint-every")[0], tokens_per_id, as_json,
             )  # fmt: skip
             return
+        policies = "lru,s3fifo,opt" if policy is None else policy
         if schema is None:
-            show.run(trace, capacity, policy, plot, as_json, limit, by_arrival, seed)
+            show.run(source, capacity, policies, plot, as_json)
             return
-        if capacity is not None or plot is not None:
-            raise BadInput("--capacity and --plot count blocks of one kind; with --schema give --budget")
         show.run_schema(
-            trace, _schema(schema, None, "raw"), [part.strip() for part in budget.split(",")], policy, max_requests,
-            _lengths(checkpoint_every, "--checkpoint-every"), tokens_per_id, as_json, limit, by_arrival, seed,
+            source, _schema(schema, None, "raw"), [part.strip() for part in budget.split(",")], policies, max_requests,
+            _lengths(checkpoint_every, "--checkpoint-every"), tokens_per_id, as_json,
         )  # fmt: skip
 
 

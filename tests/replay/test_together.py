@@ -81,7 +81,14 @@ def test_a_store_that_is_not_known_is_told_before_a_process_starts(store: str) -
 
 
 @pytest.mark.parametrize(
-    "options", [["--workers", "2"], ["--store", "redis://h"], ["--schema", "x", "--store", "redis://h"]]
+    "options",
+    [
+        ["--workers", "2"],
+        ["--store", "redis://h"],
+        ["--schema", "deepseek-v4-flash", "--store", "redis://h"],
+        ["--schema", "deepseek-v4-flash", "--workers", "2", "--policy", "lru,fifo"],
+        ["--schema", "deepseek-v4-flash", "--workers", "2", "--capacity", "100"],
+    ],
 )
 def test_options_that_do_not_go_together(options: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", "kvpagoda.cli", "replay", *options], capture_output=True, text=True)
