@@ -13,7 +13,7 @@ SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "schema", "alloc", "tiers", "prefix", "formats", "kernels", "storage", "ledger", "substrate", "reuse",
     "sectors", "swap", "namespace", "sequence", "stats", "finding", "below", "admission", "books", "preemption", "batch",
-    "persistent_batch", "manager", "replay", "hf", "cli",
+    "persistent_batch", "manager", "doctor", "replay", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers", "rich"}, "replay": {"matplotlib", "rich"}, "cli": {"typer"}, "kernels": {"triton"},

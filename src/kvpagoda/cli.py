@@ -1,4 +1,7 @@
-"""The command line: ``kvpagoda plan``, ``generate``, ``replay``, ``bench``. Exit 0, or 2 on bad input with one line."""
+"""The command line: ``kvpagoda plan``, ``generate``, ``replay``, ``bench``, ``doctor``.
+
+Exit 0, or 2 on bad input with one line on standard error; ``doctor`` exits with 1 if something is broken.
+"""
 
 from __future__ import annotations
 
@@ -201,6 +204,29 @@ def bench(context: typer.Context) -> None:
             )
     done = subprocess.run([sys.executable, "-m", "benchmarks", *context.args], cwd=root)
     raise typer.Exit(done.returncode)
+
+
+@app.command()
+def doctor(
+    tier: Annotated[
+        list[str] | None, typer.Option(help="also try this tier, written as for generate; several times for several")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
+) -> None:
+    """Try what of the library works on this machine: every device, what is optional, tiers. Exit 1 if something is broken."""
+    with one_line_errors():
+        from kvpagoda.doctor import examine
+
+        found = []
+        for finding in examine(tier or ()):
+            found.append(finding)
+            if not as_json:
+                typer.echo(f"{finding.state:7} {finding.name}: {finding.detail}")
+    broken = [finding.name for finding in found if finding.state == "broken"]
+    if as_json:
+        typer.echo(json.dumps({"broken": broken, "findings": [finding.to_dict() for finding in found]}, indent=2))
+    if broken:
+        raise typer.Exit(1)
 
 
 def main() -> None:
