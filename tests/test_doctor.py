@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("typer")
+
 from kvpagoda import doctor
+from kvpagoda.cli import app
 from kvpagoda.doctor import EXTRAS, Finding, examine
 from kvpagoda.errors import BadInput
 from kvpagoda.manager import KVCache
@@ -106,23 +109,22 @@ def test_a_tier_that_is_not_written_like_one_is_told_first() -> None:
         next(examine(["floppy:A"]))
 
 
-def kvpagoda_doctor(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvpagoda.cli", "doctor", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 def test_the_command() -> None:
-    done = kvpagoda_doctor("--tier", "host:64MiB")
+    command = [sys.executable, "-m", "kvpagoda.cli", "doctor", "--tier", "host:64MiB"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.startswith("ok      python: ") and "cache on cpu" in done.stdout
 
 
-def test_the_command_exits_with_1_for_what_is_broken() -> None:
-    done = kvpagoda_doctor("--json", "--tier", "redis://127.0.0.1:1")
-    figures = json.loads(done.stdout)
-    assert done.returncode == 1 and figures["broken"] == ["redis://127.0.0.1:1"]
+def test_the_command_exits_with_1_for_what_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        app(["doctor", "--json", "--tier", "redis://127.0.0.1:1"])
+    figures = json.loads(capsys.readouterr().out)
+    assert end.value.code == 1 and figures["broken"] == ["redis://127.0.0.1:1"]
     assert {finding["state"] for finding in figures["findings"]} <= {"ok", "absent", "broken"}
 
 
-def test_the_command_refuses_what_is_no_tier() -> None:
-    done = kvpagoda_doctor("--tier", "floppy")
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not done.stdout
+def test_the_command_refuses_what_is_no_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        app(["doctor", "--tier", "floppy"])
+    told = capsys.readouterr()
+    assert end.value.code == 2 and len(told.err.strip().splitlines()) == 1 and not told.out
