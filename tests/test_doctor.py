@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("typer")
+pytest.importorskip("xxhash")
 
 from kvpagoda import doctor
 from kvpagoda.cli import app
