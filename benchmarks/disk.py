@@ -22,6 +22,7 @@ from benchmarks.timing import Options, Row, seconds, tell
 from kvpagoda.alloc.pages import PAGE, pages
 from kvpagoda.errors import BadInput
 from kvpagoda.tiers import RecordBuffer, Status, Tier, disk_driver, host_driver
+from kvpagoda.tiers.checksum import xxh3_128
 from kvpagoda.units import format_bytes
 
 QUESTION = "How much of the speed of memory and of a file does a tier leave?"
@@ -50,29 +51,32 @@ def records_of(size: int, count: int) -> tuple[RecordBuffer, list[bytes], list[i
     return buffer, keys, buffer.acquire(count), buffer.acquire(count)
 
 
-def rows_of(options: Options, case: str, count: int, discard: Call, pairs: dict[str, tuple[Call, Call]]) -> list[Row]:
-    """Rows for each (plain, ours) of ``pairs``; what is stored is discarded before it is stored again."""
-    taken: dict[str, list[list[float]]] = {name: [] for name in pairs}
+def rows_of(options: Options, case: str, count: int, discard: Call, asked: dict[str, tuple[Call, ...]]) -> list[Row]:
+    """Rows for each (plain, ours) or (plain, ours, plain and summed) of ``asked``; what is stored is discarded before it is
+    stored again."""
+    taken: dict[str, list[list[float]]] = {name: [] for name in asked}
     for _ in range(options.runs + 1):
         discard()
-        for name, calls in pairs.items():
+        for name, calls in asked.items():
             taken[name].append([seconds(call) for call in calls])
     return shares(case, count, taken)
 
 
 def shares(case: str, count: int, taken: dict[str, list[list[float]]]) -> list[Row]:
-    """Rows of what was taken in each round, for each name: seconds of what is plain, and of ours."""
-    made = []
+    """Rows of what was taken in each round, for each name: seconds of what is plain, of ours, of what is plain and summed."""
+    made: list[Row] = []
     for name, times in taken.items():
-        plain, ours = (median(column) for column in zip(*times[1:]))  # the first round touches memory and file
-        made.append(
-            {
-                "case": f"{case}, {name}",
-                "us": ours / count * 1e6,
-                "plain_us": plain / count * 1e6,
-                "share_percent": 100 * plain / ours,
-            }
-        )
+        # the first round touches memory and file
+        plain, ours, *summed = (median(column) for column in zip(*times[1:]))
+        row: Row = {
+            "case": f"{case}, {name}",
+            "us": ours / count * 1e6,
+            "plain_us": plain / count * 1e6,
+            "share_percent": 100 * plain / ours,
+        }
+        if summed:
+            row |= {"summed_us": summed[0] / count * 1e6, "share_of_summed_percent": 100 * summed[0] / ours}
+        made.append(row)
     return made
 
 
@@ -122,6 +126,16 @@ def _disk(options: Options, folder: Path, size: int, count: int, workers: int, d
         for i, row in enumerate(target[batch], batch.start):
             os.preadv(file, [buffer.rows[row].data], i * record)
 
+    def sum_and_write(batch: slice) -> None:
+        for row in source[batch]:
+            xxh3_128(buffer.rows[row].data)
+        write(batch)
+
+    def read_and_sum(batch: slice) -> None:
+        read(batch)
+        for row in target[batch]:
+            xxh3_128(buffer.rows[row].data)
+
     def store() -> None:
         futures = [tier.store(keys[batch], source[batch], later()) for batch in batches]
         all_ok([future.result() for future in futures])
@@ -133,11 +147,15 @@ def _disk(options: Options, folder: Path, size: int, count: int, workers: int, d
     case = f"{'O_DIRECT' if direct else 'page cache'}, {format_bytes(size)}, {workers} thread{'s' * (workers > 1)}"
     try:
         with ThreadPoolExecutor(workers) as pool:
-            pairs = {
-                "store": (lambda: list(pool.map(write, batches)), store),
-                "load": (lambda: list(pool.map(read, batches)), load),
+
+            def by_threads(work: Callable[[slice], None], step: int) -> Call:
+                return lambda: list(pool.map(work, [slice(at, at + step) for at in range(0, count, step)]))
+
+            asked = {
+                "store": (by_threads(write, BATCH), store, by_threads(sum_and_write, 2)),
+                "load": (by_threads(read, BATCH), load, by_threads(read_and_sum, 2)),
             }
-            return rows_of(options, case, count, lambda: tier.discard(keys, later()).result(), pairs)
+            return rows_of(options, case, count, lambda: tier.discard(keys, later()).result(), asked)
     finally:
         os.close(file)
         tier.close(later())

@@ -1,4 +1,7 @@
-"""The command line: tables, JSON, and one clear line with exit code 2 on bad input."""
+"""The command line: tables, JSON, and one clear line with exit code 2 on bad input.
+
+Importing transformers takes a process seconds: most commands run in this one, some in processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,6 +33,26 @@ def kvpagoda(*arguments: str, width: int = 100) -> subprocess.CompletedProcess[s
     env["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, "-m", "kvpagoda.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The same in this process."""
+
+    def run(*arguments: str, width: int = 100) -> subprocess.CompletedProcess[str]:
+        from kvpagoda.cli import app
+
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("TERM", "dumb")
+        with pytest.raises(SystemExit) as end:
+            app(list(arguments))
+        out, err = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, end.value.code or 0, out, err)  # type: ignore[arg-type]
+
+    return run
 
 
 @pytest.fixture
@@ -86,7 +110,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_exit_code_2(case: str, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    case: str, llama: Path, monkeypatch: pytest.MonkeyPatch, here: Command
+) -> None:
     monkeypatch.chdir(llama)
     for name, changes in (
         ("unknown", {"model_type": "no_such_model"}),
@@ -100,7 +126,7 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str, llama: Path, monkeypat
     Path("empty.txt").write_text("\n\n")
     Path("long.txt").write_text("x" * 5000)
     arguments, message = BAD[case]
-    done = kvpagoda(*arguments)
+    done = (kvpagoda if case in ("size", "model") else here)(*arguments)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
@@ -115,10 +141,10 @@ def test_generate_runs_the_embedded_model() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_generate_fits_the_terminal(width: int, tmp_path: Path) -> None:
+def test_generate_fits_the_terminal(width: int, tmp_path: Path, here: Command) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\n" + "two " * 50 + "\n")
-    done = kvpagoda("generate", "--max-new-tokens", "2", "--prompts", str(prompts), width=width)
+    done = here("generate", "--max-new-tokens", "2", "--prompts", str(prompts), width=width)
     assert done.returncode == 0 and not done.stderr
     assert all(len(line) <= width for line in done.stdout.splitlines())
     assert "3 + 2" in done.stdout and "200 + 2" in done.stdout
@@ -130,7 +156,7 @@ def test_help(command: list[str]) -> None:
     assert done.returncode == 0 and "Usage" in done.stdout
 
 
-def test_generate_loads_a_model_from_a_folder(tmp_path: Path) -> None:
+def test_generate_loads_a_model_from_a_folder(tmp_path: Path, here: Command) -> None:
     """The real loading code: a saved checkpoint with its tokenizer, here a tiny one."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
@@ -143,7 +169,7 @@ def test_generate_loads_a_model_from_a_folder(tmp_path: Path) -> None:
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path)
     (tmp_path / "prompts.txt").write_text("a b c\nz\n")
-    done = kvpagoda(
+    done = here(
         "generate", "--model", str(tmp_path), "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "4", "--json",
         "--budget", "1MiB",
     )  # fmt: skip
@@ -158,14 +184,14 @@ def test_generate_loads_a_model_from_a_folder(tmp_path: Path) -> None:
         assert result["tokens"] == own[0, len(prompt) :].tolist()
 
 
-def test_generate_draws_several_answers_for_a_prompt(tmp_path: Path) -> None:
+def test_generate_draws_several_answers_for_a_prompt(tmp_path: Path, here: Command) -> None:
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     arguments = ["generate", "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "4", "--lookup", "2"]
     arguments += ["--max-requests", "6", "--samples", "3", "--temperature", "1", "--seed", "7", "--json"]
-    done = kvpagoda(*arguments)
+    done = here(*arguments)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [result["prompt"] for result in found["results"]] == ["one"] * 3 + ["two"] * 3
     assert len({tuple(result["tokens"]) for result in found["results"]}) == 6 and found["new_tokens"] == 24
     assert found["stats"]["computed_tokens"] == 2 * 3 + 6 * 3 and found["accepted_tokens"] <= found["proposed_tokens"]
-    assert json.loads(kvpagoda(*arguments).stdout)["results"] == found["results"]
+    assert json.loads(here(*arguments).stdout)["results"] == found["results"]

@@ -7,8 +7,9 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from kvpagoda.alloc.held import Ids
-from kvpagoda.below import Below, Offer
+from kvpagoda.below import Below
 from kvpagoda.errors import RetryLater
+from kvpagoda.finding import Offer
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.prefix import Lease, Match
 from kvpagoda.reuse import PrefixMatch, Reuse
@@ -168,12 +169,12 @@ class Admission:
         assert below is not None
         if full is not None:
             full.grow(slot, full.wanted(slot, max(room, found.resumable)))
-            lacking = end - first - below.load(offer, full.table.cells[slot, first:end].copy(), first)
+            lacking = end - first - below.finder.load(offer, full.table.cells[slot, first:end].copy(), first)
             lost = lacking * self._reuse.block_size
             if lacking and (self._reuse.bounded or found.loaded <= lost):
                 return None
             found = found._replace(resumable=found.resumable - lost, loaded=found.loaded - lost)
-        self._reuse.restore(slot, found, max(room, found.resumable), None, partial(below.restore, offer))
+        self._reuse.restore(slot, found, max(room, found.resumable), None, partial(below.finder.restore, offer))
         return found
 
 

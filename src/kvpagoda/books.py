@@ -13,8 +13,9 @@ import numpy as np
 from kvpagoda.admission import Admission, Wish
 from kvpagoda.alloc.held import Ids
 from kvpagoda.alloc.pages import Bytes, pages
-from kvpagoda.below import Below, Offer, Part, Prefetch
+from kvpagoda.below import Below
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks, RetryLater, StaleHandle
+from kvpagoda.finding import Offer, Part, Prefetch
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.namespace import Media, Namespace, Namespaces, with_stand_ins
 from kvpagoda.prefix import Lease, Match
@@ -167,7 +168,7 @@ class Books:
         if any(blocks > ledger.available() for ledger, blocks in zip(self.ledgers, wanted)):
             return None
         offer = None if prefetch is None else prefetch.take(chain, match.num_blocks)
-        return offer or self.below.find(chain, match.num_blocks, found.resumable // self.block_size)
+        return offer or self.below.finder.find(chain, match.num_blocks, found.resumable // self.block_size)
 
     def _begin_below(
         self, sequence: Sequence, slot: int, lease: Lease, found: PrefixMatch, offer: Offer | None
@@ -205,7 +206,7 @@ class Books:
         space, stand_ins = self._namespaces.key(namespace), self._media.stand_ins(media, len(tokens))
         match, found = self.reuse.find(with_stand_ins(tokens, 0, stand_ins), space)
         chain = self.below.hashes(space, tokens[: max(0, len(tokens) - 1)], stand_ins)
-        return self.below.prefetch(chain, match.num_blocks, found.resumable // self.block_size)
+        return self.below.finder.prefetch(chain, match.num_blocks, found.resumable // self.block_size)
 
     def next_checkpoint(self, sequence: Sequence) -> int | None:
         """The next position at which a step of ``sequence`` should end, so that a checkpoint can be kept there; None

@@ -1,4 +1,7 @@
-"""The command line: ``kvpagoda plan``, ``generate``, ``replay``, ``bench``. Exit 0, or 2 on bad input with one line."""
+"""The command line: ``kvpagoda plan``, ``generate``, ``replay``, ``bench``, ``doctor``.
+
+Exit 0, or 2 on bad input with one line on standard error; ``doctor`` exits with 1 if something is broken.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +140,9 @@ def replay_trace(
     capacity: Annotated[
         str | None, typer.Option(help="blocks, with commas between (default: 1 to 50 % of the different blocks)")
     ] = None,
-    policy: Annotated[str, typer.Option(help="policies, with commas between; opt is the bound")] = "lru,s3fifo,opt",
+    policy: Annotated[
+        str | None, typer.Option(help="with commas between; opt is the bound (default: lru,s3fifo,opt, of workers lru)")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="write a picture to this file, e.g. rates.png")] = None,
     limit: Annotated[int | None, typer.Option(help="the first so many requests only")] = None,
     by_arrival: Annotated[bool, typer.Option("--by-arrival", help="run in the order of arrival")] = False,
@@ -165,22 +170,25 @@ def replay_trace(
 
         if store is not None and workers is None:
             raise BadInput("--store is what several workers share: give --workers")
+        if schema is not None and (capacity is not None or plot is not None):
+            raise BadInput("--capacity and --plot count blocks of one kind; with --schema give --budget")
+        source = show.Source(trace, limit, by_arrival, seed)
         if workers is not None:
-            if schema is None or "," in budget + checkpoint_every:
-                raise BadInput("--workers needs --schema, and takes one --budget and one --checkpoint-every")
+            one = "lru" if policy is None else policy
+            if schema is None or "," in budget + checkpoint_every + one:
+                raise BadInput("--workers needs --schema, and takes one --budget, --policy and --checkpoint-every")
             show.run_together(
-                trace, _schema(schema, None, "raw"), budget, policy.split(",")[0], workers, store, max_requests,
-                _lengths(checkpoint_every, "--checkpoint-every")[0], tokens_per_id, as_json, limit, by_arrival, seed,
+                source, _schema(schema, None, "raw"), budget, one, workers, store, max_requests,
+                _lengths(checkpoint_every, "--checkpoint-every")[0], tokens_per_id, as_json,
             )  # fmt: skip
             return
+        policies = "lru,s3fifo,opt" if policy is None else policy
         if schema is None:
-            show.run(trace, capacity, policy, plot, as_json, limit, by_arrival, seed)
+            show.run(source, capacity, policies, plot, as_json)
             return
-        if capacity is not None or plot is not None:
-            raise BadInput("--capacity and --plot count blocks of one kind; with --schema give --budget")
         show.run_schema(
-            trace, _schema(schema, None, "raw"), [part.strip() for part in budget.split(",")], policy, max_requests,
-            _lengths(checkpoint_every, "--checkpoint-every"), tokens_per_id, as_json, limit, by_arrival, seed,
+            source, _schema(schema, None, "raw"), [part.strip() for part in budget.split(",")], policies, max_requests,
+            _lengths(checkpoint_every, "--checkpoint-every"), tokens_per_id, as_json,
         )  # fmt: skip
 
 
@@ -196,6 +204,29 @@ def bench(context: typer.Context) -> None:
             )
     done = subprocess.run([sys.executable, "-m", "benchmarks", *context.args], cwd=root)
     raise typer.Exit(done.returncode)
+
+
+@app.command()
+def doctor(
+    tier: Annotated[
+        list[str] | None, typer.Option(help="also try this tier, written as for generate; several times for several")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
+) -> None:
+    """Try what of the library works on this machine: every device, what is optional, tiers. Exit 1 if something is broken."""
+    with one_line_errors():
+        from kvpagoda.doctor import examine
+
+        found = []
+        for finding in examine(tier or ()):
+            found.append(finding)
+            if not as_json:
+                typer.echo(f"{finding.state:7} {finding.name}: {finding.detail}")
+    broken = [finding.name for finding in found if finding.state == "broken"]
+    if as_json:
+        typer.echo(json.dumps({"broken": broken, "findings": [finding.to_dict() for finding in found]}, indent=2))
+    if broken:
+        raise typer.Exit(1)
 
 
 def main() -> None:

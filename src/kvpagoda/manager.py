@@ -12,9 +12,9 @@ import torch
 from kvpagoda.alloc.held import Ids
 from kvpagoda.alloc.pages import PAGE, Bytes
 from kvpagoda.batch import Array, Batch, LayerView, StepBuffers, StepRows
-from kvpagoda.below import Part
 from kvpagoda.books import Books
 from kvpagoda.errors import BadInput, OutOfBlocks
+from kvpagoda.finding import Part
 from kvpagoda.ledger import GroupLedger
 from kvpagoda.persistent_batch import PersistentBatch
 from kvpagoda.schema import Schema

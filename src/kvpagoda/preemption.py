@@ -23,9 +23,9 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from kvpagoda.below import Prefetch
 from kvpagoda.books import Books
 from kvpagoda.errors import Exhausted, OutOfBlocks, RetryLater
+from kvpagoda.finding import Prefetch
 from kvpagoda.sequence import Sequence, Tokens
 from kvpagoda.swap import Rate
 from kvpagoda.units import ceil_div
@@ -267,7 +267,7 @@ class RunQueue(Generic[J]):
         """So long it took to compute so many tokens of texts that were known: what recomputing costs."""
         self.rate.add(seconds, num_tokens)
         if self.books.below is not None:
-            self.books.below.seconds_per_token = self.rate.seconds
+            self.books.below.finder.seconds_per_token = self.rate.seconds
 
     def _reserve(self, job: J) -> int:
         if self.policy is None or job.num_set_back:

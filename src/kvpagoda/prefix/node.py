@@ -58,7 +58,8 @@ class Node(Run):
         self.block_size = block_size
         self._tokens, self._ids = tokens, ids
         self._at, self.num_blocks = 0, num_blocks
-        self.key, self.ids = tokens[: num_blocks * block_size], ids[:, :num_blocks]
+        is_full = ids.shape[1] == num_blocks and len(tokens) == num_blocks * block_size
+        self.key, self.ids = (tokens, ids) if is_full else (tokens[: num_blocks * block_size], ids[:, :num_blocks])
         self.parent, self.start, self.first, self.root = parent, start, first, root
         self.children, self.leases = _NO_CHILDREN, _NO_LEASES
         self.pins = self.num_pinned = 0

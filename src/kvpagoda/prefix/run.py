@@ -6,6 +6,7 @@ import numpy as np
 
 from kvpagoda.alloc.held import Ids
 
+_FEW = 4  # blocks that are copied rather than left in a text: fewer arrays to keep and to free
 _SMALL, _SPARE = 64, 16  # arrays of at most so many blocks, or of so many times what is left, are not cut down
 
 
@@ -112,10 +113,11 @@ class Run:
 
 def arrays_of(tokens: Ids, ids: Ids, text: Ids | None, first: int) -> tuple[Ids, Ids]:
     """Arrays for a run that begins with ``tokens``, which ``text`` has from ``first`` on, and ``ids``: copies, or the rest of
-    the text, read-only, if the tokens are most of it; then there is room to go on with it."""
-    if text is None or 2 * len(tokens) < len(text):
+    the text, read-only, if the tokens are many and most of it; then there is room to go on with it."""
+    rows, n = ids.shape
+    if text is None or n <= _FEW or 2 * len(tokens) < len(text):
         return tokens.copy(), ids.copy()
-    rest, (rows, n) = text[first:], ids.shape
+    rest = text[first:]
     rest.flags.writeable = False
     room = np.empty((rows, len(rest) * n // len(tokens)), np.int32)
     room[:, :n] = ids

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -23,32 +24,50 @@ from kvpagoda.replay.trace import Ints, Trace
 from kvpagoda.replay.workload import synthetic
 from kvpagoda.schema import Schema
 
+T = TypeVar("T")
 DEFAULT_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the different blocks
 WINDOWS = 12
 
 
-def run(
-    source: Path | None,
-    capacities: str | None,
-    policies: str,
-    plot: Path | None,
-    as_json: bool,
-    limit: int | None,
-    by_arrival: bool,
-    seed: int,
-) -> None:
+@dataclass(frozen=True)
+class Source:
+    """Which requests are replayed: those of a file, or made up."""
+
+    path: Path | None
+    limit: int | None = None
+    by_arrival: bool = False
+    seed: int = 0
+
+    def read(self, made_up: int) -> Trace:
+        """The trace; ``made_up`` requests, if neither file nor limit is given. Raises BadInput, OSError."""
+        if self.path is not None:
+            trace = Trace.read(self.path, self.limit)
+        else:
+            trace = synthetic(made_up if self.limit is None else self.limit, self.seed)
+        return trace.by_arrival() if self.by_arrival else trace
+
+    def tokens_per_id(self, asked: int | None) -> int:
+        """How many tokens a block id stands for, if ``asked`` does not say."""
+        return asked or (64 if self.path is None else 512)
+
+
+def run(source: Source, capacities: str | None, policies: str, plot: Path | None, as_json: bool) -> None:
     """Replay and print. Progress goes to standard error, and only on a terminal."""
     chosen = [known_policy(name.strip()) for name in policies.split(",")]
     sizes = None if capacities is None else _sizes(capacities)
     figure = None if plot is None else new_figure(plot)
-    trace = synthetic(2_000 if limit is None else limit, seed) if source is None else Trace.read(source, limit)
-    trace = trace.by_arrival() if by_arrival else trace
+    trace = source.read(2_000)
     if not trace.num_refs:
         raise BadInput(f"{trace.name} names no blocks (lengths and arrivals only): there is nothing to look up")
     if sizes is None:
         sizes = sorted({max(1, round(trace.num_distinct * share)) for share in DEFAULT_SHARES})
     began = time.perf_counter()
-    results = _replay_all(trace, [(size, policy) for size in sizes for policy in chosen], Console(stderr=True))
+    jobs = [(size, policy) for size in sizes for policy in chosen]
+    results = _with_progress(
+        len(trace),
+        [f"{policy}, {size:,} blocks" for size, policy in jobs],
+        lambda number, done: replay(trace, capacity_blocks=jobs[number][0], policy=jobs[number][1], on_request=done),
+    )
     seconds = time.perf_counter() - began
     distances = reuse_distances(trace)
     span = float(np.ptp(trace.arrivals))
@@ -62,7 +81,7 @@ def run(
 
 
 def run_schema(
-    source: Path | None,
+    source: Source,
     schema: Schema,
     budgets: list[str],
     policies: str,
@@ -70,33 +89,19 @@ def run_schema(
     intervals: tuple[int, ...],
     tokens_per_id: int | None,
     as_json: bool,
-    limit: int | None,
-    by_arrival: bool,
-    seed: int,
 ) -> None:
     """Serve a trace with the layers of ``schema`` at every budget, policy and checkpoint interval, and print."""
     chosen = [known_policy(name.strip()) for name in policies.split(",")]
-    trace = synthetic(500 if limit is None else limit, seed) if source is None else Trace.read(source, limit)
-    trace = trace.by_arrival() if by_arrival else trace
-    per_id = tokens_per_id or (64 if source is None else 512)
+    trace = source.read(500)
     jobs = [(b, p, every) for b in budgets for p in chosen if p != BOUND for every in intervals]
-    console = Console(stderr=True)
-    results = []
-    with Progress(
-        TextColumn("{task.fields[note]}"), BarColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("", total=len(trace) * len(jobs), note="")
-        for number, (budget, policy, every) in enumerate(jobs):
-
-            def done(count: int, number: int = number, note: str = f"{budget}, {policy}") -> None:
-                progress.update(task, completed=number * len(trace) + count, note=note)
-
-            results.append(
-                serve(
-                    trace, schema, budget, policy=policy, checkpoint_every=every, max_requests=max_requests,
-                    tokens_per_id=per_id, on_request=done,
-                )
-            )  # fmt: skip
+    results = _with_progress(
+        len(trace),
+        [f"{budget}, {policy}" for budget, policy, _ in jobs],
+        lambda number, done: serve(
+            trace, schema, jobs[number][0], policy=jobs[number][1], checkpoint_every=jobs[number][2],
+            max_requests=max_requests, tokens_per_id=source.tokens_per_id(tokens_per_id), on_request=done,
+        ),
+    )  # fmt: skip
     if as_json:
         figures = [{"budget": b, "checkpoint_every": e, **r.to_dict()} for (b, _, e), r in zip(jobs, results)]
         print(json.dumps({"trace": trace.name, "schema": schema.name, "results": figures}, indent=2))
@@ -120,7 +125,7 @@ def run_schema(
 
 
 def run_together(
-    source: Path | None,
+    source: Source,
     schema: Schema,
     budget: str,
     policy: str,
@@ -130,25 +135,18 @@ def run_together(
     interval: int,
     tokens_per_id: int | None,
     as_json: bool,
-    limit: int | None,
-    by_arrival: bool,
-    seed: int,
 ) -> None:
     """Serve a trace by several workers that share a store, and print what each hit, and all together."""
     known_policy(policy)
-    trace = synthetic(500 if limit is None else limit, seed) if source is None else Trace.read(source, limit)
-    trace = trace.by_arrival() if by_arrival else trace
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} requests"), BarColumn(), console=console, transient=True,
-        disable=not console.is_terminal,
-    ) as progress:  # fmt: skip
-        task = progress.add_task("", total=len(trace))
-        results = serve_together(
+    trace = source.read(500)
+    (results,) = _with_progress(
+        len(trace),
+        [f"{workers} workers"],
+        lambda _, done: serve_together(
             trace, schema, budget, workers=workers, store=store, policy=policy, max_requests=max_requests,
-            checkpoint_every=interval, tokens_per_id=tokens_per_id or (64 if source is None else 512),
-            on_request=lambda done: progress.update(task, completed=done),
-        )  # fmt: skip
+            checkpoint_every=interval, tokens_per_id=source.tokens_per_id(tokens_per_id), on_request=done,
+        ),
+    )  # fmt: skip
     prompt, cached, loaded = (
         sum(getattr(r, name) for r in results) for name in ("prompt_tokens", "cached_tokens", "loaded_tokens")
     )
@@ -182,25 +180,21 @@ def _sizes(text: str) -> list[int]:
     return [possible_capacity(size) for size in sizes]
 
 
-def _replay_all(trace: Trace, jobs: list[tuple[int, str]], console: Console) -> list[ReplayResult]:
-    """Every (capacity, policy), one after another."""
-    if not console.is_terminal:
-        return [replay(trace, capacity_blocks=size, policy=policy) for size, policy in jobs]
+def _with_progress(each: int, notes: list[str], work: Callable[[int, Callable[[int], None]], T]) -> list[T]:
+    """``work(number, done)`` for each of ``notes``, of ``each`` requests; ``done(count)`` moves a bar on a terminal."""
+    console = Console(stderr=True)
     columns = (
         TextColumn("{task.completed:,.0f}/{task.total:,.0f} requests"),
         BarColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(trace) * len(jobs), note="")
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=each * len(notes), note="")
 
-        def step(number: int, note: str) -> Callable[[int], None]:
-            return lambda done: progress.update(task, completed=number * len(trace) + done, note=note)
+        def step(number: int) -> Callable[[int], None]:
+            return lambda count: progress.update(task, completed=number * each + count, note=notes[number])
 
-        return [
-            replay(trace, capacity_blocks=size, policy=policy, on_request=step(number, f"{policy}, {size:,} blocks"))
-            for number, (size, policy) in enumerate(jobs)
-        ]
+        return [work(number, step(number)) for number in range(len(notes))]
 
 
 def _print(trace: Trace, distances: Ints, windows: WorkingSet, results: list[ReplayResult], seconds: float) -> None:

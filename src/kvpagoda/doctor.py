@@ -1,0 +1,170 @@
+"""What of the library works on this machine: every part is tried, none is taken for granted."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from time import monotonic
+from typing import Literal
+
+import numpy as np
+import torch
+
+from kvpagoda.errors import CheckFailed, KVPagodaError
+from kvpagoda.manager import KVCache
+from kvpagoda.schema import Schema
+from kvpagoda.tiers import RecordBuffer, Status, Tier, TierSpec, disk_tier, tier_from_text
+from kvpagoda.units import format_bytes
+
+EXTRAS = {
+    "xxhash": ("disk", "tiers: a file, Redis, Mooncake Store"),
+    "transformers": ("hf", "kvpagoda.hf, kvpagoda generate"),
+    "rich": ("cli", "tables and progress"),
+    "matplotlib": ("plot", "kvpagoda replay --plot"),
+    "triton": ("triton", "kernels on a GPU; elsewhere torch does their work"),
+    "mooncake.store": ("mooncake", "a store that many machines share"),
+}
+"""Packages that are not needed by the core: the extra that brings each, and what it is for."""
+_PACKAGES = {"mooncake.store": ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")}
+_RECORDS, _PAYLOAD = 4, 1 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``state``: "ok", "absent" for an extra that is not installed, or "broken"."""
+
+    name: str
+    state: Literal["ok", "absent", "broken"]
+    detail: str
+
+    def to_dict(self) -> dict[str, str]:
+        """The same as plain data."""
+        return asdict(self)
+
+
+def examine(tiers: Sequence[str] = ()) -> Iterator[Finding]:
+    """Try the core on every device, what is optional, and ``tiers``, written as for ``tier_from_text``; one after the other.
+
+    A tier of a file is tried in a folder of its own inside the one that is named, with at most 64 MiB, and both are removed;
+    records in a shared store are dropped again. Raises BadInput for a tier that is not written like one, before anything.
+    """
+    specs = [(text, tier_from_text(text)) for text in tiers]
+    yield Finding("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
+    yield Finding("kvpagoda", "ok", f"{version('kvpagoda')}, torch {torch.__version__}, numpy {np.__version__}")
+    devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    for device in devices:
+        yield _tried(f"cache on {device}", lambda device=device: _serve(torch.device(device)))  # type: ignore[misc]
+    for name, (extra, purpose) in EXTRAS.items():
+        yield (package := _installed(name, extra, purpose))
+        if name == "xxhash" and package.state == "ok":
+            yield _tried("file", _try_file)
+    for text, spec in specs:
+        yield _tried(text, lambda text=text, spec=spec: _try_tier(text, spec))  # type: ignore[misc]
+
+
+def _tried(name: str, what: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, "ok", what())
+    except (KVPagodaError, OSError, RuntimeError) as error:
+        return Finding(name, "broken", " ".join(f"{type(error).__name__}: {error}".split()))
+
+
+def _installed(name: str, extra: str, purpose: str) -> Finding:
+    """Import it: a package may lie there and not work."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name in (name, name.partition(".")[0]):
+            return Finding(name, "absent", f"{purpose}: pip install 'kvpagoda[{extra}]'")
+        return Finding(name, "broken", f"{error}; it is there, but what it needs is not")
+    except Exception as error:  # whatever a package does when it is imported
+        return Finding(name, "broken", " ".join(f"{type(error).__name__}: {error}".split()))
+    return Finding(name, "ok", f"{_version(name)}: {purpose}")
+
+
+def _version(name: str) -> str:
+    for package in _PACKAGES.get(name, (name,)):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "of unknown version"
+
+
+def _serve(device: torch.device) -> str:
+    """A request is written, found again by a second one, set aside and taken up: rows stay what they were."""
+    schema = Schema.from_hf_config(
+        dict(
+            model_type="llama", num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, hidden_size=16,
+            head_dim=8, vocab_size=100, torch_dtype="float32",
+        )
+    )  # fmt: skip
+    tokens = np.arange(10, dtype=np.int32)
+    with closing(KVCache(schema, num_blocks=16, block_size=4, max_requests=2, device=device, poison=True)) as cache:
+        first = cache.open(tokens)
+        view = cache.batch([first], [len(tokens)]).layer(1)
+        rows = torch.arange(len(tokens) * 16, dtype=torch.float32, device=device).reshape(len(tokens), 2, 8)
+        places = view.slot_mapping.long()
+        view["k"][places // 4, places % 4] = rows
+        first.commit(tokens)
+        second = cache.open(tokens)
+        if second.cached_tokens != 8:
+            raise CheckFailed(f"of the same {len(tokens)} tokens {second.cached_tokens} were found, 8 should be")
+        first.suspend()
+        first.resume()
+        cache.check()
+        for number, sequence in enumerate((first, second)):
+            sequence.extend(1)
+            view = cache.batch([sequence], [1]).layer(1)
+            found = view["k"][view.block_table[0, :3].long()].reshape(-1, 2, 8)[: sequence.length]
+            if not torch.equal(found, rows[: sequence.length]):
+                raise CheckFailed(f"request {number} reads other rows than were written")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} cores"
+    return f"{name}: written, shared, suspended and resumed, every row as it was"
+
+
+def _try_file() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return _store_and_load(disk_tier(folder, "64MiB"))
+
+
+def _try_tier(text: str, spec: TierSpec) -> str:
+    if spec.name != "disk":
+        return _store_and_load(spec)
+    folder, _, _ = text.removeprefix("disk:").rpartition(":")
+    with tempfile.TemporaryDirectory(prefix="kvpagoda-doctor-", dir=folder) as inside:
+        return _store_and_load(disk_tier(inside, "64MiB"))
+
+
+def _store_and_load(spec: TierSpec) -> str:
+    """Records of random bytes are stored, read back, compared and dropped."""
+    buffer = RecordBuffer(2 * _RECORDS, _PAYLOAD)
+    source, target = buffer.acquire(_RECORDS), buffer.acquire(_RECORDS)
+    buffer.payloads[source] = np.random.default_rng().integers(0, 256, (_RECORDS, _PAYLOAD), np.uint8)
+    keys = [os.urandom(32) for _ in source]
+    driver = spec.make(buffer)
+    tier = Tier(driver, buffer, os.urandom(32), workers=spec.workers)
+    wait = 5 * spec.timeout
+    try:
+        took = []
+        for call, rows in ((tier.store, source), (tier.load, target)):
+            begin = monotonic()
+            told = call(keys, rows, begin + wait).result()
+            took.append(1e3 * (monotonic() - begin) / _RECORDS)
+            if any(status is not Status.OK for status in told):
+                why = tier.stats().last_error or getattr(driver, "last_error", "")
+                raise CheckFailed(f"{call.__name__} says {', '.join(sorted({status.value for status in told}))}: {why}")
+        if not np.array_equal(buffer.payloads[target], buffer.payloads[source]):
+            raise CheckFailed("what was read is not what was stored")
+    finally:
+        tier.discard(keys, monotonic() + wait).result()
+        tier.close(monotonic() + wait)
+    return (
+        f"{_RECORDS} records of {format_bytes(_PAYLOAD)} stored in {took[0]:.1f} ms each, read back in {took[1]:.1f} ms"
+    )

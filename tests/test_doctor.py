@@ -1,0 +1,131 @@
+"""The doctor: what works is tried, what is not installed is told, what is broken says why."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("xxhash")
+
+from kvpagoda import doctor
+from kvpagoda.cli import app
+from kvpagoda.doctor import EXTRAS, Finding, examine
+from kvpagoda.errors import BadInput
+from kvpagoda.manager import KVCache
+from kvpagoda.tiers import tier_from_text
+
+
+def found(*tiers: str) -> dict[str, Finding]:
+    return {finding.name: finding for finding in examine(tiers)}
+
+
+@pytest.fixture
+def no_imports(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
+    """What importing a package raises; by default it is there."""
+    errors: dict[str, Exception] = {}
+
+    def load(name: str) -> None:
+        if name in errors:
+            raise errors[name]
+
+    monkeypatch.setattr(importlib, "import_module", load)
+    return errors
+
+
+def test_everything_here_works(tmp_path: Path) -> None:
+    told = found("host:64MiB", f"disk:{tmp_path}:1GiB")
+    assert {"python", "kvpagoda", "cache on cpu", "host:64MiB", *EXTRAS} <= told.keys()
+    assert not [finding for finding in told.values() if finding.state == "broken"]
+    assert all(finding.detail for finding in told.values())
+    assert not list(tmp_path.iterdir()), "what was tried in a folder is gone"
+
+
+def test_what_is_not_installed_is_no_fault(no_imports: dict[str, Exception]) -> None:
+    no_imports["xxhash"] = ModuleNotFoundError("No module named 'xxhash'", name="xxhash")
+    no_imports["mooncake.store"] = ModuleNotFoundError("No module named 'mooncake'", name="mooncake")
+    told = found()
+    assert told["xxhash"].state == told["mooncake.store"].state == "absent" and "file" not in told
+    assert "kvpagoda[disk]" in told["xxhash"].detail and "kvpagoda[mooncake]" in told["mooncake.store"].detail
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModuleNotFoundError("No module named 'regex'", name="regex"),
+        ImportError("libibverbs.so.1: cannot open shared object file"),
+        RuntimeError("two lines\nof it"),
+    ],
+)
+def test_a_package_that_does_not_work_is(no_imports: dict[str, Exception], error: Exception) -> None:
+    no_imports["transformers"] = error
+    told = found()["transformers"]
+    assert told.state == "broken" and str(error).split()[0] in told.detail and "\n" not in told.detail
+
+
+def test_a_cache_that_loses_rows_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(cache: KVCache, *_: Any) -> None:
+        for buffer in cache._buffers:
+            buffer.zero_()
+
+    monkeypatch.setattr(KVCache, "blocks_in", lose)
+    assert found()["cache on cpu"].state == "broken"
+
+
+@pytest.mark.parametrize("tier", ["redis://127.0.0.1:1", "disk:/dev/null:1GiB"])
+def test_a_tier_that_is_not_there_is_broken(tier: str) -> None:
+    told = found(tier)[tier]
+    assert told.state == "broken" and ("refused" in told.detail or "/dev/null" in told.detail)
+
+
+def test_a_store_that_spoils_records_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tier_from_text("host:64MiB")
+    made = spec.make
+
+    def make(buffer: Any) -> Any:
+        driver = made(buffer)
+        load = driver.load
+
+        def spoil(keys: Any, rows: Any, deadline: float) -> Any:
+            statuses = load(keys, rows, deadline)
+            buffer.records[rows[0], 500] ^= 1
+            return statuses
+
+        driver.load = spoil  # type: ignore[method-assign]
+        return driver
+
+    object.__setattr__(spec, "make", make)
+    monkeypatch.setattr(doctor, "tier_from_text", lambda _: spec)
+    assert "load says corrupt" in found("spoilt")["spoilt"].detail
+
+
+def test_a_tier_that_is_not_written_like_one_is_told_first() -> None:
+    with pytest.raises(BadInput, match="no tier"):
+        next(examine(["floppy:A"]))
+
+
+def test_the_command() -> None:
+    command = [sys.executable, "-m", "kvpagoda.cli", "doctor", "--tier", "host:64MiB"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("ok      python: ") and "cache on cpu" in done.stdout
+
+
+def test_the_command_exits_with_1_for_what_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        app(["doctor", "--json", "--tier", "redis://127.0.0.1:1"])
+    figures = json.loads(capsys.readouterr().out)
+    assert end.value.code == 1 and figures["broken"] == ["redis://127.0.0.1:1"]
+    assert {finding["state"] for finding in figures["findings"]} <= {"ok", "absent", "broken"}
+
+
+def test_the_command_refuses_what_is_no_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        app(["doctor", "--tier", "floppy"])
+    told = capsys.readouterr()
+    assert end.value.code == 2 and len(told.err.strip().splitlines()) == 1 and not told.out
