@@ -149,7 +149,7 @@ def test_a_driver_without_leases_is_not_asked_for_each_part() -> None:
 
     driver.lookup = lookup  # type: ignore[method-assign]
     tier, rows = Tier(driver, buffer, PRINT), buffer.acquire(6)
-    assert tier.store(KEYS[:6], rows, soon()).result() == [OK] * 6 and asked == [2, 6]
+    assert tier.store(KEYS[:6], rows, soon()).result() == [OK] * 6 and asked == [3, 6]
     assert tier.close(soon())
 
 

@@ -24,7 +24,7 @@ from kvpagoda.tiers.breaker import Breaker
 from kvpagoda.tiers.driver import FAULTS, Driver, Lease, Status
 from kvpagoda.tiers.keys import KEY_NBYTES
 from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer, pack_record, verify_record
-from kvpagoda.units import parse_bytes
+from kvpagoda.units import ceil_div, parse_bytes
 
 T = TypeVar("T", list[Status], Lease)
 Rows = Sequence[int]
@@ -299,7 +299,7 @@ class Tier:
     def _parts(self, n: int) -> list[slice]:
         """What of ``n`` records goes to the driver at a time: as much as it wants, or as the processor's cache still has when
         it is summed."""
-        step = max(1, self._part_nbytes // self.buffer.record_nbytes)
+        step = ceil_div(self._part_nbytes, self.buffer.record_nbytes)  # a record is a little larger than what it holds
         return [slice(start, start + step) for start in range(0, n, step)]
 
 
