@@ -40,7 +40,7 @@ def no_imports(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
 
 
 def test_everything_here_works(tmp_path: Path) -> None:
-    told = found("host:64MiB", f"disk:{tmp_path}:1GiB")
+    told = found("host:64MiB", f"disk:{tmp_path}:1GiB", f"disk:{tmp_path}/not/there:1GiB")
     assert {"python", "kvpagoda", "cache on cpu", "host:64MiB", *EXTRAS} <= told.keys()
     assert not [finding for finding in told.values() if finding.state == "broken"]
     assert all(finding.detail for finding in told.values())

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from time import monotonic
 from typing import Literal
 
 import numpy as np
 import torch
 
-from kvpagoda.errors import CheckFailed, KVPagodaError
+from kvpagoda.errors import CheckFailed
 from kvpagoda.manager import KVCache
 from kvpagoda.schema import Schema
 from kvpagoda.tiers import RecordBuffer, Status, Tier, TierSpec, disk_tier, tier_from_text
@@ -51,8 +52,9 @@ class Finding:
 def examine(tiers: Sequence[str] = ()) -> Iterator[Finding]:
     """Try the core on every device, what is optional, and ``tiers``, written as for ``tier_from_text``; one after the other.
 
-    A tier of a file is tried in a folder of its own inside the one that is named, with at most 64 MiB, and both are removed;
-    records in a shared store are dropped again. Raises BadInput for a tier that is not written like one, before anything.
+    A tier of a file is tried in a folder of its own with at most 64 MiB, inside the one that is named or, where there is none
+    yet, inside the next one above; it is removed. Records in a shared store are dropped again. Raises BadInput for a tier that
+    is not written like one, before anything.
     """
     specs = [(text, tier_from_text(text)) for text in tiers]
     yield Finding("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
@@ -71,7 +73,7 @@ def examine(tiers: Sequence[str] = ()) -> Iterator[Finding]:
 def _tried(name: str, what: Callable[[], str]) -> Finding:
     try:
         return Finding(name, "ok", what())
-    except (KVPagodaError, OSError, RuntimeError) as error:
+    except Exception as error:  # whatever it is, a person wants to know, and the rest is tried too
         return Finding(name, "broken", " ".join(f"{type(error).__name__}: {error}".split()))
 
 
@@ -137,7 +139,9 @@ def _try_file() -> str:
 def _try_tier(text: str, spec: TierSpec) -> str:
     if spec.name != "disk":
         return _store_and_load(spec)
-    folder, _, _ = text.removeprefix("disk:").rpartition(":")
+    folder = Path(text.removeprefix("disk:").rpartition(":")[0])
+    while not folder.exists():
+        folder = folder.parent
     with tempfile.TemporaryDirectory(prefix="kvpagoda-doctor-", dir=folder) as inside:
         return _store_and_load(disk_tier(inside, "64MiB"))
 

@@ -78,7 +78,7 @@ class MooncakeDriver:
         return Lease(tuple(keys), tuple(self._call("batch_is_exist", keys, deadline, wanted=1)), until)
 
     def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        """See ``Driver``. CORRUPT: of another length."""
+        """See ``Driver``. CORRUPT: of another length. One that is discarded meanwhile does come with other bytes, as OK."""
         return self._call("batch_get_into", keys, deadline, self._where(rows), wanted=self._buffer.record_nbytes)
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
