@@ -439,7 +439,7 @@ def traffic(cache: Books, steps: int, seed: int, engine: FakeEngine | None) -> i
 def test_rows_read_back_are_the_rows_written(name: str, checkpoints: int) -> None:
     cache = KVCache(
         SCHEMAS[name], num_blocks=40, max_requests=6, block_size=4, device="cpu", poison=True, step_tokens=9,
-        checkpoints=checkpoints, checkpoint_every=2,
+        checkpoints=checkpoints, checkpoint_every=2, max_context=160,
     )  # fmt: skip
     assert traffic(cache, 3000, seed=3, engine=FakeEngine(cache)) > 6_700  # in 15 cases: more than 100,000 operations
     assert checkpoints < 8 or cache.stats().cached_tokens > 20
