@@ -424,6 +424,8 @@ def test_what_cannot_be_is_refused_before_there_is_a_cache(tmp_path: Path) -> No
     for settings in ({"write": "never"}, {"timeout": 0}, {"record_nbytes": 0}, {"staging": "much"}):
         with pytest.raises(BadInput):
             host_tier("1MiB", **settings)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="needs checksums"):
+        disk_tier(tmp_path, "1MiB", checksum=False)
     with pytest.raises(BadInput, match="host_tier"):
         cache_of("full", host_driver)  # type: ignore[arg-type]
     for wrong in ({"weights": b"w"}, {"rank": 2, "num_ranks": 2}, {"rank": -1}):

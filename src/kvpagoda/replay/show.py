@@ -183,12 +183,14 @@ def _sizes(text: str) -> list[int]:
 def _with_progress(each: int, notes: list[str], work: Callable[[int, Callable[[int], None]], T]) -> list[T]:
     """``work(number, done)`` for each of ``notes``, of ``each`` requests; ``done(count)`` moves a bar on a terminal."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        return [work(number, lambda count: None) for number in range(len(notes))]
     columns = (
         TextColumn("{task.completed:,.0f}/{task.total:,.0f} requests"),
         BarColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=each * len(notes), note="")
 
         def step(number: int) -> Callable[[int], None]:

@@ -29,7 +29,8 @@ class TierSpec:
     stores there: blocks as they are published (``"commit"``), those that it evicts (``"evict"``), or those that a second
     request begins with (``"reuse"``). ``record_nbytes``: records have at least so many bytes; blocks of a small model share
     one. ``staging``: host memory for records on their way (None: 64 MiB, or what two checkpoints take). ``timeout``: seconds
-    that a call may take. ``checksum``: sum payloads; ``is_private``: only this process can read what lies there.
+    that a call may take. ``is_private``: what lies there is memory of this process. Only that may do without
+    ``checksum``, the sum of payloads.
     """
 
     name: str
@@ -46,6 +47,8 @@ class TierSpec:
         parse_bytes(self.record_nbytes)
         if self.staging is not None:
             parse_bytes(self.staging)
+        if not (self.checksum or self.is_private):
+            raise BadInput(f"tier {self.name!r} needs checksums: only memory of this process can go without them")
         if self.write not in get_args(When) or self.timeout <= 0:
             raise BadInput(
                 f"tier {self.name!r} writes at one of {', '.join(get_args(When))} with a timeout above 0, got "
