@@ -19,7 +19,9 @@ def measure(options: Options) -> list[Row]:
         for cached in CACHED[:top]:
             taken = ours.ask("admission", cached=cached, per_edge=500, num_tokens=2000, block_size=16, repeats=runs)
             rows.append(_row("a request of 2,000 tokens, half of them cached", "cached_blocks", cached, taken))
-        ours.ask("step", context=1000, requests=1, block_size=16, repeats=runs)  # the first one pays for imports
+        ours.ask(
+            "step", context=1000, requests=1, block_size=16, repeats=runs
+        )  # the first one of a process takes longer
         for running in RUNNING[: top and 2]:
             taken = ours.ask("step", context=1000, requests=running, block_size=16, repeats=20 * runs)
             rows.append(_row("a decode step at 1,000 tokens", "running", running, taken, running))

@@ -131,17 +131,16 @@ def _serve(device: torch.device) -> str:
     return f"{name}: written, shared, suspended and resumed, every row as it was"
 
 
-def _try_file() -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        return _store_and_load(disk_tier(folder, "64MiB"))
-
-
 def _try_tier(text: str, spec: TierSpec) -> str:
     if spec.name != "disk":
         return _store_and_load(spec)
     folder = Path(text.removeprefix("disk:").rpartition(":")[0])
     while not folder.exists():
         folder = folder.parent
+    return _try_file(folder)
+
+
+def _try_file(folder: Path | None = None) -> str:
     with tempfile.TemporaryDirectory(prefix="kvpagoda-doctor-", dir=folder) as inside:
         return _store_and_load(disk_tier(inside, "64MiB"))
 
