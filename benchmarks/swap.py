@@ -1,8 +1,8 @@
 """What moving blocks to host memory and back leaves of the speed of copying memory, and what it saves.
 
 ``CacheEngine``: whole blocks of every layer in random order, beside ``np.copyto`` of as many pieces of memory of that size in
-random order, and beside a loop over layers and blocks, each on one thread. ``spill``, ``fill``: records of an arena to a
-table of host memory, in random order, beside the same. A sequence: suspended, everything evicted, resumed; beside
+random order, and beside a loop over layers and blocks, each on one thread. ``copy_to_host``, ``copy_from_host``: records of
+an arena to a table of host memory, in random order, beside the same. A sequence: suspended, evicted, resumed; beside
 ``np.copyto`` of its blocks out and back, and, for a small model that is really run here (4 layers, hidden size 256, random
 weights, float32), beside computing it again.
 
@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from benchmarks.timing import Options, Row, medians, seconds, tell
+from kvpagoda.compat.cache_engine import CacheEngine
 from kvpagoda.manager import KVCache
+from kvpagoda.memory.arena import Arena
+from kvpagoda.memory.host_copy import copy_from_host, copy_to_host
 from kvpagoda.schema import Field, RowLayout, Schema
 from kvpagoda.sequence import Sequence
-from kvpagoda.storage.arena import Arena
-from kvpagoda.storage.cache_engine import CacheEngine
-from kvpagoda.storage.spill import fill, spill
 from kvpagoda.units import format_bytes
 
 QUESTION = "How much of the speed of memory does swapping leave, and what does it save?"
@@ -123,8 +123,8 @@ def _spill(options: Options, size: int, total: int) -> list[Row]:
     table, ids = torch.zeros((count, size), dtype=torch.uint8), random.permutation(count)
     rows = random.permutation(count).tolist()
     calls: dict[str, Call] = {
-        "spill": lambda: spill(arena, ids, table, rows),
-        "fill": lambda: fill(arena, ids, table, rows),
+        "copy_to_host": lambda: copy_to_host(arena, ids, table, rows),
+        "fill": lambda: copy_from_host(arena, ids, table, rows),
     }
     return _told(options, "records", size, total, calls, {})
 

@@ -11,7 +11,7 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "schema", "alloc", "tiers", "prefix", "formats", "kernels", "storage", "ledger", "substrate", "reuse",
+    "errors", "units", "schema", "blocks", "prefix", "formats", "kernels", "memory", "tiers", "compat", "reuse",
     "sectors", "swap", "namespace", "sequence", "stats", "finding", "below", "admission", "books", "preemption", "batch",
     "persistent_batch", "manager", "doctor", "replay", "hf", "cli",
 ]  # fmt: skip
@@ -22,7 +22,7 @@ OPTIONAL = {
 CORE = {"numpy", "torch"}
 PLAIN = {"errors", "units", "schema"}
 TORCH_FREE = {
-    "tiers", "stats", "prefix", "ledger", "reuse", "sectors", "swap", "namespace", "sequence", "finding", "below",
+    "tiers", "stats", "prefix", "blocks", "reuse", "sectors", "swap", "namespace", "sequence", "finding", "below",
     "admission", "books", "preemption",
 }  # fmt: skip
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvpagoda.alloc.held import Ids
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.books import Books
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
-from kvpagoda.ledger import GroupLedger
 from kvpagoda.manager import KVCache
 from kvpagoda.schema import Attention, Compressed, Growth, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared
 from kvpagoda.sequence import Sequence
@@ -309,7 +309,7 @@ class FailingCopies(Books):
 
     num_copies = 0
 
-    def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
+    def copy_blocks(self, ledger: BlockGroup, sources: Ids, targets: Ids) -> None:
         self.num_copies += len(sources) > 0
         if len(sources) and self.num_copies % 3 == 0:
             raise CopyFailed(f"copy {self.num_copies}")
@@ -455,7 +455,7 @@ def test_rows_stay_right_when_groups_share_one_budget_and_blocks_move(name: str,
     )  # fmt: skip
     num_moved, move = 0, cache.move_blocks
 
-    def count(ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
+    def count(ledger: BlockGroup, sources: Ids, targets: Ids) -> None:
         nonlocal num_moved
         num_moved += len(sources)
         move(ledger, sources, targets)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvpagoda.alloc.held import Ids
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
-from kvpagoda.ledger import GroupLedger
 from kvpagoda.manager import KVCache
 from kvpagoda.schema import Schema
 from kvpagoda.sequence import Sequence
@@ -149,7 +149,7 @@ def test_what_others_still_have_is_shared_again_and_not_copied() -> None:
     copied: list[int] = []
     blocks_in = cache.blocks_in
 
-    def count(ledger: GroupLedger, ids: Ids, payloads: np.ndarray, rows: list[int]) -> None:
+    def count(ledger: BlockGroup, ids: Ids, payloads: np.ndarray, rows: list[int]) -> None:
         copied.extend(ids.tolist())
         blocks_in(ledger, ids, payloads, rows)
 

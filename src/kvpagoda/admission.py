@@ -6,11 +6,11 @@ from collections.abc import Sequence as Many
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from kvpagoda.alloc.held import Ids
 from kvpagoda.below import Below
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import RetryLater
 from kvpagoda.finding import Offer
-from kvpagoda.ledger import GroupLedger
 from kvpagoda.prefix import Lease, Match
 from kvpagoda.reuse import PrefixMatch, Reuse
 from kvpagoda.swap import Suspended, Swap
@@ -36,14 +36,14 @@ class Wish(NamedTuple):
 class Owner(Protocol):
     """Who is told of blocks that nobody holds any more."""
 
-    def blocks_freed(self, ledger: GroupLedger, ids: Ids) -> None: ...
+    def blocks_freed(self, ledger: BlockGroup, ids: Ids) -> None: ...
 
 
 class Admission:
     """Slots, and how they are filled. ``below``: the tiers, if there are any."""
 
     def __init__(
-        self, ledgers: Many[GroupLedger], reuse: Reuse, swap: Swap, below: Below | None, num_slots: int, owner: Owner
+        self, ledgers: Many[BlockGroup], reuse: Reuse, swap: Swap, below: Below | None, num_slots: int, owner: Owner
     ) -> None:
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self._ledgers, self._reuse, self._swap, self._below = tuple(ledgers), reuse, swap, below

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from kvpagoda.alloc import BlockTable
-from kvpagoda.alloc.held import Ids
+from kvpagoda.blocks import BlockTable
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.compat.layer_handle import LayerCacheHandle, Step
 from kvpagoda.errors import BadInput, StaleHandle
-from kvpagoda.ledger import GroupLedger
+from kvpagoda.memory.device_table import DeviceTable
+from kvpagoda.memory.pool import Pool
 from kvpagoda.schema import Compressed, Layer
 from kvpagoda.sequence import Sequence
-from kvpagoda.storage.handle import LayerCacheHandle, Step
-from kvpagoda.storage.pool import Pool
-from kvpagoda.storage.tables import DeviceTable
 
 Tensor = torch.Tensor
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -243,7 +243,7 @@ class GroupArrays:
     first position; earlier cells of ``block_table`` are 0.
     """
 
-    def __init__(self, batch: Batch, ledger: GroupLedger) -> None:
+    def __init__(self, batch: Batch, ledger: BlockGroup) -> None:
         self._batch, self._ledger = batch, ledger
 
     @cached_property
@@ -334,7 +334,7 @@ class LayerView:
         layer: Layer,
         blocks: Pool | None,
         state: Pool | None,
-        group: tuple[GroupLedger, DeviceTable] | None,
+        group: tuple[BlockGroup, DeviceTable] | None,
     ) -> None:
         self.layer, self.blocks, self.state = layer, blocks, state
         self.step, self.state_indices, self.qo_indptr = batch.step, batch.state_indices, batch.qo_indptr
@@ -420,7 +420,7 @@ class Batch:
                 "this batch is over: a newer one was made, or one of its sequences was closed or suspended"
             )
 
-    def arrays(self, ledger: GroupLedger, table: DeviceTable) -> GroupArrays:
+    def arrays(self, ledger: BlockGroup, table: DeviceTable) -> GroupArrays:
         """The index arrays of one group, shared by its layers; brings the group's table on the device up to date."""
         if ledger.name not in self._arrays:
             self._arrays[ledger.name] = GroupArrays(self, ledger)

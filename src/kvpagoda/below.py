@@ -18,10 +18,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.alloc.held import Ids
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, CheckFailed
 from kvpagoda.finding import Finder, Memory, Offer, checkpoint_part
-from kvpagoda.ledger import GroupLedger
 from kvpagoda.tiers.checksum import xxh3_128
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
 from kvpagoda.tiers.level import Identity, Level
@@ -54,8 +54,8 @@ class Below:
         self,
         specs: Many[TierSpec],
         identity: Identity,
-        full: GroupLedger | None,
-        bounded: Many[GroupLedger],
+        full: BlockGroup | None,
+        bounded: Many[BlockGroup],
         memory: Memory,
         digests: Callable[[Mapping[int, int], int], Mapping[int, bytes]],
         secret: bytes = b"",
@@ -182,7 +182,7 @@ class Below:
             self._store(level, [*keys], [(self._full, np.concatenate([*keys.values()]), len(keys))])
 
     def _store(
-        self, level: Level, keys: Many[bytes], parts: Many[tuple[GroupLedger, Ids, int]], sizes: Many[int] | None = None
+        self, level: Level, keys: Many[bytes], parts: Many[tuple[BlockGroup, Ids, int]], sizes: Many[int] | None = None
     ) -> None:
         """Copy ``parts``, (group, blocks, records), to staging memory, for which there is room, and store them as ``keys``. If
         that fails, it was not to be."""
@@ -251,10 +251,10 @@ class Below:
         self._names.pop(name, None)
         self._stored.discard(name)
 
-    def _nbytes(self, ledger: GroupLedger) -> int:
+    def _nbytes(self, ledger: BlockGroup) -> int:
         return self._memory.record_nbytes(ledger)
 
-    def _sizes(self, ledger: GroupLedger, n: int, level: Level) -> list[int]:
+    def _sizes(self, ledger: BlockGroup, n: int, level: Level) -> list[int]:
         """Bytes in each row that ``n`` blocks of ``ledger`` take."""
         width, payload = self._nbytes(ledger), level.payload_nbytes
         if width > payload:
@@ -291,7 +291,7 @@ class Below:
         return all(closed)
 
 
-def _most_copies(ledger: GroupLedger) -> int:
+def _most_copies(ledger: BlockGroup) -> int:
     """The most blocks of a bounded group in one checkpoint."""
     most = ledger.growth.most_blocks(ledger.block_size, 1)
     assert most is not None, "a bounded group"

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.admission import Admission, Wish
-from kvpagoda.alloc.held import Ids
-from kvpagoda.alloc.pages import Bytes, pages
 from kvpagoda.below import Below
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.finding import Offer, Part, Prefetch
-from kvpagoda.ledger import GroupLedger
+from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.namespace import Media, Namespace, Namespaces, with_stand_ins
 from kvpagoda.prefix import Lease, Match
 from kvpagoda.reuse import Pin, PrefixMatch, Reuse
@@ -73,7 +73,7 @@ class Books:
         self.max_context = min(limits, default=DEFAULT_CONTEXT)
         columns = ceil_div(self.max_context, plan.block_size)
         self.ledgers = tuple(
-            GroupLedger(group, plan.max_requests, 1 if group.demand.growth.is_state else columns)
+            BlockGroup(group, plan.max_requests, 1 if group.demand.growth.is_state else columns)
             for group in plan.groups
         )
         self.reuse = Reuse(
@@ -400,7 +400,7 @@ class Books:
         """Make room for the first ``ends[slot]`` tokens of each of these requests, or for none; see ``Sequence.extend``."""
         growing = [(ledger, needs) for ledger in self.ledgers if (needs := ledger.lacking(ends))]
         furthest = max(ends.values())
-        raised: list[tuple[GroupLedger, int, int]] = []
+        raised: list[tuple[BlockGroup, int, int]] = []
         try:
             for ledger, needs in growing:
                 for slot, need in needs.items():
@@ -446,7 +446,7 @@ class Books:
                 if not sequence.num_fences and not sequence.is_settled:
                     sequence.settle()
 
-    def fixed_ids(self, ledger: GroupLedger) -> Ids:
+    def fixed_ids(self, ledger: BlockGroup) -> Ids:
         """Blocks of ``ledger`` that may not move now: those of fenced sequences."""
         fenced = [slot for slot, sequence in self._running.items() if sequence.num_fences]
         return np.concatenate([np.empty(0, np.int32), *(ledger.held_ids(slot) for slot in fenced)])
@@ -504,7 +504,7 @@ class Books:
 
     # -- moving blocks -----------------------------------------------------------------------------------------------
 
-    def move_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
+    def move_blocks(self, ledger: BlockGroup, sources: Ids, targets: Ids) -> None:
         """Blocks ``sources`` of ``ledger`` go to the free places ``targets``; whoever named them names the new places."""
         self.copy_blocks(ledger, sources, targets)
         names = np.arange(ledger.plan.num_rows, dtype=np.int32)
@@ -519,7 +519,7 @@ class Books:
     page_offset = 0
     """Where within a page of memory the blocks begin."""
 
-    def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
+    def copy_blocks(self, ledger: BlockGroup, sources: Ids, targets: Ids) -> None:
         """Copy blocks of one group."""
 
     def host_memory(self, nbytes: int) -> Bytes:
@@ -532,28 +532,28 @@ class Books:
                 f"the host has no {format_bytes(nbytes)}; give a smaller swap, or less staging"
             ) from error
 
-    def record_nbytes(self, ledger: GroupLedger) -> int:
+    def record_nbytes(self, ledger: BlockGroup) -> int:
         """Bytes of a block of ``ledger`` below the device: few where there is no memory behind it, and nothing is moved."""
         return 64
 
-    def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
+    def blocks_out(self, ledger: BlockGroup, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
         """Copy blocks ``ids`` of one group to ``rows`` of ``payloads``, uint8 ``[M, width]`` host memory whose rows may be
-        strided, as ``storage.spill`` lays them out. Waits until the bytes are there."""
+        strided, as ``memory.host_copy`` lays them out. Waits until the bytes are there."""
 
-    def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
+    def blocks_in(self, ledger: BlockGroup, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
         """Copy back what ``blocks_out`` copied, to blocks ``ids``."""
 
-    def blocks_in_later(self, ledger: GroupLedger, parts: Many[Part], done: Callable[[], None]) -> None:
+    def blocks_in_later(self, ledger: BlockGroup, parts: Many[Part], done: Callable[[], None]) -> None:
         """Copy back ``parts``, each as for ``blocks_in`` with rows as wide as a block, a layer when it is asked for; call
         ``done`` when the host memory is not needed any more."""
         for part in parts:
             self.blocks_in(ledger, *part)
         done()
 
-    def sectors_given(self, ledger: GroupLedger, sectors: Ids) -> None:
+    def sectors_given(self, ledger: BlockGroup, sectors: Ids) -> None:
         """The memory of ``sectors`` is now that of ``ledger``; what another group left there means nothing."""
 
-    def blocks_freed(self, ledger: GroupLedger, ids: Ids) -> None:
+    def blocks_freed(self, ledger: BlockGroup, ids: Ids) -> None:
         """Nobody holds blocks ``ids`` of ``ledger`` any more."""
         if self.below is not None and ledger is self.reuse.full:
             self.below.freed(ids)
@@ -572,7 +572,7 @@ class Books:
         if self.below is not None:
             self.below.checkpoint_dropped(name)
 
-    def _num_blocks(self, ledger: GroupLedger) -> int:
+    def _num_blocks(self, ledger: BlockGroup) -> int:
         """Blocks that the group has memory for now."""
         if self.sectors is None:
             return ledger.free.num_ids

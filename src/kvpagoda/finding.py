@@ -19,9 +19,9 @@ from typing import Protocol
 
 import numpy as np
 
-from kvpagoda.alloc.held import Ids
-from kvpagoda.alloc.pages import Bytes
-from kvpagoda.ledger import GroupLedger
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.memory.pages import Bytes
 from kvpagoda.tiers.driver import Lease, Status
 from kvpagoda.tiers.level import Level, Loading
 from kvpagoda.units import ceil_div, table_rows
@@ -35,15 +35,15 @@ Part = tuple[Ids, Bytes, Many[int]]
 class Memory(Protocol):
     """Who moves the bytes, to and from rows of uint8 ``[M, width]`` in host memory."""
 
-    def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None: ...
+    def blocks_out(self, ledger: BlockGroup, ids: Ids, payloads: Bytes, rows: Many[int]) -> None: ...
 
-    def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None: ...
+    def blocks_in(self, ledger: BlockGroup, ids: Ids, payloads: Bytes, rows: Many[int]) -> None: ...
 
-    def blocks_in_later(self, ledger: GroupLedger, parts: Many[Part], done: Callable[[], None]) -> None: ...
+    def blocks_in_later(self, ledger: BlockGroup, parts: Many[Part], done: Callable[[], None]) -> None: ...
 
     def host_memory(self, nbytes: int) -> Bytes: ...
 
-    def record_nbytes(self, ledger: GroupLedger) -> int: ...
+    def record_nbytes(self, ledger: BlockGroup) -> int: ...
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class Finder:
     """
 
     def __init__(
-        self, levels: Many[Level], full: GroupLedger | None, bounded: Many[GroupLedger], block_size: int, memory: Memory
+        self, levels: Many[Level], full: BlockGroup | None, bounded: Many[BlockGroup], block_size: int, memory: Memory
     ) -> None:
         self._levels, self._full, self._bounded = tuple(levels), full, tuple(bounded)
         self._size, self._memory = block_size, memory
@@ -211,7 +211,7 @@ class Finder:
             offer.checkpoint, offer.end = None, 0
             level.buffer.release(rows)
 
-    def _counts(self, end: int) -> list[tuple[GroupLedger, int]]:
+    def _counts(self, end: int) -> list[tuple[BlockGroup, int]]:
         """How many blocks of each bounded group a checkpoint after ``end`` blocks of the text holds."""
         num_tokens = end * self._size
         return [
@@ -281,7 +281,7 @@ class Finder:
         return done
 
     def _load_later(
-        self, full: GroupLedger, offer: Offer, wanted: Many[tuple[Level, int]], ids: Ids, first: int
+        self, full: BlockGroup, offer: Offer, wanted: Many[tuple[Level, int]], ids: Ids, first: int
     ) -> None:
         parts, taken = list[Part](), list[tuple[Level, list[int]]]()
         for level, records in groupby(wanted, key=lambda one: one[0]):

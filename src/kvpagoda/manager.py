@@ -9,21 +9,21 @@ from weakref import finalize
 import numpy as np
 import torch
 
-from kvpagoda.alloc.held import Ids
-from kvpagoda.alloc.pages import PAGE, Bytes
 from kvpagoda.batch import Array, Batch, LayerView, StepBuffers, StepRows
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.books import Books
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.finding import Part
-from kvpagoda.ledger import GroupLedger
+from kvpagoda.memory.arena import Arena, Device, default_device
+from kvpagoda.memory.device_table import DeviceTable
+from kvpagoda.memory.host_copy import copy_from_host, copy_to_host
+from kvpagoda.memory.layerwise import LayerwiseCopy, side_stream
+from kvpagoda.memory.pages import PAGE, Bytes
+from kvpagoda.memory.pool import Pool
 from kvpagoda.persistent_batch import PersistentBatch
 from kvpagoda.schema import Schema
 from kvpagoda.sequence import Sequence
-from kvpagoda.storage.arena import Arena, Device, default_device
-from kvpagoda.storage.filling import Filling, side_stream
-from kvpagoda.storage.pool import Pool
-from kvpagoda.storage.spill import fill, spill
-from kvpagoda.storage.tables import DeviceTable
 from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import format_bytes
 
@@ -91,9 +91,9 @@ class KVCache(Books):
         if self._states is not None:
             self._states.prepare = self._arenas[self._states.plan.name].reset
         self._tables = {ledger.plan.name: DeviceTable(ledger.table, self.device) for ledger in self.ledgers}
-        self._pools: dict[int, tuple[Pool | None, Pool | None, tuple[GroupLedger, DeviceTable] | None]] = {}
+        self._pools: dict[int, tuple[Pool | None, Pool | None, tuple[BlockGroup, DeviceTable] | None]] = {}
         self._step_buffers = StepBuffers(self.device)
-        self._fillings: list[Filling] = []
+        self._fillings: list[LayerwiseCopy] = []
         self._copy_stream = side_stream(self.device) if tiers else None
         self.num_moves = 0  #: how often blocks were moved: index arrays from before name the old places
         self._poison = poison
@@ -165,7 +165,7 @@ class KVCache(Books):
                 self._pools[layer.index] = (blocks, state, (ledger, self._tables[ledger.plan.name]))
         return LayerView(batch, layer, *self._pools[layer.index])
 
-    def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
+    def copy_blocks(self, ledger: BlockGroup, sources: Ids, targets: Ids) -> None:
         if len(sources):
             self._finish_filling(ledger)
             self._arenas[ledger.plan.name].copy(sources, targets)
@@ -184,38 +184,38 @@ class KVCache(Books):
             finalize(memory, runtime.cudaHostUnregister, at).atexit = False
         return memory
 
-    def record_nbytes(self, ledger: GroupLedger) -> int:
+    def record_nbytes(self, ledger: BlockGroup) -> int:
         return ledger.plan.demand.layout.nbytes
 
-    def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
+    def blocks_out(self, ledger: BlockGroup, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
         self._finish_filling(ledger)
-        spill(self._arenas[ledger.plan.name], ids, torch.from_numpy(payloads), rows)
+        copy_to_host(self._arenas[ledger.plan.name], ids, torch.from_numpy(payloads), rows)
 
-    def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
-        fill(self._arenas[ledger.plan.name], ids, torch.from_numpy(payloads), rows)
+    def blocks_in(self, ledger: BlockGroup, ids: Ids, payloads: Bytes, rows: Many[int]) -> None:
+        copy_from_host(self._arenas[ledger.plan.name], ids, torch.from_numpy(payloads), rows)
 
-    def blocks_in_later(self, ledger: GroupLedger, parts: Many[Part], done: Callable[[], None]) -> None:
+    def blocks_in_later(self, ledger: BlockGroup, parts: Many[Part], done: Callable[[], None]) -> None:
         tables = [(ids, torch.from_numpy(payloads), rows) for ids, payloads, rows in parts]
-        self._fillings.append(Filling(self._arenas[ledger.plan.name], tables, done, self._copy_stream))
+        self._fillings.append(LayerwiseCopy(self._arenas[ledger.plan.name], tables, done, self._copy_stream))
 
-    def _finish_filling(self, ledger: GroupLedger) -> None:
+    def _finish_filling(self, ledger: BlockGroup) -> None:
         """Wait for all layers of what is on its way into ``ledger``: it is about to be copied, or to be somebody else's."""
         arena = self._arenas[ledger.plan.name]
         for filling in [filling for filling in self._fillings if filling.arena is arena]:
             self._fillings.remove(filling)
             filling.finish()
 
-    def move_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None:
+    def move_blocks(self, ledger: BlockGroup, sources: Ids, targets: Ids) -> None:
         super().move_blocks(ledger, sources, targets)
         self.num_moves += 1
 
-    def sectors_given(self, ledger: GroupLedger, sectors: Ids) -> None:
+    def sectors_given(self, ledger: BlockGroup, sectors: Ids) -> None:
         """What another group left in a sector could read as NaN here: it is zeroed (with ``poison`` it is NaN)."""
         size = self.plan.sector_nbytes
         for sector in sectors.tolist():
             self._buffers[0][sector * size : (sector + 1) * size].fill_(0xFF if self._poison else 0)
 
-    def blocks_freed(self, ledger: GroupLedger, ids: Ids) -> None:
+    def blocks_freed(self, ledger: BlockGroup, ids: Ids) -> None:
         self._finish_filling(ledger)
         super().blocks_freed(ledger, ids)
         if self._poison and len(ids):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.alloc.held import Ids
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from kvpagoda.batch import Batch, BatchSource, StepBuffers, StepRows
+from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.errors import BadInput, StaleHandle
-from kvpagoda.ledger import GroupLedger
 from kvpagoda.sequence import Sequence, as_tokens
 
 
@@ -18,7 +18,7 @@ class StepSource(BatchSource, Protocol):
     """What a persistent batch needs of its cache."""
 
     device: torch.device
-    ledgers: tuple[GroupLedger, ...]
+    ledgers: tuple[BlockGroup, ...]
     vocab_size: int | None
     max_context: int
 

@@ -20,9 +20,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvpagoda.alloc.held import Ids
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import CheckFailed, OutOfBlocks
-from kvpagoda.ledger import GroupLedger
 from kvpagoda.prefix import Evicted, Lease, Match, PrefixTree, policy_named
 from kvpagoda.units import ceil_div
 
@@ -32,9 +32,9 @@ _AT_ONCE = 1024  # a thousandth goes beyond what is needed, so that a step that 
 class Memory(Protocol):
     """Who moves the bytes. A cache with no memory behind it does nothing."""
 
-    def copy_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None: ...
+    def copy_blocks(self, ledger: BlockGroup, sources: Ids, targets: Ids) -> None: ...
 
-    def blocks_freed(self, ledger: GroupLedger, ids: Ids) -> None: ...
+    def blocks_freed(self, ledger: BlockGroup, ids: Ids) -> None: ...
 
     def evicting(self, ids: Ids, checkpoints: Many[int]) -> None: ...
 
@@ -94,7 +94,7 @@ class Reuse:
 
     def __init__(
         self,
-        ledgers: Many[GroupLedger],
+        ledgers: Many[BlockGroup],
         block_size: int,
         *,
         policy: str,
@@ -197,7 +197,7 @@ class Reuse:
                     self._memory.copy_blocks(ledger, self._copies[found.checkpoint][number], ledger.held_ids(slot))
             ledger.grow(slot, ledger.wanted(slot, room))
 
-    def duplicate(self, ledger: GroupLedger, parent: int, slot: int, length: int) -> None:
+    def duplicate(self, ledger: BlockGroup, parent: int, slot: int, length: int) -> None:
         """Copy to ``slot`` the private blocks that ``parent`` has of its first ``length`` tokens. Room is promised."""
         begin = max(ledger.first[parent], ledger.shared[parent])
         end = ceil_div(length, ledger.block_size)
@@ -361,7 +361,7 @@ class Reuse:
 
     # -- making room -------------------------------------------------------------------------------------------------
 
-    def rename(self, ledger: GroupLedger, names: Ids) -> None:
+    def rename(self, ledger: BlockGroup, names: Ids) -> None:
         """Block ``i`` of ``ledger`` is called ``names[i]`` from now on."""
         if ledger is self.full:
             self.tree.rename(0, names)
@@ -387,7 +387,7 @@ class Reuse:
         if evicted.states:
             self._forget(evicted.states)
 
-    def _drop_until_free(self, ledger: GroupLedger, n: int) -> None:
+    def _drop_until_free(self, ledger: BlockGroup, n: int) -> None:
         target = ledger.free.num_free + n
         while ledger.free.num_free < target and len(self._copies) > len(self._kept):
             self._evict_checkpoint()
@@ -408,7 +408,7 @@ class Reuse:
 
     # -- proof -------------------------------------------------------------------------------------------------------
 
-    def owned_ids(self, ledger: GroupLedger) -> Ids:
+    def owned_ids(self, ledger: BlockGroup) -> Ids:
         """The blocks of ``ledger`` that the tree or a checkpoint owns."""
         if ledger is self.full:
             return self.tree.owned_ids(0)

@@ -17,10 +17,10 @@ from typing import Protocol
 
 import numpy as np
 
-from kvpagoda.alloc import FreeStack
-from kvpagoda.alloc.held import Ids
+from kvpagoda.blocks import FreeStack
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import CheckFailed
-from kvpagoda.ledger import GroupLedger
 from kvpagoda.units import ceil_div
 
 NOBODY = -1
@@ -30,11 +30,11 @@ _MUCH = 16  # a sixteenth of a group's sectors idle: worth moving what lies in t
 class Mover(Protocol):
     """Who moves the bytes and knows where ids are kept."""
 
-    def move_blocks(self, ledger: GroupLedger, sources: Ids, targets: Ids) -> None: ...
+    def move_blocks(self, ledger: BlockGroup, sources: Ids, targets: Ids) -> None: ...
 
-    def sectors_given(self, ledger: GroupLedger, sectors: Ids) -> None: ...
+    def sectors_given(self, ledger: BlockGroup, sectors: Ids) -> None: ...
 
-    def fixed_ids(self, ledger: GroupLedger) -> Ids: ...
+    def fixed_ids(self, ledger: BlockGroup) -> Ids: ...
 
 
 class Sectors:
@@ -44,7 +44,7 @@ class Sectors:
     have promised beyond their own blocks.
     """
 
-    def __init__(self, num_sectors: int, ledgers: Many[GroupLedger], mover: Mover) -> None:
+    def __init__(self, num_sectors: int, ledgers: Many[BlockGroup], mover: Mover) -> None:
         self._ledgers, self._mover = tuple(ledgers), mover
         self.owner = np.full(num_sectors, NOBODY, np.int64)
         self._num_owned = [0] * len(self._ledgers)
@@ -66,11 +66,11 @@ class Sectors:
             slack += ledger.surplus() // ledger.plan.per_sector
         return slack
 
-    def num_owned(self, ledger: GroupLedger) -> int:
+    def num_owned(self, ledger: BlockGroup) -> int:
         """Sectors that the group has."""
         return self._num_owned[self._ledgers.index(ledger)]
 
-    def absent_ids(self, ledger: GroupLedger) -> Ids:
+    def absent_ids(self, ledger: BlockGroup) -> Ids:
         """The block ids of the group whose memory is not the group's now, ascending."""
         others = np.flatnonzero(self.owner[1:] != self._ledgers.index(ledger)) + 1
         return self._ids(ledger, others)
@@ -88,15 +88,15 @@ class Sectors:
         if self.slack() < 0:
             raise CheckFailed(f"sectors: {-self.slack()} are promised that cannot be had")
 
-    def _left_over(self, ledger: GroupLedger) -> int:
+    def _left_over(self, ledger: BlockGroup) -> int:
         """Whole sectors beyond what is claimed; below 0: sectors that claims need from others."""
         return ledger.surplus() // ledger.plan.per_sector
 
-    def _reach(self, ledger: GroupLedger, surplus: int) -> int:
+    def _reach(self, ledger: BlockGroup, surplus: int) -> int:
         per = ledger.plan.per_sector
         return surplus % per + per * self.slack()
 
-    def _fetch(self, ledger: GroupLedger, n: int) -> None:
+    def _fetch(self, ledger: BlockGroup, n: int) -> None:
         """See to it that ``n`` blocks of ``ledger`` are free, if that can be."""
         while (short := n - ledger.free.num_free) > 0:
             wanted = ceil_div(short, ledger.plan.per_sector)
@@ -117,11 +117,11 @@ class Sectors:
             if not self._vacate(richest, count):
                 return
 
-    def _idle(self, ledger: GroupLedger) -> int:
+    def _idle(self, ledger: BlockGroup) -> int:
         """Whole sectors' worth of blocks that are free and not claimed."""
         return (ledger.free.num_free - ledger.claimed) // ledger.plan.per_sector
 
-    def _take_idle(self, ledger: GroupLedger, wanted: int) -> bool:
+    def _take_idle(self, ledger: BlockGroup, wanted: int) -> bool:
         """Take sectors away that ``ledger`` has idle: empty ones, or if much is idle any. False if there are none."""
         number, idle = self._ledgers.index(ledger), max(0, self._idle(ledger))
         self._fruitless[number] = min(self._fruitless[number], idle)
@@ -132,14 +132,14 @@ class Sectors:
         self._fruitless[number] = idle
         return False
 
-    def _give(self, ledger: GroupLedger, count: int) -> None:
+    def _give(self, ledger: BlockGroup, count: int) -> None:
         given = self._free.acquire(min(count, self._free.num_free))
         self.owner[given] = self._ledgers.index(ledger)
         self._num_owned[self._ledgers.index(ledger)] += len(given)
         ledger.free.give(self._ids(ledger, given))
         self._mover.sectors_given(ledger, given)
 
-    def _vacate(self, ledger: GroupLedger, count: int, moving: bool = True) -> bool:
+    def _vacate(self, ledger: BlockGroup, count: int, moving: bool = True) -> bool:
         """Take the ``count`` emptiest sectors of ``ledger`` away, which has as many free blocks as they hold; not ``moving``:
         those that are empty. False if there is none, or none may be emptied now. O(free blocks and sectors)."""
         per, free = ledger.plan.per_sector, ledger.free
@@ -167,7 +167,7 @@ class Sectors:
         return True
 
     @staticmethod
-    def _ids(ledger: GroupLedger, sectors: np.ndarray) -> Ids:
+    def _ids(ledger: BlockGroup, sectors: np.ndarray) -> Ids:
         per = ledger.plan.per_sector
         ids: Ids = (sectors[:, None] * per + np.arange(per, dtype=sectors.dtype)).astype(np.int32, copy=False).ravel()
         return ids

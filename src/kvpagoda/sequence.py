@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.errors import BadInput, StaleHandle
-from kvpagoda.ledger import GroupLedger
 from kvpagoda.namespace import with_stand_ins
 from kvpagoda.prefix import Lease
 from kvpagoda.reuse import PrefixMatch
@@ -39,7 +39,7 @@ def as_tokens(token_ids: Any, vocab_size: int | None = None) -> Tokens:
 class Owner(Protocol):
     """What a sequence needs of the cache that opened it."""
 
-    ledgers: tuple[GroupLedger, ...]
+    ledgers: tuple[BlockGroup, ...]
     vocab_size: int | None
     max_context: int
     num_stopped: int

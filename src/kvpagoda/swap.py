@@ -4,7 +4,7 @@
     resume     what is still cached is shared again, and only the rest is copied back
 
 All groups share the table. A row of it is as wide as a block of the group that keeps every token, or as the narrowest
-block there is; ``storage.spill`` says how wider and narrower ones lie in it.
+block there is; ``memory.host_copy`` says how wider and narrower ones lie in it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvpagoda.alloc import FreeStack
-from kvpagoda.alloc.held import Ids
-from kvpagoda.alloc.pages import Bytes
+from kvpagoda.blocks import FreeStack
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import CheckFailed, OutOfBlocks
-from kvpagoda.ledger import GroupLedger
+from kvpagoda.memory.pages import Bytes
 from kvpagoda.units import ceil_div, format_bytes, table_rows
 
-Copy = Callable[[GroupLedger, Ids, Bytes, Many[int]], None]
+Copy = Callable[[BlockGroup, Ids, Bytes, Many[int]], None]
 
 
 class Rate:
@@ -49,9 +49,9 @@ class HostMemory(Protocol):
 
     def host_memory(self, nbytes: int) -> Bytes: ...
 
-    def blocks_out(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None: ...
+    def blocks_out(self, ledger: BlockGroup, ids: Ids, payloads: Bytes, rows: Many[int]) -> None: ...
 
-    def blocks_in(self, ledger: GroupLedger, ids: Ids, payloads: Bytes, rows: Many[int]) -> None: ...
+    def blocks_in(self, ledger: BlockGroup, ids: Ids, payloads: Bytes, rows: Many[int]) -> None: ...
 
 
 class Part(NamedTuple):
@@ -81,7 +81,7 @@ class Swap:
     ``rate``: of bytes that are copied, in either direction; before any were, a guess.
     """
 
-    def __init__(self, nbytes: int, ledgers: Many[GroupLedger], memory: HostMemory) -> None:
+    def __init__(self, nbytes: int, ledgers: Many[BlockGroup], memory: HostMemory) -> None:
         self._ledgers, self._memory = tuple(ledgers), memory
         widths = [_width(ledger) for ledger in ledgers]
         full = [width for width, ledger in zip(widths, ledgers) if not ledger.growth.is_bounded]
@@ -178,5 +178,5 @@ class Swap:
         self.rate.add(perf_counter() - start, nbytes)
 
 
-def _width(ledger: GroupLedger) -> int:
+def _width(ledger: BlockGroup) -> int:
     return ledger.plan.demand.layout.nbytes

@@ -5,7 +5,7 @@ import torch
 
 from kvpagoda.errors import BadInput
 from kvpagoda.kernels import copy_rows
-from kvpagoda.kernels.words import as_words
+from kvpagoda.kernels.int_views import as_ints
 
 
 def table(rows, nbytes, padding=0, seed=0):
@@ -84,7 +84,7 @@ def test_wrong_arguments_are_refused(src, dst, pairs):
 
 def test_words_are_as_wide_as_everything_allows():
     def widths(*tensors):
-        return [word.dtype for word in as_words(*tensors)]
+        return [word.dtype for word in as_ints(*tensors)]
 
     rows = torch.zeros(4, 64, dtype=torch.uint8)
     assert widths(rows) == [torch.int64]
@@ -92,7 +92,7 @@ def test_words_are_as_wide_as_everything_allows():
     assert widths(rows[:, 2:10]) == [torch.int16]
     assert widths(rows[:, 1:9], rows[:, :8]) == [torch.uint8] * 2
     assert widths(torch.zeros(4, 8, dtype=torch.bfloat16)) == [torch.int64]
-    assert as_words(rows)[0].data_ptr() == rows.data_ptr()
+    assert as_ints(rows)[0].data_ptr() == rows.data_ptr()
 
 
 @pytest.mark.gpu

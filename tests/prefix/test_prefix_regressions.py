@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvpagoda.alloc import FreeList
+from kvpagoda.blocks import FreeList
 from kvpagoda.errors import StaleHandle
 from kvpagoda.prefix import PrefixTree
 from kvpagoda.prefix.keyed import ByKey

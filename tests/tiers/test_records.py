@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpagoda.alloc.pages import PAGE, pages
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned, OutOfBlocks
+from kvpagoda.memory.pages import PAGE, pages
 from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer, pack_record, read_header, verify_record
 
 KEY, PRINT = bytes(range(32)), bytes(range(32, 64))

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch.nn.functional import linear, relu
 
+from kvpagoda.compat.layer_handle import ClosedWindows, LayerCacheHandle
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.runner import Work
 from kvpagoda.manager import KVCache
 from kvpagoda.sequence import Sequence
-from kvpagoda.storage.handle import ClosedWindows, LayerCacheHandle
 
 Tensor = torch.Tensor
 

@@ -15,7 +15,7 @@ import torch
 from kvpagoda.errors import BadInput
 from kvpagoda.formats import encode
 from kvpagoda.kernels.dispatch import TRITON, backend, jit, tl
-from kvpagoda.kernels.words import as_words
+from kvpagoda.kernels.int_views import as_ints
 from kvpagoda.schema import Encoding
 
 Tensor = torch.Tensor
@@ -98,7 +98,7 @@ def _reference(
     rows = torch.where(live[:, None], kv, 0)
     codes, kept, inverse = encode(Encoding("fp8", kept=rope.shape[2]), rows)
     for pool, values in ((fp8, codes), (rope, kept)):
-        wide, words = as_words(pool, values)
+        wide, words = as_ints(pool, values)
         wide[row, ring] = words
     inv_scale[row, ring] = inverse
     pos[row, ring] = torch.where(live, positions, -1)

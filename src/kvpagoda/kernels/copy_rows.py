@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvpagoda.errors import BadInput
-from kvpagoda.kernels.words import as_words
+from kvpagoda.kernels.int_views import as_ints
 
 Tensor = torch.Tensor
 
@@ -87,7 +87,7 @@ def _copy_slices(src: Tensor, dst: Tensor, runs: NDArray[np.int64]) -> None:
 def _copy_indexed(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
     step = max(1, STAGE_NBYTES.get(src.device.type, DEVICE_STAGE_NBYTES) // src.shape[1])
     from_ids, to_ids = pairs[:, 0].contiguous().to(src.device), pairs[:, 1].contiguous().to(dst.device)
-    source, target = as_words(src, dst)
+    source, target = as_ints(src, dst)
     for start in range(0, len(pairs), step):
         rows = source.index_select(0, from_ids[start : start + step])
         target.index_copy_(0, to_ids[start : start + step], rows.to(dst.device))

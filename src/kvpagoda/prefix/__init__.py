@@ -1,9 +1,8 @@
-"""WHICH prefixes exist: a radix tree on int32 arrays, eviction policies, and the face for caches of slots."""
+"""WHICH prefixes exist: a radix tree on int32 arrays, eviction policies."""
 
 from kvpagoda.prefix.policies import POLICY_NAMES, policy_named
 from kvpagoda.prefix.policy import Policy
 from kvpagoda.prefix.results import Evicted, Inserted, Lease, Match
-from kvpagoda.prefix.slot_cache import PrefixCacheManager
 from kvpagoda.prefix.tree import PrefixTree
 
 __all__ = [
@@ -13,7 +12,6 @@ __all__ = [
     "Lease",
     "Match",
     "Policy",
-    "PrefixCacheManager",
     "PrefixTree",
     "policy_named",
 ]

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.alloc.held import Ids
+from kvpagoda.blocks.ids import Ids
 
 Scalar = TypeVar("Scalar", bound="np.generic[Any]")
 

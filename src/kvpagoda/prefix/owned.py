@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpagoda.alloc.held import Ids
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.prefix.numbers import grown
 

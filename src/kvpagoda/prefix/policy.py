@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from kvpagoda.alloc.held import Ids
+from kvpagoda.blocks.ids import Ids
 
 Cells = Ids
 

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from kvpagoda.alloc.held import Ids
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.prefix.node import NO_USES, Node
 from kvpagoda.prefix.proof import expect
 

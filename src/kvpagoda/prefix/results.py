@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.alloc.held import Ids
+from kvpagoda.blocks.ids import Ids
 
 if TYPE_CHECKING:
     from kvpagoda.prefix.node import Node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpagoda.alloc.held import Ids
+from kvpagoda.blocks.ids import Ids
 
 _FEW = 4  # blocks that are copied rather than left in a text: fewer arrays to keep and to free
 _SMALL, _SPARE = 64, 16  # arrays of at most so many blocks, or of so many times what is left, are not cut down

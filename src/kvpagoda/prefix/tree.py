@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from kvpagoda.alloc.held import Ids, whole_number
+from kvpagoda.blocks.ids import Ids, whole_number
 from kvpagoda.errors import BadInput, RetryLater, StaleHandle
 from kvpagoda.prefix.checkpoints import Checkpoints
 from kvpagoda.prefix.children import Children

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvpagoda.alloc.held import Ids
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.prefix.names import Names
 from kvpagoda.prefix.node import Node
 from kvpagoda.prefix.numbers import Numbers

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvpagoda.alloc.held import Ids
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.prefix.node import Node
 
 

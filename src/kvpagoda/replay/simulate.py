@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.alloc import FreeList
+from kvpagoda.blocks import FreeList
 from kvpagoda.errors import BadInput
 from kvpagoda.prefix.policies import POLICY_NAMES, policy_named
 from kvpagoda.prefix.tree import PrefixTree

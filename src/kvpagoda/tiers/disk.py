@@ -15,8 +15,8 @@ import stat
 import struct
 from pathlib import Path
 
-from kvpagoda.alloc.pages import PAGE, Bytes, pages
 from kvpagoda.errors import BadInput
+from kvpagoda.memory.pages import PAGE, Bytes, pages
 from kvpagoda.tiers.checksum import xxh3_128
 from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer, read_header
 from kvpagoda.tiers.slots import SlotDriver

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpagoda.alloc.pages import pages
 from kvpagoda.errors import BadInput
+from kvpagoda.memory.pages import pages
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.tiers.slots import SlotDriver
 from kvpagoda.units import format_bytes, parse_bytes

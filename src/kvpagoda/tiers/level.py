@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
-from kvpagoda.alloc.pages import Bytes
 from kvpagoda.errors import BadInput, OutOfBlocks
+from kvpagoda.memory.pages import Bytes
 from kvpagoda.tiers.driver import FAULTS, DriverStats, Lease, Status
 from kvpagoda.tiers.keys import layout_fingerprint, record_key
 from kvpagoda.tiers.records import RecordBuffer

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.alloc.free_list import FreeStack
-from kvpagoda.alloc.held import whole_number
-from kvpagoda.alloc.pages import PAGE, Bytes, pages
+from kvpagoda.blocks.free_list import FreeStack
+from kvpagoda.blocks.ids import whole_number
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned
+from kvpagoda.memory.pages import PAGE, Bytes, pages
 from kvpagoda.tiers.checksum import xxh3_128
 from kvpagoda.tiers.keys import KEY_NBYTES
 from kvpagoda.units import align_up

@@ -1,0 +1,76 @@
+"""The marks of ownership: which ids of a range are handed out, and the proof that a caller holds what it names."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpagoda.errors import BadInput, NotOwned
+
+Ids = npt.NDArray[np.int32]
+AnyIds = npt.NDArray[np.integer[Any]]
+
+
+def whole_number(n: SupportsIndex, what: str) -> int:
+    """``n`` as an int of at least 0. Raises BadInput for a bool, a float or a negative number."""
+    if isinstance(n, bool | np.bool_):
+        raise BadInput(f"{what} must be a whole number, got {n!r}")
+    try:
+        number = operator.index(n)
+    except TypeError:
+        raise BadInput(f"{what} must be a whole number, got {n!r}") from None
+    if number < 0:
+        raise BadInput(f"{what} must not be negative, got {number}")
+    return number
+
+
+class IdSet:
+    """One flag for each of the ids ``first .. first + num_ids - 1``: set while the id is handed out.
+
+    ``flags``: bool ``[first + num_ids]``, indexed by id; the owner of this object writes it.
+    """
+
+    def __init__(self, num_ids: int, first: int, what: str) -> None:
+        self.num_ids, self.first, self.what = num_ids, first, what
+        self.flags: npt.NDArray[np.bool_] = np.zeros(first + num_ids, np.bool_)
+        self._mark: Ids = np.empty(first + num_ids, np.int32)  # scratch: where an id stands in the list under proof
+
+    def ids(self) -> Ids:
+        """All ids that are handed out, ascending. O(num_ids)."""
+        return np.flatnonzero(self.flags).astype(np.int32)
+
+    def in_range(self, i: SupportsIndex) -> int:
+        """``i`` as an int of the range. Raises NotOwned."""
+        try:
+            number = operator.index(i)
+        except TypeError:
+            raise NotOwned(f"an id of the {self.what} is a whole number, got {i!r}") from None
+        if isinstance(i, bool | np.bool_) or not self.first <= number < self.first + self.num_ids:
+            raise NotOwned(f"id {i!r} is not one of the {self.what} {self.first}..{self.first + self.num_ids - 1}")
+        return number
+
+    def prove(self, ids: AnyIds) -> Ids:
+        """``ids`` (integers ``[n]``, of any width) as int32, each of them held and named once.
+
+        Raises NotOwned naming the first that is not, and BadInput for an array that is no vector of integers. O(n).
+        """
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise BadInput(f"ids of {self.what} must be a vector of integers, got {ids.dtype} {list(ids.shape)}")
+        n = len(ids)
+        if n == 0:
+            return ids.astype(np.int32)
+        self.in_range(int(ids.min()))
+        self.in_range(int(ids.max()))
+        narrow = ids.astype(np.int32, copy=False)
+        held = self.flags[narrow]
+        if not held.all():
+            raise NotOwned(f"id {narrow[np.argmin(held)]} of {self.what} is not held: freed twice, or never handed out")
+        order = np.arange(n, dtype=np.int32)
+        self._mark[narrow] = order
+        again = self._mark[narrow] != order
+        if again.any():
+            raise NotOwned(f"id {narrow[np.argmax(again)]} of {self.what} is named twice in one call")
+        return narrow

@@ -1,0 +1,58 @@
+"""Blocks: the fixed-size pieces that requests grow by, as int32 tensors on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpagoda.blocks.free_list import FreeList
+from kvpagoda.errors import NotOwned
+from kvpagoda.memory.id_tensors import Device, IdsLike, default_device, ids_from, ids_to
+
+
+class BlockAllocator:
+    """Block ids ``0 .. num_total_blocks - 1``. A face of ``FreeList``; the books are on the host.
+
+    ``acquire`` and ``release`` run between graph captures only; reading ids that were handed out is safe inside a
+    captured graph. ``device``: where ``acquire`` puts its ids; None: CUDA when a GPU is there, else the CPU.
+    """
+
+    def __init__(self, num_total_blocks: int, device: Device = None) -> None:
+        self.device = default_device(device)
+        self._blocks = FreeList(num_total_blocks, what="blocks")
+        self.num_total_blocks = self._blocks.num_ids
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that are free."""
+        return self._blocks.num_free
+
+    def acquire(self, n: int) -> torch.Tensor:
+        """``n`` distinct block ids, int32 ``[n]`` on the device, the caller's until ``release``. O(n).
+
+        Raises OutOfBlocks (a RuntimeError; the text holds ``OOM``, the request, what is free and the total), taking
+        nothing, and BadInput for an ``n`` that is not a whole number of at least 0.
+        """
+        return ids_to(self._blocks.acquire(n), self.device)
+
+    def release(self, ids: IdsLike) -> None:
+        """Give back blocks: a tensor on any device, an array or a sequence of whole numbers, of any shape. O(n).
+
+        Raises NotOwned for a block that is not held (released twice), out of range or named twice, and BadInput for
+        ids that are not whole numbers. Whatever it raises, nothing has changed.
+        """
+        self._blocks.release(ids_from(ids))
+
+    def generation(self, ids: IdsLike) -> torch.Tensor:
+        """How often each block was handed out: int64 ``[n]`` on the device. (id, generation) names one holder for ever.
+
+        Raises NotOwned for an id out of range.
+        """
+        index = ids_from(ids)
+        for i in (index.min(), index.max()) if len(index) else ():
+            if not 0 <= i < self.num_total_blocks:
+                raise NotOwned(f"id {i} is not one of the blocks 0..{self.num_total_blocks - 1}")
+        return ids_to(self._blocks.generation[index], self.device)
+
+    def check(self) -> None:
+        """Prove that every block is free or held, once. Raises CheckFailed. O(num_total_blocks)."""
+        self._blocks.check()

@@ -1,0 +1,227 @@
+"""The cache of a hybrid compressed-attention model, driven by slot: every layer's pools and who owns their blocks.
+
+    slot          row of every state pool, and of every block table
+    block table   [slots + 1, max_blocks] a layer: the blocks of each request in the order of the text, -1 = none yet
+
+An engine admits a request, appends a block to a layer's table before the first entry of that block is written (CSA:
+with the 4th token of every 128, HCA: with the 128th), and releases the request. Nothing is shared between requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvpagoda.blocks import FreeList, FreeStack
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.compat.compressed_pools import PagedKVPool, StateCachePool, check_count
+from kvpagoda.compat.layer_handle import LayerCacheHandle, Step
+from kvpagoda.errors import BadInput, CheckFailed, NeverFits, NotOwned, OutOfBlocks, RetryLater
+from kvpagoda.memory.arena import Device, default_device
+from kvpagoda.memory.device_table import DeviceTable
+from kvpagoda.schema import FULL
+from kvpagoda.schema.plan import Demand, GroupPlan
+from kvpagoda.schema.presets.deepseek_v4 import (
+    BLOCK_SIZE_ORIGINAL_TOKENS,
+    AttentionType,
+    DSV4Config,
+    LayerSchema,
+    LayerSpec,
+    build_schema,
+)
+from kvpagoda.units import ceil_div
+
+Tensor = torch.Tensor
+
+
+class KVCacheManager:
+    """Schemas, pools, allocators and block tables of every layer in ``schedule`` (layer i at position i).
+
+    ``max_concurrent_requests`` state rows; blocks of 128 tokens for each layer: ``compute_block_budget`` says how many.
+    ``paged_pools[i]`` and ``ledgers[i]`` are None for SWA layers. All memory is taken here.
+    """
+
+    def __init__(
+        self,
+        config: DSV4Config,
+        schedule: Sequence[LayerSpec],
+        max_concurrent_requests: int,
+        num_blocks_per_csa_layer: int,
+        num_blocks_per_hca_layer: int,
+        device: Device = None,
+    ) -> None:
+        check_count("max_concurrent_requests", max_concurrent_requests)
+        if not schedule or any(spec.layer_idx != i for i, spec in enumerate(schedule)):
+            raise BadInput(f"layer i of the schedule must have layer_idx i, got {[s.layer_idx for s in schedule]}")
+        self.device = default_device(device)
+        self.config, self.schedule = config, tuple(schedule)
+        self.schemas = tuple(build_schema(config, spec) for spec in schedule)
+        self._num_blocks = {AttentionType.CSA: num_blocks_per_csa_layer, AttentionType.HCA: num_blocks_per_hca_layer}
+        self._slots = FreeList(max_concurrent_requests, what="request slots")
+        self.state_pools = [StateCachePool(schema, max_concurrent_requests, self.device) for schema in self.schemas]
+        self.paged_pools: list[PagedKVPool | None] = []
+        self.ledgers: list[BlockGroup | None] = []
+        for schema in self.schemas:
+            has_blocks = schema.entries_per_block > 0
+            self.paged_pools.append(
+                PagedKVPool(schema, self._num_blocks[schema.attn], self.device) if has_blocks else None
+            )
+            self.ledgers.append(self._ledger(schema) if has_blocks else None)
+        self._tables = [None if ledger is None else DeviceTable(ledger.table, self.device) for ledger in self.ledgers]
+
+    def _ledger(self, schema: LayerSchema) -> BlockGroup:
+        """The books of one layer: ids from 0, and -1, the pool's hidden last block, for an empty cell."""
+        num_blocks = self._num_blocks[schema.attn]
+        demand = Demand(FULL, (schema.layer_idx,), schema.block_layout())
+        plan = GroupPlan(demand, BLOCK_SIZE_ORIGINAL_TOKENS, num_blocks, None, demand.layout.nbytes)
+        columns = min(num_blocks, ceil_div(self.config.max_positions, BLOCK_SIZE_ORIGINAL_TOKENS))
+        name = f"layer {schema.layer_idx} ({schema.attn.name})"
+        return BlockGroup(plan, self._slots.num_ids, columns, first_id=0, name=name)
+
+    @property
+    def allocators(self) -> list[FreeStack | None]:
+        """Who owns the blocks of each layer; None for SWA layers."""
+        return [None if ledger is None else ledger.free for ledger in self.ledgers]
+
+    @property
+    def block_tables(self) -> list[Tensor | None]:
+        """int32 ``[slots + 1, max_blocks]`` on the device for each layer, -1 = empty; None for SWA layers."""
+        return [None if table is None else table.tensor for table in self._tables]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.schemas)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Requests that can still be admitted."""
+        return self._slots.num_free
+
+    def memory_bytes(self) -> int:
+        """Bytes of all pools (the block tables are 4 bytes a block and slot beside them)."""
+        return sum(pool.memory_bytes() for pool in (*self.paged_pools, *self.state_pools) if pool is not None)
+
+    # -- who owns what -----------------------------------------------------------------------------------------------
+
+    def admit_request(self) -> int:
+        """Take a slot, the last released first, and clear its row in every state pool. O(layers).
+
+        Raises RetryLater, a RuntimeError, when all slots are taken.
+        """
+        if not self._slots.num_free:
+            raise RetryLater(
+                f"cannot admit another request: all {self._slots.num_ids} concurrent requests are running; "
+                f"release one or raise max_concurrent_requests"
+            )
+        slot = int(self._slots.acquire(1)[0])
+        for pool in self.state_pools:
+            pool.reset_slot(slot)
+        return slot
+
+    def release_request(self, slot: int) -> None:
+        """Give back the slot and all its blocks in every layer. Raises NotOwned if the slot is not admitted."""
+        self._check_slot(slot)
+        for ledger, table in zip(self.ledgers, self._tables):
+            if ledger is not None and table is not None:
+                ledger.close(slot)
+                table.upload()
+        self._slots.release_id(slot)
+
+    def allocate_block(self, layer_idx: int, slot: int) -> int:
+        """Append a block to the table of ``slot`` in one layer; call it before the first entry of the block is written,
+        outside graph captures. Returns the block id.
+
+        Raises BadInput for a layer without entries, NotOwned if the slot is not admitted, NeverFits past the model's
+        longest text and OutOfBlocks, having changed nothing.
+        """
+        ledger = self._ledger_of(layer_idx)
+        self._check_slot(slot)
+        held = int(ledger.end[slot])
+        if not ledger.free.num_free:
+            raise OutOfBlocks(
+                f"OOM: need 1 block in {ledger.name} for slot {slot}, which holds {held}; "
+                f"0 free of {ledger.plan.num_blocks}; release a request"
+            )
+        if held == ledger.table.cells.shape[1]:
+            raise NeverFits(
+                f"slot {slot} holds {held} blocks in {ledger.name}: the model's {self.config.max_positions:,} tokens, and "
+                f"it asks for one more"
+            )
+        ledger.grow(slot, 1)
+        table = self._tables[layer_idx]
+        assert table is not None
+        table.upload()
+        return int(ledger.table.cells[slot, held])
+
+    def blocks_of(self, layer_idx: int, slot: int) -> list[int]:
+        """The blocks that ``slot`` holds in one layer, in the order of the text. Raises BadInput and NotOwned."""
+        ledger = self._ledger_of(layer_idx)
+        self._check_slot(slot)
+        ids: list[int] = ledger.table.cells[slot, : ledger.end[slot]].tolist()
+        return ids
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def acquire(
+        self, layer_idx: int, request_slots: Tensor, positions: Tensor, request_ids: Tensor
+    ) -> LayerCacheHandle:
+        """The handle of one layer for one step: what its kernels read and write. Allocates 0 bytes of device memory.
+
+        Three int32 tensors ``[n]`` on the cache's device, one row for each *token* of the step; the tokens of one request
+        lie together, in ascending order of position; slot -1 is a padded row. They are not read here, only their
+        dtype, shape and device are looked at, and the handle keeps them: fill them anew and acquire again for the next
+        step. An entry whose block was not allocated goes to the hidden block and is lost. Raises BadInput.
+        """
+        self._check_layer(layer_idx)
+        given = (("request_slots", request_slots), ("positions", positions), ("request_ids", request_ids))
+        for name, tensor in given:
+            if tensor.dtype != torch.int32 or tensor.shape != request_slots.shape or tensor.ndim != 1:
+                raise BadInput(
+                    f"{name} must be int32 [n] like request_slots, got {tensor.dtype} {list(tensor.shape)} "
+                    f"beside {list(request_slots.shape)}"
+                )
+            if tensor.device != self.device:
+                raise BadInput(f"{name} must be on {self.device}, where the cache is, got {tensor.device}")
+        return LayerCacheHandle(
+            self.schemas[layer_idx].kind,
+            self.paged_pools[layer_idx],
+            self.state_pools[layer_idx],
+            None if (table := self._tables[layer_idx]) is None else table.tensor,
+            Step(request_slots, positions, request_ids),
+        )
+
+    # -- proof -------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Prove that every slot and every block has one owner and that the tables say so. Raises CheckFailed with the
+        ids that break it. O(slots x blocks); reads the device."""
+        self._slots.check()
+        running = self._slots.held_ids()
+        for ledger, table in zip(self.ledgers, self._tables):
+            if ledger is None or table is None:
+                continue
+            ledger.check()
+            idle = np.setdiff1d(np.flatnonzero(ledger.end), running)
+            if len(idle):
+                raise CheckFailed(f"{ledger.name}: slots {idle.tolist()} hold blocks but are not admitted")
+            differs = np.flatnonzero((table.tensor.cpu().numpy() != ledger.table.cells).any(axis=1))
+            if len(differs):
+                raise CheckFailed(f"{ledger.name}: the device's table of slots {differs.tolist()} is not the host's")
+
+    def _check_layer(self, layer_idx: int) -> None:
+        if isinstance(layer_idx, bool) or not isinstance(layer_idx, int) or not 0 <= layer_idx < self.num_layers:
+            raise BadInput(f"layer {layer_idx!r} is not one of 0..{self.num_layers - 1}")
+
+    def _ledger_of(self, layer_idx: int) -> BlockGroup:
+        self._check_layer(layer_idx)
+        ledger = self.ledgers[layer_idx]
+        if ledger is None:
+            raise BadInput(f"layer {layer_idx} is {self.schemas[layer_idx].attn.name}: it keeps no blocks")
+        return ledger
+
+    def _check_slot(self, slot: int) -> None:
+        is_number = isinstance(slot, int | np.integer) and not isinstance(slot, bool)
+        if not is_number or not 0 <= slot < self._slots.num_ids or not self._slots.is_held(slot):
+            raise NotOwned(f"slot {slot!r} is not admitted: released already, or never handed out by admit_request")

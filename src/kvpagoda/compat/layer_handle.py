@@ -1,0 +1,368 @@
+"""The typed view that one compressed-attention layer gets for one step, and the plain readers of its views.
+
+A step is a list of tokens, each with its request's slot and its position; the tokens of one request lie together, in
+ascending order. Slot -1 is a padded row: the state pool's last row absorbs what it writes, and it reads nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from kvpagoda.errors import BadInput
+from kvpagoda.formats import decode
+from kvpagoda.kernels.append_swa import append_swa
+from kvpagoda.memory.pool import Pool
+from kvpagoda.schema import Compressed, Encoding
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """Which tokens a step computes: int32 ``[n]`` each, on the cache's device. Shared by all layers of the step.
+
+    ``state_rows``: the record of each token's request in the state pool; default its slot, the last record for slot -1.
+    """
+
+    request_slots: Tensor
+    positions: Tensor
+    request_ids: Tensor
+    state_rows: Tensor | None = None
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """``request_slots`` as int64 row numbers; whatever is negative is the dummy row, -1."""
+        return self.request_slots.long().clamp(min=-1)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int64 ``[n]``: the record of each token's request in the state pool."""
+        return self.slots if self.state_rows is None else self.state_rows.long()
+
+    @property
+    def state_records(self) -> Tensor:
+        """``rows`` as int32, below 0 or the dummy for padded rows: what kernels take."""
+        return self.request_slots if self.state_rows is None else self.state_rows
+
+    @property
+    def dummy(self) -> int:
+        """The record of the state pool that takes what nobody is to read."""
+        return -1 if self.state_rows is None else 0
+
+    def num_shown(self, state: Pool) -> int:
+        """Records of the state pool that views show: all but a dummy at the end."""
+        return state.arena.num_rows - (self.state_rows is None)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """int64 ``[n]``: the first position of this step of each token's request."""
+        order = torch.arange(len(self.slots), device=self.slots.device)
+        head = torch.ones_like(order, dtype=torch.bool)
+        head[1:] = self.slots[1:] != self.slots[:-1]
+        return self.positions.long()[torch.where(head, order, 0).cummax(0).values]
+
+    def last_writers(self, ring: int) -> Tensor:
+        """int64 ``[n]``: the record each token writes in a ring of ``ring`` rows: its request's, or the dummy's if a later
+        token of the same request takes the same ring row in this step. So every ring row has one writer."""
+        return _last_writers(self.rows, ring, self.dummy)
+
+
+def _last_writers(rows: Tensor, ring: int, dummy: int) -> Tensor:
+    """``rows``, those of one request lying together, with ``dummy`` where ``ring`` places later there is one of the same."""
+    if len(rows) <= ring:
+        return rows
+    later = torch.zeros_like(rows, dtype=torch.bool)
+    later[:-ring] = rows[ring:] == rows[:-ring]
+    return rows.masked_fill(later, dummy)
+
+
+@dataclass(frozen=True)
+class SWAView:
+    """The sliding-window rings of all requests. Aliases the pool; ``swa_pos`` is -1 where nothing was ever written.
+
+    FP8 forms have ``swa_fp8`` ``[requests, ring, dim - rope]`` uint8, ``swa_rope`` ``[.., rope]`` bfloat16 and scales;
+    the raw form has ``swa`` ``[requests, ring, dim]``. A ring has ``window + verify_width`` rows and may hold older rows
+    and rows of tokens that were taken back: the token at p reads those with ``swa_pos`` in p - window + 1 .. p alone.
+    """
+
+    encoding: Encoding
+    dtype: torch.dtype
+    parts: tuple[Tensor, ...]
+    swa_pos: Tensor
+    request_slots: Tensor
+    positions: Tensor
+
+    @property
+    def swa_fp8(self) -> Tensor:
+        return self.parts[0]
+
+    @property
+    def swa_rope(self) -> Tensor:
+        return self.parts[1]
+
+    @property
+    def swa_inv_scale(self) -> Tensor:
+        return self.parts[-1]
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """Rows of a layer by block: row w of a request is row ``w % per_block`` of block ``block_table[slot, w // per_block]``.
+
+    ``parts``: the fields ``[blocks, per_block, ...]`` of ``encoding``, in its order. ``block_table``: int32 ``[requests,
+    max_blocks]`` by slot; ``num_entries``: int32 ``[state rows]``, exact after ``close_windows`` for the requests of
+    the step: entries beyond it belong to tokens that were taken back. All alias the pools.
+    """
+
+    encoding: Encoding
+    dtype: torch.dtype
+    parts: tuple[Tensor, ...]
+    block_table: Tensor
+    num_entries: Tensor
+
+
+class ClassicalView(BlockView):
+    """The compressed entries: codes, bfloat16 RoPE part and scales (the raw form has one part, the entries)."""
+
+    @property
+    def entries_fp8(self) -> Tensor:
+        return self.parts[0]
+
+    @property
+    def entries_rope(self) -> Tensor:
+        return self.parts[1]
+
+    @property
+    def inv_scale(self) -> Tensor:
+        return self.parts[-1]
+
+
+class IndexerView(BlockView):
+    """The indexer's keys: packed codes and their scales (in the raw form both are the keys as they are)."""
+
+    @property
+    def keys_fp4(self) -> Tensor:
+        return self.parts[0]
+
+    @property
+    def key_scales(self) -> Tensor:
+        return self.parts[-1]
+
+
+@dataclass(frozen=True)
+class ClosedWindows:
+    """The windows that close in a step: for each, the token that closes it, its number, and the rows it pools."""
+
+    tokens: Tensor
+    """int64 ``[c]``: index of the closing token in the step."""
+    windows: Tensor
+    """int64 ``[c]``: window number, position // ratio."""
+    keys: Tensor
+    """``[c, rows, dim]``: with overlap the window before (stream a), then the window itself (stream b)."""
+    scores: Tensor
+    """``[c, rows, dim]``: -inf where there is no window before."""
+
+
+class LayerCacheHandle:
+    """What one layer reads and writes in one step. Making one allocates no device memory; it is valid for that step.
+
+    ``paged`` is None on layers without compressed entries. All writes go to the rows of ``step``'s own requests.
+    """
+
+    def __init__(
+        self, kind: Compressed, paged: Pool | None, state: Pool, block_table: Tensor | None, step: Step
+    ) -> None:
+        self.kind, self.paged, self.state, self.block_table, self.step = kind, paged, state, block_table, step
+
+    @property
+    def request_slots(self) -> Tensor:
+        return self.step.request_slots
+
+    @property
+    def positions(self) -> Tensor:
+        return self.step.positions
+
+    @property
+    def request_ids(self) -> Tensor:
+        return self.step.request_ids
+
+    # -- the sliding window -----------------------------------------------------------------------------------------
+
+    def write_swa(self, kv: Tensor) -> None:
+        """Store the rows of this step, ``[n, dim]``, RoPE dims last (bfloat16 for the FP8 form), at position mod ring.
+
+        Of a step longer than the ring the last rows stay. Call it after ``read_window``: older rows are overwritten.
+        """
+        _check_rows("kv", kv, len(self.positions), self.kind.dim)
+        if self.kind.encoding.name == "fp8" and self.kind.encoding.group is None:
+            codes, rope, scale = self.state.parts("swa")
+            rows, dummy = self.step.state_records, self.step.dummy % len(codes)
+            append_swa(kv, rows, self.positions, codes, rope, scale, self.state["swa_pos"], dummy)
+            return
+        self._write_ring("swa", kv)
+        self._write_ring("swa_pos", self.positions)
+
+    def read_window(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows that each token attends to raw: its window, itself included.
+
+        ``kv`` ``[n, dim]``: this step's rows, not yet written. Returns rows ``[n, window, dim]`` in ``kv``'s dtype, as
+        they read back from storage, zero where there is none, and their validity, bool ``[n, window]``.
+        """
+        _check_rows("kv", kv, len(self.positions), self.kind.dim)
+        window, step = self.kind.window, self.step
+        wanted = step.positions.long()[:, None] + torch.arange(1 - window, 1, device=kv.device)
+        rows = self._gather("swa", self.state.stored("swa", kv), wanted)
+        valid = (wanted >= 0) & (step.slots >= 0)[:, None]
+        return rows.masked_fill(~valid[..., None], 0).to(kv.dtype), valid
+
+    def read_swa_view(self) -> SWAView:
+        """The rings of all requests, without the dummy row where that is the last; ``request_slots`` says whose is whose."""
+        end = self.step.num_shown(self.state)
+        return SWAView(
+            self.kind.encoding,
+            getattr(torch, self.kind.dtype),
+            tuple(part[:end] for part in self.state.parts("swa")),
+            self.state["swa_pos"][:end],
+            self.step.state_records,
+            self.positions,
+        )
+
+    # -- the compressor and the indexer's own (prefix "idx_") --------------------------------------------------------
+
+    def close_windows(self, keys: Tensor, scores: Tensor, prefix: str = "") -> ClosedWindows:
+        """Collect what the windows closing in this step pool over, then remember this step's rows for later windows.
+
+        ``keys``, ``scores`` ``[n, streams * dim]``: this step's projections, scores with the position bias added; with
+        overlap the first half is stream a (for the next window), the second half stream b.
+        """
+        ratio, step, overlap = self.kind.ratio, self.step, self.kind.overlap
+        dim = (self._indexer if prefix else self._paged).rows["indexer_keys" if prefix else "entries"].shape[0]
+        for name, rows in (("keys", keys), ("scores", scores)):
+            _check_rows(name, rows, len(self.positions), 2 * dim if overlap else dim)
+        positions = step.positions.long()
+        closing = (((positions + 1) % ratio == 0) & (step.slots >= 0)).nonzero()[:, 0]
+        closed_at = positions[closing][:, None]
+        current = closed_at + torch.arange(1 - ratio, 1, device=keys.device)
+        pooled: list[Tensor] = []
+        for stream, rows, nothing in (("k", keys, 0.0), ("z", scores, float("-inf"))):
+            a, b = rows.chunk(2, dim=-1) if overlap else (rows, rows)
+            tail_a, overlap_name = f"{prefix}tail_{stream}a", f"{prefix}overlap_{stream}"
+            if not overlap:
+                pooled.append(self._gather(tail_a, a, current, closing))
+                continue
+            before = current - ratio
+            closed_earlier = (closed_at - ratio < step.starts[closing][:, None])[..., None]
+            older = self._gather(overlap_name, a, before, closing)
+            rows_before = torch.where(closed_earlier, older, self._gather(tail_a, a, before, closing))
+            rows_before = rows_before.masked_fill((before < 0)[..., None], nothing)
+            pooled.append(torch.cat([rows_before, self._gather(f"{prefix}tail_{stream}b", b, current, closing)], dim=1))
+            ring = self._ring(overlap_name)
+            survivors = _last_writers(step.rows[closing], ring // ratio, step.dummy)[:, None]
+            self.state.write(overlap_name, (survivors, current % ring), self._gather(tail_a, a, current, closing))
+        for stream, rows in (("k", keys), ("z", scores)):
+            for name, part in zip("ab", rows.chunk(2, dim=-1) if overlap else (rows,)):
+                self._write_ring(f"{prefix}tail_{stream}{name}", part)
+        if not prefix:
+            self._write_ring("num_entries", (positions + 1) // ratio)
+        return ClosedWindows(closing, closed_at[:, 0] // ratio, *pooled)
+
+    def write_entries(self, closed: ClosedWindows, entries: Tensor) -> None:
+        """Store one compressed entry ``[c, dim]`` for every closed window, in the request's blocks."""
+        _check_rows("entries", entries, len(closed.tokens), self.kind.dim)
+        self._paged.write("entries", self._block_rows(self.step.slots[closed.tokens], closed.windows), entries)
+
+    def write_indexer_keys(self, closed: ClosedWindows, keys: Tensor) -> None:
+        """Store one indexer key ``[c, index_dim]`` for every closed window, beside its entry."""
+        _check_rows("keys", keys, len(closed.tokens), self._indexer.rows["indexer_keys"].shape[0])
+        index = self._block_rows(self.step.slots[closed.tokens], closed.windows)
+        self._paged.write("indexer_keys", index, keys)
+
+    def read_entries(self, windows: Tensor) -> Tensor:
+        """Entries ``windows`` (int64 ``[n, k]``, -1 = none) of each token's request: ``[n, k, dim]``, zero for -1."""
+        return self._read_blocks(self._paged, "entries", windows)
+
+    def read_indexer_keys(self, windows: Tensor) -> Tensor:
+        """Indexer keys of ``windows`` (int64 ``[n, k]``, -1 = none): ``[n, k, index_dim]``, zero for -1."""
+        return self._read_blocks(self._indexer, "indexer_keys", windows)
+
+    def read_classical_view(self) -> ClassicalView:
+        """The blocks of entries, with the table that says whose they are."""
+        entries = self._paged.shown("entries")
+        return ClassicalView(self.kind.encoding, getattr(torch, self.kind.dtype), entries, *self._addresses)
+
+    def read_indexer_view(self) -> IndexerView:
+        """The blocks of indexer keys. Raises BadInput on a layer without an indexer."""
+        keys = self._indexer.shown("indexer_keys")
+        return IndexerView(self.kind.index_encoding, getattr(torch, self.kind.dtype), keys, *self._addresses)
+
+    # -- addresses ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _paged(self) -> Pool:
+        if self.paged is None:
+            raise BadInput("this layer keeps a sliding window only; it has no compressed entries")
+        return self.paged
+
+    @property
+    def _indexer(self) -> Pool:
+        if "indexer_keys" not in self._paged:
+            raise BadInput("this layer has no indexer; only layers with index_dim keep indexer keys")
+        return self._paged
+
+    @property
+    def _addresses(self) -> tuple[Tensor, Tensor]:
+        """``block_table`` by slot and ``num_entries`` by state row of all requests, without the dummy row where that is the
+        last."""
+        return self._table[:-1], self.state["num_entries"][: self.step.num_shown(self.state), 0]
+
+    @property
+    def _table(self) -> Tensor:
+        assert self.block_table is not None
+        return self.block_table
+
+    def _block_rows(self, slots: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
+        per_block = self._paged.parts("entries")[0].shape[1]
+        return self._table[slots, windows // per_block].long(), windows % per_block
+
+    def _read_blocks(self, pool: Pool, name: str, windows: Tensor) -> Tensor:
+        rows = pool.read(name, self._block_rows(self.step.slots[:, None], windows.clamp(min=0)))
+        return rows.masked_fill((windows < 0)[..., None], 0)
+
+    def _ring(self, name: str) -> int:
+        return self.state.parts(name)[0].shape[1]
+
+    def _write_ring(self, name: str, values: Tensor) -> None:
+        ring = self._ring(name)
+        self.state.write(name, (self.step.last_writers(ring), self.step.positions.long() % ring), values)
+
+    def _gather(self, name: str, rows: Tensor, wanted: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Rows at positions ``wanted`` ``[m, j]`` of the requests of ``tokens``: from this step's ``rows`` where it
+        computes them, else from the ring."""
+        step = self.step
+        if tokens is None:
+            tokens = torch.arange(len(rows), device=rows.device)
+        kept = self.state.read(name, (step.rows[tokens][:, None], wanted % self._ring(name)))
+        back = step.positions.long()[tokens][:, None] - wanted
+        fresh = rows[(tokens[:, None] - back).clamp(min=0)]
+        in_step = wanted >= step.starts[tokens][:, None]
+        return torch.where(in_step.view(*in_step.shape, *(1,) * (fresh.ndim - 2)), fresh, kept)
+
+
+def _check_rows(what: str, rows: Tensor, count: int, dim: int) -> None:
+    if tuple(rows.shape) != (count, dim):
+        raise BadInput(f"{what} must be [{count}, {dim}], got {list(rows.shape)}")
+
+
+def dequantize_swa(view: SWAView) -> Tensor:
+    """The plain torch reader: ``[requests, ring, head_dim]`` in the rows' dtype; zero where nothing was written. Which rows
+    a token reads, ``swa_pos`` says: see ``SWAView``."""
+    return decode(view.encoding, view.parts, view.dtype).masked_fill((view.swa_pos < 0)[..., None], 0)
+
+
+def dequantize_entries(view: ClassicalView, block_ids: Tensor | None = None) -> Tensor:
+    """The plain torch reader: entries of blocks ``block_ids`` (default all), ``[blocks, entries_per_block, head_dim]``."""
+    parts = view.parts if block_ids is None else [part[block_ids.long()] for part in view.parts]
+    return decode(view.encoding, parts, view.dtype)

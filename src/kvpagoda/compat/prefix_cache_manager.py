@@ -1,0 +1,160 @@
+"""The slot face of the prefix tree: which texts lie in which slots of an engine that keeps one slot a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpagoda.blocks.ids import Ids, whole_number
+from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.prefix.numbers import Numbers, grown
+from kvpagoda.prefix.results import Lease, Match
+from kvpagoda.prefix.tree import PrefixTree
+
+Text = Sequence[int] | npt.NDArray[Any]
+
+
+class PrefixCacheManager:
+    """Remembers, for each token of each text, the slot and slot version that last held the text up to there.
+
+    ``max_capacity``: cached tokens. What nobody references is evicted down to it, least recently used first, from the
+    ends of texts, so that nothing is ever orphaned. Referenced tokens are never evicted: they count, and may together be
+    more than ``max_capacity`` until they are released; nothing waits and ``insert`` never fails for want of room.
+
+    A *reference* belongs to the exact ``token_ids`` with which ``insert`` or ``pin`` took it; ``release`` drops one of
+    those and no other. Texts are sequences of whole numbers, 0 to 2^31 - 1, or integer arrays. Calls are O(length).
+    """
+
+    def __init__(self, max_capacity: int = 1000) -> None:
+        self.max_capacity = whole_number(max_capacity, "the capacity in tokens")
+        self._tree = PrefixTree(block_size=1)
+        self._entries = Numbers(first=1)  # one for each cached token: the tree's block ids
+        self._slots, self._versions = np.zeros(0, np.int64), np.zeros(0, np.int64)  # by entry
+        self._leases: dict[bytes, list[Lease]] = {}
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens that are cached. O(1)."""
+        return self._tree.num_cached
+
+    @property
+    def num_pinned(self) -> int:
+        """Cached tokens that some reference covers. O(1)."""
+        return self._tree.num_pinned
+
+    @property
+    def num_evictable(self) -> int:
+        """Cached tokens that no reference covers. O(1)."""
+        return self._tree.num_evictable
+
+    def insert(self, token_ids: Text, slot: int, slot_ver: int) -> None:
+        """Slot ``slot``, of version ``slot_ver``, holds the rows of all ``token_ids``. Takes one reference.
+
+        The slot replaces older ones along the whole path. Then evicts down to the capacity. Raises BadInput.
+        """
+        tokens = _tokens(token_ids)
+        slot, version = whole_number(slot, "a slot"), whole_number(slot_ver, "a slot version")
+        match = self._tree.match(tokens)
+        entries = self._entries.take(len(tokens) - match.num_tokens)[None]
+        lease = self._tree.insert(match, tokens[match.num_tokens :], entries, pin=True).lease
+        assert lease is not None
+        self._tree.touch(match)
+        path = np.concatenate((match.ids[0], entries[0]))
+        self._slots = grown(self._slots, int(path.max(initial=0)) + 1)
+        self._versions = grown(self._versions, len(self._slots))
+        self._slots[path], self._versions[path] = slot, version
+        self._leases.setdefault(tokens.tobytes(), []).append(lease)
+        self._shrink()
+
+    def find(self, token_ids: Text) -> tuple[int, int, int]:
+        """(prefix_len, slot, slot_ver) of the longest cached prefix of ``token_ids``, at any token; a use of it.
+
+        The slot held all ``prefix_len`` tokens when it had version ``slot_ver``: compare before reading it. (0, -1, 0)
+        when nothing is cached. Raises BadInput.
+        """
+        match = self._tree.match(_tokens(token_ids))
+        self._tree.touch(match)
+        if not match.num_tokens:
+            return 0, -1, 0
+        return match.num_tokens, *self._place(match)
+
+    def pin(self, token_ids: Text) -> None:
+        """Take one more reference on ``token_ids``. Raises NotOwned unless all of them are cached."""
+        match = self._cached(token_ids)
+        self._tree.touch(match)
+        self._leases.setdefault(match.tokens.tobytes(), []).append(self._tree.pin(match))
+
+    def release(self, token_ids: Text) -> None:
+        """Drop one reference on exactly ``token_ids``; then evicts down to the capacity.
+
+        Raises NotOwned, changing nothing, if there is none.
+        """
+        key = _tokens(token_ids).tobytes()
+        leases = self._leases.get(key)
+        if not leases:
+            raise NotOwned(f"no reference on this text of {len(key) // 4} tokens: released twice, or never pinned")
+        self._tree.unpin(leases.pop())
+        if not leases:
+            del self._leases[key]
+        self._shrink()
+
+    def copy_kv(self, token_ids: Text, target_slot: int, kv_cache: tuple[Any, Any], n_layers: int) -> None:
+        """Copy the rows of ``token_ids`` from the slot that has them to ``target_slot``, in both caches.
+
+        ``kv_cache``: K and V, tensors or arrays ``[slot, position, layer, ...]``; the first ``n_layers`` layers are
+        copied. Raises NotOwned unless all of ``token_ids`` are cached, and BadInput for a slot, length or layer that a
+        cache does not have; nothing was copied then. The caller has compared the version that ``find`` gave.
+        """
+        match = self._cached(token_ids)
+        if not match.num_tokens:
+            return
+        slot, target = self._place(match)[0], whole_number(target_slot, "the target slot")
+        wanted = max(slot, target) + 1, match.num_tokens, whole_number(n_layers, "the number of layers")
+        for cache in kv_cache:
+            if len(cache.shape) < 3 or any(have < want for have, want in zip(cache.shape, wanted)):
+                raise BadInput(f"cache of shape {list(cache.shape)} lacks [slot, position, layer] below {list(wanted)}")
+        if slot != target:
+            for cache in kv_cache:
+                cache[target, : wanted[1], : wanted[2]] = cache[slot, : wanted[1], : wanted[2]]
+
+    def evict(self, num_tokens: int) -> int:
+        """Evict ``num_tokens`` cached tokens, the least recently used first; returns how many could go."""
+        evicted = self._tree.evict(num_tokens).ids[0]
+        self._entries.give(evicted)
+        return len(evicted)
+
+    def check(self) -> None:
+        """Prove the tree, and that every reference is a lease of it. Raises CheckFailed. O(cached tokens)."""
+        self._tree.check()
+        assert sum(map(len, self._leases.values())) == self._tree.num_leases, "references and leases differ"
+
+    def _shrink(self) -> None:
+        surplus = self._tree.num_cached - self.max_capacity
+        if surplus > 0:
+            self.evict(surplus)
+
+    def _cached(self, token_ids: Text) -> Match:
+        tokens = _tokens(token_ids)
+        match = self._tree.match(tokens)
+        if match.num_tokens < len(tokens):
+            raise NotOwned(f"only {match.num_tokens} of these {len(tokens)} tokens are cached; find says how many are")
+        return match
+
+    def _place(self, match: Match) -> tuple[int, int]:
+        entry = match.ids[0, -1]
+        return int(self._slots[entry]), int(self._versions[entry])
+
+
+def _tokens(token_ids: Text) -> Ids:
+    try:
+        array = np.asarray(token_ids)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"token ids are a vector of integers on the host: {error}") from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise BadInput(f"token ids are a vector of integers, got {array.dtype} of shape {list(array.shape)}")
+    if array.size and (array.min() < 0 or array.max() >= 2**31):
+        raise BadInput(f"token ids are 0..2^31 - 1, got {array.min()}..{array.max()}")
+    return array.astype(np.int32)

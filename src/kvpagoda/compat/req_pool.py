@@ -1,0 +1,91 @@
+"""The table from (request slot, position) to a KV index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpagoda.blocks.free_list import FreeList
+from kvpagoda.blocks.ids import whole_number
+from kvpagoda.errors import BadInput, NotOwned, OutOfBlocks
+from kvpagoda.memory.arena import Device, Tensor, default_device
+from kvpagoda.memory.id_tensors import ids_from
+
+Values = Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
+
+
+class ReqToTokenPool:
+    """``req_to_token``: int32 ``[max_reqs + 1, max_context_len]`` KV indices on ``device``, one row a request slot.
+
+    Slots ``1 .. max_reqs`` are handed out; slot 0 is padding, as in ``GDNPool``. The table does not know how long a
+    request is: cells that were not written since the slot was taken hold what they held before. ``device`` None: CUDA
+    when a GPU is there, else the CPU.
+    """
+
+    def __init__(self, max_reqs: int, max_context_len: int, device: Device = None) -> None:
+        self.max_context_len = whole_number(max_context_len, "max_context_len")
+        self.device = default_device(device)
+        self._slots = FreeList(max_reqs, first=1, what="request slots")
+        self.size = self._slots.num_ids
+        shape = (self.size + 1, self.max_context_len)
+        self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def available_size(self) -> int:
+        """Slots that are free."""
+        return self._slots.num_free
+
+    def alloc(self, n: int = 1) -> list[int] | None:
+        """``n`` free slots, or None (taking nothing) when there are not so many. Raises BadInput. O(n)."""
+        try:
+            slots: list[int] = self._slots.acquire(n).tolist()
+        except OutOfBlocks:
+            return None
+        return slots
+
+    def free(self, slot: int | Sequence[int]) -> None:
+        """Give back a slot, or several. Raises NotOwned for one not held, out of range or named twice: nothing changes."""
+        if isinstance(slot, Sequence):
+            self._slots.release(ids_from(slot))
+        else:
+            self._slots.release_id(slot)
+
+    def write(self, index: tuple[int, slice], values: Values) -> None:
+        """Write the KV indices ``values`` (integers ``[n]``) of the ``n`` positions of ``index``: (slot, slice).
+
+        Raises NotOwned for a slot that is not held, and BadInput for a slice that leaves the row, has a step, or is not
+        as long as ``values``, before anything is written. Nothing is clamped.
+        """
+        slot, positions = index
+        if not self._slots.is_held(slot):
+            raise NotOwned(f"request slot {slot} is not held; alloc it first")
+        start, stop = self._span(positions)
+        row = torch.as_tensor(values)
+        if row.numel() and (row.dtype == torch.bool or row.is_floating_point() or row.is_complex()):
+            raise BadInput(f"KV indices must be whole numbers, got {row.dtype}")
+        if tuple(row.shape) != (stop - start,):
+            raise BadInput(f"positions {start}..{stop - 1} take {stop - start} KV indices, got shape {list(row.shape)}")
+        if row.device.type == "cpu" and row.numel() and not 0 <= int(row.min()) <= int(row.max()) < 2**31:
+            raise BadInput(f"KV indices {int(row.min())}..{int(row.max())} do not fit 0..2^31 - 1")
+        self.req_to_token[slot, start:stop] = row.to(self.device, torch.int32)
+
+    def clear(self) -> None:
+        """Make every slot free and every cell 0. O(cells)."""
+        self._slots.clear()
+        self.req_to_token.zero_()
+
+    def check(self) -> None:
+        """Prove that every slot is free or held, once. Raises CheckFailed. O(max_reqs)."""
+        self._slots.check()
+
+    def _span(self, positions: slice) -> tuple[int, int]:
+        if not isinstance(positions, slice) or positions.step not in (None, 1):
+            raise BadInput(f"write takes (slot, slice) with a slice of step 1, got {positions!r}")
+        start = whole_number(0 if positions.start is None else positions.start, "the first position")
+        stop = whole_number(self.max_context_len if positions.stop is None else positions.stop, "the end position")
+        if not start <= stop <= self.max_context_len:
+            raise BadInput(f"positions {start}..{stop - 1} are not all in 0..{self.max_context_len - 1}")
+        return start, stop

@@ -1,0 +1,22 @@
+"""Rows of bytes as rows of the widest integers: moving int64 words is up to eight times faster than moving bytes."""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def as_ints(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views of ``tensors``, whose last axes are contiguous and equally long in bytes, in the widest integer dtype that
+    fits the length, strides and start of all of them. Same memory, same bits; the last axis gets shorter."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if all(_fits(tensor, dtype.itemsize) for tensor in tensors):
+            return tuple(tensor.view(dtype) for tensor in tensors)
+    return tuple(tensor.view(torch.uint8) for tensor in tensors)
+
+
+def _fits(tensor: Tensor, width: int) -> bool:
+    size = tensor.element_size()
+    steps = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
+    return width >= size and all(step * size % width == 0 for step in steps)

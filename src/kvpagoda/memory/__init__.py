@@ -1,0 +1,1 @@
+"""WHERE rows live: the arena, pools over it, copies to the host and back. Some files need torch, so import them one by one."""

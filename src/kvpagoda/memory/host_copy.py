@@ -1,0 +1,72 @@
+"""Rows of an arena out to a table of host memory and back, whatever the widths of the two.
+
+    row of the arena wider than a row of the table      | piece 0 | piece 1 | rest      |      so many table rows for each
+    narrower                                            | row 0 | row 1 | row 2 | unused |      so many of them in each
+
+The bytes of a row are its record, block-major, whatever the order of the arena is. Bit for bit; one copy where the arena is
+block-major, else a gather on its device and a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpagoda.kernels.copy_rows import copy_rows
+from kvpagoda.memory.arena import Arena, Tensor
+from kvpagoda.units import table_rows
+
+Ids = npt.NDArray[np.integer[Any]]
+
+
+def copy_to_host(arena: Arena, ids: Ids, table: Tensor, rows: Sequence[int]) -> None:
+    """Copy rows ``ids`` of ``arena`` to the rows ``rows`` of ``table``, uint8 ``[M, width]`` on the host, in that order.
+
+    ``rows``: as many as ``table_rows`` says. Waits until the bytes are there. The ids are the caller's to have proven.
+    """
+    _copy(arena, ids, table, rows, is_out=True)
+
+
+def copy_from_host(arena: Arena, ids: Ids, table: Tensor, rows: Sequence[int]) -> None:
+    """Copy back what ``copy_to_host`` copied: from ``rows`` of ``table`` to the rows ``ids`` of ``arena``."""
+    _copy(arena, ids, table, rows, is_out=False)
+
+
+def _copy(arena: Arena, ids: Ids, table: Tensor, rows: Sequence[int], *, is_out: bool) -> None:
+    n, width = len(ids), arena.layout.nbytes
+    assert len(rows) == table_rows(n, width, table.shape[1]), "rows of the table"
+    if not n or not width:
+        return
+    index, there = np.asarray(ids, np.int64), np.asarray(rows, np.int64)
+    if arena.order == "block":
+        records = arena.records
+    elif is_out:
+        records, index = arena.pack(torch.from_numpy(index)), np.arange(n)
+    else:
+        records, index = torch.empty((n, width), dtype=torch.uint8, device=arena.device), np.arange(n)
+    for inside, outside, some, targets in _pieces(width, table.shape[1], index, there):
+        ours, theirs = records[:, inside], table[:, outside]
+        pairs = torch.from_numpy(np.stack((some, targets) if is_out else (targets, some), axis=1))
+        copy_rows(*((ours, theirs) if is_out else (theirs, ours)), pairs)
+    if arena.order != "block" and not is_out:
+        arena.unpack(torch.as_tensor(np.asarray(ids, np.int64)), records)
+    if arena.device.type == "cuda":
+        torch.cuda.current_stream(arena.device).synchronize()
+
+
+def _pieces(width: int, table_width: int, index: Ids, rows: Ids) -> Iterator[tuple[slice, slice, Ids, Ids]]:
+    """(bytes of a record, bytes of a table row, records, table rows) of everything that moves, a few strided copies."""
+    if width > table_width:
+        each = -(-width // table_width)
+        for piece in range(each):
+            begin, end = piece * table_width, min((piece + 1) * table_width, width)
+            yield slice(begin, end), slice(0, end - begin), index, rows[piece::each]
+    else:
+        each = table_width // width
+        for place in range(min(each, len(index))):
+            some = index[place::each]
+            yield slice(0, width), slice(place * width, (place + 1) * width), some, rows[: len(some)]

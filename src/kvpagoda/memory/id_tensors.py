@@ -1,0 +1,50 @@
+"""Ids at the border between tensors and the free list: numpy inside, tensors on the caller's device outside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpagoda.blocks.ids import AnyIds
+from kvpagoda.errors import BadInput
+
+IdsLike = torch.Tensor | npt.NDArray[Any] | Sequence[int]
+Device = torch.device | str | None
+
+
+def default_device(device: Device = None) -> torch.device:
+    """``device``, or CUDA when a GPU is there and the CPU otherwise."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def ids_from(ids: IdsLike) -> AnyIds:
+    """A tensor (any device), array or sequence of whole numbers, of any shape, as a vector of integers on the host.
+
+    Raises BadInput for floats, bools and anything else. A tensor on a GPU is waited for.
+    """
+    if isinstance(ids, torch.Tensor):
+        if ids.dtype == torch.bool or ids.dtype.is_floating_point or ids.dtype.is_complex:
+            raise BadInput(f"ids must be whole numbers, got a tensor of {ids.dtype}")
+        array: npt.NDArray[Any] = ids.detach().cpu().numpy()
+    else:
+        try:
+            array = np.asarray(ids)
+        except ValueError:
+            raise BadInput(f"ids must be one tensor, array or flat sequence of whole numbers, got {ids!r}") from None
+        if array.size == 0 and not isinstance(ids, np.ndarray):
+            array = array.astype(np.int32)
+    if array.dtype.kind not in "iu":
+        raise BadInput(f"ids must be whole numbers, got {array.dtype}")
+    return array.reshape(-1)
+
+
+def ids_to(ids: AnyIds, device: torch.device) -> torch.Tensor:
+    """``ids`` as a tensor of the same dtype on ``device``; on the CPU it takes over the array's memory."""
+    tensor = torch.from_numpy(ids)
+    return tensor if device.type == "cpu" else tensor.to(device)

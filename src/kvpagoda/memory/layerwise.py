@@ -1,0 +1,72 @@
+"""Blocks that come back from host memory layer after layer, so that a forward pass begins before all layers are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kvpagoda.kernels.copy_rows import copy_rows
+from kvpagoda.memory.arena import Arena, Tensor
+from kvpagoda.memory.host_copy import Ids
+
+Part = tuple[Ids, Tensor, Sequence[int]]
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for copies beside the current one; None on the CPU."""
+    stream: type[torch.cuda.Stream] = torch.cuda.Stream
+    return stream(device) if device.type == "cuda" else None
+
+
+class LayerwiseCopy:
+    """Rows of ``arena`` that are being filled from ``parts``: (rows of the arena, table uint8 ``[M, layout.nbytes]`` of host
+    memory, its rows).
+
+    On the CPU a layer is copied when ``wait`` asks for it; on CUDA all layers are copied on ``stream``, in their order, and
+    ``wait`` makes the current stream wait for one. ``done`` is called once, when the tables are not needed any more.
+    """
+
+    def __init__(
+        self, arena: Arena, parts: Sequence[Part], done: Callable[[], None], stream: torch.cuda.Stream | None = None
+    ) -> None:
+        self.arena, self._parts, self._done, self._stream = arena, parts, done, stream
+        self._waiting = list(dict.fromkeys(place.layer for place in arena.layout.places))  # layers that are not in yet
+        self._events: dict[int, torch.cuda.Event] = {}
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(arena.device))
+            with torch.cuda.stream(stream):
+                for layer in self._waiting:
+                    self._copy(layer)
+                    self._events[layer] = stream.record_event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every layer is in, or waited for."""
+        return not self._waiting
+
+    def wait(self, layer: int) -> None:
+        """Whoever reads ``layer`` from now on, on this thread and stream, finds it filled. Does no harm twice."""
+        if layer not in self._waiting:
+            return
+        self._waiting.remove(layer)
+        if self._stream is None:
+            self._copy(layer)
+        else:
+            torch.cuda.current_stream(self.arena.device).wait_event(self._events[layer])
+        if not self._waiting:
+            if self._stream is not None:
+                self._stream.synchronize()  # the host memory goes to others
+            self._done()
+
+    def finish(self) -> None:
+        """Wait for all layers."""
+        for layer in [*self._waiting]:
+            self.wait(layer)
+
+    def _copy(self, layer: int) -> None:
+        for ids, table, rows in self._parts:
+            pairs = torch.from_numpy(np.stack((np.asarray(rows, np.int64), np.asarray(ids, np.int64)), axis=1))
+            for inside, target in self.arena.layer_bytes(layer):
+                copy_rows(table[:, inside], target, pairs)

@@ -1,0 +1,180 @@
+"""Arena: both orders hold the same records; pack and unpack are bit-exact; ids out of range raise."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.memory.arena import Arena
+from kvpagoda.schema import Field, RowLayout
+
+DTYPES = ["float32", "bfloat16", "float16", "uint8", "int32", "float8_e4m3fn", "bool"]
+FIELDS = st.lists(
+    st.tuples(
+        st.integers(0, 3), st.integers(1, 4), st.lists(st.integers(1, 5), max_size=3), st.sampled_from(DTYPES[:-1])
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def layout_of(specs):
+    return RowLayout.build(
+        (layer, Field(f"f{i}", count, tuple(shape), dtype)) for i, (layer, count, shape, dtype) in enumerate(specs)
+    )
+
+
+def arena(layout, rows, order, **kwargs):
+    return Arena(layout, rows, device="cpu", order=order, **kwargs)
+
+
+def fill_with_noise(memory, seed):
+    """Random bytes in every field, padding untouched."""
+    rng = torch.Generator().manual_seed(seed)
+    for place in memory.layout.places:
+        view = memory.layer(place.layer)[place.field.name]
+        noise = torch.randint(0, 256, (view.numel() * view.element_size(),), dtype=torch.uint8, generator=rng)
+        view.copy_(noise.view(view.dtype).view(view.shape))
+
+
+def codes(view):
+    return view.contiguous().view(-1).view(torch.uint8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(FIELDS, st.integers(1, 6), st.sampled_from([16, 64, 256]), st.randoms(use_true_random=False))
+def test_pack_and_unpack_are_bit_exact_between_the_orders(specs, rows, align, random):
+    layout = layout_of(specs)
+    block, layer = arena(layout, rows, "block"), arena(layout, rows, "layer", field_align=align)
+    fill_with_noise(block, random.randint(0, 1000))
+    ids = torch.tensor(random.sample(range(rows), random.randint(0, rows)), dtype=torch.int32)
+    targets = torch.tensor(random.sample(range(rows), len(ids)), dtype=torch.int64)
+    records = block.pack(ids)
+    assert records.shape == (len(ids), layout.nbytes) and records.dtype == torch.uint8
+    untouched = [i for i in range(rows) if i not in targets.tolist()]
+    fill_with_noise(layer, 1)
+    before = layer.pack(torch.tensor(untouched, dtype=torch.int64))
+    layer.unpack(targets, records)
+    assert torch.equal(layer.pack(targets), records)
+    assert torch.equal(layer.pack(torch.tensor(untouched, dtype=torch.int64)), before)
+    out = torch.full_like(records, 7)
+    assert layer.pack(targets, out=out) is out and torch.equal(out, records)
+    assert torch.equal(block.pack(ids, out=torch.full_like(records, 7)), records)
+    for place in layout.places:
+        here, there = (memory.layer(place.layer)[place.field.name] for memory in (block, layer))
+        assert here.shape == there.shape == (rows, place.field.count, *place.field.shape)
+        assert torch.equal(codes(here[ids.long()]), codes(there[targets]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(FIELDS, st.integers(1, 5), st.sampled_from(["block", "layer"]))
+def test_fields_are_aligned_and_never_overlap(specs, rows, order):
+    memory = arena(layout_of(specs), rows, order)
+    owner = np.zeros(memory.nbytes, np.int32)
+    base = memory.buffer.data_ptr()
+    for place in memory.layout.places:
+        view = memory.layer(place.layer)[place.field.name]
+        assert (view.data_ptr() - base) % 16 == 0
+        assert view[0].is_contiguous() and (order == "block" or view.is_contiguous())
+        for row in view:
+            start = row.data_ptr() - base
+            owner[start : start + place.nbytes] += 1
+    assert owner.max() <= 1 and owner.sum() == rows * memory.layout.payload_nbytes
+    assert memory.nbytes == rows * memory.layout.nbytes
+
+
+def test_new_memory_is_zero_and_reset_fills():
+    layout = RowLayout.build([(0, Field("k", 2, (3,), "float16")), (1, Field("pos", 4, (), "int32", fill=-1))])
+    for order in ("block", "layer"):
+        memory = arena(layout, 5, order)
+        assert not memory.buffer.any()
+        memory.layer(0)["k"].fill_(7)
+        memory.reset(2)
+        memory.reset(torch.tensor([0, 4], dtype=torch.int32))
+        memory.reset(np.array([4]))
+        memory.reset([])
+        assert memory.layer(1)["pos"][:, 0].tolist() == [-1, 0, -1, 0, -1]
+        assert memory.layer(0)["k"][:, 1, 2].tolist() == [0, 7, 0, 7, 0]
+
+
+def test_padding_stays_zero_in_records():
+    layout = RowLayout.build([(0, Field("a", 1, (3,), "uint8")), (0, Field("b", 1, (5,), "uint8"))])
+    for order in ("block", "layer"):
+        memory = arena(layout, 2, order)
+        fill_with_noise(memory, 0)
+        records = memory.pack(torch.tensor([0, 1]), out=torch.full((2, layout.nbytes), 255, dtype=torch.uint8))
+        assert not records[:, 3:16].any() and not records[:, 21:].any()
+
+
+@pytest.mark.parametrize("order", ["block", "layer"])
+@pytest.mark.parametrize(
+    ("ids", "error"),
+    [
+        ([3], NotOwned),
+        ([-1], NotOwned),
+        ([0, 2**40], NotOwned),
+        ([0.5], BadInput),
+        ([True], BadInput),
+        ([[0]], BadInput),
+    ],
+)
+def test_bad_row_ids_raise_before_anything_is_read_or_written(order, ids, error):
+    memory = arena(RowLayout.build([(0, Field("a", 1, (4,), "int32"))]), 3, order)
+    memory.buffer.fill_(5)
+    records = torch.zeros(1 if len(ids) == 1 else 2, 16, dtype=torch.uint8)
+    for call in (memory.pack, memory.reset, lambda bad: memory.unpack(bad, records)):
+        with pytest.raises(error):
+            call(torch.tensor(ids))
+    assert bool((memory.buffer == 5).all())
+
+
+def test_other_bad_input_raises():
+    layout = RowLayout.build([(0, Field("a", 1, (4,), "int32"))])
+    memory = arena(layout, 3, "layer")
+    row = torch.zeros(2, 16, dtype=torch.uint8)
+    with pytest.raises(NotOwned, match="twice"):
+        memory.unpack(torch.tensor([1, 1]), row)
+    for bad in (row[:1], row[:, :8], row.float()):
+        with pytest.raises(BadInput, match="records must be"):
+            memory.unpack(torch.tensor([0, 1]), bad)
+        with pytest.raises(BadInput, match="records must be"):
+            memory.pack(torch.tensor([0, 1]), out=bad)
+    for bad_id in (3, -1, True):
+        with pytest.raises(BadInput):
+            memory.reset(bad_id)
+    with pytest.raises(BadInput):
+        arena(layout, 3, "diagonal")
+    with pytest.raises(BadInput):
+        arena(layout, -1, "layer")
+    mixed = RowLayout.build([(0, Field("a", 1, (3,), "uint8")), (0, Field("b", 1, (4,), "int32"))])
+    with pytest.raises(BadInput, match="field_align"):
+        arena(mixed, 1, "layer", field_align=1)
+    assert not memory.buffer.any()
+
+
+@pytest.mark.parametrize("order", ["block", "layer"])
+def test_no_rows_and_no_fields(order):
+    layout = RowLayout.build([(0, Field("a", 1, (4,), "int32"))])
+    empty = arena(layout, 0, order)
+    assert empty.nbytes == 0 and empty.layer(0)["a"].shape == (0, 1, 4) and empty.layer(9) == {}
+    assert empty.pack(torch.tensor([], dtype=torch.int64)).shape == (0, 16)
+    assert arena(RowLayout.build([]), 4, order).nbytes == 0
+
+
+def test_proven_ids_are_not_looked_at():
+    memory = arena(RowLayout.build([(0, Field("a", 1, (4,), "int32"))]), 3, "layer")
+    assert memory.row_index(torch.tensor([7], dtype=torch.int32), is_proven=True).dtype == torch.int64
+
+
+@pytest.mark.gpu
+def test_records_are_the_same_bytes_on_the_gpu():
+    layout = layout_of([(0, 2, (3,), "bfloat16"), (1, 1, (7,), "uint8"), (1, 1, (), "float32")])
+    host, device = arena(layout, 6, None), Arena(layout, 6)
+    assert (host.order, device.order, device.buffer.is_cuda) == ("block", "layer", True)
+    fill_with_noise(host, 3)
+    device.unpack(torch.tensor([5, 1]), host.pack(torch.tensor([0, 2])))
+    assert torch.equal(device.pack(torch.tensor([5, 1], device="cuda")).cpu(), host.pack(torch.tensor([0, 2])))
+    with pytest.raises(NotOwned):
+        device.pack(torch.tensor([6], device="cuda"))
