@@ -13,7 +13,7 @@ from benchmarks.timing import Options, Row, tell
 from benchmarks.workload import GENERATED, Tokens, Workload, workload
 from kvpagoda.books import Books
 from kvpagoda.schema import Schema
-from kvpagoda.sequence import Sequence
+from kvpagoda.cache.sequence import Sequence
 
 QUESTION = "What do windows, states and compressed layers cost the host, beside full attention?"
 CAPACITY, STEP_TOKENS = 3_000_000, 8192

@@ -21,11 +21,11 @@ import torch
 
 from benchmarks.timing import Options, Row, medians, seconds, tell
 from kvpagoda.compat.cache_engine import CacheEngine
-from kvpagoda.manager import KVCache
+from kvpagoda.kv_cache import KVCache
 from kvpagoda.memory.arena import Arena
 from kvpagoda.memory.host_copy import copy_from_host, copy_to_host
 from kvpagoda.schema import Field, RowLayout, Schema
-from kvpagoda.sequence import Sequence
+from kvpagoda.cache.sequence import Sequence
 from kvpagoda.units import format_bytes
 
 QUESTION = "How much of the speed of memory does swapping leave, and what does it save?"

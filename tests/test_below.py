@@ -18,7 +18,7 @@ from tests.test_swap import computed, fill_random, overwrite
 
 from kvpagoda.books import Books
 from kvpagoda.errors import BadInput, CheckFailed
-from kvpagoda.manager import KVCache
+from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Compressed, Growth, Latent, Schema
 from kvpagoda.schema.fields import Encoding
 from kvpagoda.tiers import Driver, DriverStats, Lease, RecordBuffer, Status, TierSpec, disk_tier, host_driver, host_tier

@@ -18,7 +18,7 @@ from kvpagoda import doctor
 from kvpagoda.cli import app
 from kvpagoda.doctor import EXTRAS, Finding, examine
 from kvpagoda.errors import BadInput
-from kvpagoda.manager import KVCache
+from kvpagoda.kv_cache import KVCache
 from kvpagoda.tiers import tier_from_text
 
 

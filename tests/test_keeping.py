@@ -9,8 +9,8 @@ import torch
 
 from kvpagoda.books import Books
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater, StaleHandle
-from kvpagoda.manager import KVCache
-from kvpagoda.namespace import Namespace, namespace_key
+from kvpagoda.kv_cache import KVCache
+from kvpagoda.cache.namespace import Namespace, namespace_key
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 
 FULL = Attention(2, 4, 4, "float32")

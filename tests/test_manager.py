@@ -13,9 +13,9 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.books import Books
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
-from kvpagoda.manager import KVCache
+from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Compressed, Growth, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared
-from kvpagoda.sequence import Sequence
+from kvpagoda.cache.sequence import Sequence
 
 
 def schema_of(*kinds: LayerKind | tuple[LayerKind, ...], **limits: int) -> Schema:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpagoda.batch import Batch
+from kvpagoda.batch.batch import Batch
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater, StaleHandle
-from kvpagoda.manager import KVCache
+from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Compressed, Growth, Layer, LayerKind, Recurrent, Rows, Schema
-from kvpagoda.sequence import Sequence
+from kvpagoda.cache.sequence import Sequence
 
 FULL = Attention(1, 2, 2, "float32")
 WINDOW = Attention(1, 2, 2, "float32", Growth(window=10))

@@ -11,9 +11,9 @@ import pytest
 
 from kvpagoda.books import Books
 from kvpagoda.errors import OutOfBlocks, RetryLater
-from kvpagoda.preemption import Costs, Job, LeastComputed, PreemptionPolicy, RunQueue, Way, Youngest, cheapest
+from kvpagoda.scheduling import Costs, Job, LeastComputed, PreemptionPolicy, RunQueue, Way, Youngest, cheapest
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
-from kvpagoda.sequence import Sequence
+from kvpagoda.cache.sequence import Sequence
 
 FULL = Attention(1, 4, 4, "float32")
 WINDOW = Attention(1, 4, 4, "float32", Growth(window=5))

@@ -12,9 +12,9 @@ import torch
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
-from kvpagoda.manager import KVCache
+from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Schema
-from kvpagoda.sequence import Sequence
+from kvpagoda.cache.sequence import Sequence
 from test_manager import FULL, SCHEMAS, SHARING, STATE, WINDOW, FakeEngine, schema_of, text
 
 WHOLE = pytest.mark.parametrize("whole", [True, False], ids=["whole", "in part"])

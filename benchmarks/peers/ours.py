@@ -11,9 +11,9 @@ import torch
 from benchmarks.workload import Tokens
 from kvpagoda import KVCache
 from kvpagoda.books import Books
-from kvpagoda.persistent_batch import PersistentBatch
+from kvpagoda.batch.persistent import PersistentBatch
 from kvpagoda.schema import Attention, Layer, Schema
-from kvpagoda.sequence import Sequence
+from kvpagoda.cache.sequence import Sequence
 
 VERSION, LEAST_BLOCK = version("kvpagoda"), 1
 FULL = Schema((Layer(0, "full_attention", (Attention(1, 1, 1, "float16"),)),), "full attention")

@@ -7,8 +7,8 @@ from typing import Any
 
 _PUBLIC = {
     "kvpagoda.errors": (
-        "BadInput", "CheckFailed", "Exhausted", "KVPagodaError", "NeverFits", "NotOwned", "OutOfBlocks", "RetryLater",
-        "SchemaError", "StaleHandle",
+        "BadInput", "CheckFailed", "ConcurrentUse", "Exhausted", "KVPagodaError", "MissingExtra", "NeedsReset", "NeverFits",
+        "NotOwned", "OutOfBlocks", "RetryLater", "SchemaError", "StaleHandle",
     ),
     "kvpagoda.schema": ("Plan", "Schema"),
     "kvpagoda.schema.presets.deepseek_v4": (
@@ -28,14 +28,15 @@ _PUBLIC = {
     ),
     "kvpagoda.compat.kv_pool": ("KVPool",),
     "kvpagoda.compat.req_pool": ("ReqToTokenPool",),
-    "kvpagoda.batch": ("Batch", "LayerView"),
-    "kvpagoda.stats": ("CacheStats",),
-    "kvpagoda.manager": ("KVCache",),
-    "kvpagoda.namespace": ("Namespace",),
-    "kvpagoda.preemption": ("PreemptionPolicy",),
-    "kvpagoda.persistent_batch": ("PersistentBatch",),
+    "kvpagoda.batch.batch": ("Batch", "LayerView"),
+    "kvpagoda.cache.options": ("Identity", "Limits", "Retention"),
+    "kvpagoda.cache.stats": ("CacheStats",),
+    "kvpagoda.kv_cache": ("KVCache",),
+    "kvpagoda.cache.namespace": ("Namespace",),
+    "kvpagoda.scheduling": ("PreemptionPolicy",),
+    "kvpagoda.batch.persistent": ("PersistentBatch",),
     "kvpagoda.compat.prefix_cache_manager": ("PrefixCacheManager",),
-    "kvpagoda.sequence": ("Sequence",),
+    "kvpagoda.cache.sequence": ("Sequence",),
     "kvpagoda.compat.kv_cache_manager": ("KVCacheManager",),
 }  # fmt: skip
 

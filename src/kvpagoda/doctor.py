@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kvpagoda.errors import CheckFailed
-from kvpagoda.manager import KVCache
+from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Schema
 from kvpagoda.tiers import RecordBuffer, Status, Tier, TierSpec, disk_tier, tier_from_text
 from kvpagoda.units import format_bytes

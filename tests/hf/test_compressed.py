@@ -15,9 +15,9 @@ from transformers import DynamicCache  # noqa: E402
 
 from kvpagoda.errors import BadInput  # noqa: E402
 from kvpagoda.hf.compressed import ROPE_KINDS, CompressedRunner, attention  # noqa: E402
-from kvpagoda.manager import KVCache  # noqa: E402
+from kvpagoda.kv_cache import KVCache  # noqa: E402
 from kvpagoda.schema import Schema  # noqa: E402
-from kvpagoda.sequence import Sequence  # noqa: E402
+from kvpagoda.cache.sequence import Sequence  # noqa: E402
 from models import TINY, VOCAB, tiny_model  # noqa: E402
 
 

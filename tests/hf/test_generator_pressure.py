@@ -14,7 +14,7 @@ from test_generator import EXACT, model_of  # noqa: E402
 
 from kvpagoda.errors import KVPagodaError, OutOfBlocks  # noqa: E402
 from kvpagoda.hf import Generator, Request, Sampling  # noqa: E402
-from kvpagoda.preemption import LeastComputed, Way, Youngest  # noqa: E402
+from kvpagoda.scheduling import LeastComputed, Way, Youngest  # noqa: E402
 from models import VOCAB  # noqa: E402
 
 NEW = 20

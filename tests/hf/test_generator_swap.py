@@ -14,7 +14,7 @@ from test_generator import EXACT, model_of  # noqa: E402
 from test_generator_pressure import DRAWN, NEW, assert_empty, assert_greedy, prompts, run, small  # noqa: E402
 
 from kvpagoda.hf import Generator  # noqa: E402
-from kvpagoda.preemption import Costs, LeastComputed, Way, Youngest  # noqa: E402
+from kvpagoda.scheduling import Costs, LeastComputed, Way, Youngest  # noqa: E402
 
 
 @pytest.mark.parametrize("way", [Way.PART, Way.SWAP])

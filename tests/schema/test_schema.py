@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvpagoda.errors import BadInput, NeverFits, SchemaError
-from kvpagoda.manager import KVCache
+from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import (
     MXFP4,
     NVFP4,

@@ -30,13 +30,36 @@ class FreeStack:
 
     def acquire(self, n: int) -> Ids:
         """Take ``n`` distinct ids, the last given back first: int32 ``[n]``. Raises OutOfBlocks (taking nothing). O(n)."""
-        end = self.num_free
-        left = end - n
-        if left < 0:
-            raise OutOfBlocks(f"OOM: need {n} {self.what}, {end} free of {self.num_ids}; release some first")
-        ids: Ids = self._stack[left:end][::-1].copy()
-        self.num_free = left
+        ids = self.require(n)
+        self.num_free -= n
         return ids
+
+    def require(self, n: int) -> Ids:
+        """What ``peek`` says. Raises OutOfBlocks if there are fewer."""
+        if n > self.num_free:
+            raise OutOfBlocks(f"OOM: need {n} {self.what}, {self.num_free} free of {self.num_ids}; release some first")
+        return self.peek(n)
+
+    def peek(self, n: int) -> Ids:
+        """The ids that the next ``take(n)`` hands out: int32 ``[n]``, the caller's copy; they stay free. ``n`` <= ``num_free``."""
+        end = self.num_free
+        ids: Ids = self._stack[end - n : end][::-1].copy()
+        return ids
+
+    def take(self, n: int) -> None:
+        """Hand out what ``peek(n)`` said. Cannot fail. O(1)."""
+        self.num_free -= n
+
+    def keep_only(self, ids: Ids) -> None:
+        """Let ``ids``, int32, be all that is free, the last one on top: for an owner who hands out or takes back the rest
+        together. O(n)."""
+        self._stack[: len(ids)] = ids
+        self.num_free = len(ids)
+
+    def clear(self) -> None:
+        """Make every id free, the lowest on top. O(num_ids)."""
+        self._stack[:] = np.arange(self.first + self.num_ids - 1, self.first - 1, -1, dtype=np.int32)
+        self.num_free = self.num_ids
 
     def give(self, ids: Ids) -> None:
         """Give back ``ids``, int32, which the caller is known to hold and names once: nothing is proven here. O(n)."""

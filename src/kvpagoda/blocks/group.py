@@ -1,12 +1,11 @@
-"""One group's books: which request holds which blocks, and how many more each was promised. No tensors."""
+"""One group's blocks: which request holds which of them, and how many more each may come to hold. No tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import numpy as np
 
-from kvpagoda.blocks import BlockTable, FreeStack
+from kvpagoda.blocks.block_table import BlockTable
+from kvpagoda.blocks.free_list import FreeStack
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import CheckFailed
 from kvpagoda.schema.plan import GroupPlan
@@ -15,20 +14,19 @@ _NONE: Ids = np.empty(0, np.int32)
 
 
 class BlockGroup:
-    """Blocks ``first_id .. first_id + num_blocks - 1`` of one group. The padding block absorbs the writes of padded rows,
-    marks an empty cell, and is never handed out: 0, or -1, the last record, where ids start from 0.
+    """Blocks ``first_id .. first_id + num_blocks - 1`` of the layers that grow together. The padding block takes what padded
+    rows write, marks an empty cell, and is never handed out: 0, or -1, the last record, where ids start from 0.
 
-    A request's table row is
+    A request's row of the table is
 
-        | empty | shared: first .. shared - 1 | private: .. end - 1 | empty |    left of ``first``: slid out of the window
+        | empty | shared: first .. shared - 1 | own: .. end - 1 | empty |      left of ``first``: slid out of the window
 
-    The private blocks are the request's own; the shared ones belong to somebody else (a prefix tree), who keeps them while
-    the request runs. Blocks that others own and would give up are ``spare``; ``reclaim(n)`` makes ``n`` of them free.
-    Where groups share an arena, ``reach`` says how far a surplus of this group goes with what the others have left over,
-    and ``fetch(n)`` sees to it that ``n`` blocks are free. ``prepare(ids)`` is told of blocks that a request is given.
+    Its own blocks are handed out to it alone; shared ones belong to the prefix cache, which keeps them while the request
+    runs. A request *reserves* the most blocks that it may come to hold; what it does not hold yet is *outstanding*, and
+    nobody else is given blocks that are outstanding. So a request that was admitted can always finish.
 
-    A *promise* is the most blocks that a request may come to hold; what it does not hold yet is its *claim*, and nobody
-    else is given blocks that are claimed. So a request that was admitted can always finish.
+    Who calls has made sure that there are enough free blocks; ``peek`` names those that come next, so that they can be
+    filled before anybody holds them. The methods below ``peek`` change something and cannot fail.
     """
 
     def __init__(
@@ -37,10 +35,11 @@ class BlockGroup:
         num_slots: int,
         num_columns: int,
         *,
+        index: int = 0,
         first_id: int | None = None,
         name: str | None = None,
     ) -> None:
-        self.plan, self.growth, self.block_size = plan, plan.demand.growth, plan.block_size
+        self.plan, self.growth, self.block_size, self.index = plan, plan.demand.growth, plan.block_size, index
         self.name = f"group {plan.name!r}" if name is None else name
         first_id = plan.first_id if first_id is None else first_id
         self.free = FreeStack(plan.num_blocks, first=first_id, what=f"blocks of {self.name}")
@@ -48,184 +47,181 @@ class BlockGroup:
         self.first = [0] * num_slots
         self.end = [0] * num_slots
         self.shared = [0] * num_slots
-        self.promised = [0] * num_slots
-        self.claimed = 0
-        self.num_held = self.peak_held = 0
-        self.spare: Callable[[], int] = lambda: 0
-        self.reclaim: Callable[[int], None] = lambda n: None
-        self.reach: Callable[[int], int] | None = None
-        self.fetch: Callable[[int], None] | None = None
-        self.prepare: Callable[[Ids], None] | None = None
+        self.reserved = [0] * num_slots
+        self.outstanding = 0  #: of all requests
+        self.num_held = self.peak_held = 0  #: blocks that requests or the prefix cache hold
 
-    def wanted(self, slot: int, num_tokens: int) -> int:
+    # -- what is, and what would be needed ---------------------------------------------------------------------------
+
+    def lacking(self, slot: int, num_tokens: int) -> int:
         """Blocks that ``slot`` lacks to have room for its first ``num_tokens`` tokens."""
         lacking = -(-num_tokens // self.block_size) - self.end[slot]
         return lacking if lacking > 0 else 0
 
-    def surplus(self) -> int:
-        """Blocks of this group that are free or spare beyond what is claimed; below 0 where others' memory must serve."""
-        return self.free.num_free + self.spare() - self.claimed
+    def outstanding_of(self, slot: int) -> int:
+        """Blocks that ``slot`` reserved and does not hold yet."""
+        outstanding = self.reserved[slot] - self.end[slot] + self.first[slot]
+        return outstanding if outstanding > 0 else 0
 
-    def available(self, slot: int | None = None) -> int:
-        """Blocks that can be had and that no other request has a claim on."""
-        surplus = self.free.num_free + self.spare() - self.claimed
-        if self.reach is not None:
-            surplus = self.reach(surplus)
-        return surplus if slot is None else surplus + self.claim(slot)
-
-    def claim(self, slot: int) -> int:
-        """Blocks that ``slot`` was promised and does not hold yet."""
-        claim = self.promised[slot] - self.end[slot] + self.first[slot]
-        return claim if claim > 0 else 0
+    def available(self) -> int:
+        """Free blocks that no request has reserved."""
+        return self.free.num_free - self.outstanding
 
     def held_ids(self, slot: int) -> Ids:
-        """The ids that ``slot`` holds, shared and private, in the order of the text: int32, the caller's own."""
+        """The ids that ``slot`` holds, shared and own, in the order of the text: int32, the caller's copy."""
         ids: Ids = self.table.cells[slot, self.first[slot] : self.end[slot]].copy()
         return ids
 
-    def promise(self, slot: int, num_blocks: int) -> None:
-        """Set aside blocks for ``slot``; the caller has checked ``available``."""
-        self._hold(slot, self.first[slot], self.end[slot], num_blocks)
-
-    def adopt(self, slot: int, ids: Ids) -> None:
-        """Begin the row of ``slot``, which was promised nothing yet, with blocks that somebody else owns and keeps for it."""
-        if len(ids):
-            self.table.put(slot, 0, ids)
-            self.shared[slot] = self.end[slot] = len(ids)
-
-    def begin_at(self, slot: int, column: int) -> None:
-        """Begin the row of ``slot``, which holds nothing, at ``column``: what is left of it will not be read."""
-        self.shared[slot] = self.first[slot] = self.end[slot] = column
-
-    def share(self, slot: int, columns: int, ids: Ids) -> None:
-        """The first ``columns`` blocks of ``slot`` now belong to somebody else, who says which blocks ``ids`` they are."""
-        if self.table.cells[slot, columns - len(ids) : columns].tobytes() != ids.tobytes():
-            self.table.put(slot, columns - len(ids), ids)
-        self.shared[slot] = columns
-
-    def take_free(self, n: int) -> Ids:
-        """``n`` free blocks, after fetching more if need be; they are the caller's. Raises OutOfBlocks.
-
-        Fetching may move blocks: ids that were read before, and are in no table, may have changed their meaning.
-        """
-        free = self.free
-        if n > free.num_free:
-            if self.fetch is None:
-                self.reclaim(n - free.num_free)
-            else:
-                self.fetch(n)
-        ids = free.acquire(n)
-        self.num_held += n
-        if self.num_held > self.peak_held:
-            self.peak_held = self.num_held
+    def own_ids(self, slot: int) -> Ids:
+        """The ids that ``slot`` alone holds, in the order of the text: int32, the caller's copy."""
+        first, shared = self.first[slot], self.shared[slot]
+        ids: Ids = self.table.cells[slot, shared if shared > first else first : self.end[slot]].copy()
         return ids
 
-    def release(self, ids: Ids) -> Ids:
-        """Give back blocks from ``take_free``, or that a request's row no longer names; returns them."""
-        self.free.give(ids)
-        self.num_held -= len(ids)
-        return ids
-
-    def grow(self, slot: int, num_blocks: int) -> None:
-        """Hand ``num_blocks`` more blocks to ``slot``. Raises OutOfBlocks, changing nothing. O(num_blocks)."""
-        if num_blocks:
-            self._append(slot, self.take_free(num_blocks))
-
-    def lacking(self, ends: Mapping[int, int]) -> dict[int, int]:
-        """What ``wanted`` says of every slot in ``ends``, slot -> tokens, but 0."""
-        lacking = {}
-        for slot, end in ends.items():
-            need = -(-end // self.block_size) - self.end[slot]
-            if need > 0:
-                lacking[slot] = need
-        return lacking
-
-    def grow_each(self, num_blocks: Mapping[int, int]) -> None:
-        """Hand every slot so many more blocks, all or none. Raises OutOfBlocks, changing nothing. O(blocks)."""
-        ids, begin = self.take_free(sum(num_blocks.values())), 0
-        for slot, count in num_blocks.items():
-            self._append(slot, ids[begin : begin + count])
-            begin += count
-
-    def _append(self, slot: int, ids: Ids) -> None:
-        end, count = self.end[slot], len(ids)
-        claim = self.promised[slot] - end + self.first[slot]
-        self.table.append(slot, end, ids)
-        if self.prepare is not None:
-            self.prepare(ids)
-        if claim > 0:
-            self.claimed -= count if count < claim else claim
-        self.end[slot] = end + count
-
-    def slide(self, slot: int, length: int) -> Ids:
-        """Let go of the blocks that are not kept when ``length`` tokens are written; returns those freed. O(n)."""
+    def leaving(self, slot: int, length: int) -> tuple[int, Ids] | None:
+        """What slides out of the row of ``slot`` when ``length`` tokens are written: the new ``first``, and those of its own
+        blocks that go, int32. None if nothing does."""
         before, end = self.first[slot], self.end[slot]
         first = self.growth.first_kept(length) // self.block_size
         if first > end:
             first = end
         if first <= before:
-            return _NONE
-        ids = self.table.take_first(slot, before, first)[max(0, self.shared[slot] - before) :]
-        self._hold(slot, first, end, self.promised[slot])
-        return self.release(ids)
+            return None
+        begin = max(before, self.shared[slot])
+        ids: Ids = self.table.cells[slot, begin : max(begin, first)].copy()
+        return first, ids
 
-    def close(self, slot: int) -> Ids:
-        """Let go of everything that ``slot`` holds and was promised; returns the ids freed: its private blocks."""
-        first, end = self.first[slot], self.end[slot]
-        private = self.shared[slot] - first if self.shared[slot] > first else 0
-        self.claimed -= self.claim(slot)
-        self.first[slot] = self.end[slot] = self.shared[slot] = self.promised[slot] = 0
-        ids = self.table.take(slot, first, end)
-        return ids if first == end else self.release(ids[private:])
+    def slots_naming(self, ids: Ids) -> list[int]:
+        """The slots whose rows name any of ``ids``. O(cells)."""
+        named = np.zeros(self.plan.num_rows, np.bool_)
+        named[ids] = True
+        return [slot for slot, end in enumerate(self.end) if end and named[self.table.cells[slot, :end]].any()]
 
-    def cut(self, slot: int, columns: int, private: Ids) -> Ids:
-        """End the row of ``slot`` after ``columns`` shared blocks and ``private``, which are its own or from ``take_free``;
-        what else it held behind is let go. Its promise shrinks by the shared blocks among that, for they may not become
-        free. Returns the ids freed."""
-        shared, end = self.shared[slot], self.end[slot]
-        ids = self.table.take(slot, columns, end)[shared - columns :]
+    def peek(self, n: int) -> Ids:
+        """The ``n`` blocks that are handed out next, int32: still free. There are so many."""
+        return self.free.peek(n)
+
+    # -- changes -----------------------------------------------------------------------------------------------------
+
+    def take(self, ids: Ids) -> None:
+        """Hand out ``ids``, from ``peek``, to somebody who keeps account of them. O(1)."""
+        self.free.take(len(ids))
+        self.num_held += len(ids)
+        if self.num_held > self.peak_held:
+            self.peak_held = self.num_held
+
+    def release(self, ids: Ids) -> None:
+        """Take back ``ids``, which nobody names any more. O(n)."""
+        self.free.give(ids)
+        self.num_held -= len(ids)
+
+    def begin(self, slot: int, column: int, shared: Ids, own: Ids, reserved: int) -> None:
+        """Begin the row of ``slot``, which holds nothing, at ``column``: with ``shared`` blocks, which somebody keeps for it,
+        and then ``own`` ones, from ``peek``. It may come to hold ``reserved`` in all. O(blocks)."""
+        middle = column + len(shared)
+        self.take(own)
+        if len(shared):
+            self.table.put(slot, column, shared)
+        self.table.append(slot, middle, own)
+        self.shared[slot] = middle
+        self._hold(slot, column, middle + len(own), reserved)
+
+    def append(self, slot: int, own: Ids) -> None:
+        """Give ``slot`` the blocks ``own``, from ``peek``. O(n)."""
+        self.take(own)
+        end, count = self.end[slot], len(own)
+        outstanding = self.reserved[slot] - end + self.first[slot]
+        self.table.append(slot, end, own)
+        if outstanding > 0:
+            self.outstanding -= count if count < outstanding else outstanding
+        self.end[slot] = end + count
+
+    def grow(self, slot: int, n: int) -> None:
+        """Give ``slot`` the next ``n`` free blocks. Raises OutOfBlocks, changing nothing."""
+        self.append(slot, self.free.require(n))
+
+    def reserve(self, slot: int, num_blocks: int) -> None:
+        """Let ``slot`` reserve ``num_blocks`` in all; the caller has looked whether they can be had."""
+        self._hold(slot, self.first[slot], self.end[slot], num_blocks)
+
+    def share(self, slot: int, columns: int, ids: Ids | None = None) -> None:
+        """The first ``columns`` blocks of ``slot`` now belong to the prefix cache; where it had the last of them already, it
+        says by which ``ids``."""
+        if ids is not None:
+            self.table.put(slot, columns - len(ids), ids)
         self.shared[slot] = columns
-        self.table.put(slot, columns, private)
-        promised = max(0, self.promised[slot] - (shared - columns))
-        self._hold(slot, self.first[slot], columns + len(private), promised)
-        return self.release(ids[~np.isin(ids, private)])
 
-    def rename(self, names: Ids) -> None:
-        """Block ``i`` is called ``names[i]`` from now on."""
-        self.table.rename(names, self.end)
+    def slide(self, slot: int, first: int, ids: Ids) -> None:
+        """Let go of what ``leaving`` said. O(n)."""
+        self.table.drop_first(slot, self.first[slot], first)
+        self._hold(slot, first, self.end[slot], self.reserved[slot])
+        self.release(ids)
 
-    def check(self, elsewhere: Ids | None = None, absent: Ids | None = None) -> None:
-        """Prove that every block is free, private in exactly one row, one of those that are owned ``elsewhere``, or one of
-        those that are ``absent``, their memory being another group's; and that shared cells name only what is owned
-        elsewhere. Raises CheckFailed naming ids or slots."""
-        none = np.empty(0, np.int32)
-        others, absent = none if elsewhere is None else elsewhere, none if absent is None else absent
+    def close(self, slot: int, own: Ids) -> None:
+        """Let go of everything that ``slot`` holds and reserved; ``own``: what ``own_ids`` said, which is free then. O(n)."""
+        first, end = self.first[slot], self.end[slot]
+        self.outstanding -= self.outstanding_of(slot)
+        self.first[slot] = self.end[slot] = self.shared[slot] = self.reserved[slot] = 0
+        self.table.drop(slot, first, end)
+        self.release(own)
+
+    def cut(self, slot: int, columns: int, own: Ids, freed: Ids) -> None:
+        """End the row of ``slot`` after ``columns`` shared blocks and ``own``, which it holds or were taken for it; ``freed``:
+        its other blocks. What it reserved shrinks by the blocks that are shared no more, for they may not become free."""
+        lost = self.shared[slot] - columns
+        reserved = self.reserved[slot] - lost
+        self.table.drop(slot, columns, self.end[slot])
+        self.table.put(slot, columns, own)
+        self.shared[slot] = columns
+        self._hold(slot, self.first[slot], columns + len(own), reserved if reserved > 0 else 0)
+        self.release(freed)
+
+    def remap(self, new_ids: Ids, slots: list[int]) -> None:
+        """Block ``i`` is now block ``new_ids[i]``; ``slots``: from ``slots_naming``. O(their cells)."""
+        for slot in slots:
+            self.table.remap(slot, self.end[slot], new_ids)
+
+    def clear(self) -> None:
+        """Make every block free, whoever held it."""
+        self.free.clear()
+        self.table.clear()
+        for slot in range(len(self.end)):
+            self.first[slot] = self.end[slot] = self.shared[slot] = self.reserved[slot] = 0
+        self.outstanding = self.num_held = 0
+
+    def _hold(self, slot: int, first: int, end: int, reserved: int) -> None:
+        before, after = self.reserved[slot] - self.end[slot] + self.first[slot], reserved - end + first
+        self.first[slot], self.end[slot], self.reserved[slot] = first, end, reserved
+        self.outstanding += (after if after > 0 else 0) - (before if before > 0 else 0)
+
+    # -- proof -------------------------------------------------------------------------------------------------------
+
+    def check(self, cached: Ids = _NONE, absent: Ids = _NONE) -> None:
+        """Prove that every block is free, in exactly one row as its own, one of those that are ``cached``, or one of those
+        that are ``absent``, their memory being another group's; and that shared cells name only what is cached. Raises
+        CheckFailed naming ids or slots. O(blocks and cells)."""
         self.free.check()
         columns = np.arange(self.table.cells.shape[1])
         first, end, shared = (np.array(column)[:, None] for column in (self.first, self.end, self.shared))
         inside = (columns >= first) & (columns < end)
         rows = self.table.cells[:-1]
-        private = inside & (columns >= shared)
-        named = np.bincount(np.concatenate((rows[private], others, absent)), minlength=self.plan.num_rows)
+        own = inside & (columns >= shared)
+        named = np.bincount(np.concatenate((rows[own], cached, absent)), minlength=self.plan.num_rows)
         named[self.free.held_ids()] -= 1
         if named.any():
             odd = np.flatnonzero(named)[:16].tolist()
             raise CheckFailed(f"{self.name}: tables and free list disagree about blocks {odd}")
+        if self.num_held != self.free.num_ids - self.free.num_free - len(absent):
+            raise CheckFailed(f"{self.name}: {self.num_held} blocks are counted as held")
         kept = np.zeros(self.plan.num_rows, np.bool_)
-        kept[others] = True
-        shared = rows[inside & ~private]
-        if not kept[shared].all():
+        kept[cached] = True
+        used = rows[inside & ~own]
+        if not kept[used].all():
             raise CheckFailed(
-                f"{self.name}: requests share blocks that nobody keeps: {shared[~kept[shared]][:16].tolist()}"
+                f"{self.name}: requests share blocks that nobody keeps: {used[~kept[used]][:16].tolist()}"
             )
-        outside = rows[~inside]
-        if (outside != self.table.empty).any() or (self.table.cells[-1] != self.table.empty).any():
+        if (rows[~inside] != self.table.empty).any() or (self.table.cells[-1] != self.table.empty).any():
             raise CheckFailed(f"{self.name}: a table names blocks outside of what its request holds")
-        claims = sum(self.claim(slot) for slot in range(len(self.end)))
-        if claims != self.claimed or self.available() < 0:
-            raise CheckFailed(f"{self.name}: {claims} claims, {self.claimed} counted, {self.free.num_free} free")
-
-    def _hold(self, slot: int, first: int, end: int, promised: int) -> None:
-        before, after = self.promised[slot] - self.end[slot] + self.first[slot], promised - end + first
-        self.first[slot], self.end[slot], self.promised[slot] = first, end, promised
-        self.claimed += (after if after > 0 else 0) - (before if before > 0 else 0)
+        outstanding = sum(self.outstanding_of(slot) for slot in range(len(self.end)))
+        if outstanding != self.outstanding:
+            raise CheckFailed(f"{self.name}: {outstanding} blocks are outstanding, {self.outstanding} are counted")

@@ -18,8 +18,8 @@ from torch.nn.functional import linear, relu
 from kvpagoda.compat.layer_handle import ClosedWindows, LayerCacheHandle
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.runner import Work
-from kvpagoda.manager import KVCache
-from kvpagoda.sequence import Sequence
+from kvpagoda.kv_cache import KVCache
+from kvpagoda.cache.sequence import Sequence
 
 Tensor = torch.Tensor
 

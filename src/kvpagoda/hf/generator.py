@@ -14,11 +14,11 @@ from kvpagoda.hf.lookup import propose
 from kvpagoda.hf.runner import ModelRunner, Runner, Tensor
 from kvpagoda.hf.sampling import GREEDY, Sampling
 from kvpagoda.hf.weights import weights_digest
-from kvpagoda.manager import KVCache
-from kvpagoda.preemption import Costs, Job, PreemptionPolicy, RunQueue, Way, cheapest
+from kvpagoda.kv_cache import KVCache
+from kvpagoda.scheduling import Costs, Job, PreemptionPolicy, RunQueue, Way, cheapest
 from kvpagoda.schema import Compressed, Schema
-from kvpagoda.sequence import Sequence, Tokens, as_tokens
-from kvpagoda.stats import CacheStats
+from kvpagoda.cache.sequence import Sequence, Tokens, as_tokens
+from kvpagoda.cache.stats import CacheStats
 
 
 class Answer(Job):

@@ -11,8 +11,8 @@ import torch
 
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.paged import ATTENTION, StepContext, in_step
-from kvpagoda.manager import KVCache
-from kvpagoda.sequence import Sequence, Tokens
+from kvpagoda.kv_cache import KVCache
+from kvpagoda.cache.sequence import Sequence, Tokens
 
 Tensor = torch.Tensor
 Work = tuple[Sequence, Tokens]

@@ -16,7 +16,7 @@ from rich.table import Table
 from kvpagoda.errors import BadInput
 from kvpagoda.hf.embedded import PROMPTS, ByteTokenizer, embedded_model
 from kvpagoda.hf.generator import Generator
-from kvpagoda.stats import CacheStats
+from kvpagoda.cache.stats import CacheStats
 from kvpagoda.units import format_bytes
 
 

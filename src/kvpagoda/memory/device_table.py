@@ -1,30 +1,57 @@
-"""Block tables where kernels can read them."""
+"""Block tables by request slot where kernels can read them, and which layer reads which."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from kvpagoda.blocks import BlockTable
-from kvpagoda.memory.arena import Device, default_device
+from kvpagoda.blocks.block_table import BlockTable
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.errors import BadInput
+from kvpagoda.memory.no_memory import HostArrays
+from kvpagoda.schema import Layer, Schema
 
 
 class DeviceTable:
-    """``tensor``: the cells of ``table`` as an int32 tensor on ``device``. On the CPU it is the same memory; on a GPU
+    """``array``: the cells of ``table`` as int32 where kernels read them. On the CPU it is the same memory; on a GPU
     ``upload`` copies the rows that changed.
 
     The host's memory is not page-locked: a copy from such memory has read its source when it returns, so that the host
     may write on at once.
     """
 
-    def __init__(self, table: BlockTable, device: Device = None) -> None:
-        place = default_device(device)
-        self._table, self._host = table, torch.from_numpy(table.cells)
-        self.tensor = self._host if place.type == "cpu" else self._host.to(place)
+    def __init__(self, table: BlockTable, arrays: HostArrays) -> None:
+        self._table, self._arrays = table, arrays
+        self.array = arrays.twin(table.cells)
 
-    def upload(self) -> torch.Tensor:
-        """Bring ``tensor`` up to date and return it; nothing to copy on the CPU."""
-        if self.tensor is not self._host:
-            for slot in self._table.changed:
-                self.tensor[slot].copy_(self._host[slot])
-        self._table.changed.clear()
-        return self.tensor
+    def upload(self) -> Any:
+        """Bring ``array`` up to date and return it; nothing to copy on the CPU."""
+        changed = self._table.changed
+        while changed:
+            slot = next(iter(changed))
+            if not self._arrays.is_host:
+                self._arrays.upload(self.array, self._table.cells[slot], slot)
+            changed.discard(slot)
+        return self.array
+
+
+class DeviceTables:
+    """The tables of all ``groups`` of ``schema``; each is made when it is first asked for."""
+
+    def __init__(self, schema: Schema, groups: tuple[BlockGroup, ...], arrays: HostArrays) -> None:
+        self._schema, self._groups, self._arrays = schema, groups, arrays
+        self._tables: dict[int, DeviceTable] = {}
+
+    def owner_of(self, index: int) -> tuple[Layer, BlockGroup | None]:
+        """The layer whose rows layer ``index`` reads (its own, or another's that it shares), and the group of its blocks. Raises
+        BadInput."""
+        layer = self._schema.by_index.get(index)
+        if layer is None:
+            raise BadInput(f"layer {index} is not in this schema; it has {sorted(self._schema.by_index)}")
+        layer = self._schema.by_index[layer.owner]
+        return layer, next((group for group in self._groups if group.growth == layer.growth), None)
+
+    def upload(self, group: BlockGroup) -> Any:
+        """The table of ``group`` on the device, up to date: int32 ``[slots + 1, columns]``."""
+        if group.index not in self._tables:
+            self._tables[group.index] = DeviceTable(group.table, self._arrays)
+        return self._tables[group.index].upload()

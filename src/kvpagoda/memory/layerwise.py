@@ -31,7 +31,8 @@ class LayerwiseCopy:
     def __init__(
         self, arena: Arena, parts: Sequence[Part], done: Callable[[], None], stream: torch.cuda.Stream | None = None
     ) -> None:
-        self.arena, self._parts, self._done, self._stream = arena, parts, done, stream
+        self.arena, self._parts, self._stream = arena, parts, stream
+        self._done: Callable[[], None] | None = done
         self._waiting = list(dict.fromkeys(place.layer for place in arena.layout.places))  # layers that are not in yet
         self._events: dict[int, torch.cuda.Event] = {}
         if stream is not None:
@@ -48,22 +49,29 @@ class LayerwiseCopy:
 
     def wait(self, layer: int) -> None:
         """Whoever reads ``layer`` from now on, on this thread and stream, finds it filled. Does no harm twice."""
-        if layer not in self._waiting:
-            return
-        self._waiting.remove(layer)
-        if self._stream is None:
-            self._copy(layer)
-        else:
-            torch.cuda.current_stream(self.arena.device).wait_event(self._events[layer])
+        if layer in self._waiting:
+            if self._stream is None:
+                self._copy(layer)
+            else:
+                torch.cuda.current_stream(self.arena.device).wait_event(self._events[layer])
+            self._waiting.remove(layer)
         if not self._waiting:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """No further layer is wanted. Does no harm twice."""
+        self._waiting.clear()
+        if self._done is not None:
             if self._stream is not None:
                 self._stream.synchronize()  # the host memory goes to others
-            self._done()
+            done, self._done = self._done, None
+            done()
 
     def finish(self) -> None:
         """Wait for all layers."""
         for layer in [*self._waiting]:
             self.wait(layer)
+        self.cancel()
 
     def _copy(self, layer: int) -> None:
         for ids, table, rows in self._parts:

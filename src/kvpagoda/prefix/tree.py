@@ -252,7 +252,7 @@ class PrefixTree:
             self._removals += 1
         return self._evicted(ids, states, left)
 
-    def rename(self, group: int, names: Ids) -> None:
+    def remap(self, group: int, names: Ids) -> None:
         """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
         for root in self._roots.values():
             for node in nodes_below(root):
@@ -295,6 +295,11 @@ class PrefixTree:
         if rest or depth < 1:
             raise BadInput(f"a checkpoint lies at a multiple of {self.block_size} tokens, not at {num_tokens}")
         return self._checkpoints.put(*self._locate(at, depth), state_id)
+
+    def has_checkpoint(self, at: Match | Lease, num_tokens: int) -> bool:
+        """Whether there is a checkpoint after ``num_tokens`` tokens, a block boundary, of what ``at`` covers. Raises as ``pin``."""
+        node, depth = self._locate(at, num_tokens // self.block_size)
+        return depth in node.checkpoints
 
     def drop_checkpoint(self, state_id: int) -> None:
         """Forget the checkpoint with this state id, which is the caller's again. Raises NotOwned. O(1)."""

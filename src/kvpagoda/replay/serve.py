@@ -16,7 +16,7 @@ from kvpagoda.errors import BadInput, NeverFits, RetryLater
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Schema
-from kvpagoda.sequence import Sequence
+from kvpagoda.cache.sequence import Sequence
 from kvpagoda.tiers.spec import TierSpec
 
 Tokens = npt.NDArray[np.int32]

@@ -9,21 +9,20 @@ block there is; ``memory.host_copy`` says how wider and narrower ones lie in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks import FreeStack
+from kvpagoda.blocks.free_list import FreeStack
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import CheckFailed, OutOfBlocks
+from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.memory.pages import Bytes
 from kvpagoda.units import ceil_div, format_bytes, table_rows
-
-Copy = Callable[[BlockGroup, Ids, Bytes, Many[int]], None]
 
 
 class Rate:
@@ -42,18 +41,6 @@ class Rate:
         self._seconds, self._count = self._seconds / 2 + seconds, self._count / 2 + count
 
 
-class HostMemory(Protocol):
-    """Who has the host's memory and moves the bytes. A cache with no memory behind it does nothing."""
-
-    page_offset: int
-
-    def host_memory(self, nbytes: int) -> Bytes: ...
-
-    def blocks_out(self, ledger: BlockGroup, ids: Ids, payloads: Bytes, rows: Many[int]) -> None: ...
-
-    def blocks_in(self, ledger: BlockGroup, ids: Ids, payloads: Bytes, rows: Many[int]) -> None: ...
-
-
 class Part(NamedTuple):
     """Columns ``begin .. end - 1`` of one group's table row, and the rows of the swap that have their bytes."""
 
@@ -67,9 +54,9 @@ class Suspended(NamedTuple):
 
     parts: tuple[Part, ...]
     """Of each group."""
-    promised: tuple[int, ...]
-    """Blocks that were promised to it in each group."""
-    room: int
+    reserved: tuple[int, ...]
+    """Blocks that it had reserved in each group."""
+    capacity: int
     """Tokens that it had room for."""
     published: int
     """Leading blocks of the text that are not here: they were left in the prefix tree, and may be evicted."""
@@ -81,10 +68,10 @@ class Swap:
     ``rate``: of bytes that are copied, in either direction; before any were, a guess.
     """
 
-    def __init__(self, nbytes: int, ledgers: Many[BlockGroup], memory: HostMemory) -> None:
-        self._ledgers, self._memory = tuple(ledgers), memory
-        widths = [_width(ledger) for ledger in ledgers]
-        full = [width for width, ledger in zip(widths, ledgers) if not ledger.growth.is_bounded]
+    def __init__(self, nbytes: int, groups: Many[BlockGroup], memory: NoMemory) -> None:
+        self._groups, self._memory = tuple(groups), memory
+        widths = [_width(group) for group in groups]
+        full = [width for width, group in zip(widths, groups) if not group.growth.is_bounded]
         self.width = max(1, min(full or widths, default=1))
         self._rows = FreeStack(nbytes // self.width, what="rows of the swap")
         self._table: Bytes | None = None
@@ -101,51 +88,52 @@ class Swap:
         return (self._rows.num_ids - self._rows.num_free) * self.width
 
     def nbytes_of(self, slot: int, length: int, whole: bool) -> int:
-        """Bytes that ``put`` would copy."""
-        columns = zip(self._ledgers, self._columns(slot, length, whole))
-        return sum((end - begin) * _width(ledger) for ledger, (begin, end) in columns)
+        """Bytes that ``copy_out`` would copy."""
+        columns = zip(self._groups, self._columns(slot, length, whole))
+        return sum((end - begin) * _width(group) for group, (begin, end) in columns)
 
-    def put(self, slot: int, length: int, room: int, whole: bool) -> Suspended:
-        """Copy out what ``slot`` holds of its first ``length`` tokens; not ``whole``: only what it does not share.
+    def copy_out(self, slot: int, length: int, capacity: int, whole: bool) -> Suspended:
+        """Copy what ``slot`` holds of its first ``length`` tokens to free rows; not ``whole``: only what it does not share.
+        ``put`` makes the rows its own.
 
         Waits until the bytes are there. Raises OutOfBlocks, and whatever copying does; nothing changed then.
         """
         columns = self._columns(slot, length, whole)
-        counts = [table_rows(end - begin, _width(one), self.width) for one, (begin, end) in zip(self._ledgers, columns)]
+        counts = [table_rows(end - begin, _width(one), self.width) for one, (begin, end) in zip(self._groups, columns)]
         need, free = sum(counts), self._rows.num_free
         if need > free:
             raise OutOfBlocks(
                 f"need {need} rows of {format_bytes(self.width)} to suspend {length} tokens, {free} free of "
                 f"{self._rows.num_ids}; resume or close what is suspended, or raise swap (now {format_bytes(self.nbytes)})"
             )
-        rows = self._rows.acquire(need)
-        ends = np.cumsum(counts)[:-1]
-        parts = tuple(Part(begin, end, some) for (begin, end), some in zip(columns, np.split(rows, ends)))
-        try:
-            self._copy(self._memory.blocks_out, slot, parts)
-        except BaseException:
-            self._rows.give(rows[::-1])
-            raise
-        published = sum(part.begin for one, part in zip(self._ledgers, parts) if not one.growth.is_bounded)
-        return Suspended(parts, tuple(ledger.promised[slot] for ledger in self._ledgers), room, published)
+        pieces = np.split(self._rows.peek(need), np.cumsum(counts)[:-1])
+        parts = tuple(Part(begin, end, some) for (begin, end), some in zip(columns, pieces))
+        ids = [group.table.cells[slot, begin:end].copy() for group, (begin, end, _) in zip(self._groups, parts)]
+        self._copy(parts, ids, is_out=True)
+        published = sum(part.begin for one, part in zip(self._groups, parts) if not one.growth.is_bounded)
+        return Suspended(parts, tuple(group.reserved[slot] for group in self._groups), capacity, published)
 
-    def restore(self, slot: int, suspended: Suspended, room: int) -> None:
-        """Make room for ``room`` tokens of ``slot``, at least those that were suspended, and copy back what it does not share.
-        The room is promised."""
-        for ledger, part in zip(self._ledgers, suspended.parts):
-            if ledger.growth.is_bounded:
-                ledger.begin_at(slot, part.begin)
-            ledger.grow(slot, ledger.wanted(slot, room))
-        lacking = []
-        for ledger, (begin, end, rows) in zip(self._ledgers, suspended.parts):
-            shared = max(0, ledger.shared[slot] - begin)  # only blocks that are as wide as a row are shared
-            lacking.append(Part(begin + shared, end, rows[shared:]))
-        self._copy(self._memory.blocks_in, slot, lacking)
+    def copy_in(self, suspended: Suspended, targets: Many[Ids]) -> None:
+        """Copy back to ``targets``, int32 for each group: the last blocks of those that were suspended."""
+        parts = []
+        for (begin, end, rows), ids in zip(suspended.parts, targets):
+            shared = end - begin - len(ids)  # only blocks that are as wide as a row are shared
+            parts.append(Part(begin + shared, end, rows[shared:]))
+        self._copy(parts, targets, is_out=False)
+
+    def put(self, suspended: Suspended) -> None:
+        """The rows that ``copy_out`` filled just now are taken."""
+        for part in suspended.parts:
+            self._rows.take(len(part.rows))
 
     def drop(self, suspended: Suspended) -> None:
-        """Forget what was suspended."""
+        """The rows of ``suspended`` are free."""
         for part in suspended.parts[::-1]:
             self._rows.give(part.rows[::-1])  # so that they go out again in their order, and are copied as one
+
+    def clear(self) -> None:
+        """Every row is free."""
+        self._rows.clear()
 
     def check(self, suspended: Iterable[Suspended]) -> None:
         """Prove that every row is free or of one of ``suspended``, which are all there are. Raises CheckFailed."""
@@ -159,24 +147,26 @@ class Swap:
     def _columns(self, slot: int, length: int, whole: bool) -> list[tuple[int, int]]:
         """Of each group the columns that are to be copied out."""
         return [
-            (max(ledger.first[slot], 0 if whole else ledger.shared[slot]), ceil_div(length, ledger.block_size))
-            for ledger in self._ledgers
+            (max(group.first[slot], 0 if whole else group.shared[slot]), ceil_div(length, group.block_size))
+            for group in self._groups
         ]
 
-    def _copy(self, copy: Copy, slot: int, parts: Iterable[Part]) -> None:
+    def _copy(self, parts: Iterable[Part], ids: Iterable[Ids], *, is_out: bool) -> None:
+        """Copy blocks ``ids[i]`` of group i to or from the rows of its part."""
         if self._table is None and self.nbytes:
             # The C library's large copies are several times slower to addresses that lie a little ahead in their page.
             offset = self._memory.page_offset
             memory = self._memory.host_memory(offset + self.nbytes)
             self._table = memory[offset : offset + self.nbytes].reshape(-1, self.width)
+        copy = self._memory.to_host if is_out else self._memory.from_host
         start, nbytes = perf_counter(), 0
-        for ledger, (begin, end, rows) in zip(self._ledgers, parts):
-            if end > begin:
+        for group, part, some in zip(self._groups, parts, ids):
+            if len(some):
                 assert self._table is not None, "there are rows of it"
-                copy(ledger, ledger.table.cells[slot, begin:end].copy(), self._table, rows.tolist())
-                nbytes += (end - begin) * _width(ledger)
+                copy(group.index, some, self._table, part.rows.tolist())
+                nbytes += len(some) * _width(group)
         self.rate.add(perf_counter() - start, nbytes)
 
 
-def _width(ledger: BlockGroup) -> int:
-    return ledger.plan.demand.layout.nbytes
+def _width(group: BlockGroup) -> int:
+    return group.plan.demand.layout.nbytes

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.ids import Ids, whole_number
 from kvpagoda.errors import BadInput
 
 
@@ -55,7 +55,10 @@ class Namespaces:
 
     def key(self, namespace: Namespace | str | bytes | None) -> bytes:
         """The key under which ``namespace`` is cached now. Raises BadInput."""
-        known = self._known.get(namespace)
+        try:
+            known = self._known.get(namespace)
+        except TypeError:  # a list, say
+            known = None
         if known is not None:
             return known
         own = namespace_key(namespace)
@@ -82,49 +85,54 @@ class Namespaces:
         return set(keys)
 
 
-def with_stand_ins(tokens: Ids, first: int, stand_ins: Mapping[int, int]) -> Ids:
-    """``tokens``, which begin at offset ``first``, int32 ``[n]``, with the stand-ins that lie in them put in: a copy then."""
-    if not stand_ins:
-        return tokens
-    inside = [at for at in stand_ins if first <= at < first + len(tokens)]
+def with_media(tokens: Ids, first: int, media_ids: Mapping[int, int]) -> Ids:
+    """``tokens``, which begin at offset ``first`` of a text, int32 ``[n]``, with the media ids that lie in them put in: a copy
+    then, else ``tokens``."""
+    inside = [at for at in media_ids if first <= at < first + len(tokens)]
     if inside:
         tokens = tokens.copy()
-        tokens[np.array(inside) - first] = [stand_ins[at] for at in inside]
+        tokens[np.array(inside) - first] = [media_ids[at] for at in inside]
     return tokens
 
 
 class Media:
-    """Stand-ins for what a text shows besides its tokens: every digest gets a number below 0, which no token has.
+    """Ids for images and sounds in a text: every digest gets a number below 0, which no token has.
 
-    Where texts are compared the stand-in takes the place of the token at which the image (or sound) begins: before it they
-    share, from it on only with the same digest. Digests are kept whole, 16 bytes and more, until ``clear``.
+    Where texts are compared the media id takes the place of the token at which the image (or sound) begins: before it two
+    texts share, from it on only if they have the same digest there. Digests are kept whole until ``clear``.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
         self._digests: list[bytes] = []
 
-    def stand_ins(self, media: Mapping[int, bytes] | None, num_tokens: int) -> dict[int, int]:
-        """Offset -> stand-in, for ``media``: offset -> digest, in a prompt of ``num_tokens``. Raises BadInput."""
+    def ids(self, media: Mapping[int, bytes] | None, num_tokens: int) -> dict[int, int]:
+        """Offset -> media id, for ``media``: offset -> digest of at least 16 bytes, in a prompt of ``num_tokens``. Raises
+        BadInput."""
         if not media:
             return {}
+        if not isinstance(media, Mapping):
+            raise BadInput(f"media are a mapping from offset to digest, got {type(media).__name__}")
+        placed = {}
         for offset, digest in media.items():
-            if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset < num_tokens:
+            at = whole_number(offset, "an offset of media")
+            if at >= num_tokens:
                 raise BadInput(f"media begin at a token of the prompt, 0..{num_tokens - 1}, got {offset!r}")
             if not isinstance(digest, bytes) or len(digest) < 16:
                 raise BadInput(f"a digest of media is at least 16 bytes, got {digest!r} at token {offset}")
-        for one in media.values():
+            placed[at] = digest
+        for one in placed.values():
             if one not in self._numbers:
-                self._numbers[one] = len(self._digests)
                 self._digests.append(one)
-        return {at: -1 - self._numbers[one] for at, one in media.items()}
+                self._numbers[one] = len(self._digests) - 1
+        return {at: -1 - self._numbers[one] for at, one in placed.items()}
 
-    def digests(self, stand_ins: Mapping[int, int], block_size: int) -> dict[int, bytes]:
+    def digests(self, media_ids: Mapping[int, int], block_size: int) -> dict[int, bytes]:
         """Block number -> where in it media begin, and their digests: what other processes can know of them."""
         found: dict[int, bytes] = {}
-        for at in sorted(stand_ins):
+        for at in sorted(media_ids):
             block, offset = divmod(at, block_size)
-            place = offset.to_bytes(8, "little") + _field(self._digests[-1 - stand_ins[at]])
+            place = offset.to_bytes(8, "little") + _field(self._digests[-1 - media_ids[at]])
             found[block] = found.get(block, b"") + place
         return found
 

@@ -1,0 +1,128 @@
+"""Static buffers for a step's index arrays: addresses that never change, and no byte copied twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvpagoda.batch.table_snapshot import EMPTY, Array, TableSnapshot, cells_between
+from kvpagoda.blocks.block_table import BlockTable
+from kvpagoda.memory.no_memory import HostArrays
+
+LONG = 64
+"""Cells of a row from which on rows are copied one by one rather than all in one go."""
+
+
+class StepBuffers:
+    """Arrays with fixed addresses, one for each name: tensors on the device, or numpy arrays where there is no memory. They
+    move only if a step is larger than any before.
+
+    What did not change since it was put there is not copied again. The host's side is not page-locked: a copy from such
+    memory has read its source when it returns, so that the next step may fill it while this one still runs.
+    ``number`` counts the batches whose arrays lay here; only those of the last one still do.
+    """
+
+    def __init__(self, arrays: HostArrays) -> None:
+        self._arrays, self.number = arrays, 0
+        self._buffers: dict[str, tuple[Array, Any]] = {}  # the host's side and the device's: on the CPU one memory
+        self._put: dict[str, tuple[Array, Any]] = {}  # what was put last, and the part of the buffer that holds it
+        self._snapshots: dict[str, TableSnapshot] = {}  # of each table
+        self._held: dict[str, tuple[TableSnapshot, Any]] = {}  # what of a table a buffer holds, and the part that does
+
+    def put(self, name: str, values: Array, dtype: type = np.int32) -> Any:
+        """Copy ``values`` ``[n]``, which nobody may change afterwards, into the buffer of that name; returns the part that
+        holds them."""
+        n, known = len(values), self._put.get(name)
+        if known is not None and (known[0] is values or (not self._arrays.is_host and np.array_equal(known[0], values))):
+            return known[1]
+        host, target = self._buffer(name, (n,), dtype)
+        self._put.pop(name, None)
+        host[:n] = values
+        part = known[1] if known is not None and len(known[0]) == n else target[:n]
+        if not self._arrays.is_host:
+            self._arrays.upload(part, host[:n])
+        self._put[name] = values, part
+        return part
+
+    def snapshot(self, name: str, table: BlockTable, slots: Array, first: Array, end: Array) -> TableSnapshot:
+        """What a step shows of ``table`` now: the same object as the last time, if nothing of it changed."""
+        last = self._snapshots.get(name, EMPTY)
+        now: tuple[Array, ...] = (slots, table.version[slots], first, end)
+        keys = [column.tobytes() for column in now]
+        if keys != last.keys:
+            both = zip(now, last.columns, keys, last.keys)
+            now = tuple(old if key == old_key else new for new, old, key, old_key in both)
+            last = self._snapshots[name] = TableSnapshot(now, keys)
+        return last
+
+    def put_rows(self, name: str, table: BlockTable, shown: TableSnapshot) -> Any:
+        """The cells that are ``shown`` of each row, 0 left of them: int32 ``[B, most columns]``, a part of a buffer as wide as
+        the table. O(B + cells that changed; all of a row that means something else)."""
+        host, target = self._buffer(name, (len(shown), table.cells.shape[1]), np.int32)
+        held, part = self._held.get(name, (EMPTY, None))
+        if part is not None and shown is held:
+            return part
+        delta = shown.since(held, table)
+        self._held.pop(name, None)  # until all of it is there
+        for row in delta.renewed.tolist():
+            slot, first, end = int(shown.slots[row]), int(shown.first[row]), int(shown.end[row])
+            host[row, :first] = 0
+            host[row, first:end] = table.cells[slot, first:end]
+            if not self._arrays.is_host:
+                self._arrays.upload(target, host[row], row)
+        host[delta.rows, delta.columns] = delta.values
+        if not self._arrays.is_host and len(delta.rows):
+            self._arrays.upload(target, delta.values, (delta.rows, delta.columns))
+        shape = len(shown), int(shown.end.max())
+        if part is None or tuple(part.shape) != shape:
+            part = target[: shape[0], : shape[1]]
+        if len(held) > len(shown):  # rows behind these are still there
+            rest = tuple(np.concatenate((now, old[len(now) :])) for now, old in zip(shown.columns, held.columns))
+            shown = TableSnapshot(rest, [])
+        self._held[name] = shown, part
+        return part
+
+    def put_runs(self, name: str, table: BlockTable, shown: TableSnapshot) -> Any:
+        """The cells that are ``shown``, row behind row: int32 ``[starts[-1]]``. O(B + cells from the first change on); where
+        rows only grew these are moved, not read again."""
+        host, target = self._buffer(name, (len(shown) * table.cells.shape[1],), np.int32)
+        held, part = self._held.get(name, (EMPTY, None))
+        if part is not None and shown is held:
+            return part
+        delta, total = shown.since(held, table), int(shown.starts[-1])
+        row = shown.first_change(held) if delta.grown is None else int(delta.grown[0])
+        begin = int(shown.starts[row])
+        self._held.pop(name, None)  # until all of it is there
+        if delta.grown is not None:
+            _insert(host, held.starts, shown, delta.grown)
+            host[shown.starts[delta.rows] + delta.columns - shown.first[delta.rows]] = delta.values
+        elif total - begin < LONG * (len(shown) - row):
+            rows, columns = cells_between(shown.first[row:], shown.end[row:])
+            host[begin:total] = table.cells[shown.slots[row:][rows], columns]
+        elif row < len(shown):
+            runs = zip(shown.slots[row:].tolist(), shown.first[row:].tolist(), shown.end[row:].tolist())
+            np.concatenate([table.cells[slot, left:right] for slot, left, right in runs], out=host[begin:total])
+        if not self._arrays.is_host:
+            self._arrays.upload(target, host[begin:total], slice(begin, total))
+        part = target[:total]
+        self._held[name] = shown, part
+        return part
+
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: type) -> tuple[Array, Any]:
+        found = self._buffers.get(name)
+        if found is None or found[0].shape[0] < shape[0]:
+            host: Array = np.zeros((1 << max(6, (shape[0] - 1).bit_length()), *shape[1:]), dtype)
+            found = host, self._arrays.twin(host)
+            self._put.pop(name, None)
+            self._held.pop(name, None)
+            self._buffers[name] = found
+        return found
+
+
+def _insert(host: Array, old_starts: Array, shown: TableSnapshot, grown: Array) -> None:
+    """Move what lies behind each row that ``grown`` names to where it lies now, the last first."""
+    sources = old_starts[grown + 1].tolist()
+    ends = (int(old_starts[-1]), *reversed(sources))
+    for source, stop, to in zip(reversed(sources), ends, reversed(shown.starts[grown + 1].tolist())):
+        host[to : to + stop - source] = host[source:stop]

@@ -1,0 +1,91 @@
+"""What a step shows of a block table, and how that differs from what an earlier step showed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpagoda.blocks.block_table import BlockTable
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class TableSnapshot:
+    """Of each row of a step its slot, the version of what it holds, and its cells ``first .. end - 1``, int64 ``[B]`` each;
+    ``starts`` int64 ``[B + 1]``: where they begin if they lie row behind row.
+    """
+
+    def __init__(self, columns: tuple[Array, ...], keys: list[bytes]) -> None:
+        self.slots, self.versions, self.first, self.end = self.columns = columns
+        self.keys = keys  # the columns as bytes
+        self.starts = np.zeros(len(self.slots) + 1, np.int64)
+        np.cumsum(self.end - self.first, out=self.starts[1:])
+        self._since: tuple[TableSnapshot, TableDelta] | None = None
+        self._last_cells: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def last_cells(self, table: BlockTable) -> Array:
+        """int64 ``[B]``: the last cell of each row that is shown."""
+        if self._last_cells is None:
+            self._last_cells = table.cells[self.slots, self.end - 1].astype(np.int64)
+        return self._last_cells
+
+    def since(self, before: TableSnapshot, table: BlockTable) -> TableDelta:
+        """How to come here from ``before``."""
+        if self._since is None or self._since[0] is not before:
+            self._since = before, self._delta(before, table)
+        return self._since[1]
+
+    def _delta(self, before: TableSnapshot, table: BlockTable) -> TableDelta:
+        slots, first, end = self.slots, self.first, self.end
+        same = [now is old for now, old in zip(self.columns, before.columns)]
+        if same == [True, True, True, False]:
+            goes_on, begin = np.ones(len(self), np.bool_), before.end
+        else:
+            n = min(len(self), len(before))
+            goes_on, begin = np.zeros(len(self), np.bool_), end.copy()
+            goes_on[:n] = (slots[:n] == before.slots[:n]) & (self.versions[:n] == before.versions[:n])
+            goes_on[:n] &= first[:n] >= before.first[:n]
+            old_end = np.where(first[:n] > before.first[:n], before.first[:n], before.end[:n])
+            begin[:n] = np.where(goes_on[:n], old_end, end[:n])
+        grown = np.flatnonzero(end > begin)
+        rows, columns = cells_between(begin[grown], end[grown])
+        rows = grown[rows]
+        values = table.cells[slots[rows], columns] * (columns >= first[rows])
+        only_grew = len(self) == len(before) and same[2] and bool(goes_on.all()) and not (end < begin).any()
+        return TableDelta(np.flatnonzero(~goes_on), rows, columns, values, grown if only_grew else None)
+
+    def first_change(self, before: TableSnapshot) -> int:
+        """The first row that is not just as in ``before``."""
+        n = min(len(self), len(before))
+        same = np.zeros(n + 1, np.bool_)
+        same[:n] = True
+        for now, old in zip(self.columns, before.columns):
+            same[:n] &= now[:n] == old[:n]
+        return int(same.argmin())
+
+
+class TableDelta(NamedTuple):
+    """How a table is shown differently from before."""
+
+    renewed: Array
+    """Rows that mean something else, or are new."""
+    rows: Array
+    columns: Array
+    values: Array
+    """Cells of the other rows that are shown now, and 0 for those that are no longer shown, left of the rest."""
+    grown: Array | None
+    """If all rows hold what they held, and only at the end more: which do."""
+
+
+EMPTY = TableSnapshot((np.empty(0, np.int64),) * 4, [b""] * 4)
+
+
+def cells_between(begin: Array, end: Array) -> tuple[Array, Array]:
+    """Row and column of each cell ``begin .. end - 1`` of each row: int64 ``[n]``, in order."""
+    counts = np.maximum(end - begin, 0)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return rows, np.arange(len(rows)) - (np.cumsum(counts) - counts - begin)[rows]

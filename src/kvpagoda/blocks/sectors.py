@@ -1,0 +1,141 @@
+"""One memory for all groups: which group has which sector of it. numpy only.
+
+    arena   | padding | full | full | window | free | full | state | ...      sectors, all of one size
+
+A group carves its sectors into its own blocks. A sector changes hands in two ways, each decided first and done later:
+
+    grant     a free sector goes to a group, all of its blocks free
+    vacate    a group gives sectors up; blocks in use there move to free places in its other sectors
+
+A block id lives in block tables, in the prefix cache and in checkpoints and nowhere else, so any block may move between
+steps: no place is lost to having been taken in the wrong order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpagoda.blocks.free_list import FreeStack
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.errors import CheckFailed
+
+NOBODY = -1
+
+
+class Grant(NamedTuple):
+    """Free ``sectors`` for ``group``, and the blocks that they make, int32 each."""
+
+    group: BlockGroup
+    sectors: Ids
+    ids: Ids
+
+
+class Vacating(NamedTuple):
+    """``group`` gives up ``sectors``. Its blocks ``sources`` move to ``targets``, which are free; ``free``: what is free in its
+    other sectors then. int32 each."""
+
+    group: BlockGroup
+    sectors: Ids
+    sources: Ids
+    targets: Ids
+    free: Ids
+
+
+class Sectors:
+    """The sectors ``1 .. num_sectors - 1``; the first one takes what padded rows write, in every group.
+
+    ``owner`` int64 ``[num_sectors]``: the index of the group that has it, or ``NOBODY``.
+    """
+
+    def __init__(self, num_sectors: int, groups: Many[BlockGroup]) -> None:
+        self._groups = tuple(groups)
+        self.owner = np.full(num_sectors, NOBODY, np.int64)
+        self.num_owned = [0] * len(self._groups)  #: by group
+        self._free = FreeStack(num_sectors - 1, first=1, what="sectors")
+        self.clear()
+
+    @property
+    def num_free(self) -> int:
+        """Sectors that nobody has."""
+        return self._free.num_free
+
+    def absent_ids(self, group: BlockGroup) -> Ids:
+        """The block ids of ``group`` whose memory is not the group's now, ascending."""
+        return _ids(group, np.flatnonzero(self.owner[1:] != group.index) + 1)
+
+    # -- decisions: nothing changes ----------------------------------------------------------------------------------
+
+    def grant(self, group: BlockGroup, count: int) -> Grant:
+        """At most ``count`` free sectors for ``group``; there is one."""
+        sectors = self._free.peek(min(count, self._free.num_free))
+        return Grant(group, sectors, _ids(group, sectors))
+
+    def vacate(self, group: BlockGroup, count: int, fixed: Ids, *, moving: bool = True) -> Vacating | None:
+        """The ``count`` emptiest sectors of ``group``, which has as many free blocks as they hold; not ``moving``: only those
+        that are empty. ``fixed``: blocks that may not move. None if there is no such sector. O(free blocks and sectors)."""
+        per, ids = group.plan.per_sector, group.free.free_ids()
+        num_free = np.bincount(ids // per, minlength=len(self.owner))
+        num_free[self.owner != group.index] = -1
+        num_free[fixed // per] = -1
+        chosen = np.flatnonzero(num_free == per)[:count]
+        if moving and len(chosen) < count:
+            chosen = np.argsort(-num_free, kind="stable")[:count]
+            chosen = np.sort(chosen[num_free[chosen] >= 0])
+        if not len(chosen):
+            return None
+        leaves = np.zeros(len(self.owner), np.bool_)
+        leaves[chosen] = True
+        inside = leaves[ids // per]
+        sectors = chosen.astype(np.int32)
+        sources = np.setdiff1d(_ids(group, sectors), ids[inside], assume_unique=True)
+        left = ids[~inside][::-1]  # the lowest is handed out first
+        kept = len(left) - len(sources)
+        return Vacating(group, sectors, sources, left[kept:][::-1].copy(), left[:kept])
+
+    # -- changes: nothing fails --------------------------------------------------------------------------------------
+
+    def commit_grant(self, grant: Grant) -> None:
+        """The group has the sectors. O(blocks)."""
+        count = len(grant.sectors)
+        self._free.take(count)
+        self.owner[grant.sectors] = grant.group.index
+        self.num_owned[grant.group.index] += count
+        grant.group.free.give(grant.ids)
+
+    def commit_vacating(self, vacating: Vacating) -> None:
+        """The sectors are nobody's. Who names ``sources`` is told by the caller."""
+        group, sectors = vacating.group, vacating.sectors
+        group.free.keep_only(vacating.free)
+        self.owner[sectors] = NOBODY
+        self.num_owned[group.index] -= len(sectors)
+        self._free.give(sectors[::-1])
+
+    def clear(self) -> None:
+        """Every sector is nobody's, and no group has a block."""
+        self.owner[:] = NOBODY
+        self.num_owned[:] = [0] * len(self._groups)
+        self._free.clear()
+        for group in self._groups:
+            group.free.keep_only(np.empty(0, np.int32))
+
+    def check(self) -> None:
+        """Prove that every sector is free or some group's. Raises CheckFailed."""
+        free = np.flatnonzero(self.owner[1:] == NOBODY) + 1
+        self._free.check()
+        listed = self._free.free_ids()
+        if listed.tolist() != free.tolist():
+            raise CheckFailed(f"sectors: {listed[:16].tolist()} are listed as free, {free[:16].tolist()} are nobody's")
+        counts = [int((self.owner[1:] == group.index).sum()) for group in self._groups]
+        if counts != self.num_owned:
+            raise CheckFailed(f"sectors: groups have {counts}, {self.num_owned} are counted")
+
+
+def _ids(group: BlockGroup, sectors: np.ndarray) -> Ids:
+    """The blocks of ``group`` that ``sectors`` make, int32."""
+    per = group.plan.per_sector
+    ids: Ids = (sectors[:, None] * per + np.arange(per, dtype=sectors.dtype)).astype(np.int32, copy=False).ravel()
+    return ids

@@ -1,0 +1,1 @@
+"""The life of requests: admission, prefix reuse, commit, fork, suspension, tiers. No torch."""

@@ -1,0 +1,375 @@
+"""How a request begins, or goes on after it was suspended: a slot, what it starts from, and room; all of it or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.core import Core
+from kvpagoda.cache.prefix_cache import PrefixMatch
+from kvpagoda.cache.publishing import Publisher
+from kvpagoda.cache.request import Request, State, Tokens
+from kvpagoda.cache.swap import Suspended
+from kvpagoda.cache.tier_reader import Prefetch, TierHit
+from kvpagoda.errors import OutOfBlocks, RetryLater
+from kvpagoda.prefix import Lease, Match
+from kvpagoda.units import ceil_div
+
+_NONE: Ids = np.empty(0, np.int32)
+
+
+class AdmissionRequest(NamedTuple):
+    """``request`` wants to reserve ``reserved[i]`` blocks of group i, room for its first ``capacity`` tokens, and to start from
+    what was ``found``, or from more: what tiers have (``hit``), or what was ``suspended`` of it."""
+
+    request: Request
+    reserved: list[int]
+    capacity: int
+    match: Match
+    found: PrefixMatch
+    hit: TierHit | None = None
+    suspended: Suspended | None = None
+
+
+class Allotment(NamedTuple):
+    """What one group gives a request that begins: its row starts at column ``begin`` with ``shared`` blocks, which the prefix
+    cache keeps for it, and then ``own`` ones, which are still free; it reserves ``reserved`` in all."""
+
+    begin: int
+    shared: Ids
+    own: Ids
+    reserved: int
+
+
+class Admission:
+    """Opens, forks and resumes the requests of ``core``."""
+
+    def __init__(self, core: Core, publisher: Publisher) -> None:
+        self._core, self._publisher = core, publisher
+        self._none = [0] * len(core.groups)
+
+    # -- three ways to begin -----------------------------------------------------------------------------------------
+
+    def open(
+        self, request: Request, capacity: int, reserve: int, prefetch: Prefetch | None = None, *, layerwise: bool = False
+    ) -> None:
+        """Let ``request``, which is new, run; see ``KVCache.open``."""
+        core, length = self._core, request.prompt_length
+        reserved = core.plan.blocks_wanted(reserve, capacity, core.max_context)
+        self._check_slot()
+        match, found = core.prefix.find(request.keys(0, length), request.namespace)
+        hit: TierHit | None = None
+        if core.offloader is not None:
+            hashes = core.hashes_of(request, length // core.block_size)[: (length - 1) // core.block_size + 1]
+            hit = self._look_below(hashes, reserved, match, found, prefetch)
+        try:
+            if hit is not None:
+                hit.layerwise = layerwise
+            self._begin(AdmissionRequest(request, reserved, capacity, match, found, hit))
+            core.counters.opened += 1
+            core.counters.cached += request.match.resumable
+            self._publisher.begun(request, hit)
+            if hit is not None:
+                hit.release()
+        except BaseException:
+            if request.state is State.RUNNING and not core.guard.is_torn:  # nobody has a handle on it
+                core.release(request)
+            if hit is not None:
+                hit.release()
+            raise
+
+    def fork(self, parent: Request, reserve: int) -> Request:
+        """A running request with the committed tokens of ``parent``; see ``Sequence.fork``."""
+        core, length, slot = self._core, parent.length, parent.slot
+        self._check_slot()
+        media_ids = {at: media_id for at, media_id in parent.media_ids.items() if at < length}
+        child = Request(parent.tokens.copy(), length, parent.namespace, parent.priority, media_ids)
+        ends = [ceil_div(length, group.block_size) for group in core.groups]
+        wanted = core.plan.blocks_wanted(reserve, 0, core.max_context)
+        reserved = [max(n, end - group.first[slot]) for group, n, end in zip(core.groups, wanted, ends)]
+        begins = [max(group.first[slot], group.shared[slot]) for group in core.groups]
+        needs = [end - begin for begin, end in zip(begins, ends)]
+        shared = [begin - group.first[slot] for group, begin in zip(core.groups, begins)]
+        lease = core.guard.change(core.prefix.tree.pin, parent.lease)
+        try:
+            if not self._make_room(needs, [max(n - kept, need) for n, kept, need in zip(reserved, shared, needs)]):
+                raise RetryLater(core.capacity.shortage(reserved, core.plan.budget))
+            allotments = []
+            for group, begin, end, n in zip(core.groups, begins, ends, reserved):
+                cells, own = group.table.cells[slot], group.peek(end - begin)
+                if len(own):
+                    core.memory.copy(group.index, cells[begin:end].copy(), own)
+                first = 0 if group is core.full else begin
+                allotments.append(Allotment(first, cells[first:begin].copy(), own, n))
+        except BaseException:
+            self._undo(lease, None, None)
+            raise
+        self._commit(child, PrefixMatch(length, length, "nothing"), lease, allotments)
+        core.counters.opened += 1
+        return child
+
+    def resume(self, request: Request, capacity: int | None, reserve: int | None) -> None:
+        """``request``, which is suspended, runs again; see ``Sequence.resume``."""
+        core, length, namespace = self._core, request.own_length, request.namespace
+        suspended, keys, more = core.suspended[request], request.keys(0, length), max(capacity or 0, reserve or 0)
+        match = core.prefix.tree.match(keys, namespace)
+        is_whole = match.num_blocks >= suspended.published
+        reserved = [0 if reserve is not None else blocks for blocks in suspended.reserved]
+        if not is_whole or more > suspended.capacity:
+            least = core.plan.blocks_wanted(max(length, more), capacity or 0, core.max_context)
+            reserved = [max(blocks) for blocks in zip(reserved, least)]
+        hit: TierHit | None = None
+        if is_whole:
+            capacity = max(length, suspended.capacity if capacity is None else capacity)
+            held = [
+                ceil_div(capacity, group.block_size) - part.begin * group.growth.is_bounded
+                for group, part in zip(core.groups, suspended.parts)
+            ]
+            reserved = [max(blocks) for blocks in zip(reserved, held)]
+            found = PrefixMatch(match.num_tokens, match.num_blocks * core.block_size, "nothing")
+        else:
+            match, found = core.prefix.find(keys, namespace)
+            if core.offloader is not None:
+                end = (length - 1) // core.block_size
+                hit = self._look_below(core.hashes_of(request, end)[: end + 1], reserved, match, found)
+        self._check_slot()
+        with nullcontext() if hit is None else hit:
+            as_it_was = suspended if is_whole else None
+            computed = length - request.match.resumable
+            self._begin(AdmissionRequest(request, reserved, capacity or 0, match, found, hit, as_it_was))
+            if is_whole:
+                self._publisher.settle(request)
+            else:
+                core.counters.computed += computed
+                core.counters.cached += request.match.resumable
+                self._publisher.begun(request, hit)
+
+    # -- all or nothing ----------------------------------------------------------------------------------------------
+
+    def _check_slot(self) -> None:
+        core = self._core
+        if not core.free_slots:
+            raise RetryLater(
+                f"all {core.plan.max_requests} request slots are in use; close one, or raise max_requests"
+            )
+
+    def _look_below(
+        self,
+        hashes: list[bytes],
+        reserved: list[int],
+        match: Match,
+        found: PrefixMatch,
+        prefetch: Prefetch | None = None,
+    ) -> TierHit | None:
+        """What tiers have of a text beyond what is cached, if there may be room for the request at all."""
+        core = self._core
+        assert core.offloader is not None
+        if any(blocks > core.capacity.available(group) for group, blocks in zip(core.groups, reserved)):
+            return None
+        return core.offloader.reader.find(hashes, match.num_blocks, found.resumable // core.block_size, prefetch)
+
+    def _begin(self, wish: AdmissionRequest) -> None:
+        """Let the request run, at the price of pins if need be. Raises RetryLater; nothing is kept then."""
+        core = self._core
+        while not self._start_from_most(wish):
+            pin = core.prefix.oldest_pin()
+            if pin is None:
+                raise RetryLater(core.capacity.shortage(wish.reserved, core.plan.budget))
+            core.guard.change(core.prefix.unpin, pin)
+
+    def _start_from_most(self, wish: AdmissionRequest) -> bool:
+        """Begin from what was suspended, else from what tiers have, else from what was found; else, since what would be copied
+        may itself be what is in the way, from what needs no copy. False, with nothing kept, if none of it can be."""
+        if wish.suspended is not None:
+            return self._start(wish)
+        wish, size = self._again(wish), self._core.block_size
+        hit, found = wish.hit, wish.found
+        if hit is not None:
+            if hit.begin <= wish.match.num_blocks and hit.end * size > found.resumable:
+                if self._start(wish._replace(found=_with_hit(found, hit.end * size))):
+                    return True
+            wish = self._again(wish._replace(hit=None))  # room was made for what did not come
+        if self._start(wish):
+            return True
+        if wish.found.checkpoint is None and wish.found.resumable % size == 0:
+            return False
+        wish = self._again(wish)
+        return self._start(wish._replace(found=self._core.prefix.without_copies(wish.match, wish.found)))
+
+    def _again(self, wish: AdmissionRequest) -> AdmissionRequest:
+        """``wish``, where something was evicted meanwhile: with what is found now."""
+        match, found = self._core.prefix.find_again(wish.match, wish.found)
+        return wish if match is wish.match else wish._replace(match=match, found=found)
+
+    def _start(self, wish: AdmissionRequest) -> bool:
+        """Prepare what ``wish`` starts from, and let the request run. False, with nothing kept, if there is no room for it, or
+        if tiers did not have it."""
+        core, match, found = self._core, wish.match, wish.found
+        prefix, tree, change = core.prefix, core.prefix.tree, core.guard.change
+        whole, rest = divmod(found.resumable, core.block_size)
+        if wish.hit is not None:
+            whole = min(whole, match.num_blocks)
+        beyond = checkpoint = None
+        lease = change(tree.pin, match, whole)
+        try:
+            if rest:
+                beyond = change(tree.pin_partial, match)
+            if found.checkpoint is not None:
+                change(prefix.hold, found.checkpoint)
+                checkpoint = found.checkpoint
+            allotments = self._allot(wish, whole)
+            filled = None if allotments is None else self._fill(wish, whole, allotments, beyond)
+            if filled is not None and whole:
+                change(tree.touch, lease, priority=wish.request.priority)
+        except BaseException:
+            self._undo(lease, beyond, checkpoint)
+            raise
+        if allotments is None or filled is None:
+            self._undo(lease, beyond, checkpoint)
+            return False
+        self._commit(wish.request, filled, lease, allotments, beyond, checkpoint, is_same=wish.suspended is not None)
+        return True
+
+    def _allot(self, wish: AdmissionRequest, whole: int) -> list[Allotment] | None:
+        """What each group gives the request, whose first ``whole`` blocks of the full group are shared; None if there is no
+        room for it."""
+        core, match = self._core, wish.match
+        begins, needs, more = self._needs(wish, whole)
+        moves = core.capacity.num_moves
+        if not self._make_room(needs, more):
+            return None
+        shared = match.ids[0, :whole] if core.full is not None else _NONE
+        if whole and moves != core.capacity.num_moves:
+            shared = core.prefix.tree.match(match.tokens[: whole * core.block_size], match.namespace).ids[0]
+        return [
+            Allotment(begin, shared if group is core.full else _NONE, group.peek(need), reserved)
+            for group, begin, need, reserved in zip(core.groups, begins, needs, wish.reserved)
+        ]
+
+    def _needs(self, wish: AdmissionRequest, whole: int) -> tuple[list[int], list[int], list[int]]:
+        """For each group the first column of the row, the blocks to be taken at once, and those to be reserved beyond the
+        shared ones: where the first ``whole`` blocks of the full group are shared."""
+        core, found = self._core, wish.found
+        capacity = max(wish.capacity, found.resumable) if wish.suspended is None else wish.capacity
+        begins, needs, more = [], [], []
+        for group, reserved in zip(core.groups, wish.reserved):
+            begin = 0
+            end = ceil_div(capacity, group.block_size)
+            if group is core.full:
+                need, more_needed = max(0, end - whole), reserved - whole
+            else:
+                if wish.suspended is not None:
+                    begin = wish.suspended.parts[group.index].begin
+                elif wish.hit is not None or found.checkpoint is not None:
+                    begin = group.growth.first_needed(found.resumable) // group.block_size
+                need, more_needed = max(0, end - begin), reserved
+            begins.append(begin)
+            needs.append(need)
+            more.append(max(need, more_needed))
+        return begins, needs, more
+
+    def _make_room(self, needs: list[int], more: list[int]) -> bool:
+        """Whether ``more`` can be reserved; ``needs`` of it are free then."""
+        capacity = self._core.capacity
+        if not capacity.fits(more):
+            return False
+        try:
+            capacity.ensure_free(needs, more)
+        except OutOfBlocks:
+            return False
+        return True
+
+    def _fill(
+        self, wish: AdmissionRequest, whole: int, allotments: list[Allotment], beyond: Lease | None
+    ) -> PrefixMatch | None:
+        """Copy to each group's own blocks, which nobody holds yet, what the request starts from beyond the shared ones; what it
+        can start from then, or None if tiers had no more than is cached."""
+        core, memory, found, own = self._core, self._core.memory, wish.found, [one.own for one in allotments]
+        states, copies = core.states, None
+        if wish.suspended is not None:
+            parts = zip(core.groups, wish.suspended.parts)
+            counts = [part.end - (whole if group is core.full else part.begin) for group, part in parts]
+            core.swap.copy_in(wish.suspended, [ids[: max(0, count)] for ids, count in zip(own, counts)])
+            is_new = states is not None and not counts[states.index]
+        elif wish.hit is not None:
+            return self._load(wish, whole, own)
+        else:
+            if beyond is not None and core.full is not None:
+                memory.copy(core.full.index, core.prefix.tree.last_ids(beyond), own[core.full.index][:1])
+            copies = None if found.checkpoint is None else core.prefix.copies_of(found.checkpoint)
+            for group, ids in zip(core.bounded, copies or ()):
+                memory.copy(group.index, ids, own[group.index][: len(ids)])
+            is_new = copies is None
+        if is_new and states is not None and len(own[states.index]):
+            memory.reset(states.index, own[states.index])
+        return found
+
+    def _load(self, wish: AdmissionRequest, whole: int, own: list[Ids]) -> PrefixMatch | None:
+        """Load what tiers have from block ``whole`` on; what can be started from then, None if that is no more than before."""
+        core, found, hit = self._core, wish.found, wish.hit
+        assert core.offloader is not None and hit is not None
+        reader = core.offloader.reader
+        if core.full is not None:
+            lacking = hit.end - whole - reader.load(hit, own[core.full.index][: hit.end - whole], whole)
+            lost = lacking * core.block_size
+            if lacking and (core.bounded or found.loaded <= lost):
+                return None
+            found = found._replace(resumable=found.resumable - lost, loaded=found.loaded - lost)
+        for number, group in enumerate(core.bounded):
+            end = ceil_div(found.resumable, group.block_size)
+            count = end - group.growth.first_needed(found.resumable) // group.block_size
+            if count:
+                reader.load_checkpoint(hit, number, own[group.index][:count])
+        return found
+
+    def _undo(self, lease: Lease, beyond: Lease | None, checkpoint: int | None) -> None:
+        """Let go of what a start was prepared from, unless a signal came in the middle of a change."""
+        core = self._core
+        if not core.guard.is_torn:
+            core.guard.change(self._let_go, lease, beyond, checkpoint)
+
+    def _let_go(self, lease: Lease | None, beyond: Lease | None, checkpoint: int | None) -> None:
+        prefix = self._core.prefix
+        prefix.let_go(checkpoint)
+        for one in (beyond, lease):
+            if one is not None:
+                prefix.tree.unpin(one)
+
+    def _commit(
+        self,
+        request: Request,
+        found: PrefixMatch,
+        lease: Lease,
+        allotments: list[Allotment],
+        beyond: Lease | None = None,
+        checkpoint: int | None = None,
+        *,
+        is_same: bool = False,
+    ) -> None:
+        """``request`` runs, with what was allotted to it; ``is_same``: just as it was when it was suspended."""
+        core = self._core
+        core.guard.is_torn = True
+        slot = core.free_slots.pop()
+        for group, allotment in zip(core.groups, allotments):
+            group.begin(slot, *allotment)
+        self._let_go(None, beyond, checkpoint)
+        if request.state is State.SUSPENDED:
+            core.swap.drop(core.suspended.pop(request))
+        if not is_same:
+            request.start_at(found, core.block_size)
+        request.lease, request.slot, request.state = lease, slot, State.RUNNING
+        request.resumed_at = core.counters.stopped
+        core.running[slot] = request
+        core.guard.is_torn = False
+
+
+def _with_hit(found: PrefixMatch, there: int) -> PrefixMatch:
+    """``found``, where the first ``there`` tokens, and what goes on from them needs, are there too."""
+    groups = {name: max(tokens, there) for name, tokens in found.groups.items()}
+    known = max(found.num_tokens, there)
+    limited_by = "nothing" if known == there else found.limited_by
+    return PrefixMatch(known, there, limited_by, groups, None, there - found.resumable)

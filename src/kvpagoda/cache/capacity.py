@@ -1,0 +1,270 @@
+"""Room for requests: who must give up what, and the one place where that is done.
+
+    decide (groups, sectors, prefix cache say what could go)  ──►  store below  ──►  copy  ──►  remap, free, hand over
+
+Nobody is called back: what a decision entails comes back as a value, is applied here, and the question is asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from contextlib import suppress
+
+import numpy as np
+
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.sectors import Grant, Sectors, Vacating
+from kvpagoda.cache.guard import Guard
+from kvpagoda.cache.offload import Offloader
+from kvpagoda.cache.prefix_cache import Evicted, PrefixCache
+from kvpagoda.cache.request import Request
+from kvpagoda.errors import CheckFailed, OutOfBlocks
+from kvpagoda.memory.no_memory import NoMemory
+from kvpagoda.units import ceil_div, format_bytes
+
+_MUCH = 16  # a sixteenth of a group's sectors idle: worth moving what lies in them
+
+
+class Capacity:
+    """What requests can still be given, and how it is made free.
+
+    Every reservation can be kept as long as ``slack() >= 0``: the sectors that are free or could be freed cover what groups
+    have outstanding beyond their own blocks. ``running``: slot -> request. ``num_moves``: how often blocks were moved: index
+    arrays from before name the old places.
+    """
+
+    def __init__(
+        self,
+        groups: tuple[BlockGroup, ...],
+        sectors: Sectors | None,
+        prefix: PrefixCache,
+        offloader: Offloader | None,
+        memory: NoMemory,
+        guard: Guard,
+        running: dict[int, Request],
+    ) -> None:
+        self._groups, self._sectors, self._prefix = groups, sectors, prefix
+        self._offloader, self._memory, self._guard, self._running = offloader, memory, guard, running
+        self._none = [0] * len(groups)
+        self._fruitless = [0] * len(groups)  # idle sectors of a group when it last had none to give
+        self.num_moves = 0
+
+    # -- what there is -----------------------------------------------------------------------------------------------
+
+    def surplus(self, group: BlockGroup) -> int:
+        """Blocks of the group's own that are free or could be, beyond what is outstanding; below 0 where others' memory must
+        serve."""
+        return group.free.num_free + self._prefix.num_evictable(group) - group.outstanding
+
+    def slack(self) -> int:
+        """Sectors that no reservation needs: free ones, and what groups could give up, less what they lack."""
+        assert self._sectors is not None
+        return self._sectors.num_free + sum(self.surplus(group) // group.plan.per_sector for group in self._groups)
+
+    def available(self, group: BlockGroup) -> int:
+        """Blocks of ``group`` that can be had and that no request has reserved."""
+        surplus = self.surplus(group)
+        if self._sectors is None:
+            return surplus
+        per = group.plan.per_sector
+        return surplus % per + per * self.slack()
+
+    def fits(self, more: Many[int]) -> bool:
+        """Whether every reservation can be kept if ``more[i]`` further blocks of group i are reserved."""
+        if self._sectors is None:
+            return all(not n or n <= self.surplus(group) for group, n in zip(self._groups, more))
+        slack = self._sectors.num_free
+        for group, n in zip(self._groups, more):
+            slack += (self.surplus(group) - n) // group.plan.per_sector
+        return slack >= 0
+
+    # -- making room -------------------------------------------------------------------------------------------------
+
+    def ensure_free(self, needs: Many[int], more: Many[int] | None = None) -> None:
+        """See to it that ``needs[i]`` blocks of group i are free, all at once; they come out of what is reserved, or of ``more``
+        that is about to be. Raises OutOfBlocks if that cannot be, and whatever a copy raises; what was evicted until then
+        stays so, and nothing else changed.
+
+        Blocks may move: ids that were read before, and are in no table, may have changed their meaning.
+        """
+        self._memory.poison_freed()
+        more = self._none if more is None else more
+        while True:
+            for group, need in zip(self._groups, needs):
+                if need > group.free.num_free:
+                    break
+            else:
+                return
+            short = need - group.free.num_free
+            if not (self._evict(group, short) if self._sectors is None else self._make_room(group, short, more)):
+                raise OutOfBlocks(
+                    f"OOM: need {need} {group.free.what}, {group.free.num_free} free of {group.plan.num_blocks}; close a "
+                    f"sequence"
+                )
+
+    def _make_room(self, group: BlockGroup, short: int, more: Many[int]) -> bool:
+        """Something for ``group``, which is ``short`` of blocks: free sectors first, then those that another group has empty,
+        then what this group keeps for reuse, then what others do. False if there is nothing."""
+        sectors, wanted = self._sectors, ceil_div(short, group.plan.per_sector)
+        assert sectors is not None
+        if sectors.num_free:
+            self._grant(sectors.grant(group, wanted))
+            return True
+        others = [other for other in self._groups if other is not group]
+        idle = [self._idle(other, more) for other in others]
+        most = max(idle)
+        if self._take_idle(others[idle.index(most)], most, wanted):
+            return True
+        if self._prefix.num_evictable(group):
+            return self._evict(group, short)
+        left_over = [(self.surplus(other) - more[other.index]) // other.plan.per_sector for other in others]
+        count, richest = max(left_over), others[left_over.index(max(left_over))]
+        if count <= 0:
+            return False
+        count = min(wanted, count)
+        while (lacking := count * richest.plan.per_sector - richest.free.num_free) > 0:
+            if not self._evict(richest, lacking):
+                return False
+        return self._vacate(sectors.vacate(richest, count, self._fixed_ids(richest)))
+
+    def _idle(self, group: BlockGroup, more: Many[int]) -> int:
+        """Whole sectors' worth of blocks that are free and not outstanding."""
+        return (group.free.num_free - group.outstanding - more[group.index]) // group.plan.per_sector
+
+    def _take_idle(self, group: BlockGroup, idle: int, wanted: int) -> bool:
+        """Take sectors away that ``group`` has idle: empty ones, or if much is idle any. False if there are none."""
+        sectors, at = self._sectors, group.index
+        assert sectors is not None
+        idle = max(0, idle)
+        self._fruitless[at] = min(self._fruitless[at], idle)
+        if idle <= self._fruitless[at]:
+            return False
+        is_much = idle * _MUCH > sectors.num_owned[at]
+        if self._vacate(sectors.vacate(group, min(wanted, idle), self._fixed_ids(group), moving=is_much)):
+            return True
+        self._fruitless[at] = idle
+        return False
+
+    def _fixed_ids(self, group: BlockGroup) -> Ids:
+        """Blocks of ``group`` that may not move now: those of fenced sequences."""
+        fenced = [slot for slot, request in self._running.items() if request.num_fences]
+        return np.concatenate([np.empty(0, np.int32), *(group.held_ids(slot) for slot in fenced)])
+
+    # -- applying ----------------------------------------------------------------------------------------------------
+
+    def _evict(self, group: BlockGroup, n: int) -> bool:
+        """Let the prefix cache give up ``n`` blocks of ``group``, at most; False if it has none to give."""
+        prefix = self._prefix
+        if not prefix.num_evictable(group):
+            return False
+        self._memory.finish_copies(group.index)
+        self.forget(lambda: prefix.evict(group, n), is_evicted=True)
+        return True
+
+    def evict_checkpoint(self) -> None:
+        """Let the prefix cache give up a checkpoint, if it has one that nobody needs."""
+        self.forget(self._prefix.evict_checkpoint, is_evicted=True)
+
+    def forget(self, decide: Callable[[], Evicted], *, is_evicted: bool = False) -> None:
+        """Free what ``decide``, a method of the prefix cache, gives up; first store it below, where it goes to make room
+        (``is_evicted``)."""
+        guard, offloader = self._guard, self._offloader
+        guard.is_torn = True
+        try:
+            evicted = decide()
+        except Exception:
+            guard.is_torn = False
+            raise
+        try:
+            if is_evicted and offloader is not None:
+                offloader.evicted(evicted.ids)
+                for name, copies in evicted.checkpoints:
+                    offloader.store_checkpoint(name, copies, "evict")
+        finally:
+            full = self._prefix.full
+            if full is not None and len(evicted.ids):
+                self._release(full, evicted.ids)
+            for name, copies in evicted.checkpoints:
+                if offloader is not None:
+                    offloader.checkpoint_dropped(name)
+                for bounded, ids in zip(self._prefix.bounded, copies):
+                    self._release(bounded, ids)
+            guard.is_torn = False
+
+    def tidy(self) -> None:
+        """Poison what was freed, where that is asked for. What fails is tried again before a block is handed out."""
+        with suppress(MemoryError, RuntimeError):
+            self._memory.poison_freed()
+
+    def freed(self, group: BlockGroup, ids: Ids) -> None:
+        """Blocks ``ids`` were released: nothing below the device names them, and their bytes mean nothing."""
+        if self._offloader is not None and group is self._prefix.full:
+            self._offloader.freed(ids)
+        self._memory.freed(group.index, ids)
+
+    def _release(self, group: BlockGroup, ids: Ids) -> None:
+        group.release(ids)
+        self.freed(group, ids)
+
+    def _grant(self, grant: Grant) -> None:
+        """What another group left in a sector could read as NaN in this one: it is cleared first."""
+        self._memory.clear_sectors(grant.sectors)
+        self._guard.is_torn = True
+        assert self._sectors is not None
+        self._sectors.commit_grant(grant)
+        self._guard.is_torn = False
+
+    def _vacate(self, vacating: Vacating | None) -> bool:
+        """Move what lies in the sectors, and tell all who name it; False if there is none to vacate."""
+        if vacating is None:
+            return False
+        assert self._sectors is not None
+        group, sources, targets = vacating.group, vacating.sources, vacating.targets
+        is_moving = len(sources) > 0
+        if is_moving:
+            new_ids = np.arange(group.plan.num_rows, dtype=np.int32)
+            new_ids[sources] = targets
+            slots = group.slots_naming(sources)
+            self._memory.finish_copies(group.index)
+            self._memory.copy(group.index, sources, targets)
+        self._guard.is_torn = True
+        if is_moving:
+            if self._offloader is not None and group is self._prefix.full:
+                self._guard.change(self._offloader.moved, new_ids)
+                self._guard.is_torn = True
+            self._prefix.remap(group, new_ids)
+            group.remap(new_ids, slots)
+            self.num_moves += 1
+        self._sectors.commit_vacating(vacating)
+        self._guard.is_torn = False
+        return True
+
+    # -- words for it ------------------------------------------------------------------------------------------------
+
+    def shortage(self, wanted: Many[int], budget: int) -> str:
+        """Which group lacks how many of the ``wanted`` blocks, and how they could become free."""
+        short = [(group, n, self.available(group)) for group, n in zip(self._groups, wanted)]
+        short = [(group, n, there) for group, n, there in short if n > there]
+        if not short:
+            names = [group.name for group in self._groups]
+            return f"{list(wanted)} blocks needed in {names} at once; close a sequence first"
+        return "; ".join(
+            f"{n} blocks needed, {there} available ({group.free.num_free} free, {group.outstanding} reserved by running "
+            f"requests) of {group.plan.num_blocks} in {group.name}: {n - there} more must be freed by running requests; close "
+            f"a sequence or raise the budget (now {format_bytes(budget)})"
+            for group, n, there in short
+        )
+
+    def check(self) -> None:
+        """Prove that sectors and groups agree, and that every reservation can be kept. Raises CheckFailed."""
+        if self._sectors is not None:
+            self._sectors.check()
+        if not self.fits(self._none):
+            lack = [group.name for group in self._groups if self.surplus(group) < 0]
+            raise CheckFailed(f"more is reserved than can be had; short of their own blocks: {lack}")
+        for group in self._groups:
+            cached = self._prefix.owned_ids(group)
+            absent = np.empty(0, np.int32) if self._sectors is None else self._sectors.absent_ids(group)
+            group.check(cached, absent)

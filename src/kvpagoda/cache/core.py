@@ -1,0 +1,191 @@
+"""The parts of one cache, and the requests that live off them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.sectors import Sectors
+from kvpagoda.cache.capacity import Capacity
+from kvpagoda.cache.guard import Guard
+from kvpagoda.cache.namespace import Media, Namespaces
+from kvpagoda.cache.offload import Offloader
+from kvpagoda.cache.options import Identity, Limits, Retention
+from kvpagoda.cache.prefix_cache import PrefixCache
+from kvpagoda.cache.request import Request, State
+from kvpagoda.cache.swap import Suspended, Swap
+from kvpagoda.memory.no_memory import NoMemory
+from kvpagoda.schema import Plan
+from kvpagoda.tiers.level import RecordIdentity
+from kvpagoda.tiers.spec import TierSpec
+from kvpagoda.units import ceil_div, parse_bytes
+
+DEFAULT_CONTEXT = 131_072
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a cache was told when it was made; see ``KVCache``."""
+
+    vocab_size: int | None = None
+    fingerprint: str = ""
+    policy: str = "lru"
+    retention: Retention = Retention()
+    identity: Identity = Identity()
+    limits: Limits = Limits()
+    tiers: Many[TierSpec] = ()
+
+
+@dataclass
+class Counters:
+    """Since the cache was made. ``computed``, ``cached``, ``loaded``: tokens of requests that are over, or of all."""
+
+    opened: int = 0
+    closed: int = 0
+    stopped: int = 0
+    """Requests that were closed or suspended."""
+    computed: int = 0
+    cached: int = 0
+    loaded: int = 0
+
+
+class Core:
+    """Who holds what of ``plan``: request slots, one ``BlockGroup`` for every growth law, and what is kept for reuse, over
+    ``memory``, which moves the bytes. No torch.
+
+    ``running``: slot -> request; ``suspended``: request -> where its bytes are; ``stale``: namespaces that were invalidated
+    while something of them was in use.
+    """
+
+    def __init__(self, plan: Plan, memory: NoMemory, settings: Settings) -> None:
+        self.plan, self.memory, self.settings = plan, memory, settings
+        self.guard, self.block_size, self.vocab_size = Guard(), plan.block_size, settings.vocab_size
+        limits = [plan.longest_context, plan.max_positions, settings.limits.max_context]
+        self.max_context = min([limit for limit in limits if limit is not None], default=DEFAULT_CONTEXT)
+        columns = ceil_div(self.max_context, plan.block_size)
+        self.groups = tuple(
+            BlockGroup(group, plan.max_requests, 1 if group.demand.growth.is_state else columns, index=index)
+            for index, group in enumerate(plan.groups)
+        )
+        self.states = next((group for group in self.groups if group.growth.is_state), None)
+        self.prefix = PrefixCache(
+            self.groups, plan.block_size, settings.policy, settings.retention, plan.num_checkpoints, 8 * columns
+        )
+        self.full, self.bounded = self.prefix.full, self.prefix.bounded
+        self.sectors = Sectors(plan.num_sectors, self.groups) if plan.num_sectors else None
+        swap = settings.limits.swap
+        swap_nbytes = plan.nbytes if swap is None else 0 if swap == 0 else parse_bytes(swap)
+        self.swap = Swap(swap_nbytes, self.groups, memory)
+        identity, fingerprint = settings.identity, settings.fingerprint
+        self.namespaces, self.media = Namespaces(fingerprint, identity.weights.encode()), Media()
+        self.running: dict[int, Request] = {}
+        self.suspended: dict[Request, Suspended] = {}
+        self.stale: set[bytes] = set()
+        self.free_slots = list(range(plan.max_requests - 1, -1, -1))
+        self.counters, self.is_open = Counters(), True
+        self.offloader: Offloader | None = None
+        if settings.tiers:
+            records = RecordIdentity(
+                identity.weights, fingerprint, plan.block_size, identity.rank, identity.num_ranks
+            )
+            self.offloader = Offloader(settings.tiers, records, self.full, self.bounded, memory, identity.secret)
+        self.capacity = Capacity(
+            self.groups, self.sectors, self.prefix, self.offloader, memory, self.guard, self.running
+        )
+
+    @property
+    def is_sharing(self) -> bool:
+        """Whether groups share one memory."""
+        return self.sectors is not None
+
+    def extend_hashes(self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media_ids: Mapping[int, int]) -> None:
+        """Append to ``block_hashes``, of the beginning of a text, what it lacks up to the last whole block of ``tokens``, which are
+        all tokens of the text from the first on. There are tiers. O(new tokens)."""
+        assert self.offloader is not None
+        media = self.media.digests(media_ids, self.block_size) if media_ids else None
+        self.offloader.extend_hashes(block_hashes, namespace, tokens, media)
+
+    def hashes_of(self, request: Request, end: int) -> list[bytes]:
+        """The block hashes of ``request``: of its first ``end`` blocks at least."""
+        if len(request.block_hashes) <= end:
+            tokens = request.raw_tokens(0, end * self.block_size)
+            self.extend_hashes(request.block_hashes, request.namespace, tokens, request.media_ids)
+        return request.block_hashes
+
+    def release(self, request: Request, suspended: Suspended | None = None) -> None:
+        """``request`` runs no more: what it alone holds and its slot are free, what it published is unpinned. With
+        ``suspended``, from ``Swap.copy_out``, it is set aside, else closed."""
+        slot, guard = request.slot, self.guard
+        owned = [group.own_ids(slot) for group in self.groups]
+        if self.full is not None:
+            self.memory.finish_copies(self.full.index)
+        guard.is_torn = True
+        for group, ids in zip(self.groups, owned):
+            group.close(slot, ids)
+            self.capacity.freed(group, ids)
+        self.prefix.tree.unpin(request.lease)
+        del self.running[slot]
+        self.free_slots.append(slot)
+        request.slot, request.state = -1, State.CLOSED
+        if suspended is not None:
+            self.swap.put(suspended)
+            self.suspended[request] = suspended
+            request.state = State.SUSPENDED
+        self.counters.stopped += 1
+        guard.is_torn = False
+
+    def clear(self) -> None:
+        """Forget every request and everything cached, whatever state a signal left this in."""
+        self.guard.is_torn = True
+        for request in (*self.running.values(), *self.suspended):
+            request.state, request.rows, request.slot = State.CLOSED, None, -1
+            request.num_fences, request.ends_with_fences = 0, False
+        self.running.clear()
+        self.suspended.clear()
+        self.stale.clear()
+        self.free_slots[:] = range(self.plan.max_requests - 1, -1, -1)
+        self.counters.stopped += 1
+        for group in self.groups:
+            group.clear()
+        if self.sectors is not None:
+            self.sectors.clear()
+        self.swap.clear()
+        self.prefix.clear_all()
+        self.media.clear()
+        if self.offloader is not None:
+            self.offloader.clear()
+        self.memory.forget_copies()
+        for group in self.groups:
+            self.memory.freed(group.index, group.free.free_ids())
+        self.guard.is_torn = False
+
+    def num_blocks(self, group: BlockGroup) -> int:
+        """Blocks that ``group`` has memory for now."""
+        if self.sectors is None:
+            return group.free.num_ids
+        return self.sectors.num_owned[group.index] * group.plan.per_sector
+
+    def unusable_nbytes(self) -> int:
+        """Bytes that serve nobody and could not serve a group that is in need: free and not reserved where no other group
+        can have them, and what is lost to carving sectors."""
+        nbytes = 0
+        for group in self.groups:
+            idle, plan = max(0, group.free.num_free - group.outstanding), group.plan
+            if self.sectors is not None:
+                idle %= plan.per_sector
+                nbytes += self.num_blocks(group) * (plan.row_nbytes - plan.demand.layout.nbytes)
+            nbytes += idle * plan.row_nbytes
+        return nbytes
+
+    def state_rows(self, slots: np.ndarray) -> np.ndarray:
+        """The block that holds the state of each slot, int32 like ``slots``; 0, the padding block, for slot -1 and without
+        states."""
+        if self.states is None:
+            return np.zeros(len(slots), np.int32)
+        rows: np.ndarray = self.states.table.cells[slots, 0]
+        return rows

@@ -1,0 +1,65 @@
+"""The proof that every block, slot, row and byte of a cache has one owner."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpagoda.cache.core import Core
+from kvpagoda.cache.request import Request, State
+from kvpagoda.errors import CheckFailed
+
+
+def check(core: Core) -> None:
+    """Prove everything from scratch. Raises CheckFailed with the ids that break it. O(blocks)."""
+    _check_slots(core)
+    for request in (*core.running.values(), *core.suspended):
+        _check_request(core, request)
+    core.swap.check(core.suspended.values())
+    core.prefix.check(len(core.running), {request.namespace for request in core.running.values()})
+    core.capacity.check()
+    if core.offloader is not None:
+        owned = np.empty(0, np.int32) if core.full is None else core.prefix.owned_ids(core.full)
+        core.offloader.check(owned, core.prefix.checkpoints)
+
+
+def _check_slots(core: Core) -> None:
+    if sorted([*core.running, *core.free_slots]) != list(range(core.plan.max_requests)):
+        raise CheckFailed(f"slots {sorted(core.running)} run, {sorted(core.free_slots)} are free")
+    for slot, request in core.running.items():
+        if request.slot != slot or request.state is not State.RUNNING:
+            raise CheckFailed(f"slot {slot} runs a request that is {request.state.value} in slot {request.slot}")
+    for request in core.suspended:
+        if request.slot != -1 or request.state is not State.SUSPENDED or request.rows is not None:
+            raise CheckFailed(f"a suspended request is {request.state.value} in slot {request.slot}")
+    for group in core.groups:
+        idle = [slot for slot in np.flatnonzero(np.array(group.end)).tolist() if slot not in core.running]
+        idle += [slot for slot in np.flatnonzero(np.array(group.reserved)).tolist() if slot not in core.running]
+        if idle:
+            raise CheckFailed(f"{group.name}: slots {idle} hold or reserve blocks but do not run")
+
+
+def _check_request(core: Core, request: Request) -> None:
+    """Its lengths, its rows in the tables, its lease, its fences and its place in a batch agree."""
+    where = f"slot {request.slot} ({request.length} tokens)"
+    if request.rows is not None:
+        rows, row = request.rows, request.rows.row_of.get(request)
+        if row is None or rows.lengths[row] < request.own_length or request in rows.alone:
+            raise CheckFailed(f"{where}: its batch does not know it, or has fewer tokens than its {request.own_length}")
+    if request.num_fences < 0 or (request.ends_with_fences and not request.num_fences):
+        raise CheckFailed(f"{where}: {request.num_fences} fences")
+    if not 0 <= request.own_length <= len(request.tokens):
+        raise CheckFailed(f"{where}: more tokens than its text of {len(request.tokens)}")
+    most = request.length // core.block_size
+    if len(request.block_hashes) > 1 + max(most, request.prompt_length // core.block_size):
+        raise CheckFailed(f"{where}: names of {len(request.block_hashes) - 1} blocks, more than its text has")
+    if request.state is not State.RUNNING:
+        return
+    if not request.lease.is_open or request.lease.num_blocks > most:
+        raise CheckFailed(f"{where}: its lease covers {request.lease.num_blocks} blocks")
+    for group in core.groups:
+        first, end = group.first[request.slot], group.end[request.slot]
+        if first * group.block_size > group.growth.first_needed(request.length) or end * group.block_size < request.length:
+            raise CheckFailed(f"{where}: {group.name} has only blocks {first}..{end - 1} of its text")
+    full = core.full
+    if full is not None and full.shared[request.slot] != request.lease.num_blocks:
+        raise CheckFailed(f"{where}: {full.shared[request.slot]} blocks shared, {request.lease.num_blocks} in its lease")

@@ -1,0 +1,274 @@
+"""A request from its first step to its end: extend, commit, rewind, suspend, close, and fences around all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.core import Core
+from kvpagoda.cache.publishing import Publisher
+from kvpagoda.cache.request import Request, State, as_tokens
+from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
+
+_INT32 = np.dtype(np.int32)
+
+
+class Lifecycle:
+    """What happens to the running requests of ``core``."""
+
+    def __init__(self, core: Core, publisher: Publisher) -> None:
+        self.core = self._core = core
+        self._publisher = publisher
+
+    # -- growing -----------------------------------------------------------------------------------------------------
+
+    def extend(self, ends: Mapping[int, int]) -> None:
+        """Make room for the first ``ends[slot]`` tokens of each of these slots, in every group, or for none. Raises OutOfBlocks,
+        and BadInput past the longest context."""
+        core, furthest = self._core, max(ends.values())
+        if furthest > core.max_context:
+            raise BadInput(f"{furthest} tokens are more than the longest context of {core.max_context}")
+        growing: list[tuple[int, dict[int, int]]] = []
+        needs, more = [0] * len(core.groups), [0] * len(core.groups)
+        for group in core.groups:
+            lacking = {slot: n for slot, end in ends.items() if (n := group.lacking(slot, end))}
+            if lacking:
+                growing.append((group.index, lacking))
+                needs[group.index] = sum(lacking.values())
+                more[group.index] = sum(max(0, n - group.outstanding_of(slot)) for slot, n in lacking.items())
+        if not growing:
+            return
+        if any(more) and not core.capacity.fits(more):
+            raise OutOfBlocks(core.capacity.shortage(more, core.plan.budget))
+        core.capacity.ensure_free(needs, more)
+        pieces: list[tuple[int, int, Ids]] = []
+        for index, lacking in growing:
+            ids, begin = core.groups[index].peek(needs[index]), 0
+            if core.groups[index] is core.states:
+                core.memory.reset(index, ids)
+            for slot, n in lacking.items():
+                pieces.append((index, slot, ids[begin : begin + n]))
+                begin += n
+        core.guard.is_torn = True
+        for index, slot, ids in pieces:
+            core.groups[index].append(slot, ids)
+        core.guard.is_torn = False
+
+    def capacity_of(self, request: Request) -> int:
+        """Tokens, the committed ones included, that every group has room for."""
+        capacity, slot = self._core.max_context, request.slot
+        for group in self._core.groups:
+            here = group.end[slot] * group.block_size
+            if here < capacity:
+                capacity = here
+        return capacity
+
+    def commit(self, request: Request, token_ids: Any) -> None:
+        """The rows of the next tokens are written; see ``Sequence.commit``."""
+        request.detach()
+        core, length, left = self._core, request.own_length, request.prompt_length - request.own_length
+        if left > 0 and type(token_ids) is np.ndarray and token_ids.dtype == _INT32 and token_ids.ndim == 1:
+            ids = token_ids  # what the prompt has was looked at when it came
+            if len(ids) > left:
+                as_tokens(ids[left:], core.vocab_size)
+        else:
+            ids = as_tokens(token_ids, core.vocab_size)
+        count, capacity = len(ids), self.capacity_of(request)
+        end = length + count
+        if end > capacity:
+            raise BadInput(f"commit of {count} tokens after {length} passes the capacity of {capacity}; extend first")
+        if left > 0 and count:
+            known = request.tokens[length : length + left if left < count else end]
+            same = known == (ids if count <= left else ids[:left])
+            at = same.argmin()
+            if not same[at]:
+                raise BadInput(f"commit names token {ids[at]} at {length + at}, the prompt has {known[at]}")
+        if count > left:
+            request.append(ids)
+        request.own_length = end
+        self._publisher.settle(request)
+
+    def settle(self, request: Request) -> None:
+        """Do what follows from the commits of ``request``; see ``Publisher.settle``."""
+        self._publisher.settle(request)
+
+    # -- going back --------------------------------------------------------------------------------------------------
+
+    def rewind(self, request: Request, n: int) -> None:
+        """The last ``n`` tokens are taken back; see ``Sequence.rewind``."""
+        request.detach()
+        if n > request.own_length:
+            raise BadInput(f"cannot rewind {n} of {request.own_length} tokens")
+        if not n:
+            return
+        length = request.own_length - n
+        self.check_unfenced(request, "rewound")
+        self._check_rewindable(request, length)
+        tokens = request.tokens
+        columns = length // self._core.block_size
+        if columns < request.lease.num_blocks:
+            tokens = tokens.copy()  # what was published may not be written over
+            self._unshare(request, columns, length)
+        request.tokens = tokens
+        request.own_length = length
+        request.written = max(request.written, length + n)
+        request.prompt_length = min(request.prompt_length, length)
+        request.media_ids = {at: one for at, one in request.media_ids.items() if at < length}
+        del request.block_hashes[columns + 1 :]
+
+    def _check_rewindable(self, request: Request, length: int) -> None:
+        """Raises BadInput where a layer keeps something that cannot go back to ``length`` tokens."""
+        core, slot = self._core, request.slot
+        written, given = max(request.written, request.own_length), request.match.resumable
+        short = [(layer, label, n) for layer, label, n in core.plan.rewinds if length < max(given, written - n)]
+        if short:
+            layers = ", ".join(f"layer {layer} ({label}) {n}" for layer, label, n in short[:8])
+            raise BadInput(
+                f"{request.own_length} tokens go back to {max(given, written - min(n for _, _, n in short))}, not to "
+                f"{length}: of {written} tokens written after {given} cached ones, the states of these layers take back only "
+                f"so many: {layers}; fork before tokens that may be taken back, or give rings a larger verify_width"
+            )
+        for group in core.groups:
+            first = group.growth.first_needed(length) // group.block_size
+            if first < group.first[slot]:
+                furthest = group.first[slot] * group.block_size
+                raise BadInput(f"{group.name} no longer keeps positions before {furthest}; {length} tokens need them")
+
+    def _unshare(self, request: Request, columns: int, length: int) -> None:
+        """Let the blocks behind the first ``columns`` be the request's own, for others will be written there. Raises
+        OutOfBlocks, changing nothing."""
+        core, slot, full = self._core, request.slot, self._core.full
+        own = freed = np.empty(0, np.int32)
+        is_taken = False
+        shorter = core.guard.change(core.prefix.tree.pin, request.lease, columns)
+        try:
+            if full is not None:
+                is_copied = length % core.block_size > 0
+                is_taken = is_copied and self._make_room_for_copy(full, slot)
+                freed = full.own_ids(slot)
+                if is_copied:
+                    own = full.peek(1) if is_taken else freed[:1]
+                    freed = freed if is_taken else freed[1:]
+                    source = full.table.cells[slot, columns : columns + 1].copy()
+                    core.memory.copy(full.index, source, own)
+        except BaseException:
+            if not core.guard.is_torn:
+                core.guard.change(core.prefix.tree.unpin, shorter)
+            raise
+        core.guard.is_torn = True
+        if full is not None:
+            reserved = full.reserved[slot]
+            if is_taken:
+                full.take(own)
+            full.cut(slot, columns, own, freed)
+            core.capacity.freed(full, freed)
+        core.prefix.tree.unpin(request.lease)
+        request.lease = shorter
+        if full is not None:
+            there = max(0, core.capacity.available(full))
+            full.reserve(slot, min(reserved, full.reserved[slot] + there))
+        core.guard.is_torn = False
+        core.capacity.tidy()
+
+    def _make_room_for_copy(self, group: BlockGroup, slot: int) -> bool:
+        """Whether a free block of ``group`` can take the copy of a shared one; else ``slot`` has one of its own, which means
+        nothing afterwards: they are freed in return for it. Raises OutOfBlocks."""
+        capacity, needs = self._core.capacity, [0] * len(self._core.groups)
+        needs[group.index] = 1
+        has_own = group.end[slot] > group.shared[slot]
+        try:
+            if has_own or capacity.fits(needs):
+                capacity.ensure_free(needs, None if has_own else needs)
+                return True
+        except OutOfBlocks:
+            if has_own:
+                return False
+        raise OutOfBlocks(f"need 1 block in {group.name} for a copy; close a sequence first")
+
+    # -- setting aside and ending ------------------------------------------------------------------------------------
+
+    def suspend(self, request: Request, whole: bool) -> None:
+        """``request`` goes to host memory; see ``Sequence.suspend``."""
+        core = self._core
+        request.detach()
+        self.check_unfenced(request, "suspended")
+        suspended = core.swap.copy_out(request.slot, request.own_length, self.capacity_of(request), whole)
+        core.release(request, suspended)
+        core.capacity.tidy()
+        self.clear_stale()
+
+    def close(self, request: Request) -> None:
+        """``request`` ends: its own blocks and its slot are free; what it published stays, unpinned. While a step or a copy of
+        it is in flight all of that waits."""
+        core, counters = self._core, self._core.counters
+        request.detach()
+        if request.num_fences:
+            request.ends_with_fences = True
+            return
+        computed = request.own_length - request.match.resumable
+        if request.state is State.SUSPENDED:
+            core.guard.is_torn = True
+            core.swap.drop(core.suspended.pop(request))
+            request.state = State.CLOSED
+            core.guard.is_torn = False
+        else:
+            if not request.is_settled:
+                self._publisher.settle(request)
+            self._publisher.store_last_checkpoint(request)
+            core.release(request)
+        counters.closed += 1
+        counters.computed += computed
+        request.ends_with_fences = False
+        core.capacity.tidy()
+        self.clear_stale()
+
+    def clear_stale(self) -> None:
+        """Of namespaces that were invalidated, drop what nobody uses any more."""
+        core = self._core
+        if not core.stale:
+            return
+        waiting = {one.namespace for one in core.suspended}  # they go on, and leave something behind again
+        for namespace in [*core.stale]:
+            with suppress(RetryLater):
+                core.capacity.forget(partial(core.prefix.clear, namespace))
+                core.stale -= {namespace} - waiting
+
+    def check_unfenced(self, request: Request, what: str) -> None:
+        if request.num_fences:
+            raise RetryLater(
+                f"slot {request.slot} has {request.num_fences} fences and cannot be {what}; leave them first"
+            )
+
+    def enter_fence(self, requests: list[Request]) -> None:
+        """One fence more around each of ``requests``. Raises StaleHandle, fencing none."""
+        for request in requests:
+            request.check_running()
+        for request in requests:
+            request.num_fences += 1
+
+    def leave_fence(self, requests: list[Request]) -> None:
+        """One fence less around each of ``requests``; then do what waited. An error of one does not keep the others."""
+        ended, errors = list[Request](), list[Exception]()
+        while requests:
+            request = requests[-1]
+            if request.num_fences == 1:
+                ended.append(request)
+            request.num_fences = max(0, request.num_fences - 1)  # after a reset there is none
+            requests.pop()
+        for request in ended:
+            try:
+                if request.ends_with_fences:
+                    self.close(request)
+                elif request.state is State.RUNNING and not request.is_settled:
+                    request.detach()
+                    self._publisher.settle(request)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]

@@ -1,0 +1,169 @@
+"""What a cache knows of one request, and what a persistent batch knows of it before that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.namespace import with_media
+from kvpagoda.cache.prefix_cache import PrefixMatch
+from kvpagoda.errors import BadInput, StaleHandle
+from kvpagoda.prefix import Lease
+
+Tokens = npt.NDArray[np.int32]
+_INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
+
+
+def as_tokens(token_ids: Any, vocab_size: int | None = None) -> Tokens:
+    """``token_ids`` as a contiguous int32 vector. Raises BadInput for anything but integers inside the vocabulary."""
+    try:
+        array = np.asarray(token_ids)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadInput(f"token ids must be a vector of integers: {error}") from None
+    if array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous:
+        unsigned = array.view(_UINT32)  # one pass: what is below 0 is large
+        if not len(array) or unsigned.item(unsigned.argmax()) < (vocab_size or 2**31):
+            return array
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise BadInput(f"token ids must be a vector of integers, got {array.dtype} of shape {list(array.shape)}")
+    if array.size:
+        low, high = int(array.min()), int(array.max())
+        top = (vocab_size or 2**31) - 1
+        if low < 0 or high > top:
+            raise BadInput(f"token id {low if low < 0 else high} is outside the vocabulary 0..{top}")
+    return np.ascontiguousarray(array, np.int32)
+
+
+class State(Enum):
+    """Where a request is in its life."""
+
+    NEW = "new"
+    RUNNING = "running"
+    SUSPENDED = "suspended"
+    CLOSED = "closed"
+
+
+class Request:
+    """A text that is being computed, and its share of the cache.
+
+    ``tokens``: the buffer of the text, int32; the first ``prompt_length`` were given, the first ``length`` are committed.
+    ``lease``: what it has published or started from. ``written``: the highest length that a batch or a commit went up to;
+    rings and states hold what came last. ``block_hashes``: names of its beginnings below the device, as far as anybody asked.
+    ``num_fences``: steps and copies in flight. ``is_settled``: whether everything committed was published; if not, that is
+    done when the last fence is lifted, or with the next commit. ``ends_with_fences``: it was closed inside a fence.
+    ``rows``: the persistent batch that is ahead of it, if any. ``resumed_at``: the cache's count of stopped requests when it
+    got its slot.
+    """
+
+    __slots__ = (
+        "block_hashes", "ends_with_fences", "is_settled", "last_checkpoint", "lease", "match", "media_ids", "namespace",
+        "num_fences", "own_length", "priority", "prompt_length", "resumed_at", "rows", "slot", "state", "tokens", "written",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        prompt_length: int,
+        namespace: bytes,
+        priority: int,
+        media_ids: Mapping[int, int],
+    ) -> None:
+        self.tokens, self.prompt_length, self.own_length, self.written = tokens, prompt_length, 0, 0
+        self.namespace, self.priority, self.media_ids = namespace, priority, media_ids
+        self.match = PrefixMatch(0, 0, "nothing")
+        self.lease: Lease
+        self.slot, self.state, self.resumed_at = -1, State.NEW, 0
+        self.num_fences, self.is_settled, self.ends_with_fences = 0, True, False
+        self.last_checkpoint = -1
+        self.block_hashes: list[bytes] = []
+        self.rows: DecodeRows | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens whose rows are written."""
+        return self.own_length if self.rows is None else self.rows.length_of(self)
+
+    def keys(self, first: int, end: int) -> Tokens:
+        """Tokens ``first .. end - 1`` as texts are compared: with media ids."""
+        tokens = self.tokens[first:end]
+        return with_media(tokens, first, self.media_ids) if self.media_ids else tokens
+
+    @property
+    def text(self) -> Tokens | None:
+        """The array in which ``keys`` lie, which may be kept: nobody writes again where it was published. None with media."""
+        return None if self.media_ids else self.tokens
+
+    def raw_tokens(self, first: int, end: int) -> Tokens:
+        """Tokens ``first .. end - 1`` as they are; a view."""
+        return self.tokens[first:end]
+
+    def append(self, ids: Ids) -> None:
+        """Append tokens to the committed ones. Amortised O(n)."""
+        length, end = self.own_length, self.own_length + len(ids)
+        if end > len(self.tokens):
+            grown = np.empty(max(end, 2 * len(self.tokens)), np.int32)
+            grown[:length] = self.tokens[:length]
+            self.tokens = grown
+        self.tokens[length:end] = ids
+        self.own_length = end
+
+    def start_at(self, found: PrefixMatch, block_size: int) -> None:
+        """It begins, or begins again, with the tokens that were ``found``. Of one that begins again the prompt ends with what
+        was committed, so that what is named or shown behind that is forgotten."""
+        if self.state is State.SUSPENDED:
+            self.prompt_length = self.own_length
+            del self.block_hashes[self.own_length // block_size + 1 :]
+            self.media_ids = {at: one for at, one in self.media_ids.items() if at < self.own_length}
+        self.match = found
+        self.own_length = self.written = found.resumable
+
+    def detach(self) -> None:
+        """Let it have the tokens that a persistent batch committed for it; what it does from now on is its own."""
+        if self.rows is not None:
+            self.rows.detach(self)
+
+    def check_running(self) -> None:
+        """Raises StaleHandle."""
+        if self.state is not State.RUNNING or self.ends_with_fences:
+            is_aside = self.state is State.SUSPENDED
+            raise StaleHandle(f"this sequence is {'suspended; resume it first' if is_aside else 'closed; open a new one'}")
+
+
+class DecodeRows:
+    """Row ``i`` of the arrays is that of one request.
+
+    ``lengths``, ``capacity``, ``written`` int64 ``[num_rows]``: tokens committed, tokens that there is room for, the highest
+    length that a step went up to. ``newest`` int32 ``[num_rows, block_size]``: the tokens of the block that each row is in, at
+    their place in it. ``row_of``: request -> row. ``alone``: requests whose rows must be read again before they are used,
+    because they are new or did something by themselves.
+    """
+
+    def __init__(self, num_rows: int, block_size: int) -> None:
+        self.lengths, self.capacity, self.written = np.zeros((3, num_rows), np.int64)
+        self.newest = np.zeros((num_rows, block_size), np.int32)
+        self.row_of: dict[Request, int] = {}
+        self.alone: set[Request] = set()
+
+    def length_of(self, request: Request) -> int:
+        """Tokens of ``request`` that are written."""
+        return int(self.lengths[self.row_of[request]])
+
+    def flush(self, request: Request) -> None:
+        """Give ``request`` the tokens that it lacks; they lie in one block. Does no harm twice."""
+        row = self.row_of[request]
+        known, length = request.own_length, int(self.lengths[row])
+        if known < length:
+            first = known % self.newest.shape[1]
+            request.append(self.newest[row, first : first + length - known])
+
+    def detach(self, request: Request) -> None:
+        """``request`` goes on by itself: its row is read again before it is used."""
+        self.flush(request)
+        self.alone.add(request)
+        request.written = max(request.written, int(self.written[self.row_of[request]]))
+        request.rows = None

@@ -1,0 +1,83 @@
+"""What users say about cached texts: keep this one, forget those."""
+
+from __future__ import annotations
+
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.core import Core
+from kvpagoda.cache.lifecycle import Lifecycle
+from kvpagoda.cache.namespace import Namespace
+from kvpagoda.cache.prefix_cache import Pin
+from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
+from kvpagoda.prefix import Match
+
+AnyNamespace = Namespace | str | bytes | None
+
+
+class Reuse:
+    """Pins and invalidation for the prefix cache of ``core``."""
+
+    def __init__(self, core: Core, lifecycle: Lifecycle) -> None:
+        self._core, self._lifecycle = core, lifecycle
+
+    def pin(self, keys: Ids, namespace: bytes) -> Pin:
+        """Keep what is cached of the text ``keys``; see ``KVCache.pin``."""
+        core = self._core
+        match: Match = core.prefix.tree.match(keys, namespace)
+        pin = core.guard.change(core.prefix.pin, match)
+        if not core.capacity.fits([0] * len(core.groups)):
+            core.guard.change(core.prefix.unpin, pin)
+            raise OutOfBlocks(
+                f"{match.num_blocks} blocks are cached of this text, and running requests have reserved what they would keep "
+                f"back; close a sequence first"
+            )
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """End ``pin``, if it is still held. Raises BadInput."""
+        if not isinstance(pin, Pin):
+            raise BadInput(f"unpin takes what pin returned, got {type(pin).__name__}")
+        self._core.guard.change(self._core.prefix.unpin, pin)
+
+    def invalidate(self, namespaces: tuple[AnyNamespace, ...], weights: str | None) -> None:
+        """From now on nothing is found of what was cached in ``namespaces``; see ``KVCache.invalidate``."""
+        core = self._core
+        if weights is not None and not isinstance(weights, str):
+            raise BadInput(f"weights are text, a digest of them; got {weights!r}")
+        if weights is not None and namespaces:
+            raise BadInput(f"new weights are those of all namespaces, got {len(namespaces)} of them; give none")
+        running = {request.namespace for request in (*core.running.values(), *core.suspended)}
+        cached = core.prefix.tree.namespaces()
+        core.guard.is_torn = True
+        try:
+            if namespaces:
+                old = core.namespaces.renew(namespaces)
+            else:
+                old = core.namespaces.renew_all(cached | running, None if weights is None else weights.encode())
+        except Exception:
+            core.guard.is_torn = False
+            raise
+        core.stale |= old
+        for pin in core.prefix.pins_of(old):
+            core.prefix.unpin(pin)
+        if weights is not None and core.offloader is not None:
+            core.offloader.set_weights(weights)
+        core.guard.is_torn = False
+        self._lifecycle.clear_stale()
+
+    def reset(self) -> None:
+        """Forget everything that is kept for reuse. Raises RetryLater while a request runs or is suspended; but where a signal
+        tore the cache, forget every request too."""
+        core = self._core
+        if core.guard.is_torn:
+            core.clear()
+            return
+        if core.suspended or core.running:
+            raise RetryLater(
+                f"{len(core.running)} requests run, in slots {sorted(core.running)[:16]}, and {len(core.suspended)} are "
+                f"suspended; close them first"
+            )
+        for pin in core.prefix.pins_of():
+            core.guard.change(core.prefix.unpin, pin)
+        core.capacity.forget(core.prefix.clear)
+        core.capacity.tidy()
+        core.media.clear()

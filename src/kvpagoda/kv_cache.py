@@ -1,0 +1,354 @@
+"""``KVCache``: a schema, a budget, and the requests that live off it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Many
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from kvpagoda.batch.batch import Batch
+from kvpagoda.batch.persistent import PersistentBatch
+from kvpagoda.batch.step import StepRows
+from kvpagoda.batch.step_buffers import StepBuffers
+from kvpagoda.blocks.ids import whole_number
+from kvpagoda.cache.admission import Admission
+from kvpagoda.cache.core import Core, Settings
+from kvpagoda.cache.guard import Guard, either_way, exclusive
+from kvpagoda.cache.invariants import check
+from kvpagoda.cache.lifecycle import Lifecycle
+from kvpagoda.cache.namespace import with_media
+from kvpagoda.cache.options import Identity, Limits, Retention
+from kvpagoda.cache.prefix_cache import Pin
+from kvpagoda.cache.publishing import Publisher
+from kvpagoda.cache.request import Request, as_tokens
+from kvpagoda.cache.reuse import AnyNamespace, Reuse
+from kvpagoda.cache.sequence import Calls, Fence, Sequence, requests_of
+from kvpagoda.cache.stats import CacheStats, stats_of
+from kvpagoda.cache.tier_reader import Prefetch
+from kvpagoda.errors import BadInput, MissingExtra, StaleHandle
+from kvpagoda.memory.device_table import DeviceTables
+from kvpagoda.memory.no_memory import NoMemory
+from kvpagoda.schema import Plan, Schema
+from kvpagoda.tiers.spec import TierSpec
+
+NO_DEVICE = "none"
+
+
+class KVCache:
+    """The cache of one model on one device, or with no memory behind it.
+
+    ``schema``: what each layer keeps (``Schema.from_hf_config``). ``budget``: bytes of memory, as a number or as text such as
+    ``"2GiB"``; or ``num_blocks``, of a schema with one kind of layers or of all. Every byte is allocated here and none later.
+    ``device``: a torch device; None: CUDA when a GPU is there, else the CPU; ``"none"``: no memory, for simulators and for
+    schedulers in a process of their own, also where torch is not installed: batches then give numpy arrays.
+    ``max_requests`` may run at once. ``block_size``: tokens in a block (default: what the schema's layers ask for).
+    ``policy``: which cached block goes first, by name (``kvpagoda.prefix.POLICY_NAMES``) or as an ``EvictionPolicy``.
+    ``tiers``: where blocks and checkpoints go below the device, the fastest first (``kvpagoda.tiers.host_tier`` and others).
+    ``dtype``: of what the schema keeps, in place of the model's own. ``retention``, ``identity``, ``limits``: what is kept for
+    reuse, who this process is to others, how far requests may go. ``order``: ``"block"`` or ``"layer"``, see ``Arena``;
+    several groups share one block-major memory unless it is ``"layer"``. ``poison``: fill what nobody holds with NaN, to find
+    stale reads.
+
+    One owner at a time: a cache and its sequences are used by one thread, or by several under one lock of theirs; a call
+    while another thread is inside raises ConcurrentUse. An interrupt (Ctrl-C) between calls, or in one that is not yet
+    changing anything, does no harm; one that falls into the few assignments of a change makes every further call raise
+    NeedsReset, until ``reset``. Raises BadInput, NeverFits.
+
+    >>> from kvpagoda import Schema
+    >>> config = dict(model_type="llama", num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
+    >>> cache = KVCache(Schema.from_hf_config(config), "64KiB", device="none")
+    >>> with cache.open(range(40)) as sequence:
+    ...     sequence.commit(range(40))
+    >>> cache.open(range(50)).cached_tokens
+    40
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        budget: int | str | None = None,
+        *,
+        num_blocks: int | None = None,
+        device: Any = None,
+        max_requests: int = 64,
+        block_size: int | None = None,
+        policy: Any = "lru",
+        tiers: Many[TierSpec] = (),
+        dtype: str | None = None,
+        retention: Retention | None = None,
+        identity: Identity | None = None,
+        limits: Limits | None = None,
+        order: str | None = None,
+        poison: bool = False,
+    ) -> None:
+        retention, identity, limits = retention or Retention(), identity or Identity(), limits or Limits()
+        for value, kind in ((retention, Retention), (identity, Identity), (limits, Limits)):
+            if not isinstance(value, kind):
+                raise BadInput(f"{kind.__name__.lower()} is a kvpagoda.{kind.__name__}, got {value!r}")
+        self.schema = schema if dtype is None else schema.cast(str(dtype).removeprefix("torch."))
+        plan = self.schema.plan(
+            budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=limits.step_tokens,
+            checkpoints=retention.checkpoints, shared=order != "layer",
+        )  # fmt: skip
+        memory = _memory(plan, device, order, poison, bool(tiers))
+        settings = Settings(
+            schema.vocab_size, self.schema.fingerprint, policy, retention, identity, limits, tuple(tiers)
+        )
+        self._core = Core(plan, memory, settings)
+        self._publisher = Publisher(self._core)
+        self._admission = Admission(self._core, self._publisher)
+        self._lifecycle = Lifecycle(self._core, self._publisher)
+        self._reuse = Reuse(self._core, self._lifecycle)
+        self._calls = Calls(self._core, self._admission, self._lifecycle)
+        self._tables = DeviceTables(self.schema, self._core.groups, memory.arrays)
+        self._step_buffers = StepBuffers(memory.arrays)
+
+    @property
+    def _guard(self) -> Guard:
+        return self._core.guard
+
+    @property
+    def plan(self) -> Plan:
+        """What its bytes are for."""
+        return self._core.plan
+
+    @property
+    def device(self) -> Any:
+        """The torch device of the memory; None without memory."""
+        return self._core.memory.arrays.device
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._core.block_size
+
+    @property
+    def max_context(self) -> int:
+        """The longest request, in tokens."""
+        return self._core.max_context
+
+    @property
+    def core(self) -> Core:
+        """The parts of this cache, for what is built on top of it in this library: no part of the public interface."""
+        return self._core
+
+    # -- the life of a request ---------------------------------------------------------------------------------------
+
+    @exclusive
+    def open(
+        self,
+        token_ids: Any,
+        namespace: AnyNamespace = None,
+        priority: SupportsIndex = 0,
+        *,
+        capacity: SupportsIndex | None = None,
+        reserve: SupportsIndex | None = None,
+        media: Mapping[int, bytes] | None = None,
+        prefetch: Prefetch | None = None,
+        layerwise: bool = False,
+    ) -> Sequence:
+        """Admit a request with this prompt: a slot, everything cached that it can start from, and room to go on.
+
+        ``token_ids``: at least one int, or an int32 array. ``namespace``: only requests of one namespace share anything.
+        ``priority``: of what it leaves in the cache, for the policies ``priority`` and ``ttl``; a whole number of 64 bits.
+        ``capacity``: make room for so many first tokens (default the whole prompt; give 0 or a chunk when the prompt is
+        computed in chunks). ``reserve``: tokens that the request may come to hold (default the prompt): blocks for them are
+        reserved, so that it never waits for others once admitted. ``media``: offset -> digest (at least 16 bytes) of each
+        image that begins there. What tiers have is loaded, if that is expected to be faster than computing it; ``prefetch``,
+        of the same text, is used up. ``layerwise``: blocks of a layer may come in when ``batch.layer`` asks for them, as far
+        as staging memory goes. Raises BadInput, NeverFits (larger than the whole cache), RetryLater (fits, but not now).
+        Nothing is kept then.
+        """
+        core = self._core
+        if not core.is_open:
+            raise StaleHandle("this cache is closed")
+        prompt = as_tokens(token_ids, core.vocab_size)
+        length = len(prompt)
+        if not length:
+            raise BadInput("a request needs at least one token, got none")
+        first = length if capacity is None else whole_number(capacity, "capacity")
+        most = max(length, first if reserve is None else whole_number(reserve, "reserve"))
+        if type(priority) is not int or not -(2**63) <= priority < 2**63:
+            priority = _priority(priority)
+        if prefetch is not None and not isinstance(prefetch, Prefetch):
+            raise BadInput(f"prefetch is what KVCache.prefetch returned, got {type(prefetch).__name__}")
+        key, media_ids = core.namespaces.key(namespace), core.media.ids(media, length) if media else {}
+        tokens = np.empty(most if most <= 2 * length else length, np.int32)
+        tokens[:length] = prompt
+        request = Request(tokens, length, key, priority, media_ids)
+        sequence = Sequence(self._calls, request)  # made before there is anything to lose
+        self._admission.open(request, first, most, prefetch, layerwise=bool(layerwise))
+        return sequence
+
+    @exclusive
+    def prefetch(
+        self, token_ids: Any, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None
+    ) -> Prefetch:
+        """Begin to look for this prompt in the tiers, and to read what is there into host memory, while the request waits: for
+        ``open(..., prefetch=...)``. At most half the staging memory of a tier is used for it; close what is not used.
+
+        Raises BadInput, also where there are no tiers.
+        """
+        core = self._core
+        if core.offloader is None:
+            raise BadInput("this cache has no tiers to prefetch from; give it tiers=[...]")
+        tokens = as_tokens(token_ids, core.vocab_size)
+        key, media_ids = core.namespaces.key(namespace), core.media.ids(media, len(tokens))
+        match, found = core.prefix.find(with_media(tokens, 0, media_ids), key)
+        hashes: list[bytes] = []
+        core.extend_hashes(hashes, key, tokens[: max(0, len(tokens) - 1)], media_ids)
+        return core.offloader.reader.prefetch(hashes, match.num_blocks, found.resumable // core.block_size)
+
+    @exclusive
+    def next_checkpoint(self, sequence: Sequence) -> int | None:
+        """The next position at which a step of ``sequence`` should end, so that a checkpoint can be kept there; None
+        where it does not matter. Inside the prompt only: single tokens pass every boundary anyway."""
+        return self._publisher.next_checkpoint(requests_of([sequence], self._core)[0])
+
+    def fence(self, sequences: Iterable[Sequence]) -> Fence:
+        """A context; inside, nothing that ``sequences`` hold is freed, published or moved, whatever is committed or closed: a
+        step or a copy on another stream may still read and write it. What waits is done at the end. Raises StaleHandle,
+        fencing none, if one is closed or suspended."""
+        return Fence(self._calls, requests_of(sequences, self._core))
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    @exclusive
+    def batch(
+        self, sequences: Many[Sequence], new_tokens: Many[SupportsIndex], pad_to: SupportsIndex | None = None
+    ) -> Batch:
+        """Index arrays for a step that computes ``new_tokens[i]`` tokens of ``sequences[i]``, for which there is room.
+
+        ``pad_to`` rows in all (CUDA graphs): padded rows have one token, slot -1, length 0 and write to block 0. The
+        arrays lie in static buffers: they are valid until the next ``batch``. Raises BadInput, StaleHandle.
+        """
+        core, requests = self._core, requests_of(sequences, self._core)
+        counts = [whole_number(n, "new_tokens of a sequence", 1) for n in new_tokens]
+        if len(requests) != len(counts) or not requests:
+            raise BadInput(
+                f"{len(requests)} sequences need as many positive new_tokens, at least one; got {counts[:16]}"
+            )
+        rows = len(requests) if pad_to is None else whole_number(pad_to, "pad_to", 1)
+        if rows < len(requests):
+            raise BadInput(f"pad_to={pad_to} is less than the {len(requests)} sequences of the batch")
+        if len({*requests}) != len(requests):
+            raise BadInput("a sequence appears twice in the batch")
+        for request, new in zip(requests, counts):
+            request.check_running()
+            capacity = self._lifecycle.capacity_of(request)
+            if request.length + new > capacity:
+                raise BadInput(
+                    f"slot {request.slot} has room for {capacity} tokens, not {request.length} + {new}; extend first"
+                )
+        padding = rows - len(requests)
+        slots = np.array([request.slot for request in requests] + [-1] * padding, np.int64)
+        before = np.array([request.length for request in requests] + [0] * padding, np.int64)
+        step = StepRows(slots, np.array([*counts] + [1] * padding, np.int64), len(requests))
+        for request, new in zip(requests, counts):
+            request.written = max(request.written, request.length + new)
+        return Batch(core, self._step_buffers, self._tables, requests, step, before)
+
+    @exclusive
+    def persistent_batch(
+        self, sequences: Iterable[Sequence] = (), num_rows: SupportsIndex | None = None
+    ) -> PersistentBatch:
+        """Run ``sequences``, whose prompts are committed, step by step: each step costs what changed. ``num_rows`` rows in all
+        (default: as many as there are sequences, at least one), padded as ``batch`` does. Raises BadInput, StaleHandle."""
+        members = tuple(sequences)
+        rows = max(1, len(members)) if num_rows is None else whole_number(num_rows, "num_rows", 1)
+        running = PersistentBatch(self._lifecycle, self._tables, rows)
+        running.add(*members)
+        return running
+
+    # -- what is kept ------------------------------------------------------------------------------------------------
+
+    @exclusive
+    def pin(self, token_ids: Any, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None) -> Pin:
+        """Keep what is cached of this text, and its last checkpoint: it goes last, when a request could not run otherwise.
+
+        Raises OutOfBlocks beyond the share of the cache that pins may have (``Retention.pin_share``), and where running
+        requests have reserved it. ``unpin`` ends it; ``pin.is_held`` tells.
+        """
+        core = self._core
+        tokens = as_tokens(token_ids, core.vocab_size)
+        media_ids = core.media.ids(media, len(tokens))
+        return self._reuse.pin(with_media(tokens, 0, media_ids), core.namespaces.key(namespace))
+
+    @exclusive
+    def unpin(self, pin: Pin) -> None:
+        """End a pin; nothing happens if it was given up already. Raises BadInput for what is no pin."""
+        self._reuse.unpin(pin)
+
+    @exclusive
+    def invalidate(self, *namespaces: AnyNamespace, weights: str | None = None) -> None:
+        """From now on nothing is found of what was cached in ``namespaces`` (none given: in all): after an adapter or the
+        weights were loaded anew. Requests that run go on; what they leave behind is dropped when they end.
+
+        What is kept below the device from then on is found by this process alone; with ``weights``, a digest of the new
+        weights of all namespaces, by all that have the same. A name that outlives the process must not mean two adapters.
+        """
+        self._reuse.invalidate(namespaces, weights)
+
+    @either_way
+    def reset(self) -> None:
+        """Forget everything that is kept for reuse: after new weights, say. Raises RetryLater while a request runs or is
+        suspended. After NeedsReset it forgets every request too, whose sequences are closed then."""
+        self._reuse.reset()
+
+    @exclusive
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until what was to be stored in tiers is stored, at most ``timeout`` seconds; whether it is."""
+        return self._core.offloader is None or self._core.offloader.flush(timeout)
+
+    # -- proof and figures -------------------------------------------------------------------------------------------
+
+    @exclusive
+    def stats(self) -> CacheStats:
+        """Counters; cheap enough for every step."""
+        return stats_of(self._core)
+
+    @exclusive
+    def check(self) -> None:
+        """Prove from scratch that every block, slot and row is in exactly one place. Raises CheckFailed with the ids."""
+        check(self._core)
+
+    @either_way
+    def close(self, timeout: float = 10.0) -> None:
+        """Close every sequence, running or suspended; the cache takes no more requests. The memory goes with the object. Tiers
+        get at most ``timeout`` seconds for what they were to store."""
+        core = self._core
+        if core.guard.is_torn:
+            core.clear()
+        for request in [*core.running.values(), *core.suspended]:
+            if not request.ends_with_fences:
+                self._lifecycle.close(request)
+        if core.is_open and core.offloader is not None:
+            core.offloader.close(timeout)
+        core.is_open = False
+
+
+def _memory(plan: Plan, device: Any, order: str | None, poison: bool, has_tiers: bool) -> NoMemory:
+    """Memory for ``plan`` on ``device``; none for ``"none"``. Raises MissingExtra without torch."""
+    if device == NO_DEVICE:
+        return NoMemory()
+    try:
+        from kvpagoda.memory.device_memory import DeviceMemory
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtra(
+            "a KVCache with memory needs torch; pip install 'kvpagoda[torch]', or give device='none'", name="torch"
+        ) from None
+    return DeviceMemory(plan, device, order, poison=poison, copies_aside=has_tiers)
+
+
+def _priority(priority: Any) -> int:
+    """``priority`` as an int of 64 bits. Raises BadInput."""
+    if isinstance(priority, bool | np.bool_) or not hasattr(priority, "__index__"):
+        raise BadInput(f"priority is a whole number of 64 bits, got {priority!r}")
+    number = int(priority.__index__())
+    if not -(2**63) <= number < 2**63:
+        raise BadInput(f"priority is a whole number of 64 bits, got {number}")
+    return number

@@ -1,0 +1,147 @@
+"""The memory of one cache on one device: an arena for each group, and every copy that is made there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from weakref import finalize
+
+import torch
+
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.errors import OutOfBlocks
+from kvpagoda.memory.arena import Arena, Device, default_device
+from kvpagoda.memory.host_copy import copy_from_host, copy_to_host
+from kvpagoda.memory.layerwise import LayerwiseCopy, side_stream
+from kvpagoda.memory.device_arrays import DeviceArrays
+from kvpagoda.memory.no_memory import NoMemory, Part
+from kvpagoda.memory.pages import PAGE, Bytes
+from kvpagoda.memory.pool import Pool
+from kvpagoda.schema import Layer, Plan
+from kvpagoda.units import format_bytes
+
+Tensor = torch.Tensor
+POISON = 0xFF
+"""NaN in all float formats, -1 in the integers."""
+
+
+class DeviceMemory(NoMemory):
+    """Arenas for ``plan``, all allocated here. Groups that share one memory lie in one buffer, in sectors, block-major.
+
+    ``order``: see ``Arena``. ``poison``: what nobody holds is filled with NaN. ``copies_aside``: whether copies from the host
+    may run on a stream of their own.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: Device = None,
+        order: str | None = None,
+        *,
+        poison: bool = False,
+        copies_aside: bool = False,
+    ) -> None:
+        self.arrays = DeviceArrays(default_device(device))
+        self.device = self.arrays.device
+        shared = torch.zeros(plan.num_sectors * plan.sector_nbytes, dtype=torch.uint8, device=self.device)
+        self.arenas = [
+            Arena(
+                group.demand.layout, group.num_rows, device=self.device, order=order,
+                within=(shared, group.row_nbytes) if plan.num_sectors else None,
+            )
+            for group in plan.groups
+        ]  # fmt: skip
+        self._buffers = [shared] if plan.num_sectors else [arena.buffer for arena in self.arenas]
+        self._growths = [group.demand.growth for group in plan.groups]
+        self._sector_nbytes, self._poison = plan.sector_nbytes, poison
+        self._to_poison: list[tuple[int, Ids]] = []
+        self._copies: list[LayerwiseCopy] = []
+        self._stream = side_stream(self.device) if copies_aside else None
+        self._pools: dict[int, tuple[Pool | None, Pool | None]] = {}
+        self.page_offset = max((buffer.data_ptr() % PAGE for buffer in self._buffers), default=0)
+        if poison:
+            for buffer in self._buffers:
+                buffer.fill_(POISON)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the arenas take: ``plan.nbytes``."""
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    def pools(self, layer: Layer) -> tuple[Pool | None, Pool | None]:
+        """The blocks and the states of ``layer``, None for what it does not keep; they are in when this returns."""
+        for copy in self._copies:
+            copy.wait(layer.index)
+        if self._copies:
+            self._copies = [copy for copy in self._copies if not copy.is_done]
+        if layer.index not in self._pools:
+            blocks = states = None
+            for growth, arena in zip(self._growths, self.arenas):
+                if growth.is_state and layer.state_rows():
+                    states = Pool(arena, layer.index, layer.state_rows())
+                elif growth == layer.growth:
+                    blocks = Pool(arena, layer.index, layer.block_rows())
+            self._pools[layer.index] = blocks, states
+        return self._pools[layer.index]
+
+    def copy(self, group: int, sources: Ids, targets: Ids) -> None:
+        self.finish_copies(group)
+        self.arenas[group].copy(sources, targets)
+
+    def reset(self, group: int, ids: Ids) -> None:
+        self.arenas[group].reset(ids)
+
+    def clear_sectors(self, sectors: Ids) -> None:
+        """They are zeroed, with ``poison`` NaN: what another group left there could read as NaN."""
+        size = self._sector_nbytes
+        for sector in sectors.tolist():
+            self._buffers[0][sector * size : (sector + 1) * size].fill_(POISON if self._poison else 0)
+
+    def freed(self, group: int, ids: Ids) -> None:
+        if self._poison and len(ids):
+            self._to_poison.append((group, ids))
+
+    def poison_freed(self) -> None:
+        while self._to_poison:
+            group, ids = self._to_poison[-1]
+            self.arenas[group].poison(ids)
+            self._to_poison.pop()
+
+    def record_nbytes(self, group: int) -> int:
+        return self.arenas[group].layout.nbytes
+
+    def host_memory(self, nbytes: int) -> Bytes:
+        """As ``NoMemory`` says; page-locked where the cache lies on a GPU."""
+        memory = super().host_memory(nbytes)
+        if self.device.type == "cuda":
+            runtime, at = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
+            try:
+                torch.cuda.check_error(runtime.cudaHostRegister(at, nbytes, 0))
+            except torch.cuda.CudaError as error:
+                raise OutOfBlocks(
+                    f"the host cannot lock {format_bytes(nbytes)}; give a smaller swap, or less staging"
+                ) from error
+            finalize(memory, runtime.cudaHostUnregister, at).atexit = False
+        return memory
+
+    def to_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int]) -> None:
+        self.finish_copies(group)
+        copy_to_host(self.arenas[group], ids, torch.from_numpy(table), rows)
+
+    def from_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int]) -> None:
+        copy_from_host(self.arenas[group], ids, torch.from_numpy(table), rows)
+
+    def from_host_later(self, group: int, parts: Many[Part], done: Callable[[], None]) -> None:
+        tables = [(ids, torch.from_numpy(table), rows) for ids, table, rows in parts]
+        self._copies.append(LayerwiseCopy(self.arenas[group], tables, done, self._stream))
+
+    def finish_copies(self, group: int | None = None) -> None:
+        for copy in [*self._copies]:
+            if group is None or copy.arena is self.arenas[group]:
+                copy.finish()
+                self._copies.remove(copy)
+
+    def forget_copies(self) -> None:
+        copies, self._copies, self._to_poison = self._copies, [], []
+        for copy in copies:
+            copy.cancel()
