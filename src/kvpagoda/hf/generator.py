@@ -17,7 +17,8 @@ from kvpagoda.hf.weights import weights_digest
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.scheduling import Costs, Job, PreemptionPolicy, RunQueue, Way, cheapest
 from kvpagoda.schema import Compressed, Schema
-from kvpagoda.cache.sequence import Sequence, Tokens, as_tokens
+from kvpagoda.cache.request import Tokens, as_tokens
+from kvpagoda.cache.sequence import Sequence
 from kvpagoda.cache.stats import CacheStats
 
 
@@ -108,11 +109,12 @@ class Generator:
         model.eval()
         dtype = str(model.dtype).removeprefix("torch.")
         schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, verify_width=lookup)
-        sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
-        if "weights" not in sizes and not all(getattr(tier, "is_private", True) for tier in sizes.get("tiers", ())):
-            sizes = {**sizes, "weights": weights_digest(model)}
-        longest_piece = max(prefill_chunk, lookup + 1)
-        self.cache = KVCache(schema, device=model.device, step_tokens=longest_piece, **sizes)
+        sizes = {**cache_arguments} if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
+        identity, limits = sizes.pop("identity", None) or Identity(), sizes.pop("limits", None) or Limits()
+        if not identity.weights and not all(getattr(tier, "is_private", True) for tier in sizes.get("tiers", ())):
+            identity = replace(identity, weights=weights_digest(model))
+        limits = replace(limits, step_tokens=max(prefill_chunk, lookup + 1))
+        self.cache = KVCache(schema, device=model.device, identity=identity, limits=limits, **sizes)
         self._chunk, self._lookup = prefill_chunk, min((lookup, *(n for _, _, n in self.cache.plan.rewinds)))
         compressed = any(isinstance(kind, Compressed) for layer in schema.layers for kind in layer.kinds)
         self._runner: Runner = (CompressedRunner if compressed else ModelRunner)(model, self.cache)
@@ -142,12 +144,12 @@ class Generator:
         The prompt is computed once; then the other answers are forked from the first, or, where there is no room, start
         later from what is cached. ``namespace``: see ``KVCache.open``. Raises BadInput and NeverFits at once.
         """
-        ids = as_tokens(prompt, self.cache.vocab_size)
+        ids = as_tokens(prompt, self.cache.schema.vocab_size)
         if len(ids) == 0 or max_new_tokens < 1 or n < 1:
             raise BadInput(
                 f"need at least one prompt token, max_new_tokens >= 1 and n >= 1, got {len(ids)}, {max_new_tokens} and {n}"
             )
-        self.cache.check_fits(len(ids) + max_new_tokens, room=min(self._chunk, len(ids)))
+        self.cache.plan.blocks_wanted(len(ids) + max_new_tokens, min(self._chunk, len(ids)), self.cache.max_context)
         request = Request(ids, max_new_tokens, n, sampling, namespace)
         self._queue.enter(*request.answers)
         return request

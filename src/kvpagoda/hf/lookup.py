@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpagoda.cache.sequence import Tokens
+from kvpagoda.cache.request import Tokens
 
 LENGTHS = (3, 2)
 """How many of the last tokens are looked for, in this order."""

@@ -12,7 +12,8 @@ import torch
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.paged import ATTENTION, StepContext, in_step
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.cache.sequence import Sequence, Tokens
+from kvpagoda.cache.request import Tokens
+from kvpagoda.cache.sequence import Sequence
 
 Tensor = torch.Tensor
 Work = tuple[Sequence, Tokens]

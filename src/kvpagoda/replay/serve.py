@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.books import Books
+from kvpagoda.cache.options import Identity, Limits, Retention
+from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, NeverFits, RetryLater
+from kvpagoda.kv_cache import KVCache
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Schema
-from kvpagoda.cache.sequence import Sequence
 from kvpagoda.tiers.spec import TierSpec
 
 Tokens = npt.NDArray[np.int32]
@@ -83,31 +84,29 @@ def serve(
     An id of the trace stands for ``tokens_per_id`` tokens (public Mooncake traces: 512); the rest of a prompt, and every
     output, is the request's own, since traces do not say what outputs were. ``step_tokens`` of each request are computed
     at a time. ``part``: the requests of it that are served, by number. ``tiers``: below the cache; with no memory behind it,
-    records are of a page each. The other arguments are those of ``Schema.plan`` and ``Books``. Raises BadInput, NeverFits.
+    records are of a page each. The other arguments are those of ``KVCache``. Raises BadInput, NeverFits.
     """
     if tokens_per_id < 1:
         raise BadInput(f"an id stands for at least 1 token, got {tokens_per_id}")
     columns = Trace.read(trace)
-    plan = schema.plan(
-        budget, max_requests, block_size, step_tokens=step_tokens, checkpoints=checkpoints, shared=shared
-    )
     longest = int((columns.input_lengths + columns.output_lengths).max(initial=1))
-    books = Books(
-        plan, max_context=longest, checkpoint_every=checkpoint_every, policy=policy, fingerprint=schema.fingerprint,
-        tiers=tiers, weights="none: a trace",
+    cache = KVCache(
+        schema, budget, device="none", max_requests=max_requests, block_size=block_size, policy=policy, tiers=tiers,
+        retention=Retention(checkpoints, checkpoint_every), identity=Identity(weights="none: a trace"),
+        limits=Limits(longest, step_tokens), order=None if shared else "layer",
     )  # fmt: skip
-    run = _Run(books, columns, tokens_per_id, step_tokens, range(len(columns)) if part is None else part)
+    run = _Run(cache, columns, tokens_per_id, step_tokens, range(len(columns)) if part is None else part)
     while run.step():
         if on_request is not None:
             on_request(run.num_closed)
     if on_request is not None:
         on_request(len(run.waiting))
-    stats = books.stats()
-    books.close()
+    stats = cache.stats()
+    cache.close()
     return ServeResult(
-        columns.name, schema.name, policy, plan.nbytes, len(run.waiting), run.never_fit, run.prompt_tokens, run.matched,
+        columns.name, schema.name, policy, cache.plan.nbytes, len(run.waiting), run.never_fit, run.prompt_tokens, run.matched,
         stats.cached_tokens, stats.loaded_tokens, dict(run.limited_by), stats.evicted_blocks, stats.evicted_checkpoints,
-        run.running_steps / max(1, run.steps), 100 * run.unusable / max(1, run.pressed) / max(1, plan.nbytes), run.pressed,
+        run.running_steps / max(1, run.steps), 100 * run.unusable / max(1, run.pressed) / max(1, cache.plan.nbytes), run.pressed,
         run.steps,
     )  # fmt: skip
 
@@ -115,21 +114,21 @@ def serve(
 class _Run:
     """The requests on their way, and what was counted."""
 
-    def __init__(self, books: Books, trace: Trace, tokens_per_id: int, step_tokens: int, waiting: range) -> None:
-        self.books, self.trace, self.per_id, self.step_tokens = books, trace, tokens_per_id, step_tokens
+    def __init__(self, cache: KVCache, trace: Trace, tokens_per_id: int, step_tokens: int, waiting: range) -> None:
+        self.cache, self.trace, self.per_id, self.step_tokens = cache, trace, tokens_per_id, step_tokens
         self.waiting = waiting
-        self.running: list[tuple[Sequence, Tokens]] = []
+        self.running: list[tuple[Sequence, Tokens, int]] = []
         self.next = self.never_fit = self.prompt_tokens = self.matched = self.num_closed = 0
         self.steps = self.running_steps = self.pressed = self.unusable = 0
         self.limited_by: Counter[str] = Counter()
 
     def step(self) -> bool:
         """One step of everything that runs; False when there is nothing left."""
-        before = self.books.stats()
+        before = self.cache.stats()
         is_pressed = self._admit()
-        for sequence, text in list(self.running):
-            self._advance(sequence, text)
-        after = self.books.stats()
+        for sequence, text, num_prompt in list(self.running):
+            self._advance(sequence, text, num_prompt)
+        after = self.cache.stats()
         self.steps += 1
         self.running_steps += len(self.running)
         if (
@@ -137,32 +136,32 @@ class _Run:
             or after.evicted_blocks + after.evicted_checkpoints > before.evicted_blocks + before.evicted_checkpoints
         ):
             self.pressed += 1
-            self.unusable += self.books.unusable_nbytes()
+            self.unusable += self.cache.core.unusable_nbytes()
         return bool(self.running) or self.next < len(self.waiting)
 
     def _admit(self) -> bool:
         """Open what there is room for; whether something had to wait for memory."""
-        while self.next < len(self.waiting) and len(self.running) < self.books.max_requests:
+        while self.next < len(self.waiting) and len(self.running) < self.cache.plan.max_requests:
             text, num_prompt = self._text(self.waiting[self.next])
             try:
-                sequence = self.books.open(text[:num_prompt], room=0, reserve=len(text))
+                sequence = self.cache.open(text[:num_prompt], capacity=0, reserve=len(text))
             except RetryLater:
                 return True
             except NeverFits:
                 self.never_fit += 1
             else:
-                self.running.append((sequence, text))
+                self.running.append((sequence, text, num_prompt))
                 self.prompt_tokens += num_prompt
                 self.matched += sequence.match.num_tokens
                 self.limited_by[sequence.match.limited_by] += 1
             self.next += 1
         return False
 
-    def _advance(self, sequence: Sequence, text: Tokens) -> None:
+    def _advance(self, sequence: Sequence, text: Tokens, num_prompt: int) -> None:
         """The next piece: of the prompt up to where a checkpoint is due, of the output up to its last block boundary."""
-        length, size = sequence.length, self.books.block_size
-        if length < sequence.prompt_length:
-            end = min(length + self.step_tokens, self.books.next_checkpoint(sequence) or sequence.prompt_length)
+        length, size = sequence.length, self.cache.block_size
+        if length < num_prompt:
+            end = min(length + self.step_tokens, self.cache.next_checkpoint(sequence) or num_prompt)
         else:
             boundary = len(text) // size * size
             end = min(length + self.step_tokens, boundary if length < boundary else len(text))
@@ -170,7 +169,7 @@ class _Run:
         sequence.commit(text[length:end])
         if end == len(text):
             sequence.close()
-            self.running.remove((sequence, text))
+            self.running = [one for one in self.running if one[0] is not sequence]
             self.num_closed += 1
 
     def _text(self, number: int) -> tuple[Tokens, int]:
