@@ -14,16 +14,16 @@ Ids = npt.NDArray[np.int32]
 AnyIds = npt.NDArray[np.integer[Any]]
 
 
-def whole_number(n: SupportsIndex, what: str) -> int:
-    """``n`` as an int of at least 0. Raises BadInput for a bool, a float or a negative number."""
+def whole_number(n: SupportsIndex, what: str, least: int = 0) -> int:
+    """``n`` as an int of at least ``least``. Raises BadInput for a bool, a float or a smaller number."""
     if isinstance(n, bool | np.bool_):
         raise BadInput(f"{what} must be a whole number, got {n!r}")
     try:
         number = operator.index(n)
     except TypeError:
         raise BadInput(f"{what} must be a whole number, got {n!r}") from None
-    if number < 0:
-        raise BadInput(f"{what} must not be negative, got {number}")
+    if number < least:
+        raise BadInput(f"{what} must {f'be at least {least}' if least else 'not be negative'}, got {number}")
     return number
 
 
