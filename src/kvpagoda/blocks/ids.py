@@ -27,6 +27,11 @@ def whole_number(n: SupportsIndex, what: str, least: int = 0) -> int:
     return number
 
 
+def positive_numbers(**numbers: SupportsIndex) -> list[int]:
+    """The arguments, in their order, as ints of at least 1. Raises BadInput naming the first that is not one."""
+    return [whole_number(n, what, least=1) for what, n in numbers.items()]
+
+
 class IdSet:
     """One flag for each of the ids ``first .. first + num_ids - 1``: set while the id is handed out.
 
