@@ -5,10 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from kvpagoda.errors import MissingExtra
+
 _PUBLIC = {
     "kvpagoda.errors": (
-        "BadInput", "CheckFailed", "Exhausted", "KVPagodaError", "NeverFits", "NotOwned", "OutOfBlocks", "RetryLater",
-        "SchemaError", "StaleHandle",
+        "BadInput", "CheckFailed", "Exhausted", "KVPagodaError", "MissingExtra", "NeverFits", "NotOwned", "OutOfBlocks",
+        "RetryLater", "SchemaError", "StaleHandle",
     ),
     "kvpagoda.schema": ("Plan", "Schema"),
     "kvpagoda.schema.presets.deepseek_v4": (
@@ -47,7 +49,12 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _ROOM:
         raise AttributeError(f"module 'kvpagoda' has no attribute {name!r}")
-    return getattr(import_module(_ROOM[name]), name)
+    try:
+        return getattr(import_module(_ROOM[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtra(f"kvpagoda.{name} needs torch; pip install 'kvpagoda[torch]'", name="torch") from None
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,7 @@ KVPagodaError
 │   ├── OutOfBlocks                   nothing was taken; close a sequence or raise the budget
 │   └── RetryLater                    admission: not now; it fits once others have closed
 ├── StaleHandle       (RuntimeError)  a sequence or view used after it was closed
+├── MissingExtra      (ImportError)   the name needs a package that is not installed; says which extra brings it
 └── CheckFailed       (AssertionError) ``check()`` found ids that break the law of ownership
 """
 
@@ -49,6 +50,10 @@ class RetryLater(Exhausted):
 
 class StaleHandle(KVPagodaError, RuntimeError):
     """Use of a sequence after ``close``, or of a batch after one of its sequences was closed."""
+
+
+class MissingExtra(KVPagodaError, ImportError):
+    """A name of the library that needs an optional package; ``name`` is the package, the text says how to install it."""
 
 
 class CheckFailed(KVPagodaError, AssertionError):

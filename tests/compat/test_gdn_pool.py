@@ -70,7 +70,9 @@ def test_both_axis_orders_are_views_of_the_same_bytes():
         assert torch.equal(kv[1], state.transpose(-1, -2)) and torch.equal(vk[1], state)
 
 
-@pytest.mark.parametrize("slots", [2, np.int64(2), [2], np.array([2]), torch.tensor([2]), torch.tensor([2], dtype=torch.int32)])
+@pytest.mark.parametrize(
+    "slots", [2, np.int64(2), [2], np.array([2]), torch.tensor([2]), torch.tensor([2], dtype=torch.int32)]
+)
 def test_reset_zeroes_only_the_named_slots(slots):
     pool = make()
     before = fill(pool)
@@ -80,7 +82,9 @@ def test_reset_zeroes_only_the_named_slots(slots):
             assert not now[2].any() and torch.equal(now[[0, 1, 3, 4, 5]], then[[0, 1, 3, 4, 5]])
 
 
-@pytest.mark.parametrize("copy", [(1, 4), (np.int32(1), np.int64(4)), ([1], [4]), (torch.tensor([1]), torch.tensor([4], dtype=torch.int32))])
+@pytest.mark.parametrize(
+    "copy", [(1, 4), (np.int32(1), np.int64(4)), ([1], [4]), (torch.tensor([1]), torch.tensor([4], dtype=torch.int32))]
+)
 def test_copy_moves_all_states_between_any_two_slots(copy):
     pool = make()
     before = fill(pool)

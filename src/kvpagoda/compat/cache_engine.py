@@ -184,7 +184,12 @@ class CacheEngine:
         field = Field("rows", 1, inner, dtype_name(self.dtype))
         layout = RowLayout.build((layer, field) for layer in range(self.num_attention_layers))
         arena = Arena(
-            layout, num_planes * num_blocks, device=device, order="layer", field_align=self.dtype.itemsize, pin_memory=True
+            layout,
+            num_planes * num_blocks,
+            device=device,
+            order="layer",
+            field_align=self.dtype.itemsize,
+            pin_memory=True,
         )
         back = [order.index(axis) for axis in range(len(order))]
         layers = (arena.layer(layer)["rows"] for layer in range(self.num_attention_layers))

@@ -43,13 +43,15 @@ class KVPool:
         v_head_dim: int | None = None,
         pin_memory: bool = True,
     ) -> None:
-        self.size, self.layer_num, self.k_head_num, self.k_head_dim, self.v_head_num, self.v_head_dim = positive_numbers(
-            size=size,
-            layer_num=layer_num,
-            k_head_num=k_head_num,
-            k_head_dim=k_head_dim,
-            v_head_num=k_head_num if v_head_num is None else v_head_num,
-            v_head_dim=k_head_dim if v_head_dim is None else v_head_dim,
+        self.size, self.layer_num, self.k_head_num, self.k_head_dim, self.v_head_num, self.v_head_dim = (
+            positive_numbers(
+                size=size,
+                layer_num=layer_num,
+                k_head_num=k_head_num,
+                k_head_dim=k_head_dim,
+                v_head_num=k_head_num if v_head_num is None else v_head_num,
+                v_head_dim=k_head_dim if v_head_dim is None else v_head_dim,
+            )
         )
         self.dtype = dtype
         fields = (

@@ -96,7 +96,9 @@ class Arena:
         views = [fields[name] for fields in self._views.values() if name in fields]
         starts = [view.storage_offset() for view in views]
         step = starts[1] - starts[0] if len(starts) > 1 else 0
-        assert starts == [starts[0] + i * step for i in range(len(starts))], f"layers of {name!r} are not equally far apart"
+        assert starts == [starts[0] + i * step for i in range(len(starts))], (
+            f"layers of {name!r} are not equally far apart"
+        )
         return views[0].as_strided((len(views), *views[0].shape), (step, *views[0].stride()))
 
     def layer_bytes(self, layer: int) -> list[tuple[slice, Tensor]]:
