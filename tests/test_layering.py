@@ -11,7 +11,7 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "schema", "blocks", "prefix", "formats", "kernels", "memory", "tiers", "compat", "reuse",
+    "errors", "units", "schema", "blocks", "prefix", "formats", "kernels", "memory", "tiers", "step", "compat", "reuse",
     "sectors", "swap", "namespace", "sequence", "stats", "finding", "below", "admission", "books", "preemption", "batch",
     "persistent_batch", "manager", "doctor", "replay", "hf", "cli",
 ]  # fmt: skip
@@ -21,7 +21,7 @@ OPTIONAL = {
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {
-    "formats", "kernels", "batch", "persistent_batch", "manager", "doctor", "hf",
+    "formats", "kernels", "step", "batch", "persistent_batch", "manager", "doctor", "hf",
     "memory.arena", "memory.device_table", "memory.host_copy", "memory.id_tensors", "memory.layerwise", "memory.pool",
     "compat.block_allocator", "compat.cache_engine", "compat.compressed_pools", "compat.factories", "compat.gdn_pool",
     "compat.kv_cache_manager", "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",
@@ -108,4 +108,4 @@ def test_what_needs_no_torch_loads_nothing_that_does() -> None:
 def test_the_list_of_what_needs_torch_is_short() -> None:
     assert not {entry.split(".")[0] for entry in NEEDS_TORCH} & NEVER_TORCH
     using = {module.removeprefix("kvpagoda.") for module, path in FILES.items() if "torch" in imports(path)}
-    assert NEEDS_TORCH == {entry for entry in NEEDS_TORCH if any(f"{name}.".startswith(f"{entry}.") for name in using)}
+    assert {entry for entry in NEEDS_TORCH if any(f"{name}.".startswith(f"{entry}.") for name in using)} == NEEDS_TORCH

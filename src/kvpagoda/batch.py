@@ -12,12 +12,13 @@ import torch
 from kvpagoda.blocks import BlockTable
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.compat.layer_handle import LayerCacheHandle, Step
+from kvpagoda.compat.layer_handle import LayerCacheHandle
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.memory.device_table import DeviceTable
 from kvpagoda.memory.pool import Pool
-from kvpagoda.schema import Compressed, Layer
+from kvpagoda.schema import Layer
 from kvpagoda.sequence import Sequence
+from kvpagoda.step import Step
 
 Tensor = torch.Tensor
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -325,6 +326,7 @@ class LayerView:
     """What one layer's kernels need for one step: its pools, its group's arrays, and who the tokens belong to.
 
     ``view["k"]`` is a field of the layer's blocks ``[blocks, rows, *shape]`` or of its states, by ``state_indices``.
+    ``slot_table``: int32 ``[slots + 1, columns]``, the group's block table by request slot (None: a layer without blocks).
     Valid until the next ``KVCache.batch`` or the close of one of its sequences; makes no copies.
     """
 
@@ -340,7 +342,7 @@ class LayerView:
         self.step, self.state_indices, self.qo_indptr = batch.step, batch.state_indices, batch.qo_indptr
         self.block_size = batch.block_size
         self._arrays = None if group is None else batch.arrays(*group)
-        self._slot_table = None if group is None else group[1].tensor
+        self.slot_table = None if group is None else group[1].tensor
 
     @property
     def arrays(self) -> GroupArrays:
@@ -363,10 +365,7 @@ class LayerView:
 
     def handle(self) -> LayerCacheHandle:
         """The handle of a compressed-attention layer. Raises BadInput for any other kind."""
-        kind = next((kind for kind in self.layer.kinds if isinstance(kind, Compressed)), None)
-        if kind is None or self.state is None:
-            raise BadInput(f"layer {self.layer.index} ({self.layer.label}) has no compressed attention")
-        return LayerCacheHandle(kind, self.blocks, self.state, self._slot_table, self.step)
+        return LayerCacheHandle.of(self)
 
 
 class Batch:

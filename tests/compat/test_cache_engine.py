@@ -112,7 +112,7 @@ def test_a_side_without_blocks_has_no_cache():
         assert (len(engine.gpu_cache), len(engine.cpu_cache)) == (0 if gpu is None else 2, 0 if cpu is None else 2)
         for call in (engine.swap_in, engine.swap_out):
             call(nothing)
-            with pytest.raises(NotOwned, match="not all in 0..-1"):
+            with pytest.raises(NotOwned, match=r"not all in 0\.\.-1"):
                 call(torch.tensor([[0, 0]]))
 
 

@@ -17,7 +17,7 @@ import torch
 from kvpagoda.blocks import FreeList, FreeStack
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.compat.compressed_pools import PagedKVPool, StateCachePool, check_count
-from kvpagoda.compat.layer_handle import LayerCacheHandle, Step
+from kvpagoda.compat.layer_handle import LayerCacheHandle
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, NotOwned, OutOfBlocks, RetryLater
 from kvpagoda.memory.arena import Device, default_device
 from kvpagoda.memory.device_table import DeviceTable
@@ -31,6 +31,7 @@ from kvpagoda.schema.presets.deepseek_v4 import (
     LayerSpec,
     build_schema,
 )
+from kvpagoda.step import Step
 from kvpagoda.units import ceil_div
 
 Tensor = torch.Tensor
@@ -189,7 +190,7 @@ class KVCacheManager:
             self.paged_pools[layer_idx],
             self.state_pools[layer_idx],
             None if (table := self._tables[layer_idx]) is None else table.tensor,
-            Step(request_slots, positions, request_ids),
+            Step(request_slots, positions, request_ids, state_rows=request_slots, dummy=-1),
         )
 
     # -- proof -------------------------------------------------------------------------------------------------------
