@@ -11,7 +11,7 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "schema", "blocks", "prefix", "formats", "kernels", "memory", "tiers", "compat", "reuse",
+    "errors", "units", "schema", "blocks", "prefix", "formats", "kernels", "memory", "tiers", "step", "compat", "reuse",
     "sectors", "swap", "namespace", "sequence", "stats", "finding", "below", "admission", "books", "preemption", "batch",
     "persistent_batch", "manager", "doctor", "replay", "hf", "cli",
 ]  # fmt: skip
@@ -19,12 +19,15 @@ OPTIONAL = {
     "hf": {"transformers", "rich"}, "replay": {"matplotlib", "rich"}, "cli": {"typer"}, "kernels": {"triton"},
     "tiers": {"xxhash", "mooncake"},
 }  # fmt: skip
-CORE = {"numpy", "torch"}
 PLAIN = {"errors", "units", "schema"}
-TORCH_FREE = {
-    "tiers", "stats", "prefix", "blocks", "reuse", "sectors", "swap", "namespace", "sequence", "finding", "below",
-    "admission", "books", "preemption",
+NEEDS_TORCH = {
+    "formats", "kernels", "step", "batch", "persistent_batch", "manager", "doctor", "hf",
+    "memory.arena", "memory.device_table", "memory.host_copy", "memory.id_tensors", "memory.layerwise", "memory.pool",
+    "compat.block_allocator", "compat.cache_engine", "compat.compressed_pools", "compat.factories", "compat.gdn_pool",
+    "compat.kv_cache_manager", "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",
 }  # fmt: skip
+"""Rooms and files that import torch. Everything else works where it is not installed."""
+NEVER_TORCH = {"errors", "units", "schema", "blocks", "prefix", "tiers", "replay"}
 
 
 def module_of(path: Path) -> str:
@@ -32,14 +35,22 @@ def module_of(path: Path) -> str:
     return ".".join(("kvpagoda", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
-def imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(path: Path, *, when_loaded: bool = False) -> set[str]:
+    """What a file imports anywhere; ``when_loaded``: not inside functions, nor under TYPE_CHECKING."""
+    found, nodes = set(), [ast.parse(path.read_text())]
+    while nodes:
+        node = nodes.pop()
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+        elif when_loaded and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        elif when_loaded and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            nodes += node.orelse
+        else:
+            nodes += ast.iter_child_nodes(node)
     return found
 
 
@@ -73,15 +84,28 @@ def test_files_of_a_room_do_not_import_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()
 
 
-def test_the_core_needs_numpy_and_torch_alone() -> None:
+def needs_torch(module: str) -> bool:
+    return not NEEDS_TORCH.isdisjoint({room(module), module.removeprefix("kvpagoda.")})
+
+
+def test_the_core_needs_numpy_alone() -> None:
     import sys
 
     for module, path in FILES.items():
         if module == "kvpagoda":
             continue
         outside = {name.split(".")[0] for name in imports(path)} - {"kvpagoda"} - sys.stdlib_module_names
-        assert outside <= CORE | OPTIONAL.get(room(module), set()), module
-        assert room(module) not in PLAIN or not outside, f"{module} must not need {outside}"
-        assert room(module) not in TORCH_FREE or outside <= {"numpy"} | OPTIONAL.get(room(module), set()), (
-            f"{module} must not need {outside}"
-        )
+        allowed = OPTIONAL.get(room(module), set()) | (set() if room(module) in PLAIN else {"numpy"})
+        assert outside <= allowed | ({"torch"} if needs_torch(module) else set()), module
+
+
+def test_what_needs_no_torch_loads_nothing_that_does() -> None:
+    heavy = {module for module in FILES if module != "kvpagoda" and needs_torch(module)}
+    for module in FILES.keys() - heavy:
+        assert not imports(FILES[module], when_loaded=True) & heavy, module
+
+
+def test_the_list_of_what_needs_torch_is_short() -> None:
+    assert not {entry.split(".")[0] for entry in NEEDS_TORCH} & NEVER_TORCH
+    using = {module.removeprefix("kvpagoda.") for module, path in FILES.items() if "torch" in imports(path)}
+    assert {entry for entry in NEEDS_TORCH if any(f"{name}.".startswith(f"{entry}.") for name in using)} == NEEDS_TORCH

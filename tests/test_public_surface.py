@@ -30,6 +30,7 @@ NAMES = [
     "LayerSchema",
     "LayerSpec",
     "LayerView",
+    "MissingExtra",
     "Namespace",
     "NeverFits",
     "NotOwned",

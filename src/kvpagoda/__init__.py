@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from kvpagoda.errors import MissingExtra
+
 _PUBLIC = {
     "kvpagoda.errors": (
         "BadInput", "CheckFailed", "ConcurrentUse", "Exhausted", "KVPagodaError", "MissingExtra", "NeedsReset", "NeverFits",
@@ -48,7 +50,12 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _ROOM:
         raise AttributeError(f"module 'kvpagoda' has no attribute {name!r}")
-    return getattr(import_module(_ROOM[name]), name)
+    try:
+        return getattr(import_module(_ROOM[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtra(f"kvpagoda.{name} needs torch; pip install 'kvpagoda[torch]'", name="torch") from None
 
 
 def __dir__() -> list[str]:

@@ -39,6 +39,11 @@ def one_line_errors() -> Iterator[None]:
     except (KVPagodaError, OSError) as error:
         typer.echo(f"kvpagoda: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from None
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        typer.echo("kvpagoda: this command needs torch; pip install 'kvpagoda[torch]'", err=True)
+        raise typer.Exit(2) from None
 
 
 @app.command()

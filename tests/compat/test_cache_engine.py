@@ -60,8 +60,8 @@ def make(backend="none", *, gpu=7, cpu=5, model=None, block_size=3, cache_dtype=
 
 def fill(engine):
     rng = torch.Generator().manual_seed(0)
-    for arena in (engine._gpu, engine._cpu):
-        arena.buffer.copy_(torch.randint(0, 256, arena.buffer.shape, dtype=torch.uint8, generator=rng))
+    for side in (engine._gpu, engine._cpu):
+        side.rows.copy_(torch.randint(0, 256, side.rows.shape, dtype=torch.uint8, generator=rng))
 
 
 def blocks(tensor, engine):
@@ -80,10 +80,46 @@ def test_default_shapes():
     assert mla.gpu_cache[0].shape == (7, 3, 576)
 
 
+def test_keyword_names_and_attributes():
+    cache = SimpleNamespace(block_size=3, num_gpu_blocks=9, num_cpu_blocks=6, cache_dtype="fp8")
+    model, parallel = Model(layers=6, heads=4), SimpleNamespace(pipeline_parallel_size=3, tensor_parallel_size=2)
+    device, backend = SimpleNamespace(device_type="cpu"), BACKENDS["blocks first"]
+    engine = CacheEngine(
+        cache_config=cache, model_config=model, parallel_config=parallel, device_config=device, attn_backend=backend
+    )
+    assert engine.cache_config is cache and engine.model_config is model and engine.attn_backend is backend
+    assert engine.parallel_config is parallel and engine.device_config is device
+    assert (engine.head_size, engine.num_attention_layers, engine.num_kv_heads, engine.block_size) == (6, 2, 2, 3)
+    assert (engine.num_gpu_blocks, engine.num_cpu_blocks, engine.dtype) == (3, 2, torch.uint8)
+    assert [tuple(t.shape) for t in engine.gpu_cache] == [(3, 2, 3, 2, 6)] * 2
+    assert [tuple(t.shape) for t in engine.cpu_cache] == [(2, 2, 3, 2, 6)] * 2
+
+
+@pytest.mark.parametrize(("pp", "gpu", "cpu"), [(1, 7, 5), (2, 3, 2), (5, 1, 1), (8, 0, 0)])
+def test_blocks_are_divided_over_the_pipeline_stages(pp, gpu, cpu):
+    engine = make(pp=pp, model=Model(layers=2 * pp))
+    assert (engine.num_gpu_blocks, engine.num_cpu_blocks) == (gpu, cpu)
+    assert engine.gpu_cache[0].shape[1] == gpu and engine.cpu_cache[0].shape[1] == cpu
+    with pytest.raises(NotOwned):
+        engine.swap_in(torch.tensor([[cpu, 0]]))
+
+
+def test_a_side_without_blocks_has_no_cache():
+    nothing = torch.empty(0, 2, dtype=torch.int64)
+    for gpu, cpu in ((7, None), (None, 5), (None, None)):
+        engine = make(gpu=gpu, cpu=cpu)
+        assert (engine.num_gpu_blocks, engine.num_cpu_blocks) == (gpu, cpu)
+        assert (len(engine.gpu_cache), len(engine.cpu_cache)) == (0 if gpu is None else 2, 0 if cpu is None else 2)
+        for call in (engine.swap_in, engine.swap_out):
+            call(nothing)
+            with pytest.raises(NotOwned, match=r"not all in 0\.\.-1"):
+                call(torch.tensor([[0, 0]]))
+
+
 def test_layers_are_counted_by_type_and_stage_and_heads_by_rank():
     engine = make(model=Model(layers=8, heads=4), pp=2, tp=2)
-    assert len(engine.gpu_cache) == len(engine.cpu_cache) == 4
-    assert engine.gpu_cache[0].shape == (2, 7, 3, 2, 6)
+    assert len(engine.gpu_cache) == len(engine.cpu_cache) == engine.num_attention_layers == 4
+    assert engine.gpu_cache[0].shape == (2, 3, 3, 2, 6) and engine.num_kv_heads == 2
     assert len(make(layer_type="mamba").gpu_cache) == 3
     assert LayerType.attention == "attention"
     assert make(model=Model(layers=0)).gpu_cache == []
@@ -174,10 +210,10 @@ def test_one_source_may_go_to_several_destinations():
 def test_bad_ids_raise_before_anything_moves(call, pairs, message):
     engine = make()
     fill(engine)
-    before = engine._gpu.buffer.clone(), engine._cpu.buffer.clone()
+    before = engine._gpu.rows.clone(), engine._cpu.rows.clone()
     with pytest.raises(NotOwned, match=message):
         getattr(engine, call)(torch.tensor(pairs))
-    assert torch.equal(engine._gpu.buffer, before[0]) and torch.equal(engine._cpu.buffer, before[1])
+    assert torch.equal(engine._gpu.rows, before[0]) and torch.equal(engine._cpu.rows, before[1])
 
 
 @pytest.mark.parametrize(
@@ -221,7 +257,7 @@ def test_the_block_size_in_bytes_is_what_the_tensors_take(cache_dtype, use_mla, 
     nbytes = CacheEngine.get_cache_block_size(cache, model, parallel)
     assert nbytes == 3 * 3 * (1 if use_mla else 2) * heads * 6 * {"auto": 2, "fp8": 1, "float": 4}[cache_dtype]
     engine = CacheEngine(cache, model, parallel, SimpleNamespace(device_type="cpu"))
-    assert engine._gpu.nbytes == 7 * nbytes and engine._cpu.nbytes == 5 * nbytes
+    assert engine._gpu.rows.numel() == 3 * nbytes and engine._cpu.rows.numel() == 2 * nbytes
 
 
 @pytest.mark.parametrize(
@@ -233,8 +269,10 @@ def test_the_block_size_in_bytes_is_what_the_tensors_take(cache_dtype, use_mla, 
         {"backend": Backend(lambda n, b, h, d: (2, n, d), (0, 1))},
         {"backend": Backend(lambda n, b, h, d: (2, n, d), (0, 1, 1))},
         {"cache_dtype": "fp3"},
-        {"gpu": None},
         {"gpu": -1},
+        {"pp": 0},
+        {"block_size": 0},
+        {"model": Model(heads=0)},
         {"cpu": 1.5},
     ],
 )

@@ -1,5 +1,6 @@
 """GDNPool: states that are copied and reset, track slots, the two axis orders."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,14 +22,33 @@ def fill(pool):
     return [tuple(state.clone() for state in pool.get_layer_state(layer)) for layer in range(pool.num_gdn_layers)]
 
 
+def test_names_shapes_and_dtypes():
+    arguments = dict(
+        max_reqs=3, num_gdn_layers=2, num_v_heads=4, head_k_dim=5, head_v_dim=6, conv_dim=7, conv_kernel_size=4,
+        device="cpu", dtype=torch.float16, max_track_slots=2,
+    )  # fmt: skip
+    pool = GDNPool(**arguments)
+    for name, value in arguments.items():
+        assert getattr(pool, name) == (torch.device("cpu") if name == "device" else value)
+    assert pool.recurrent_state.shape == (2, 6, 4, 5, 6) and pool.recurrent_state.dtype == torch.float32
+    assert pool.conv_state.shape == (2, 6, 7, 3) and pool.conv_state.dtype == torch.float16
+    assert not pool.recurrent_state.any() and not pool.conv_state.any()
+    plain = GDNPool(3, 2, 4, 5, 6, 7, 4, "cpu")
+    assert (plain.dtype, plain.max_track_slots, plain.conv_state.shape[1]) == (torch.bfloat16, 0, 4)
+
+
 def test_layer_states_are_views_of_the_pool():
     pool = make()
-    recurrent, conv = pool.get_layer_state(1)
-    assert recurrent.shape == (6, 4, 5, 6) and recurrent.dtype == torch.float32
+    recurrent, conv = pool.get_layer_state(gdn_layer_idx=1)
+    assert recurrent.shape == (6, 4, 6, 5) and recurrent.dtype == torch.float32
     assert conv.shape == (6, 7, 3) and conv.dtype == torch.bfloat16
-    assert recurrent.is_contiguous() and conv.is_contiguous()
-    recurrent[2, 1, 3, 5] = 9
-    assert pool.get_layer_state(1)[0][2, 1, 3, 5] == 9 and not pool.get_layer_state(0)[0].any()
+    assert pool.recurrent_state[1].is_contiguous() and conv.is_contiguous()
+    recurrent[2, 1, 5, 3], conv[4, 6, 2] = 9, 8
+    assert pool.recurrent_state[1, 2, 1, 3, 5] == 9 and pool.conv_state[1, 4, 6, 2] == 8
+    assert pool.recurrent_state.sum() == 9 and pool.conv_state.sum() == 8
+    for bad in (2, -1):
+        with pytest.raises(BadInput, match="2 GDN layers"):
+            pool.get_layer_state(bad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn])
@@ -40,36 +60,48 @@ def test_mem_bytes_is_the_bytes_of_all_states(dtype, kernel):
     assert pool.mem_bytes() == pool.arena.buffer.numel()
 
 
-def test_the_other_axis_order_is_a_view_of_the_same_memory():
+def test_both_axis_orders_are_views_of_the_same_bytes():
     pool = make()
-    kv, vk = pool.get_layer_state(0)[0], pool.get_layer_state(0, order="vk")[0]
-    assert vk.shape == (6, 4, 6, 5) and vk.data_ptr() == kv.data_ptr()
-    state = torch.randn(4, 6, 5)  # as a kernel that puts v first writes it
-    vk[1] = state
-    assert torch.equal(kv[1], state.transpose(-1, -2)) and torch.equal(vk[1], state)
-    for bad in ((2, "kv"), (-1, "kv"), (0, "xy")):
-        with pytest.raises(BadInput):
-            pool.get_layer_state(*bad)
+    for layer in range(2):
+        kv, vk = pool.recurrent_state[layer], pool.get_layer_state(layer)[0]
+        assert vk.data_ptr() == kv.data_ptr() and vk.shape == (6, 4, 6, 5)
+        state = torch.randn(4, 6, 5)  # as a kernel that puts v first writes it
+        vk[1] = state
+        assert torch.equal(kv[1], state.transpose(-1, -2)) and torch.equal(vk[1], state)
 
 
-@pytest.mark.parametrize("slots", [2, [2], torch.tensor([2]), torch.tensor([2], dtype=torch.int32)])
+@pytest.mark.parametrize(
+    "slots", [2, np.int64(2), [2], np.array([2]), torch.tensor([2]), torch.tensor([2], dtype=torch.int32)]
+)
 def test_reset_zeroes_only_the_named_slots(slots):
     pool = make()
     before = fill(pool)
-    pool.reset_states(slots)
+    pool.reset_states(req_pool_indices=slots)
     for layer, states in enumerate(before):
         for now, then in zip(pool.get_layer_state(layer), states):
             assert not now[2].any() and torch.equal(now[[0, 1, 3, 4, 5]], then[[0, 1, 3, 4, 5]])
 
 
-@pytest.mark.parametrize("copy", [(1, 4), ([1], [4]), (torch.tensor([1]), torch.tensor([4], dtype=torch.int32))])
+@pytest.mark.parametrize(
+    "copy", [(1, 4), (np.int32(1), np.int64(4)), ([1], [4]), (torch.tensor([1]), torch.tensor([4], dtype=torch.int32))]
+)
 def test_copy_moves_all_states_between_any_two_slots(copy):
     pool = make()
     before = fill(pool)
-    pool.copy_states(*copy)
+    pool.copy_states(src_index=copy[0], dst_index=copy[1])
     for layer, states in enumerate(before):
         for now, then in zip(pool.get_layer_state(layer), states):
             assert torch.equal(now[4], then[1]) and torch.equal(now[[0, 1, 2, 3, 5]], then[[0, 1, 2, 3, 5]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_states_of_every_dtype_are_copied_bit_for_bit(dtype):
+    pool = make(dtype)
+    pool.arena.buffer.copy_(torch.randint(0, 256, pool.arena.buffer.shape, dtype=torch.uint8))
+    before = [state[:, 2].contiguous().view(torch.uint8) for state in (pool.recurrent_state, pool.conv_state)]
+    pool.copy_states([2], [5])
+    for state, then in zip((pool.recurrent_state, pool.conv_state), before):
+        assert torch.equal(state[:, 5].contiguous().view(torch.uint8), then)
 
 
 def test_copy_reads_all_sources_first():

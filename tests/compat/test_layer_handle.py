@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from kvpagoda.compat.layer_handle import ClosedWindows, LayerCacheHandle, Step, dequantize_entries, dequantize_swa
+from kvpagoda.compat.layer_handle import ClosedWindows, LayerCacheHandle, dequantize_entries, dequantize_swa
 from kvpagoda.errors import BadInput
 from kvpagoda.formats import decode, encode
 from kvpagoda.memory.arena import Arena
 from kvpagoda.memory.pool import Pool
 from kvpagoda.schema import MXFP4, NVFP4, Compressed, Encoding, RowLayout
+from kvpagoda.batch.step import Step
 
 Tensor = torch.Tensor
 BLOCK, SLOTS, COLUMNS = 16, 4, 12
@@ -125,7 +126,7 @@ class Traffic:
             tokens += [(-1, self.rng.choice([-1, 0, 3, 1000]))] * self.rng.choice([0, 0, 1, 9])
             tokens += [(slot, request.length + i) for i in range(count)]
         slots, positions = torch.tensor(tokens or [(-1, 0)], dtype=torch.int32).T.contiguous()
-        return Step(slots, positions, torch.zeros_like(slots)), tokens or [(-1, 0)]
+        return Step(slots, positions, torch.zeros_like(slots), slots, dummy=-1), tokens or [(-1, 0)]
 
     def handle(self, step: Step) -> LayerCacheHandle:
         return LayerCacheHandle(self.kind, self.paged, self.state, self.table, step)
@@ -299,7 +300,7 @@ def step_of(*chunks: tuple[int, int, int]) -> Step:
     """Chunks of (slot, first position, count)."""
     tokens = [(slot, first + i) for slot, first, count in chunks for i in range(count)]
     slots, positions = torch.tensor(tokens, dtype=torch.int32).T.contiguous()
-    return Step(slots, positions, torch.zeros_like(slots))
+    return Step(slots, positions, torch.zeros_like(slots), slots, dummy=-1)
 
 
 def test_a_chunk_longer_than_every_ring_closes_many_windows() -> None:
@@ -353,7 +354,7 @@ def test_padded_rows_touch_no_request(name: str) -> None:
     live = {n: t[:SLOTS].clone() for n, t in traffic.state.fields.items()}
     blocks = None if traffic.paged is None else traffic.paged.arena.buffer.clone()
     slots = torch.full((9,), -1, dtype=torch.int32)
-    step = Step(slots, torch.tensor([0, 3, 7, 15, 31, -1, 127, 5, 6], dtype=torch.int32), slots)
+    step = Step(slots, torch.tensor([0, 3, 7, 15, 31, -1, 127, 5, 6], dtype=torch.int32), slots, slots, -1)
     handle, streams = traffic.handle(step), 2 if kind.overlap else 1
     kv = traffic.randn(9, kind.dim, dtype=getattr(torch, kind.dtype))
     rows, valid = handle.read_window(kv)

@@ -17,7 +17,7 @@ def make(size, page_size=1, need_sort=True):
 def snapshot(tokens):
     pages = tokens._pages
     places = pages.free_ids().tolist(), pages.waiting_ids().tolist(), pages.held_ids().tolist()
-    return tokens.available_size(), places, tokens._tokens.ids().tolist(), tokens._live.tolist()
+    return tokens.available_size(), places, tokens._unfreed.ids().tolist()
 
 
 def test_alloc_gives_unique_int32_indices_from_1():
@@ -59,31 +59,94 @@ def test_pages_are_contiguous_inside(need_sort):
     assert bool((pages[:, 1:] - pages[:, :-1] == 1).all()) and bool(((pages[:, 0] - 1) % 4 == 0).all())
 
 
-def test_a_number_that_is_no_multiple_of_the_page_takes_whole_pages():
-    tokens = make(12, 4)
-    assert tokens.alloc(5).tolist() == [1, 2, 3, 4, 5]
-    assert tokens.available_size() == 4
-    with pytest.raises(NotOwned):  # reserved with its page, but nobody's
-        tokens.free([6])
-    tokens.free([5])
-    assert tokens.available_size() == 8
+@pytest.mark.parametrize(("need_size", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (12, 3)])
+def test_alloc_hands_out_whole_pages(need_size, pages):
+    tokens = make(14, 4)
+    out = tokens.alloc(need_size=need_size)
+    assert out.tolist() == list(range(1, 4 * pages + 1)) and tokens.available_size() == 12 - 4 * pages
+    assert tokens.alloc(need_size=4 * (3 - pages) + 1) is None and tokens.available_size() == 12 - 4 * pages
     tokens.check()
 
 
-def test_freeing_part_of_a_page_never_rehands_the_page():
+def test_an_engine_that_used_6_of_8_returns_6():
+    tokens = make(16, 8)
+    for _ in range(5):
+        used = tokens.alloc(6)[:6]
+        tokens.free(used)
+        assert tokens.available_size() == 16
+        tokens.check()
+
+
+def test_the_first_index_of_a_page_that_comes_back_frees_it_and_later_ones_change_nothing():
     tokens = make(8, 4)
-    a = tokens.alloc(8)
-    tokens.free(a[:3])
-    assert tokens.available_size() == 0 and tokens.alloc(1) is None
-    tokens.merge_and_sort_free()
-    assert tokens.alloc(4) is None
-    with pytest.raises(NotOwned, match="freed twice"):
-        tokens.free(a[2:4])
-    tokens.check()
-    tokens.free(a[3:4])
+    out = tokens.alloc(8)
+    tokens.free(out[2:3])
     assert tokens.available_size() == 4
-    assert tokens.alloc(4).tolist() == [1, 2, 3, 4]
+    before = snapshot(tokens)[:2]
+    for half in (out[:2], out[3:4]):  # the other indices of that page
+        tokens.free(half)
+        assert snapshot(tokens)[:2] == before
+        tokens.check()
+    with pytest.raises(NotOwned, match="freed twice"):
+        tokens.free(out[2:3])
+    assert tokens.alloc(4).tolist() == [1, 2, 3, 4]  # once, though it came back in three pieces
+    assert tokens.alloc(4) is None
     tokens.check()
+
+
+def test_an_index_freed_twice_raises_while_another_of_its_page_may_come():
+    tokens = make(8, 4)
+    tokens.alloc(8)
+    tokens.free([1, 5])
+    for twice in ([1], [5], [2, 1], [3, 3], [6, 5]):
+        before = snapshot(tokens)
+        with pytest.raises(NotOwned):
+            tokens.free(twice)
+        assert snapshot(tokens) == before
+    tokens.free([2, 6])
+    with pytest.raises(NotOwned):
+        tokens.free([2])
+    tokens.check()
+
+
+def test_once_a_page_is_handed_out_again_everything_starts_anew():
+    tokens = make(4, 4)
+    tokens.free(tokens.alloc(4)[:3])
+    again = tokens.alloc(4)
+    assert again.tolist() == [1, 2, 3, 4] and tokens.available_size() == 0
+    tokens.free(again[3:])  # never freed in its first life: it frees the page of the second
+    assert tokens.available_size() == 4
+    tokens.free(again[:3])
+    assert tokens.available_size() == 4
+    with pytest.raises(NotOwned):
+        tokens.free(again)
+    tokens.check()
+
+
+def test_a_page_freed_in_two_halves_is_handed_out_once_whatever_lies_between():
+    tokens = make(8, 4)
+    out = tokens.alloc(8)
+    tokens.free(out[:2])
+    tokens.merge_and_sort_free()  # free, no longer waiting
+    tokens.free(out[2:4])
+    tokens.merge_and_sort_free()
+    with tokens.free_group():
+        tokens.free(out[4:6])
+        tokens.free(out[6:8])
+    assert tokens.available_size() == 8
+    assert sorted(tokens.alloc(8).tolist()) == list(range(1, 9)) and tokens.alloc(1) is None
+    tokens.check()
+
+
+def test_keyword_names_and_defaults():
+    tokens = TokenToKVPoolAllocator(size=6, device="cpu")
+    assert (tokens.size, tokens.page_size, tokens.need_sort, tokens.device.type) == (6, 1, True, "cpu")
+    tokens = TokenToKVPoolAllocator(6, "cpu", 2, False)
+    assert (tokens.page_size, tokens.need_sort) == (2, False)
+    tokens.free(indices=tokens.alloc(need_size=3))
+    assert tokens.available_size() == 6
+    with pytest.raises(BadInput, match="int32"):
+        make(2**31, 16)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -224,8 +287,8 @@ def test_indices_of_a_batch_are_freed_whatever_their_shape():
 @pytest.mark.parametrize(
     "break_it",
     [
-        lambda tokens: tokens._live.__setitem__(1, 3),
-        lambda tokens: tokens._tokens.flags.__setitem__(1, False),
+        lambda tokens: tokens._unfreed.flags.__setitem__(1, False),
+        lambda tokens: tokens._unfreed.flags.__setitem__(slice(5, 7), True),
         lambda tokens: tokens._pages.release_id(2),
         lambda tokens: setattr(tokens, "_before_group", 2),
     ],
@@ -239,13 +302,33 @@ def test_check_sees_damage(break_it):
         tokens.check()
 
 
+class Model:
+    """Which pages somebody holds, and which indices of each page were not freed since it was handed out."""
+
+    def __init__(self, page_size):
+        self.page_size, self.held, self.unfreed = page_size, set(), set()
+
+    def page(self, i):
+        return (i - 1) // self.page_size
+
+    def take(self, indices):
+        pages = {self.page(i) for i in indices}
+        assert not pages & self.held and len(indices) == len(set(indices)) == len(pages) * self.page_size
+        self.held |= pages
+        self.unfreed |= set(indices)
+
+    def free(self, indices):
+        self.unfreed -= set(indices)
+        self.held -= {self.page(i) for i in indices}
+
+
 @pytest.mark.parametrize(("page_size", "need_sort"), [(1, True), (1, False), (3, True), (3, False)])
-def test_a_page_is_in_exactly_one_place_through_random_operations(page_size, need_sort):
-    """4 times 25,000 operations against a set; ``check`` after each."""
+def test_random_operations_against_a_model(page_size, need_sort):
+    """4 times 15,000 operations; ``check`` after each."""
     rng = np.random.default_rng(page_size)
     size = 20
-    tokens, held, depth = make(size, page_size, need_sort), [], 0
-    for op in rng.integers(0, 8, 25_000).tolist():
+    tokens, model, depth = make(size, page_size, need_sort), Model(page_size), 0
+    for op in rng.integers(0, 8, 15_000).tolist():
         before = tokens.available_size()
         if op <= 1:
             n = int(rng.integers(0, 8))
@@ -253,20 +336,18 @@ def test_a_page_is_in_exactly_one_place_through_random_operations(page_size, nee
             pages = -(-n // page_size)
             assert (out is None) == (pages * page_size > before)
             if out is not None:
-                got = out.tolist()
-                assert len(set(got)) == n and not set(got) & set(held) and all(1 <= i <= size for i in got)
-                assert tokens.available_size() == before - pages * page_size
-                held += got
+                assert len(out) == pages * page_size and all(1 <= i <= size for i in out.tolist())
+                assert tokens.available_size() == before - len(out)
+                model.take(out.tolist())
         elif op <= 3:
-            rng.shuffle(held)
-            n = int(rng.integers(0, 8))
-            tokens.free(held[:n])
-            held = held[n:]
+            some = rng.permutation(sorted(model.unfreed))[: int(rng.integers(0, 8))].tolist()
+            tokens.free(some)
+            model.free(some)
             assert tokens.available_size() >= before
         elif op == 4:
-            wrong = sorted(set(range(-1, size + 3)) - set(held))
+            wrong = sorted(set(range(-1, size + 3)) - model.unfreed)
             with pytest.raises(NotOwned):
-                tokens.free([*held[:2], int(rng.choice(wrong))])
+                tokens.free([*sorted(model.unfreed)[:2], int(rng.choice(wrong))])
             depth = 0
         elif op == 5:
             tokens.free_group_begin()
@@ -278,12 +359,11 @@ def test_a_page_is_in_exactly_one_place_through_random_operations(page_size, nee
             tokens.merge_and_sort_free()
             assert tokens.available_size() == before
         tokens.check()
-        live_pages = {(i - 1) // page_size for i in held}
-        hidden = tokens.num_pages - len(live_pages) - tokens.available_size() // page_size
+        hidden = tokens.num_pages - len(model.held) - tokens.available_size() // page_size
         assert hidden == 0 if depth == 0 else hidden >= 0
-    tokens.free(held)
     for _ in range(depth):
         tokens.free_group_end()
+    tokens.free(sorted(model.unfreed))
     assert tokens.available_size() == size // page_size * page_size
 
 

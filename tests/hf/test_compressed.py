@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache  # noqa: E402
 
+from kvpagoda.compat.layer_handle import LayerCacheHandle  # noqa: E402
 from kvpagoda.errors import BadInput  # noqa: E402
 from kvpagoda.hf.compressed import ROPE_KINDS, CompressedRunner, attention  # noqa: E402
 from kvpagoda.kv_cache import KVCache  # noqa: E402
@@ -56,7 +57,7 @@ def test_every_layer_keeps_what_transformers_keeps_bit_for_bit(chunks: tuple[int
             turns = {k: net.model.rotary_emb(embedded, position_ids=positions, layer_type=k) for k in ROPE_KINDS}
             for i, layer in enumerate(net.model.layers):
                 hidden, expected = seen[i]
-                out = attention(layer.self_attn, hidden, turns, batch.layer(i).handle())
+                out = attention(layer.self_attn, hidden, turns, LayerCacheHandle.of(batch.layer(i)))
                 torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
             sequence.commit(ids[done : done + n])
             done += n
@@ -71,7 +72,8 @@ def compare(net: Any, own: Any, cache: KVCache, sequence: Any, index: int) -> No
     """All that transformers' layer keeps against our rows, exactly."""
     sequence.extend(1)
     view = cache.batch([sequence], [1]).layer(index)
-    handle, kind = view.handle(), view.handle().kind
+    handle = LayerCacheHandle.of(view)
+    kind = handle.kind
     state, slot, length = view.state, int(view.state_indices[0]), sequence.length
     recent = torch.arange(max(0, length - kind.window + 1), length)
     assert torch.equal(state["swa"][slot, recent % kind.window], own.keys[0, 0])
@@ -202,7 +204,7 @@ def readable(cache: KVCache, sequence: Sequence) -> dict[tuple[int, str], torch.
     batch, length, found = cache.batch([sequence], [1]), sequence.length, {}
     slot = int(batch.state_indices[0])
     for index in range(len(cache.schema.layers)):
-        handle = batch.layer(index).handle()
+        handle = LayerCacheHandle.of(batch.layer(index))
         kind, state = handle.kind, handle.state
 
         def rows(name: str, first: int, state: Any = state, index: int = index) -> None:

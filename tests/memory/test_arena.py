@@ -178,3 +178,17 @@ def test_records_are_the_same_bytes_on_the_gpu():
     assert torch.equal(device.pack(torch.tensor([5, 1], device="cuda")).cpu(), host.pack(torch.tensor([0, 2])))
     with pytest.raises(NotOwned):
         device.pack(torch.tensor([6], device="cuda"))
+
+
+@pytest.mark.parametrize("order", ["block", "layer"])
+def test_one_view_shows_a_field_of_all_layers(order):
+    fields = [Field("a", 2, (3,), "float32"), Field("b", 1, (5,), "bfloat16")]
+    memory = arena(RowLayout.build((layer, field) for layer in (1, 4, 6) for field in fields), 4, order)
+    fill_with_noise(memory, 0)
+    for name in ("a", "b"):
+        whole = memory.all_layers(name)
+        assert whole.shape == (3, *memory.layer(1)[name].shape)
+        for view, layer in zip(whole, (1, 4, 6)):
+            assert torch.equal(codes(view), codes(memory.layer(layer)[name]))
+    memory.all_layers("a")[2, 3] = 7
+    assert (memory.layer(6)["a"][3] == 7).all() and not (memory.layer(6)["a"][:3] == 7).any()

@@ -33,11 +33,46 @@ class StepRows:
 class Step:
     """Which tokens a step computes: int32 ``[n]`` each, on the cache's device. Shared by all layers of the step.
 
-    ``request_slots``: the row of each token's request in block tables, below 0 for padded rows. ``state_rows``: the record of
-    each token's request in the state pool.
+    The tokens of one request lie together, in ascending order of position. ``request_slots``: the row of each token's
+    request in the block tables; below 0 for a padded row. ``state_rows``: its record in the state pools. ``dummy``: the
+    record of the state pools that takes what padded rows write, and that nobody reads: the first, or the last (-1).
     """
 
     request_slots: Any
     positions: Any
     request_ids: Any
     state_rows: Any
+    dummy: int = 0
+
+    @cached_property
+    def slots(self) -> Any:
+        """int64 ``[n]``: ``request_slots``, -1 for whatever is negative: the last row of a table."""
+        return self.request_slots.long().clamp(min=-1)
+
+    @cached_property
+    def rows(self) -> Any:
+        """int64 ``[n]``: ``state_rows``, -1 for whatever is negative."""
+        return self.state_rows.long().clamp(min=-1)
+
+    @cached_property
+    def starts(self) -> Any:
+        """int64 ``[n]``: the first position of this step of each token's request."""
+        import torch  # where there is no memory nobody asks
+
+        order = torch.arange(len(self.slots), device=self.slots.device)
+        head = torch.ones_like(order, dtype=torch.bool)
+        head[1:] = self.slots[1:] != self.slots[:-1]
+        return self.positions.long()[torch.where(head, order, 0).cummax(0).values]
+
+    def writers(self, ring: int, tokens: Any = None) -> Any:
+        """int64 ``[n]``: the record that each token (of ``tokens``, if given) writes in a ring of ``ring`` rows, one behind
+        another: its request's, or ``dummy`` if a later one of the same request takes the same ring row. So every ring row
+        has one writer."""
+        rows = self.rows if tokens is None else self.rows[tokens]
+        if len(rows) <= ring:
+            return rows
+        import torch
+
+        later = torch.zeros_like(rows, dtype=torch.bool)
+        later[:-ring] = rows[ring:] == rows[:-ring]
+        return rows.masked_fill(later, self.dummy)

@@ -204,6 +204,10 @@ class FreeList(FreeStack):
         """Whether ``i`` is handed out. Raises NotOwned if out of range."""
         return bool(self._held.flags[self._held.in_range(i)])
 
+    def are_held(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which of ``ids`` ``[n]``, all of the range, are handed out: bool ``[n]``. O(n)."""
+        return self._held.flags[ids]
+
     def held_ids(self) -> Ids:
         """All ids that are handed out, ascending. O(num_ids)."""
         return self._held.ids()

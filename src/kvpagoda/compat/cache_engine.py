@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from kvpagoda.compat.kv_pool import dtype_name
+from kvpagoda.blocks.ids import positive_numbers, whole_number
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.kernels.copy_rows import copy_rows
-from kvpagoda.memory.arena import Arena, Device, Tensor
+from kvpagoda.memory.arena import Arena, Device, Tensor, dtype_name
 from kvpagoda.schema import Field, RowLayout
 from kvpagoda.schema.fields import itemsize
 
@@ -30,36 +30,31 @@ class LayerType(str, Enum):
     attention = "attention"
 
 
-class CacheConfig(Protocol):
-    """``cache_dtype``: ``"auto"`` (the model's own) or a name of ``NAMED_DTYPES``."""
+class Side(NamedTuple):
+    """The memory of one device."""
 
-    block_size: int
-    num_gpu_blocks: int
-    num_cpu_blocks: int
-    cache_dtype: str
-
-
-class ModelConfig(Protocol):
-    """``dtype``: a torch dtype, or its name. The two calls that take a parallel config answer for one rank."""
-
-    dtype: Any
-    use_mla: bool
-
-    def get_head_size(self) -> int: ...
-
-    def get_num_kv_heads(self, parallel_config: Any) -> int: ...
-
-    def get_num_layers_by_block_type(self, parallel_config: Any, block_type: Any) -> int: ...
-
-
-class DeviceConfig(Protocol):
-    """``device_type``: ``"cuda"``, ``"cpu"``; None: CUDA when a GPU is there, else the CPU."""
-
-    device_type: Any
+    num_blocks: int
+    rows: Tensor
+    """uint8 ``[layers * planes * num_blocks, bytes of a row]``: row b of a plane of a layer is what block b keeps there."""
+    tensors: list[Tensor]
+    """One a layer, over the same memory."""
 
 
 class CacheEngine:
-    """``gpu_cache`` and ``cpu_cache``: one tensor a layer, ``num_gpu_blocks`` and ``num_cpu_blocks`` blocks.
+    """``gpu_cache`` and ``cpu_cache``: one tensor a layer, with ``num_gpu_blocks`` and ``num_cpu_blocks`` blocks.
+
+    The configs are duck-typed; what is read of them, and kept as attributes of the same names:
+
+        cache_config      block_size, num_gpu_blocks, num_cpu_blocks (None: no cache there, an empty list of tensors),
+                          cache_dtype: "auto" (the model's own) or a name of NAMED_DTYPES
+        model_config      get_head_size(), get_num_kv_heads(parallel_config), dtype (of torch, or its name), use_mla,
+                          get_num_layers_by_block_type(parallel_config, layer_type)
+        parallel_config   pipeline_parallel_size, by which both numbers of blocks are divided
+        device_config     device_type: "cuda", "cpu"; None: CUDA when a GPU is there, else the CPU
+
+    ``num_attention_layers`` are those of one pipeline stage and ``num_kv_heads`` those of one tensor rank, as
+    ``model_config`` counts them for ``parallel_config``; its answers are not divided again. ``layer_type`` is the word
+    that layers are counted by (hybrid models count each type on its own).
 
     Shape and stride order are those that ``attn_backend`` asks for:
 
@@ -70,35 +65,50 @@ class CacheEngine:
     block_size, num_kv_heads, head_size]``, K before V; with MLA ``[num_blocks, block_size, num_kv_heads * head_size]``
     (MLA has one head). The host's tensors are page-locked when a GPU is there. All memory is zero at the start.
 
-    The configs are duck-typed (``CacheConfig``, ``ModelConfig``, ``DeviceConfig``). Layers are those of one pipeline
-    stage and heads those of one tensor rank, as ``model_config`` counts them for ``parallel_config``; its answers are
-    not divided again. ``layer_type`` is the word that layers are counted by (hybrid models count each type on its own).
+    >>> from types import SimpleNamespace
+    >>> cache = SimpleNamespace(block_size=16, num_gpu_blocks=8, num_cpu_blocks=32, cache_dtype="auto")
+    >>> model = SimpleNamespace(
+    ...     get_head_size=lambda: 64, get_num_kv_heads=lambda parallel: 2, dtype="float16", use_mla=False,
+    ...     get_num_layers_by_block_type=lambda parallel, layer_type: 4)
+    >>> device = SimpleNamespace(device_type="cpu")
+    >>> engine = CacheEngine(cache, model, SimpleNamespace(pipeline_parallel_size=2), device)
+    >>> len(engine.gpu_cache), engine.gpu_cache[0].shape, engine.num_cpu_blocks
+    (4, torch.Size([2, 4, 16, 2, 64]), 16)
+    >>> engine.gpu_cache[3][:, 1] = 1.0
+    >>> engine.swap_out(torch.tensor([[1, 9]]))     # device block 1 to host block 9, in all layers
+    >>> bool((engine.cpu_cache[3][:, 9] == 1.0).all())
+    True
     """
 
     def __init__(
         self,
-        cache_config: CacheConfig,
-        model_config: ModelConfig,
+        cache_config: Any,
+        model_config: Any,
         parallel_config: Any,
-        device_config: DeviceConfig,
+        device_config: Any,
         attn_backend: Any = None,
         *,
         layer_type: Any = LayerType.attention,
     ) -> None:
-        self.attn_backend = attn_backend
-        self.block_size = cache_config.block_size
-        self.head_size = model_config.get_head_size()
-        self.num_kv_heads = model_config.get_num_kv_heads(parallel_config)
-        self.num_layers = model_config.get_num_layers_by_block_type(parallel_config, layer_type)
-        self.num_gpu_blocks, self.num_cpu_blocks = cache_config.num_gpu_blocks, cache_config.num_cpu_blocks
+        self.cache_config, self.model_config = cache_config, model_config
+        self.parallel_config, self.device_config, self.attn_backend = parallel_config, device_config, attn_backend
+        (stages,) = positive_numbers(pipeline_parallel_size=parallel_config.pipeline_parallel_size)
+        self.block_size, self.head_size, self.num_kv_heads = positive_numbers(
+            block_size=cache_config.block_size,
+            head_size=model_config.get_head_size(),
+            num_kv_heads=model_config.get_num_kv_heads(parallel_config),
+        )
+        layers = model_config.get_num_layers_by_block_type(parallel_config, layer_type)
+        self.num_attention_layers = whole_number(layers, "the number of layers")
+        self.num_gpu_blocks, self.num_cpu_blocks = (
+            None if n is None else whole_number(n, "the number of blocks") // stages
+            for n in (cache_config.num_gpu_blocks, cache_config.num_cpu_blocks)
+        )
         self.use_mla = bool(model_config.use_mla)
         self.dtype: torch.dtype = getattr(torch, _cache_dtype(cache_config, model_config))
-        counts = (self.block_size, self.head_size, self.num_kv_heads, self.num_layers, self.num_gpu_blocks)
-        for n in (*counts, self.num_cpu_blocks):
-            if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-                raise BadInput(f"block size, head size, heads, layers and blocks must be whole numbers, got {n!r}")
-        self._gpu, self.gpu_cache = self._allocate(self.num_gpu_blocks, device_config.device_type)
-        self._cpu, self.cpu_cache = self._allocate(self.num_cpu_blocks, "cpu")
+        self._gpu = self._allocate(self.num_gpu_blocks, device_config.device_type)
+        self._cpu = self._allocate(self.num_cpu_blocks, "cpu")
+        self.gpu_cache, self.cpu_cache = self._gpu.tensors, self._cpu.tensors
 
     def swap_in(self, src_to_dst: Tensor, *, wait: bool = True) -> None:
         """Copy whole blocks of every layer, bit for bit, from the host to the device.
@@ -108,13 +118,11 @@ class CacheEngine:
         block. Raises NotOwned for an id out of range or a destination named twice, and BadInput for another shape or
         dtype, before anything moves. O(bytes moved).
         """
-        pairs = _proven_pairs(src_to_dst, self.num_cpu_blocks, self.num_gpu_blocks)
-        self._move(self._cpu, self._gpu, pairs, wait)
+        self._move(self._cpu, self._gpu, src_to_dst, wait)
 
     def swap_out(self, src_to_dst: Tensor, *, wait: bool = True) -> None:
         """The same from the device to the host: (device block, host block) pairs."""
-        pairs = _proven_pairs(src_to_dst, self.num_gpu_blocks, self.num_cpu_blocks)
-        self._move(self._gpu, self._cpu, pairs, wait)
+        self._move(self._gpu, self._cpu, src_to_dst, wait)
 
     def copy(self, src_to_dsts: Tensor) -> None:
         """Copy whole blocks of every layer within the device; one source may go to several destinations.
@@ -122,16 +130,12 @@ class CacheEngine:
         ``src_to_dsts``: int64 ``[n, 2]``, (device block, device block) pairs. Raises as ``swap_in``, and NotOwned for a
         block that is both a source and a destination, before anything moves.
         """
-        pairs = _proven_pairs(src_to_dsts, self.num_gpu_blocks, self.num_gpu_blocks)
-        both = set(pairs[:, 0].tolist()) & set(pairs[:, 1].tolist())
-        if both:
-            raise NotOwned(f"overlapping copy: blocks {sorted(both)[:16]} are both source and destination")
-        self._move(self._gpu, self._gpu, pairs, wait=False)
+        self._move(self._gpu, self._gpu, src_to_dsts, wait=False)
 
     @staticmethod
     def get_cache_block_size(
-        cache_config: CacheConfig,
-        model_config: ModelConfig,
+        cache_config: Any,
+        model_config: Any,
         parallel_config: Any,
         *,
         layer_type: Any = LayerType.attention,
@@ -161,43 +165,53 @@ class CacheEngine:
             raise BadInput(f"stride order {order} is not an order of the {ndim} axes of the cache shape")
         return order
 
-    def _allocate(self, num_blocks: int, device: Device) -> tuple[Arena, list[Tensor]]:
-        """An arena of blocks in the order of memory, and the views of it in the backend's shape.
+    def _allocate(self, num_blocks: int | None, device: Device) -> Side:
+        """An arena with a record for each block of each plane, and the views of it in the backend's shape.
 
         A layer in memory, planes being the axes outside of the block axis (K and V, or heads):
 
             | plane 0: block 0, block 1, .. | plane 1: block 0, block 1, .. | ..
         """
+        if num_blocks is None:
+            return Side(0, torch.empty((0, 0), dtype=torch.uint8), [])
         shape, longer = self._shape(num_blocks), self._shape(num_blocks + 1)
         order = self._stride_order(len(shape))
-        in_memory = tuple(shape[axis] for axis in order)
+        in_memory = [shape[axis] for axis in order]
         axes = [place for place, axis in enumerate(order) if shape[axis] != longer[axis]]
         if len(axes) != 1 or in_memory[axes[0]] != num_blocks:
             raise BadInput(f"cache shape {shape} for {num_blocks} blocks and {longer} for one more: no one block axis")
-        planes, inner = math.prod(in_memory[: axes[0]]), in_memory[axes[0] + 1 :]
-        fields = [Field(f"plane{plane}", 1, inner, dtype_name(self.dtype)) for plane in range(planes)]
-        layout = RowLayout.build((layer, field) for layer in range(self.num_layers) for field in fields)
+        num_planes, inner = math.prod(in_memory[: axes[0]]), tuple(in_memory[axes[0] + 1 :])
+        field = Field("rows", 1, inner, dtype_name(self.dtype))
+        layout = RowLayout.build((layer, field) for layer in range(self.num_attention_layers))
         arena = Arena(
-            layout, num_blocks, device=device, order="layer", field_align=self.dtype.itemsize, pin_memory=True
+            layout,
+            num_planes * num_blocks,
+            device=device,
+            order="layer",
+            field_align=self.dtype.itemsize,
+            pin_memory=True,
         )
-        whole = arena.buffer.view(self.dtype).view(self.num_layers, *in_memory)
         back = [order.index(axis) for axis in range(len(order))]
-        return arena, [whole[layer].permute(back) for layer in range(self.num_layers)]
+        layers = (arena.layer(layer)["rows"] for layer in range(self.num_attention_layers))
+        tensors = [rows.view(in_memory).permute(back) for rows in layers]
+        return Side(num_blocks, arena.buffer.view(-1, max(1, field.nbytes)), tensors)
 
-    def _move(self, src: Arena, dst: Arena, pairs: Tensor, wait: bool) -> None:
-        """Copy block rows ``pairs`` (int64 ``[n, 2]`` on the host) of every plane of every layer, in one call."""
-        planes = len(src.layout.places)
-        if not len(pairs) or not planes:
+    def _move(self, source: Side, target: Side, pairs: Tensor, wait: bool) -> None:
+        """Copy the blocks ``pairs`` of every plane of every layer, in one call."""
+        pairs = _proven_pairs(pairs, source.num_blocks, target.num_blocks)
+        both = set(pairs[:, 0].tolist()) & set(pairs[:, 1].tolist()) if source is target else ()
+        if both:
+            raise NotOwned(f"overlapping copy: blocks {sorted(both)[:16]} are both source and destination")
+        if not len(pairs):
             return
-        nbytes = src.layout.places[0].nbytes
-        steps = torch.arange(planes)[:, None] * torch.tensor([src.num_rows, dst.num_rows])
-        rows = (pairs + steps[:, None]).reshape(-1, 2)
-        copy_rows(src.buffer.view(-1, nbytes), dst.buffer.view(-1, nbytes), rows)
-        if wait and self._gpu.device.type == "cuda":
-            torch.cuda.current_stream(self._gpu.device).synchronize()
+        planes = torch.arange(len(source.rows) // source.num_blocks)  # of all layers
+        steps = planes[:, None, None] * torch.tensor([source.num_blocks, target.num_blocks])
+        copy_rows(source.rows, target.rows, (pairs + steps).reshape(-1, 2))
+        if wait and self._gpu.rows.device.type == "cuda":
+            torch.cuda.current_stream(self._gpu.rows.device).synchronize()
 
 
-def _cache_dtype(cache_config: CacheConfig, model_config: ModelConfig) -> str:
+def _cache_dtype(cache_config: Any, model_config: Any) -> str:
     name = model_config.dtype if cache_config.cache_dtype == "auto" else cache_config.cache_dtype
     if isinstance(name, torch.dtype):
         return dtype_name(name)

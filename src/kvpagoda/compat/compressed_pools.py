@@ -6,10 +6,11 @@ attribute shows it. An attribute that this layer, or this encoding, does not hav
 
 from __future__ import annotations
 
-from typing import overload
+from collections.abc import Mapping
 
 import torch
 
+from kvpagoda.blocks.ids import positive_numbers
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.memory.arena import Arena, Device
 from kvpagoda.memory.pool import Pool
@@ -17,29 +18,31 @@ from kvpagoda.schema.presets.deepseek_v4 import LayerSchema
 
 Tensor = torch.Tensor
 
-
-class Shown:
-    """An attribute of a pool that is one of its fields: ``[records, rows, *shape]`` without the hidden record. It
-    aliases the arena. None where there is no such field."""
-
-    def __init__(self, field: str | None = None) -> None:
-        self._field = field
-
-    def __set_name__(self, owner: type[Pool], name: str) -> None:
-        self._field = self._field or name
-
-    @overload
-    def __get__(self, pool: None, owner: type[Pool]) -> Shown: ...
-
-    @overload
-    def __get__(self, pool: Pool, owner: type[Pool]) -> Tensor | None: ...
-
-    def __get__(self, pool: Pool | None, owner: type[Pool]) -> Shown | Tensor | None:
-        if pool is None:
-            return self
-        assert self._field is not None
-        field = pool.fields.get(self._field)
-        return None if field is None else field[: pool.num_shown]
+_ENTRIES = (
+    "entries",
+    "entries_fp8",
+    "entries_rope",
+    "entries_scales",
+    "indexer_keys",
+    "indexer_keys_fp4",
+    "indexer_keys_scales",
+)
+_TAILS = ("tail_ka", "tail_za", "tail_kb", "tail_zb", "overlap_k", "overlap_z")
+ENTRY_FIELDS = {name: name for name in _ENTRIES} | {"inv_scale": "entries_inv_scale"}
+"""Attribute of ``PagedKVPool`` -> the field that it shows."""
+STATE_FIELDS = {
+    name: name
+    for name in (
+        "swa",
+        "swa_fp8",
+        "swa_rope",
+        "swa_inv_scale",
+        "swa_scales",
+        *_TAILS,
+        *(f"idx_{name}" for name in _TAILS),
+    )
+}
+"""Attribute of ``StateCachePool`` -> the field that it shows."""
 
 
 class PagedKVPool(Pool):
@@ -53,25 +56,28 @@ class PagedKVPool(Pool):
         indexer_keys_scales [blocks, e, i / 32] uint8, powers of two (NVFP4: i / 16, E4M3)
         entries          [blocks, e, d] and indexer_keys [blocks, e, i]: the raw form
 
-    Raises BadInput for a layer without entries.
-    """
+    All alias the pool's memory. Raises BadInput for a layer without entries.
 
-    entries_fp8 = Shown()
-    entries_rope = Shown()
-    inv_scale = Shown("entries_inv_scale")
-    entries_scales = Shown()
-    entries = Shown()
-    indexer_keys_fp4 = Shown()
-    indexer_keys_scales = Shown()
-    indexer_keys = Shown()
+    >>> from kvpagoda import DSV4Config, build_schedule, build_schema
+    >>> config = DSV4Config.flash()
+    >>> csa, hca = (build_schema(config, spec) for spec in build_schedule(config)[2:4])
+    >>> pool = PagedKVPool(csa, num_blocks=4, device="cpu")
+    >>> pool.entries_fp8.shape, pool.indexer_keys_fp4.shape
+    (torch.Size([4, 32, 448]), torch.Size([4, 32, 64]))
+    >>> print(PagedKVPool(hca, 4, device="cpu").indexer_keys_fp4)
+    None
+    """
 
     def __init__(self, schema: LayerSchema, num_blocks: int, device: Device = None) -> None:
         if not schema.entries_per_block:
             raise BadInput(f"layer {schema.layer_idx} ({schema.attn.name}) has no compressed entries, so no paged pool")
-        check_count("num_blocks", num_blocks)
-        arena = Arena(schema.block_layout(), num_blocks + 1, device=device, order="layer")
+        (self.num_blocks,) = positive_numbers(num_blocks=num_blocks)
+        arena = Arena(schema.block_layout(), self.num_blocks + 1, device=device, order="layer")
         super().__init__(arena, schema.layer_idx, schema.kind.block_rows(), num_hidden=1)
-        self.schema, self.num_blocks = schema, num_blocks
+        self.schema = schema
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return _shown(self, name, ENTRY_FIELDS)
 
     def memory_bytes(self) -> int:
         """Bytes allocated, with the hidden record and alignment."""
@@ -91,33 +97,31 @@ class StateCachePool(Pool):
         idx_tail_.., idx_overlap_..                   the same for the indexer, d = indexer dim; CSA only
         swa      [requests, w, d]                     the raw form
 
-    Ring rows are addressed by position modulo their number, so heads and lengths follow from ``swa_pos``.
+    Ring rows are addressed by position modulo their number, so heads and lengths follow from ``swa_pos``. All these alias
+    the pool's memory.
+
+    >>> from kvpagoda import DSV4Config, build_schedule, build_schema
+    >>> config = DSV4Config.flash()
+    >>> pool = StateCachePool(build_schema(config, build_schedule(config)[2]), max_requests=3, device="cpu")
+    >>> pool.swa_fp8.shape, pool.tail_ka.shape, pool.overlap_k.shape
+    (torch.Size([3, 128, 448]), torch.Size([3, 3, 512]), torch.Size([3, 4, 512]))
+    >>> pool.swa_pos[1, :7] = torch.arange(7)       # as write_swa does for a request of 7 tokens
+    >>> pool.swa_head.tolist(), pool.tail_len.tolist()
+    ([0, 7, 0], [0, 3, 0])
+    >>> pool.reset_slot(1)
+    >>> pool.swa_head.tolist()
+    [0, 0, 0]
     """
 
-    swa_fp8 = Shown()
-    swa_rope = Shown()
-    swa_inv_scale = Shown()
-    swa_scales = Shown()
-    swa = Shown()
-    tail_ka = Shown()
-    tail_za = Shown()
-    tail_kb = Shown()
-    tail_zb = Shown()
-    overlap_k = Shown()
-    overlap_z = Shown()
-    idx_tail_ka = Shown()
-    idx_tail_za = Shown()
-    idx_tail_kb = Shown()
-    idx_tail_zb = Shown()
-    idx_overlap_k = Shown()
-    idx_overlap_z = Shown()
-
     def __init__(self, schema: LayerSchema, max_requests: int, device: Device = None) -> None:
-        check_count("max_requests", max_requests)
-        arena = Arena(schema.state_layout(), max_requests + 1, device=device, order="layer")
+        (self.max_requests,) = positive_numbers(max_requests=max_requests)
+        arena = Arena(schema.state_layout(), self.max_requests + 1, device=device, order="layer")
         super().__init__(arena, schema.layer_idx, schema.kind.state_rows(), num_hidden=1)
-        self.schema, self.max_requests = schema, max_requests
-        arena.reset(torch.arange(max_requests + 1, device=arena.device))
+        self.schema = schema
+        arena.reset(torch.arange(arena.num_rows))
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return _shown(self, name, STATE_FIELDS)
 
     @property
     def swa_pos(self) -> Tensor:
@@ -146,7 +150,10 @@ class StateCachePool(Pool):
         return self.arena.nbytes
 
 
-def check_count(what: str, number: int) -> None:
-    """Raises BadInput unless ``number`` is a positive whole number."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise BadInput(f"{what} must be a positive whole number, got {number!r}")
+def _shown(pool: Pool, name: str, fields: Mapping[str, str]) -> Tensor | None:
+    """The field behind attribute ``name``, ``[records, rows, *shape]`` without the hidden record; None if the layer has no
+    such field."""
+    if name not in fields:
+        raise AttributeError(f"{type(pool).__name__!r} object has no attribute {name!r}")
+    field = pool.fields.get(fields[name])
+    return None if field is None else field[: pool.num_shown]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from kvpagoda.blocks.free_list import FreeList
-from kvpagoda.compat.kv_pool import dtype_name
+from kvpagoda.blocks.ids import positive_numbers
 from kvpagoda.errors import BadInput, NotOwned
-from kvpagoda.memory.arena import Arena, Device, Tensor
+from kvpagoda.memory.arena import Arena, Device, Tensor, dtype_name
 from kvpagoda.schema import Field, RowLayout
 from kvpagoda.schema.fields import itemsize
 
@@ -22,13 +22,25 @@ class GDNPool:
         slot    0    |      1 .. max_reqs       |  max_reqs + 1 .. max_reqs + max_track_slots
              padding | those of ReqToTokenPool  |  track slots: checkpoints kept by a prefix cache
 
-    Every layer has, all zero at the start:
+    All zero at the start, and alive as long as the pool:
 
-        recurrent  float32  [slots, num_v_heads, head_k_dim, head_v_dim]     <- THE axis order: k before v
-        conv       dtype    [slots, conv_dim, conv_kernel_size - 1]
+        recurrent_state  float32  [layers, slots, num_v_heads, head_k_dim, head_v_dim]     <- THE axis order: k before v
+        conv_state       dtype    [layers, slots, conv_dim, conv_kernel_size - 1]
 
-    Kernels that want ``[.., v, k]`` ask ``get_layer_state(i, order="vk")`` for a transposed view of the same memory.
-    ``device`` None: CUDA when a GPU is there, else the CPU.
+    ``get_layer_state`` gives the other order, v before k, as a view of the same bytes. All arguments are attributes;
+    ``device`` None: CUDA when a GPU is there, else the CPU. Raises BadInput.
+
+    >>> pool = GDNPool(max_reqs=4, num_gdn_layers=2, num_v_heads=8, head_k_dim=16, head_v_dim=32, conv_dim=64,
+    ...                conv_kernel_size=4, device="cpu", max_track_slots=2)
+    >>> recurrent, conv = pool.get_layer_state(1)
+    >>> recurrent.shape, conv.shape
+    (torch.Size([7, 8, 32, 16]), torch.Size([7, 64, 3]))
+    >>> recurrent[3] = 1.0                      # what the kernels of request slot 3 write
+    >>> checkpoint = pool.alloc_track_slot()
+    >>> pool.copy_states(3, checkpoint)
+    >>> pool.reset_states([3])
+    >>> int(recurrent[3].sum()), int(pool.recurrent_state[1, checkpoint].sum())
+    (0, 4096)
     """
 
     def __init__(
@@ -44,40 +56,38 @@ class GDNPool:
         dtype: torch.dtype = torch.bfloat16,
         max_track_slots: int = 0,
     ) -> None:
-        counts = (max_reqs, num_gdn_layers, num_v_heads, head_k_dim, head_v_dim, conv_dim, conv_kernel_size)
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in counts):
-            raise BadInput(f"requests, layers, heads, dims and kernel must be positive whole numbers, got {counts}")
-        self.max_reqs, self.num_gdn_layers, self.dtype = max_reqs, num_gdn_layers, dtype
-        self.num_v_heads, self.head_k_dim, self.head_v_dim = num_v_heads, head_k_dim, head_v_dim
-        self.conv_dim, self.conv_kernel_size = conv_dim, conv_kernel_size
-        self._track = FreeList(max_track_slots, first=max_reqs + 1, what="track slots")
+        self.max_reqs, self.num_gdn_layers, self.num_v_heads = positive_numbers(
+            max_reqs=max_reqs, num_gdn_layers=num_gdn_layers, num_v_heads=num_v_heads
+        )
+        self.head_k_dim, self.head_v_dim, self.conv_dim, self.conv_kernel_size = positive_numbers(
+            head_k_dim=head_k_dim, head_v_dim=head_v_dim, conv_dim=conv_dim, conv_kernel_size=conv_kernel_size
+        )
+        self.dtype = dtype
+        self._track = FreeList(max_track_slots, first=self.max_reqs + 1, what="track slots")
         self.max_track_slots = self._track.num_ids
-        self.num_slots = 1 + max_reqs + self.max_track_slots
+        self.num_slots = 1 + self.max_reqs + self.max_track_slots
         fields = [
-            Field("recurrent", 1, (num_v_heads, head_k_dim, head_v_dim), "float32"),
-            Field("conv", 1, (conv_dim, conv_kernel_size - 1), dtype_name(dtype)),
+            Field("recurrent", 1, (self.num_v_heads, self.head_k_dim, self.head_v_dim), "float32"),
+            Field("conv", 1, (self.conv_dim, self.conv_kernel_size - 1), dtype_name(dtype)),
         ]
         # The widest elements first: then every region starts aligned to its element without a byte of padding.
         fields.sort(key=lambda field: -itemsize(field.dtype))
-        layout = RowLayout.build((layer, field) for field in fields for layer in range(num_gdn_layers))
+        layout = RowLayout.build((layer, field) for field in fields for layer in range(self.num_gdn_layers))
         self.arena = Arena(layout, self.num_slots, device=device, order="layer", field_align=1)
         self.device = self.arena.device
+        self.recurrent_state, self.conv_state = (self.arena.all_layers(name)[:, :, 0] for name in ("recurrent", "conv"))
 
-    def get_layer_state(self, gdn_layer_idx: int, order: str = "kv") -> tuple[Tensor, Tensor]:
-        """(recurrent, conv) of a layer, counted among the GDN layers; both alias the pool.
+    def get_layer_state(self, gdn_layer_idx: int) -> tuple[Tensor, Tensor]:
+        """The states of a layer, counted among the GDN layers, as views of the pool: recurrent ``[slots, num_v_heads,
+        head_v_dim, head_k_dim]``, the transpose of ``recurrent_state[gdn_layer_idx]``, and conv ``[slots, conv_dim,
+        conv_kernel_size - 1]``. Raises BadInput."""
+        if not 0 <= gdn_layer_idx < self.num_gdn_layers:
+            raise BadInput(f"layer {gdn_layer_idx} is not one of the {self.num_gdn_layers} GDN layers of this pool")
+        return self.recurrent_state[gdn_layer_idx].transpose(-1, -2), self.conv_state[gdn_layer_idx]
 
-        ``order``: ``"kv"`` for recurrent ``[slots, num_v_heads, head_k_dim, head_v_dim]``, dense; ``"vk"`` for the
-        transposed view ``[slots, num_v_heads, head_v_dim, head_k_dim]``. Raises BadInput.
-        """
-        if not 0 <= gdn_layer_idx < self.num_gdn_layers or order not in ("kv", "vk"):
-            raise BadInput(f"no layer {gdn_layer_idx} of {self.num_gdn_layers} in order {order!r}; orders: 'kv', 'vk'")
-        state = self.arena.layer(gdn_layer_idx)
-        recurrent = state["recurrent"][:, 0]
-        return recurrent if order == "kv" else recurrent.transpose(-1, -2), state["conv"][:, 0]
-
-    def reset_states(self, slots: Slots) -> None:
-        """Set all states of ``slots`` (an int, a sequence or an integer tensor) to zero. Raises NotOwned. O(bytes)."""
-        self.arena.reset(slots)
+    def reset_states(self, req_pool_indices: Slots) -> None:
+        """Set all states of these slots (an int, a sequence or an integer tensor) to zero. Raises NotOwned. O(bytes)."""
+        self.arena.reset(torch.as_tensor(req_pool_indices).reshape(-1))
 
     def alloc_track_slot(self) -> int | None:
         """A free track slot, or None. Its states are whatever they were: copy into it. O(1)."""
@@ -91,20 +101,18 @@ class GDNPool:
         """Track slots that are free."""
         return self._track.num_free
 
-    def copy_states(self, src: Slots, dst: Slots) -> None:
-        """Copy all states of each slot of ``src`` to the slot of ``dst`` beside it; any two slots of the pool.
+    def copy_states(self, src_index: Slots, dst_index: Slots) -> None:
+        """Copy all states of each slot of ``src_index`` to the slot of ``dst_index`` beside it; any two slots of the pool.
 
         All sources are read before a destination of the same layer is written. Raises NotOwned for a slot out of range
         or a destination named twice, and BadInput for lists of different lengths, before anything moves. O(bytes).
         """
-        sources, targets = (self.arena.row_index([s] if isinstance(s, int) else s) for s in (src, dst))
+        sources, targets = (self.arena.row_index(torch.as_tensor(s).reshape(-1)) for s in (src_index, dst_index))
         if len(sources) != len(targets):
             raise BadInput(f"{len(sources)} source slots for {len(targets)} destinations")
         if len(torch.unique(targets)) != len(targets):
             raise NotOwned(f"a destination slot is named twice: {targets.tolist()[:16]}")
-        for layer in range(self.num_gdn_layers):
-            for view in self.arena.layer(layer).values():
-                view[targets] = view[sources]
+        self.arena.copy(sources, targets)
 
     def mem_bytes(self) -> int:
         """Bytes allocated, which is the bytes of all states."""

@@ -10,16 +10,19 @@ with the 4th token of every 128, HCA: with the 128th), and releases the request.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvpagoda.blocks import FreeList, FreeStack
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.compat.compressed_pools import PagedKVPool, StateCachePool, check_count
-from kvpagoda.compat.layer_handle import LayerCacheHandle, Step
+from kvpagoda.blocks.ids import positive_numbers
+from kvpagoda.compat.compressed_pools import PagedKVPool, StateCachePool
+from kvpagoda.compat.layer_handle import LayerCacheHandle
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, NotOwned, OutOfBlocks, RetryLater
 from kvpagoda.memory.arena import Device, default_device
+from kvpagoda.memory.device_arrays import DeviceArrays
 from kvpagoda.memory.device_table import DeviceTable
 from kvpagoda.schema import FULL
 from kvpagoda.schema.plan import Demand, GroupPlan
@@ -31,16 +34,39 @@ from kvpagoda.schema.presets.deepseek_v4 import (
     LayerSpec,
     build_schema,
 )
+from kvpagoda.batch.step import Step
 from kvpagoda.units import ceil_div
 
 Tensor = torch.Tensor
+
+
+class LayerBlocks(NamedTuple):
+    """Who holds the blocks of one layer, and where kernels read it."""
+
+    name: str
+    num_blocks: int
+    group: BlockGroup
+    table: DeviceTable
 
 
 class KVCacheManager:
     """Schemas, pools, allocators and block tables of every layer in ``schedule`` (layer i at position i).
 
     ``max_concurrent_requests`` state rows; blocks of 128 tokens for each layer: ``compute_block_budget`` says how many.
-    ``paged_pools[i]`` and ``ledgers[i]`` are None for SWA layers. All memory is taken here.
+    ``paged_pools[i]`` is None for SWA layers. All memory is taken here. Raises BadInput.
+
+    >>> from kvpagoda import DSV4Config, build_schedule
+    >>> config = DSV4Config((0, 4, 128), head_dim=64, rope_dim=16, index_dim=32)    # an SWA, a CSA and an HCA layer
+    >>> manager = KVCacheManager(config, build_schedule(config), max_concurrent_requests=2,
+    ...                          num_blocks_per_csa_layer=8, num_blocks_per_hca_layer=8, device="cpu")
+    >>> slot = manager.admit_request()
+    >>> block = manager.allocate_block(1, slot)         # before the first entry of the block is written
+    >>> tokens = torch.full((4,), slot, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    >>> handle = manager.acquire(1, *tokens, request_ids=torch.zeros(4, dtype=torch.int32))
+    >>> handle.write_swa(torch.ones(4, 64, dtype=torch.bfloat16))
+    >>> handle.read_swa_view().swa_pos[slot, :6].tolist()
+    [0, 1, 2, 3, -1, -1]
+    >>> manager.release_request(slot)
     """
 
     def __init__(
@@ -52,43 +78,40 @@ class KVCacheManager:
         num_blocks_per_hca_layer: int,
         device: Device = None,
     ) -> None:
-        check_count("max_concurrent_requests", max_concurrent_requests)
+        num_slots, num_csa, num_hca = positive_numbers(
+            max_concurrent_requests=max_concurrent_requests,
+            num_blocks_per_csa_layer=num_blocks_per_csa_layer,
+            num_blocks_per_hca_layer=num_blocks_per_hca_layer,
+        )
         if not schedule or any(spec.layer_idx != i for i, spec in enumerate(schedule)):
             raise BadInput(f"layer i of the schedule must have layer_idx i, got {[s.layer_idx for s in schedule]}")
         self.device = default_device(device)
         self.config, self.schedule = config, tuple(schedule)
         self.schemas = tuple(build_schema(config, spec) for spec in schedule)
-        self._num_blocks = {AttentionType.CSA: num_blocks_per_csa_layer, AttentionType.HCA: num_blocks_per_hca_layer}
-        self._slots = FreeList(max_concurrent_requests, what="request slots")
-        self.state_pools = [StateCachePool(schema, max_concurrent_requests, self.device) for schema in self.schemas]
-        self.paged_pools: list[PagedKVPool | None] = []
-        self.ledgers: list[BlockGroup | None] = []
-        for schema in self.schemas:
-            has_blocks = schema.entries_per_block > 0
-            self.paged_pools.append(
-                PagedKVPool(schema, self._num_blocks[schema.attn], self.device) if has_blocks else None
-            )
-            self.ledgers.append(self._ledger(schema) if has_blocks else None)
-        self._tables = [None if ledger is None else DeviceTable(ledger.table, self.device) for ledger in self.ledgers]
+        num_blocks = [{AttentionType.CSA: num_csa, AttentionType.HCA: num_hca}.get(s.attn, 0) for s in self.schemas]
+        self._slots = FreeList(num_slots, what="request slots")
+        self.state_pools = [StateCachePool(schema, num_slots, self.device) for schema in self.schemas]
+        self.paged_pools = [PagedKVPool(s, n, self.device) if n else None for s, n in zip(self.schemas, num_blocks)]
+        self._blocks = [self._layer_blocks(s, n) if n else None for s, n in zip(self.schemas, num_blocks)]
 
-    def _ledger(self, schema: LayerSchema) -> BlockGroup:
-        """The books of one layer: ids from 0, and -1, the pool's hidden last block, for an empty cell."""
-        num_blocks = self._num_blocks[schema.attn]
+    def _layer_blocks(self, schema: LayerSchema, num_blocks: int) -> LayerBlocks:
+        """The blocks of one layer: ids from 0, and -1, the pool's hidden last block, for an empty cell."""
         demand = Demand(FULL, (schema.layer_idx,), schema.block_layout())
         plan = GroupPlan(demand, BLOCK_SIZE_ORIGINAL_TOKENS, num_blocks, None, demand.layout.nbytes)
         columns = min(num_blocks, ceil_div(self.config.max_positions, BLOCK_SIZE_ORIGINAL_TOKENS))
         name = f"layer {schema.layer_idx} ({schema.attn.name})"
-        return BlockGroup(plan, self._slots.num_ids, columns, first_id=0, name=name)
+        group = BlockGroup(plan, self._slots.num_ids, columns, first_id=0, name=name)
+        return LayerBlocks(name, num_blocks, group, DeviceTable(group.table, DeviceArrays(self.device)))
 
     @property
     def allocators(self) -> list[FreeStack | None]:
         """Who owns the blocks of each layer; None for SWA layers."""
-        return [None if ledger is None else ledger.free for ledger in self.ledgers]
+        return [blocks and blocks.group.free for blocks in self._blocks]
 
     @property
     def block_tables(self) -> list[Tensor | None]:
         """int32 ``[slots + 1, max_blocks]`` on the device for each layer, -1 = empty; None for SWA layers."""
-        return [None if table is None else table.tensor for table in self._tables]
+        return [blocks and blocks.table.array for blocks in self._blocks]
 
     @property
     def num_layers(self) -> int:
@@ -123,10 +146,9 @@ class KVCacheManager:
     def release_request(self, slot: int) -> None:
         """Give back the slot and all its blocks in every layer. Raises NotOwned if the slot is not admitted."""
         self._check_slot(slot)
-        for ledger, table in zip(self.ledgers, self._tables):
-            if ledger is not None and table is not None:
-                ledger.close(slot)
-                table.upload()
+        for blocks in filter(None, self._blocks):
+            blocks.group.close(slot, blocks.group.own_ids(slot))
+            blocks.table.upload()
         self._slots.release_id(slot)
 
     def allocate_block(self, layer_idx: int, slot: int) -> int:
@@ -136,30 +158,28 @@ class KVCacheManager:
         Raises BadInput for a layer without entries, NotOwned if the slot is not admitted, NeverFits past the model's
         longest text and OutOfBlocks, having changed nothing.
         """
-        ledger = self._ledger_of(layer_idx)
+        name, num_blocks, group, table = self._blocks_of(layer_idx)
         self._check_slot(slot)
-        held = int(ledger.end[slot])
-        if not ledger.free.num_free:
+        held = len(group.held_ids(slot))
+        if not group.free.num_free:
             raise OutOfBlocks(
-                f"OOM: need 1 block in {ledger.name} for slot {slot}, which holds {held}; "
-                f"0 free of {ledger.plan.num_blocks}; release a request"
+                f"OOM: need 1 block in {name} for slot {slot}, which holds {held}; "
+                f"0 free of {num_blocks}; release a request"
             )
-        if held == ledger.table.cells.shape[1]:
+        if held == group.table.cells.shape[1]:
             raise NeverFits(
-                f"slot {slot} holds {held} blocks in {ledger.name}: the model's {self.config.max_positions:,} tokens, and "
+                f"slot {slot} holds {held} blocks in {name}: the model's {self.config.max_positions:,} tokens, and "
                 f"it asks for one more"
             )
-        ledger.grow(slot, 1)
-        table = self._tables[layer_idx]
-        assert table is not None
+        group.grow(slot, 1)
         table.upload()
-        return int(ledger.table.cells[slot, held])
+        return int(group.table.cells[slot, held])
 
     def blocks_of(self, layer_idx: int, slot: int) -> list[int]:
         """The blocks that ``slot`` holds in one layer, in the order of the text. Raises BadInput and NotOwned."""
-        ledger = self._ledger_of(layer_idx)
+        group = self._blocks_of(layer_idx).group
         self._check_slot(slot)
-        ids: list[int] = ledger.table.cells[slot, : ledger.end[slot]].tolist()
+        ids: list[int] = group.held_ids(slot).tolist()
         return ids
 
     # -- one step ----------------------------------------------------------------------------------------------------
@@ -188,8 +208,8 @@ class KVCacheManager:
             self.schemas[layer_idx].kind,
             self.paged_pools[layer_idx],
             self.state_pools[layer_idx],
-            None if (table := self._tables[layer_idx]) is None else table.tensor,
-            Step(request_slots, positions, request_ids),
+            (blocks := self._blocks[layer_idx]) and blocks.table.array,
+            Step(request_slots, positions, request_ids, state_rows=request_slots, dummy=-1),
         )
 
     # -- proof -------------------------------------------------------------------------------------------------------
@@ -198,28 +218,26 @@ class KVCacheManager:
         """Prove that every slot and every block has one owner and that the tables say so. Raises CheckFailed with the
         ids that break it. O(slots x blocks); reads the device."""
         self._slots.check()
-        running = self._slots.held_ids()
-        for ledger, table in zip(self.ledgers, self._tables):
-            if ledger is None or table is None:
-                continue
-            ledger.check()
-            idle = np.setdiff1d(np.flatnonzero(ledger.end), running)
-            if len(idle):
-                raise CheckFailed(f"{ledger.name}: slots {idle.tolist()} hold blocks but are not admitted")
-            differs = np.flatnonzero((table.tensor.cpu().numpy() != ledger.table.cells).any(axis=1))
+        idle = np.setdiff1d(np.arange(self._slots.num_ids), self._slots.held_ids()).tolist()
+        for name, _, group, table in filter(None, self._blocks):
+            group.check()
+            holding = [slot for slot in idle if len(group.held_ids(slot))]
+            if holding:
+                raise CheckFailed(f"{name}: slots {holding} hold blocks but are not admitted")
+            differs = np.flatnonzero((table.array.cpu().numpy() != group.table.cells).any(axis=1))
             if len(differs):
-                raise CheckFailed(f"{ledger.name}: the device's table of slots {differs.tolist()} is not the host's")
+                raise CheckFailed(f"{name}: the device's table of slots {differs.tolist()} is not the host's")
 
     def _check_layer(self, layer_idx: int) -> None:
         if isinstance(layer_idx, bool) or not isinstance(layer_idx, int) or not 0 <= layer_idx < self.num_layers:
             raise BadInput(f"layer {layer_idx!r} is not one of 0..{self.num_layers - 1}")
 
-    def _ledger_of(self, layer_idx: int) -> BlockGroup:
+    def _blocks_of(self, layer_idx: int) -> LayerBlocks:
         self._check_layer(layer_idx)
-        ledger = self.ledgers[layer_idx]
-        if ledger is None:
+        blocks = self._blocks[layer_idx]
+        if blocks is None:
             raise BadInput(f"layer {layer_idx} is {self.schemas[layer_idx].attn.name}: it keeps no blocks")
-        return ledger
+        return blocks
 
     def _check_slot(self, slot: int) -> None:
         is_number = isinstance(slot, int | np.integer) and not isinstance(slot, bool)

@@ -6,14 +6,10 @@ import os
 
 import torch
 
+from kvpagoda.blocks.ids import positive_numbers
 from kvpagoda.errors import BadInput
-from kvpagoda.memory.arena import Arena, Device, Tensor
+from kvpagoda.memory.arena import Arena, Device, Tensor, dtype_name
 from kvpagoda.schema import Field, RowLayout
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float16`` -> ``"float16"``, as the schema spells it."""
-    return str(dtype).removeprefix("torch.")
 
 
 class KVPool:
@@ -25,7 +21,14 @@ class KVPool:
     ``k_buffer[l]`` is ``[size + 1, k_head_num, k_head_dim]`` and ``v_buffer[l]`` ``[size + 1, v_head_num, v_head_dim]``,
     both of ``dtype`` on ``device`` (None: CUDA when a GPU is there, else the CPU), dense, zero at the start; K and V
     may differ in heads and size (the V ones default to the K ones). Row 0 absorbs the writes of padded tokens.
-    ``pin_memory``: page-lock a pool on the host when a GPU is there.
+    ``pin_memory``: page-lock a pool on the host when a GPU is there. Raises BadInput.
+
+    >>> import torch
+    >>> pool = KVPool(size=16, layer_num=2, k_head_num=2, k_head_dim=4, device="cpu", dtype=torch.float32)
+    >>> pool.set_kv_buffer(0, torch.tensor([3, 5]), k=torch.ones(2, 2, 4), v=torch.ones(2, 8))
+    >>> k, v = pool.get_kv_buffer(0)
+    >>> k.shape, k.sum(dim=(1, 2)).nonzero()[:, 0].tolist()
+    (torch.Size([17, 2, 4]), [3, 5])
     """
 
     def __init__(
@@ -40,36 +43,40 @@ class KVPool:
         v_head_dim: int | None = None,
         pin_memory: bool = True,
     ) -> None:
-        v_head_num = k_head_num if v_head_num is None else v_head_num
-        v_head_dim = k_head_dim if v_head_dim is None else v_head_dim
-        counts = (size, layer_num, k_head_num, k_head_dim, v_head_num, v_head_dim)
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in counts):
-            raise BadInput(f"size, layers, heads and dims of a KVPool must be positive whole numbers, got {counts}")
-        self.size, self.layer_num, self.dtype = size, layer_num, dtype
-        self.k_head_num, self.k_head_dim = k_head_num, k_head_dim
-        self.v_head_num, self.v_head_dim = v_head_num, v_head_dim
-        fields = (
-            Field("k", 1, (k_head_num, k_head_dim), dtype_name(dtype)),
-            Field("v", 1, (v_head_num, v_head_dim), dtype_name(dtype)),
+        self.size, self.layer_num, self.k_head_num, self.k_head_dim, self.v_head_num, self.v_head_dim = (
+            positive_numbers(
+                size=size,
+                layer_num=layer_num,
+                k_head_num=k_head_num,
+                k_head_dim=k_head_dim,
+                v_head_num=k_head_num if v_head_num is None else v_head_num,
+                v_head_dim=k_head_dim if v_head_dim is None else v_head_dim,
+            )
         )
-        layout = RowLayout.build((layer, field) for layer in range(layer_num) for field in fields)
-        self.arena = Arena(layout, size + 1, device=device, order="layer", pin_memory=pin_memory)
+        self.dtype = dtype
+        fields = (
+            Field("k", 1, (self.k_head_num, self.k_head_dim), dtype_name(dtype)),
+            Field("v", 1, (self.v_head_num, self.v_head_dim), dtype_name(dtype)),
+        )
+        layout = RowLayout.build((layer, field) for layer in range(self.layer_num) for field in fields)
+        self.arena = Arena(layout, self.size + 1, device=device, order="layer", pin_memory=pin_memory)
         self.device = self.arena.device
-        self.k_buffer = [self.arena.layer(layer)["k"][:, 0] for layer in range(layer_num)]
-        self.v_buffer = [self.arena.layer(layer)["v"][:, 0] for layer in range(layer_num)]
+        self.k_buffer, self.v_buffer = (list(self.arena.all_layers(name)[:, :, 0]) for name in "kv")
         self._proves_device_ids = int(os.environ.get("KVPAGODA_CHECK", "0")) >= 1
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
         """``[size + 1, k_head_num, k_head_dim]``; aliases the pool. Raises BadInput for an unknown layer."""
-        return self.k_buffer[self._layer(layer_id)]
+        return self.get_kv_buffer(layer_id)[0]
 
     def get_value_buffer(self, layer_id: int) -> Tensor:
         """``[size + 1, v_head_num, v_head_dim]``; aliases the pool. Raises BadInput for an unknown layer."""
-        return self.v_buffer[self._layer(layer_id)]
+        return self.get_kv_buffer(layer_id)[1]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """Both of the above."""
-        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
+        if not 0 <= layer_id < self.layer_num:
+            raise BadInput(f"layer {layer_id} is not one of the {self.layer_num} layers of this pool")
+        return self.k_buffer[layer_id], self.v_buffer[layer_id]
 
     def set_kv_buffer(self, layer_id: int, indices: Tensor, k: Tensor, v: Tensor) -> None:
         """Write one K and one V row for every index.
@@ -85,24 +92,19 @@ class KVPool:
         anything is written; indices on a GPU are proven only with the environment variable ``KVPAGODA_CHECK=1``, since
         that waits for the GPU. O(n) rows.
         """
-        layer = self._layer(layer_id)
-        k_rows = self._rows("k", k, indices, self.k_buffer[layer])
-        v_rows = self._rows("v", v, indices, self.v_buffer[layer])
+        buffers = self.get_kv_buffer(layer_id)
+        rows = [self._rows(name, x, indices, buffer) for name, x, buffer in zip("kv", (k, v), buffers)]
         is_proven = indices.device.type != "cpu" and not self._proves_device_ids
         index = self.arena.row_index(indices.reshape(-1), is_proven=is_proven)
-        for buffer, rows in ((self.k_buffer[layer], k_rows), (self.v_buffer[layer], v_rows)):
-            _as_codes(buffer.view(self.size + 1, -1)).index_copy_(0, index, _as_codes(rows))
+        for buffer, new in zip(buffers, rows):
+            _as_codes(buffer.view(self.size + 1, -1)).index_copy_(0, index, _as_codes(new))
 
     def mem_bytes(self) -> int:
         """Bytes allocated."""
         return self.arena.nbytes
 
-    def _layer(self, layer_id: int) -> int:
-        if not 0 <= layer_id < self.layer_num:
-            raise BadInput(f"layer {layer_id} is not one of the {self.layer_num} layers of this pool")
-        return layer_id
-
     def _rows(self, name: str, x: Tensor, indices: Tensor, buffer: Tensor) -> Tensor:
+        """``x`` as ``[n, h * d]``, of the shape, dtype and device that ``buffer`` takes."""
         heads, dim = buffer.shape[1:]
         lead = tuple(indices.shape)
         if tuple(x.shape) not in ((*lead, heads, dim), (*lead, heads * dim)):

@@ -7,7 +7,7 @@ ascending order. Slot -1 is a padded row: the state pool's last row absorbs what
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -16,67 +16,9 @@ from kvpagoda.formats import decode
 from kvpagoda.kernels.append_swa import append_swa
 from kvpagoda.memory.pool import Pool
 from kvpagoda.schema import Compressed, Encoding
+from kvpagoda.batch.step import Step
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class Step:
-    """Which tokens a step computes: int32 ``[n]`` each, on the cache's device. Shared by all layers of the step.
-
-    ``state_rows``: the record of each token's request in the state pool; default its slot, the last record for slot -1.
-    """
-
-    request_slots: Tensor
-    positions: Tensor
-    request_ids: Tensor
-    state_rows: Tensor | None = None
-
-    @cached_property
-    def slots(self) -> Tensor:
-        """``request_slots`` as int64 row numbers; whatever is negative is the dummy row, -1."""
-        return self.request_slots.long().clamp(min=-1)
-
-    @cached_property
-    def rows(self) -> Tensor:
-        """int64 ``[n]``: the record of each token's request in the state pool."""
-        return self.slots if self.state_rows is None else self.state_rows.long()
-
-    @property
-    def state_records(self) -> Tensor:
-        """``rows`` as int32, below 0 or the dummy for padded rows: what kernels take."""
-        return self.request_slots if self.state_rows is None else self.state_rows
-
-    @property
-    def dummy(self) -> int:
-        """The record of the state pool that takes what nobody is to read."""
-        return -1 if self.state_rows is None else 0
-
-    def num_shown(self, state: Pool) -> int:
-        """Records of the state pool that views show: all but a dummy at the end."""
-        return state.arena.num_rows - (self.state_rows is None)
-
-    @cached_property
-    def starts(self) -> Tensor:
-        """int64 ``[n]``: the first position of this step of each token's request."""
-        order = torch.arange(len(self.slots), device=self.slots.device)
-        head = torch.ones_like(order, dtype=torch.bool)
-        head[1:] = self.slots[1:] != self.slots[:-1]
-        return self.positions.long()[torch.where(head, order, 0).cummax(0).values]
-
-    def last_writers(self, ring: int) -> Tensor:
-        """int64 ``[n]``: the record each token writes in a ring of ``ring`` rows: its request's, or the dummy's if a later
-        token of the same request takes the same ring row in this step. So every ring row has one writer."""
-        return _last_writers(self.rows, ring, self.dummy)
-
-
-def _last_writers(rows: Tensor, ring: int, dummy: int) -> Tensor:
-    """``rows``, those of one request lying together, with ``dummy`` where ``ring`` places later there is one of the same."""
-    if len(rows) <= ring:
-        return rows
-    later = torch.zeros_like(rows, dtype=torch.bool)
-    later[:-ring] = rows[ring:] == rows[:-ring]
-    return rows.masked_fill(later, dummy)
 
 
 @dataclass(frozen=True)
@@ -177,6 +119,17 @@ class LayerCacheHandle:
     ) -> None:
         self.kind, self.paged, self.state, self.block_table, self.step = kind, paged, state, block_table, step
 
+    @classmethod
+    def of(cls, view: Any) -> LayerCacheHandle:
+        """The handle of ``view``, the ``LayerView`` of a compressed-attention layer in a batch; valid as long as that.
+
+        Raises BadInput for a layer of another kind.
+        """
+        kind = next((kind for kind in view.layer.kinds if isinstance(kind, Compressed)), None)
+        if kind is None or view.state is None:
+            raise BadInput(f"layer {view.layer.index} ({view.layer.label}) has no compressed attention")
+        return cls(kind, view.blocks, view.state, view.slot_table, view.step)
+
     @property
     def request_slots(self) -> Tensor:
         return self.step.request_slots
@@ -199,7 +152,7 @@ class LayerCacheHandle:
         _check_rows("kv", kv, len(self.positions), self.kind.dim)
         if self.kind.encoding.name == "fp8" and self.kind.encoding.group is None:
             codes, rope, scale = self.state.parts("swa")
-            rows, dummy = self.step.state_records, self.step.dummy % len(codes)
+            rows, dummy = self.step.state_rows, self.step.dummy % len(codes)
             append_swa(kv, rows, self.positions, codes, rope, scale, self.state["swa_pos"], dummy)
             return
         self._write_ring("swa", kv)
@@ -220,13 +173,12 @@ class LayerCacheHandle:
 
     def read_swa_view(self) -> SWAView:
         """The rings of all requests, without the dummy row where that is the last; ``request_slots`` says whose is whose."""
-        end = self.step.num_shown(self.state)
         return SWAView(
             self.kind.encoding,
             getattr(torch, self.kind.dtype),
-            tuple(part[:end] for part in self.state.parts("swa")),
-            self.state["swa_pos"][:end],
-            self.step.state_records,
+            self.state.shown("swa"),
+            *self.state.shown("swa_pos"),
+            self.step.state_rows,
             self.positions,
         )
 
@@ -260,8 +212,8 @@ class LayerCacheHandle:
             rows_before = rows_before.masked_fill((before < 0)[..., None], nothing)
             pooled.append(torch.cat([rows_before, self._gather(f"{prefix}tail_{stream}b", b, current, closing)], dim=1))
             ring = self._ring(overlap_name)
-            survivors = _last_writers(step.rows[closing], ring // ratio, step.dummy)[:, None]
-            self.state.write(overlap_name, (survivors, current % ring), self._gather(tail_a, a, current, closing))
+            writers = step.writers(ring // ratio, closing)[:, None]
+            self.state.write(overlap_name, (writers, current % ring), self._gather(tail_a, a, current, closing))
         for stream, rows in (("k", keys), ("z", scores)):
             for name, part in zip("ab", rows.chunk(2, dim=-1) if overlap else (rows,)):
                 self._write_ring(f"{prefix}tail_{stream}{name}", part)
@@ -316,7 +268,7 @@ class LayerCacheHandle:
     def _addresses(self) -> tuple[Tensor, Tensor]:
         """``block_table`` by slot and ``num_entries`` by state row of all requests, without the dummy row where that is the
         last."""
-        return self._table[:-1], self.state["num_entries"][: self.step.num_shown(self.state), 0]
+        return self._table[:-1], self.state.shown("num_entries")[0][:, 0]
 
     @property
     def _table(self) -> Tensor:
@@ -336,7 +288,7 @@ class LayerCacheHandle:
 
     def _write_ring(self, name: str, values: Tensor) -> None:
         ring = self._ring(name)
-        self.state.write(name, (self.step.last_writers(ring), self.step.positions.long() % ring), values)
+        self.state.write(name, (self.step.writers(ring), self.step.positions.long() % ring), values)
 
     def _gather(self, name: str, rows: Tensor, wanted: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Rows at positions ``wanted`` ``[m, j]`` of the requests of ``tokens``: from this step's ``rows`` where it

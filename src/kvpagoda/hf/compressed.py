@@ -41,7 +41,7 @@ class CompressedRunner:
         hidden = embedded.unsqueeze(2).expand(-1, -1, self.model.config.hc_mult, -1).contiguous()
         rotations = {kind: body.rotary_emb(embedded, position_ids=positions, layer_type=kind) for kind in ROPE_KINDS}
         for index, layer in enumerate(body.layers):
-            hidden = _layer(layer, hidden, ids, rotations, batch.layer(index).handle())
+            hidden = _layer(layer, hidden, ids, rotations, LayerCacheHandle.of(batch.layer(index)))
         counts = [1] * len(work) if kept is None else kept
         ends = np.cumsum([len(tokens) for _, tokens in work])
         last = torch.from_numpy(np.concatenate([np.arange(end - n, end) for end, n in zip(ends, counts)]))

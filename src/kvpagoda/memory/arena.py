@@ -22,9 +22,14 @@ from kvpagoda.schema.fields import itemsize
 from kvpagoda.schema.layout import ALIGN
 from kvpagoda.units import align_up
 
-__all__ = ["Arena", "Device", "default_device"]
+__all__ = ["Arena", "Device", "default_device", "dtype_name"]
 
 Tensor = torch.Tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float16`` -> ``"float16"``, as a ``Field`` spells it."""
+    return str(dtype).removeprefix("torch.")
 
 
 class Arena:
@@ -85,6 +90,17 @@ class Arena:
         """
         return self._views.get(layer, {})
 
+    def all_layers(self, name: str) -> Tensor:
+        """Field ``name`` of every layer that has it, in one view ``[layers, num_rows, count, *shape]`` of the arena. The
+        field must be alike in these layers, and they equally far apart in the layout."""
+        views = [fields[name] for fields in self._views.values() if name in fields]
+        starts = [view.storage_offset() for view in views]
+        step = starts[1] - starts[0] if len(starts) > 1 else 0
+        assert starts == [starts[0] + i * step for i in range(len(starts))], (
+            f"layers of {name!r} are not equally far apart"
+        )
+        return views[0].as_strided((len(views), *views[0].shape), (step, *views[0].stride()))
+
     def layer_bytes(self, layer: int) -> list[tuple[slice, Tensor]]:
         """What ``layer`` keeps, as bytes: (where it lies in a record, uint8 ``[num_rows, bytes]``), a few of them."""
         mine = [(place, start, stride) for place, start, stride in self._starts if place.layer == layer]
@@ -138,9 +154,10 @@ class Arena:
         for place, _, _ in self._starts:
             self._views[place.layer][place.field.name][ids if one else index] = place.field.fill
 
-    def copy(self, sources: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]) -> None:
-        """Copy rows ``sources`` to rows ``targets``, all fields, bit for bit. The ids are the caller's to have proven."""
-        source, target = (torch.from_numpy(ids).to(self.device, torch.int64) for ids in (sources, targets))
+    def copy(self, sources: Tensor | npt.NDArray[np.int32], targets: Tensor | npt.NDArray[np.int32]) -> None:
+        """Copy rows ``sources`` to rows ``targets``, all fields, bit for bit; of a field all sources are read before one is
+        written. The ids are the caller's to have proven."""
+        source, target = (torch.as_tensor(ids).to(self.device, torch.int64) for ids in (sources, targets))
         for place, start, stride in self._starts:
             rows = self._bytes(place, start, stride)
             rows[target] = rows[source]
