@@ -6,14 +6,15 @@ import gc
 import time
 from dataclasses import replace
 
+from kvpagoda.books import Books
+
 from benchmarks.one_budget import MODELS, schema_of
 from benchmarks.peers.ours import FULL
 from benchmarks.peers.tasks import TOGETHER
 from benchmarks.timing import Options, Row, tell
 from benchmarks.workload import GENERATED, Tokens, Workload, workload
-from kvpagoda.books import Books
-from kvpagoda.schema import Schema
 from kvpagoda.cache.sequence import Sequence
+from kvpagoda.schema import Schema
 
 QUESTION = "What do windows, states and compressed layers cost the host, beside full attention?"
 CAPACITY, STEP_TOKENS = 3_000_000, 8192
@@ -45,7 +46,7 @@ def serve(schema: Schema, block_size: int, work: Workload, capacity: int) -> tup
                 running.pop(~i).close()
             else:
                 prompt, output = texts[i]
-                running[i] = books.open(prompt, room=0, reserve=len(prompt) + len(output))
+                running[i] = books.open(prompt, capacity=0, reserve=len(prompt) + len(output))
                 hits += running[i].length
                 _compute(books, running[i], prompt, output)
         taken += time.process_time() - start

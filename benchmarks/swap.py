@@ -20,12 +20,13 @@ import numpy as np
 import torch
 
 from benchmarks.timing import Options, Row, medians, seconds, tell
+from kvpagoda import Limits
+from kvpagoda.cache.sequence import Sequence
 from kvpagoda.compat.cache_engine import CacheEngine
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.memory.arena import Arena
 from kvpagoda.memory.host_copy import copy_from_host, copy_to_host
 from kvpagoda.schema import Field, RowLayout, Schema
-from kvpagoda.cache.sequence import Sequence
 from kvpagoda.units import format_bytes
 
 QUESTION = "How much of the speed of memory does swapping leave, and what does it save?"
@@ -134,14 +135,19 @@ def _set_aside(options: Options, cache: KVCache, sequence: Sequence) -> float:
     taken = []
     for _ in range(options.runs + 1):
         out = seconds(sequence.suspend)
-        cache.reuse.clear()
+        cache.core.prefix.clear()
         taken.append(out + seconds(sequence.resume))
     return float(np.median(taken[1:]))  # the first round touches memory
 
 
 def _sequence(options: Options, case: str, schema: Schema, tokens: int) -> Row:
     cache = KVCache(
-        schema, num_blocks=tokens // 16 + 1, block_size=16, max_requests=1, device="cpu", step_tokens=tokens
+        schema,
+        num_blocks=tokens // 16 + 1,
+        block_size=16,
+        max_requests=1,
+        device="cpu",
+        limits=Limits(step_tokens=tokens),
     )
     for buffer in cache._buffers:
         buffer.fill_(1)
@@ -151,10 +157,10 @@ def _sequence(options: Options, case: str, schema: Schema, tokens: int) -> Row:
 
 
 def _row(options: Options, case: str, cache: KVCache, sequence: Sequence) -> Row:
-    nbytes = cache.swap.nbytes_of(sequence.slot, sequence.length, True)
+    nbytes = cache.core.swap.nbytes_of(sequence.slot, sequence.length, True)
     ours = _set_aside(options, cache, sequence)
     plain, one = (
-        2 * taken for taken in medians(_plain(nbytes, cache.swap.width, is_random=False), options.runs).values()
+        2 * taken for taken in medians(_plain(nbytes, cache.core.swap.width, is_random=False), options.runs).values()
     )
     return {
         "case": f"{case}, {sequence.length:,} tokens, {format_bytes(nbytes)}, suspend + resume",

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvpagoda.books import Books
 from tests.test_manager import SCHEMAS, FakeEngine, schema_of, traffic
 from tests.test_swap import computed, fill_random, overwrite
 
-from kvpagoda.books import Books
+from kvpagoda import Identity, Limits, Retention
 from kvpagoda.errors import BadInput, CheckFailed
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Compressed, Growth, Latent, Schema
@@ -36,14 +37,14 @@ def cache_of(name: str | Schema, *tiers: TierSpec, num_blocks: int = 40, **argum
         **arguments,
     }
     return KVCache(
-        schema, num_blocks=num_blocks, block_size=4, device="cpu", step_tokens=9, tiers=tiers, weights="w", **settings,
+        schema, num_blocks=num_blocks, block_size=4, device="cpu", limits=Limits(step_tokens=9), tiers=tiers, identity=Identity(weights="w"), **settings,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
 def run(cache: KVCache, text: np.ndarray, engine: FakeEngine | None = None) -> int:
     """A request computes ``text`` and ends; returns what it did not have to compute."""
     engine = FakeEngine(cache) if engine is None else engine
-    with cache.open(text, "tenant 0", room=0) as sequence:
+    with cache.open(text, "tenant 0", capacity=0) as sequence:
         engine.spaces[id(sequence)] = 0
         cached = sequence.cached_tokens
         while sequence.length < len(text):
@@ -59,7 +60,7 @@ def run(cache: KVCache, text: np.ndarray, engine: FakeEngine | None = None) -> i
 def forget(cache: Books) -> None:
     """Nothing is cached on the device any more."""
     cache.reset()
-    assert not cache.reuse.tree.num_cached
+    assert not cache.core.prefix.tree.num_cached
 
 
 class Flaky:
@@ -146,7 +147,7 @@ def test_rows_read_back_are_the_rows_written(name: str, way: str, tmp_path: Path
     assert sum(tier.failed for tier in stats.tiers) == 0
     assert stats.loaded_tokens > 0 or way == "reuse"
     assert cache.flush()
-    for level in cache.below.levels:  # type: ignore[union-attr]
+    for level in cache.core.offloader.levels:  # type: ignore[union-attr]
         level.buffer.check()
         assert level.buffer.num_free == level.buffer.num_records
     cache.close()
@@ -212,12 +213,12 @@ def test_every_byte_comes_back_for_every_family_and_format(name: str, tmp_path: 
     size, order = (16 if name == "deepseek_v4" else 8), ("block", "layer")[len(name) % 2]
     tiers = [host_tier("8MiB", staging="4MiB"), disk_tier(tmp_path, "16MiB", staging="4MiB")]
     cache = KVCache(
-        schema, num_blocks=24, max_requests=2, block_size=size, device="cpu", order=order, checkpoints=2, tiers=tiers,
-        weights="w",
+        schema, num_blocks=24, max_requests=2, block_size=size, device="cpu", order=order, retention=Retention(checkpoints=2), tiers=tiers,
+        identity=Identity(weights="w"),
     )  # fmt: skip
     text = range(5 * size + 3)
     fill_random(cache)
-    with cache.open(text, room=0) as sequence:
+    with cache.open(text, capacity=0) as sequence:
         while sequence.length < len(text):
             end = min(cache.next_checkpoint(sequence) or len(text), sequence.length + size)
             sequence.extend(end - sequence.length)
@@ -235,9 +236,9 @@ def test_every_byte_comes_back_for_every_family_and_format(name: str, tmp_path: 
             assert cache.flush()
         loaded = cache.stats().tiers[source].loaded
         fill_random(cache)
-        with cache.open(text, room=0) as sequence:
+        with cache.open(text, capacity=0) as sequence:
             assert sequence.match.resumable == 5 * size
-            assert source or not cache.reuse.bounded or sequence.match.loaded
+            assert source or not cache.core.prefix.bounded or sequence.match.loaded
             after = needed_rows(sequence, cache)
             assert all(torch.equal(old, new) for old, new in zip(before, after))
             assert cache.stats().tiers[source].loaded > loaded or not sequence.match.loaded
@@ -248,7 +249,7 @@ def test_every_byte_comes_back_for_every_family_and_format(name: str, tmp_path: 
 def needed_rows(sequence: Any, cache: KVCache) -> list[torch.Tensor]:
     """The records that the next token of ``sequence`` reads, group by group."""
     found = []
-    for ledger in cache.ledgers:
+    for ledger in cache.core.groups:
         first = ledger.growth.first_needed(sequence.length) // ledger.block_size
         ids = ledger.table.cells[sequence.slot, first : -(-sequence.length // ledger.block_size)]
         found.append(cache._arenas[ledger.plan.name].pack(torch.from_numpy(ids.copy())))
@@ -362,7 +363,7 @@ def test_a_prefetch_reads_while_a_request_waits(name: str, tmp_path: Path) -> No
         assert sequence.cached_tokens <= 16, "of another text nothing is taken"
     cache.prefetch(text, "tenant 1").close()
     cache.prefetch(text[:0], "tenant 0").close()
-    buffer = cache.below.levels[0].buffer  # type: ignore[union-attr]
+    buffer = cache.core.offloader.levels[0].buffer  # type: ignore[union-attr]
     assert cache.flush() and buffer.num_free == buffer.num_records
     cache.close()
     with pytest.raises(BadInput, match="no tiers"):
@@ -378,7 +379,7 @@ def test_layers_come_in_when_they_are_asked_for(order: str, record_nbytes: int) 
     run(cache, text)
     assert cache.flush()
     forget(cache)
-    buffer = cache.below.levels[0].buffer  # type: ignore[union-attr]
+    buffer = cache.core.offloader.levels[0].buffer  # type: ignore[union-attr]
     with cache.open(text, "tenant 0", layerwise=True) as sequence:
         assert sequence.match.loaded > 40 and buffer.num_free < buffer.num_records
         view = cache.batch([sequence], [1]).layer(0)
@@ -402,11 +403,11 @@ def test_loading_is_left_when_computing_is_faster() -> None:
     assert cache.flush()
     forget(cache)
     assert run(cache, text) == 36  # and so it was measured
-    assert cache.below is not None
-    cache.below.finder.seconds_per_token = 1e-12
+    assert cache.core.offloader is not None
+    cache.core.offloader.reader.seconds_per_token = 1e-12
     forget(cache)
     assert run(cache, text) == 0
-    cache.below.finder.seconds_per_token = 1.0
+    cache.core.offloader.reader.seconds_per_token = 1.0
     forget(cache)
     assert run(cache, text) == 36
     cache.close()
@@ -516,7 +517,7 @@ def test_a_copy_that_fails_is_a_miss(name: str) -> None:
         setattr(cache, which, failing)
     traffic(cache, 300, seed=9, engine=FakeEngine(cache))
     assert min(num_failed) >= 1 and cache.flush()
-    for level in cache.below.levels:  # type: ignore[union-attr]
+    for level in cache.core.offloader.levels:  # type: ignore[union-attr]
         assert level.dropped and level.buffer.num_free == level.buffer.num_records
     cache.close()
 
@@ -539,12 +540,12 @@ def test_what_was_evicted_to_make_room_for_a_load_that_failed_is_not_shared() ->
 
 def test_the_law_of_ownership_finds_a_lost_block_below() -> None:
     cache = cache_of("full", host_tier("1MiB", **TINY))
-    assert cache.below is not None
-    buffer = cache.below.levels[0].buffer
+    assert cache.core.offloader is not None
+    buffer = cache.core.offloader.levels[0].buffer
     buffer._is_out[0] = True
     with pytest.raises(CheckFailed, match="records"):
         cache.check()
     buffer._is_out[0] = False
-    cache.below._hashes[3] = 1
+    cache.core.offloader._hashes[3] = 1
     with pytest.raises(CheckFailed, match="names below"):
         cache.check()

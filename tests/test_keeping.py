@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 import torch
-
 from kvpagoda.books import Books
+
+from kvpagoda import Retention
+from kvpagoda.cache.namespace import Namespace, namespace_key
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.cache.namespace import Namespace, namespace_key
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 
 FULL = Attention(2, 4, 4, "float32")
@@ -26,7 +27,7 @@ def books(*kinds: LayerKind, num_blocks: int = 12, max_requests: int = 4, **argu
 
 def leave(cache: Books, tokens: object, namespace: object = None, **arguments: object) -> int:
     """A request that computes its prompt and ends; returns what it did not have to compute."""
-    with cache.open(tokens, namespace, room=0, **arguments) as sequence:  # type: ignore[arg-type]
+    with cache.open(tokens, namespace, capacity=0, **arguments) as sequence:  # type: ignore[arg-type]
         cached, prompt = sequence.cached_tokens, sequence._tokens
         while sequence.length < sequence.prompt_length:
             end = cache.next_checkpoint(sequence) or sequence.prompt_length
@@ -128,11 +129,11 @@ def test_a_pin_keeps_the_checkpoint_too() -> None:
 def test_a_fence_holds_back_what_a_step_in_flight_may_use() -> None:
     cache = books(FULL, WINDOW, num_blocks=24)
     sequence = cache.open(range(20), reserve=40)
-    held = [ledger.held_ids(sequence.slot).tolist() for ledger in cache.ledgers]
+    held = [ledger.held_ids(sequence.slot).tolist() for ledger in cache.core.groups]
     with cache.fence([sequence]):
         sequence.commit(range(20))
         assert cache.open(range(20)).cached_tokens == 0  # not published before the step is done
-        assert [ledger.held_ids(sequence.slot).tolist() for ledger in cache.ledgers] == held
+        assert [ledger.held_ids(sequence.slot).tolist() for ledger in cache.core.groups] == held
         for refused in (sequence.fork, lambda: sequence.rewind(1)):
             with pytest.raises(RetryLater, match="1 fences"):
                 refused()
@@ -153,15 +154,15 @@ def test_fenced_blocks_do_not_move() -> None:
             Layer(i, "layer", (kind,)) for i, kind in enumerate((FULL, Recurrent((Rows("r", (9, 8, 4), "float32"),))))
         )
     )
-    cache = KVCache(schema, 24_000, max_requests=6, block_size=4, device="cpu", checkpoints=8)
+    cache = KVCache(schema, 24_000, max_requests=6, block_size=4, device="cpu", retention=Retention(checkpoints=8))
     fenced = [cache.open(range(first, first + 12), reserve=20) for first in (0, 100)]
-    held = [[ledger.held_ids(s.slot).tolist() for ledger in cache.ledgers] for s in fenced]
+    held = [[ledger.held_ids(s.slot).tolist() for ledger in cache.core.groups] for s in fenced]
     with cache.fence(fenced):
         for first in range(1000, 4000, 100):
-            with cache.open(range(first, first + 24), room=0) as other:
+            with cache.open(range(first, first + 24), capacity=0) as other:
                 other.extend(24)
                 other.commit(range(first, first + 24))
-        assert [[ledger.held_ids(s.slot).tolist() for ledger in cache.ledgers] for s in fenced] == held
+        assert [[ledger.held_ids(s.slot).tolist() for ledger in cache.core.groups] for s in fenced] == held
         cache.check()
 
 
@@ -185,7 +186,7 @@ def test_full_attention_reuses_up_to_the_token_and_copies_the_rest_of_the_block(
         sequence.commit(range(24))
     other = cache.open([*range(21), 99, 98])
     assert other.cached_tokens == 21 and other.match.groups == {"full": 21}
-    table = cache.ledgers[0].table.cells[other.slot]
+    table = cache.core.groups[0].table.cells[other.slot]
     assert view["k"][int(table[2]), :5, 0, 0].tolist() == [16, 17, 18, 19, 20]
     other.commit([99, 98])
     cache.check()

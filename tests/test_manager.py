@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kvpagoda.books import Books
 
+from kvpagoda import Limits, Retention
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.books import Books
+from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Compressed, Growth, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared
-from kvpagoda.cache.sequence import Sequence
 
 
 def schema_of(*kinds: LayerKind | tuple[LayerKind, ...], **limits: int) -> Schema:
@@ -48,7 +49,7 @@ SHARING = {
 def test_open_extend_commit_close_returns_everything(name: str) -> None:
     cache = KVCache(SCHEMAS[name], num_blocks=12, max_requests=2, device="cpu")
     with cache.open(range(20)) as sequence:
-        assert sequence.cached_tokens == 0 and sequence.room >= 20
+        assert sequence.cached_tokens == 0 and sequence.capacity >= 20
         sequence.commit(range(20))
         sequence.extend(5)
         sequence.commit(range(5))
@@ -56,7 +57,7 @@ def test_open_extend_commit_close_returns_everything(name: str) -> None:
         cache.check()
     cache.check()
     assert cache.stats().running == 0 and cache.stats().computed_tokens == 25
-    assert all(group.free + group.spare == group.total and not group.promised for group in cache.stats().groups)
+    assert all(group.free + group.evictable == group.total and not group.outstanding for group in cache.stats().groups)
 
 
 def test_the_plan_says_what_the_arenas_take() -> None:
@@ -67,7 +68,9 @@ def test_the_plan_says_what_the_arenas_take() -> None:
 
 
 def test_a_window_group_frees_what_slid_out() -> None:
-    cache = KVCache(SCHEMAS["window"], num_blocks=4, max_requests=2, block_size=4, device="cpu", step_tokens=1)
+    cache = KVCache(
+        SCHEMAS["window"], num_blocks=4, max_requests=2, block_size=4, device="cpu", limits=Limits(step_tokens=1)
+    )
     sequence = cache.open([1], reserve=100)
     for i in range(100):
         sequence.extend(1)
@@ -75,7 +78,7 @@ def test_a_window_group_frees_what_slid_out() -> None:
         cache.check()
         assert cache.stats().groups[0].held <= 4
     first_read = 100 - 10 + 1
-    ledger = cache.ledgers[0]
+    ledger = cache.core.groups[0]
     assert (
         ledger.first[sequence.slot] == first_read // 4
         and not ledger.table.cells[sequence.slot, : first_read // 4].any()
@@ -85,10 +88,10 @@ def test_a_window_group_frees_what_slid_out() -> None:
 def test_out_of_blocks_changes_nothing() -> None:
     cache = KVCache(MIXED, num_blocks=3, max_requests=2, block_size=8, device="cpu")
     first, second = cache.open(range(8)), cache.open(range(8))
-    before = [ledger.table.cells.copy() for ledger in cache.ledgers]
+    before = [ledger.table.cells.copy() for ledger in cache.core.groups]
     with pytest.raises(OutOfBlocks, match=r"need 2 blocks, 1 available .* of 3 in group 'full'.*close a sequence"):
         first.extend(24)
-    assert all(np.array_equal(old, ledger.table.cells) for old, ledger in zip(before, cache.ledgers))
+    assert all(np.array_equal(old, ledger.table.cells) for old, ledger in zip(before, cache.core.groups))
     first.extend(16)
     with pytest.raises(OutOfBlocks, match="need 123 blocks"):
         first.extend(1000)
@@ -116,10 +119,12 @@ def test_retry_later_and_never_fits() -> None:
 
 
 def test_a_window_group_too_small_for_the_prompt_at_once_says_so() -> None:
-    cache = KVCache(SCHEMAS["window"], num_blocks=100, max_requests=1, block_size=4, device="cpu", step_tokens=4)
+    cache = KVCache(
+        SCHEMAS["window"], num_blocks=100, max_requests=1, block_size=4, device="cpu", limits=Limits(step_tokens=4)
+    )
     with pytest.raises(NeverFits, match="open it with a smaller room and extend chunk by chunk"):
         cache.open(range(200))
-    sequence = cache.open(range(200), room=4)
+    sequence = cache.open(range(200), capacity=4)
     for start in range(0, 200, 4):
         sequence.extend(4)
         sequence.commit(range(start, start + 4))
@@ -129,7 +134,7 @@ def test_a_window_group_too_small_for_the_prompt_at_once_says_so() -> None:
 def test_reset_forgets_what_was_kept_and_only_when_nothing_runs() -> None:
     cache = KVCache(MIXED, num_blocks=40, max_requests=4, block_size=4, device="cpu")
     for _ in range(2):
-        with cache.open(range(9), room=0) as sequence:
+        with cache.open(range(9), capacity=0) as sequence:
             for end in (8, 9)[sequence.length // 8 :]:
                 sequence.extend(end - sequence.length)
                 sequence.commit(range(sequence.length, end))
@@ -231,7 +236,7 @@ def test_index_arrays_in_both_dialects() -> None:
     b.commit(range(2))
     a.extend(1)
     batch = cache.batch([a, b], [1, 1], pad_to=3)
-    table_a, table_b = (cache.ledgers[0].table.cells[s.slot] for s in (a, b))
+    table_a, table_b = (cache.core.groups[0].table.cells[s.slot] for s in (a, b))
     full, window = batch.layer(0), batch.layer(1)
     assert full.cache_seqlens.tolist() == [12, 3, 0] and batch.positions.tolist() == [11, 2, 0]
     assert full.slot_mapping.tolist() == [table_a[2] * 4 + 3, table_b[0] * 4 + 2, 0]
@@ -272,7 +277,7 @@ def test_step_buffers_keep_their_addresses() -> None:
 def test_check_names_what_is_wrong() -> None:
     cache = KVCache(SCHEMAS["full"], num_blocks=6, max_requests=2, block_size=4, device="cpu")
     a, b = cache.open(range(4)), cache.open(range(4))
-    ledger = cache.ledgers[0]
+    ledger = cache.core.groups[0]
     mine, theirs = int(ledger.table.cells[a.slot, 0]), int(ledger.table.cells[b.slot, 0])
     ledger.table.cells[a.slot, 0] = theirs
     with pytest.raises(CheckFailed, match=str(mine)):
@@ -386,7 +391,9 @@ def traffic(cache: Books, steps: int, seed: int, engine: FakeEngine | None) -> i
         if kind < 0.25:
             prompt, space = text(rng, heads), int(rng.integers(2))
             try:
-                sequence = cache.open(prompt, f"tenant {space}", room=0, reserve=len(prompt) + int(rng.integers(0, 20)))
+                sequence = cache.open(
+                    prompt, f"tenant {space}", capacity=0, reserve=len(prompt) + int(rng.integers(0, 20))
+                )
             except (RetryLater, NeverFits):
                 pass
             else:
@@ -430,7 +437,7 @@ def traffic(cache: Books, steps: int, seed: int, engine: FakeEngine | None) -> i
     for sequence in running:
         sequence.close()
     cache.check()
-    assert all(group.free + group.spare == group.total and not group.promised for group in cache.stats().groups)
+    assert all(group.free + group.evictable == group.total and not group.outstanding for group in cache.stats().groups)
     return operations
 
 
@@ -438,9 +445,8 @@ def traffic(cache: Books, steps: int, seed: int, engine: FakeEngine | None) -> i
 @pytest.mark.parametrize("checkpoints", [0, 2, 8])
 def test_rows_read_back_are_the_rows_written(name: str, checkpoints: int) -> None:
     cache = KVCache(
-        SCHEMAS[name], num_blocks=40, max_requests=6, block_size=4, device="cpu", poison=True, step_tokens=9,
-        checkpoints=checkpoints, checkpoint_every=2, max_context=160,
-    )  # fmt: skip
+        SCHEMAS[name], num_blocks=40, max_requests=6, block_size=4, device="cpu", poison=True, limits=Limits(step_tokens=9, max_context=160),
+        retention=Retention(checkpoints=checkpoints, checkpoint_every=2), )  # fmt: skip
     assert traffic(cache, 3000, seed=3, engine=FakeEngine(cache)) > 6_700  # in 15 cases: more than 100,000 operations
     assert checkpoints < 8 or cache.stats().cached_tokens > 20
 
@@ -450,9 +456,8 @@ def test_rows_read_back_are_the_rows_written(name: str, checkpoints: int) -> Non
 )
 def test_rows_stay_right_when_groups_share_one_budget_and_blocks_move(name: str, budget: int, least: int) -> None:
     cache = KVCache(
-        SHARING[name], budget, max_requests=6, block_size=4, device="cpu", poison=True, step_tokens=9,
-        checkpoints=8, checkpoint_every=2,
-    )  # fmt: skip
+        SHARING[name], budget, max_requests=6, block_size=4, device="cpu", poison=True, limits=Limits(step_tokens=9),
+        retention=Retention(checkpoints=8, checkpoint_every=2), )  # fmt: skip
     num_moved, move = 0, cache.move_blocks
 
     def count(ledger: BlockGroup, sources: Ids, targets: Ids) -> None:
@@ -473,9 +478,9 @@ def test_fork_copies_what_is_written_to_and_shares_the_rest() -> None:
     view["recurrent"][view.state_indices[0]] = 5.0
     parent.commit(range(10))
     child = parent.fork(reserve=20)
-    mine, theirs = (cache.ledgers[-1].table.cells[one.slot, 0] for one in (parent, child))
+    mine, theirs = (cache.core.groups[-1].table.cells[one.slot, 0] for one in (parent, child))
     assert child.tokens.tolist() == list(range(10)) and child.cached_tokens == 10
-    table = cache.ledgers[0].table.cells
+    table = cache.core.groups[0].table.cells
     assert (
         table[child.slot, :2].tolist() == table[parent.slot, :2].tolist()
         and table[child.slot, 2] != table[parent.slot, 2]
@@ -494,12 +499,12 @@ def test_rewind_takes_tokens_back_or_says_what_cannot_go_back() -> None:
     cache = KVCache(SCHEMAS["full"], num_blocks=8, max_requests=2, block_size=4, device="cpu")
     sequence = cache.open(range(10), reserve=20)
     sequence.commit(range(10))
-    before = cache.ledgers[0].table.cells[sequence.slot].copy()
+    before = cache.core.groups[0].table.cells[sequence.slot].copy()
     sequence.rewind(1)
-    assert sequence.length == 9 and cache.ledgers[0].table.cells[sequence.slot].tolist() == before.tolist()
+    assert sequence.length == 9 and cache.core.groups[0].table.cells[sequence.slot].tolist() == before.tolist()
     sequence.rewind(3)  # into a block that is shared by now: a copy takes its place
     assert sequence.length == 6 and sequence.lease.num_blocks == 1
-    assert cache.ledgers[0].table.cells[sequence.slot, 1] != before[1]
+    assert cache.core.groups[0].table.cells[sequence.slot, 1] != before[1]
     sequence.extend(3)
     sequence.commit([50, 51, 52])
     assert sequence.tokens.tolist() == [0, 1, 2, 3, 4, 5, 50, 51, 52]
@@ -519,6 +524,11 @@ def test_rewind_takes_tokens_back_or_says_what_cannot_go_back() -> None:
 
 def test_random_traffic_over_compressed_layers_keeps_the_law_of_ownership() -> None:
     cache = KVCache(
-        SCHEMAS["compressed"], num_blocks=12, max_requests=5, block_size=8, device="cpu", step_tokens=9, max_context=80
+        SCHEMAS["compressed"],
+        num_blocks=12,
+        max_requests=5,
+        block_size=8,
+        device="cpu",
+        limits=Limits(step_tokens=9, max_context=80),
     )
     assert traffic(cache, 6000, seed=5, engine=None) > 11_000

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvpagoda.batch.batch import Batch
+from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Compressed, Growth, Layer, LayerKind, Recurrent, Rows, Schema
-from kvpagoda.cache.sequence import Sequence
 
 FULL = Attention(1, 2, 2, "float32")
 WINDOW = Attention(1, 2, 2, "float32", Growth(window=10))
@@ -50,7 +50,7 @@ def cache_of(*kinds: LayerKind, **arguments: Any) -> KVCache:
 
 def running(cache: KVCache, length: int, first: int = 0, **arguments: Any) -> Sequence:
     """A sequence with its prompt ``first, first + 1, ...`` committed."""
-    sequence = cache.open([(first + i) % 100 for i in range(length)], room=0, **arguments)
+    sequence = cache.open([(first + i) % 100 for i in range(length)], capacity=0, **arguments)
     while sequence.length < length:
         n = min(4 - sequence.length % 4, length - sequence.length)
         sequence.extend(n)
@@ -76,7 +76,7 @@ def assert_right(cache: KVCache, batch: Batch, members: tuple[Sequence, ...], n:
     for layer in cache.schema.layers:
         if layer.growth is None:
             continue
-        ledger = next(ledger for ledger in cache.ledgers if ledger.growth == layer.growth)
+        ledger = next(ledger for ledger in cache.core.groups if ledger.growth == layer.growth)
         view, cells = batch.layer(layer.index), ledger.table.cells
         ends = [-(-(b + n) // size) for b in before]
         firsts = [min(layer.growth.first_needed(b) // size, end) for b, end in zip(before, ends)]
@@ -130,7 +130,7 @@ def test_random_traffic(name: str, copied: bool) -> None:
             try:
                 sequence = running(cache, int(random.integers(1, 20)), int(random.integers(0, 3)))
             except (RetryLater, OutOfBlocks):
-                for sequence in set(cache._running.values()) - {*members}:
+                for sequence in set(cache.core.running.values()) - {*members}:
                     sequence.close()
                 continue
             texts[sequence] = sequence.tokens.tolist()
@@ -164,7 +164,7 @@ def test_random_traffic(name: str, copied: bool) -> None:
             texts[sequence] += [7, 8]
             seen["alone"] += 1
         elif chance < 0.36 and members:
-            ledger = cache.ledgers[random.integers(len(cache.ledgers))]
+            ledger = cache.core.groups[random.integers(len(cache.core.groups))]
             held_ids = ledger.held_ids(members[random.integers(len(members))].slot)
             if len(held_ids) and ledger.free.num_free > ledger.claimed:
                 source, target = random.choice(held_ids, 1), ledger.take_free(1)
@@ -173,12 +173,12 @@ def test_random_traffic(name: str, copied: bool) -> None:
                 seen["moved"] += 1
         elif members:
             n = int(random.choice([1, 1, 1, 1, 2, 6]))
-            held = [(ledger.end.copy(), ledger.claimed, ledger.free.num_free) for ledger in cache.ledgers]
+            held = [(ledger.end.copy(), ledger.claimed, ledger.free.num_free) for ledger in cache.core.groups]
             try:
                 batch = together.extend(n)
             except (OutOfBlocks, BadInput) as error:
                 seen["short"] += isinstance(error, OutOfBlocks)
-                assert held == [(ledger.end, ledger.claimed, ledger.free.num_free) for ledger in cache.ledgers]
+                assert held == [(ledger.end, ledger.claimed, ledger.free.num_free) for ledger in cache.core.groups]
                 assert all(sequence.length == len(texts[sequence]) for sequence in members)
                 close(max(members, key=lambda sequence: sequence.length))
                 continue
@@ -194,7 +194,7 @@ def test_random_traffic(name: str, copied: bool) -> None:
                 stack.enter_context(cache.fence(fenced))
                 seen["fenced"] += len(fenced)
                 together.commit(tokens)
-                for ledger in cache.ledgers:
+                for ledger in cache.core.groups:
                     for sequence in {*members} - {*fenced}:  # what slid out is gone
                         kept = ledger.growth.first_kept(sequence.length) // ledger.block_size
                         assert ledger.first[sequence.slot] >= min(kept, ledger.end[sequence.slot])
@@ -263,14 +263,14 @@ def test_all_get_room_or_none() -> None:
     together = cache.persistent_batch([first, second, third])
     with pytest.raises(OutOfBlocks, match="need 1 blocks, 0 available"):
         together.extend()
-    assert [sequence.room for sequence in together.sequences] == [8, 8, 8] and cache.stats().groups[0].free == 1
+    assert [sequence.capacity for sequence in together.sequences] == [8, 8, 8] and cache.stats().groups[0].free == 1
     with pytest.raises(BadInput, match="3 tokens for 3 sequences, of which 3 have no room"):
         together.commit([1, 2, 3])
     third.close()
     together.remove(third)
     together.extend()
     together.commit([1, 2])
-    assert first.tokens.tolist() == [*range(8), 1] and second.room == 12
+    assert first.tokens.tolist() == [*range(8), 1] and second.capacity == 12
     cache.check()
 
 
@@ -315,7 +315,9 @@ def test_what_a_sequence_does_between_extend_and_commit_counts() -> None:
     together.commit([8, 9])
     assert first.tokens[6:].tolist() == [7, 8] and second.tokens[9:].tolist() == [9] and first.lease.num_blocks == 2
     batch = together.extend()
-    cache.move_blocks(cache.ledgers[0], cache.ledgers[0].held_ids(first.slot)[:1], cache.ledgers[0].take_free(1))
+    cache.move_blocks(
+        cache.core.groups[0], cache.core.groups[0].held_ids(first.slot)[:1], cache.core.groups[0].take_free(1)
+    )
     with pytest.raises(StaleHandle, match="batch is over"):
         batch.layer(0)
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 import pytest
-
 from kvpagoda.books import Books
+
+from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import OutOfBlocks, RetryLater
 from kvpagoda.scheduling import Costs, Job, LeastComputed, PreemptionPolicy, RunQueue, Way, Youngest, cheapest
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
-from kvpagoda.cache.sequence import Sequence
 
 FULL = Attention(1, 4, 4, "float32")
 WINDOW = Attention(1, 4, 4, "float32", Growth(window=5))
@@ -186,7 +186,7 @@ def run_mix(seed: int) -> tuple[int, int, int]:
     books.check()
     stats = books.stats()
     assert stats.running == stats.suspended == 0 and all(
-        g.free + g.spare == g.total and not g.promised for g in stats.groups
+        g.free + g.evictable == g.total and not g.outstanding for g in stats.groups
     )
     books.reset()
     assert all(group.free == group.total for group in books.stats().groups)
@@ -213,7 +213,7 @@ def costs_with(num_blocks: int, name: str = "full", total: int = 14) -> Costs:
     compute(queue, second, 4)
     compute(queue, second, 1)
     queue.rate.add(1e9, 10**9)
-    queue.books.swap.rate.add(1e9, 10**9)
+    queue.books.core.swap.rate.add(1e9, 10**9)
     return queue.costs(second)
 
 

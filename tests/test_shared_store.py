@@ -73,8 +73,8 @@ def test_requests_go_on_while_the_store_hangs_dies_and_comes_back_empty(start: S
 
 def is_there(cache: KVCache) -> bool:
     """Whether the store takes records now."""
-    assert cache.below is not None
-    level = cache.below.levels[0]
+    assert cache.core.offloader is not None
+    level = cache.core.offloader.levels[0]
     before, text = level.stats().stored, np.random.default_rng(int(monotonic() * 1e6)).integers(100, 150, 30)
     run(cache, text)
     return cache.flush() and level.stats().stored > before

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from kvpagoda import Limits, Retention
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Schema
-from kvpagoda.cache.sequence import Sequence
 from test_manager import FULL, SCHEMAS, SHARING, STATE, WINDOW, FakeEngine, schema_of, text
 
 WHOLE = pytest.mark.parametrize("whole", [True, False], ids=["whole", "in part"])
@@ -34,7 +35,7 @@ def fill_random(cache: KVCache) -> None:
 def rows_of(sequence: Sequence, cache: KVCache) -> list[torch.Tensor]:
     """The records of what the committed tokens have in each group."""
     found = []
-    for ledger in cache.ledgers:
+    for ledger in cache.core.groups:
         first, end = ledger.first[sequence.slot], -(-sequence.length // ledger.block_size)
         ids = ledger.table.cells[sequence.slot, first:end]
         found.append(cache._arenas[ledger.plan.name].pack(torch.from_numpy(ids.copy())))
@@ -43,7 +44,7 @@ def rows_of(sequence: Sequence, cache: KVCache) -> list[torch.Tensor]:
 
 def computed(cache: KVCache, tokens: object, reserve: int = 0, n: int = 0) -> Sequence:
     """A request whose prompt is committed, ``n`` more tokens after it, over random bytes."""
-    sequence = cache.open(tokens, room=0, reserve=reserve)
+    sequence = cache.open(tokens, capacity=0, reserve=reserve)
     while sequence.length < sequence.prompt_length:
         end = min(cache.next_checkpoint(sequence) or sequence.prompt_length, sequence.length + 9)
         sequence.extend(end - sequence.length)
@@ -63,9 +64,9 @@ def overwrite(cache: KVCache, first: int = 500) -> None:
             first += 20
     with contextlib.suppress(OutOfBlocks, BadInput):
         while True:
-            others[0].extend(others[0].room - others[0].length + 1)
+            others[0].extend(others[0].capacity - others[0].length + 1)
     for other in others:
-        for ledger in cache.ledgers:
+        for ledger in cache.core.groups:
             own = ledger.table.cells[other.slot, ledger.shared[other.slot] : ledger.end[other.slot]]
             cache._arenas[ledger.plan.name].poison(own[ledger.first[other.slot] :])
         other.close()
@@ -81,20 +82,23 @@ def families() -> list[str]:
 def check_bytes(cache: KVCache, whole: bool) -> None:
     fill_random(cache)
     sequence = computed(cache, range(100, 121), 40, n=4)
-    before, shown = rows_of(sequence, cache), (sequence.length, sequence.tokens.tolist(), sequence.match, sequence.room)
+    before, shown = (
+        rows_of(sequence, cache),
+        (sequence.length, sequence.tokens.tolist(), sequence.match, sequence.capacity),
+    )
     sequence.suspend(whole)
     cache.check()
     stats = cache.stats()
     assert (stats.running, stats.suspended) == (0, 1) and 0 < stats.swap_nbytes <= stats.swap_capacity
-    assert all(group.free + group.spare == group.total and not group.promised for group in stats.groups)
+    assert all(group.free + group.evictable == group.total and not group.outstanding for group in stats.groups)
     assert sequence.is_suspended and (sequence.length, sequence.tokens.tolist(), sequence.match) == shown[:3]
     if whole:
-        cache.reuse.clear()
+        cache.core.prefix.clear()
         fill_random(cache)
     assert sequence.resume() == 0
     cache.check()
     assert not sequence.is_suspended and cache.stats().swap_nbytes == 0
-    assert (sequence.length, sequence.tokens.tolist(), sequence.match, sequence.room) == shown
+    assert (sequence.length, sequence.tokens.tolist(), sequence.match, sequence.capacity) == shown
     assert all(torch.equal(old, new) for old, new in zip(before, rows_of(sequence, cache)))
     sequence.extend(9)
     sequence.commit(range(9))
@@ -144,8 +148,8 @@ def test_what_others_still_have_is_shared_again_and_not_copied() -> None:
     cache = cache_of(SCHEMAS["full"])
     fill_random(cache)
     sequence, other = computed(cache, range(20)), computed(cache, range(20))
-    ids = cache.ledgers[0].held_ids(other.slot)[:2].tolist()
-    assert cache.ledgers[0].held_ids(sequence.slot)[:2].tolist() == ids
+    ids = cache.core.groups[0].held_ids(other.slot)[:2].tolist()
+    assert cache.core.groups[0].held_ids(sequence.slot)[:2].tolist() == ids
     copied: list[int] = []
     blocks_in = cache.blocks_in
 
@@ -156,7 +160,7 @@ def test_what_others_still_have_is_shared_again_and_not_copied() -> None:
     cache.blocks_in = count  # type: ignore[method-assign, assignment]
     sequence.suspend()
     assert sequence.resume() == 0
-    held = cache.ledgers[0].held_ids(sequence.slot).tolist()
+    held = cache.core.groups[0].held_ids(sequence.slot).tolist()
     assert held[:2] == ids and copied == held[2:] and len(copied) == 1
 
 
@@ -166,13 +170,13 @@ def test_nothing_but_a_few_questions_is_answered_while_suspended() -> None:
     together = cache.persistent_batch([sequence, other])
     together.extend()
     together.commit([7, 8])
-    batch = cache.batch([other], [1]) if other.room > other.length else None
+    batch = cache.batch([other], [1]) if other.capacity > other.length else None
     sequence.suspend()
     assert sequence.tokens.tolist() == [*range(20), 7] and sequence.length == 21 and sequence.cached_tokens == 0
     if batch is not None:
         batch.layer(0)  # it is of others
     calls: list[Callable[[], object]] = [
-        lambda: sequence.slot, lambda: sequence.room, lambda: sequence.extend(1), lambda: sequence.commit([1]),
+        lambda: sequence.slot, lambda: sequence.capacity, lambda: sequence.extend(1), lambda: sequence.commit([1]),
         sequence.fork, lambda: sequence.rewind(1), sequence.suspend, lambda: sequence.__enter__(),
         lambda: cache.batch([sequence], [1]), lambda: cache.fence([sequence]).__enter__(),
         lambda: cache.persistent_batch([sequence]),
@@ -218,14 +222,14 @@ def test_a_batch_is_over_when_one_of_its_sequences_was_suspended_even_if_it_runs
 def test_without_room_in_the_swap_or_behind_a_fence_nothing_changes(whole: bool) -> None:
     cache = cache_of(SCHEMAS["mixed"], swap=3500)
     sequence = computed(cache, range(20))
-    cells = [ledger.table.cells.copy() for ledger in cache.ledgers]
+    cells = [ledger.table.cells.copy() for ledger in cache.core.groups]
     with pytest.raises(
         OutOfBlocks, match=r"need \d+ rows of 1.0 KiB to suspend 20 tokens, \d free of \d; .*raise swap"
     ):
         sequence.suspend(whole)
     with cache.fence([sequence]), pytest.raises(RetryLater, match="1 fences and cannot be suspended"):
         sequence.suspend(whole)
-    assert all(np.array_equal(old, ledger.table.cells) for old, ledger in zip(cells, cache.ledgers))
+    assert all(np.array_equal(old, ledger.table.cells) for old, ledger in zip(cells, cache.core.groups))
     sequence.extend(1)
     cache.check()
     for swap, message in ((-1, "must be positive"), ("much", "cannot read 'much'")):
@@ -239,7 +243,7 @@ def test_without_room_in_the_swap_or_behind_a_fence_nothing_changes(whole: bool)
 def test_it_waits_for_a_slot_and_for_room() -> None:
     cache = cache_of(FULL_AND_STATE, 8, max_requests=2)
     sequence = computed(cache, range(20), 30)
-    held = cache.ledgers[0].promised[sequence.slot]
+    held = cache.core.groups[0].outstanding[sequence.slot]
     sequence.suspend()
     others = [cache.open([1], reserve=8), cache.open([2], reserve=8)]
     with pytest.raises(RetryLater, match="all 2 request slots"):
@@ -255,11 +259,11 @@ def test_it_waits_for_a_slot_and_for_room() -> None:
     with pytest.raises(NeverFits, match="65 tokens"):
         sequence.resume(reserve=65)
     with pytest.raises(BadInput, match="got -1 and None"):
-        sequence.resume(room=-1)
-    assert sequence.resume() == 0 and cache.ledgers[0].promised[sequence.slot] == held
+        sequence.resume(capacity=-1)
+    assert sequence.resume() == 0 and cache.core.groups[0].outstanding[sequence.slot] == held
     sequence.suspend()
-    sequence.resume(room=25, reserve=50)
-    assert sequence.room >= 25 and cache.ledgers[0].promised[sequence.slot] == 7
+    sequence.resume(capacity=25, reserve=50)
+    assert sequence.capacity >= 25 and cache.core.groups[0].outstanding[sequence.slot] == 7
     cache.check()
 
 
@@ -267,7 +271,7 @@ def test_the_oldest_pin_is_given_up_for_one_that_could_not_go_on() -> None:
     cache = cache_of(SCHEMAS["full"], 4, pin_share=1)
     sequence = computed(cache, range(20))
     sequence.suspend()
-    cache.reuse.clear()
+    cache.core.prefix.clear()
     computed(cache, range(100, 117)).close()
     pin = cache.pin(range(100, 117))
     assert sequence.resume() == 0 and not pin.is_held
@@ -281,11 +285,11 @@ def test_suspended_in_part_it_goes_on_from_what_was_not_evicted(num_left: int) -
     sequence = computed(cache, range(20), 40, n=3)
     before = rows_of(sequence, cache)[0]
     sequence.suspend(whole=False)
-    cache.reuse._evict_blocks(2 - num_left)
+    cache.core.prefix._evict_blocks(2 - num_left)
     cache.check()
     assert sequence.resume(reserve=50) == 23 - 8 * num_left
     cache.check()
-    assert sequence.length == sequence.cached_tokens == 8 * num_left and sequence.room == sequence.length
+    assert sequence.length == sequence.cached_tokens == 8 * num_left and sequence.capacity == sequence.length
     assert sequence.prompt_length == 23 and cache.stats().swap_nbytes == 0
     assert torch.equal(before[:num_left], rows_of(sequence, cache)[0])
     sequence.extend(23 - sequence.length)
@@ -303,13 +307,13 @@ def test_suspended_in_part_a_hybrid_goes_on_from_a_checkpoint() -> None:
     fill_random(cache)
     sequence = computed(cache, range(34), 60)
     sequence.suspend(whole=False)
-    cache.reuse._evict_blocks(1)
+    cache.core.prefix._evict_blocks(1)
     assert sequence.resume() == 34 - 24 and sequence.length == 24 and sequence.match.checkpoint is not None
     cache.check()
     sequence.extend(10)
     sequence.commit(range(24, 34))
     sequence.suspend(whole=False)
-    cache.reuse.clear()
+    cache.core.prefix.clear()
     assert sequence.resume() == 34 and cache.next_checkpoint(sequence) == 8
     cache.check()
 
@@ -321,7 +325,7 @@ def test_part_of_it_takes_less_than_the_whole() -> None:
     part = cache.stats().swap_nbytes
     assert sequence.resume() == 0
     sequence.suspend()
-    assert cache.stats().swap_nbytes == part + 25 * cache.swap.width
+    assert cache.stats().swap_nbytes == part + 25 * cache.core.swap.width
 
 
 @WHOLE
@@ -371,7 +375,7 @@ def test_after_an_invalidation_it_goes_on_and_leaves_nothing_to_be_found(whole: 
     else:
         sequence.extend(20)
         sequence.commit(range(20))
-    assert cache.open(range(20), "a", room=0).cached_tokens == 0
+    assert cache.open(range(20), "a", capacity=0).cached_tokens == 0
     sequence.suspend(whole)
     sequence.resume()
     sequence.close()
@@ -404,10 +408,10 @@ def test_check_names_rows_that_are_lost() -> None:
     cache = cache_of(SCHEMAS["full"])
     sequence = computed(cache, range(20))
     sequence.suspend()
-    lost = cache.swap._rows.acquire(1)
+    lost = cache.core.swap._rows.acquire(1)
     with pytest.raises(CheckFailed, match=rf"rows \[{lost[0]}\]"):
         cache.check()
-    cache.swap._rows.give(lost)
+    cache.core.swap._rows.give(lost)
     cache.check()
 
 
@@ -438,19 +442,19 @@ def test_after_a_copy_that_failed_everything_is_as_before(name: str, whole: bool
     cache.blocks_in = breaking(cache.blocks_in)  # type: ignore[method-assign]
     num_failed = 0
     for call, is_suspended in ((lambda: sequence.suspend(whole), False), (sequence.resume, True)):
-        for nth in range(1, len(cache.ledgers) + 1):
+        for nth in range(1, len(cache.core.groups) + 1):
             left = nth
-            slots, swapped = sorted(cache.admission.free_slots), cache.stats().swap_nbytes
+            slots, swapped = sorted(cache.core.free_slots), cache.stats().swap_nbytes
             with pytest.raises(Broken):
                 call()
             num_failed += 1
             cache.check()
             assert sequence.is_suspended == is_suspended
-            assert (sorted(cache.admission.free_slots), cache.stats().swap_nbytes) == (slots, swapped)
+            assert (sorted(cache.core.free_slots), cache.stats().swap_nbytes) == (slots, swapped)
         left = 0
         call()
         cache.check()
-    assert num_failed == 2 * len(cache.ledgers)
+    assert num_failed == 2 * len(cache.core.groups)
     assert all(torch.equal(old, new) for old, new in zip(before, rows_of(sequence, cache)))
 
 
@@ -468,7 +472,7 @@ def traffic(cache: KVCache, steps: int, seed: int) -> dict[str, int]:
         if kind < 0.2 and len(alive) < 8:
             prompt, space = text(rng, heads), int(rng.integers(2))
             with contextlib.suppress(RetryLater, NeverFits):
-                alive.append(cache.open(prompt, f"{space}", room=0, reserve=len(prompt) + int(rng.integers(0, 20))))
+                alive.append(cache.open(prompt, f"{space}", capacity=0, reserve=len(prompt) + int(rng.integers(0, 20))))
                 engine.spaces[id(alive[-1])] = space
         elif kind < 0.26 and alive:
             alive.pop(int(rng.integers(len(alive)))).close()
@@ -489,7 +493,7 @@ def traffic(cache: KVCache, steps: int, seed: int) -> dict[str, int]:
             asleep = aside[int(rng.integers(len(aside)))]
             with contextlib.suppress(RetryLater, NeverFits):
                 room = None if rng.random() < 0.5 else int(rng.integers(0, asleep.length + 9))
-                again = asleep.resume(room=room, reserve=None if rng.random() < 0.5 else asleep.length + 9)
+                again = asleep.resume(capacity=room, reserve=None if rng.random() < 0.5 else asleep.length + 9)
                 seen["resumed"] += 1
                 seen["again"] += again > 0
         elif kind < 0.655:
@@ -523,7 +527,7 @@ def traffic(cache: KVCache, steps: int, seed: int) -> dict[str, int]:
         seen["closed"] += 1
     cache.check()
     stats = cache.stats()
-    assert all(group.free + group.spare == group.total and not group.promised for group in stats.groups)
+    assert all(group.free + group.evictable == group.total and not group.outstanding for group in stats.groups)
     assert stats.swap_nbytes == stats.suspended == 0
     return seen
 
@@ -531,9 +535,8 @@ def traffic(cache: KVCache, steps: int, seed: int) -> dict[str, int]:
 @pytest.mark.parametrize("name", ["full", "window", "mixed", "state", "latent"])
 def test_rows_read_after_a_resume_are_the_rows_written(name: str) -> None:
     cache = KVCache(
-        SCHEMAS[name], num_blocks=40, max_requests=6, block_size=4, device="cpu", poison=True, step_tokens=9,
-        checkpoints=8, checkpoint_every=2, swap="12KB",
-    )  # fmt: skip
+        SCHEMAS[name], num_blocks=40, max_requests=6, block_size=4, device="cpu", poison=True, limits=Limits(step_tokens=9, swap="12KB"),
+        retention=Retention(checkpoints=8, checkpoint_every=2), )  # fmt: skip
     seen = traffic(cache, 1200, seed=3)
     assert seen["resumed"] > 80 and seen["fenced"] > 60, seen
     assert name in ("window", "state") or seen["again"], seen
@@ -542,8 +545,7 @@ def test_rows_read_after_a_resume_are_the_rows_written(name: str) -> None:
 @pytest.mark.parametrize(("name", "budget"), [("mixed", 24_000), ("full and state", 24_000), ("windows", 7_000)])
 def test_rows_stay_right_when_blocks_move_and_requests_are_set_aside(name: str, budget: int) -> None:
     cache = KVCache(
-        SHARING[name], budget, max_requests=6, block_size=4, device="cpu", poison=True, step_tokens=9,
-        checkpoints=8, checkpoint_every=2,
-    )  # fmt: skip
+        SHARING[name], budget, max_requests=6, block_size=4, device="cpu", poison=True, limits=Limits(step_tokens=9),
+        retention=Retention(checkpoints=8, checkpoint_every=2), )  # fmt: skip
     seen = traffic(cache, 1000, seed=4)
     assert seen["resumed"] > 50, seen

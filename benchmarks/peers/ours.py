@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from kvpagoda.books import Books
 
 from benchmarks.workload import Tokens
-from kvpagoda import KVCache
-from kvpagoda.books import Books
+from kvpagoda import KVCache, Limits
 from kvpagoda.batch.persistent import PersistentBatch
-from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.cache.sequence import Sequence
+from kvpagoda.schema import Attention, Layer, Schema
 
 VERSION, LEAST_BLOCK = version("kvpagoda"), 1
 FULL = Schema((Layer(0, "full_attention", (Attention(1, 1, 1, "float16"),)),), "full attention")
@@ -54,7 +54,7 @@ class Peer:
         self._running.pop(i).close()
 
     def lookup(self, prompt: Tokens) -> int:
-        return self.books.reuse.find(prompt, self._namespace)[1].num_tokens
+        return self.books.core.prefix.find(prompt, self._namespace)[1].num_tokens
 
     def step(self) -> None:
         """A token for every request, and the index arrays of both dialects."""
@@ -70,7 +70,7 @@ class Peer:
         plan = self._plan
         cache = KVCache(
             FULL, num_blocks=plan.groups[0].num_blocks, max_requests=plan.max_requests, block_size=plan.block_size,
-            max_context=self._longest, device="cpu",
+            limits=Limits(max_context=self._longest), device="cpu",
         )  # fmt: skip
         sequences = []
         for old in self._running.values():
@@ -80,13 +80,13 @@ class Peer:
         return cache.persistent_batch(sequences), np.ones(len(sequences), np.int32)
 
     def take(self, num_blocks: int) -> Any:
-        return self.books.ledgers[0].take_free(num_blocks)
+        return self.books.core.groups[0].take_free(num_blocks)
 
     def give(self, blocks: Any) -> None:
-        self.books.ledgers[0].release(blocks)
+        self.books.core.groups[0].release(blocks)
 
     def evict(self, num_blocks: int) -> None:
-        ledger = self.books.ledgers[0]
+        ledger = self.books.core.groups[0]
         ledger.reclaim(num_blocks)
 
     def check(self) -> None:

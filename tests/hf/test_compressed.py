@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpagoda import Retention
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from transformers import DynamicCache  # noqa: E402
 
+from kvpagoda.cache.sequence import Sequence  # noqa: E402
 from kvpagoda.compat.layer_handle import LayerCacheHandle  # noqa: E402
 from kvpagoda.errors import BadInput  # noqa: E402
 from kvpagoda.hf.compressed import ROPE_KINDS, CompressedRunner, attention  # noqa: E402
 from kvpagoda.kv_cache import KVCache  # noqa: E402
 from kvpagoda.schema import Schema  # noqa: E402
-from kvpagoda.cache.sequence import Sequence  # noqa: E402
 from models import TINY, VOCAB, tiny_model  # noqa: E402
 
 
@@ -185,7 +187,7 @@ def opened(
     net: Any, ids: np.ndarray, checkpoint_every: int = 0, **arguments: Any
 ) -> tuple[KVCache, CompressedRunner, Sequence]:
     schema, sizes = Schema.from_hf_config(net.config, **arguments), {"num_blocks": 40, "max_requests": 4}
-    cache = KVCache(schema, **sizes, device="cpu", poison=True, checkpoint_every=checkpoint_every)
+    cache = KVCache(schema, **sizes, device="cpu", poison=True, retention=Retention(checkpoint_every=checkpoint_every))
     return cache, CompressedRunner(net, cache), cache.open(ids, reserve=len(ids) + WIDTH + 1)
 
 
@@ -295,13 +297,13 @@ def test_a_rewind_too_far_names_the_layers_and_changes_nothing(width: int) -> No
     cache, runner, sequence = opened(model(), ids, verify_width=width)
     go(runner, sequence, ids[:32]), go(runner, sequence, ids[32:])
     arenas = [buffer.clone() for buffer in cache._buffers]
-    table = cache.ledgers[0].table.cells.copy()
+    table = cache.core.groups[0].table.cells.copy()
     types = "sliding_attention compressed_sparse_attention heavily_compressed_attention".split()
     named = ".*".join(rf"layer {i} \({kind}\) {width}" for i, kind in enumerate([*types, types[1], types[2]]))
     with pytest.raises(BadInput, match=f"37 tokens go back to {37 - width}, not to {36 - width}: .*{named}"):
         sequence.rewind(width + 1)
     assert sequence.length == 37 and sequence.tokens.tolist() == ids.tolist()
-    assert np.array_equal(table, cache.ledgers[0].table.cells)
+    assert np.array_equal(table, cache.core.groups[0].table.cells)
     for buffer, before in zip(cache._buffers, arenas):
         assert torch.equal(buffer, before)
     sequence.rewind(width)
@@ -348,7 +350,7 @@ def test_checkpoints_stay_right_when_their_sequence_is_taken_back() -> None:
     cache, runner, sequence = opened(model(), ids[:33], verify_width=WIDTH)
     for token in ids[:32]:
         go(runner, sequence, [token])
-    assert cache.reuse.tree.num_checkpoints == 1
+    assert cache.core.prefix.tree.num_checkpoints == 1
     sequence.rewind(4)
     for token in (ids[28:36] + 1) % VOCAB:
         go(runner, sequence, [token])

@@ -55,7 +55,7 @@ def test_tokens_equal_full_recomputation(name: str) -> None:
     found = generator.generate(prompts(), NEW, on_step=lambda stats: generator.cache.check())
     assert found == recomputed(name)
     stats = generator.stats()
-    assert stats.running == 0 and all(group.free + group.spare == group.total for group in stats.groups)
+    assert stats.running == 0 and all(group.free + group.evictable == group.total for group in stats.groups)
     assert stats.computed_tokens + stats.cached_tokens == sum(LENGTHS) + len(LENGTHS) * (NEW - 1)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvpagoda import Retention
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -39,7 +41,7 @@ def assert_greedy(model: Any, prompt: list[int], new: list[int]) -> None:
 def small(name: str, num_blocks: int = 6, **arguments: Any) -> Generator:
     """A pool that just holds the longest of the requests."""
     return Generator(
-        model_of(name), num_blocks=num_blocks, max_requests=4, block_size=8, prefill_chunk=5, checkpoints=2, poison=True,
+        model_of(name), num_blocks=num_blocks, max_requests=4, block_size=8, prefill_chunk=5, retention=Retention(checkpoints=2), poison=True,
         **arguments,
     )  # fmt: skip
 
@@ -53,7 +55,7 @@ def run(generator: Generator, *requests: Request) -> None:
 def assert_empty(generator: Generator) -> None:
     generator.cache.check()
     stats = generator.stats()
-    assert stats.running == 0 and all(g.free + g.spare == g.total and not g.promised for g in stats.groups)
+    assert stats.running == 0 and all(g.free + g.evictable == g.total and not g.outstanding for g in stats.groups)
 
 
 @pytest.mark.parametrize("name", sorted({*EXACT} - {"mistral"}))  # whose windows are promised whole, and never grow

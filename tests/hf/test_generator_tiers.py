@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvpagoda import Identity
+
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -42,7 +44,7 @@ def test_tokens_stay_the_same_while_what_is_evicted_goes_to_host_memory_and_disk
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "deepseek_v4"])
 def test_tokens_stay_the_same_while_a_tier_fails(name: str, share: float) -> None:
     spec, made = Flaky.tier(share, write="evict", staging="2MiB")
-    loaded = generate_twice(name, Generator(model_of(name), tiers=[spec], weights="w", **SMALL))
+    loaded = generate_twice(name, Generator(model_of(name), tiers=[spec], identity=Identity(weights="w"), **SMALL))
     assert made[0].num_faults > 0 and (share < 1 or loaded == 0)
 
 

@@ -7,6 +7,8 @@ import functools
 import numpy as np
 import pytest
 
+from kvpagoda import Retention
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -69,7 +71,13 @@ def test_tokens_stay_those_of_plain_decoding(name: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("kvpagoda.hf.generator.propose", partly_right)
     generator = Generator(
-        model_of(name), num_blocks=60, max_requests=4, prefill_chunk=7, lookup=9, checkpoints=2, poison=True
+        model_of(name),
+        num_blocks=60,
+        max_requests=4,
+        prefill_chunk=7,
+        lookup=9,
+        retention=Retention(checkpoints=2),
+        poison=True,
     )
     assert generator.generate(prompts(), NEW, lambda stats: generator.cache.check()) == recomputed(name)
     assert 30 < generator.num_accepted < generator.num_proposed

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpagoda import Limits, Retention
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -42,7 +44,9 @@ def test_the_families_with_several_kinds_are_these() -> None:
 def test_tokens_stay_the_same_while_memory_changes_kind(name: str) -> None:
     model: Any = model_of(name)
     schema = Schema.from_hf_config(model.config, dtype="float32")
-    generator = Generator(model, tight(schema), max_requests=3, prefill_chunk=5, checkpoint_every=1, poison=True)
+    generator = Generator(
+        model, tight(schema), max_requests=3, prefill_chunk=5, retention=Retention(checkpoint_every=1), poison=True
+    )
     assert generator.cache.plan.num_sectors
     for _ in range(2):
         found = generator.generate(texts()[::2], NEW, on_step=lambda stats: generator.cache.check())
@@ -56,7 +60,7 @@ def test_tokens_taken_back_leave_no_trace(name: str) -> None:
     """After every piece of the text a few wrong tokens are computed, committed and taken back."""
     model: Any = model_of(name)
     schema = Schema.from_hf_config(model.config, dtype="float32", verify_width=3)
-    cache = KVCache(schema, "4MiB", max_requests=2, device="cpu", poison=True, step_tokens=8)
+    cache = KVCache(schema, "4MiB", max_requests=2, device="cpu", poison=True, limits=Limits(step_tokens=8))
     runner = (CompressedRunner if name == "deepseek_v4" else ModelRunner)(model, cache)
     text, wrong = np.array(texts()[-1], np.int32), np.array([7, 3, 5], np.int32)
 
@@ -66,11 +70,11 @@ def test_tokens_taken_back_leave_no_trace(name: str) -> None:
         sequence.commit(tokens)
         return chosen
 
-    sequence, output = cache.open(text, room=0), []
+    sequence, output = cache.open(text, capacity=0), []
     for start in range(0, len(text), 5):
         chosen = go(text[start : start + 5])
     sequence.close()
-    sequence = cache.open(text[:1], room=0)
+    sequence = cache.open(text[:1], capacity=0)
     for token in text:
         chosen = go(np.array([token], np.int32))
         number = sequence.length % 4

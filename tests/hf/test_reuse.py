@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvpagoda import Retention
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -33,7 +35,14 @@ def recomputed(name: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", EXACT)
 def test_shared_beginnings_give_the_same_tokens_and_a_second_run_computes_little(name: str) -> None:
-    generator = Generator(model_of(name), num_blocks=200, max_requests=4, prefill_chunk=7, checkpoints=40, poison=True)
+    generator = Generator(
+        model_of(name),
+        num_blocks=200,
+        max_requests=4,
+        prefill_chunk=7,
+        retention=Retention(checkpoints=40),
+        poison=True,
+    )
     check = lambda stats: generator.cache.check()  # noqa: E731
     assert generator.generate(texts(), NEW, on_step=check) == recomputed(name)
     first = generator.stats()
@@ -45,7 +54,9 @@ def test_shared_beginnings_give_the_same_tokens_and_a_second_run_computes_little
 
 @pytest.mark.parametrize("name", EXACT)
 def test_tokens_stay_the_same_while_everything_is_evicted_all_the_time(name: str) -> None:
-    generator = Generator(model_of(name), num_blocks=14, max_requests=3, prefill_chunk=5, checkpoints=2, poison=True)
+    generator = Generator(
+        model_of(name), num_blocks=14, max_requests=3, prefill_chunk=5, retention=Retention(checkpoints=2), poison=True
+    )
     for _ in range(2):
         found = generator.generate(texts(), NEW, on_step=lambda stats: generator.cache.check())
         assert found == recomputed(name)

@@ -12,8 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.one_budget import MODELS
-
 from kvpagoda.books import Books
+
 from kvpagoda.errors import BadInput, NeverFits
 from kvpagoda.replay import serve, synthetic
 from kvpagoda.schema import Attention, Layer, Recurrent, Rows, Schema
@@ -73,15 +73,15 @@ def test_checkpoints_of_a_long_prompt_stay_inside_their_budget() -> None:
         plan = schema.plan("30GiB", 4, checkpoints=checkpoints, shared=shared)
         books = Books(plan, max_context=1_000_000, checkpoint_every=64)
         tokens = np.arange(900_000 if shared else 400_000, dtype=np.int32)
-        with books.open(tokens, room=0) as sequence:
+        with books.open(tokens, capacity=0) as sequence:
             while sequence.length < len(tokens):
                 end = min(len(tokens), sequence.length + 4096, books.next_checkpoint(sequence) or len(tokens))
                 sequence.extend(end - sequence.length)
                 sequence.commit(tokens[sequence.length : end])
             group = books.stats().groups[1]
-            assert group.name == "state" and group.spare <= plan.num_checkpoints
+            assert group.name == "state" and group.evictable <= plan.num_checkpoints
             assert (
-                sum(books.ledgers[i].plan.row_nbytes * g.held for i, g in enumerate(books.stats().groups))
+                sum(books.core.groups[i].plan.row_nbytes * g.held for i, g in enumerate(books.stats().groups))
                 <= plan.nbytes
             )
             assert checkpoints is None or group.held <= 1 + checkpoints
@@ -92,13 +92,13 @@ def test_checkpoints_of_a_long_prompt_stay_inside_their_budget() -> None:
 def test_a_pool_with_nothing_free_gives_a_verdict() -> None:
     """Window group, full group and states all taken: another request is told so at once, and runs when there is room."""
     books = Books(schema_of("gpt-oss-120b").plan("64MiB", 8, step_tokens=16))
-    running = [books.open(range(i * 100, i * 100 + 20), reserve=400, room=0) for i in range(2)]
+    running = [books.open(range(i * 100, i * 100 + 20), reserve=400, capacity=0) for i in range(2)]
     with pytest.raises(Exception, match=r"more must be freed|at once") as error:
         for i in range(2, 8):
-            running.append(books.open(range(i * 100, i * 100 + 20), reserve=400, room=0))
+            running.append(books.open(range(i * 100, i * 100 + 20), reserve=400, capacity=0))
     assert type(error.value).__name__ == "RetryLater"
     running.pop().close()
-    books.open(range(900, 920), reserve=400, room=0)
+    books.open(range(900, 920), reserve=400, capacity=0)
     with pytest.raises(NeverFits):
         books.open(range(10), reserve=10**6)
     books.check()

@@ -129,7 +129,9 @@ class LayerView:
         pool = self.blocks if self.blocks is not None and field in self.blocks.fields else self.state
         if pool is None or field not in pool.fields:
             fields = [*(self.blocks.fields if self.blocks else ()), *(self.state.fields if self.state else ())]
-            raise BadInput(f"layer {self.layer.index} ({self.layer.label}) has no field {field!r} in memory; it has {fields}")
+            raise BadInput(
+                f"layer {self.layer.index} ({self.layer.label}) has no field {field!r} in memory; it has {fields}"
+            )
         return pool[field]
 
 

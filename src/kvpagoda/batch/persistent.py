@@ -83,9 +83,7 @@ class PersistentBatch:
         """Let go of ``sequences``, open or closed; the last ones move to their rows. Raises BadInput, removing none, for one
         that is not here."""
         if len({*sequences} & {*self._members}) < len(sequences):
-            raise BadInput(
-                f"not all {len(sequences)} sequences to be removed are among the {len(self._members)} here"
-            )
+            raise BadInput(f"not all {len(sequences)} sequences to be removed are among the {len(self._members)} here")
         rows, gone = self._rows, requests_of(sequences, self._core)
         members, requests, row_of, moved = [*self._members], [*self._requests], dict(rows.row_of), set[Request]()
         for request in gone:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvpagoda.batch.table_snapshot import Array
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class StepRows:
@@ -38,24 +41,24 @@ class Step:
     record of the state pools that takes what padded rows write, and that nobody reads: the first, or the last (-1).
     """
 
-    request_slots: Any
-    positions: Any
-    request_ids: Any
-    state_rows: Any
+    request_slots: Tensor
+    positions: Tensor
+    request_ids: Tensor
+    state_rows: Tensor
     dummy: int = 0
 
     @cached_property
-    def slots(self) -> Any:
+    def slots(self) -> Tensor:
         """int64 ``[n]``: ``request_slots``, -1 for whatever is negative: the last row of a table."""
         return self.request_slots.long().clamp(min=-1)
 
     @cached_property
-    def rows(self) -> Any:
+    def rows(self) -> Tensor:
         """int64 ``[n]``: ``state_rows``, -1 for whatever is negative."""
         return self.state_rows.long().clamp(min=-1)
 
     @cached_property
-    def starts(self) -> Any:
+    def starts(self) -> Tensor:
         """int64 ``[n]``: the first position of this step of each token's request."""
         import torch  # where there is no memory nobody asks
 
@@ -64,7 +67,7 @@ class Step:
         head[1:] = self.slots[1:] != self.slots[:-1]
         return self.positions.long()[torch.where(head, order, 0).cummax(0).values]
 
-    def writers(self, ring: int, tokens: Any = None) -> Any:
+    def writers(self, ring: int, tokens: Tensor | None = None) -> Tensor:
         """int64 ``[n]``: the record that each token (of ``tokens``, if given) writes in a ring of ``ring`` rows, one behind
         another: its request's, or ``dummy`` if a later one of the same request takes the same ring row. So every ring row
         has one writer."""

@@ -34,7 +34,9 @@ class StepBuffers:
         """Copy ``values`` ``[n]``, which nobody may change afterwards, into the buffer of that name; returns the part that
         holds them."""
         n, known = len(values), self._put.get(name)
-        if known is not None and (known[0] is values or (not self._arrays.is_host and np.array_equal(known[0], values))):
+        if known is not None and (
+            known[0] is values or (not self._arrays.is_host and np.array_equal(known[0], values))
+        ):
             return known[1]
         host, target = self._buffer(name, (n,), dtype)
         self._put.pop(name, None)

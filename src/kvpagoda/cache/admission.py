@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.publishing import Publisher
-from kvpagoda.cache.request import Request, State, Tokens
+from kvpagoda.cache.request import Request, State
 from kvpagoda.cache.swap import Suspended
 from kvpagoda.cache.tier_reader import Prefetch, TierHit
 from kvpagoda.errors import OutOfBlocks, RetryLater
@@ -55,7 +54,13 @@ class Admission:
     # -- three ways to begin -----------------------------------------------------------------------------------------
 
     def open(
-        self, request: Request, capacity: int, reserve: int, prefetch: Prefetch | None = None, *, layerwise: bool = False
+        self,
+        request: Request,
+        capacity: int,
+        reserve: int,
+        prefetch: Prefetch | None = None,
+        *,
+        layerwise: bool = False,
     ) -> None:
         """Let ``request``, which is new, run; see ``KVCache.open``."""
         core, length = self._core, request.prompt_length
@@ -153,9 +158,7 @@ class Admission:
     def _check_slot(self) -> None:
         core = self._core
         if not core.free_slots:
-            raise RetryLater(
-                f"all {core.plan.max_requests} request slots are in use; close one, or raise max_requests"
-            )
+            raise RetryLater(f"all {core.plan.max_requests} request slots are in use; close one, or raise max_requests")
 
     def _look_below(
         self,

@@ -90,9 +90,7 @@ class Core:
         self.counters, self.is_open = Counters(), True
         self.offloader: Offloader | None = None
         if settings.tiers:
-            records = RecordIdentity(
-                identity.weights, fingerprint, plan.block_size, identity.rank, identity.num_ranks
-            )
+            records = RecordIdentity(identity.weights, fingerprint, plan.block_size, identity.rank, identity.num_ranks)
             self.offloader = Offloader(settings.tiers, records, self.full, self.bounded, memory, identity.secret)
         self.capacity = Capacity(
             self.groups, self.sectors, self.prefix, self.offloader, memory, self.guard, self.running
@@ -103,7 +101,9 @@ class Core:
         """Whether groups share one memory."""
         return self.sectors is not None
 
-    def extend_hashes(self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media_ids: Mapping[int, int]) -> None:
+    def extend_hashes(
+        self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media_ids: Mapping[int, int]
+    ) -> None:
         """Append to ``block_hashes``, of the beginning of a text, what it lacks up to the last whole block of ``tokens``, which are
         all tokens of the text from the first on. There are tiers. O(new tokens)."""
         assert self.offloader is not None

@@ -58,8 +58,13 @@ def _check_request(core: Core, request: Request) -> None:
         raise CheckFailed(f"{where}: its lease covers {request.lease.num_blocks} blocks")
     for group in core.groups:
         first, end = group.first[request.slot], group.end[request.slot]
-        if first * group.block_size > group.growth.first_needed(request.length) or end * group.block_size < request.length:
+        if (
+            first * group.block_size > group.growth.first_needed(request.length)
+            or end * group.block_size < request.length
+        ):
             raise CheckFailed(f"{where}: {group.name} has only blocks {first}..{end - 1} of its text")
     full = core.full
     if full is not None and full.shared[request.slot] != request.lease.num_blocks:
-        raise CheckFailed(f"{where}: {full.shared[request.slot]} blocks shared, {request.lease.num_blocks} in its lease")
+        raise CheckFailed(
+            f"{where}: {full.shared[request.slot]} blocks shared, {request.lease.num_blocks} in its lease"
+        )

@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.cache.tier_reader import TierHit, TierReader, checkpoint_part
+from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.tiers.checksum import xxh3_128
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
@@ -266,7 +266,11 @@ class Offloader:
         """Store what waits, for at most ``timeout`` seconds; whether all of it is done. Raises BadInput."""
         deadline = monotonic() + _proven_timeout(timeout)
         self.drain()
-        while any(self._backlog.values()) and monotonic() < deadline and not all(one.tier.is_closed for one in self.levels):
+        while (
+            any(self._backlog.values())
+            and monotonic() < deadline
+            and not all(one.tier.is_closed for one in self.levels)
+        ):
             sleep(0.001)
             self.drain()
         settled = [level.settle(deadline) for level in self.levels]

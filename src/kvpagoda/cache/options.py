@@ -22,7 +22,11 @@ class Retention:
     pin_share: float = 0.5
 
     def __post_init__(self) -> None:
-        if isinstance(self.pin_share, bool) or not isinstance(self.pin_share, int | float) or not 0 <= self.pin_share <= 1:
+        if (
+            isinstance(self.pin_share, bool)
+            or not isinstance(self.pin_share, int | float)
+            or not 0 <= self.pin_share <= 1
+        ):
             raise BadInput(f"pin_share is a share of the cache, 0 to 1, got {self.pin_share!r}")
         if type(self.checkpoint_every) is not int or self.checkpoint_every < 0:
             raise BadInput(f"checkpoint_every is a number of blocks, 0 or more, got {self.checkpoint_every!r}")

@@ -131,7 +131,9 @@ class Request:
         """Raises StaleHandle."""
         if self.state is not State.RUNNING or self.ends_with_fences:
             is_aside = self.state is State.SUSPENDED
-            raise StaleHandle(f"this sequence is {'suspended; resume it first' if is_aside else 'closed; open a new one'}")
+            raise StaleHandle(
+                f"this sequence is {'suspended; resume it first' if is_aside else 'closed; open a new one'}"
+            )
 
 
 class DecodeRows:

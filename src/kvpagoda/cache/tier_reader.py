@@ -11,7 +11,7 @@ is raised.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -24,8 +24,8 @@ import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.memory.no_memory import NoMemory, Part
 from kvpagoda.cache.swap import Rate
+from kvpagoda.memory.no_memory import NoMemory, Part
 from kvpagoda.tiers.driver import Lease, Status
 from kvpagoda.tiers.forks import watch_forks
 from kvpagoda.tiers.level import Level, Loading
@@ -272,7 +272,9 @@ class TierReader:
     def _find_checkpoint(self, hit: TierHit, resumable: int) -> None:
         """Read the furthest checkpoint behind ``resumable`` that the blocks reach; ``hit.end`` is then there."""
         ends, hit.end = range(hit.end, resumable, -1), 0
-        asked = {level: [level.key(hit.block_hashes[end], checkpoint_part(0)) for end in ends] for level in self._levels}
+        asked = {
+            level: [level.key(hit.block_hashes[end], checkpoint_part(0)) for end in ends] for level in self._levels
+        }
         there = self._look_up(hit, asked) if ends else {}
         found = [(end, level) for level, places in there.items() for end in (ends[i] for i in places)]
         found += [(end, self._levels[0]) for end in ends if not any(count for _, count in self._counts(end))]

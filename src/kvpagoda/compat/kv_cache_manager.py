@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvpagoda.batch.step import Step
 from kvpagoda.blocks import FreeList, FreeStack
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import positive_numbers
@@ -34,7 +35,6 @@ from kvpagoda.schema.presets.deepseek_v4 import (
     LayerSpec,
     build_schema,
 )
-from kvpagoda.batch.step import Step
 from kvpagoda.units import ceil_div
 
 Tensor = torch.Tensor

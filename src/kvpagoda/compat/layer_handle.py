@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from kvpagoda.batch.step import Step
 from kvpagoda.errors import BadInput
 from kvpagoda.formats import decode
 from kvpagoda.kernels.append_swa import append_swa
 from kvpagoda.memory.pool import Pool
 from kvpagoda.schema import Compressed, Encoding
-from kvpagoda.batch.step import Step
 
 Tensor = torch.Tensor
 

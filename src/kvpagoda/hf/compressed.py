@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch.nn.functional import linear, relu
 
+from kvpagoda.cache.sequence import Sequence
 from kvpagoda.compat.layer_handle import ClosedWindows, LayerCacheHandle
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.runner import Work
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.cache.sequence import Sequence
 
 Tensor = torch.Tensor
 

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kvpagoda.cache.request import Tokens
+from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.paged import ATTENTION, StepContext, in_step
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.cache.request import Tokens
-from kvpagoda.cache.sequence import Sequence
 
 Tensor = torch.Tensor
 Work = tuple[Sequence, Tokens]

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput
 from kvpagoda.hf.embedded import PROMPTS, ByteTokenizer, embedded_model
 from kvpagoda.hf.generator import Generator
-from kvpagoda.cache.stats import CacheStats
 from kvpagoda.units import format_bytes
 
 

@@ -11,9 +11,9 @@ import torch
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.memory.arena import Arena, Device, default_device
+from kvpagoda.memory.device_arrays import DeviceArrays
 from kvpagoda.memory.host_copy import copy_from_host, copy_to_host
 from kvpagoda.memory.layerwise import LayerwiseCopy, side_stream
-from kvpagoda.memory.device_arrays import DeviceArrays
 from kvpagoda.memory.no_memory import NoMemory, Part
 from kvpagoda.memory.pages import PAGE, Bytes
 from kvpagoda.memory.pool import Pool

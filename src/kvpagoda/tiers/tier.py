@@ -240,7 +240,9 @@ class Tier:
                         self._probe(kind, fault)
                 if not late:
                     times = [operation.deadline for operation in self._pending]
-                    times += [] if self._is_closed else [one.next_probe for one in self._breakers.values() if one.is_open]
+                    times += (
+                        [] if self._is_closed else [one.next_probe for one in self._breakers.values() if one.is_open]
+                    )
                     self._wakes_at = min(times, default=inf)
                     self._changed.wait(min(max(1e-3, self._wakes_at - now), _LONGEST_WAIT))
                     self._wakes_at = 0.0
@@ -348,7 +350,10 @@ class Tier:
             statuses += _twice(self.driver.load, keys[part], rows[part], deadline)
             for i in range(len(keys))[part]:
                 record = self.buffer.rows[rows[i]]
-                if statuses[i] is Status.OK and verify_record(record, keys[i], fingerprint, checksum=self._checksum) is None:
+                if (
+                    statuses[i] is Status.OK
+                    and verify_record(record, keys[i], fingerprint, checksum=self._checksum) is None
+                ):
                     statuses[i] = Status.CORRUPT
         corrupt = [key for key, status in zip(keys, statuses) if status is Status.CORRUPT]
         if corrupt:
