@@ -89,13 +89,13 @@ class Capacity:
 
         Blocks may move: ids that were read before, and are in no table, may have changed their meaning.
         """
-        self._memory.poison_freed()
         more = self._none if more is None else more
         while True:
             for group, need in zip(self._groups, needs):
                 if need > group.free.num_free:
                     break
             else:
+                self._memory.poison_freed()  # before anybody is given these blocks
                 return
             short = need - group.free.num_free
             if not (self._evict(group, short) if self._sectors is None else self._make_room(group, short, more)):
@@ -223,6 +223,7 @@ class Capacity:
         assert self._sectors is not None
         group, sources, targets = vacating.group, vacating.sources, vacating.targets
         is_moving = len(sources) > 0
+        self._memory.poison_freed()  # what was freed here may soon be others' memory
         if is_moving:
             new_ids = np.arange(group.plan.num_rows, dtype=np.int32)
             new_ids[sources] = targets
@@ -249,9 +250,9 @@ class Capacity:
         short = [(group, n, there) for group, n, there in short if n > there]
         if not short:
             names = [group.name for group in self._groups]
-            return f"{list(wanted)} blocks needed in {names} at once; close a sequence first"
+            return f"need {list(wanted)} blocks in {names} at once; close a sequence first"
         return "; ".join(
-            f"{n} blocks needed, {there} available ({group.free.num_free} free, {group.outstanding} reserved by running "
+            f"need {n} blocks, {there} available ({group.free.num_free} free, {group.outstanding} reserved by running "
             f"requests) of {group.plan.num_blocks} in {group.name}: {n - there} more must be freed by running requests; close "
             f"a sequence or raise the budget (now {format_bytes(budget)})"
             for group, n, there in short

@@ -63,6 +63,11 @@ class Sequence:
         return self._request.length
 
     @property
+    def prompt_length(self) -> int:
+        """Tokens that were given when it was opened, or, after a partial ``resume``, that were committed before."""
+        return self._request.prompt_length
+
+    @property
     def capacity(self) -> int:
         """Tokens, the committed ones included, that every group has room for."""
         self._request.check_running()
