@@ -6,29 +6,29 @@ import itertools
 
 import pytest
 import torch
-from kvpagoda.books import Books
 
 from kvpagoda import Retention
 from kvpagoda.cache.namespace import Namespace, namespace_key
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
+from options import grouped
 
 FULL = Attention(2, 4, 4, "float32")
 WINDOW = Attention(1, 4, 4, "float32", Growth(window=10))
 STATE = Recurrent((Rows("recurrent", (2, 4, 4), "float32"),))
 
 
-def books(*kinds: LayerKind, num_blocks: int = 12, max_requests: int = 4, **arguments: object) -> Books:
+def books(*kinds: LayerKind, num_blocks: int = 12, max_requests: int = 4, **arguments: object) -> KVCache:
     schema = Schema(tuple(Layer(i, "layer", (kind,)) for i, kind in enumerate(kinds or (FULL,))))
-    plan = schema.plan(num_blocks=num_blocks, max_requests=max_requests, block_size=4)
-    return Books(plan, **arguments)  # type: ignore[arg-type]
+    sizes = dict(num_blocks=num_blocks, max_requests=max_requests, block_size=4, device="none")
+    return KVCache(schema, **grouped(**sizes, **arguments))
 
 
-def leave(cache: Books, tokens: object, namespace: object = None, **arguments: object) -> int:
+def leave(cache: KVCache, tokens: object, namespace: object = None, **arguments: object) -> int:
     """A request that computes its prompt and ends; returns what it did not have to compute."""
     with cache.open(tokens, namespace, capacity=0, **arguments) as sequence:  # type: ignore[arg-type]
-        cached, prompt = sequence.cached_tokens, sequence._tokens
+        cached, prompt = sequence.cached_tokens, sequence._request.tokens
         while sequence.length < sequence.prompt_length:
             end = cache.next_checkpoint(sequence) or sequence.prompt_length
             sequence.extend(end - sequence.length)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from kvpagoda import Limits, Retention
-from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Schema
+from options import evict, grouped, is_suspended
 from test_manager import FULL, SCHEMAS, SHARING, STATE, WINDOW, FakeEngine, schema_of, text
 
 WHOLE = pytest.mark.parametrize("whole", [True, False], ids=["whole", "in part"])
@@ -24,11 +24,11 @@ FULL_AND_STATE = schema_of(FULL, STATE)
 
 def cache_of(schema: Schema, num_blocks: int = 40, **arguments: object) -> KVCache:
     sizes: dict[str, object] = dict(max_requests=4, block_size=8, device="cpu", poison=True, num_blocks=num_blocks)
-    return KVCache(schema, **{**sizes, **arguments})  # type: ignore[arg-type]
+    return KVCache(schema, **grouped(**{**sizes, **arguments}))
 
 
 def fill_random(cache: KVCache) -> None:
-    for buffer in cache._buffers:
+    for buffer in cache.core.memory._buffers:
         buffer.random_(0, 255)
 
 
@@ -38,7 +38,7 @@ def rows_of(sequence: Sequence, cache: KVCache) -> list[torch.Tensor]:
     for ledger in cache.core.groups:
         first, end = ledger.first[sequence.slot], -(-sequence.length // ledger.block_size)
         ids = ledger.table.cells[sequence.slot, first:end]
-        found.append(cache._arenas[ledger.plan.name].pack(torch.from_numpy(ids.copy())))
+        found.append(cache.core.memory.arenas[ledger.index].pack(torch.from_numpy(ids.copy())))
     return found
 
 
@@ -48,7 +48,7 @@ def computed(cache: KVCache, tokens: object, reserve: int = 0, n: int = 0) -> Se
     while sequence.length < sequence.prompt_length:
         end = min(cache.next_checkpoint(sequence) or sequence.prompt_length, sequence.length + 9)
         sequence.extend(end - sequence.length)
-        sequence.commit(sequence._tokens[sequence.length : end])
+        sequence.commit(sequence._request.tokens[sequence.length : end])
     for i in range(n):
         sequence.extend(1)
         sequence.commit([i])
@@ -68,7 +68,7 @@ def overwrite(cache: KVCache, first: int = 500) -> None:
     for other in others:
         for ledger in cache.core.groups:
             own = ledger.table.cells[other.slot, ledger.shared[other.slot] : ledger.end[other.slot]]
-            cache._arenas[ledger.plan.name].poison(own[ledger.first[other.slot] :])
+            cache.core.memory.arenas[ledger.index].poison(own[ledger.first[other.slot] :])
         other.close()
 
 
@@ -91,13 +91,13 @@ def check_bytes(cache: KVCache, whole: bool) -> None:
     stats = cache.stats()
     assert (stats.running, stats.suspended) == (0, 1) and 0 < stats.swap_nbytes <= stats.swap_capacity
     assert all(group.free + group.evictable == group.total and not group.outstanding for group in stats.groups)
-    assert sequence.is_suspended and (sequence.length, sequence.tokens.tolist(), sequence.match) == shown[:3]
+    assert is_suspended(sequence) and (sequence.length, sequence.tokens.tolist(), sequence.match) == shown[:3]
     if whole:
-        cache.core.prefix.clear()
+        cache.core.capacity.forget(cache.core.prefix.clear)
         fill_random(cache)
     assert sequence.resume() == 0
     cache.check()
-    assert not sequence.is_suspended and cache.stats().swap_nbytes == 0
+    assert not is_suspended(sequence) and cache.stats().swap_nbytes == 0
     assert (sequence.length, sequence.tokens.tolist(), sequence.match, sequence.capacity) == shown
     assert all(torch.equal(old, new) for old, new in zip(before, rows_of(sequence, cache)))
     sequence.extend(9)
@@ -151,13 +151,13 @@ def test_what_others_still_have_is_shared_again_and_not_copied() -> None:
     ids = cache.core.groups[0].held_ids(other.slot)[:2].tolist()
     assert cache.core.groups[0].held_ids(sequence.slot)[:2].tolist() == ids
     copied: list[int] = []
-    blocks_in = cache.blocks_in
+    memory, from_host = cache.core.memory, cache.core.memory.from_host
 
-    def count(ledger: BlockGroup, ids: Ids, payloads: np.ndarray, rows: list[int]) -> None:
+    def count(group: int, ids: Ids, table: np.ndarray, rows: list[int]) -> None:
         copied.extend(ids.tolist())
-        blocks_in(ledger, ids, payloads, rows)
+        from_host(group, ids, table, rows)
 
-    cache.blocks_in = count  # type: ignore[method-assign, assignment]
+    memory.from_host = count  # type: ignore[method-assign, assignment]
     sequence.suspend()
     assert sequence.resume() == 0
     held = cache.core.groups[0].held_ids(sequence.slot).tolist()
@@ -198,7 +198,7 @@ def test_nothing_but_a_few_questions_is_answered_while_suspended() -> None:
     together.extend()
     sequence.close()
     cache.check()
-    assert cache.stats().swap_nbytes == 0 and not sequence.is_suspended
+    assert cache.stats().swap_nbytes == 0 and not is_suspended(sequence)
     for call in (sequence.close, sequence.resume, sequence.suspend):
         with pytest.raises(StaleHandle, match="closed"):
             call()
@@ -243,7 +243,7 @@ def test_without_room_in_the_swap_or_behind_a_fence_nothing_changes(whole: bool)
 def test_it_waits_for_a_slot_and_for_room() -> None:
     cache = cache_of(FULL_AND_STATE, 8, max_requests=2)
     sequence = computed(cache, range(20), 30)
-    held = cache.core.groups[0].outstanding[sequence.slot]
+    held = cache.core.groups[0].reserved[sequence.slot]
     sequence.suspend()
     others = [cache.open([1], reserve=8), cache.open([2], reserve=8)]
     with pytest.raises(RetryLater, match="all 2 request slots"):
@@ -251,19 +251,19 @@ def test_it_waits_for_a_slot_and_for_room() -> None:
     others.pop().close()
     others[0].extend(40)
     for _ in range(2):
-        with pytest.raises(RetryLater, match="blocks needed"):
+        with pytest.raises(RetryLater, match="blocks, 3 available"):
             sequence.resume()
         cache.check()
-        assert sequence.is_suspended and cache.stats().suspended == 1
+        assert is_suspended(sequence) and cache.stats().suspended == 1
     others[0].close()
     with pytest.raises(NeverFits, match="65 tokens"):
         sequence.resume(reserve=65)
     with pytest.raises(BadInput, match="got -1 and None"):
         sequence.resume(capacity=-1)
-    assert sequence.resume() == 0 and cache.core.groups[0].outstanding[sequence.slot] == held
+    assert sequence.resume() == 0 and cache.core.groups[0].reserved[sequence.slot] == held
     sequence.suspend()
     sequence.resume(capacity=25, reserve=50)
-    assert sequence.capacity >= 25 and cache.core.groups[0].outstanding[sequence.slot] == 7
+    assert sequence.capacity >= 25 and cache.core.groups[0].reserved[sequence.slot] == 7
     cache.check()
 
 
@@ -271,7 +271,7 @@ def test_the_oldest_pin_is_given_up_for_one_that_could_not_go_on() -> None:
     cache = cache_of(SCHEMAS["full"], 4, pin_share=1)
     sequence = computed(cache, range(20))
     sequence.suspend()
-    cache.core.prefix.clear()
+    cache.core.capacity.forget(cache.core.prefix.clear)
     computed(cache, range(100, 117)).close()
     pin = cache.pin(range(100, 117))
     assert sequence.resume() == 0 and not pin.is_held
@@ -285,7 +285,7 @@ def test_suspended_in_part_it_goes_on_from_what_was_not_evicted(num_left: int) -
     sequence = computed(cache, range(20), 40, n=3)
     before = rows_of(sequence, cache)[0]
     sequence.suspend(whole=False)
-    cache.core.prefix._evict_blocks(2 - num_left)
+    evict(cache, 2 - num_left)
     cache.check()
     assert sequence.resume(reserve=50) == 23 - 8 * num_left
     cache.check()
@@ -307,13 +307,13 @@ def test_suspended_in_part_a_hybrid_goes_on_from_a_checkpoint() -> None:
     fill_random(cache)
     sequence = computed(cache, range(34), 60)
     sequence.suspend(whole=False)
-    cache.core.prefix._evict_blocks(1)
+    evict(cache, 1)
     assert sequence.resume() == 34 - 24 and sequence.length == 24 and sequence.match.checkpoint is not None
     cache.check()
     sequence.extend(10)
     sequence.commit(range(24, 34))
     sequence.suspend(whole=False)
-    cache.core.prefix.clear()
+    cache.core.capacity.forget(cache.core.prefix.clear)
     assert sequence.resume() == 34 and cache.next_checkpoint(sequence) == 8
     cache.check()
 
@@ -380,7 +380,7 @@ def test_after_an_invalidation_it_goes_on_and_leaves_nothing_to_be_found(whole: 
     sequence.resume()
     sequence.close()
     cache.check()
-    assert cache.stats().groups[0].held == 0 and not cache._stale
+    assert cache.stats().groups[0].held == 0 and not cache.core.stale
 
 
 def test_reset_and_close_know_of_it() -> None:
@@ -388,7 +388,7 @@ def test_reset_and_close_know_of_it() -> None:
     sequence, other = computed(cache, range(20)), computed(cache, range(30, 50))
     sequence.suspend()
     other.close()
-    with pytest.raises(RetryLater, match="1 requests are suspended"):
+    with pytest.raises(RetryLater, match="1 are suspended"):
         cache.reset()
     cache.close()
     assert not sequence.is_open and cache.stats().swap_nbytes == 0 and cache.stats().suspended == 0
@@ -438,10 +438,10 @@ def test_after_a_copy_that_failed_everything_is_as_before(name: str, whole: bool
 
         return inner
 
-    cache.blocks_out = breaking(cache.blocks_out)  # type: ignore[method-assign]
-    cache.blocks_in = breaking(cache.blocks_in)  # type: ignore[method-assign]
+    memory = cache.core.memory
+    memory.to_host, memory.from_host = breaking(memory.to_host), breaking(memory.from_host)  # type: ignore[method-assign]
     num_failed = 0
-    for call, is_suspended in ((lambda: sequence.suspend(whole), False), (sequence.resume, True)):
+    for call, is_aside in ((lambda: sequence.suspend(whole), False), (sequence.resume, True)):
         for nth in range(1, len(cache.core.groups) + 1):
             left = nth
             slots, swapped = sorted(cache.core.free_slots), cache.stats().swap_nbytes
@@ -449,7 +449,7 @@ def test_after_a_copy_that_failed_everything_is_as_before(name: str, whole: bool
                 call()
             num_failed += 1
             cache.check()
-            assert sequence.is_suspended == is_suspended
+            assert is_suspended(sequence) == is_aside
             assert (sorted(cache.core.free_slots), cache.stats().swap_nbytes) == (slots, swapped)
         left = 0
         call()
@@ -466,8 +466,8 @@ def traffic(cache: KVCache, steps: int, seed: int) -> dict[str, int]:
     alive: list[Sequence] = []
     seen = dict.fromkeys(("suspended", "resumed", "again", "refused", "fenced", "closed", "invalidated"), 0)
     for _ in range(steps):
-        kind, running = rng.random(), [sequence for sequence in alive if not sequence.is_suspended]
-        aside = [sequence for sequence in alive if sequence.is_suspended]
+        kind, running = rng.random(), [sequence for sequence in alive if not is_suspended(sequence)]
+        aside = [sequence for sequence in alive if is_suspended(sequence)]
         one = running[int(rng.integers(len(running)))] if running else None
         if kind < 0.2 and len(alive) < 8:
             prompt, space = text(rng, heads), int(rng.integers(2))
@@ -509,7 +509,7 @@ def traffic(cache: KVCache, steps: int, seed: int) -> dict[str, int]:
                     sequence.extend(n)
                 except (OutOfBlocks, BadInput):
                     continue
-                known = sequence._tokens[sequence.length : min(sequence.length + n, sequence.prompt_length)]
+                known = sequence._request.tokens[sequence.length : min(sequence.length + n, sequence.prompt_length)]
                 ready.append(sequence)
                 new.append(np.concatenate((known, rng.integers(0, 50, n - len(known)))).astype(np.int32))
             if ready:
@@ -517,7 +517,7 @@ def traffic(cache: KVCache, steps: int, seed: int) -> dict[str, int]:
                 with cache.fence(ready) if rng.random() < 0.2 else contextlib.nullcontext():
                     for sequence, tokens in zip(ready, new):
                         sequence.commit(tokens)
-                        if sequence.num_fences:
+                        if sequence._request.num_fences:
                             with pytest.raises(RetryLater, match="cannot be suspended"):
                                 sequence.suspend()
                             seen["fenced"] += 1
