@@ -136,8 +136,8 @@ def test_random_traffic(name: str, copied: bool) -> None:
             try:
                 sequence = running(cache, int(random.integers(1, 20)), int(random.integers(0, 3)))
             except (RetryLater, OutOfBlocks):
-                for sequence in set(cache.core.running.values()) - {*members}:
-                    sequence.close()
+                for request in {*cache.core.running.values()} - {one._request for one in members}:
+                    Sequence(cache._calls, request).close()
                 continue
             texts[sequence] = sequence.tokens.tolist()
             together.add(sequence)
