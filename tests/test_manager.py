@@ -14,7 +14,19 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.books import Books
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.manager import KVCache
-from kvpagoda.schema import Attention, Compressed, Growth, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared
+from kvpagoda.schema import (
+    Attention,
+    Compressed,
+    Growth,
+    IndexKeys,
+    Latent,
+    Layer,
+    LayerKind,
+    Recurrent,
+    Rows,
+    Schema,
+    Shared,
+)  # fmt: skip
 from kvpagoda.sequence import Sequence
 
 
@@ -33,7 +45,7 @@ SCHEMAS = {
     "window": schema_of(WINDOW),
     "mixed": MIXED,
     "latent": schema_of(Latent(8, 4, "float32", index_dim=4)),
-    "compressed": schema_of(Compressed(16, 8, "float32", 4, True, 8), Compressed(16, 8, "float32", 8)),
+    "compressed": schema_of(Compressed(16, 8, "float32", 4, IndexKeys(8)), Compressed(16, 8, "float32", 8)),
     "state": schema_of(STATE),
 }
 

@@ -1,21 +1,24 @@
-"""A plan: records and a budget in bytes -> blocks, states, and what fits. Arithmetic only; no torch, no model names."""
+"""A plan: how many blocks and states a budget in bytes holds, and which requests fit. Arithmetic only; no torch.
+
+``planning`` makes plans; this file says what one is and answers questions about it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from kvpagoda.errors import BadInput, NeverFits
-from kvpagoda.schema.fields import WHOLE_TEXT, Growth, itemsize
+from kvpagoda.errors import NeverFits
+from kvpagoda.schema.fields import Growth, itemsize
 from kvpagoda.schema.layout import RowLayout
-from kvpagoda.schema.sectors import sector_size
-from kvpagoda.units import ceil_div, format_bytes
+from kvpagoda.units import ceil_div, format_bytes, whole_number
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What one group asks for: its growth law, its layers and the record of one block."""
+    """What one group asks for: its growth law, the indices of its layers and the record of one block."""
 
     growth: Growth
     layers: tuple[int, ...]
@@ -23,18 +26,50 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class KindUse:
-    """What the layers with one label take together, in bytes of data."""
+class LayerUse:
+    """What one layer takes, in bytes of data without padding, and how many of its newest tokens it can take back."""
 
+    index: int
     label: str
-    num_layers: int
     bytes_per_token: float
     state_nbytes: int
+    rewinds: int | None
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """What a plan knows of the model: its name, its longest text in tokens (None: no limit known), its layers."""
+
+    name: str
+    max_positions: int | None
+    layers: tuple[LayerUse, ...]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a plan must serve: ``max_requests`` at once, of each at most ``step_tokens`` tokens written between two commits,
+    and ``num_checkpoints`` copies of states and windows. ``lengths`` in tokens: for which to count the requests that fit.
+
+    Whole numbers, numpy's too. Raises BadInput for any other, and for numbers out of range.
+    """
+
+    block_size: int
+    max_requests: int
+    step_tokens: int
+    num_checkpoints: int
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_requests", "step_tokens"):
+            object.__setattr__(self, name, whole_number(getattr(self, name), name))
+        object.__setattr__(self, "num_checkpoints", whole_number(self.num_checkpoints, "checkpoints", at_least=0))
+        lengths = tuple(whole_number(length, "each of lengths") for length in self.lengths)
+        object.__setattr__(self, "lengths", lengths)
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One group's share: at most ``num_blocks`` usable blocks, and one padding block that absorbs the writes of padded
+    """The share of one group: at most ``num_blocks`` usable blocks, and one padding block that absorbs the writes of padded
     rows. With sectors (``per_sector`` blocks in one) that is what the whole arena would make."""
 
     demand: Demand
@@ -76,31 +111,49 @@ class GroupPlan:
     def index_dtype(self) -> str:
         """``int64`` where an element offset into one field (block id times stride) could pass 2^31, else ``int32``."""
         places = self.demand.layout.places
-        largest = max((self.nbytes // itemsize(p.field.dtype) for p in places), default=0)
+        largest = max((self.nbytes // itemsize(place.field.dtype) for place in places), default=0)
         return "int64" if largest >= 2**31 else "int32"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every byte of the budget goes. ``str(plan)`` is a table, ``to_dict()`` the same as data.
+    """What a budget makes of a model's needs. Made by ``Schema.plan``; ``str()`` is a table, ``to_dict()`` plain data.
 
-    With ``num_sectors`` sectors of ``sector_nbytes`` all groups live off one arena (the first sector takes what padded
-    rows write); without, each has its own share for good.
+    ``budget`` in bytes. Several groups live off ``num_sectors`` sectors of ``sector_nbytes`` bytes; 0 where each group has
+    its own share.
     """
 
-    schema_name: str
-    block_size: int
-    max_requests: int
-    num_checkpoints: int
+    model: ModelUse
+    workload: Workload
     budget: int
     groups: tuple[GroupPlan, ...]
-    kinds: tuple[KindUse, ...]
-    max_positions: int | None
-    lengths: tuple[int, ...]
-    rewinds: tuple[tuple[int, str, int], ...]
-    """(layer, label, tokens) of every layer that can take back only so many of the newest tokens."""
     num_sectors: int = 0
     sector_nbytes: int = 0
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one block."""
+        return self.workload.block_size
+
+    @property
+    def max_requests(self) -> int:
+        """Requests that run at once."""
+        return self.workload.max_requests
+
+    @property
+    def num_checkpoints(self) -> int:
+        """The most copies of states and windows."""
+        return self.workload.num_checkpoints
+
+    @property
+    def max_positions(self) -> int | None:
+        """Tokens of the longest text that the model itself allows; None: no limit known."""
+        return self.model.max_positions
+
+    @cached_property
+    def rewinds(self) -> tuple[tuple[int, str, int], ...]:
+        """(layer, label, tokens) of every layer that can take back only so many of the newest tokens."""
+        return tuple((x.index, x.label, x.rewinds) for x in self.model.layers if x.rewinds is not None)
 
     @property
     def state_nbytes(self) -> int:
@@ -163,19 +216,19 @@ class Plan:
         top = max(growing, default=0) * self.block_size + 1
         if self.fits(1, top):
             return None
-        longest = _largest(top, lambda n: self.fits(1, n))
+        longest = largest_below(top, lambda n: self.fits(1, n))
         return longest if self.max_positions is None else min(longest, self.max_positions)
 
     def requests_at(self, num_tokens: int) -> int:
         """How many requests of ``num_tokens`` tokens run at once."""
-        return _largest(self.max_requests + 1, lambda n: self.fits(n, num_tokens))
+        return largest_below(self.max_requests + 1, lambda n: self.fits(n, num_tokens))
 
     def blocks_wanted(self, num_tokens: int, room: int = 0, longest: int | None = None) -> list[int]:
         """The blocks of each group that one request of ``num_tokens`` tokens may come to hold, ``room`` of them written at
         once. Raises NeverFits, with what it would need, if the empty cache cannot hold them or ``longest`` is passed."""
         if longest is not None and num_tokens > longest:
             raise NeverFits(
-                f"{num_tokens} tokens are more than the longest context of {longest}; {self._enough(num_tokens)}"
+                f"{num_tokens} tokens are more than the longest context of {longest}; {self._budget_hint(num_tokens)}"
             )
         wanted = []
         for group in self.groups:
@@ -187,15 +240,15 @@ class Plan:
                 hint = "open it with a smaller room and extend chunk by chunk"
                 raise NeverFits(
                     f"{num_tokens} tokens need {blocks} blocks of group {group.name!r}, which has {group.num_blocks}; "
-                    f"{hint if fits_in_chunks else self._enough(num_tokens)}"
+                    f"{hint if fits_in_chunks else self._budget_hint(num_tokens)}"
                 )
             wanted.append(blocks)
         if self.num_sectors and not self.holds(wanted):
             need = format_bytes(sum(blocks * group.row_nbytes for blocks, group in zip(wanted, self.groups)))
-            raise NeverFits(f"{num_tokens} tokens need {wanted} blocks, {need} in all; {self._enough(num_tokens)}")
+            raise NeverFits(f"{num_tokens} tokens need {wanted} blocks, {need} in all; {self._budget_hint(num_tokens)}")
         return wanted
 
-    def _enough(self, num_tokens: int) -> str:
+    def _budget_hint(self, num_tokens: int) -> str:
         """How many bytes would hold a request of that length, as the end of an error."""
         need = self.nbytes if self.num_sectors else 0
         for group in self.groups:
@@ -203,10 +256,24 @@ class Plan:
             need += (blocks + 1) * group.row_nbytes
         return f"a budget of at least {format_bytes(need)} would hold it (now {format_bytes(self.budget)})"
 
+    def _by_label(self) -> list[dict[str, Any]]:
+        """What the layers of each label take together, in the order of their first layer."""
+        labels = dict.fromkeys(layer.label for layer in self.model.layers)
+        return [
+            {
+                "label": label,
+                "num_layers": len(layers),
+                "bytes_per_token": round(sum(layer.bytes_per_token for layer in layers), 3),
+                "state_bytes_per_request": sum(layer.state_nbytes for layer in layers),
+            }
+            for label in labels
+            for layers in [[layer for layer in self.model.layers if layer.label == label]]
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         """Every figure as plain data, for JSON."""
         return {
-            "schema": self.schema_name,
+            "schema": self.model.name,
             "budget_bytes": self.budget,
             "allocated_bytes": self.nbytes,
             "floor_bytes": self.floor_nbytes,
@@ -221,16 +288,8 @@ class Plan:
             "padding_percent": round(self.padding_percent, 4),
             "unused_percent": round(self.unused_percent, 4),
             "longest_context": self.longest_context,
-            "requests_at": {str(length): self.requests_at(length) for length in self.lengths},
-            "layer_kinds": [
-                {
-                    "label": kind.label,
-                    "num_layers": kind.num_layers,
-                    "bytes_per_token": round(kind.bytes_per_token, 3),
-                    "state_bytes_per_request": kind.state_nbytes,
-                }
-                for kind in self.kinds
-            ],
+            "requests_at": {str(length): self.requests_at(length) for length in self.workload.lengths},
+            "layer_kinds": self._by_label(),
             "groups": [
                 {
                     "name": group.name,
@@ -247,50 +306,62 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.schema_name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}"]
         checkpoints = f", at most {self.num_checkpoints:,} checkpoints" if self.num_checkpoints else ""
-        lines.append(f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}")
-        lines.append("")
-        kinds = [(k.label, str(k.num_layers), f"{k.bytes_per_token:,.0f}", f"{k.state_nbytes:,}") for k in self.kinds]
-        lines += _table(("layer kind", "layers", "B/token", "B/request"), kinds)
-        lines.append("")
+        kinds = [
+            (x["label"], str(x["num_layers"]), f"{x['bytes_per_token']:,.0f}", f"{x['state_bytes_per_request']:,}")
+            for x in self._by_label()
+        ]
         groups = [
             (
-                g.name,
-                str(len(g.demand.layers)),
-                f"{g.num_blocks:,}",
-                f"{g.row_nbytes:,}",
-                f"{g.per_sector:,}" if self.num_sectors else format_bytes(g.nbytes),
+                group.name,
+                str(len(group.demand.layers)),
+                f"{group.num_blocks:,}",
+                f"{group.row_nbytes:,}",
+                f"{group.per_sector:,}" if self.num_sectors else format_bytes(group.nbytes),
             )
-            for g in self.groups
+            for group in self.groups
         ]
-        share = "in a sector" if self.num_sectors else "bytes"
-        lines += _table(("group", "layers", "at most" if self.num_sectors else "blocks", "B/block", share), groups)
-        lines.append("")
-        longest = "not limited by memory" if self.longest_context is None else f"{self.longest_context:,} tokens"
-        lines.append(f"bytes per token     {self.bytes_per_token:,.0f} (+ {self.state_nbytes:,} per request)")
-        if self.longest_context is not None and self.longest_context == self.max_positions:
-            longest += " (the model's own limit)"
-        lines.append(f"longest context     {longest}")
-        for length in self.lengths:
-            lines.append(f"requests of {length:<7,} {self.requests_at(length):,}")
-        lines.append(f"hit granularity     {self.hit_granularity} tokens")
+        columns = ("at most", "B/block", "in a sector") if self.num_sectors else ("blocks", "B/block", "bytes")
+        return "\n".join(
+            [
+                f"{self.model.name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}",
+                f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}",
+                "",
+                *_table(("layer kind", "layers", "B/token", "B/request"), kinds),
+                "",
+                *_table(("group", "layers", *columns), groups),
+                "",
+                *(f"{label:<19} {text}" for label, text in self._figures()),
+            ]
+        )
+
+    def _figures(self) -> list[tuple[str, str]]:
+        """The lines below the tables, as (label, text)."""
+        longest = self.longest_context
+        context = "not limited by memory" if longest is None else f"{longest:,} tokens"
+        if longest is not None and longest == self.max_positions:
+            context += " (the model's own limit)"
+        figures = [
+            ("bytes per token", f"{self.bytes_per_token:,.0f} (+ {self.state_nbytes:,} per request)"),
+            ("longest context", context),
+            *((f"requests of {length:,}", f"{self.requests_at(length):,}") for length in self.workload.lengths),
+            ("hit granularity", f"{self.hit_granularity} tokens"),
+        ]
         if self.num_sectors:
             floating = format_bytes(max(0, self.nbytes - self.floor_nbytes))
-            lines.append(f"one budget          {self.num_sectors:,} sectors of {format_bytes(self.sector_nbytes)}")
-            lines.append(
-                f"floor               {format_bytes(self.floor_nbytes)} for {self.max_requests} short requests"
-            )
-            lines.append(f"floats              {floating}, to the groups that need it")
-        lines.append(f"waste               {self.padding_percent:.2f} % padding, {self.unused_percent:.2f} % unused")
-        wide = [group.name for group in self.groups if group.index_dtype == "int64"]
-        if wide:
-            lines.append(f"int64 offsets       {', '.join(wide)}: element offsets pass 2^31")
-        return "\n".join(lines)
+            figures += [
+                ("one budget", f"{self.num_sectors:,} sectors of {format_bytes(self.sector_nbytes)}"),
+                ("floor", f"{format_bytes(self.floor_nbytes)} for {self.max_requests} short requests"),
+                ("floats", f"{floating}, to the groups that need it"),
+            ]
+        figures.append(("waste", f"{self.padding_percent:.2f} % padding, {self.unused_percent:.2f} % unused"))
+        if wide := [group.name for group in self.groups if group.index_dtype == "int64"]:
+            figures.append(("int64 offsets", f"{', '.join(wide)}: element offsets pass 2^31"))
+        return figures
 
 
-def _largest(end: int, fits: Callable[[int], bool]) -> int:
-    """The largest number below ``end`` that fits, where 0 does and none does beyond one that does not."""
+def largest_below(end: int, fits: Callable[[int], bool]) -> int:
+    """The largest number below ``end`` that fits, where 0 does and none does beyond one that does not. O(log end) calls."""
     low, high = 0, end
     while high - low > 1:
         middle = (low + high) // 2
@@ -305,85 +376,3 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
         "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
         for row in (head, *rows)
     ]
-
-
-def make_plan(
-    name: str,
-    demands: tuple[Demand, ...],
-    kinds: tuple[KindUse, ...],
-    *,
-    budget: int | None,
-    max_requests: int,
-    block_size: int,
-    num_blocks: int | None,
-    step_tokens: int,
-    max_positions: int | None,
-    lengths: tuple[int, ...],
-    checkpoints: int,
-    shared: bool,
-    rewinds: tuple[tuple[int, str, int], ...],
-) -> Plan:
-    """Let the groups live off ``budget`` together, in sectors, or give each its share for good: with ``num_blocks``, for a
-    single group, and where ``shared`` is False.
-
-    A fixed split gives every group the same number of blocks, a bounded group never more than all requests and
-    checkpoints can hold at once: so the groups of ``max_requests`` equally long requests fill together. Exactly one of
-    ``budget`` and ``num_blocks`` is given. Raises BadInput and NeverFits.
-    """
-    if (budget is None) == (num_blocks is None):
-        raise BadInput("give either a budget in bytes or num_blocks, not both and not neither")
-    if checkpoints < 0:
-        raise BadInput(f"checkpoints must not be negative, got {checkpoints}")
-    for what, number in (("max_requests", max_requests), ("step_tokens", step_tokens), ("num_blocks", num_blocks)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise BadInput(f"{what} must be a positive whole number, got {number!r}")
-
-    if not all(length > 0 for length in lengths):
-        raise BadInput(f"lengths must be positive numbers of tokens, got {lengths}")
-    sizes = [WHOLE_TEXT if demand.growth.is_state else block_size for demand in demands]
-    most = [demand.growth.most_blocks(size, step_tokens) for demand, size in zip(demands, sizes)]
-
-    def at(n: int, total: int) -> Plan:
-        groups = []
-        for demand, size, bound in zip(demands, sizes, most):
-            kept = demand.growth.most_blocks(size, 1)
-            cap = n if bound is None or kept is None else max_requests * bound + checkpoints * kept
-            cap = cap if demand.growth.is_state else min(n, cap)
-            groups.append(GroupPlan(demand, size, cap, bound, demand.layout.nbytes))
-        return Plan(
-            name, block_size, max_requests, checkpoints, total, tuple(groups), kinds, max_positions, lengths, rewinds
-        )
-
-    def in_sectors(total: int) -> Plan:
-        sector = sector_size(tuple(demand.layout.nbytes for demand in demands), total // 64)
-        count = total // sector.nbytes
-        groups = [
-            GroupPlan(demand, size, max(0, count - 1) * per, bound, sector.nbytes // per, per)
-            for demand, size, bound, per in zip(demands, sizes, most, sector.records)
-        ]
-        totals = (name, block_size, max_requests, checkpoints, total)
-        return Plan(*totals, tuple(groups), kinds, max_positions, lengths, rewinds, count, sector.nbytes)
-
-    if num_blocks is not None:
-        return at(num_blocks, at(num_blocks, 0).nbytes)
-    assert budget is not None
-    if shared and len(demands) > 1:
-        plan = in_sectors(budget)
-        if not plan.fits(1, 1):
-            needed = (1 + len(demands)) * plan.sector_nbytes
-            raise NeverFits(
-                f"a budget of {format_bytes(budget)} is too small for {name}: one request of up to {block_size} tokens "
-                f"needs {needed:,} bytes ({format_bytes(needed)}); raise the budget"
-            )
-        return plan
-    least = at(1, budget)
-    if least.nbytes > budget:
-        states = sum(group.nbytes for group in least.groups if group.demand.growth.is_state)
-        raise NeverFits(
-            f"a budget of {format_bytes(budget)} is too small for {name}: one request of up to {block_size} tokens needs "
-            f"{least.nbytes:,} bytes ({format_bytes(least.nbytes)}), of which {states:,} "
-            f"are the state rows of max_requests={max_requests} and {checkpoints} checkpoints; raise the budget or lower them"
-        )
-    high = 2 + budget // max(1, sum(demand.layout.nbytes for demand in demands if not demand.growth.is_bounded))
-    high = min(high, 2 + (max_requests + checkpoints) * max((bound or high for bound in most), default=1))
-    return at(_largest(high, lambda n: n == 0 or at(n, budget).nbytes <= budget), budget)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
 
-from kvpagoda.errors import BadInput, SchemaError
-from kvpagoda.schema.fields import MXFP4, RAW, Encoding
-from kvpagoda.schema.kinds import Compressed
+from kvpagoda.errors import SchemaError
+from kvpagoda.schema.fields import MXFP4, Encoding
+from kvpagoda.schema.kinds import Compressed, IndexKeys
 from kvpagoda.schema.layout import RowLayout
 from kvpagoda.schema.schema import Layer, Schema
-from kvpagoda.units import ceil_div
+from kvpagoda.units import ceil_div, whole_number
 
 BLOCK_SIZE_ORIGINAL_TOKENS = 128
 """Tokens of the text that one block stands for: the least common multiple of the two compression ratios."""
@@ -219,18 +219,15 @@ class LayerSchema:
 def build_schema(config: DSV4Config, layer_spec: LayerSpec) -> LayerSchema:
     """What layer ``layer_spec`` keeps."""
     attn = layer_spec.attn
-    is_csa = attn is AttentionType.CSA
     ratio = {AttentionType.CSA: config.csa_ratio, AttentionType.HCA: config.hca_ratio, AttentionType.SWA: 0}[attn]
     kind = Compressed(
         config.head_dim,
         config.window,
         "bfloat16",
         ratio,
-        overlap=is_csa,
-        index_dim=config.index_dim if is_csa else None,
-        encoding=config.encoding,
-        index_encoding=config.index_encoding if is_csa else RAW,
-        tail_dtype=config.tail_dtype,
+        IndexKeys(config.index_dim, config.index_encoding) if attn is AttentionType.CSA else None,
+        config.encoding,
+        config.tail_dtype,
     )
     return LayerSchema(layer_spec.layer_idx, attn, kind)
 
@@ -251,9 +248,7 @@ def compute_block_budget(
 
     Raises BadInput unless both numbers are positive.
     """
-    for what, number in (("max_tokens", max_tokens), ("max_requests", max_requests)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise BadInput(f"{what} must be a positive whole number, got {number!r}")
+    max_tokens, max_requests = whole_number(max_tokens, "max_tokens"), whole_number(max_requests, "max_requests")
     budget = {"csa": 0, "hca": 0, "csa_bytes": 0, "hca_bytes": 0, "state_bytes": 0}
     for name, ratio in (("csa", config.csa_ratio), ("hca", config.hca_ratio)):
         budget[name] = most_blocks(ratio, max_tokens, max_requests)
