@@ -2,9 +2,10 @@
 
 from kvpagoda.schema.fields import FULL, MXFP4, NVFP4, RAW, STATE, Encoding, Field, Growth, Rows
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
+from kvpagoda.schema.layers import Group, Layer
 from kvpagoda.schema.layout import Place, RowLayout
 from kvpagoda.schema.plan import Plan
-from kvpagoda.schema.schema import Group, Layer, Schema
+from kvpagoda.schema.schema import Schema
 
 __all__ = [
     "FULL", "MXFP4", "NVFP4", "RAW", "STATE", "Attention", "Compressed", "Encoding", "Field", "Group", "Growth",

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from kvpagoda.errors import NeverFits
 from kvpagoda.schema.fields import Growth, itemsize
+from kvpagoda.schema.layers import Layer
 from kvpagoda.schema.layout import RowLayout
 from kvpagoda.units import ceil_div, format_bytes, whole_number
 
@@ -26,23 +27,12 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class LayerUse:
-    """What one layer takes, in bytes of data without padding, and how many of its newest tokens it can take back."""
-
-    index: int
-    label: str
-    bytes_per_token: float
-    state_nbytes: int
-    rewinds: int | None
-
-
-@dataclass(frozen=True)
-class ModelUse:
-    """What a plan knows of the model: its name, its longest text in tokens (None: no limit known), its layers."""
+class PlannedModel:
+    """What a plan keeps of a schema. ``max_positions``: tokens of the longest text; None: no limit known."""
 
     name: str
+    layers: tuple[Layer, ...]
     max_positions: int | None
-    layers: tuple[LayerUse, ...]
 
 
 @dataclass(frozen=True)
@@ -121,9 +111,16 @@ class Plan:
 
     ``budget`` in bytes. Several groups live off ``num_sectors`` sectors of ``sector_nbytes`` bytes; 0 where each group has
     its own share.
+
+    >>> from kvpagoda.schema import Attention, Layer, Schema
+    >>> plan = Schema((Layer(0, "attention", (Attention(2, 16, 16, "float32"),)),)).plan(num_blocks=100, max_requests=4)
+    >>> plan.nbytes, plan.bytes_per_token, plan.longest_context  # 100 blocks and one for padding
+    (413696, 256.0, 1600)
+    >>> plan.fits(4, 400), plan.requests_at(800), plan.blocks_wanted(1000)
+    (True, 2, [63])
     """
 
-    model: ModelUse
+    model: PlannedModel
     workload: Workload
     budget: int
     groups: tuple[GroupPlan, ...]
@@ -257,18 +254,24 @@ class Plan:
         return f"a budget of at least {format_bytes(need)} would hold it (now {format_bytes(self.budget)})"
 
     def _by_label(self) -> list[dict[str, Any]]:
-        """What the layers of each label take together, in the order of their first layer."""
-        labels = dict.fromkeys(layer.label for layer in self.model.layers)
+        """What the layers of each label take together, in bytes of data, in the order of their first layer."""
+        labels: dict[str, list[int]] = {}
+        for layer in self.model.layers:
+            labels.setdefault(layer.label, []).append(layer.index)
         return [
             {
                 "label": label,
                 "num_layers": len(layers),
-                "bytes_per_token": round(sum(layer.bytes_per_token for layer in layers), 3),
-                "state_bytes_per_request": sum(layer.state_nbytes for layer in layers),
+                "bytes_per_token": round(self._layer_nbytes(layers, of_states=False) / self.block_size, 3),
+                "state_bytes_per_request": self._layer_nbytes(layers, of_states=True),
             }
-            for label in labels
-            for layers in [[layer for layer in self.model.layers if layer.label == label]]
+            for label, layers in labels.items()
         ]
+
+    def _layer_nbytes(self, layers: list[int], of_states: bool) -> int:
+        """Bytes of data that ``layers`` have in one block of every group, or in the state of one request."""
+        layouts = [group.demand.layout for group in self.groups if group.demand.growth.is_state == of_states]
+        return sum(layout.layer_nbytes(layer) for layout in layouts for layer in layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure as plain data, for JSON."""
@@ -306,30 +309,22 @@ class Plan:
         }
 
     def __str__(self) -> str:
+        kinds = {"layer kind": "label", "layers": "num_layers", "B/token": "bytes_per_token"}
+        groups = {"group": "name", "layers": "num_layers"}
+        if self.num_sectors:
+            groups |= {"at most": "num_blocks", "B/block": "block_bytes", "in a sector": "blocks_per_sector"}
+        else:
+            groups |= {"blocks": "num_blocks", "B/block": "block_bytes", "bytes": "total"}
+        rows = [{**group, "total": format_bytes(group["bytes"])} for group in self.to_dict()["groups"]]
         checkpoints = f", at most {self.num_checkpoints:,} checkpoints" if self.num_checkpoints else ""
-        kinds = [
-            (x["label"], str(x["num_layers"]), f"{x['bytes_per_token']:,.0f}", f"{x['state_bytes_per_request']:,}")
-            for x in self._by_label()
-        ]
-        groups = [
-            (
-                group.name,
-                str(len(group.demand.layers)),
-                f"{group.num_blocks:,}",
-                f"{group.row_nbytes:,}",
-                f"{group.per_sector:,}" if self.num_sectors else format_bytes(group.nbytes),
-            )
-            for group in self.groups
-        ]
-        columns = ("at most", "B/block", "in a sector") if self.num_sectors else ("blocks", "B/block", "bytes")
         return "\n".join(
             [
                 f"{self.model.name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}",
                 f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}",
                 "",
-                *_table(("layer kind", "layers", "B/token", "B/request"), kinds),
+                *_table(self._by_label(), {**kinds, "B/request": "state_bytes_per_request"}),
                 "",
-                *_table(("group", "layers", *columns), groups),
+                *_table(rows, groups),
                 "",
                 *(f"{label:<19} {text}" for label, text in self._figures()),
             ]
@@ -369,10 +364,11 @@ def largest_below(end: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows of text in columns as wide as their longest cell; the first column left, the others right aligned."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    return [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
-        for row in (head, *rows)
+def _table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> list[str]:
+    """Lines of text: of each row the values at ``columns`` (heading -> key), the first left, the others right aligned."""
+    cells = [
+        [row[key] if isinstance(row[key], str) else f"{row[key]:,.0f}" for key in columns.values()] for row in rows
     ]
+    lines = [list(columns), *cells]
+    first, *widths = [max(map(len, column)) for column in zip(*lines)]
+    return ["  ".join([line[0].ljust(first), *map(str.rjust, line[1:], widths)]).rstrip() for line in lines]

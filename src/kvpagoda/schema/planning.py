@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from kvpagoda.errors import NeverFits
 from kvpagoda.schema.fields import WHOLE_TEXT
-from kvpagoda.schema.plan import Demand, GroupPlan, ModelUse, Plan, Workload, largest_below
+from kvpagoda.schema.plan import Demand, GroupPlan, Plan, PlannedModel, Workload, largest_below
 from kvpagoda.schema.sectors import sector_size
 from kvpagoda.units import format_bytes
 
 
-def shared_plan(model: ModelUse, workload: Workload, demands: tuple[Demand, ...], budget: int) -> Plan:
+def shared_plan(model: PlannedModel, workload: Workload, demands: tuple[Demand, ...], budget: int) -> Plan:
     """Let all groups live off ``budget`` bytes together, in sectors; the first sector belongs to padding.
 
     Raises NeverFits unless one block of each group fits.
@@ -28,7 +28,7 @@ def shared_plan(model: ModelUse, workload: Workload, demands: tuple[Demand, ...]
     return plan
 
 
-def fixed_plan(model: ModelUse, workload: Workload, demands: tuple[Demand, ...], budget: int) -> Plan:
+def fixed_plan(model: PlannedModel, workload: Workload, demands: tuple[Demand, ...], budget: int) -> Plan:
     """Give every group a share of ``budget`` bytes for good: as many blocks as fit, the same number for each group, so that
     the groups of ``max_requests`` equally long requests fill together; see ``plan_of_blocks`` for groups that need fewer.
 
@@ -51,7 +51,7 @@ def fixed_plan(model: ModelUse, workload: Workload, demands: tuple[Demand, ...],
 
 
 def plan_of_blocks(
-    model: ModelUse, workload: Workload, demands: tuple[Demand, ...], num_blocks: int, budget: int | None = None
+    model: PlannedModel, workload: Workload, demands: tuple[Demand, ...], num_blocks: int, budget: int | None = None
 ) -> Plan:
     """``num_blocks`` blocks for every group, but for a group of bounded size never more than all requests and checkpoints
     hold at once, and for states exactly that many. ``budget``: None for the bytes that this takes."""

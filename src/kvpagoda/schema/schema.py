@@ -10,78 +10,18 @@ from functools import cached_property
 from typing import Any
 
 from kvpagoda.errors import BadInput, SchemaError
-from kvpagoda.schema.fields import STATE, Growth, Rows, itemsize
+from kvpagoda.schema.fields import STATE, Growth, itemsize
 from kvpagoda.schema.from_hf import read_layers
-from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind, Shared
+from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind
+from kvpagoda.schema.layers import Group, Layer, state_layout
 from kvpagoda.schema.layout import RowLayout
-from kvpagoda.schema.plan import Demand, LayerUse, ModelUse, Plan, Workload
+from kvpagoda.schema.plan import Demand, Plan, PlannedModel, Workload
 from kvpagoda.schema.planning import fixed_plan, plan_of_blocks, shared_plan
 from kvpagoda.units import align_up, parse_bytes, whole_number
 
 DEFAULT_BLOCK_SIZE = 16
 MAX_SHARED_CHECKPOINTS = 4096
 """Checkpoints of a plan in which groups share memory: as many as there is memory for, but no more than this."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer: its index in the model, its type as the model names it, and what it keeps (usually one kind).
-
-    >>> layer = Layer(0, "full_attention", (Attention(8, 128, 128, "bfloat16"),))
-    >>> layer.growth.name, [rows.name for rows in layer.block_rows()], layer.rewinds
-    ('full', ['k', 'v'], None)
-    """
-
-    index: int
-    label: str
-    kinds: tuple[LayerKind, ...]
-
-    @property
-    def growth(self) -> Growth | None:
-        """How its block rows grow; None for a layer that keeps nothing per token. Raises SchemaError if kinds differ."""
-        laws = {law for kind in self.kinds if (law := kind.growth()) is not None}
-        if len(laws) > 1:
-            raise SchemaError(f"layer {self.index} ({self.label}) mixes growth laws {sorted(law.name for law in laws)}")
-        return laws.pop() if laws else None
-
-    @property
-    def owner(self) -> int:
-        """The layer whose rows this layer reads: itself, unless it shares another's."""
-        return next((kind.owner for kind in self.kinds if isinstance(kind, Shared)), self.index)
-
-    @property
-    def rewinds(self) -> int | None:
-        """How many of the newest tokens all that it keeps can take back; None: any number."""
-        return min((n for kind in self.kinds if (n := kind.rewinds()) is not None), default=None)
-
-    def block_rows(self) -> tuple[Rows, ...]:
-        """What it keeps in blocks, over all its kinds."""
-        return tuple(rows for kind in self.kinds for rows in kind.block_rows())
-
-    def state_rows(self) -> tuple[Rows, ...]:
-        """What it keeps once per request, over all its kinds."""
-        return tuple(rows for kind in self.kinds for rows in kind.state_rows())
-
-
-@dataclass(frozen=True)
-class Group:
-    """Layers with one growth law: they grow together and share one block id."""
-
-    growth: Growth
-    layers: tuple[Layer, ...]
-
-    @property
-    def name(self) -> str:
-        return self.growth.name
-
-    def block_layout(self, block_size: int) -> RowLayout:
-        """The record of one block of ``block_size`` tokens: all layers of the group."""
-        return RowLayout.build(
-            (layer.index, field)
-            for layer in self.layers
-            for rows in layer.block_rows()
-            for field in rows.fields(block_size // rows.tokens_per_row)
-        )
 
 
 @dataclass(frozen=True)
@@ -122,15 +62,18 @@ class Schema:
         return cls(layers, name, max_positions, vocab_size).rewindable(verify_width)
 
     def __post_init__(self) -> None:
-        for position, layer in enumerate(self.layers):
-            owner = layer.owner
-            if owner != layer.index and not any(other.index == owner for other in self.layers[:position]):
+        before: set[int] = set()
+        for layer in self.layers:
+            if layer.index in before:
+                raise SchemaError(f"two layers have the index {layer.index}; give each its own")
+            if layer.owner != layer.index and layer.owner not in before:
                 raise SchemaError(
-                    f"layer {layer.index} ({layer.label}) shares layer {owner}, which does not come before"
+                    f"layer {layer.index} ({layer.label}) shares layer {layer.owner}, which does not come before"
                 )
+            before.add(layer.index)
         if not self.layers:
             raise SchemaError("a schema needs at least one layer")
-        _ = self.groups
+        _ = self.groups  # raises for a layer that mixes growth laws
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -150,12 +93,7 @@ class Schema:
     @cached_property
     def state_layout(self) -> RowLayout:
         """The record of one request's state: all layers. 0 bytes for models without state."""
-        return RowLayout.build(
-            (layer.index, field)
-            for layer in self.layers
-            for rows in layer.state_rows()
-            for field in rows.fields(rows.count)
-        )
+        return state_layout(self.layers)
 
     @cached_property
     def tokens_per_row(self) -> int:
@@ -191,10 +129,10 @@ class Schema:
         """The same schema with its K, V, latent and entry rows in ``dtype``; states keep theirs. Raises SchemaError."""
         itemsize(dtype)
 
-        def one(kind: LayerKind) -> LayerKind:
+        def cast(kind: LayerKind) -> LayerKind:
             return replace(kind, dtype=dtype) if isinstance(kind, Attention | Latent | Compressed) else kind
 
-        return self._with_kinds(one)
+        return self._with_kinds(cast)
 
     def rewindable(self, verify_width: int) -> Schema:
         """The same schema with rings and windows from which ``verify_width`` tokens can be taken back: the draft tokens of
@@ -266,7 +204,7 @@ class Schema:
             is_bounded = bool(self.state_layout.nbytes) or any(group.growth.is_bounded for group in self.groups)
             checkpoints = (MAX_SHARED_CHECKPOINTS if is_shared else max_requests) if is_bounded else 0
         workload = Workload(size, max_requests, step_tokens, checkpoints, lengths)
-        model, demands = self._model_use(size), self._demands(size)
+        model, demands = PlannedModel(self.name, self.layers, self.max_positions), self._demands(size)
         if nbytes is not None:
             return (shared_plan if is_shared else fixed_plan)(model, workload, demands, nbytes)
         assert blocks is not None
@@ -282,18 +220,3 @@ class Schema:
             layers = tuple(layer.index for layer in self.layers if layer.state_rows())
             demands.append(Demand(STATE, layers, self.state_layout))
         return tuple(demands)
-
-    def _model_use(self, block_size: int) -> ModelUse:
-        """The bytes of every layer, for a plan."""
-        blocks = [group.block_layout(block_size) for group in self.groups]
-        layers = tuple(
-            LayerUse(
-                layer.index,
-                layer.label,
-                sum(layout.layer_nbytes(layer.index) for layout in blocks) / block_size,
-                self.state_layout.layer_nbytes(layer.index),
-                layer.rewinds,
-            )
-            for layer in self.layers
-        )
-        return ModelUse(self.name, self.max_positions, layers)

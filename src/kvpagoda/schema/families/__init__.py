@@ -76,7 +76,12 @@ def read_family(row: Mapping[str, Any]) -> Family:
 
 @lru_cache(maxsize=1)
 def model_types() -> Mapping[str, Any]:
-    """The rows of ``model_types.json``: model type -> its family and its defaults. Read at the first call."""
+    """The rows of ``model_types.json``: model type -> its family and its defaults. Read at the first call.
+
+    >>> row = model_types()["jetmoe"]
+    >>> row["family"].heads.__name__, row["defaults"]["kv_channels"]
+    ('jetmoe', 128)
+    """
     table = json.loads(files(__name__).joinpath("model_types.json").read_text("utf-8"))
     families = {name: read_family(row) for name, row in table["families"].items()}
     for row in table["model_types"].values():
