@@ -27,15 +27,6 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class PlannedModel:
-    """What a plan keeps of a schema. ``max_positions``: tokens of the longest text; None: no limit known."""
-
-    name: str
-    layers: tuple[Layer, ...]
-    max_positions: int | None
-
-
-@dataclass(frozen=True)
 class Workload:
     """What a plan must serve: ``max_requests`` at once, of each at most ``step_tokens`` tokens written between two commits,
     and ``num_checkpoints`` copies of states and windows. ``lengths`` in tokens: for which to count the requests that fit.
@@ -109,6 +100,7 @@ class GroupPlan:
 class Plan:
     """What a budget makes of a model's needs. Made by ``Schema.plan``; ``str()`` is a table, ``to_dict()`` plain data.
 
+    ``schema_name``, ``layers`` and ``max_positions`` (tokens of the longest text; None: no limit known) are the schema's.
     ``budget`` in bytes. Several groups live off ``num_sectors`` sectors of ``sector_nbytes`` bytes; 0 where each group has
     its own share.
 
@@ -120,7 +112,9 @@ class Plan:
     (True, 2, [63])
     """
 
-    model: PlannedModel
+    schema_name: str
+    layers: tuple[Layer, ...]
+    max_positions: int | None
     workload: Workload
     budget: int
     groups: tuple[GroupPlan, ...]
@@ -142,15 +136,10 @@ class Plan:
         """The most copies of states and windows."""
         return self.workload.num_checkpoints
 
-    @property
-    def max_positions(self) -> int | None:
-        """Tokens of the longest text that the model itself allows; None: no limit known."""
-        return self.model.max_positions
-
     @cached_property
     def rewinds(self) -> tuple[tuple[int, str, int], ...]:
         """(layer, label, tokens) of every layer that can take back only so many of the newest tokens."""
-        return tuple((x.index, x.label, x.rewinds) for x in self.model.layers if x.rewinds is not None)
+        return tuple((x.index, x.label, x.rewinds) for x in self.layers if x.rewinds is not None)
 
     @property
     def state_nbytes(self) -> int:
@@ -256,7 +245,7 @@ class Plan:
     def _by_label(self) -> list[dict[str, Any]]:
         """What the layers of each label take together, in bytes of data, in the order of their first layer."""
         labels: dict[str, list[int]] = {}
-        for layer in self.model.layers:
+        for layer in self.layers:
             labels.setdefault(layer.label, []).append(layer.index)
         return [
             {
@@ -276,7 +265,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Every figure as plain data, for JSON."""
         return {
-            "schema": self.model.name,
+            "schema": self.schema_name,
             "budget_bytes": self.budget,
             "allocated_bytes": self.nbytes,
             "floor_bytes": self.floor_nbytes,
@@ -319,7 +308,7 @@ class Plan:
         checkpoints = f", at most {self.num_checkpoints:,} checkpoints" if self.num_checkpoints else ""
         return "\n".join(
             [
-                f"{self.model.name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}",
+                f"{self.schema_name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}",
                 f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}",
                 "",
                 *_table(self._by_label(), {**kinds, "B/request": "state_bytes_per_request"}),

@@ -15,8 +15,8 @@ from kvpagoda.schema.from_hf import read_layers
 from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind
 from kvpagoda.schema.layers import Group, Layer, state_layout
 from kvpagoda.schema.layout import RowLayout
-from kvpagoda.schema.plan import Demand, Plan, PlannedModel, Workload
-from kvpagoda.schema.planning import fixed_plan, plan_of_blocks, shared_plan
+from kvpagoda.schema.plan import Demand, Plan, Workload
+from kvpagoda.schema.planning import equal_groups, fixed_groups, groups_nbytes, shared_groups
 from kvpagoda.units import align_up, parse_bytes, whole_number
 
 DEFAULT_BLOCK_SIZE = 16
@@ -204,11 +204,14 @@ class Schema:
             is_bounded = bool(self.state_layout.nbytes) or any(group.growth.is_bounded for group in self.groups)
             checkpoints = (MAX_SHARED_CHECKPOINTS if is_shared else max_requests) if is_bounded else 0
         workload = Workload(size, max_requests, step_tokens, checkpoints, lengths)
-        model, demands = PlannedModel(self.name, self.layers, self.max_positions), self._demands(size)
-        if nbytes is not None:
-            return (shared_plan if is_shared else fixed_plan)(model, workload, demands, nbytes)
-        assert blocks is not None
-        return plan_of_blocks(model, workload, demands, blocks)
+        demands, given = self._demands(size), (self.name, self.layers, self.max_positions, workload)
+        if blocks is not None:
+            groups = equal_groups(demands, workload, blocks)
+            return Plan(*given, groups_nbytes(groups), groups)
+        assert nbytes is not None
+        if is_shared:
+            return Plan(*given, nbytes, *shared_groups(demands, workload, nbytes))
+        return Plan(*given, nbytes, fixed_groups(demands, workload, nbytes))
 
     def _demands(self, block_size: int) -> tuple[Demand, ...]:
         """What every group asks for, and the states as one more."""

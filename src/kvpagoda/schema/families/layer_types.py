@@ -35,15 +35,26 @@ def always(layer_type: str) -> LayerTypeRule:
     return lambda c, i: layer_type
 
 
-def every(period: int | str, default: int = 0, *, at: int = -1, hit: str = FULL, miss: str = SLIDING) -> LayerTypeRule:
-    """``hit`` on layers ``at``, ``at + period``, ... (-1: the last of each period), ``miss`` on the others.
+def every(
+    period: int | str,
+    default: int = 0,
+    *,
+    at: int | str = -1,
+    also: Sequence[int] = (),
+    hit: str = FULL,
+    miss: str = SLIDING,
+) -> LayerTypeRule:
+    """``hit`` on layers ``at``, ``at + period``, ... (-1: the last of each period) and on layers ``also`` (-1: the last of
+    all), ``miss`` on the others.
 
-    ``period`` is a number, or the name of its field; ``default`` stands in for a field that is null (0: an error).
+    ``period`` and ``at`` are numbers or names of fields; ``default`` stands in for a period that is null (0: an error).
     """
 
     def rule(c: Config, i: int) -> str:
         step = period if isinstance(period, int) else c.size_or(period, default) if default else c.size(period)
-        return hit if (i - at) % step == 0 else miss
+        first = at if isinstance(at, int) else c.size(at, 0)
+        is_hit = (i - first) % step == 0 or i in also or i - c.size("num_hidden_layers") in also
+        return hit if is_hit else miss
 
     return rule
 
@@ -59,10 +70,6 @@ def numbered(layers: Sequence[int], *, hit: str, miss: str) -> LayerTypeRule:
 
 
 # ---- rules of one model type or a few ----
-
-
-def jamba(c: Config, i: int) -> str:
-    return FULL if i % c.size("attn_layer_period") == c.size("attn_layer_offset", 0) else LINEAR
 
 
 def zamba(c: Config, i: int) -> str:
@@ -113,14 +120,6 @@ def cohere2_moe(c: Config, i: int) -> str:
     return every("sliding_window_pattern")(c, i - dense)
 
 
-def flint(c: Config, i: int) -> str:
-    return FULL if i < 2 or i % 4 == 1 or i == c.size("num_hidden_layers") - 1 else SLIDING
-
-
-def sixth_and_last(c: Config, i: int) -> str:
-    return FULL if i % 6 == 5 or i == c.size("num_hidden_layers") - 1 else SLIDING
-
-
 def lfm3(c: Config, i: int) -> str:
     return FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i > 0 else CONV
 
@@ -162,10 +161,6 @@ def deepseek_v4(c: Config, i: int) -> str:
     if ratios[i] not in types:
         raise SchemaError(f"layer {i} has compress ratio {ratios[i]!r}; expected one of {', '.join(map(str, types))}")
     return types[ratios[i]]
-
-
-def mimo(c: Config, i: int) -> str:
-    return FULL if i == 0 else every(6)(c, i)
 
 
 def olmo_hybrid(c: Config, i: int) -> str:

@@ -86,21 +86,19 @@ def olmo_hybrid(c: Config, dtype: str) -> tuple[Rows, ...]:
     return gated_delta(derived, dtype)
 
 
-def kimi_delta(c: Config, dtype: str) -> tuple[Rows, ...]:
-    """Kimi delta attention; a checkpoint keeps its sizes in a table of its own."""
-    table = c.table("linear_attn_config")
-    names = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
-    names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
-    c = c.replaced(**{ours: table[theirs] for theirs, ours in names.items() if theirs in table})
-    heads, width = c.size("linear_num_heads"), c.size("linear_head_dim")
-    return conv(((heads, width),) * 3, c.size("linear_conv_kernel_dim", 2) - 1, dtype), recurrent(heads, width, width)
+def kimi_delta(heads: str, head_dim: str, kernel: str) -> StateRule:
+    """Kimi delta attention (arXiv 2510.26692). Arguments are names of fields; what ``linear_attn_config`` says, where a
+    checkpoint has it, goes before them."""
 
+    def states(c: Config, dtype: str) -> tuple[Rows, ...]:
+        table = c.table("linear_attn_config")
+        names = {heads: "num_heads", head_dim: "head_dim", kernel: "short_conv_kernel_size"}
+        c = c.replaced(**{field: table[name] for field, name in names.items() if name in table})
+        number, width = c.size(heads), c.size(head_dim)
+        tail = conv(((number, width),) * 3, c.size(kernel, 2) - 1, dtype)
+        return tail, recurrent(number, width, width)
 
-def bailing_hybrid(c: Config, dtype: str) -> tuple[Rows, ...]:
-    """Kimi delta attention with the sizes of the attention beside it."""
-    own = {"linear_num_heads": "num_attention_heads", "linear_head_dim": "head_dim"}
-    own["linear_conv_kernel_dim"] = "short_conv_kernel_size"
-    return kimi_delta(c.replaced(**{ours: c.get(ours, c.get(theirs)) for ours, theirs in own.items()}), dtype)
+    return states
 
 
 def short_convolution(c: Config, dtype: str) -> tuple[Rows, ...]:
