@@ -50,8 +50,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The share of one group: at most ``num_blocks`` usable blocks, and one padding block that absorbs the writes of padded
-    rows. With sectors (``per_sector`` blocks in one) that is what the whole arena would make."""
+    """The share of one group: ``num_blocks`` usable blocks of ``block_size`` tokens, ``row_nbytes`` bytes each in the arena.
+
+    ``most_blocks``: the most that one request holds (None: no bound). ``per_sector``: blocks in one sector; then
+    ``num_blocks`` is what all sectors together would make, of which the group has some (0: the blocks are its own).
+    """
 
     demand: Demand
     block_size: int
@@ -62,11 +65,13 @@ class GroupPlan:
 
     @property
     def name(self) -> str:
+        """``full``, ``window(1024)``, ``chunk(8192)`` or ``state``."""
         return self.demand.growth.name
 
     @property
     def num_rows(self) -> int:
-        """Records in the arena: the usable blocks and what comes before them, the padding block (id 0) or sector."""
+        """Records in the arena: the usable blocks and, before them, the padding block (id 0) or the padding sector, which
+        absorbs the writes of padded rows."""
         return self.num_blocks + self.first_id
 
     @property
@@ -76,11 +81,12 @@ class GroupPlan:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all its records."""
         return self.num_rows * self.row_nbytes
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of data a token adds, without padding."""
+        """Bytes of data that one more token adds, without padding."""
         return 0.0 if self.demand.growth.is_state else self.demand.layout.payload_nbytes / self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -98,11 +104,12 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a budget makes of a model's needs. Made by ``Schema.plan``; ``str()`` is a table, ``to_dict()`` plain data.
+    """How many blocks of every group a budget holds, and which requests fit. ``Schema.plan`` makes plans; ``str(plan)`` is a
+    table of its figures, ``to_dict()`` the same as plain data.
 
     ``schema_name``, ``layers`` and ``max_positions`` (tokens of the longest text; None: no limit known) are the schema's.
-    ``budget`` in bytes. Several groups live off ``num_sectors`` sectors of ``sector_nbytes`` bytes; 0 where each group has
-    its own share.
+    ``budget`` in bytes. Where groups share memory, it is ``num_sectors`` sectors of ``sector_nbytes`` bytes; both are 0
+    where each group has its own share.
 
     >>> from kvpagoda.schema import Attention, Layer, Schema
     >>> plan = Schema((Layer(0, "attention", (Attention(2, 16, 16, "float32"),)),)).plan(num_blocks=100, max_requests=4)
@@ -158,7 +165,7 @@ class Plan:
 
     @property
     def padding_percent(self) -> float:
-        """Share of the arenas' bytes that is padding; with sectors in the group that has most of it."""
+        """Percent of the arenas' bytes that are padding; with sectors, of the group that has most of it."""
         rows = [(g.num_rows * g.demand.layout.payload_nbytes, g.nbytes) for g in self.groups if g.nbytes]
         if self.num_sectors:
             return 100 * max(1 - payload / nbytes for payload, nbytes in rows)
@@ -166,19 +173,19 @@ class Plan:
 
     @property
     def unused_percent(self) -> float:
-        """Share of the budget that is left over because it does not make another block."""
+        """Percent of the budget that are left over, because they are too few for another block."""
         return 100 * (1 - self.nbytes / self.budget)
 
     @property
     def floor_nbytes(self) -> int:
-        """Bytes that ``max_requests`` requests of one token must have; all others go where they are needed."""
+        """Bytes that ``max_requests`` requests of one token need. All other bytes go to the groups that need them."""
         if not self.num_sectors:
             return self.nbytes
         return (1 + self._sectors([self.max_requests] * len(self.groups))) * self.sector_nbytes
 
     @property
     def hit_granularity(self) -> int:
-        """Tokens: a shared prefix is reusable at multiples of this."""
+        """Tokens: a cached prefix is found at multiples of this."""
         return self.block_size
 
     def holds(self, num_blocks: Sequence[int]) -> bool:
@@ -210,8 +217,11 @@ class Plan:
         return largest_below(self.max_requests + 1, lambda n: self.fits(n, num_tokens))
 
     def blocks_wanted(self, num_tokens: int, room: int = 0, longest: int | None = None) -> list[int]:
-        """The blocks of each group that one request of ``num_tokens`` tokens may come to hold, ``room`` of them written at
-        once. Raises NeverFits, with what it would need, if the empty cache cannot hold them or ``longest`` is passed."""
+        """The most blocks of each group that a request of ``num_tokens`` tokens holds while it writes ``room`` at once.
+
+        Raises NeverFits, with what it would need, if the empty cache cannot hold them, or if there are more than ``longest``
+        tokens. O(groups).
+        """
         if longest is not None and num_tokens > longest:
             raise NeverFits(
                 f"{num_tokens} tokens are more than the longest context of {longest}; {self._budget_hint(num_tokens)}"

@@ -15,7 +15,7 @@ Groups = tuple[GroupPlan, ...]
 
 
 def shared_groups(demands: Demands, workload: Workload, budget: int) -> tuple[Groups, int, int]:
-    """Let all groups live off ``budget`` bytes together: (groups, number of sectors, bytes of a sector).
+    """Let all groups share ``budget`` bytes, cut into sectors: (groups, number of sectors, bytes of a sector).
 
     The first sector belongs to padding. Raises NeverFits unless one block of each group fits beside it.
     """
@@ -31,8 +31,8 @@ def shared_groups(demands: Demands, workload: Workload, budget: int) -> tuple[Gr
 
 
 def fixed_groups(demands: Demands, workload: Workload, budget: int) -> Groups:
-    """Give every group a share of ``budget`` bytes for good: the largest ``equal_groups`` that fit. So the groups of
-    ``max_requests`` equally long requests fill together.
+    """Give every group a fixed share of ``budget`` bytes: the largest ``equal_groups`` that fit. So the groups fill together
+    when ``max_requests`` requests are equally long.
 
     Raises NeverFits unless one block of each group and the states of all requests fit.
     """

@@ -77,7 +77,7 @@ class Schema:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """One group for every growth law, ``full`` first, then in the order of the layers."""
+        """One group for every growth law that layers have: ``full`` first, then in the order of the layers."""
         by_law: dict[Growth, list[Layer]] = {}
         for layer in self.layers:
             if (law := layer.growth) is not None:
@@ -191,7 +191,7 @@ class Schema:
         tokens of one request written between two commits (a prefill chunk); window groups keep blocks for them.
         ``lengths``: tokens, for which to count the requests that fit. ``checkpoints``: the most copies of windows and
         states, where layers keep any (None: ``max_requests``; where groups share, as many as there is memory for).
-        ``shared``: several groups live off one budget; False, or ``num_blocks``: each has its own share.
+        ``shared``: several groups share the memory, cut into sectors; False, or ``num_blocks``: each has its own part of it.
 
         Raises BadInput, and NeverFits if not even one block of one request fits.
         """
