@@ -187,7 +187,7 @@ def test_another_cache_finds_what_was_stored_and_another_model_does_not(name: st
 
 
 FORMATS = {
-    "fp8 latents": (Latent(256, 64, "bfloat16", encoding=Encoding("fp8", group=128), index_dim=128),),
+    "fp8 latents": (Latent(256, 64, "bfloat16", encoding=Encoding("fp8", group=128), indexer=IndexKeys(128)),),
     "fp8 entries": (Compressed(192, 8, "bfloat16", 4, IndexKeys(64), Encoding("fp8_ue8m0", kept=64, group=64)),),
     "mxfp4 and nvfp4": (
         Attention(2, 64, 64, "bfloat16", encoding=Encoding("mxfp4", group=32)),

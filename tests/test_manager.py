@@ -44,7 +44,7 @@ SCHEMAS = {
     "full": schema_of(FULL),
     "window": schema_of(WINDOW),
     "mixed": MIXED,
-    "latent": schema_of(Latent(8, 4, "float32", index_dim=4)),
+    "latent": schema_of(Latent(8, 4, "float32", indexer=IndexKeys(4))),
     "compressed": schema_of(Compressed(16, 8, "float32", 4, IndexKeys(8)), Compressed(16, 8, "float32", 8)),
     "state": schema_of(STATE),
 }

@@ -150,7 +150,9 @@ def test_fingerprints_tell_layouts_apart() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_plan_is_what_the_arenas_take_and_nothing_larger_fits(seed: int, shared: bool) -> None:
     rng = np.random.default_rng(seed)
-    kinds = [[FULL, WINDOW, CHUNK, STATE, Latent(64, 16, "float32", index_dim=32)][i] for i in rng.integers(0, 5, 6)]
+    kinds = [
+        [FULL, WINDOW, CHUNK, STATE, Latent(64, 16, "float32", indexer=IndexKeys(32))][i] for i in rng.integers(0, 5, 6)
+    ]
     schema, requests = schema_of(*kinds), int(rng.integers(1, 9))
     budget = int(rng.integers(2**20, 2**24))
     plan = schema.plan(

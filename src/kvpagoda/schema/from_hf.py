@@ -144,8 +144,8 @@ def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str
         return Attention(heads.number, heads.k_dim, heads.v_dim, dtype, law)
     encoding = FP8_LATENT if packed else RAW
     has_indexer = layer_type == t.INDEXED and family.has_indexer(c, index)
-    index_dim = c.size("index_head_dim") if has_indexer else None
-    return Latent(c.size("kv_lora_rank"), c.size("qk_rope_head_dim"), dtype, law, encoding, index_dim, encoding)
+    indexer = IndexKeys(c.size("index_head_dim"), encoding) if has_indexer else None
+    return Latent(c.size("kv_lora_rank"), c.size("qk_rope_head_dim"), dtype, law, encoding, indexer)
 
 
 def compressed(c: Config, layer_type: str, dtype: str, packed: bool) -> Compressed:

@@ -80,10 +80,22 @@ class Attention(LayerKind):
 
 
 @dataclass(frozen=True)
+class IndexKeys:
+    """The keys of an indexer, which selects the tokens that a layer reads: one of ``dim`` elements for each latent row, or for
+    each compressed entry.
+
+    >>> Latent(512, 64, "bfloat16", indexer=IndexKeys(128)).block_rows()[-1].shape
+    (128,)
+    """
+
+    dim: int
+    encoding: Encoding = RAW
+
+
+@dataclass(frozen=True)
 class Latent(LayerKind):
     """Multi-head latent attention (arXiv 2405.04434, section 2.1): one compressed row and one RoPE key for every token, with
-    an indexer key where the model selects tokens (``index_dim``). All heads share the latent, so every tensor-parallel rank
-    keeps all of it.
+    an indexer key where the model selects tokens. All heads share the latent, so every tensor-parallel rank keeps all of it.
 
     >>> layer = Latent(512, 64, "bfloat16")
     >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
@@ -95,8 +107,7 @@ class Latent(LayerKind):
     dtype: str
     law: Growth = FULL
     encoding: Encoding = RAW
-    index_dim: int | None = None
-    index_encoding: Encoding = RAW
+    indexer: IndexKeys | None = None
 
     def growth(self) -> Growth:
         return self.law
@@ -106,9 +117,9 @@ class Latent(LayerKind):
             Rows("latent", (1, self.latent_dim), self.dtype, self.encoding),
             Rows("k_rope", (1, self.rope_dim), self.dtype),
         )
-        if self.index_dim is None:
+        if self.indexer is None:
             return rows
-        return (*rows, Rows("index_key", (self.index_dim,), self.dtype, self.index_encoding))
+        return (*rows, Rows("index_key", (self.indexer.dim,), self.dtype, self.indexer.encoding))
 
 
 @dataclass(frozen=True)
@@ -148,14 +159,6 @@ class Shared(LayerKind):
     """
 
     owner: int
-
-
-@dataclass(frozen=True)
-class IndexKeys:
-    """The keys that an indexer keeps of its own: one of ``dim`` elements for each compressed entry."""
-
-    dim: int
-    encoding: Encoding = RAW
 
 
 @dataclass(frozen=True)
