@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvpagoda.errors import SchemaError
 from kvpagoda.schema.fields import Growth, Rows
@@ -25,7 +26,7 @@ class Layer:
     label: str
     kinds: tuple[LayerKind, ...]
 
-    @property
+    @cached_property
     def growth(self) -> Growth | None:
         """How its block rows grow; None for a layer that keeps nothing per token. Raises SchemaError if kinds differ."""
         laws = {law for kind in self.kinds if (law := kind.growth()) is not None}
@@ -33,7 +34,7 @@ class Layer:
             raise SchemaError(f"layer {self.index} ({self.label}) mixes growth laws {sorted(law.name for law in laws)}")
         return laws.pop() if laws else None
 
-    @property
+    @cached_property
     def owner(self) -> int:
         """The layer whose rows this layer reads: itself, unless it shares another's."""
         return next((kind.owner for kind in self.kinds if isinstance(kind, Shared)), self.index)

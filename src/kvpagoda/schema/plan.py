@@ -101,6 +101,19 @@ class GroupPlan:
         largest = max((self.nbytes // itemsize(place.field.dtype) for place in places), default=0)
         return "int64" if largest >= 2**31 else "int32"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Its figures as plain data."""
+        return {
+            "name": self.name,
+            "num_layers": len(self.demand.layers),
+            "bytes_per_token": round(self.bytes_per_token, 3),
+            "block_bytes": self.row_nbytes,
+            "num_blocks": self.num_blocks,
+            "blocks_per_sector": self.per_sector,
+            "bytes": self.nbytes,
+            "index_dtype": self.index_dtype,
+        }
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -292,19 +305,7 @@ class Plan:
             "longest_context": self.longest_context,
             "requests_at": {str(length): self.requests_at(length) for length in self.workload.lengths},
             "layer_kinds": self._by_label(),
-            "groups": [
-                {
-                    "name": group.name,
-                    "num_layers": len(group.demand.layers),
-                    "bytes_per_token": round(group.bytes_per_token, 3),
-                    "block_bytes": group.row_nbytes,
-                    "num_blocks": group.num_blocks,
-                    "blocks_per_sector": group.per_sector,
-                    "bytes": group.nbytes,
-                    "index_dtype": group.index_dtype,
-                }
-                for group in self.groups
-            ],
+            "groups": [group.to_dict() for group in self.groups],
         }
 
     def __str__(self) -> str:
@@ -314,7 +315,7 @@ class Plan:
             groups |= {"at most": "num_blocks", "B/block": "block_bytes", "in a sector": "blocks_per_sector"}
         else:
             groups |= {"blocks": "num_blocks", "B/block": "block_bytes", "bytes": "total"}
-        rows = [{**group, "total": format_bytes(group["bytes"])} for group in self.to_dict()["groups"]]
+        rows = [{**group, "total": format_bytes(group["bytes"])} for group in map(GroupPlan.to_dict, self.groups)]
         checkpoints = f", at most {self.num_checkpoints:,} checkpoints" if self.num_checkpoints else ""
         return "\n".join(
             [

@@ -66,9 +66,10 @@ class Schema:
         for layer in self.layers:
             if layer.index in before:
                 raise SchemaError(f"two layers have the index {layer.index}; give each its own")
-            if layer.owner != layer.index and layer.owner not in before:
+            owner = layer.owner
+            if owner != layer.index and owner not in before:
                 raise SchemaError(
-                    f"layer {layer.index} ({layer.label}) shares layer {layer.owner}, which does not come before"
+                    f"layer {layer.index} ({layer.label}) shares layer {owner}, which does not come before"
                 )
             before.add(layer.index)
         if not self.layers:
