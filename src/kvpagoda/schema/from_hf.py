@@ -1,4 +1,4 @@
-"""``Schema.from_hf_config``: from a model config to (label, kinds) of every layer.
+"""``Schema.from_hf_config``: from a model config to its layers.
 
 The type of a layer says what it keeps; the model's family (a row of ``families/model_types.json``) says which fields of the
 config have the sizes. A type that is not in that table was not verified, and is an error.
@@ -16,15 +16,16 @@ from kvpagoda.schema.families import Family, model_types
 from kvpagoda.schema.families import layer_types as t
 from kvpagoda.schema.fields import FULL, MXFP4, RAW, Encoding, Growth, itemsize
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
-
-LayerSpecs = list[tuple[str, tuple[LayerKind, ...]]]
+from kvpagoda.schema.layers import Layer
 
 KV_FORMATS = ("raw", "fp8")
 FP8_LATENT = Encoding("fp8", group=128)
 
 
-def read_layers(config: Any, *, dtype: str | None, kv_format: str) -> tuple[str, LayerSpecs, int | None, int | None]:
-    """(name, one (label, kinds) per layer, max positions, vocabulary size). Raises SchemaError."""
+def read_config(
+    config: Any, *, dtype: str | None, kv_format: str
+) -> tuple[tuple[Layer, ...], str, int | None, int | None]:
+    """The fields of a ``Schema``: (layers, name, max_positions, vocab_size). Raises SchemaError."""
     if kv_format not in KV_FORMATS:
         raise SchemaError(f"unknown kv_format {kv_format!r}; known: {', '.join(KV_FORMATS)}")
     name, c, dtype = open_config(config, dtype)
@@ -36,15 +37,15 @@ def read_layers(config: Any, *, dtype: str | None, kv_format: str) -> tuple[str,
         )
     except SchemaError as error:
         raise SchemaError(f"{name} config: {error}") from None
-    specs: LayerSpecs = []
+    layers = []
     for index, layer_type in enumerate(types):
         try:
             owner = owner_of(c, types, index)
             kinds = layer_kinds(c.at(index), family, layer_type, index, dtype, packed=kv_format == "fp8")
         except SchemaError as error:
             raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
-        specs.append((layer_type, kinds if owner is None else (Shared(owner),)))
-    return name, specs, max_positions, vocab_size
+        layers.append(Layer(index, layer_type, kinds if owner is None else (Shared(owner),)))
+    return tuple(layers), name, max_positions, vocab_size
 
 
 def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:

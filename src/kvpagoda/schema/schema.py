@@ -11,7 +11,7 @@ from typing import Any
 
 from kvpagoda.errors import BadInput, SchemaError
 from kvpagoda.schema.fields import STATE, Growth, itemsize
-from kvpagoda.schema.from_hf import read_layers
+from kvpagoda.schema.from_hf import read_config
 from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind
 from kvpagoda.schema.layers import Group, Layer, state_layout
 from kvpagoda.schema.layout import RowLayout
@@ -57,9 +57,7 @@ class Schema:
         Raises SchemaError, which names the field that is missing, out of range or unknown.
         """
         verify_width = whole_number(verify_width, "verify_width", at_least=0, error=SchemaError)
-        name, specs, max_positions, vocab_size = read_layers(config, dtype=dtype, kv_format=kv_format)
-        layers = tuple(Layer(index, label, kinds) for index, (label, kinds) in enumerate(specs))
-        return cls(layers, name, max_positions, vocab_size).rewindable(verify_width)
+        return cls(*read_config(config, dtype=dtype, kv_format=kv_format)).rewindable(verify_width)
 
     def __post_init__(self) -> None:
         before: set[int] = set()
