@@ -86,17 +86,22 @@ def olmo_hybrid(c: Config, dtype: str) -> tuple[Rows, ...]:
     return gated_delta(derived, dtype)
 
 
-def kimi_delta(heads: str, head_dim: str, kernel: str) -> StateRule:
-    """Kimi delta attention (arXiv 2510.26692). Arguments are names of fields; what ``linear_attn_config`` says, where a
-    checkpoint has it, goes before them."""
+def kimi_delta(
+    heads: str = "linear_num_heads", head_dim: str = "linear_head_dim", kernel: str = "linear_conv_kernel_dim"
+) -> StateRule:
+    """Kimi delta attention (arXiv 2510.26692). The sizes are those of ``linear_attn_config``, else the fields that are the
+    defaults here, else the fields that the arguments name."""
 
     def states(c: Config, dtype: str) -> tuple[Rows, ...]:
         table = c.table("linear_attn_config")
-        names = {heads: "num_heads", head_dim: "head_dim", kernel: "short_conv_kernel_size"}
-        c = c.replaced(**{field: table[name] for field, name in names.items() if name in table})
-        number, width = c.size(heads), c.size(head_dim)
-        tail = conv(((number, width),) * 3, c.size(kernel, 2) - 1, dtype)
-        return tail, recurrent(number, width, width)
+
+        def size(name: str, field: str, other: str, at_least: int = 1) -> int:
+            value = table.get(name, c.get(field, c.get(other)))
+            return c.replaced(**{field: value}).size(field, at_least)
+
+        number, width = size("num_heads", "linear_num_heads", heads), size("head_dim", "linear_head_dim", head_dim)
+        columns = size("short_conv_kernel_size", "linear_conv_kernel_dim", kernel, 2) - 1
+        return conv(((number, width),) * 3, columns, dtype), recurrent(number, width, width)
 
     return states
 

@@ -11,7 +11,7 @@ from kvpagoda.schema.presets.deepseek_v4 import FP8_UE8M0, DSV4Config
 from kvpagoda.schema.schema import Schema
 
 
-def deepseek_v4(config: DSV4Config, kv_format: str) -> Schema:
+def schema_in(config: DSV4Config, kv_format: str) -> Schema:
     """``config``'s schema with rows in ``kv_format``. Raises BadInput."""
     if kv_format not in ("raw", "fp8"):
         raise BadInput(f"kv_format is 'raw' or 'fp8', got {kv_format!r}")
@@ -20,7 +20,7 @@ def deepseek_v4(config: DSV4Config, kv_format: str) -> Schema:
 
 
 PRESETS: dict[str, Callable[[str], Schema]] = {
-    "deepseek-v4-flash": partial(deepseek_v4, DSV4Config.flash()),
-    "deepseek-v4-pro": partial(deepseek_v4, DSV4Config.pro()),
+    "deepseek-v4-flash": partial(schema_in, DSV4Config.flash()),
+    "deepseek-v4-pro": partial(schema_in, DSV4Config.pro()),
 }
 """Name -> schema for a ``kv_format``: ``raw`` (bfloat16 rows) or ``fp8`` (584-byte entries, MXFP4 index keys)."""
