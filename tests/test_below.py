@@ -20,7 +20,7 @@ from tests.test_swap import computed, fill_random, overwrite
 from kvpagoda import Identity, Limits, Retention
 from kvpagoda.errors import BadInput, CheckFailed
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.schema import Attention, Compressed, Growth, Latent, Schema
+from kvpagoda.schema import Attention, Compressed, Growth, IndexKeys, Latent, Schema
 from kvpagoda.schema.fields import Encoding
 from kvpagoda.tiers import Driver, DriverStats, Lease, RecordBuffer, Status, TierSpec, disk_tier, host_driver, host_tier
 
@@ -188,8 +188,8 @@ def test_another_cache_finds_what_was_stored_and_another_model_does_not(name: st
 
 
 FORMATS = {
-    "fp8 latents": (Latent(256, 64, "bfloat16", encoding=Encoding("fp8", group=128), index_dim=128),),
-    "fp8 entries": (Compressed(192, 8, "bfloat16", 4, True, 64, encoding=Encoding("fp8_ue8m0", kept=64, group=64)),),
+    "fp8 latents": (Latent(256, 64, "bfloat16", encoding=Encoding("fp8", group=128), indexer=IndexKeys(128)),),
+    "fp8 entries": (Compressed(192, 8, "bfloat16", 4, IndexKeys(64), Encoding("fp8_ue8m0", kept=64, group=64)),),
     "mxfp4 and nvfp4": (
         Attention(2, 64, 64, "bfloat16", encoding=Encoding("mxfp4", group=32)),
         Attention(2, 64, 64, "bfloat16", Growth(window=10), Encoding("nvfp4", group=16)),

@@ -15,7 +15,7 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.schema import Attention, Compressed, Growth, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared
+from kvpagoda.schema import Attention, Compressed, Growth, IndexKeys, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared
 
 
 def schema_of(*kinds: LayerKind | tuple[LayerKind, ...], **limits: int) -> Schema:
@@ -32,8 +32,8 @@ SCHEMAS = {
     "full": schema_of(FULL),
     "window": schema_of(WINDOW),
     "mixed": MIXED,
-    "latent": schema_of(Latent(8, 4, "float32", index_dim=4)),
-    "compressed": schema_of(Compressed(16, 8, "float32", 4, True, 8), Compressed(16, 8, "float32", 8)),
+    "latent": schema_of(Latent(8, 4, "float32", indexer=IndexKeys(4))),
+    "compressed": schema_of(Compressed(16, 8, "float32", 4, IndexKeys(8)), Compressed(16, 8, "float32", 8)),
     "state": schema_of(STATE),
 }
 

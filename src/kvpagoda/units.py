@@ -1,8 +1,9 @@
-"""Bytes, as people write them, and the two divisions that everybody needs."""
+"""Bytes, as people write them, the two divisions that everybody needs, and the check of a whole number."""
 
 from __future__ import annotations
 
 import re
+from numbers import Integral
 
 from kvpagoda.errors import BadInput
 
@@ -27,8 +28,8 @@ def table_rows(n: int, width: int, table_width: int) -> int:
 
 
 def parse_bytes(size: int | str) -> int:
-    """``"40GiB"``, ``"1.5 MB"`` or a number of bytes -> bytes. Raises BadInput."""
-    if isinstance(size, bool) or not isinstance(size, int | str):
+    """``"40GiB"``, ``"1.5 MB"`` or a whole number of bytes (numpy's too) -> bytes. Raises BadInput."""
+    if isinstance(size, bool) or not isinstance(size, Integral | str):
         raise BadInput(f"a size is a number of bytes or text such as '2GiB', got {size!r}")
     if isinstance(size, str):
         match = _SIZE.match(size)
@@ -38,7 +39,7 @@ def parse_bytes(size: int | str) -> int:
         size = int(float(number) * (1024 if binary else 1000) ** _POWER[prefix.lower()])
     if size <= 0:
         raise BadInput(f"a size must be positive, got {size} bytes")
-    return size
+    return int(size)
 
 
 def format_bytes(nbytes: float) -> str:
@@ -48,3 +49,14 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+def whole_number(value: object, what: str, at_least: int = 1, error: type[BadInput] = BadInput) -> int:
+    """``value`` as an int, if it is a whole number of at least ``at_least``: Python's or numpy's, but no bool and no float.
+
+    Raises ``error``, which names ``what`` and the value. ``whole_number(np.int64(64), "max_requests")`` is 64.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
+        wanted = "positive whole number" if at_least == 1 else f"whole number of at least {at_least}"
+        raise error(f"{what} must be a {wanted}, got {value!r}")
+    return int(value)

@@ -18,7 +18,7 @@ from kvpagoda.errors import BadInput
 from kvpagoda.formats import decode, encode
 from kvpagoda.memory.arena import Arena
 from kvpagoda.memory.pool import Pool
-from kvpagoda.schema import MXFP4, NVFP4, Compressed, Encoding, RowLayout
+from kvpagoda.schema import MXFP4, NVFP4, Compressed, Encoding, IndexKeys, RowLayout
 
 Tensor = torch.Tensor
 BLOCK, SLOTS, COLUMNS = 16, 4, 12
@@ -26,15 +26,13 @@ LONGEST = BLOCK * COLUMNS
 
 KINDS = {
     "swa": Compressed(8, 6, "float32"),
-    "overlap": Compressed(8, 6, "float32", ratio=4, overlap=True, index_dim=4),
-    "wide_ring": Compressed(8, 24, "float32", ratio=2, overlap=True, index_dim=4),
+    "overlap": Compressed(8, 6, "float32", ratio=4, indexer=IndexKeys(4)),
+    "wide_ring": Compressed(8, 24, "float32", ratio=2, indexer=IndexKeys(4)),
     "plain": Compressed(8, 7, "float32", ratio=8),
     "one_entry_a_block": Compressed(8, 3, "float32", ratio=16),
-    "fp8": Compressed(
-        48, 6, "bfloat16", 4, True, 32, Encoding("fp8", kept=16), MXFP4, tail_dtype="float32"
-    ),
-    "fp8_in_groups": Compressed(48, 6, "bfloat16", 4, True, 32, Encoding("fp8", 16, 16), MXFP4),
-    "ue8m0": Compressed(48, 6, "bfloat16", 4, True, 32, Encoding("fp8_ue8m0", 16, 16), NVFP4),
+    "fp8": Compressed(48, 6, "bfloat16", 4, IndexKeys(32, MXFP4), Encoding("fp8", kept=16), "float32"),
+    "fp8_in_groups": Compressed(48, 6, "bfloat16", 4, IndexKeys(32, MXFP4), Encoding("fp8", 16, 16)),
+    "ue8m0": Compressed(48, 6, "bfloat16", 4, IndexKeys(32, NVFP4), Encoding("fp8_ue8m0", 16, 16)),
 }  # fmt: skip
 WIDTHS = [
     ("swa", 2),

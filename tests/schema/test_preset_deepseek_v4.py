@@ -10,7 +10,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from kvpagoda.errors import BadInput, SchemaError
-from kvpagoda.schema import NVFP4, RAW, Compressed, Encoding
+from kvpagoda.schema import NVFP4, RAW, Compressed, Encoding, IndexKeys
 from kvpagoda.schema.presets import deepseek_v4
 from kvpagoda.schema.presets.deepseek_v4 import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
@@ -151,7 +151,7 @@ def test_kept_follows_rope_dim() -> None:
     config = replace(DSV4Config.flash(), head_dim=24, rope_dim=8)
     assert config.encoding == Encoding("fp8", kept=8)
     kind = build_schema(config, build_schedule(config)[2]).kind
-    assert kind == Compressed(24, 128, "bfloat16", 4, True, 128, config.encoding, config.index_encoding)
+    assert kind == Compressed(24, 128, "bfloat16", 4, IndexKeys(128, config.index_encoding), config.encoding)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from kvpagoda.schema import (
     Compressed,
     Encoding,
     Growth,
+    IndexKeys,
     Latent,
     Layer,
     LayerKind,
@@ -35,7 +36,7 @@ FULL = Attention(8, 64, 64, "bfloat16")
 WINDOW = Attention(4, 32, 48, "bfloat16", Growth(window=100))
 CHUNK = Attention(4, 32, 32, "float16", Growth(chunk=64))
 STATE = Recurrent(
-    (Rows("conv", (40, 3), "bfloat16", split_axis=0), Rows("recurrent", (8, 16, 16), "float32", split_axis=0))
+    (Rows("conv", (40, 3), "bfloat16", heads=((40, 1),)), Rows("recurrent", (8, 16, 16), "float32", heads=((8, 1),)))
 )
 
 
@@ -64,7 +65,7 @@ def test_most_blocks_is_enough_and_nearly_tight(growth: Growth, block_size: int,
 
 def test_fields_are_aligned_and_do_not_overlap() -> None:
     schema = schema_of(
-        FULL, (CHUNK, STATE), Compressed(96, 8, "bfloat16", 4, True, 32, Encoding("fp8_ue8m0", 32, 64), MXFP4)
+        FULL, (CHUNK, STATE), Compressed(96, 8, "bfloat16", 4, IndexKeys(32, MXFP4), Encoding("fp8_ue8m0", 32, 64))
     )
     for layout in (*(group.block_layout(16) for group in schema.groups), schema.state_layout):
         end = 0
@@ -106,7 +107,7 @@ def test_layers_with_one_growth_law_share_blocks() -> None:
 
 
 def test_compressed_layers_decide_the_block_size() -> None:
-    schema = schema_of(Compressed(64, 8, "bfloat16", 4, True, 16), Compressed(64, 8, "bfloat16", 128))
+    schema = schema_of(Compressed(64, 8, "bfloat16", 4, IndexKeys(16)), Compressed(64, 8, "bfloat16", 128))
     assert schema.block_size() == 128 and schema.block_size(256) == 256
     with pytest.raises(BadInput, match="multiple of 128"):
         schema.block_size(64)
@@ -149,7 +150,9 @@ def test_fingerprints_tell_layouts_apart() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_plan_is_what_the_arenas_take_and_nothing_larger_fits(seed: int, shared: bool) -> None:
     rng = np.random.default_rng(seed)
-    kinds = [[FULL, WINDOW, CHUNK, STATE, Latent(64, 16, "float32", index_dim=32)][i] for i in rng.integers(0, 5, 6)]
+    kinds = [
+        [FULL, WINDOW, CHUNK, STATE, Latent(64, 16, "float32", indexer=IndexKeys(32))][i] for i in rng.integers(0, 5, 6)
+    ]
     schema, requests = schema_of(*kinds), int(rng.integers(1, 9))
     budget = int(rng.integers(2**20, 2**24))
     plan = schema.plan(

@@ -1,4 +1,4 @@
-"""Rows of numbers to bytes and back, for every ``Encoding`` of the schema. Defined here; kernels repeat it bit for bit.
+"""Rows of numbers to bytes and back, for every ``Encoding`` of the schema. This is the definition; kernels give the same bits.
 
     x[..., dim] = | coded: dim - kept elements, in groups, each group with one scale | kept: bfloat16, untouched |
 
@@ -25,11 +25,20 @@ CHUNK = 1 << 17
 
 
 def encode(encoding: Encoding, x: Tensor) -> tuple[Tensor, ...]:
-    """``x`` ``[..., dim]`` -> the parts of ``encoding.parts((dim,), dtype)``, with ``x``'s leading axes in front.
+    """Encode ``x`` ``[..., dim]``: the tensors that ``encoding.parts((dim,), dtype)`` lists, with ``x``'s leading axes in
+    front.
 
     ``x`` is bfloat16, float16 or float32 on any device; ``raw`` takes any dtype and gives ``x`` itself. The parts are
     new tensors on ``x``'s device. A group that holds inf or NaN gets codes 0 and a NaN scale; the kept elements are
-    bit-exact when ``x`` is bfloat16. Raises BadInput for an unknown encoding, a dtype, or a dim that does not divide.
+    bit-exact when ``x`` is bfloat16. Raises BadInput for an unknown encoding, a wrong dtype, or a dim that does not
+    divide into groups. O(elements).
+
+    >>> x = torch.tensor([[1.0, -2.0, 448.0, 0.5]])
+    >>> codes, inverse_scale = encode(Encoding("fp8"), x)
+    >>> codes.tolist(), inverse_scale.tolist()
+    ([[56, 192, 126, 48]], [1.0])
+    >>> decode(Encoding("fp8"), (codes, inverse_scale), torch.float32).tolist()
+    [[1.0, -2.0, 448.0, 0.5]]
     """
     if encoding.name == "raw":
         return (x,)
@@ -52,10 +61,16 @@ def encode(encoding: Encoding, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def decode(encoding: Encoding, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The parts that ``encode`` gave -> ``[..., dim]`` of ``dtype`` on their device; value = code * scale in float32.
+    """Decode the parts that ``encode`` gave: a tensor ``[..., dim]`` of ``dtype`` on their device. Each value is code times
+    scale, computed in float32.
 
-    A broken group decodes to NaN. The result is new, except that ``raw`` may give back its part. Raises BadInput for
-    an unknown encoding or parts of the wrong number, dtype or shape.
+    A group that held inf or NaN decodes to NaN. The result is a new tensor, except that ``raw`` may give back its part.
+    Raises BadInput for an unknown encoding or parts of the wrong number, dtype or shape. O(elements).
+
+    >>> from kvpagoda.schema import MXFP4
+    >>> x = torch.arange(32.0)
+    >>> decode(MXFP4, encode(MXFP4, x), torch.float32)[24:].tolist()  # steps of 8: a 4-bit code and a scale of 8
+    [24.0, 24.0, 24.0, 24.0, 32.0, 32.0, 32.0, 32.0]
     """
     lead, coded = _check_parts(encoding, parts)
     if encoding.name == "raw":
@@ -77,7 +92,7 @@ def _chunks(rows: Tensor) -> Iterator[slice]:
 
 
 def _encode_rows(encoding: Encoding, x: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 ``[n, coded]`` -> codes and scales as the encoding lays them out. Broken groups: see ``scales``."""
+    """float32 ``[n, coded]`` -> codes and scales as the encoding lays them out. Groups with inf or NaN: see ``scales``."""
     groups = x.view(len(x), -1, encoding.group or x.shape[1])
     bits = amax_bits(groups)
     if encoding.name == "fp8":
@@ -89,7 +104,7 @@ def _encode_rows(encoding: Encoding, x: Tensor) -> tuple[Tensor, Tensor]:
         y = groups / look_up(_scale_table(encoding, x.device), scales)[..., None]
     y.view(torch.int32).bitwise_and_(((bits - INFINITY_BITS) >> 31)[..., None])  # broken: every bit to 0
     y = y.view(x.shape)
-    if encoding.name in ("mxfp4", "nvfp4"):
+    if encoding.is_fp4:
         return pack_nibbles(e2m1_from_float32(y)), scales
     if encoding.name == "fp8_ue8m0":
         scales = torch.nn.functional.pad(scales, (0, align_up(scales.shape[1], 8) - scales.shape[1]))
@@ -98,7 +113,7 @@ def _encode_rows(encoding: Encoding, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _decode_rows(encoding: Encoding, codes: Tensor, scales: Tensor) -> Tensor:
     """codes ``[n, k]`` and their scales -> float32 ``[n, coded]``."""
-    if encoding.name in ("mxfp4", "nvfp4"):
+    if encoding.is_fp4:
         values = look_up(e2m1_pair_table(codes.device), codes).flatten(1)
     else:
         values = look_up(e4m3_table(codes.device), codes)
@@ -111,6 +126,7 @@ def _decode_rows(encoding: Encoding, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _scale_table(encoding: Encoding, device: torch.device) -> Tensor:
+    """float32 ``[256]``: the value of every scale byte."""
     return e4m3_table(device) if encoding.name == "nvfp4" else e8m0_table(device)
 
 
@@ -124,7 +140,7 @@ def _check_parts(encoding: Encoding, parts: Sequence[Tensor]) -> tuple[torch.Siz
     if not parts or parts[0].ndim == 0:
         raise BadInput(f"decode needs the parts that encode gave, got: {given or 'none'}")
     lead = parts[0].shape[:-1]
-    coded = parts[0].shape[-1] * (2 if encoding.name in ("mxfp4", "nvfp4") else 1)
+    coded = parts[0].shape[-1] * (2 if encoding.is_fp4 else 1)
     layout = encoding.parts((coded + encoding.kept,), "bfloat16")
     wanted = [(getattr(torch, dtype), (*lead, *shape)) for _, shape, dtype in layout]
     if wanted != [(part.dtype, tuple(part.shape)) for part in parts]:

@@ -22,6 +22,9 @@ def e2m1_from_float32(x: Tensor) -> Tensor:
     E2M1 has no NaN: NaN gives 6 like the hardware's ``cvt.rn.satfinite`` (its sign kept); callers mark it in the scale.
     Below 1, adding 2^22 rounds to the step 0.5; from 1 on, 22 mantissa bits are dropped with ties to even. At 1 both
     give 2, so each is taken of the magnitude clamped to its side and the two are added.
+
+    >>> e2m1_from_float32(torch.tensor([0.0, 0.5, 1.0, -6.0, 100.0])).tolist()
+    [0, 1, 2, 15, 7]
     """
     bits = x.contiguous().view(torch.int32)
     a = bits & 0x7FFFFFFF
@@ -34,7 +37,11 @@ def e2m1_from_float32(x: Tensor) -> Tensor:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 codes ``[..., 2k]`` below 16 -> bytes ``[..., k]``; low nibble = even index."""
+    """uint8 codes ``[..., 2k]`` below 16 -> bytes ``[..., k]``; low nibble = even index.
+
+    >>> pack_nibbles(torch.tensor([1, 2, 3, 4], dtype=torch.uint8)).tolist() == [0x21, 0x43]
+    True
+    """
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 

@@ -26,6 +26,9 @@ def e4m3_from_float32(x: Tensor) -> Tensor:
 
     At 2^-6 both give 8, so each is taken of the magnitude clamped to its side and the two are added: torch on the CPU
     does integer steps in place ten times faster than ``where``.
+
+    >>> e4m3_from_float32(torch.tensor([0.0, 1.0, -1.0, 448.0, 1e9])).tolist()
+    [0, 56, 184, 126, 126]
     """
     bits = x.contiguous().view(torch.int32)
     a = bits & 0x7FFFFFFF
@@ -39,6 +42,7 @@ def e4m3_from_float32(x: Tensor) -> Tensor:
 
 
 def _e4m3_value(code: int) -> float:
+    """The value of one E4M3 byte."""
     sign, exponent, mantissa = -1.0 if code & 0x80 else 1.0, code >> 3 & 15, code & 7
     if code & 0x7F == E4M3_NAN:
         return math.nan
@@ -59,6 +63,11 @@ def e8m0_table(device: torch.device) -> Tensor:
 
 
 def look_up(table: Tensor, codes: Tensor) -> Tensor:
-    """``table[codes]`` for uint8 ``codes`` ``[...]`` -> ``[..., *table.shape[1:]]``. On a CPU faster than any cast."""
+    """``table[codes]`` for uint8 ``codes`` ``[...]`` -> ``[..., *table.shape[1:]]``. On a CPU faster than any cast.
+
+    >>> codes = torch.tensor([0, 56, 126], dtype=torch.uint8)
+    >>> look_up(e4m3_table(codes.device), codes).tolist()
+    [0.0, 1.0, 448.0]
+    """
     picked = table.index_select(0, codes.reshape(-1).to(torch.int32))
     return picked.view(*codes.shape, *table.shape[1:])

@@ -44,6 +44,9 @@ def e8m0_for_e4m3(bits: Tensor) -> Tensor:
     """int32 ``[...]`` -> uint8 ``[...]``: exponent + 127 of the least power of two s with max(amax, 1e-4) <= 448 s.
 
     448 = 1.75 * 2^8, so the exponent is amax's own less 8, and one more when amax's mantissa is above 1.75.
+
+    >>> e8m0_for_e4m3(amax_bits(torch.tensor([[1.0, -448.0], [449.0, 0.0]]))).tolist()
+    [127, 128]
     """
     byte = ((bits.clamp(0x38D1B717, INFINITY_BITS) + 0x1FFFFF) >> 23) - 8
     return byte.masked_fill_(bits >= INFINITY_BITS, E8M0_NAN).to(torch.uint8)

@@ -47,6 +47,13 @@ def append_swa(
     scale NaN. With Triton the launch allocates nothing and reads nothing back.
 
     Raises BadInput for a wrong shape, dtype, stride or device, before anything is written. O(n * dim).
+
+    >>> fp8, rope = torch.zeros(3, 4, 6, dtype=torch.uint8), torch.zeros(3, 4, 2, dtype=torch.bfloat16)
+    >>> inv_scale, pos = torch.zeros(3, 4), torch.full((3, 4), -1, dtype=torch.int32)
+    >>> slots, positions = torch.tensor([0, 1, 1], dtype=torch.int32), torch.tensor([9, 3, 4], dtype=torch.int32)
+    >>> append_swa(torch.ones(3, 8, dtype=torch.bfloat16), slots, positions, fp8, rope, inv_scale, pos)
+    >>> pos.tolist()  # rings of 4: position 9 goes to index 1; the last row is the dummy
+    [[-1, 9, -1, -1], [4, -1, -1, 3], [-1, -1, -1, -1]]
     """
     _check(kv, slots, positions, swa_fp8, swa_rope, swa_inv_scale, swa_pos)
     if len(kv) == 0:
@@ -59,6 +66,7 @@ def append_swa(
 
 
 def _check(kv: Tensor, slots: Tensor, positions: Tensor, *pools: Tensor) -> None:
+    """Raise BadInput unless the arguments are what ``append_swa`` takes."""
     fp8, rope, inv_scale, pos = pools
     if kv.ndim != 2 or fp8.ndim != 3 or rope.ndim != 3:
         raise BadInput(
@@ -89,7 +97,7 @@ def _check(kv: Tensor, slots: Tensor, positions: Tensor, *pools: Tensor) -> None
 def _reference(
     kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int
 ) -> None:
-    """The definition, in torch, on any device. Allocates temporaries."""
+    """What ``append_swa`` writes, by definition: in torch, on any device. Allocates temporaries."""
     window = fp8.shape[1]
     live = (slots >= 0) & (slots < len(fp8)) & (slots != dummy) & (positions >= 0)
     live[:-window] &= ~((slots[window:] == slots[:-window]) & (positions[window:] - window == positions[:-window]))
@@ -107,6 +115,7 @@ def _reference(
 def _triton(
     kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int
 ) -> None:
+    """Launch the kernel, one program for each row."""
     with torch.cuda.device_of(kv):  # type: ignore[no-untyped-call]
         append_swa_kernel[(len(kv),)](
             kv, slots, positions, fp8, rope, inv_scale, pos,

@@ -31,12 +31,17 @@ def copy_rows(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
 
     ``src`` uint8 ``[N, nbytes]``, ``dst`` uint8 ``[M, nbytes]``: rows may be strided, the bytes of a row are contiguous.
     ``pairs`` int64 ``[n, 2]`` on the CPU, or on the device that both tables share (then nothing is read back, and all
-    rows are gathered). The caller answers for the ids: in range, no destination twice, and no source row that is also
-    a destination when both tables share memory.
+    rows are gathered). The ids are not checked: the caller gives ids in range, no destination twice, and no source row
+    that is also a destination when both tables share memory.
 
     Between a device and pinned host memory the copies are asynchronous on the current stream: synchronise before the
     host reads ``dst`` or reuses ``src``. Raises BadInput for a wrong shape, dtype, stride or device, before anything is
-    written. O(n * nbytes), with at most 64 MiB of scratch.
+    written. O(n * nbytes), with at most 64 MiB of temporary memory.
+
+    >>> src, dst = torch.arange(12, dtype=torch.uint8).view(4, 3), torch.zeros(4, 3, dtype=torch.uint8)
+    >>> copy_rows(src, dst, torch.tensor([[3, 0], [1, 2]]))
+    >>> dst.tolist()
+    [[9, 10, 11], [0, 0, 0], [3, 4, 5], [0, 0, 0]]
     """
     _check(src, dst, pairs)
     if pairs.numel() == 0 or src.shape[1] == 0:
@@ -50,6 +55,7 @@ def copy_rows(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
 
 
 def _check(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
+    """Raise BadInput unless the arguments are what ``copy_rows`` takes."""
     for name, table in (("src", src), ("dst", dst)):
         if table.dtype != torch.uint8 or table.ndim != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
             raise BadInput(
@@ -73,6 +79,7 @@ def _runs(pairs: Tensor) -> NDArray[np.int64]:
 
 
 def _copy_slices(src: Tensor, dst: Tensor, runs: NDArray[np.int64]) -> None:
+    """One slice copy for each run."""
     if src.device.type == dst.device.type == "cpu":
         # NumPy's slice copy has a third of torch's overhead.
         source, target = src.numpy(), dst.numpy()
@@ -85,6 +92,7 @@ def _copy_slices(src: Tensor, dst: Tensor, runs: NDArray[np.int64]) -> None:
 
 
 def _copy_indexed(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
+    """Gather rows of ``src``, at most ``STAGE_NBYTES`` at a time, and scatter them to ``dst``."""
     step = max(1, STAGE_NBYTES.get(src.device.type, DEVICE_STAGE_NBYTES) // src.shape[1])
     from_ids, to_ids = pairs[:, 0].contiguous().to(src.device), pairs[:, 1].contiguous().to(dst.device)
     source, target = as_ints(src, dst)

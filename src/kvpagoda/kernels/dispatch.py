@@ -33,7 +33,11 @@ def jit(**options: Any) -> Callable[[Any], Any]:
 
 def backend(device_type: str) -> str:
     """``"reference"`` or ``"triton"`` for a launch on ``device_type``. Raises BadInput if the variable names neither,
-    or names Triton where it is not installed."""
+    or names Triton where it is not installed.
+
+    >>> backend("cpu")
+    'reference'
+    """
     forced = os.environ.get(VARIABLE)
     if not forced:
         return BACKENDS.get(device_type, REFERENCE)

@@ -9,7 +9,11 @@ Tensor = torch.Tensor
 
 def as_ints(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Views of ``tensors``, whose last axes are contiguous and equally long in bytes, in the widest integer dtype that
-    fits the length, strides and start of all of them. Same memory, same bits; the last axis gets shorter."""
+    fits the length, strides and start of all of them. Same memory, same bits; the last axis gets shorter.
+
+    >>> [(view.dtype, view.shape) for view in as_ints(torch.zeros(3, 24, dtype=torch.uint8))]
+    [(torch.int64, torch.Size([3, 3]))]
+    """
     for dtype in (torch.int64, torch.int32, torch.int16):
         if all(_fits(tensor, dtype.itemsize) for tensor in tensors):
             return tuple(tensor.view(dtype) for tensor in tensors)
@@ -17,6 +21,7 @@ def as_ints(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _fits(tensor: Tensor, width: int) -> bool:
+    """Whether every row of ``tensor`` starts and ends at a multiple of ``width`` bytes."""
     size = tensor.element_size()
     steps = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
     return width >= size and all(step * size % width == 0 for step in steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 from kvpagoda.errors import SchemaError
@@ -14,10 +15,10 @@ ALIASES = {
     "max_position_embeddings": ("n_positions", "model_max_length", "max_seq_len"),
     "layer_types": ("layers_block_type",),
 }
-"""Other names under which configs keep the same thing."""
+"""Other names under which configs have the same field."""
 
-NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads")
-"""What a whole ``config.json`` always says: here a default would be a guess at which model it is."""
+REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+"""What every whole ``config.json`` says. A default would be a guess at which model it is."""
 
 
 class Config:
@@ -35,12 +36,12 @@ class Config:
         return self.defaults.get(name, default)
 
     def size(self, name: str, at_least: int = 1) -> int:
-        """A whole number of at least ``at_least``. Raises SchemaError naming the field and its value."""
+        """A whole number of at least ``at_least``, as an int. Raises SchemaError, which names the field and its value."""
         value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
             found = "is missing" if value is None else f"is {value!r}"
             raise SchemaError(f"{name} {found}; expected a whole number of at least {at_least}")
-        return value
+        return int(value)
 
     def size_or(self, name: str, other: int) -> int:
         """A whole number of at least 1, or ``other`` where the field is absent or null. Raises SchemaError."""

@@ -1,7 +1,7 @@
 """What a layer keeps, as data: rows, how each row is encoded, and how the rows of a layer grow with the text.
 
-A ``Rows`` says what a layer means ("one K row of 8 heads by 128 per token, bfloat16"); its ``Encoding`` says how that
-row lies in memory; ``Rows.fields()`` spells out the arrays that a pool must have for it.
+``Rows`` says what is kept ("one K row of 8 heads by 128 for each token, bfloat16"), its ``Encoding`` how one row lies in
+memory, and ``Rows.fields()`` lists the arrays that a pool must have for it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ class Field:
         return self.count * math.prod(self.shape) * itemsize(self.dtype)
 
 
+ENCODINGS = ("fp8", "fp8_ue8m0", "mxfp4", "nvfp4")
+
+
 @dataclass(frozen=True)
 class Encoding:
     """How one row of numbers lies in memory. The codecs are in ``kvpagoda.formats``.
@@ -54,6 +57,9 @@ class Encoding:
                    of 8; the last ``kept`` elements stay bfloat16. With 448 + 64 elements: the 584-byte row of FlashMLA.
     ``mxfp4``      E2M1 codes, two a byte, with one power-of-two scale byte for each 32.
     ``nvfp4``      E2M1 codes, two a byte, with one E4M3 scale for each 16.
+
+    >>> Encoding("fp8_ue8m0", kept=64, group=64).parts((512,), "bfloat16")
+    (('_fp8', (448,), 'uint8'), ('_rope', (64,), 'bfloat16'), ('_scales', (8,), 'uint8'))
     """
 
     name: str = "raw"
@@ -61,33 +67,34 @@ class Encoding:
     group: int | None = None
 
     def parts(self, shape: tuple[int, ...], dtype: str) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-        """(suffix, shape, dtype) of each array that one row of ``shape`` takes; the last axis is the encoded one."""
+        """(suffix, shape, dtype) of each array that one row of ``shape`` takes; the last axis is the encoded one.
+
+        Raises SchemaError for an unknown encoding, or a last axis that it does not divide.
+        """
         if self.name == "raw":
             return (("", shape, dtype),)
+        if self.name not in ENCODINGS:
+            raise SchemaError(f"unknown encoding {self.name!r}; known: raw, {', '.join(ENCODINGS)}")
         lead, coded = shape[:-1], shape[-1] - self.kept
-        group = self.group or coded
-        step = 2 if self.name in ("mxfp4", "nvfp4") else 1
-        if coded <= 0 or coded % group or coded % step:
+        group, per_byte = self.group or coded, 2 if self.is_fp4 else 1
+        if coded <= 0 or coded % group or coded % per_byte:
             raise SchemaError(
                 f"encoding {self.name!r} cannot hold a row of {shape[-1]} elements: "
-                f"{coded} to encode is not a positive multiple of {max(group, step)}"
+                f"{coded} to encode is not a positive multiple of {max(group, per_byte)}"
             )
         groups = coded // group
+        codes = ("_fp4" if self.is_fp4 else "_fp8", (*lead, coded // per_byte), "uint8")
         if self.name == "fp8":
-            scale_shape = lead if self.group is None else (*lead, groups)
-            parts: tuple[tuple[str, tuple[int, ...], str], ...] = (
-                ("_fp8", (*lead, coded), "uint8"),
-                ("_inv_scale", scale_shape, "float32"),
-            )
-        elif self.name == "fp8_ue8m0":
-            parts = (("_fp8", (*lead, coded), "uint8"), ("_scales", (*lead, align_up(groups, 8)), "uint8"))
-        elif self.name in ("mxfp4", "nvfp4"):
-            parts = (("_fp4", (*lead, coded // 2), "uint8"), ("_scales", (*lead, groups), "uint8"))
+            scales = ("_inv_scale", lead if self.group is None else (*lead, groups), "float32")
         else:
-            raise SchemaError(f"unknown encoding {self.name!r}; known: raw, fp8, fp8_ue8m0, mxfp4, nvfp4")
-        if self.kept:
-            parts = (parts[0], ("_rope", (*lead, self.kept), "bfloat16"), *parts[1:])
-        return parts
+            scales = ("_scales", (*lead, align_up(groups, 8) if self.name == "fp8_ue8m0" else groups), "uint8")
+        kept = (("_rope", (*lead, self.kept), "bfloat16"),) if self.kept else ()
+        return (codes, *kept, scales)
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether two codes lie in one byte."""
+        return self.name in ("mxfp4", "nvfp4")
 
 
 RAW = Encoding()
@@ -100,9 +107,13 @@ class Rows:
     """A run of equal rows that a layer keeps.
 
     In a block there is one row for every ``tokens_per_row`` tokens; in a state there are ``count`` rows a request,
-    which ``reset`` sets to ``fill``. ``split_axis`` is the axis that tensor parallelism divides (None: replicated);
-    where several runs of heads lie side by side on it, ``split_parts`` has (heads, elements of a head) of each run,
-    because runs of few heads are replicated while others are divided.
+    which ``reset`` sets to ``fill``. ``heads`` are the runs of heads side by side on the first axis, as (number of heads,
+    elements of that axis in each): tensor parallelism divides each run for itself, because runs of few heads are
+    replicated while others are divided. Without ``heads`` every rank keeps the whole row.
+
+    >>> latent = Rows("latent", (1, 512), "bfloat16")
+    >>> latent.row_nbytes, [field.nbytes for field in latent.fields(16)]
+    (1024, [16384])
     """
 
     name: str
@@ -112,8 +123,7 @@ class Rows:
     tokens_per_row: int = 1
     count: int = 1
     fill: float = 0.0
-    split_axis: int | None = None
-    split_parts: tuple[tuple[int, int], ...] = ()
+    heads: tuple[tuple[int, int], ...] = ()
 
     def fields(self, count: int) -> tuple[Field, ...]:
         """The arrays that ``count`` of these rows take."""
@@ -136,8 +146,12 @@ WHOLE_TEXT = 2**40
 class Growth:
     """Which of a request's tokens its next token still reads: all, the last ``window``, or its own ``chunk``.
 
-    A *state* does not grow: it is one block of ``WHOLE_TEXT`` tokens, which every step overwrites. ``slack``: of the newest
-    tokens so many may be taken back, so that what they let slide out stays until then.
+    A *state* does not grow: it is one block of ``WHOLE_TEXT`` tokens, which every step overwrites. ``slack``: so many of the
+    newest tokens may be taken back, so that the tokens that they pushed out of the window stay until then.
+
+    >>> window = Growth(window=4)
+    >>> window.name, window.first_needed(10), window.most_blocks(block_size=16, step=512)
+    ('window(4)', 7, 34)
     """
 
     window: int | None = None

@@ -1,7 +1,7 @@
-"""``Schema.from_hf_config``: from a model config to (label, kinds) of every layer.
+"""``Schema.from_hf_config``: from a model config to its layers.
 
-A layer's type says what kind of memory it has, its family (one row of ``families``) how the config spells the sizes.
-What is not in that table was not verified, and is an error.
+The type of a layer says what it keeps; the model's family (a row of ``families/model_types.json``) says which fields of the
+config have the sizes. A type that is not in that table was not verified, and is an error.
 """
 
 from __future__ import annotations
@@ -11,59 +11,59 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpagoda.errors import SchemaError
-from kvpagoda.schema.config import NEEDED, Config, fields_of
-from kvpagoda.schema.families import FAMILIES, Family
+from kvpagoda.schema.config import REQUIRED, Config, fields_of
+from kvpagoda.schema.families import Family, model_types
 from kvpagoda.schema.families import layer_types as t
-from kvpagoda.schema.families.defaults import DEFAULTS
 from kvpagoda.schema.fields import FULL, MXFP4, RAW, Encoding, Growth, itemsize
-from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind, Recurrent, Shared
-
-LayerSpecs = list[tuple[str, tuple[LayerKind, ...]]]
+from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
+from kvpagoda.schema.layers import Layer
 
 KV_FORMATS = ("raw", "fp8")
 FP8_LATENT = Encoding("fp8", group=128)
 
 
-def read_layers(config: Any, *, dtype: str | None, kv_format: str) -> tuple[str, LayerSpecs, int | None, int | None]:
-    """(name, one (label, kinds) per layer, max positions, vocabulary size). Raises SchemaError."""
+def read_config(
+    config: Any, *, dtype: str | None, kv_format: str
+) -> tuple[tuple[Layer, ...], str, int | None, int | None]:
+    """The fields of a ``Schema``: (layers, name, max_positions, vocab_size). Raises SchemaError."""
     if kv_format not in KV_FORMATS:
         raise SchemaError(f"unknown kv_format {kv_format!r}; known: {', '.join(KV_FORMATS)}")
     name, c, dtype = open_config(config, dtype)
-    family = FAMILIES[name]
+    family: Family = model_types()[name]["family"]
     try:
-        types = types_of(c, family, name)
-        limits = [
+        types = layer_types_of(c, family, name)
+        max_positions, vocab_size = (
             None if c.get(field) is None else c.size(field) for field in ("max_position_embeddings", "vocab_size")
-        ]
+        )
     except SchemaError as error:
         raise SchemaError(f"{name} config: {error}") from None
-    specs: LayerSpecs = []
-    for index, kind in enumerate(types):
+    layers = []
+    for index, layer_type in enumerate(types):
         try:
-            owner = shared_with(c, types, index)
-            kinds = layer_kinds(c.at(index), family, kind, index, dtype, packed=kv_format == "fp8")
+            owner = owner_of(c, types, index)
+            kinds = layer_kinds(c.at(index), family, layer_type, index, dtype, packed=kv_format == "fp8")
         except SchemaError as error:
-            raise SchemaError(f"{name} config, layer {index} ({kind}): {error}") from None
-        specs.append((kind, kinds if owner is None else (Shared(owner),)))
-    return name, specs, limits[0], limits[1]
+            raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
+        layers.append(Layer(index, layer_type, kinds if owner is None else (Shared(owner),)))
+    return tuple(layers), name, max_positions, vocab_size
 
 
 def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
-    """(model type, its fields, dtype of the cache): of the text model, where there are several in one config."""
-    raw = fields_of(config)
+    """(model type, its fields, dtype of the cache): of the text model, where the config has several. Raises SchemaError."""
+    raw, known = fields_of(config), model_types()
     nested, name = raw.get("text_config"), raw.get("model_type")
     inner = raw if nested is None else fields_of(nested)
     if nested is not None:
         name = inner.get("model_type") or f"{name}_text"
-    elif name not in FAMILIES and f"{name}_text" in FAMILIES:
+    elif name not in known and f"{name}_text" in known:
         name = f"{name}_text"
-    if not isinstance(name, str) or name not in FAMILIES:
+    if not isinstance(name, str) or name not in known:
         raise SchemaError(unknown_type(name))
     if inner.get("is_encoder_decoder") or inner.get("use_bidirectional_attention") in (True, "all"):
         raise SchemaError(f"this {name} config is not of a causal decoder: it has no cache that grows token by token")
-    defaults: Mapping[str, Any] = DEFAULTS.get(name, {})
+    defaults: Mapping[str, Any] = known[name]["defaults"]
     if nested is None:
-        defaults = {field: value for field, value in defaults.items() if field not in NEEDED}
+        defaults = {field: value for field, value in defaults.items() if field not in REQUIRED}
     spellings = (source.get(field) for source in (inner, raw) for field in ("dtype", "torch_dtype"))
     chosen = dtype or next((found for found in spellings if found is not None), "bfloat16")
     chosen = str(chosen).removeprefix("torch.")
@@ -75,89 +75,90 @@ def unknown_type(name: Any) -> str:
     """Why a model type is refused, with the nearest known names."""
     if not isinstance(name, str):
         return f"model_type must name the model family, got {name!r}"
-    close = difflib.get_close_matches(name, FAMILIES, n=3)
+    close = difflib.get_close_matches(name, model_types(), n=3)
     hint = f"; did you mean {', '.join(close)}?" if close else ""
-    return f"model type {name!r} is not supported: its cache was not verified{hint} ({len(FAMILIES)} types are known)"
+    return (
+        f"model type {name!r} is not supported: its cache was not verified{hint} ({len(model_types())} types are known)"
+    )
 
 
-def types_of(c: Config, family: Family, name: str) -> list[str]:
+def layer_types_of(c: Config, family: Family, name: str) -> list[str]:
     """The type of every layer: the config's own list, else the family's rule. Raises SchemaError."""
-    count = family.layers(c)
+    count = family.num_layers(c)
     types = c.get("layer_types")
     if types is None:
-        types = [family.types(c, index) for index in range(count)]
+        types = [family.layer_type(c, index) for index in range(count)]
     if not isinstance(types, list | tuple) or len(types) != count:
         found = f"has {len(types)} types" if isinstance(types, list | tuple) else f"is {types!r}"
         raise SchemaError(f"layer_types {found}; expected one for each of num_hidden_layers = {count}")
-    types = [t.LEGACY.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
-    for index, kind in enumerate(types):
-        if kind not in family.known:
-            known = ", ".join(family.known)
-            raise SchemaError(f"layer {index} has type {kind!r}, which was not verified for {name}; expected {known}")
+    types = [t.LEGACY.get(each, each) if isinstance(each, str) else each for each in types]
+    for index, layer_type in enumerate(types):
+        if layer_type not in family.verified:
+            expected = ", ".join(family.verified)
+            raise SchemaError(
+                f"layer {index} has type {layer_type!r}, which was not verified for {name}; expected {expected}"
+            )
     return types
 
 
-def shared_with(c: Config, types: list[str], index: int) -> int | None:
-    """The layer whose K/V layer ``index`` reads instead of its own: the last of its type before the shared ones."""
+def owner_of(c: Config, types: list[str], index: int) -> int | None:
+    """The layer whose K/V layer ``index`` reads instead of its own: the last of its type before the shared ones; None for
+    a layer that has its own."""
     if not c.get("num_kv_shared_layers"):
         return None
     first_shared = len(types) - c.size("num_kv_shared_layers")
     if index < first_shared:
         return None
-    own = [owner for owner in range(first_shared) if types[owner] == types[index]]
-    if not own:
+    owners = [layer for layer in range(first_shared) if types[layer] == types[index]]
+    if not owners:
         raise SchemaError(
             f"num_kv_shared_layers is {len(types) - first_shared}; expected a layer of this type before the shared ones"
         )
-    return own[-1]
+    return owners[-1]
 
 
-def growth_of(c: Config, family: Family, kind: str) -> Growth:
-    """How the rows of a layer of this type grow."""
-    if kind in (t.SLIDING, t.HYBRID_SLIDING):
-        return Growth(window=c.replaced(sliding_window=family.window(c)).size("sliding_window"))
-    return Growth(chunk=c.size("attention_chunk_size")) if kind == t.CHUNKED else FULL
-
-
-def layer_kinds(c: Config, family: Family, kind: str, index: int, dtype: str, *, packed: bool) -> tuple[LayerKind, ...]:
-    """What a layer of type ``kind`` keeps. Raises SchemaError."""
+def layer_kinds(
+    c: Config, family: Family, layer_type: str, index: int, dtype: str, *, packed: bool
+) -> tuple[LayerKind, ...]:
+    """What a layer of type ``layer_type`` keeps. ``packed``: in the FP8 form. Raises SchemaError."""
     kinds: list[LayerKind] = []
-    if kind not in (t.LINEAR, t.CONV, t.MOE, t.MLP):
-        kinds.append(attention(c, family, kind, index, dtype, packed))
-    if kind in (t.LINEAR, t.CONV, t.HYBRID, t.HYBRID_SLIDING) and family.states is not None:
+    if layer_type not in (t.LINEAR, t.CONV, t.MOE, t.MLP):
+        kinds.append(attention(c, family, layer_type, index, dtype, packed))
+    if layer_type in (t.LINEAR, t.CONV, t.HYBRID, t.HYBRID_SLIDING) and family.states is not None:
         kinds.append(Recurrent(family.states(c, dtype)))
-    if packed and any(isinstance(each, Attention | Recurrent) for each in kinds):
+    if packed and any(isinstance(kind, Attention | Recurrent) for kind in kinds):
         raise SchemaError("kv_format is 'fp8'; only MLA latents and DeepSeek-V4 entries have that form, use 'raw'")
     return tuple(kinds)
 
 
-def attention(c: Config, family: Family, kind: str, index: int, dtype: str, packed: bool) -> LayerKind:
+def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str, packed: bool) -> LayerKind:
     """The attention of one layer: K/V heads, a latent, or compressed entries."""
     if family.attention == "compressed":
-        return compressed(c, kind, dtype, packed)
-    law = growth_of(c, family, kind)
+        return compressed(c, layer_type, dtype, packed)
+    law = FULL
+    if layer_type in (t.SLIDING, t.HYBRID_SLIDING):
+        law = Growth(window=c.replaced(sliding_window=family.window(c)).size("sliding_window"))
+    elif layer_type == t.CHUNKED:
+        law = Growth(chunk=c.size("attention_chunk_size"))
     if family.attention == "heads":
-        heads = family.heads(c, kind)
+        heads = family.heads(c, layer_type)
         return Attention(heads.number, heads.k_dim, heads.v_dim, dtype, law)
     encoding = FP8_LATENT if packed else RAW
-    index_dim = c.size("index_head_dim") if kind == t.INDEXED and family.indexed(c, index) else None
-    return Latent(c.size("kv_lora_rank"), c.size("qk_rope_head_dim"), dtype, law, encoding, index_dim, encoding)
+    has_indexer = layer_type == t.INDEXED and family.has_indexer(c, index)
+    indexer = IndexKeys(c.size("index_head_dim"), encoding) if has_indexer else None
+    return Latent(c.size("kv_lora_rank"), c.size("qk_rope_head_dim"), dtype, law, encoding, indexer)
 
 
-def compressed(c: Config, kind: str, dtype: str, packed: bool) -> Compressed:
+def compressed(c: Config, layer_type: str, dtype: str, packed: bool) -> Compressed:
     """A DeepSeek-V4 layer. Packed: 584-byte rows and MXFP4 indexer keys, tails in float32 as the model computes them."""
-    dim = c.size("head_dim")
     rates = {t.CSA: c.get("compress_rate_csa", 4), t.HCA: c.get("compress_rate_hca", 128), **c.table("compress_rates")}
-    ratio = 0 if kind == t.SLIDING else Config(rates, {}).size(kind, 2)
     return Compressed(
-        dim,
+        c.size("head_dim"),
         c.size("sliding_window"),
         "bfloat16" if packed else dtype,
-        ratio,
-        overlap=kind == t.CSA,
-        index_dim=c.size("index_head_dim") if kind == t.CSA else None,
-        encoding=Encoding("fp8_ue8m0", kept=rope_dim(c), group=64) if packed else RAW,
-        index_encoding=MXFP4 if packed else RAW,
+        0 if layer_type == t.SLIDING else Config(rates, {}).size(layer_type, 2),
+        IndexKeys(c.size("index_head_dim"), MXFP4 if packed else RAW) if layer_type == t.CSA else None,
+        Encoding("fp8_ue8m0", kept=rope_dim(c), group=64) if packed else RAW,
         tail_dtype="float32" if packed else dtype,
     )
 

@@ -20,20 +20,26 @@ from kvpagoda.units import ceil_div
 
 
 class LayerKind(Protocol):
-    """What the rest of the library needs to know about a layer. Implementations are frozen dataclasses."""
+    """What the rest of the library needs to know about a layer. Implementations are frozen dataclasses; one that derives
+    from this class gets the answers of a layer that keeps nothing, and replaces those that differ."""
 
-    def growth(self) -> Growth | None: ...
+    def growth(self) -> Growth | None:
+        return None
 
-    def block_rows(self) -> tuple[Rows, ...]: ...
+    def block_rows(self) -> tuple[Rows, ...]:
+        return ()
 
-    def state_rows(self) -> tuple[Rows, ...]: ...
+    def state_rows(self) -> tuple[Rows, ...]:
+        return ()
 
-    def rewinds(self) -> int | None: ...
+    def rewinds(self) -> int | None:
+        return None
 
-    def split(self, ways: int) -> LayerKind: ...
+    def split(self, ways: int) -> LayerKind:
+        return self
 
 
-def split_count(what: str, count: int, ways: int) -> int:
+def split_heads(what: str, count: int, ways: int) -> int:
     """``count`` heads or channels over ``ways`` ranks; fewer heads than ranks are replicated. Raises SchemaError."""
     if count % ways and ways % count:
         raise SchemaError(f"{count} {what} cannot be divided over {ways} tensor-parallel ranks")
@@ -41,9 +47,16 @@ def split_count(what: str, count: int, ways: int) -> int:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """K and V rows of every token: full, sliding window or chunked, by ``law``. ``num_kv_heads`` of K and of V,
-    ``k_dim`` and ``v_dim`` elements each."""
+class Attention(LayerKind):
+    """K and V rows of every token: ``num_kv_heads`` heads with ``k_dim`` and ``v_dim`` elements. ``law`` says which tokens
+    stay: all, a sliding window or a chunk.
+
+    >>> layer = Attention(8, 128, 128, "bfloat16", Growth(window=4096))
+    >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
+    [('k', (8, 128), 2048), ('v', (8, 128), 2048)]
+    >>> layer.split(4).num_kv_heads, layer.split(16).num_kv_heads  # fewer heads than ranks: each rank keeps one
+    (2, 1)
+    """
 
     num_kv_heads: int
     k_dim: int
@@ -56,33 +69,45 @@ class Attention:
         return self.law
 
     def block_rows(self) -> tuple[Rows, ...]:
+        heads = ((self.num_kv_heads, 1),)
         return (
-            Rows("k", (self.num_kv_heads, self.k_dim), self.dtype, self.encoding, split_axis=0),
-            Rows("v", (self.num_kv_heads, self.v_dim), self.dtype, self.encoding, split_axis=0),
+            Rows("k", (self.num_kv_heads, self.k_dim), self.dtype, self.encoding, heads=heads),
+            Rows("v", (self.num_kv_heads, self.v_dim), self.dtype, self.encoding, heads=heads),
         )
 
-    def state_rows(self) -> tuple[Rows, ...]:
-        return ()
-
-    def rewinds(self) -> None:
-        return None
-
     def split(self, ways: int) -> Attention:
-        return replace(self, num_kv_heads=split_count("KV heads", self.num_kv_heads, ways))
+        return replace(self, num_kv_heads=split_heads("KV heads", self.num_kv_heads, ways))
 
 
 @dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention: one compressed row and one RoPE key for every token, with an indexer key where the
-    model selects tokens (``index_dim``). The latent is shared by all heads, so every tensor-parallel rank keeps it."""
+class IndexKeys:
+    """The keys of an indexer, which selects the tokens that a layer reads: one of ``dim`` elements for each latent row, or for
+    each compressed entry.
+
+    >>> Latent(512, 64, "bfloat16", indexer=IndexKeys(128)).block_rows()[-1].shape
+    (128,)
+    """
+
+    dim: int
+    encoding: Encoding = RAW
+
+
+@dataclass(frozen=True)
+class Latent(LayerKind):
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): one compressed row and one RoPE key for every token, with
+    an indexer key where the model selects tokens. All heads share the latent, so every tensor-parallel rank keeps all of it.
+
+    >>> layer = Latent(512, 64, "bfloat16")
+    >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
+    [('latent', (1, 512), 1024), ('k_rope', (1, 64), 128)]
+    """
 
     latent_dim: int
     rope_dim: int
     dtype: str
     law: Growth = FULL
     encoding: Encoding = RAW
-    index_dim: int | None = None
-    index_encoding: Encoding = RAW
+    indexer: IndexKeys | None = None
 
     def growth(self) -> Growth:
         return self.law
@@ -92,31 +117,21 @@ class Latent:
             Rows("latent", (1, self.latent_dim), self.dtype, self.encoding),
             Rows("k_rope", (1, self.rope_dim), self.dtype),
         )
-        if self.index_dim is None:
+        if self.indexer is None:
             return rows
-        return (*rows, Rows("index_key", (self.index_dim,), self.dtype, self.index_encoding))
-
-    def state_rows(self) -> tuple[Rows, ...]:
-        return ()
-
-    def rewinds(self) -> None:
-        return None
-
-    def split(self, ways: int) -> Latent:
-        return self
+        return (*rows, Rows("index_key", (self.indexer.dim,), self.dtype, self.indexer.encoding))
 
 
 @dataclass(frozen=True)
-class Recurrent:
-    """State tensors of fixed size: convolution tails, recurrent matrices, any number of either."""
+class Recurrent(LayerKind):
+    """State tensors of fixed size: convolution tails, recurrent matrices, any number of either. No token can be taken back.
+
+    >>> layer = Recurrent((Rows("recurrent", (32, 128, 128), "float32", heads=((32, 1),)),))
+    >>> layer.split(4).state_rows()[0].shape, layer.rewinds()
+    ((8, 128, 128), 0)
+    """
 
     states: tuple[Rows, ...]
-
-    def growth(self) -> None:
-        return None
-
-    def block_rows(self) -> tuple[Rows, ...]:
-        return ()
 
     def state_rows(self) -> tuple[Rows, ...]:
         return self.states
@@ -125,46 +140,32 @@ class Recurrent:
         return 0
 
     def split(self, ways: int) -> Recurrent:
-        def one(rows: Rows) -> Rows:
-            if rows.split_axis is None:
+        def part(rows: Rows) -> Rows:
+            if not rows.heads:
                 return rows
-            shape = list(rows.shape)
             what = f"channels of {rows.name!r}"
-            parts = rows.split_parts or ((shape[rows.split_axis], 1),)
-            parts = tuple((split_count(what, heads, ways), width) for heads, width in parts)
-            shape[rows.split_axis] = sum(heads * width for heads, width in parts)
-            return replace(rows, shape=tuple(shape), split_parts=parts if rows.split_parts else ())
+            heads = tuple((split_heads(what, number, ways), width) for number, width in rows.heads)
+            return replace(rows, shape=(sum(n * width for n, width in heads), *rows.shape[1:]), heads=heads)
 
-        return Recurrent(tuple(one(rows) for rows in self.states))
+        return Recurrent(tuple(part(rows) for rows in self.states))
 
 
 @dataclass(frozen=True)
-class Shared:
-    """A layer that reads what layer ``owner`` wrote and keeps nothing itself."""
+class Shared(LayerKind):
+    """A layer that reads what layer ``owner`` wrote and keeps nothing itself.
+
+    >>> Shared(owner=3).block_rows()
+    ()
+    """
 
     owner: int
 
-    def growth(self) -> None:
-        return None
-
-    def block_rows(self) -> tuple[Rows, ...]:
-        return ()
-
-    def state_rows(self) -> tuple[Rows, ...]:
-        return ()
-
-    def rewinds(self) -> None:
-        return None
-
-    def split(self, ways: int) -> Shared:
-        return self
-
 
 @dataclass(frozen=True)
-class Compressed:
+class Compressed(LayerKind):
     """DeepSeek-V4 attention: a ring of the last ``window`` raw rows, and, for ``ratio`` > 0, one compressed entry for
-    every ``ratio`` tokens. With ``overlap`` each entry also takes in the window before it, through a second stream;
-    with ``index_dim`` an indexer keeps a smaller compressor of its own (arXiv 2606.19348, sections 2.3.1 and 2.3.2).
+    every ``ratio`` tokens. With an ``indexer`` (the CSA layers) each entry also takes in the window before it, through a
+    second stream, and the indexer keeps a smaller compressor of its own (arXiv 2606.19348, sections 2.3.1 and 2.3.2).
 
     State of one request, every ring addressed by position modulo its number of rows:
 
@@ -176,18 +177,37 @@ class Compressed:
 
     v = ``verify_width`` tokens can be taken back (speculative decoding): what they pushed out of a ring of the least
     size is still there, and c = 1 + ceil(v / ratio) windows, for some of those closed may be taken back too.
+
+    >>> layer = Compressed(512, 128, "bfloat16", ratio=4, indexer=IndexKeys(128))
+    >>> [(rows.name, rows.tokens_per_row) for rows in layer.block_rows()]
+    [('entries', 4), ('indexer_keys', 4)]
+    >>> {rows.name: rows.count for rows in layer.state_rows()}["swa"]
+    128
     """
 
     dim: int
     window: int
     dtype: str
     ratio: int = 0
-    overlap: bool = False
-    index_dim: int | None = None
+    indexer: IndexKeys | None = None
     encoding: Encoding = RAW
-    index_encoding: Encoding = RAW
     tail_dtype: str = "float32"
     verify_width: int = 0
+
+    @property
+    def overlap(self) -> bool:
+        """Whether an entry also takes in the window before its own: in layers with an indexer."""
+        return self.indexer is not None
+
+    @property
+    def index_dim(self) -> int | None:
+        """Elements of one indexer key; None without an indexer."""
+        return None if self.indexer is None else self.indexer.dim
+
+    @property
+    def index_encoding(self) -> Encoding:
+        """How indexer keys lie in memory."""
+        return RAW if self.indexer is None else self.indexer.encoding
 
     def growth(self) -> Growth | None:
         return FULL if self.ratio else None
@@ -195,11 +215,10 @@ class Compressed:
     def block_rows(self) -> tuple[Rows, ...]:
         if not self.ratio:
             return ()
-        rows = [Rows("entries", (self.dim,), self.dtype, self.encoding, tokens_per_row=self.ratio)]
-        if self.index_dim is not None:
-            keys = Rows("indexer_keys", (self.index_dim,), self.dtype, self.index_encoding, tokens_per_row=self.ratio)
-            rows.append(keys)
-        return tuple(rows)
+        entries = Rows("entries", (self.dim,), self.dtype, self.encoding, tokens_per_row=self.ratio)
+        if self.indexer is None:
+            return (entries,)
+        return entries, replace(entries, name="indexer_keys", shape=(self.indexer.dim,), encoding=self.indexer.encoding)
 
     def state_rows(self) -> tuple[Rows, ...]:
         rows = [
@@ -209,11 +228,12 @@ class Compressed:
         if self.ratio:
             rows += self._tail("", self.dim)
             rows.append(Rows("num_entries", (), "int32"))
-        if self.index_dim is not None:
-            rows += self._tail("idx_", self.index_dim)
+        if self.indexer is not None:
+            rows += self._tail("idx_", self.indexer.dim)
         return tuple(rows)
 
     def _tail(self, prefix: str, dim: int) -> list[Rows]:
+        """The tail and the overlap of one compressor, with rows of ``dim`` elements."""
         streams = ("ka", "za", "kb", "zb") if self.overlap else ("ka", "za")
         count = self.ratio - 1 + self.verify_width
         rows = [Rows(f"{prefix}tail_{s}", (dim,), self.tail_dtype, count=count) for s in streams]
@@ -224,6 +244,3 @@ class Compressed:
 
     def rewinds(self) -> int:
         return self.verify_width
-
-    def split(self, ways: int) -> Compressed:
-        return self

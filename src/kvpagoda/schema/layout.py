@@ -33,6 +33,10 @@ class RowLayout:
                 0                                              nbytes
 
     Every field starts at a multiple of ``ALIGN``; ``payload_nbytes`` is what the fields hold without that padding.
+
+    >>> layout = RowLayout.build([(0, Field("scales", 3, (4,), "uint8")), (0, Field("k", 3, (8,), "bfloat16"))])
+    >>> [(place.field.name, place.offset) for place in layout.places], layout.nbytes, layout.payload_nbytes
+    ([('scales', 0), ('k', 16)], 64, 60)
     """
 
     places: tuple[Place, ...]

@@ -1,21 +1,25 @@
-"""A plan: records and a budget in bytes -> blocks, states, and what fits. Arithmetic only; no torch, no model names."""
+"""A plan: how many blocks and states a budget in bytes holds, and which requests fit. Arithmetic only; no torch.
+
+``planning`` makes plans; this file says what one is and answers questions about it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from kvpagoda.errors import BadInput, NeverFits
-from kvpagoda.schema.fields import WHOLE_TEXT, Growth, itemsize
+from kvpagoda.errors import NeverFits
+from kvpagoda.schema.fields import Growth, itemsize
+from kvpagoda.schema.layers import Layer
 from kvpagoda.schema.layout import RowLayout
-from kvpagoda.schema.sectors import sector_size
-from kvpagoda.units import ceil_div, format_bytes
+from kvpagoda.units import ceil_div, format_bytes, whole_number
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What one group asks for: its growth law, its layers and the record of one block."""
+    """What one group asks for: its growth law, the indices of its layers and the record of one block."""
 
     growth: Growth
     layers: tuple[int, ...]
@@ -23,19 +27,34 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class KindUse:
-    """What the layers with one label take together, in bytes of data."""
+class Workload:
+    """What a plan must serve: ``max_requests`` at once, of each at most ``step_tokens`` tokens written between two commits,
+    and ``num_checkpoints`` copies of states and windows. ``lengths`` in tokens: for which to count the requests that fit.
 
-    label: str
-    num_layers: int
-    bytes_per_token: float
-    state_nbytes: int
+    Whole numbers, numpy's too. Raises BadInput for any other, and for numbers out of range.
+    """
+
+    block_size: int
+    max_requests: int
+    step_tokens: int
+    num_checkpoints: int
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_requests", "step_tokens"):
+            object.__setattr__(self, name, whole_number(getattr(self, name), name))
+        object.__setattr__(self, "num_checkpoints", whole_number(self.num_checkpoints, "checkpoints", at_least=0))
+        lengths = tuple(whole_number(length, "each of lengths") for length in self.lengths)
+        object.__setattr__(self, "lengths", lengths)
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One group's share: at most ``num_blocks`` usable blocks, and one padding block that absorbs the writes of padded
-    rows. With sectors (``per_sector`` blocks in one) that is what the whole arena would make."""
+    """The share of one group: ``num_blocks`` usable blocks of ``block_size`` tokens, ``row_nbytes`` bytes each in the arena.
+
+    ``most_blocks``: the most that one request holds (None: no bound). ``per_sector``: blocks in one sector; then
+    ``num_blocks`` is what all sectors together would make, of which the group has some (0: the blocks are its own).
+    """
 
     demand: Demand
     block_size: int
@@ -46,11 +65,13 @@ class GroupPlan:
 
     @property
     def name(self) -> str:
+        """``full``, ``window(1024)``, ``chunk(8192)`` or ``state``."""
         return self.demand.growth.name
 
     @property
     def num_rows(self) -> int:
-        """Records in the arena: the usable blocks and what comes before them, the padding block (id 0) or sector."""
+        """Records in the arena: the usable blocks and, before them, the padding block (id 0) or the padding sector, which
+        absorbs the writes of padded rows."""
         return self.num_blocks + self.first_id
 
     @property
@@ -60,11 +81,12 @@ class GroupPlan:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all its records."""
         return self.num_rows * self.row_nbytes
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of data a token adds, without padding."""
+        """Bytes of data that one more token adds, without padding."""
         return 0.0 if self.demand.growth.is_state else self.demand.layout.payload_nbytes / self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -76,31 +98,68 @@ class GroupPlan:
     def index_dtype(self) -> str:
         """``int64`` where an element offset into one field (block id times stride) could pass 2^31, else ``int32``."""
         places = self.demand.layout.places
-        largest = max((self.nbytes // itemsize(p.field.dtype) for p in places), default=0)
+        largest = max((self.nbytes // itemsize(place.field.dtype) for place in places), default=0)
         return "int64" if largest >= 2**31 else "int32"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its figures as plain data."""
+        return {
+            "name": self.name,
+            "num_layers": len(self.demand.layers),
+            "bytes_per_token": round(self.bytes_per_token, 3),
+            "block_bytes": self.row_nbytes,
+            "num_blocks": self.num_blocks,
+            "blocks_per_sector": self.per_sector,
+            "bytes": self.nbytes,
+            "index_dtype": self.index_dtype,
+        }
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every byte of the budget goes. ``str(plan)`` is a table, ``to_dict()`` the same as data.
+    """How many blocks of every group a budget holds, and which requests fit. ``Schema.plan`` makes plans; ``str(plan)`` is a
+    table of its figures, ``to_dict()`` the same as plain data.
 
-    With ``num_sectors`` sectors of ``sector_nbytes`` all groups live off one arena (the first sector takes what padded
-    rows write); without, each has its own share for good.
+    ``schema_name``, ``layers`` and ``max_positions`` (tokens of the longest text; None: no limit known) are the schema's.
+    ``budget`` in bytes. Where groups share memory, it is ``num_sectors`` sectors of ``sector_nbytes`` bytes; both are 0
+    where each group has its own share.
+
+    >>> from kvpagoda.schema import Attention, Layer, Schema
+    >>> plan = Schema((Layer(0, "attention", (Attention(2, 16, 16, "float32"),)),)).plan(num_blocks=100, max_requests=4)
+    >>> plan.nbytes, plan.bytes_per_token, plan.longest_context  # 100 blocks and one for padding
+    (413696, 256.0, 1600)
+    >>> plan.fits(4, 400), plan.requests_at(800), plan.blocks_wanted(1000)
+    (True, 2, [63])
     """
 
     schema_name: str
-    block_size: int
-    max_requests: int
-    num_checkpoints: int
+    layers: tuple[Layer, ...]
+    max_positions: int | None
+    workload: Workload
     budget: int
     groups: tuple[GroupPlan, ...]
-    kinds: tuple[KindUse, ...]
-    max_positions: int | None
-    lengths: tuple[int, ...]
-    rewinds: tuple[tuple[int, str, int], ...]
-    """(layer, label, tokens) of every layer that can take back only so many of the newest tokens."""
     num_sectors: int = 0
     sector_nbytes: int = 0
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one block."""
+        return self.workload.block_size
+
+    @property
+    def max_requests(self) -> int:
+        """Requests that run at once."""
+        return self.workload.max_requests
+
+    @property
+    def num_checkpoints(self) -> int:
+        """The most copies of states and windows."""
+        return self.workload.num_checkpoints
+
+    @cached_property
+    def rewinds(self) -> tuple[tuple[int, str, int], ...]:
+        """(layer, label, tokens) of every layer that can take back only so many of the newest tokens."""
+        return tuple((x.index, x.label, x.rewinds) for x in self.layers if x.rewinds is not None)
 
     @property
     def state_nbytes(self) -> int:
@@ -119,7 +178,7 @@ class Plan:
 
     @property
     def padding_percent(self) -> float:
-        """Share of the arenas' bytes that is padding; with sectors in the group that has most of it."""
+        """Percent of the arenas' bytes that are padding; with sectors, of the group that has most of it."""
         rows = [(g.num_rows * g.demand.layout.payload_nbytes, g.nbytes) for g in self.groups if g.nbytes]
         if self.num_sectors:
             return 100 * max(1 - payload / nbytes for payload, nbytes in rows)
@@ -127,19 +186,19 @@ class Plan:
 
     @property
     def unused_percent(self) -> float:
-        """Share of the budget that is left over because it does not make another block."""
+        """Percent of the budget that are left over, because they are too few for another block."""
         return 100 * (1 - self.nbytes / self.budget)
 
     @property
     def floor_nbytes(self) -> int:
-        """Bytes that ``max_requests`` requests of one token must have; all others go where they are needed."""
+        """Bytes that ``max_requests`` requests of one token need. All other bytes go to the groups that need them."""
         if not self.num_sectors:
             return self.nbytes
         return (1 + self._sectors([self.max_requests] * len(self.groups))) * self.sector_nbytes
 
     @property
     def hit_granularity(self) -> int:
-        """Tokens: a shared prefix is reusable at multiples of this."""
+        """Tokens: a cached prefix is found at multiples of this."""
         return self.block_size
 
     def holds(self, num_blocks: Sequence[int]) -> bool:
@@ -163,19 +222,22 @@ class Plan:
         top = max(growing, default=0) * self.block_size + 1
         if self.fits(1, top):
             return None
-        longest = _largest(top, lambda n: self.fits(1, n))
+        longest = largest_below(top, lambda n: self.fits(1, n))
         return longest if self.max_positions is None else min(longest, self.max_positions)
 
     def requests_at(self, num_tokens: int) -> int:
         """How many requests of ``num_tokens`` tokens run at once."""
-        return _largest(self.max_requests + 1, lambda n: self.fits(n, num_tokens))
+        return largest_below(self.max_requests + 1, lambda n: self.fits(n, num_tokens))
 
     def blocks_wanted(self, num_tokens: int, room: int = 0, longest: int | None = None) -> list[int]:
-        """The blocks of each group that one request of ``num_tokens`` tokens may come to hold, ``room`` of them written at
-        once. Raises NeverFits, with what it would need, if the empty cache cannot hold them or ``longest`` is passed."""
+        """The most blocks of each group that a request of ``num_tokens`` tokens holds while it writes ``room`` at once.
+
+        Raises NeverFits, with what it would need, if the empty cache cannot hold them, or if there are more than ``longest``
+        tokens. O(groups).
+        """
         if longest is not None and num_tokens > longest:
             raise NeverFits(
-                f"{num_tokens} tokens are more than the longest context of {longest}; {self._enough(num_tokens)}"
+                f"{num_tokens} tokens are more than the longest context of {longest}; {self._budget_hint(num_tokens)}"
             )
         wanted = []
         for group in self.groups:
@@ -187,21 +249,41 @@ class Plan:
                 hint = "open it with a smaller room and extend chunk by chunk"
                 raise NeverFits(
                     f"{num_tokens} tokens need {blocks} blocks of group {group.name!r}, which has {group.num_blocks}; "
-                    f"{hint if fits_in_chunks else self._enough(num_tokens)}"
+                    f"{hint if fits_in_chunks else self._budget_hint(num_tokens)}"
                 )
             wanted.append(blocks)
         if self.num_sectors and not self.holds(wanted):
             need = format_bytes(sum(blocks * group.row_nbytes for blocks, group in zip(wanted, self.groups)))
-            raise NeverFits(f"{num_tokens} tokens need {wanted} blocks, {need} in all; {self._enough(num_tokens)}")
+            raise NeverFits(f"{num_tokens} tokens need {wanted} blocks, {need} in all; {self._budget_hint(num_tokens)}")
         return wanted
 
-    def _enough(self, num_tokens: int) -> str:
+    def _budget_hint(self, num_tokens: int) -> str:
         """How many bytes would hold a request of that length, as the end of an error."""
         need = self.nbytes if self.num_sectors else 0
         for group in self.groups:
             blocks = group.num_blocks if group.demand.growth.is_state else group.blocks_for(num_tokens)
             need += (blocks + 1) * group.row_nbytes
         return f"a budget of at least {format_bytes(need)} would hold it (now {format_bytes(self.budget)})"
+
+    def _by_label(self) -> list[dict[str, Any]]:
+        """What the layers of each label take together, in bytes of data, in the order of their first layer."""
+        labels: dict[str, list[int]] = {}
+        for layer in self.layers:
+            labels.setdefault(layer.label, []).append(layer.index)
+        return [
+            {
+                "label": label,
+                "num_layers": len(layers),
+                "bytes_per_token": round(self._layer_nbytes(layers, of_states=False) / self.block_size, 3),
+                "state_bytes_per_request": self._layer_nbytes(layers, of_states=True),
+            }
+            for label, layers in labels.items()
+        ]
+
+    def _layer_nbytes(self, layers: list[int], of_states: bool) -> int:
+        """Bytes of data that ``layers`` have in one block of every group, or in the state of one request."""
+        layouts = [group.demand.layout for group in self.groups if group.demand.growth.is_state == of_states]
+        return sum(layout.layer_nbytes(layer) for layout in layouts for layer in layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure as plain data, for JSON."""
@@ -221,76 +303,60 @@ class Plan:
             "padding_percent": round(self.padding_percent, 4),
             "unused_percent": round(self.unused_percent, 4),
             "longest_context": self.longest_context,
-            "requests_at": {str(length): self.requests_at(length) for length in self.lengths},
-            "layer_kinds": [
-                {
-                    "label": kind.label,
-                    "num_layers": kind.num_layers,
-                    "bytes_per_token": round(kind.bytes_per_token, 3),
-                    "state_bytes_per_request": kind.state_nbytes,
-                }
-                for kind in self.kinds
-            ],
-            "groups": [
-                {
-                    "name": group.name,
-                    "num_layers": len(group.demand.layers),
-                    "bytes_per_token": round(group.bytes_per_token, 3),
-                    "block_bytes": group.row_nbytes,
-                    "num_blocks": group.num_blocks,
-                    "blocks_per_sector": group.per_sector,
-                    "bytes": group.nbytes,
-                    "index_dtype": group.index_dtype,
-                }
-                for group in self.groups
-            ],
+            "requests_at": {str(length): self.requests_at(length) for length in self.workload.lengths},
+            "layer_kinds": self._by_label(),
+            "groups": [group.to_dict() for group in self.groups],
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.schema_name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}"]
+        kinds = {"layer kind": "label", "layers": "num_layers", "B/token": "bytes_per_token"}
+        groups = {"group": "name", "layers": "num_layers"}
+        if self.num_sectors:
+            groups |= {"at most": "num_blocks", "B/block": "block_bytes", "in a sector": "blocks_per_sector"}
+        else:
+            groups |= {"blocks": "num_blocks", "B/block": "block_bytes", "bytes": "total"}
+        rows = [{**group, "total": format_bytes(group["bytes"])} for group in map(GroupPlan.to_dict, self.groups)]
         checkpoints = f", at most {self.num_checkpoints:,} checkpoints" if self.num_checkpoints else ""
-        lines.append(f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}")
-        lines.append("")
-        kinds = [(k.label, str(k.num_layers), f"{k.bytes_per_token:,.0f}", f"{k.state_nbytes:,}") for k in self.kinds]
-        lines += _table(("layer kind", "layers", "B/token", "B/request"), kinds)
-        lines.append("")
-        groups = [
-            (
-                g.name,
-                str(len(g.demand.layers)),
-                f"{g.num_blocks:,}",
-                f"{g.row_nbytes:,}",
-                f"{g.per_sector:,}" if self.num_sectors else format_bytes(g.nbytes),
-            )
-            for g in self.groups
+        return "\n".join(
+            [
+                f"{self.schema_name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}",
+                f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}",
+                "",
+                *_table(self._by_label(), {**kinds, "B/request": "state_bytes_per_request"}),
+                "",
+                *_table(rows, groups),
+                "",
+                *(f"{label:<19} {text}" for label, text in self._figures()),
+            ]
+        )
+
+    def _figures(self) -> list[tuple[str, str]]:
+        """The lines below the tables, as (label, text)."""
+        longest = self.longest_context
+        context = "not limited by memory" if longest is None else f"{longest:,} tokens"
+        if longest is not None and longest == self.max_positions:
+            context += " (the model's own limit)"
+        figures = [
+            ("bytes per token", f"{self.bytes_per_token:,.0f} (+ {self.state_nbytes:,} per request)"),
+            ("longest context", context),
+            *((f"requests of {length:,}", f"{self.requests_at(length):,}") for length in self.workload.lengths),
+            ("hit granularity", f"{self.hit_granularity} tokens"),
         ]
-        share = "in a sector" if self.num_sectors else "bytes"
-        lines += _table(("group", "layers", "at most" if self.num_sectors else "blocks", "B/block", share), groups)
-        lines.append("")
-        longest = "not limited by memory" if self.longest_context is None else f"{self.longest_context:,} tokens"
-        lines.append(f"bytes per token     {self.bytes_per_token:,.0f} (+ {self.state_nbytes:,} per request)")
-        if self.longest_context is not None and self.longest_context == self.max_positions:
-            longest += " (the model's own limit)"
-        lines.append(f"longest context     {longest}")
-        for length in self.lengths:
-            lines.append(f"requests of {length:<7,} {self.requests_at(length):,}")
-        lines.append(f"hit granularity     {self.hit_granularity} tokens")
         if self.num_sectors:
             floating = format_bytes(max(0, self.nbytes - self.floor_nbytes))
-            lines.append(f"one budget          {self.num_sectors:,} sectors of {format_bytes(self.sector_nbytes)}")
-            lines.append(
-                f"floor               {format_bytes(self.floor_nbytes)} for {self.max_requests} short requests"
-            )
-            lines.append(f"floats              {floating}, to the groups that need it")
-        lines.append(f"waste               {self.padding_percent:.2f} % padding, {self.unused_percent:.2f} % unused")
-        wide = [group.name for group in self.groups if group.index_dtype == "int64"]
-        if wide:
-            lines.append(f"int64 offsets       {', '.join(wide)}: element offsets pass 2^31")
-        return "\n".join(lines)
+            figures += [
+                ("one budget", f"{self.num_sectors:,} sectors of {format_bytes(self.sector_nbytes)}"),
+                ("floor", f"{format_bytes(self.floor_nbytes)} for {self.max_requests} short requests"),
+                ("floats", f"{floating}, to the groups that need it"),
+            ]
+        figures.append(("waste", f"{self.padding_percent:.2f} % padding, {self.unused_percent:.2f} % unused"))
+        if wide := [group.name for group in self.groups if group.index_dtype == "int64"]:
+            figures.append(("int64 offsets", f"{', '.join(wide)}: element offsets pass 2^31"))
+        return figures
 
 
-def _largest(end: int, fits: Callable[[int], bool]) -> int:
-    """The largest number below ``end`` that fits, where 0 does and none does beyond one that does not."""
+def largest_below(end: int, fits: Callable[[int], bool]) -> int:
+    """The largest number below ``end`` that fits, where 0 does and none does beyond one that does not. O(log end) calls."""
     low, high = 0, end
     while high - low > 1:
         middle = (low + high) // 2
@@ -298,92 +364,11 @@ def _largest(end: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows of text in columns as wide as their longest cell; the first column left, the others right aligned."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    return [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
-        for row in (head, *rows)
+def _table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> list[str]:
+    """Lines of text: of each row the values at ``columns`` (heading -> key), the first left, the others right aligned."""
+    cells = [
+        [row[key] if isinstance(row[key], str) else f"{row[key]:,.0f}" for key in columns.values()] for row in rows
     ]
-
-
-def make_plan(
-    name: str,
-    demands: tuple[Demand, ...],
-    kinds: tuple[KindUse, ...],
-    *,
-    budget: int | None,
-    max_requests: int,
-    block_size: int,
-    num_blocks: int | None,
-    step_tokens: int,
-    max_positions: int | None,
-    lengths: tuple[int, ...],
-    checkpoints: int,
-    shared: bool,
-    rewinds: tuple[tuple[int, str, int], ...],
-) -> Plan:
-    """Let the groups live off ``budget`` together, in sectors, or give each its share for good: with ``num_blocks``, for a
-    single group, and where ``shared`` is False.
-
-    A fixed split gives every group the same number of blocks, a bounded group never more than all requests and
-    checkpoints can hold at once: so the groups of ``max_requests`` equally long requests fill together. Exactly one of
-    ``budget`` and ``num_blocks`` is given. Raises BadInput and NeverFits.
-    """
-    if (budget is None) == (num_blocks is None):
-        raise BadInput("give either a budget in bytes or num_blocks, not both and not neither")
-    if checkpoints < 0:
-        raise BadInput(f"checkpoints must not be negative, got {checkpoints}")
-    for what, number in (("max_requests", max_requests), ("step_tokens", step_tokens), ("num_blocks", num_blocks)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise BadInput(f"{what} must be a positive whole number, got {number!r}")
-
-    if not all(length > 0 for length in lengths):
-        raise BadInput(f"lengths must be positive numbers of tokens, got {lengths}")
-    sizes = [WHOLE_TEXT if demand.growth.is_state else block_size for demand in demands]
-    most = [demand.growth.most_blocks(size, step_tokens) for demand, size in zip(demands, sizes)]
-
-    def at(n: int, total: int) -> Plan:
-        groups = []
-        for demand, size, bound in zip(demands, sizes, most):
-            kept = demand.growth.most_blocks(size, 1)
-            cap = n if bound is None or kept is None else max_requests * bound + checkpoints * kept
-            cap = cap if demand.growth.is_state else min(n, cap)
-            groups.append(GroupPlan(demand, size, cap, bound, demand.layout.nbytes))
-        return Plan(
-            name, block_size, max_requests, checkpoints, total, tuple(groups), kinds, max_positions, lengths, rewinds
-        )
-
-    def in_sectors(total: int) -> Plan:
-        sector = sector_size(tuple(demand.layout.nbytes for demand in demands), total // 64)
-        count = total // sector.nbytes
-        groups = [
-            GroupPlan(demand, size, max(0, count - 1) * per, bound, sector.nbytes // per, per)
-            for demand, size, bound, per in zip(demands, sizes, most, sector.records)
-        ]
-        totals = (name, block_size, max_requests, checkpoints, total)
-        return Plan(*totals, tuple(groups), kinds, max_positions, lengths, rewinds, count, sector.nbytes)
-
-    if num_blocks is not None:
-        return at(num_blocks, at(num_blocks, 0).nbytes)
-    assert budget is not None
-    if shared and len(demands) > 1:
-        plan = in_sectors(budget)
-        if not plan.fits(1, 1):
-            needed = (1 + len(demands)) * plan.sector_nbytes
-            raise NeverFits(
-                f"a budget of {format_bytes(budget)} is too small for {name}: one request of up to {block_size} tokens "
-                f"needs {needed:,} bytes ({format_bytes(needed)}); raise the budget"
-            )
-        return plan
-    least = at(1, budget)
-    if least.nbytes > budget:
-        states = sum(group.nbytes for group in least.groups if group.demand.growth.is_state)
-        raise NeverFits(
-            f"a budget of {format_bytes(budget)} is too small for {name}: one request of up to {block_size} tokens needs "
-            f"{least.nbytes:,} bytes ({format_bytes(least.nbytes)}), of which {states:,} "
-            f"are the state rows of max_requests={max_requests} and {checkpoints} checkpoints; raise the budget or lower them"
-        )
-    high = 2 + budget // max(1, sum(demand.layout.nbytes for demand in demands if not demand.growth.is_bounded))
-    high = min(high, 2 + (max_requests + checkpoints) * max((bound or high for bound in most), default=1))
-    return at(_largest(high, lambda n: n == 0 or at(n, budget).nbytes <= budget), budget)
+    lines = [list(columns), *cells]
+    first, *widths = [max(map(len, column)) for column in zip(*lines)]
+    return ["  ".join([line[0].ljust(first), *map(str.rjust, line[1:], widths)]).rstrip() for line in lines]

@@ -1,8 +1,8 @@
-"""How large the sectors of an arena that several kinds share must be. Arithmetic only.
+"""How large the sectors of an arena that several groups share must be. Arithmetic only.
 
-    sector  | record | record | record |   of one kind; each kind carves its sectors into ``per`` records of sector / per bytes
+    sector  | record | record | record |   of one group, which divides each of its sectors into ``per`` records of equal size
 
-So in every kind's view of the arena record ``id`` starts at ``id * sector / per``, whichever sectors the kind has.
+So in every group's view of the arena record ``id`` starts at ``id * sector / per``, whichever sectors the group has.
 """
 
 from __future__ import annotations
@@ -12,44 +12,51 @@ from dataclasses import dataclass
 from kvpagoda.schema.layout import ALIGN
 from kvpagoda.units import align_up
 
-WASTE = 0.02
-_TRIED = 4096
+MAX_WASTE = 0.02
+MAX_RECORDS = 64
+"""Of the largest records, so many are tried in one sector."""
+MAX_SIZES = 4096
+"""Sizes tried for each number of them."""
 
 
 @dataclass(frozen=True)
 class SectorSize:
-    """``nbytes`` of a sector, and how many records of each kind one holds."""
+    """``nbytes`` of a sector, and how many records of each group one holds."""
 
     nbytes: int
     records: tuple[int, ...]
 
 
-def sector_size(record_nbytes: tuple[int, ...], most_nbytes: int) -> SectorSize:
-    """The smallest sector in which no kind's records lose more than 2 % of it, each record starting at a multiple of 16.
+def sector_size(record_nbytes: tuple[int, ...], max_nbytes: int) -> SectorSize:
+    """The smallest sector of which every group's records waste at most 2 %, each record starting at a multiple of 16 bytes.
 
-    If none of at most ``most_nbytes`` does, the one with the least loss in its worst kind. ``record_nbytes``: of one
-    record of each kind, at least 16. The sector takes at least one of each, whatever ``most_nbytes`` says.
+    ``record_nbytes``: of one record of each group, at least 16. If no sector of at most ``max_nbytes`` is that good, the one
+    whose worst group wastes least. A sector holds at least one record of each group, whatever ``max_nbytes`` says.
+
+    >>> sector_size((1000, 4000), max_nbytes=64_000)
+    SectorSize(nbytes=4032, records=(4, 1))
     """
     largest = max(record_nbytes)
     best, least = SectorSize(0, ()), 2.0
-    for count in range(1, max(1, min(64, most_nbytes // largest)) + 1):
+    for count in range(1, max(1, min(MAX_RECORDS, max_nbytes // largest)) + 1):
         low = align_up(count * largest, ALIGN)
-        high = max(low, min(most_nbytes, int(count * largest / (1 - WASTE))))
+        high = max(low, min(max_nbytes, int(count * largest / (1 - MAX_WASTE))))
         step = ALIGN
-        while (high - low) // step > _TRIED:
+        while (high - low) // step > MAX_SIZES:
             step *= 6  # sizes with many divisors, where there are more than enough
-        for size in range(align_up(low, step) if step > ALIGN else low, high + 1, step):
-            records = tuple(_most_records(size, nbytes) for nbytes in record_nbytes)
-            worst = max(1 - per * nbytes / size for per, nbytes in zip(records, record_nbytes))
-            if worst < least:
-                best, least = SectorSize(size, records), worst
-            if least <= WASTE:
+        for nbytes in range(align_up(low, step) if step > ALIGN else low, high + 1, step):
+            records = tuple(_records_in(nbytes, record) for record in record_nbytes)
+            waste = max(1 - number * record / nbytes for number, record in zip(records, record_nbytes))
+            if waste < least:
+                best, least = SectorSize(nbytes, records), waste
+            if least <= MAX_WASTE:
                 return best
     return best
 
 
-def _most_records(size: int, nbytes: int) -> int:
-    """The most records of ``nbytes`` that divide ``size`` evenly into multiples of 16 bytes; 1 where far fewer would."""
-    units, most = size // ALIGN, size // nbytes
-    fewest = max(1, int(most * (1 - 2 * WASTE)))
-    return next((per for per in range(most, fewest - 1, -1) if units % per == 0), 1)
+def _records_in(sector: int, record: int) -> int:
+    """The most records of ``record`` bytes that divide ``sector`` bytes evenly into multiples of 16 bytes; 1 where that
+    would be far fewer than have room."""
+    units, most = sector // ALIGN, sector // record
+    fewest = max(1, int(most * (1 - 2 * MAX_WASTE)))
+    return next((number for number in range(most, fewest - 1, -1) if units % number == 0), 1)

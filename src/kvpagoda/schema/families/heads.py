@@ -1,4 +1,4 @@
-"""K/V heads of a layer and the widths of its rows, family by family."""
+"""K/V heads of a layer and the widths of its rows, by family. The functions are named in ``model_types.json``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Heads:
     v_dim: int
 
 
-def grouped(c: Config, kind: str) -> Heads:
+def grouped(c: Config, layer_type: str) -> Heads:
     """``num_key_value_heads`` (all heads where it is null) of ``head_dim`` (``hidden_size`` shared out if null)."""
     queries = c.size("num_attention_heads")
     number = c.size_or("num_key_value_heads", queries)
@@ -29,15 +29,15 @@ def grouped(c: Config, kind: str) -> Heads:
     return Heads(number, dim, dim)
 
 
-def every_head(c: Config, kind: str) -> Heads:
+def every_head(c: Config, layer_type: str) -> Heads:
     """As many K/V heads as query heads, whatever else the config says."""
     dim = c.ratio("hidden_size", "num_attention_heads")
     return Heads(c.size("num_attention_heads"), dim, dim)
 
 
-def falcon(c: Config, kind: str) -> Heads:
+def falcon(c: Config, layer_type: str) -> Heads:
     """The newer architecture keeps its K/V heads repeated, once for each query head."""
-    every_one = every_head(c, kind)
+    every_one = every_head(c, layer_type)
     if c.get("new_decoder_architecture"):
         return every_one
     if c.get("multi_query"):
@@ -45,37 +45,37 @@ def falcon(c: Config, kind: str) -> Heads:
     return every_one if c.get("num_kv_heads") is None else replace(every_one, number=c.size("num_kv_heads"))
 
 
-def gpt_bigcode(c: Config, kind: str) -> Heads:
-    return replace(every_head(c, kind), number=1) if c.get("multi_query") else every_head(c, kind)
+def gpt_bigcode(c: Config, layer_type: str) -> Heads:
+    return replace(every_head(c, layer_type), number=1) if c.get("multi_query") else every_head(c, layer_type)
 
 
-def dbrx(c: Config, kind: str) -> Heads:
-    return grouped(c.replaced(num_key_value_heads=c.table("attn_config").get("kv_n_heads", 1)), kind)
+def dbrx(c: Config, layer_type: str) -> Heads:
+    return grouped(c.replaced(num_key_value_heads=c.table("attn_config").get("kv_n_heads", 1)), layer_type)
 
 
-def jetmoe(c: Config, kind: str) -> Heads:
+def jetmoe(c: Config, layer_type: str) -> Heads:
     return Heads(c.size("num_key_value_heads"), c.size("kv_channels"), c.size("kv_channels"))
 
 
-def mimo(c: Config, kind: str) -> Heads:
+def mimo(c: Config, layer_type: str) -> Heads:
     """Sliding layers have twice the K/V heads; V rows have a width of their own."""
-    heads = grouped(c, kind)
-    return replace(heads, number=heads.number * (2 if kind == SLIDING else 1), v_dim=c.size("v_head_dim"))
+    heads = grouped(c, layer_type)
+    return replace(heads, number=heads.number * (2 if layer_type == SLIDING else 1), v_dim=c.size("v_head_dim"))
 
 
-def zamba(c: Config, kind: str) -> Heads:
+def zamba(c: Config, layer_type: str) -> Heads:
     """Attention reads the hidden state beside the embedding: twice as wide."""
     dim = 2 * c.size("hidden_size") // c.size("num_attention_heads")
-    return grouped(c.replaced(head_dim=c.get("attention_head_dim") or dim), kind)
+    return grouped(c.replaced(head_dim=c.get("attention_head_dim") or dim), layer_type)
 
 
-def gemma4(c: Config, kind: str) -> Heads:
+def gemma4(c: Config, layer_type: str) -> Heads:
     """Full layers have wider heads, and fewer of them where K and V are one projection."""
-    if kind == SLIDING or "per_layer_config" in c.raw:
-        return grouped(c, kind)
+    if layer_type == SLIDING or "per_layer_config" in c.raw:
+        return grouped(c, layer_type)
     number = c.get("num_global_key_value_heads") if c.get("attention_k_eq_v") else None
     c = c.replaced(head_dim=c.get("global_head_dim", 512))
-    return grouped(c.replaced(num_key_value_heads=number) if number else c, kind)
+    return grouped(c.replaced(num_key_value_heads=number) if number else c, layer_type)
 
 
 HeadRule = Callable[[Config, str], Heads]

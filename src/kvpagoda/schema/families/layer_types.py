@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvpagoda.errors import SchemaError
 from kvpagoda.schema.config import Config
@@ -13,14 +14,10 @@ HYBRID, HYBRID_SLIDING = "hybrid", "hybrid_sliding"
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 MOE, MLP = "moe", "mlp"
 
-LEGACY = {
-    "mamba": "linear_attention",
-    "attention": "full_attention",
-    "deepseek_sparse_attention": "indexed_attention",
-}
+LEGACY = {"mamba": LINEAR, "attention": FULL, "deepseek_sparse_attention": INDEXED}
 """Older words for layer types."""
 
-TypeRule = Callable[[Config, int], str]
+LayerTypeRule = Callable[[Config, int], str]
 
 
 def by_fields(c: Config, i: int) -> str:
@@ -30,27 +27,49 @@ def by_fields(c: Config, i: int) -> str:
     return FULL if c.get("attention_chunk_size") is None else CHUNKED
 
 
-def always(kind: str) -> TypeRule:
-    return lambda c, i: kind
+# ---- functions that make a rule ----
 
 
-def every(period: int | str, default: int = 0, *, at: int = -1, hit: str = FULL, miss: str = SLIDING) -> TypeRule:
-    """``hit`` on layers ``at``, ``at + period``, ... (-1: the last of each period), ``miss`` on the others."""
+def always(layer_type: str) -> LayerTypeRule:
+    """The same type on every layer."""
+    return lambda c, i: layer_type
+
+
+def every(
+    period: int | str,
+    default: int = 0,
+    *,
+    at: int | str = -1,
+    also: Sequence[int] = (),
+    hit: str = FULL,
+    miss: str = SLIDING,
+) -> LayerTypeRule:
+    """``hit`` on layers ``at``, ``at + period``, ... (-1: the last of each period) and on layers ``also`` (-1: the last of
+    all), ``miss`` on the others.
+
+    ``period`` and ``at`` are numbers or names of fields; ``default`` stands in for a period that is null (0: an error).
+    """
 
     def rule(c: Config, i: int) -> str:
         step = period if isinstance(period, int) else c.size_or(period, default) if default else c.size(period)
-        return hit if (i - at) % step == 0 else miss
+        first = at if isinstance(at, int) else c.size(at, 0)
+        is_hit = (i - first) % step == 0 or i in also or i - c.size("num_hidden_layers") in also
+        return hit if is_hit else miss
 
     return rule
 
 
-def listed(field: str, *, hit: str = FULL, miss: str = LINEAR) -> TypeRule:
+def listed(field: str, *, hit: str = FULL, miss: str = LINEAR) -> LayerTypeRule:
     """``hit`` on the layers that ``field`` lists."""
     return lambda c, i: hit if i in c.indices(field) else miss
 
 
-def jamba(c: Config, i: int) -> str:
-    return FULL if i % c.size("attn_layer_period") == c.size("attn_layer_offset", 0) else LINEAR
+def numbered(layers: Sequence[int], *, hit: str, miss: str) -> LayerTypeRule:
+    """``hit`` on ``layers``: those of the released model, whatever the number of layers."""
+    return lambda c, i: hit if i in layers else miss
+
+
+# ---- rules of one model type or a few ----
 
 
 def zamba(c: Config, i: int) -> str:
@@ -75,15 +94,19 @@ def qwen2_moe(c: Config, i: int) -> str:
     return SLIDING if c.get("use_sliding_window") and i % 2 == 0 and i < c.size("max_window_layers", 0) else FULL
 
 
+def has_rope(c: Config, i: int) -> bool:
+    """Whether layer i has position embeddings: ``no_rope_layers`` says 1 for each that does, else all but the last of each
+    ``no_rope_layer_interval``."""
+    return bool(c.item("no_rope_layers", i) if c.get("no_rope_layers") else (i + 1) % c.size("no_rope_layer_interval"))
+
+
 def smollm3(c: Config, i: int) -> str:
-    has_rope = c.item("no_rope_layers", i) if c.get("no_rope_layers") else (i + 1) % c.size("no_rope_layer_interval")
     slides = c.get("use_sliding_window") and c.get("sliding_window") is not None
-    return SLIDING if slides and not has_rope else FULL
+    return SLIDING if slides and not has_rope(c, i) else FULL
 
 
 def llama4(c: Config, i: int) -> str:
-    has_rope = c.item("no_rope_layers", i) if c.get("no_rope_layers") else (i + 1) % c.size("no_rope_layer_interval")
-    return CHUNKED if has_rope else FULL
+    return CHUNKED if has_rope(c, i) else FULL
 
 
 def exaone(c: Config, i: int) -> str:
@@ -97,21 +120,12 @@ def cohere2_moe(c: Config, i: int) -> str:
     return every("sliding_window_pattern")(c, i - dense)
 
 
-def flint(c: Config, i: int) -> str:
-    return FULL if i < 2 or i % 4 == 1 or i == c.size("num_hidden_layers") - 1 else SLIDING
-
-
-def sixth_and_last(c: Config, i: int) -> str:
-    return FULL if i % 6 == 5 or i == c.size("num_hidden_layers") - 1 else SLIDING
-
-
 def lfm3(c: Config, i: int) -> str:
     return FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i > 0 else CONV
 
 
 def lfm2(c: Config, i: int) -> str:
-    attends = c.get("full_attn_idxs") is None or i in c.indices("full_attn_idxs")
-    return FULL if attends else CONV
+    return FULL if c.get("full_attn_idxs") is None or i in c.indices("full_attn_idxs") else CONV
 
 
 def kimi_linear(c: Config, i: int) -> str:
@@ -130,6 +144,7 @@ def minimax_m3(c: Config, i: int) -> str:
 
 
 def nemotron_h(c: Config, i: int) -> str:
+    """One letter of ``hybrid_override_pattern`` for each layer."""
     letters = {"M": LINEAR, "E": MOE, "*": FULL, "-": MLP}
     letter = c.item("hybrid_override_pattern", i)
     if letter not in letters:
@@ -148,8 +163,16 @@ def deepseek_v4(c: Config, i: int) -> str:
     return types[ratios[i]]
 
 
-def mimo(c: Config, i: int) -> str:
-    return FULL if i == 0 else every(6)(c, i)
+def olmo_hybrid(c: Config, i: int) -> str:
+    layers = c.size("num_hidden_layers")
+    return FULL if i % 4 == 3 or (layers < 4 and i == layers - 1) else LINEAR
+
+
+# ---- tokens of the sliding window ----
+
+
+def sliding_window(c: Config) -> Any:
+    return c.get("sliding_window")
 
 
 def mimo_window(c: Config) -> int:
@@ -159,18 +182,25 @@ def mimo_window(c: Config) -> int:
     return c.size("sliding_window")
 
 
-def olmo_hybrid(c: Config, i: int) -> str:
-    layers = c.size("num_hidden_layers")
-    return FULL if i % 4 == 3 or (layers < 4 and i == layers - 1) else LINEAR
+def modernbert_window(c: Config) -> int:
+    """``local_attention`` counts tokens to both sides."""
+    return c.size("local_attention") // 2
 
 
-def zamba2(c: Config, i: int) -> str:
-    """The shape of the released model, whatever the number of layers."""
-    return HYBRID if i in (6, 12, 18, 24, 30, 36, 42, 47, 51) else LINEAR
+# ---- how many layers have a cache ----
+
+
+def hidden_layers(c: Config) -> int:
+    return c.size("num_hidden_layers")
+
+
+def longcat_layers(c: Config) -> int:
+    """Two attentions in each layer."""
+    return 2 * c.size("num_layers")
 
 
 def nemotron_h_layers(c: Config) -> int:
-    """The pattern counts; the number beside it is only a copy."""
+    """As many as the pattern has; the number beside it is only a copy."""
     pattern = c.get("layer_types") or c.get("hybrid_override_pattern")
     return len(pattern) if isinstance(pattern, list | tuple | str) else c.size("num_hidden_layers")
 
@@ -178,7 +208,11 @@ def nemotron_h_layers(c: Config) -> int:
 # ---- which layers with an indexer keep its keys; the others reuse the selection of an earlier layer ----
 
 
-def glm_indexed(c: Config, i: int) -> bool:
+def every_layer(c: Config, i: int) -> bool:
+    return True
+
+
+def glm_indexer(c: Config, i: int) -> bool:
     for field in ("indexer_types", "index_topk_pattern"):
         if c.get(field) is not None:
             return c.item(field, i) in ("full", "F")
@@ -186,5 +220,5 @@ def glm_indexed(c: Config, i: int) -> bool:
     return after % c.size_or("index_topk_freq", 1) == 0
 
 
-def hy_indexed(c: Config, i: int) -> bool:
+def hy_indexer(c: Config, i: int) -> bool:
     return i == 0 or (i - 1) % 4 == 0 if c.get("indexer_types") is None else bool(c.item("indexer_types", i) == "full")

@@ -1,4 +1,5 @@
-"""What a layer keeps once per request: convolution tails and recurrent matrices, family by family.
+"""What a layer keeps once per request: convolution tails and recurrent matrices, by family. ``model_types.json`` names
+these functions.
 
 Shapes are those of transformers' caches without the batch axis, so that a model can write its tensors into ours as they
 are; convolution tails hold ``kernel - 1`` columns, because the oldest of transformers' ``kernel`` columns is never read.
@@ -12,59 +13,60 @@ from kvpagoda.errors import SchemaError
 from kvpagoda.schema.config import Config
 from kvpagoda.schema.fields import Rows
 
-States = Callable[[Config, str], tuple[Rows, ...]]
+StateRule = Callable[[Config, str], tuple[Rows, ...]]
 
 
-def conv(parts: tuple[tuple[int, int], ...], columns: int, dtype: str) -> Rows:
-    """A convolution tail: channels (the ``parts``, each heads by channels of a head) by columns, oldest first."""
-    channels = sum(heads * width for heads, width in parts)
-    return Rows("conv", (channels, columns), dtype, split_axis=0, split_parts=parts)
+def conv(heads: tuple[tuple[int, int], ...], columns: int, dtype: str) -> Rows:
+    """A convolution tail ``[channels, columns]``, oldest column first. ``heads``: runs of (heads, channels of a head)."""
+    return Rows("conv", (sum(number * width for number, width in heads), columns), dtype, heads=heads)
 
 
 def recurrent(*shape: int, dtype: str = "float32") -> Rows:
     """A recurrent state, float32 whatever the model's dtype, its heads or channels first."""
-    return Rows("recurrent", shape, dtype, split_axis=0)
+    return Rows("recurrent", shape, dtype, heads=((shape[0], 1),))
 
 
-def mamba1(state: str, kernel: str, expand: str, *, heads: str = "", inner: str = "") -> States:
-    """Selective state space over ``inner`` channels, or ``expand * hidden_size`` where that is null; in ``heads``
-    groups where the model has them."""
+def inner_channels(c: Config, expand: str, inner: str, heads: str) -> tuple[int, int]:
+    """(heads, channels of each) of a state space model: ``inner`` channels, or ``expand * hidden_size`` where that field is
+    null or has no name. ``heads``: the field with their number ("": one). Raises SchemaError."""
+    channels = c.size(expand) * c.size("hidden_size") if c.get(inner) is None else c.size(inner)
+    number = c.size(heads) if heads else 1
+    if channels % number:
+        raise SchemaError(f"{channels} channels cannot be divided into {heads} = {number}")
+    return number, channels // number
+
+
+def mamba1(state: str, kernel: str, expand: str, *, heads: str = "", inner: str = "") -> StateRule:
+    """Selective state space (arXiv 2312.00752). Arguments are names of fields; the channels: see ``inner_channels``."""
 
     def states(c: Config, dtype: str) -> tuple[Rows, ...]:
-        channels = c.size(expand) * c.size("hidden_size") if c.get(inner) is None else c.size(inner)
-        number = c.size(heads) if heads else 1
-        if channels % number:
-            raise SchemaError(f"{channels} channels cannot be divided into {heads} = {number}")
-        shape = (number, channels // number) if heads else (channels,)
-        return conv(((channels, 1),), c.size(kernel, 2) - 1, dtype), recurrent(*shape, c.size(state))
+        number, width = inner_channels(c, expand, inner, heads)
+        shape = (number, width) if heads else (width,)
+        tail = conv(((number * width, 1),), c.size(kernel, 2) - 1, dtype)
+        return tail, recurrent(*shape, c.size(state))
 
     return states
 
 
-def mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str, expand: str, inner: str = "") -> States:
-    """Mamba-2: the convolution runs over values and both projections of every group.
-
-    A ``head_dim`` of null or "auto" shares out ``inner`` channels, or ``expand * hidden_size`` where that is null.
-    """
+def mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str, expand: str, inner: str = "") -> StateRule:
+    """Mamba-2 (arXiv 2405.21060): the convolution runs over values and both projections of every group. Arguments are
+    names of fields; a ``head_dim`` of null or "auto" shares out the ``inner_channels``."""
 
     def states(c: Config, dtype: str) -> tuple[Rows, ...]:
-        number = c.size(heads)
         if c.get(head_dim) in (None, "auto"):
-            channels = c.size(expand) * c.size("hidden_size") if c.get(inner) is None else c.size(inner)
-            if channels % number:
-                raise SchemaError(f"{channels} channels cannot be divided into {heads} = {number}")
-            width = channels // number
+            number, width = inner_channels(c, expand, inner, heads)
         else:
-            width = c.size(head_dim)
+            number, width = c.size(heads), c.size(head_dim)
         projection = (c.size(groups), c.size(state))
-        parts = ((number, width), projection, projection)
-        return conv(parts, c.size(kernel, 2) - 1, dtype), recurrent(number, width, c.size(state))
+        tail = conv(((number, width), projection, projection), c.size(kernel, 2) - 1, dtype)
+        return tail, recurrent(number, width, c.size(state))
 
     return states
 
 
 def gated_delta(c: Config, dtype: str) -> tuple[Rows, ...]:
-    """Gated delta net: one convolution over queries, keys and values; a [key, value] matrix for each value head."""
+    """Gated delta net (arXiv 2412.06464): one convolution over queries, keys and values; a ``[key, value]`` matrix for each
+    value head."""
     keys = (c.size("linear_num_key_heads"), c.size("linear_key_head_dim"))
     values = (c.size("linear_num_value_heads"), c.size("linear_value_head_dim"))
     tail = conv((keys, keys, values), c.size("linear_conv_kernel_dim", 2) - 1, dtype)
@@ -84,24 +86,27 @@ def olmo_hybrid(c: Config, dtype: str) -> tuple[Rows, ...]:
     return gated_delta(derived, dtype)
 
 
-def kimi_delta(c: Config, dtype: str) -> tuple[Rows, ...]:
-    """Kimi delta attention; a checkpoint keeps its sizes in a table of its own."""
-    table = c.table("linear_attn_config")
-    names = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
-    names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
-    c = c.replaced(**{ours: table[theirs] for theirs, ours in names.items() if theirs in table})
-    heads, width = c.size("linear_num_heads"), c.size("linear_head_dim")
-    return conv(((heads, width),) * 3, c.size("linear_conv_kernel_dim", 2) - 1, dtype), recurrent(heads, width, width)
+def kimi_delta(
+    heads: str = "linear_num_heads", head_dim: str = "linear_head_dim", kernel: str = "linear_conv_kernel_dim"
+) -> StateRule:
+    """Kimi delta attention (arXiv 2510.26692). The sizes are those of ``linear_attn_config``, else the fields that are the
+    defaults here, else the fields that the arguments name."""
+
+    def states(c: Config, dtype: str) -> tuple[Rows, ...]:
+        table = c.table("linear_attn_config")
+
+        def size(name: str, field: str, other: str, at_least: int = 1) -> int:
+            value = table.get(name, c.get(field, c.get(other)))
+            return c.replaced(**{field: value}).size(field, at_least)
+
+        number, width = size("num_heads", "linear_num_heads", heads), size("head_dim", "linear_head_dim", head_dim)
+        columns = size("short_conv_kernel_size", "linear_conv_kernel_dim", kernel, 2) - 1
+        return conv(((number, width),) * 3, columns, dtype), recurrent(number, width, width)
+
+    return states
 
 
-def bailing_hybrid(c: Config, dtype: str) -> tuple[Rows, ...]:
-    """Kimi delta attention with the sizes of the attention beside it."""
-    own = {"linear_num_heads": "num_attention_heads", "linear_head_dim": "head_dim"}
-    own["linear_conv_kernel_dim"] = "short_conv_kernel_size"
-    return kimi_delta(c.replaced(**{ours: c.get(ours, c.get(theirs)) for ours, theirs in own.items()}), dtype)
-
-
-def short_conv(c: Config, dtype: str) -> tuple[Rows, ...]:
+def short_convolution(c: Config, dtype: str) -> tuple[Rows, ...]:
     return (conv(((c.size("hidden_size"), 1),), c.size("conv_L_cache", 2) - 1, dtype),)
 
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
 
-from kvpagoda.errors import BadInput, SchemaError
-from kvpagoda.schema.fields import MXFP4, RAW, Encoding
-from kvpagoda.schema.kinds import Compressed
+from kvpagoda.errors import SchemaError
+from kvpagoda.schema.fields import MXFP4, Encoding
+from kvpagoda.schema.kinds import Compressed, IndexKeys
+from kvpagoda.schema.layers import Layer, block_layout, state_layout
 from kvpagoda.schema.layout import RowLayout
-from kvpagoda.schema.schema import Layer, Schema
-from kvpagoda.units import ceil_div
+from kvpagoda.schema.schema import Schema
+from kvpagoda.units import ceil_div, whole_number
 
 BLOCK_SIZE_ORIGINAL_TOKENS = 128
 """Tokens of the text that one block stands for: the least common multiple of the two compression ratios."""
@@ -32,7 +33,7 @@ model was trained with and what FlashMLA reads."""
 
 
 class AttentionType(Enum):
-    """What a layer attends to; the value is the model's own word for it."""
+    """What a layer attends to; the value is the layer type in transformers."""
 
     CSA = "compressed_sparse_attention"
     HCA = "heavily_compressed_attention"
@@ -118,13 +119,8 @@ class DSV4Config:
             encoding=self.encoding if encoding is None else encoding,
             index_encoding=self.index_encoding if index_encoding is None else index_encoding,
         )
-        layers = [build_schema(config, spec) for spec in build_schedule(config)]
-        return Schema(
-            tuple(Layer(layer.layer_idx, layer.attn.value, (layer.kind,)) for layer in layers),
-            self.name,
-            self.max_positions,
-            self.vocab_size,
-        )
+        layers = tuple(build_schema(config, spec).layer for spec in build_schedule(config))
+        return Schema(layers, self.name, self.max_positions, self.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -148,7 +144,13 @@ def build_schedule(config: DSV4Config) -> list[LayerSpec]:
 
 @dataclass(frozen=True)
 class LayerSchema:
-    """What one layer keeps; everything follows from ``kind``. Counts are 0 where a layer does not have the thing."""
+    """What one layer keeps; everything follows from ``kind``. Counts are 0 where a layer does not have the thing.
+
+    >>> config = DSV4Config.flash()
+    >>> csa = build_schema(config, build_schedule(config)[2])
+    >>> csa.attn.name, csa.entries_per_block, csa.tail_buffer_size, csa.overlap_size
+    ('CSA', 32, 3, 4)
+    """
 
     BLOCK_SIZE_ORIGINAL_TOKENS: ClassVar[int] = BLOCK_SIZE_ORIGINAL_TOKENS
 
@@ -201,36 +203,32 @@ class LayerSchema:
         """Elements of one indexer key."""
         return self.kind.index_dim or 0
 
+    @property
+    def layer(self) -> Layer:
+        """This layer as one of a ``Schema``."""
+        return Layer(self.layer_idx, self.attn.value, (self.kind,))
+
     def block_layout(self) -> RowLayout:
         """The record of one block of this layer; 0 bytes for SWA."""
-        return RowLayout.build(
-            (self.layer_idx, field)
-            for rows in self.kind.block_rows()
-            for field in rows.fields(BLOCK_SIZE_ORIGINAL_TOKENS // rows.tokens_per_row)
-        )
+        return block_layout((self.layer,), BLOCK_SIZE_ORIGINAL_TOKENS)
 
     def state_layout(self) -> RowLayout:
         """The record of one request's state of this layer."""
-        return RowLayout.build(
-            (self.layer_idx, field) for rows in self.kind.state_rows() for field in rows.fields(rows.count)
-        )
+        return state_layout((self.layer,))
 
 
 def build_schema(config: DSV4Config, layer_spec: LayerSpec) -> LayerSchema:
     """What layer ``layer_spec`` keeps."""
     attn = layer_spec.attn
-    is_csa = attn is AttentionType.CSA
     ratio = {AttentionType.CSA: config.csa_ratio, AttentionType.HCA: config.hca_ratio, AttentionType.SWA: 0}[attn]
     kind = Compressed(
         config.head_dim,
         config.window,
         "bfloat16",
         ratio,
-        overlap=is_csa,
-        index_dim=config.index_dim if is_csa else None,
-        encoding=config.encoding,
-        index_encoding=config.index_encoding if is_csa else RAW,
-        tail_dtype=config.tail_dtype,
+        IndexKeys(config.index_dim, config.index_encoding) if attn is AttentionType.CSA else None,
+        config.encoding,
+        config.tail_dtype,
     )
     return LayerSchema(layer_spec.layer_idx, attn, kind)
 
@@ -249,11 +247,14 @@ def compute_block_budget(
     ``csa_bytes`` and ``hca_bytes`` are the data of these blocks over all layers of the type, and ``state_bytes`` that of
     ``max_requests`` state rows over all layers, without alignment and without the hidden row of each pool.
 
-    Raises BadInput unless both numbers are positive.
+    Raises BadInput unless both are positive whole numbers.
+
+    >>> config = DSV4Config.pro()
+    >>> budget = compute_block_budget(config, build_schedule(config), max_tokens=1_000_000, max_requests=16)
+    >>> budget["csa"], budget["hca"]
+    (7828, 7813)
     """
-    for what, number in (("max_tokens", max_tokens), ("max_requests", max_requests)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise BadInput(f"{what} must be a positive whole number, got {number!r}")
+    max_tokens, max_requests = whole_number(max_tokens, "max_tokens"), whole_number(max_requests, "max_requests")
     budget = {"csa": 0, "hca": 0, "csa_bytes": 0, "hca_bytes": 0, "state_bytes": 0}
     for name, ratio in (("csa", config.csa_ratio), ("hca", config.hca_ratio)):
         budget[name] = most_blocks(ratio, max_tokens, max_requests)

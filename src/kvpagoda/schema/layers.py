@@ -1,0 +1,86 @@
+"""Layers, each a tuple of kinds, and groups: the layers whose rows grow in the same way and share block ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvpagoda.errors import SchemaError
+from kvpagoda.schema.fields import Growth, Rows
+from kvpagoda.schema.kinds import LayerKind, Shared
+from kvpagoda.schema.layout import RowLayout
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: its index in the model, its type as the model names it, and what it keeps (usually one kind).
+
+    >>> from kvpagoda.schema import Attention
+    >>> layer = Layer(0, "full_attention", (Attention(8, 128, 128, "bfloat16"),))
+    >>> layer.growth.name, [rows.name for rows in layer.block_rows()], layer.rewinds
+    ('full', ['k', 'v'], None)
+    """
+
+    index: int
+    label: str
+    kinds: tuple[LayerKind, ...]
+
+    @cached_property
+    def growth(self) -> Growth | None:
+        """How its block rows grow; None for a layer that keeps nothing per token. Raises SchemaError if kinds differ."""
+        laws = {law for kind in self.kinds if (law := kind.growth()) is not None}
+        if len(laws) > 1:
+            raise SchemaError(f"layer {self.index} ({self.label}) mixes growth laws {sorted(law.name for law in laws)}")
+        return laws.pop() if laws else None
+
+    @cached_property
+    def owner(self) -> int:
+        """The layer whose rows this layer reads: itself, unless it shares another's."""
+        return next((kind.owner for kind in self.kinds if isinstance(kind, Shared)), self.index)
+
+    @property
+    def rewinds(self) -> int | None:
+        """How many of the newest tokens all that it keeps can take back; None: any number."""
+        return min((n for kind in self.kinds if (n := kind.rewinds()) is not None), default=None)
+
+    def block_rows(self) -> tuple[Rows, ...]:
+        """What it keeps in blocks, over all its kinds."""
+        return tuple(rows for kind in self.kinds for rows in kind.block_rows())
+
+    def state_rows(self) -> tuple[Rows, ...]:
+        """What it keeps once per request, over all its kinds."""
+        return tuple(rows for kind in self.kinds for rows in kind.state_rows())
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers with one growth law: they grow together and share one block id."""
+
+    growth: Growth
+    layers: tuple[Layer, ...]
+
+    @property
+    def name(self) -> str:
+        return self.growth.name
+
+    def block_layout(self, block_size: int) -> RowLayout:
+        """The record of one block of ``block_size`` tokens: all layers of the group."""
+        return block_layout(self.layers, block_size)
+
+
+def block_layout(layers: Iterable[Layer], block_size: int) -> RowLayout:
+    """The record of one block of ``block_size`` tokens of ``layers``, one layer behind another."""
+    return RowLayout.build(
+        (layer.index, field)
+        for layer in layers
+        for rows in layer.block_rows()
+        for field in rows.fields(block_size // rows.tokens_per_row)
+    )
+
+
+def state_layout(layers: Iterable[Layer]) -> RowLayout:
+    """The record of one request's state of ``layers``, one layer behind another. 0 bytes where none has a state."""
+    return RowLayout.build(
+        (layer.index, field) for layer in layers for rows in layer.state_rows() for field in rows.fields(rows.count)
+    )

@@ -1,0 +1,17 @@
+"""The examples in the docstrings of the room do what they say."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+
+from kvpagoda.kernels.dispatch import VARIABLE
+
+
+@pytest.mark.parametrize("name", ["append_swa", "copy_rows", "dispatch", "int_views"])
+def test_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    failed, tried = doctest.testmod(importlib.import_module(f"kvpagoda.kernels.{name}"))
+    assert failed == 0 and tried
