@@ -177,7 +177,7 @@ class LayerCacheHandle:
             self.kind.encoding,
             getattr(torch, self.kind.dtype),
             self.state.shown("swa"),
-            *self.state.shown("swa_pos"),
+            self.state.shown("swa_pos")[0],
             self.step.state_rows,
             self.positions,
         )
