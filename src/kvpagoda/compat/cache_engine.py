@@ -65,6 +65,7 @@ class CacheEngine:
     block_size, num_kv_heads, head_size]``, K before V; with MLA ``[num_blocks, block_size, num_kv_heads * head_size]``
     (MLA has one head). The host's tensors are page-locked when a GPU is there. All memory is zero at the start.
 
+    >>> import torch
     >>> from types import SimpleNamespace
     >>> cache = SimpleNamespace(block_size=16, num_gpu_blocks=8, num_cpu_blocks=32, cache_dtype="auto")
     >>> model = SimpleNamespace(
