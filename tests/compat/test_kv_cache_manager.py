@@ -250,6 +250,13 @@ class NoOperation(TorchDispatchMode):
         raise AssertionError(f"{func} ran")
 
 
+def test_a_device_may_be_named_otherwise_than_its_tensors_name_it() -> None:
+    """As "cuda" and "cuda:0" do."""
+    manager = KVCacheManager(SMALL, build_schedule(SMALL), 3, 6, 5, device="cpu:0")
+    assert manager.device != int32(0).device
+    manager.acquire(0, int32(0), int32(0), int32(0))
+
+
 def test_acquire_runs_no_operation_at_all() -> None:
     manager = small()
     slots, positions, ids = int32(0, -1, 1), int32(0, 0, 5), int32(7, 0, 8)

@@ -194,6 +194,8 @@ class KVCacheManager:
         step. An entry whose block was not allocated goes to the hidden block and is lost. Raises BadInput.
         """
         self._check_layer(layer_idx)
+        state = self.state_pools[layer_idx]
+        there = state["swa_pos"].device  # with its index, which ``device`` may lack
         given = (("request_slots", request_slots), ("positions", positions), ("request_ids", request_ids))
         for name, tensor in given:
             if tensor.dtype != torch.int32 or tensor.shape != request_slots.shape or tensor.ndim != 1:
@@ -201,12 +203,12 @@ class KVCacheManager:
                     f"{name} must be int32 [n] like request_slots, got {tensor.dtype} {list(tensor.shape)} "
                     f"beside {list(request_slots.shape)}"
                 )
-            if tensor.device != self.device:
-                raise BadInput(f"{name} must be on {self.device}, where the cache is, got {tensor.device}")
+            if tensor.device != there:
+                raise BadInput(f"{name} must be on {there}, where the cache is, got {tensor.device}")
         return LayerCacheHandle(
             self.schemas[layer_idx].kind,
             self.paged_pools[layer_idx],
-            self.state_pools[layer_idx],
+            state,
             (blocks := self._blocks[layer_idx]) and blocks.table.tensor,
             Step(request_slots, positions, request_ids, state_rows=request_slots, dummy=-1),
         )
