@@ -100,6 +100,19 @@ def test_ids_that_are_no_whole_numbers_raise(bad):
     assert blocks.num_free == 3
 
 
+def test_an_acquire_that_fails_on_its_way_to_the_device_takes_nothing(monkeypatch):
+    def fail(ids, device):
+        raise MemoryError("no device memory")
+
+    blocks = BlockAllocator(6, device="cpu")
+    monkeypatch.setattr("kvpagoda.compat.block_allocator.ids_to", fail)
+    with pytest.raises(MemoryError):
+        blocks.acquire(4)
+    monkeypatch.undo()
+    assert blocks.num_free == 6 and blocks.acquire(2).tolist() == [0, 1]
+    blocks.check()
+
+
 def test_random_operations_against_a_model():
     """100,000 operations; ``check`` after each: no id twice, none lost, the counts agree."""
     rng = np.random.default_rng(3)

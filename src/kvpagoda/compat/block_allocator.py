@@ -40,7 +40,12 @@ class BlockAllocator:
         Raises OutOfBlocks (a RuntimeError; the text holds ``OOM``, the request, what is free and the total), taking
         nothing, and BadInput for an ``n`` that is not a whole number of at least 0.
         """
-        return ids_to(self._blocks.acquire(n), self.device)
+        ids = self._blocks.acquire(n)
+        try:
+            return ids_to(ids, self.device)
+        except BaseException:
+            self._blocks.release(ids[::-1])
+            raise
 
     def release(self, ids: IdsLike) -> None:
         """Give back blocks: a tensor on any device, an array or a sequence of whole numbers, of any shape. O(n).

@@ -138,8 +138,12 @@ class KVCacheManager:
                 f"release one or raise max_concurrent_requests"
             )
         slot = int(self._slots.acquire(1)[0])
-        for pool in self.state_pools:
-            pool.reset_slot(slot)
+        try:
+            for pool in self.state_pools:
+                pool.reset_slot(slot)
+        except BaseException:
+            self._slots.release_id(slot)
+            raise
         return slot
 
     def release_request(self, slot: int) -> None:

@@ -66,12 +66,12 @@ class PrefixCacheManager:
         slot, version = whole_number(slot, "a slot"), whole_number(slot_ver, "a slot version")
         match = self._tree.match(tokens)
         entries = self._entries.take(len(tokens) - match.num_tokens)[None]
-        lease = self._tree.insert(match, tokens[match.num_tokens :], entries, pin=True).lease
-        assert lease is not None
-        self._tree.touch(match)
         path = np.concatenate((match.ids[0], entries[0]))
         self._slots = grown(self._slots, int(path.max(initial=0)) + 1)
         self._versions = grown(self._versions, len(self._slots))
+        lease = self._tree.insert(match, tokens[match.num_tokens :], entries, pin=True).lease
+        assert lease is not None
+        self._tree.touch(match)
         self._slots[path], self._versions[path] = slot, version
         self._leases.setdefault(tokens.tobytes(), []).append(lease)
         self._shrink()
