@@ -7,17 +7,33 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.namespace import with_stand_ins
 from kvpagoda.prefix import Lease
-from kvpagoda.prefix.tokens import as_tokens as as_tokens
 from kvpagoda.reuse import PrefixMatch
 
-Tokens = Ids
-_INT32 = np.dtype(np.int32)
+Tokens = npt.NDArray[np.int32]
+_INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
+
+
+def as_tokens(token_ids: Any, vocab_size: int | None = None) -> Tokens:
+    """``token_ids`` as a contiguous int32 vector. Raises BadInput for anything but integers inside the vocabulary."""
+    array = np.asarray(token_ids)
+    if array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous:
+        unsigned = array.view(_UINT32)  # one pass: what is below 0 is large
+        if not len(array) or unsigned.item(unsigned.argmax()) < (vocab_size or 2**31):
+            return array
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise BadInput(f"token ids must be a vector of integers, got {array.dtype} of shape {list(array.shape)}")
+    if array.size:
+        low, high = int(array.min()), int(array.max())
+        top = (vocab_size or 2**31) - 1
+        if low < 0 or high > top:
+            raise BadInput(f"token id {low if low < 0 else high} is outside the vocabulary 0..{top}")
+    return np.ascontiguousarray(array, np.int32)
 
 
 class Owner(Protocol):

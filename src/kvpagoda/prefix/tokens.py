@@ -17,7 +17,7 @@ def as_tokens(token_ids: Any, vocab_size: int | None = None) -> Ids:
     inside the vocabulary (None: 0 .. 2^31 - 1). O(n)."""
     try:
         array = np.asarray(token_ids)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise BadInput(f"token ids must be a vector of integers on the host: {error}") from None
     if array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous:
         unsigned = array.view(_UINT32)  # one pass: what is below 0 is large
