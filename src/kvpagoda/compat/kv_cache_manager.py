@@ -198,8 +198,7 @@ class KVCacheManager:
         step. An entry whose block was not allocated goes to the hidden block and is lost. Raises BadInput.
         """
         self._check_layer(layer_idx)
-        state = self.state_pools[layer_idx]
-        there = state["swa_pos"].device  # with its index, which ``device`` may lack
+        there = self.state_pools[layer_idx]["swa_pos"].device  # with its index, which ``device`` may lack
         given = (("request_slots", request_slots), ("positions", positions), ("request_ids", request_ids))
         for name, tensor in given:
             if tensor.dtype != torch.int32 or tensor.shape != request_slots.shape or tensor.ndim != 1:
@@ -212,7 +211,7 @@ class KVCacheManager:
         return LayerCacheHandle(
             self.schemas[layer_idx].kind,
             self.paged_pools[layer_idx],
-            state,
+            self.state_pools[layer_idx],
             (blocks := self._blocks[layer_idx]) and blocks.table.tensor,
             Step(request_slots, positions, request_ids, state_rows=request_slots, dummy=-1),
         )
