@@ -227,7 +227,8 @@ def test_addresses_stay_and_what_did_not_change_is_not_written() -> None:
         batch = together.extend()
         views = [batch.layer(0), batch.layer(1)]
         tensors = [getattr(view, name) for view in views for name in (*NAMES, "block_table")]
-        tensors += [batch.positions, batch.qo_indptr, batch.state_indices, *(one for one in vars(batch.step).values() if isinstance(one, torch.Tensor))]
+        tensors += [batch.positions, batch.qo_indptr, batch.state_indices]
+        tensors += [batch.step.request_slots, batch.step.request_ids, batch.step.state_rows]
         seen.add(tuple(tensor.data_ptr() for tensor in tensors))
         cache.batch([first], [1]).layer(0).block_table.zero_()  # the arrays of another batch lie elsewhere
         together.commit([1, 2])

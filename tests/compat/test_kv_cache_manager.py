@@ -79,6 +79,20 @@ def test_slots_are_recycled_and_one_too_many_raises() -> None:
     manager.check()
 
 
+def test_an_admission_that_fails_on_the_device_costs_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = small()
+
+    def fail(slot: int) -> None:
+        raise MemoryError("no device memory")
+
+    monkeypatch.setattr(manager.state_pools[2], "reset_slot", fail)
+    with pytest.raises(MemoryError):
+        manager.admit_request()
+    monkeypatch.undo()
+    assert manager.num_free_slots == 3 and manager.admit_request() == 0
+    manager.check()
+
+
 def test_release_gives_back_every_block_of_every_layer() -> None:
     manager = small()
     slot, other = manager.admit_request(), manager.admit_request()
@@ -248,6 +262,13 @@ class NoOperation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} ran")
+
+
+def test_a_device_may_be_named_otherwise_than_its_tensors_name_it() -> None:
+    """As "cuda" and "cuda:0" do."""
+    manager = KVCacheManager(SMALL, build_schedule(SMALL), 3, 6, 5, device="cpu:0")
+    assert manager.device != int32(0).device
+    manager.acquire(0, int32(0), int32(0), int32(0))
 
 
 def test_acquire_runs_no_operation_at_all() -> None:

@@ -177,3 +177,12 @@ def test_an_engine_never_reads_a_slot_that_does_not_hold_the_text() -> None:
         if step % 20 == 0:
             cache.check()
     assert hits > 1000
+
+
+def test_the_array_of_an_insert_stays_the_callers():
+    cache, tokens = PrefixCacheManager(), np.arange(8, dtype=np.int32)
+    cache.insert(tokens, 3, 1)
+    tokens[:] = 7
+    assert cache.find(list(range(8))) == (8, 3, 1)
+    cache.release(list(range(8)))
+    cache.check()

@@ -14,6 +14,7 @@ def make():
 
 def test_slots_start_at_1_and_none_means_no_room():
     pool = make()
+    assert (pool.max_reqs, pool.max_context_len, pool.device.type) == (3, 8, "cpu")
     assert pool.req_to_token.shape == (4, 8) and pool.req_to_token.dtype == torch.int32
     assert pool.alloc(2) == [1, 2] and pool.available_size() == 1
     assert pool.alloc(2) is None and pool.available_size() == 1

@@ -7,7 +7,6 @@ import time
 import numpy as np
 import pytest
 
-from kvpagoda.compat.lowest_free import LowestFirst
 from kvpagoda.compat.slot_allocator import SlotAllocator
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned
 
@@ -85,23 +84,6 @@ def test_check_sees_an_index_that_disagrees():
     slots._lowest.remove(2)
     with pytest.raises(CheckFailed, match=r"\[2\]"):
         slots.check()
-
-
-@pytest.mark.parametrize("size", [1, 255, 256, 257, 65_536, 65_537])
-def test_the_bit_tree_at_the_edges_of_its_words(size):
-    tree = LowestFirst(size)
-    assert tree.members() == list(range(size))
-    for i in {0, size // 2, size - 1}:
-        tree.remove(i)
-        tree.remove(i)
-        assert i not in tree.members()
-    tree.add(size - 1)
-    tree.add(size - 1)
-    for i in range(size - 1):
-        tree.remove(i)
-    assert tree.lowest() == size - 1
-    tree.remove(size - 1)
-    assert tree.lowest() == -1 and tree.members() == []
 
 
 def test_random_operations_against_a_model():

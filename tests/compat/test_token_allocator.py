@@ -384,6 +384,21 @@ def test_cost_is_flat_from_1_000_to_1_000_000_tokens(page_size):
     assert large < 5 * small, f"{large / small:.1f} times the cost at a thousand times the size"
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_an_alloc_that_fails_on_its_way_to_the_device_takes_nothing(page_size, monkeypatch):
+    def fail(ids, device):
+        raise MemoryError("no device memory")
+
+    tokens = make(16, page_size)
+    before = snapshot(tokens)
+    monkeypatch.setattr("kvpagoda.compat.token_allocator.ids_to", fail)
+    with pytest.raises(MemoryError):
+        tokens.alloc(6)
+    monkeypatch.undo()
+    assert snapshot(tokens) == before and tokens.alloc(2).tolist()[:2] == [1, 2]
+    tokens.check()
+
+
 @pytest.mark.gpu
 def test_indices_live_on_the_device_by_default():
     tokens = TokenToKVPoolAllocator(16, page_size=4)

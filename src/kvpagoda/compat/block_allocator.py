@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from kvpagoda.blocks.free_list import FreeList
-from kvpagoda.errors import NotOwned
 from kvpagoda.memory.id_tensors import Device, IdsLike, default_device, ids_from, ids_to
 
 
@@ -14,6 +13,15 @@ class BlockAllocator:
 
     ``acquire`` and ``release`` run between graph captures only; reading ids that were handed out is safe inside a
     captured graph. ``device``: where ``acquire`` puts its ids; None: CUDA when a GPU is there, else the CPU.
+
+    >>> blocks = BlockAllocator(8, device="cpu")
+    >>> ids = blocks.acquire(3)
+    >>> ids.dtype, blocks.num_free
+    (torch.int32, 5)
+    >>> blocks.release(ids)
+    >>> blocks.release(ids)
+    Traceback (most recent call last):
+    kvpagoda.errors.NotOwned: id 0 of blocks is not held: freed twice, or never handed out
     """
 
     def __init__(self, num_total_blocks: int, device: Device = None) -> None:
@@ -32,7 +40,12 @@ class BlockAllocator:
         Raises OutOfBlocks (a RuntimeError; the text holds ``OOM``, the request, what is free and the total), taking
         nothing, and BadInput for an ``n`` that is not a whole number of at least 0.
         """
-        return ids_to(self._blocks.acquire(n), self.device)
+        ids = self._blocks.acquire(n)
+        try:
+            return ids_to(ids, self.device)
+        except BaseException:
+            self._blocks.release(ids[::-1])
+            raise
 
     def release(self, ids: IdsLike) -> None:
         """Give back blocks: a tensor on any device, an array or a sequence of whole numbers, of any shape. O(n).
@@ -41,17 +54,6 @@ class BlockAllocator:
         ids that are not whole numbers. Whatever it raises, nothing has changed.
         """
         self._blocks.release(ids_from(ids))
-
-    def generation(self, ids: IdsLike) -> torch.Tensor:
-        """How often each block was handed out: int64 ``[n]`` on the device. (id, generation) names one holder for ever.
-
-        Raises NotOwned for an id out of range.
-        """
-        index = ids_from(ids)
-        for i in (index.min(), index.max()) if len(index) else ():
-            if not 0 <= i < self.num_total_blocks:
-                raise NotOwned(f"id {i} is not one of the blocks 0..{self.num_total_blocks - 1}")
-        return ids_to(self._blocks.generation[index], self.device)
 
     def check(self) -> None:
         """Prove that every block is free or held, once. Raises CheckFailed. O(num_total_blocks)."""

@@ -65,6 +65,7 @@ class CacheEngine:
     block_size, num_kv_heads, head_size]``, K before V; with MLA ``[num_blocks, block_size, num_kv_heads * head_size]``
     (MLA has one head). The host's tensors are page-locked when a GPU is there. All memory is zero at the start.
 
+    >>> import torch
     >>> from types import SimpleNamespace
     >>> cache = SimpleNamespace(block_size=16, num_gpu_blocks=8, num_cpu_blocks=32, cache_dtype="auto")
     >>> model = SimpleNamespace(
@@ -147,7 +148,8 @@ class CacheEngine:
         row = model_config.get_num_kv_heads(parallel_config) * model_config.get_head_size()
         parts = 1 if model_config.use_mla else 2
         num_layers = model_config.get_num_layers_by_block_type(parallel_config, layer_type)
-        return num_layers * cache_config.block_size * parts * row * itemsize(_cache_dtype(cache_config, model_config))
+        elements: int = num_layers * cache_config.block_size * parts * row
+        return elements * itemsize(_cache_dtype(cache_config, model_config))
 
     def _shape(self, num_blocks: int) -> Shape:
         sizes = (num_blocks, self.block_size, self.num_kv_heads, self.head_size)

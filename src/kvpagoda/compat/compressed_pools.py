@@ -18,30 +18,12 @@ from kvpagoda.schema.presets.deepseek_v4 import LayerSchema
 
 Tensor = torch.Tensor
 
-_ENTRIES = (
-    "entries",
-    "entries_fp8",
-    "entries_rope",
-    "entries_scales",
-    "indexer_keys",
-    "indexer_keys_fp4",
-    "indexer_keys_scales",
-)
-_TAILS = ("tail_ka", "tail_za", "tail_kb", "tail_zb", "overlap_k", "overlap_z")
+_ENTRIES = "entries entries_fp8 entries_rope entries_scales indexer_keys indexer_keys_fp4 indexer_keys_scales".split()
+_SWA = "swa swa_fp8 swa_rope swa_inv_scale swa_scales".split()
+_TAILS = "tail_ka tail_za tail_kb tail_zb overlap_k overlap_z".split()
 ENTRY_FIELDS = {name: name for name in _ENTRIES} | {"inv_scale": "entries_inv_scale"}
 """Attribute of ``PagedKVPool`` -> the field that it shows."""
-STATE_FIELDS = {
-    name: name
-    for name in (
-        "swa",
-        "swa_fp8",
-        "swa_rope",
-        "swa_inv_scale",
-        "swa_scales",
-        *_TAILS,
-        *(f"idx_{name}" for name in _TAILS),
-    )
-}
+STATE_FIELDS = {name: name for name in (*_SWA, *_TAILS, *(f"idx_{name}" for name in _TAILS))}
 """Attribute of ``StateCachePool`` -> the field that it shows."""
 
 

@@ -139,8 +139,12 @@ class KVCacheManager:
                 f"release one or raise max_concurrent_requests"
             )
         slot = int(self._slots.acquire(1)[0])
-        for pool in self.state_pools:
-            pool.reset_slot(slot)
+        try:
+            for pool in self.state_pools:
+                pool.reset_slot(slot)
+        except BaseException:
+            self._slots.release_id(slot)
+            raise
         return slot
 
     def release_request(self, slot: int) -> None:
@@ -195,6 +199,7 @@ class KVCacheManager:
         step. An entry whose block was not allocated goes to the hidden block and is lost. Raises BadInput.
         """
         self._check_layer(layer_idx)
+        there = self.state_pools[layer_idx]["swa_pos"].device  # with its index, which ``device`` may lack
         given = (("request_slots", request_slots), ("positions", positions), ("request_ids", request_ids))
         for name, tensor in given:
             if tensor.dtype != torch.int32 or tensor.shape != request_slots.shape or tensor.ndim != 1:
@@ -202,8 +207,8 @@ class KVCacheManager:
                     f"{name} must be int32 [n] like request_slots, got {tensor.dtype} {list(tensor.shape)} "
                     f"beside {list(request_slots.shape)}"
                 )
-            if tensor.device != self.device:
-                raise BadInput(f"{name} must be on {self.device}, where the cache is, got {tensor.device}")
+            if tensor.device != there:
+                raise BadInput(f"{name} must be on {there}, where the cache is, got {tensor.device}")
         return LayerCacheHandle(
             self.schemas[layer_idx].kind,
             self.paged_pools[layer_idx],

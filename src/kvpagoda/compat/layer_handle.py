@@ -28,6 +28,12 @@ class SWAView:
     FP8 forms have ``swa_fp8`` ``[requests, ring, dim - rope]`` uint8, ``swa_rope`` ``[.., rope]`` bfloat16 and scales;
     the raw form has ``swa`` ``[requests, ring, dim]``. A ring has ``window + verify_width`` rows and may hold older rows
     and rows of tokens that were taken back: the token at p reads those with ``swa_pos`` in p - window + 1 .. p alone.
+
+    >>> from kvpagoda.schema import RAW
+    >>> rows, slots = torch.ones(1, 4, 8), torch.zeros(2, dtype=torch.int32)
+    >>> view = SWAView(RAW, torch.float32, (rows,), torch.tensor([[0, 1, -1, -1]]), slots, torch.arange(2))
+    >>> dequantize_swa(view)[0, :, 0].tolist()
+    [1.0, 1.0, 0.0, 0.0]
     """
 
     encoding: Encoding
@@ -67,7 +73,14 @@ class BlockView:
 
 
 class ClassicalView(BlockView):
-    """The compressed entries: codes, bfloat16 RoPE part and scales (the raw form has one part, the entries)."""
+    """The compressed entries: codes, bfloat16 RoPE part and scales (the raw form has one part, the entries).
+
+    >>> from kvpagoda.schema import RAW
+    >>> entries, table = torch.arange(24.0).view(3, 4, 2), torch.tensor([[2, 0]], dtype=torch.int32)
+    >>> view = ClassicalView(RAW, torch.float32, (entries,), table, torch.tensor([5], dtype=torch.int32))
+    >>> dequantize_entries(view, view.block_table[0]).flatten(0, 1)[:5].tolist()    # the 5 entries of request 0
+    [[16.0, 17.0], [18.0, 19.0], [20.0, 21.0], [22.0, 23.0], [0.0, 1.0]]
+    """
 
     @property
     def entries_fp8(self) -> Tensor:
@@ -83,7 +96,15 @@ class ClassicalView(BlockView):
 
 
 class IndexerView(BlockView):
-    """The indexer's keys: packed codes and their scales (in the raw form both are the keys as they are)."""
+    """The indexer's keys: packed codes and their scales (in the raw form both are the keys as they are).
+
+    >>> from kvpagoda.formats import encode
+    >>> from kvpagoda.schema import MXFP4
+    >>> parts, table = tuple(encode(MXFP4, torch.ones(2, 32, 128))), torch.tensor([[1]], dtype=torch.int32)
+    >>> view = IndexerView(MXFP4, torch.bfloat16, parts, table, torch.tensor([32], dtype=torch.int32))
+    >>> view.keys_fp4.shape, view.key_scales.shape
+    (torch.Size([2, 32, 64]), torch.Size([2, 32, 4]))
+    """
 
     @property
     def keys_fp4(self) -> Tensor:
@@ -111,13 +132,29 @@ class ClosedWindows:
 class LayerCacheHandle:
     """What one layer reads and writes in one step. Making one allocates no device memory; it is valid for that step.
 
-    ``paged`` is None on layers without compressed entries. All writes go to the rows of ``step``'s own requests.
+    ``paged`` is None on layers without compressed entries. All writes go to the rows of ``step``'s own requests, whose
+    ``request_slots``, ``positions`` and ``request_ids`` are attributes of the handle too.
+
+    >>> from kvpagoda import DSV4Config, KVCache
+    >>> config = DSV4Config((4,), head_dim=64, rope_dim=16, window=8, index_dim=32)     # one CSA layer
+    >>> cache = KVCache(config.schema(), num_blocks=4, max_requests=2, device="cpu")
+    >>> sequence = cache.open(range(9))
+    >>> sequence.extend(8)
+    >>> handle = LayerCacheHandle.of(cache.batch([sequence], [8]).layer(0))
+    >>> handle.write_swa(torch.ones(8, 64, dtype=torch.bfloat16))
+    >>> closed = handle.close_windows(keys=torch.randn(8, 128), scores=torch.randn(8, 128))
+    >>> closed.windows.tolist(), closed.keys.shape          # two windows, each over the rows of two
+    ([0, 1], torch.Size([2, 8, 64]))
+    >>> handle.write_entries(closed, torch.ones(2, 64, dtype=torch.bfloat16))
+    >>> handle.read_entries(torch.tensor([[0, 1, -1]] * 8))[7].sum(dim=-1).tolist()
+    [64.0, 64.0, 0.0]
     """
 
     def __init__(
         self, kind: Compressed, paged: Pool | None, state: Pool, block_table: Tensor | None, step: Step
     ) -> None:
         self.kind, self.paged, self.state, self.block_table, self.step = kind, paged, state, block_table, step
+        self.request_slots, self.positions, self.request_ids = step.request_slots, step.positions, step.request_ids
 
     @classmethod
     def of(cls, view: Any) -> LayerCacheHandle:
@@ -129,18 +166,6 @@ class LayerCacheHandle:
         if kind is None or view.state is None:
             raise BadInput(f"layer {view.layer.index} ({view.layer.label}) has no compressed attention")
         return cls(kind, view.blocks, view.state, view.slot_table, view.step)
-
-    @property
-    def request_slots(self) -> Tensor:
-        return self.step.request_slots
-
-    @property
-    def positions(self) -> Tensor:
-        return self.step.positions
-
-    @property
-    def request_ids(self) -> Tensor:
-        return self.step.request_ids
 
     # -- the sliding window -----------------------------------------------------------------------------------------
 
@@ -177,7 +202,7 @@ class LayerCacheHandle:
             self.kind.encoding,
             getattr(torch, self.kind.dtype),
             self.state.shown("swa"),
-            *self.state.shown("swa_pos"),
+            self.state.shown("swa_pos")[0],
             self.step.state_rows,
             self.positions,
         )

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.blocks.ids import Ids, whole_number
+from kvpagoda.blocks.ids import whole_number
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.prefix.numbers import Numbers, grown
 from kvpagoda.prefix.results import Lease, Match
+from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.prefix.tree import PrefixTree
 
 Text = Sequence[int] | npt.NDArray[Any]
@@ -26,6 +27,12 @@ class PrefixCacheManager:
 
     A *reference* belongs to the exact ``token_ids`` with which ``insert`` or ``pin`` took it; ``release`` drops one of
     those and no other. Texts are sequences of whole numbers, 0 to 2^31 - 1, or integer arrays. Calls are O(length).
+
+    >>> cache = PrefixCacheManager(max_capacity=1000)
+    >>> cache.insert([11, 12, 13, 14], slot=2, slot_ver=1)      # and takes a reference
+    >>> cache.find([11, 12, 13, 99])                            # 3 tokens are in slot 2, if it still has version 1
+    (3, 2, 1)
+    >>> cache.release([11, 12, 13, 14])                         # from now on it may be evicted
     """
 
     def __init__(self, max_capacity: int = 1000) -> None:
@@ -55,16 +62,16 @@ class PrefixCacheManager:
 
         The slot replaces older ones along the whole path. Then evicts down to the capacity. Raises BadInput.
         """
-        tokens = _tokens(token_ids)
+        tokens = as_tokens(token_ids).copy()  # the tree keeps it
         slot, version = whole_number(slot, "a slot"), whole_number(slot_ver, "a slot version")
         match = self._tree.match(tokens)
         entries = self._entries.take(len(tokens) - match.num_tokens)[None]
-        lease = self._tree.insert(match, tokens[match.num_tokens :], entries, pin=True).lease
-        assert lease is not None
-        self._tree.touch(match)
         path = np.concatenate((match.ids[0], entries[0]))
         self._slots = grown(self._slots, int(path.max(initial=0)) + 1)
         self._versions = grown(self._versions, len(self._slots))
+        lease = self._tree.insert(match, tokens[match.num_tokens :], entries, pin=True).lease
+        assert lease is not None
+        self._tree.touch(match)
         self._slots[path], self._versions[path] = slot, version
         self._leases.setdefault(tokens.tobytes(), []).append(lease)
         self._shrink()
@@ -75,7 +82,7 @@ class PrefixCacheManager:
         The slot held all ``prefix_len`` tokens when it had version ``slot_ver``: compare before reading it. (0, -1, 0)
         when nothing is cached. Raises BadInput.
         """
-        match = self._tree.match(_tokens(token_ids))
+        match = self._tree.match(as_tokens(token_ids))
         self._tree.touch(match)
         if not match.num_tokens:
             return 0, -1, 0
@@ -92,7 +99,7 @@ class PrefixCacheManager:
 
         Raises NotOwned, changing nothing, if there is none.
         """
-        key = _tokens(token_ids).tobytes()
+        key = as_tokens(token_ids).tobytes()
         leases = self._leases.get(key)
         if not leases:
             raise NotOwned(f"no reference on this text of {len(key) // 4} tokens: released twice, or never pinned")
@@ -137,7 +144,7 @@ class PrefixCacheManager:
             self.evict(surplus)
 
     def _cached(self, token_ids: Text) -> Match:
-        tokens = _tokens(token_ids)
+        tokens = as_tokens(token_ids)
         match = self._tree.match(tokens)
         if match.num_tokens < len(tokens):
             raise NotOwned(f"only {match.num_tokens} of these {len(tokens)} tokens are cached; find says how many are")
@@ -146,15 +153,3 @@ class PrefixCacheManager:
     def _place(self, match: Match) -> tuple[int, int]:
         entry = match.ids[0, -1]
         return int(self._slots[entry]), int(self._versions[entry])
-
-
-def _tokens(token_ids: Text) -> Ids:
-    try:
-        array = np.asarray(token_ids)
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"token ids are a vector of integers on the host: {error}") from None
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise BadInput(f"token ids are a vector of integers, got {array.dtype} of shape {list(array.shape)}")
-    if array.size and (array.min() < 0 or array.max() >= 2**31):
-        raise BadInput(f"token ids are 0..2^31 - 1, got {array.min()}..{array.max()}")
-    return array.astype(np.int32)

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvpagoda.blocks.free_list import FreeList
 from kvpagoda.blocks.ids import whole_number
-from kvpagoda.errors import BadInput, NotOwned, OutOfBlocks
-from kvpagoda.memory.arena import Device, Tensor, default_device
-from kvpagoda.memory.id_tensors import ids_from
-
-Values = Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
+from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.memory.id_tensors import Device, IdsLike, default_device, ids_from, integers
 
 
 class ReqToTokenPool:
@@ -23,14 +17,21 @@ class ReqToTokenPool:
 
     Slots ``1 .. max_reqs`` are handed out; slot 0 is padding, as in ``GDNPool``. The table does not know how long a
     request is: cells that were not written since the slot was taken hold what they held before. ``device`` None: CUDA
-    when a GPU is there, else the CPU.
+    when a GPU is there, else the CPU. Raises BadInput.
+
+    >>> requests = ReqToTokenPool(max_reqs=4, max_context_len=8, device="cpu")
+    >>> [slot] = requests.alloc(1)
+    >>> requests.write((slot, slice(0, 3)), [7, 8, 9])      # its first 3 tokens lie at KV indices 7, 8, 9
+    >>> slot, requests.req_to_token[slot].tolist()
+    (1, [7, 8, 9, 0, 0, 0, 0, 0])
+    >>> requests.free(slot)
     """
 
     def __init__(self, max_reqs: int, max_context_len: int, device: Device = None) -> None:
         self.max_context_len = whole_number(max_context_len, "max_context_len")
         self.device = default_device(device)
         self._slots = FreeList(max_reqs, first=1, what="request slots")
-        self.size = self._slots.num_ids
+        self.size = self.max_reqs = self._slots.num_ids
         shape = (self.size + 1, self.max_context_len)
         self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=self.device)
 
@@ -40,10 +41,9 @@ class ReqToTokenPool:
 
     def alloc(self, n: int = 1) -> list[int] | None:
         """``n`` free slots, or None (taking nothing) when there are not so many. Raises BadInput. O(n)."""
-        try:
-            slots: list[int] = self._slots.acquire(n).tolist()
-        except OutOfBlocks:
+        if whole_number(n, "the number of request slots") > self._slots.num_free:
             return None
+        slots: list[int] = self._slots.acquire(n).tolist()
         return slots
 
     def free(self, slot: int | Sequence[int]) -> None:
@@ -53,7 +53,7 @@ class ReqToTokenPool:
         else:
             self._slots.release_id(slot)
 
-    def write(self, index: tuple[int, slice], values: Values) -> None:
+    def write(self, index: tuple[int, slice], values: IdsLike) -> None:
         """Write the KV indices ``values`` (integers ``[n]``) of the ``n`` positions of ``index``: (slot, slice).
 
         Raises NotOwned for a slot that is not held, and BadInput for a slice that leaves the row, has a step, or is not
@@ -63,9 +63,7 @@ class ReqToTokenPool:
         if not self._slots.is_held(slot):
             raise NotOwned(f"request slot {slot} is not held; alloc it first")
         start, stop = self._span(positions)
-        row = torch.as_tensor(values)
-        if row.numel() and (row.dtype == torch.bool or row.is_floating_point() or row.is_complex()):
-            raise BadInput(f"KV indices must be whole numbers, got {row.dtype}")
+        row = integers(values, "KV indices")
         if tuple(row.shape) != (stop - start,):
             raise BadInput(f"positions {start}..{stop - 1} take {stop - start} KV indices, got shape {list(row.shape)}")
         if row.device.type == "cpu" and row.numel() and not 0 <= int(row.min()) <= int(row.max()) < 2**31:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import SupportsIndex
 
 from kvpagoda.blocks.free_list import FreeList
-from kvpagoda.compat.lowest_free import LowestFirst
+from kvpagoda.blocks.lowest_free import LowestFirst
 from kvpagoda.errors import CheckFailed
 
 
@@ -14,6 +14,17 @@ class SlotAllocator:
 
     ``version(i)`` goes up by one with every ``alloc`` of slot ``i``, so that a reference kept from before is seen to be
     stale. Every call but ``check`` costs the same at 1,000 slots as at 1,000,000 (O(log n), base 256).
+
+    >>> slots = SlotAllocator(3)
+    >>> slots.alloc(), slots.alloc()
+    (0, 1)
+    >>> seen = slots.version(0)
+    >>> slots.free(0)
+    >>> slots.alloc(), slots.version(0) == seen         # somebody else has it now
+    (0, False)
+    >>> slots.occupy(2)                                 # by name; its version stays
+    >>> slots.alloc()
+    -1
     """
 
     def __init__(self, max_slots: int) -> None:

@@ -66,12 +66,18 @@ class TokenToKVPoolAllocator:
             if num_pages > self._pages.num_free + self._num_mergeable():
                 return None
             self.merge_and_sort_free()
-        indices = self._pages.acquire(num_pages)
+        indices = pages = self._pages.acquire(num_pages)
+        try:
+            if self.page_size > 1:
+                offsets = np.arange(1 - self.page_size, 1, dtype=np.int32)
+                indices = (pages[:, None] * np.int32(self.page_size) + offsets).reshape(-1)
+            out = ids_to(indices, self.device)
+        except BaseException:
+            self._pages.release(pages[::-1])
+            raise
         if self.page_size > 1:
-            offsets = np.arange(1 - self.page_size, 1, dtype=np.int32)
-            indices = (indices[:, None] * np.int32(self.page_size) + offsets).reshape(-1)
             self._unfreed.flags[indices] = True
-        return ids_to(indices, self.device)
+        return out
 
     def free(self, indices: IdsLike) -> None:
         """Give back indices: a tensor on any device, an array or a sequence, of any shape. O(n log n).

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from kvpagoda.errors import BadInput, NotOwned
-from kvpagoda.memory.id_tensors import Device, default_device
+from kvpagoda.memory.id_tensors import Device, default_device, integers
 from kvpagoda.schema import Place, RowLayout
 from kvpagoda.schema.fields import itemsize
 from kvpagoda.schema.layout import ALIGN
@@ -176,9 +176,7 @@ class Arena:
         Raises NotOwned for an id out of range and BadInput for anything but a vector of whole numbers. Ids on a GPU are
         waited for; ``is_proven`` skips the range and the wait.
         """
-        index = torch.as_tensor(ids)
-        if index.numel() and (index.dtype == torch.bool or index.is_floating_point() or index.is_complex()):
-            raise BadInput(f"row ids must be whole numbers, got {index.dtype}")
+        index = integers(ids, "row ids")
         if index.ndim != 1:
             raise BadInput(f"row ids must be a vector, got shape {list(index.shape)}")
         index = index.to(torch.int64)

@@ -23,6 +23,14 @@ def default_device(device: Device = None) -> torch.device:
     return torch.device(device)
 
 
+def integers(values: IdsLike, what: str) -> torch.Tensor:
+    """``values`` as a tensor, where it is. Raises BadInput unless they are whole numbers, or none."""
+    tensor = torch.as_tensor(values)
+    if tensor.numel() and (tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex()):
+        raise BadInput(f"{what} must be whole numbers, got {tensor.dtype}")
+    return tensor
+
+
 def ids_from(ids: IdsLike) -> AnyIds:
     """A tensor (any device), array or sequence of whole numbers, of any shape, as a vector of integers on the host.
 
