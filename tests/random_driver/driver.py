@@ -134,6 +134,7 @@ class Driver:
                 raise
             self.unchanged(before, what)
             if fired:
+                self.log.append(f"(check and audit: {fired} failed in that)")
                 self.check()
                 self.audit()
             raise Refused from error
@@ -144,7 +145,7 @@ class Driver:
 
     def facts(self) -> list[Any]:
         """What no call may change that raises, of everything that is open."""
-        facts: list[Any] = [self.cache.stats().running, self.cache.stats().suspended]
+        facts: list[Any] = []
         for handle, request in self.requests.items():
             running = (handle.slot, handle.room) if request.is_running else ()
             facts.append((request.number, handle.is_open, handle.is_suspended, handle.length, *running))

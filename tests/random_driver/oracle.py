@@ -23,6 +23,7 @@ from .fingerprints import Marks, Stamp
 from .texts import Request
 
 Array = np.ndarray[Any, np.dtype[Any]]
+_UP = np.arange(4096)
 FLASH_ATTENTION, FLASH_INFER = DIALECTS = ("FlashAttention", "FlashInfer")
 
 
@@ -80,14 +81,18 @@ class StepTexts:
         for request, new in zip(requests, news):
             if len(new):
                 request.write(new)
+        self._parts: dict[tuple[int, ...], tuple[Array, Array, Marks]] = {}
         self.marks: list[Marks] = [request.marks(end) for request, end in zip(requests, self.ends)]
 
     def part(self, firsts: list[int], ends: list[int]) -> tuple[Array, Array, Marks]:
         """Row, position and mark of tokens ``firsts[i] .. ends[i] - 1`` of each row, one behind another."""
-        rows = np.repeat(np.arange(len(firsts)), [end - first for first, end in zip(firsts, ends)])
-        positions = np.concatenate([np.arange(first, end) for first, end in zip(firsts, ends)])
-        marks = np.concatenate([marks[first:end] for marks, first, end in zip(self.marks, firsts, ends)])
-        return rows, positions, marks
+        key = (*firsts, *ends)
+        if key not in self._parts:
+            rows = np.repeat(np.arange(len(firsts)), [end - first for first, end in zip(firsts, ends)])
+            positions = np.concatenate([_UP[first:end] for first, end in zip(firsts, ends)])
+            marks = np.concatenate([marks[first:end] for marks, first, end in zip(self.marks, firsts, ends)])
+            self._parts[key] = rows, positions, marks
+        return self._parts[key]
 
 
 class Oracle:
@@ -122,6 +127,7 @@ class Oracle:
         """All that the next tokens of the step's rows may read; ``new``: with the rows and states that were just written."""
         found: list[Shown] = []
         places: dict[Growth, tuple[Array, ...]] = {}
+        of_row = batch.state_indices.numpy()
         for layer in self._layers:
             owner = self._by_index[layer.owner]
             view = batch.layer(layer.index)
@@ -135,7 +141,8 @@ class Oracle:
                     )
             if layer is owner:
                 for field in self._states[owner.index]:
-                    found += self._state(f"layer {layer.index} state {field.name}", view, field, step, new)
+                    array = view[field.name].numpy()
+                    found += self._state(f"layer {layer.index} state {field.name}", array, of_row, field, step, new)
         return found
 
     def _places(self, view: Any, growth: Growth, step: StepTexts, dialect: str, new: bool) -> tuple[Array, ...]:
@@ -160,8 +167,9 @@ class Oracle:
             what, view[field.name].numpy(), blocks, positions % self._size // per, field.stamp(marks), rows, positions
         )
 
-    def _state(self, what: str, view: Any, field: Field, step: StepTexts, new: bool) -> list[Shown]:
-        array, of_row = view[field.name].numpy(), view.state_indices.numpy()
+    def _state(
+        self, what: str, array: Array, of_row: Array, field: Field, step: StepTexts, new: bool
+    ) -> list[Shown]:
         ends = step.ends if new else step.before
         firsts = [max(0, end - (field.count if new else field.kept)) for end in ends]
         if new:
@@ -179,7 +187,8 @@ class Oracle:
 
     def write(self, batch: Any, step: StepTexts) -> None:
         """Write the rows and states of the step's new tokens, and something where padded rows are to write."""
-        rows, positions, marks = step.part(step.before, step.ends)
+        _, positions, marks = step.part(step.before, step.ends)
+        of_row, num_padded = batch.state_indices.numpy(), len(batch.state_indices) - len(step.before)
         for layer in self._layers:
             if layer.owner != layer.index:
                 continue
@@ -188,16 +197,20 @@ class Oracle:
                 where = view.slot_mapping.numpy()
                 for field in self._blocks[layer.index]:
                     array, per = view[field.name].numpy(), field.tokens_per_row
-                    whole = (positions + 1) % per == 0
-                    at = where[: len(positions)][whole]
-                    self._put(array, at // self._size, at % self._size // per, field.stamp(marks[whole]))
-                    array[where[len(positions) :] // self._size] = 77
-            of_row = view.state_indices.numpy()
+                    at, own = where[: len(positions)], marks
+                    if per > 1:
+                        whole = (positions + 1) % per == 0
+                        at, own = at[whole], marks[whole]
+                    self._put(array, at // self._size, at % self._size // per, field.stamp(own))
+                    if num_padded:
+                        array[where[len(positions) :] // self._size] = 77
             for field in self._states[layer.index]:
                 array = view[field.name].numpy()
-                newest = positions >= np.array(step.ends)[rows] - field.count
-                self._put(array, of_row[rows[newest]], positions[newest] % field.count, field.stamp(marks[newest]))
-                array[of_row[len(step.before) :]] = 77
+                firsts = [max(before, end - field.count) for before, end in zip(step.before, step.ends)]
+                newest, at, state_marks = step.part(firsts, step.ends)
+                self._put(array, of_row[newest], at % field.count, field.stamp(state_marks))
+                if num_padded:
+                    array[of_row[len(step.before) :]] = 77
 
     @staticmethod
     def _put(array: Array, first: Array, second: Array, values: Array) -> None:
