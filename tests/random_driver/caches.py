@@ -15,7 +15,7 @@ from kvpagoda import KVCache
 from kvpagoda.errors import NeverFits
 from kvpagoda.prefix import POLICY_NAMES
 from kvpagoda.schema import Schema
-from kvpagoda.tiers import Driver, Lease, RecordBuffer, TierSpec, disk_tier, host_driver, host_tier
+from kvpagoda.tiers import Driver, Lease, RecordBuffer, TierSpec, disk_tier, host_tier
 
 from .schemas import SCHEMA_NAMES, schema_named
 
@@ -59,7 +59,7 @@ def settings_of(schema: str, seed: int) -> Settings:
         block_size=8 if schema == "deepseek_v4" else one(4, 4, 8),
         max_requests=one(3, 5, 6),
         step_tokens=one(4, 8, 12),
-        num_long=one(1, 2, 3),
+        num_long=one(1, 2, 3, 4),
         checkpoints=one(None, 2, 4),
         checkpoint_every=one(0, 1, 2),
         order=one("block", "block", "block", "layer"),
@@ -144,7 +144,6 @@ def _counted(tier: TierSpec, drivers: list[Counting]) -> TierSpec:
     return TierSpec(**{**fields, "make": make})
 
 
-_ = host_driver
 _MEMORY = ("kvpagoda.memory.arena", "Arena", ("reset", "copy", "poison"))
 
 

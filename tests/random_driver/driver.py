@@ -94,8 +94,15 @@ class Driver:
             if self.step % AUDIT_EVERY == 0 and not self.num_fences:
                 self.audit()
         life.drain(self)
-        self.counts["blocks moved"] += num_moves(self.cache)
+        self.count_cache()
         self.cache.close()
+
+    def count_cache(self) -> None:
+        """Add up what the cache did: whether traffic was what it is meant to be."""
+        stats = self.cache.stats()
+        for name in ("cached_tokens", "loaded_tokens", "evicted_blocks", "evicted_checkpoints"):
+            self.counts[name] += getattr(stats, name)
+        self.counts["moves"] += num_moves(self.cache)
 
     def operate(self) -> None:
         """One operation, by chance."""

@@ -19,7 +19,7 @@ def pin(driver: Driver) -> None:
         tokens, namespace = request.text.copy(), request.namespace
         media = {at: digest for at, digest in request.media.items() if at < len(tokens)}
     else:
-        (tokens, media), namespace = driver.documents.one(), driver.one(*NAMESPACES)
+        (tokens, media), namespace = driver.documents.one(), driver.one(None, None, *NAMESPACES)
     told = f"pin({tokens.tolist()}, {namespace!r}, media={media})"
     driver.pins.append(driver.attempt(told, lambda: driver.cache.pin(tokens, namespace, media=media), OutOfBlocks))
     driver.check()
@@ -37,7 +37,7 @@ def unpin(driver: Driver) -> None:
 
 
 def invalidate(driver: Driver) -> None:
-    namespaces = tuple(one for one in NAMESPACES if driver.chance(0.4))
+    namespaces = tuple(one for one in NAMESPACES if driver.chance(0.3))
     weights = driver.one(None, "w", "x") if not namespaces else None
     if weights is None:
         driver.attempt(f"invalidate{namespaces}", lambda: driver.cache.invalidate(*namespaces))
@@ -61,4 +61,4 @@ def reset(driver: Driver) -> None:
         raise Fault("reset() forgot what a request uses")
 
 
-OPERATIONS = {"pin": (2.5, pin), "unpin": (1.5, unpin), "invalidate": (0.5, invalidate), "reset": (0.8, reset)}
+OPERATIONS = {"pin": (2.5, pin), "unpin": (1.5, unpin), "invalidate": (0.3, invalidate), "reset": (0.8, reset)}

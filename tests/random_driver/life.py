@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from time import sleep
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from kvpagoda.errors import BadInput, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 
@@ -61,6 +60,10 @@ def look(driver: Driver, request: Request) -> None:
         shown.verify([request])
 
 
+def namespace_of(driver: Driver) -> Any:
+    return driver.one(*NAMESPACES) if driver.chance(0.25) else None
+
+
 def open_one(driver: Driver) -> None:
     tokens, media = driver.documents.prompt()
     settings: dict[str, Any] = {}
@@ -72,7 +75,7 @@ def open_one(driver: Driver) -> None:
         settings["priority"] = driver.between(0, 4)
     if driver.settings.tiers != "none" and driver.chance(0.4):
         settings["layerwise"] = True
-    begin(driver, tokens, media, driver.one(*NAMESPACES, None, None, "a"), **settings)
+    begin(driver, tokens, media, namespace_of(driver), **settings)
 
 
 def open_prefetched(driver: Driver) -> None:
@@ -82,11 +85,11 @@ def open_prefetched(driver: Driver) -> None:
         driver.attempt("prefetch without tiers", lambda: driver.cache.prefetch(tokens), BadInput)
         raise Fault("prefetch without tiers was accepted")
     if len(driver.prefetches) < 2 and driver.chance(0.6):
-        (tokens, media), namespace = driver.documents.prompt(), driver.one(*NAMESPACES)
+        (tokens, media), namespace = driver.documents.prompt(), namespace_of(driver)
         told = f"prefetch({tokens.tolist()}, {namespace!r}, media={media})"
         prefetch = driver.attempt(told, lambda: driver.cache.prefetch(tokens, namespace, media=media), may_fail=False)
         while driver.settings.settled and not is_prefetched(prefetch):
-            pass
+            sleep(0.0005)
         driver.prefetches.append((prefetch, (tokens, media, namespace)))
         if driver.chance(0.6):
             return
@@ -114,7 +117,7 @@ def open_twice(driver: Driver) -> None:
     driver.log.append(f"prefetch({tokens.tolist()}, media={media}), at once for open")
     prefetch = driver.cache.prefetch(tokens, media=media)
     while not is_prefetched(prefetch):
-        pass
+        sleep(0.0005)
     before = sum(one.num_lookups for one in driver.tier_drivers)
     try:
         begin(driver, tokens, media, None, prefetch=prefetch, room=0, reserve=len(tokens))
@@ -296,6 +299,7 @@ def restart(driver: Driver) -> None:
     if driver.num_fences:
         raise Refused("fenced")
     driver.log.append(f"restart over {driver.settings.tiers} tiers")
+    driver.count_cache()
     driver.cache.close()
     for request in driver.requests.values():
         driver.require(not request.handle.is_open, f"{request} is open in a closed cache")
@@ -311,7 +315,6 @@ def restart(driver: Driver) -> None:
     driver.start()
 
 
-_ = np
 OPERATIONS = {
     "open": (14.0, open_one),
     "open prefetched": (3.0, open_prefetched),
@@ -323,5 +326,5 @@ OPERATIONS = {
     "resume": (6.0, resume_one),
     "close": (8.0, close_one),
     "drain": (0.3, drain),
-    "restart": (0.4, restart),
+    "restart": (0.25, restart),
 }

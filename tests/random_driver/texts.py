@@ -119,28 +119,26 @@ class Documents:
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random
-        self._texts = [self._new(length) for length in (5, 9, 16, 17, 24, 33, 40, 48)]
-        self._texts.append((self._texts[3][0], {4: MEDIA[0]}))
-        self._texts.append((self._texts[5][0], {8: MEDIA[0], 21: MEDIA[1]}))
-        self._texts.append((self._texts[5][0], {8: MEDIA[1]}))
-
-    def _new(self, length: int) -> tuple[Tokens, dict[int, bytes]]:
-        return self._random.integers(0, 40, length).astype(np.int32), {}
+        first, second = (random.integers(0, 40, length).astype(np.int32) for length in (44, 33))
+        self._texts: list[tuple[Tokens, dict[int, bytes]]] = [
+            (first, {}), (first, {8: MEDIA[0], 21: MEDIA[1]}), (first[:30], {8: MEDIA[1]}), (second, {}),
+            (second, {5: MEDIA[0]}), (np.concatenate((first[:16], second)), {}),
+        ]  # fmt: skip
 
     def one(self) -> tuple[Tokens, dict[int, bytes]]:
         return self._texts[int(self._random.integers(len(self._texts)))]
 
     def keep(self, request: Request) -> None:
         """Let later prompts begin with what a request wrote."""
-        if request.length > 3:
+        if request.length > 8:
             media = {at: digest for at, digest in request.media.items() if at < request.length}
-            self._texts[int(self._random.integers(len(self._texts)))] = (request.text.copy(), media)
+            self._texts = [*self._texts[:6], *self._texts[-2:], (request.text.copy(), media)]
 
     def prompt(self) -> tuple[Tokens, dict[int, bytes]]:
         """A beginning of a document, mostly with something of its own; or just the document."""
         tokens, media = self.one()
         if self._random.random() < 0.6:
-            tokens = tokens[: int(self._random.integers(0, len(tokens) + 1))]
+            tokens = tokens[: int(self._random.integers(len(tokens) // 3, len(tokens) + 1))]
             tail = self._random.integers(0, 6, int(self._random.integers(1, 9))).astype(np.int32)
             tokens = np.concatenate((tokens, tail))
         tokens = tokens[: MAX_CONTEXT - 4]

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvpagoda.errors import KVPagodaError
 
-from .faults import Fault, Refused
+from .faults import Fault
 from .life import close, started
 
 if TYPE_CHECKING:
@@ -135,5 +135,4 @@ def refused(driver: Driver, before: list[Any], told: str, error: Exception) -> N
         raise Fault(f"{told} raised {type(error).__name__}, which is no error of this library: {error}") from error
 
 
-_ = Refused
 OPERATIONS = {"wrong open": (1.0, wrong_open), "wrong call": (1.0, wrong_call)}
