@@ -186,7 +186,10 @@ def make_room(driver: Driver, requests: list[Request], n: int, call: Any = None,
 
 
 def suspend_one(driver: Driver) -> None:
-    request = driver.pick()
+    suspend(driver, driver.pick())
+
+
+def suspend(driver: Driver, request: Request) -> None:
     whole = driver.chance(0.5) or any(at >= request.length for at in request.media)
     driver.attempt(
         f"#{request.number}.suspend(whole={whole}) at {request.length}",
@@ -199,7 +202,10 @@ def suspend_one(driver: Driver) -> None:
 
 
 def resume_one(driver: Driver) -> None:
-    request = driver.pick(lambda one: one.is_suspended)
+    resume(driver, driver.pick(lambda one: one.is_suspended))
+
+
+def resume(driver: Driver, request: Request) -> None:
     before, settings = request.length, {}
     if driver.chance(0.2):
         settings["room"] = min(before + driver.between(0, 4), driver.longest)
@@ -322,7 +328,7 @@ OPERATIONS = {
     "fork": (4.0, fork_one),
     "rewind": (4.0, rewind_one),
     "extend": (3.0, extend_one),
-    "suspend": (4.0, suspend_one),
+    "suspend": (3.0, suspend_one),
     "resume": (6.0, resume_one),
     "close": (8.0, close_one),
     "drain": (0.3, drain),

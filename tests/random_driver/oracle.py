@@ -167,9 +167,7 @@ class Oracle:
             what, view[field.name].numpy(), blocks, positions % self._size // per, field.stamp(marks), rows, positions
         )
 
-    def _state(
-        self, what: str, array: Array, of_row: Array, field: Field, step: StepTexts, new: bool
-    ) -> list[Shown]:
+    def _state(self, what: str, array: Array, of_row: Array, field: Field, step: StepTexts, new: bool) -> list[Shown]:
         ends = step.ends if new else step.before
         firsts = [max(0, end - (field.count if new else field.kept)) for end in ends]
         if new:

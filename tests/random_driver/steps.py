@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from kvpagoda.errors import BadInput, StaleHandle
 
 from .faults import Fault, Refused
-from .life import close, make_room
+from .life import close, make_room, open_one, resume, suspend
 from .oracle import DIALECTS, Shown, StepTexts
 from .texts import Request, Tokens
 
@@ -99,7 +100,7 @@ def finish_step(driver: Driver, requests: list[Request], news: list[Tokens]) -> 
         draft = min(len(new), driver.draft_width)
         left = driver.between(0, draft) if draft and driver.chance(0.2) else 0
         if len(new) > left or driver.chance(0.3):
-            at_last(lambda request=request, n=len(new) - left: commit(driver, request, n))
+            at_last(partial(commit, driver, request, len(new) - left))
 
 
 def at_last(call: Callable[[], None]) -> None:
@@ -152,11 +153,14 @@ def change_members(driver: Driver) -> None:
     )  # fmt: skip
 
 
-def step_together(driver: Driver) -> None:
-    """Steps of a persistent batch: one token of each, or more of which some are committed."""
+def step_some_together(driver: Driver) -> None:
     if not driver.together:
         raise Refused("there is no persistent batch")
-    together = driver.one(*driver.together)
+    step_together(driver, driver.one(*driver.together))
+
+
+def step_together(driver: Driver, together: Any) -> None:
+    """Steps of a persistent batch: one token of each, or more of which some are committed."""
     gone = [handle for handle in together.sequences if not driver.requests.get(handle)]
     aside = [handle for handle in together.sequences if handle.is_suspended]
     if gone or aside:
@@ -171,7 +175,7 @@ def step_together(driver: Driver) -> None:
             close(driver, max(requests, key=lambda request: request.length))
             return
         told = f"step of {n} together: {[request.number for request in requests]}"
-        batch = make_room(driver, requests, n, lambda n=n: together.extend(n), told)
+        batch = make_room(driver, requests, n, partial(together.extend, n), told)
         news = [request.next_tokens(n, driver.documents.after(request.length, n)) for request in requests]
         compute(driver, batch, requests, news, together.num_rows)
         with ExitStack() as stack:
@@ -181,7 +185,7 @@ def step_together(driver: Driver) -> None:
             for i in range(driver.between(1, n)):
                 tokens = [int(new[i]) for new in news]
                 told = f"commit({tokens}) together"
-                at_last(lambda: driver.attempt(told, lambda: together.commit(tokens)))
+                at_last(partial(driver.attempt, told, partial(together.commit, tokens)))
                 for request in requests:
                     request.length += 1
                     driver.right_length(request.handle, request)
@@ -199,6 +203,26 @@ def step_of_some_gone(driver: Driver, together: Any, gone: list[Any]) -> None:
     leaving = [handle for handle in gone if not handle.is_open or driver.chance(0.3)]
     if leaving:
         driver.attempt("remove who is gone", lambda: together.remove(*leaving), may_fail=False)
+
+
+def set_aside(driver: Driver) -> None:
+    """A request is suspended, others take what it had, and it goes on: in another slot, or without what was evicted."""
+    together = [one for one in driver.together if one.sequences]
+    if together and driver.chance(0.6):
+        step_together(driver, together[0])
+        request = driver.pick(lambda one: one.is_running and one.handle in together[0].sequences)
+    else:
+        request = driver.pick(lambda one: one.is_running and 0 < one.length < one.prompt_length)
+    suspend(driver, request)
+    for _ in range(driver.between(1, 3)):
+        with suppress(Refused):
+            open_one(driver)
+        if driver.chance(0.4):
+            driver.operate()
+    if request.is_suspended and request.handle in driver.requests:
+        resume(driver, request)
+        if together:
+            step_together(driver, together[0])
 
 
 # -- fences --------------------------------------------------------------------------------------------------------------
@@ -255,12 +279,9 @@ def fence_closed(driver: Driver) -> None:
         with driver.cache.fence([request.handle, closed.handle]):
             raise Fault("a closed sequence was fenced")
 
-    try:
-        driver.attempt(
-            f"fence([#{request.number}, #{closed.number}, which is closed])", fenced, StaleHandle, may_fail=False
-        )
-    except Refused:
-        pass
+    told = f"fence([#{request.number}, #{closed.number}, which is closed])"
+    with suppress(Refused):
+        driver.attempt(told, fenced, StaleHandle, may_fail=False)
 
 
 OPERATIONS = {
@@ -268,7 +289,8 @@ OPERATIONS = {
     "commit a draft": (3.0, commit_draft),
     "commit nothing": (0.7, commit_nothing),
     "change members": (6.0, change_members),
-    "step together": (8.0, step_together),
+    "step together": (8.0, step_some_together),
+    "set aside": (3.0, set_aside),
     "fence": (3.0, fence),
     "fence closed": (0.4, fence_closed),
 }
