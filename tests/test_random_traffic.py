@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from random_driver.caches import has_xxhash, settings_of
 from random_driver.driver import drive
 from random_driver.schemas import SCHEMA_NAMES

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from time import sleep
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvpagoda.errors import BadInput, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 
@@ -76,6 +79,16 @@ def open_one(driver: Driver) -> None:
     if driver.settings.tiers != "none" and driver.chance(0.4):
         settings["layerwise"] = True
     begin(driver, tokens, media, namespace_of(driver), **settings)
+
+
+def crowd(driver: Driver) -> None:
+    """A request of some other text takes as much room as there is, so that what is cached goes, and ends."""
+    for length in (driver.longest, driver.longest * 2 // 3, driver.longest // 2, driver.longest // 3):
+        tokens = driver.random.integers(50, 90, length).astype(np.int32)
+        with suppress(Refused):
+            request = begin(driver, tokens, {}, None, room=length)
+            close(driver, request)
+            return
 
 
 def open_prefetched(driver: Driver) -> None:
@@ -186,11 +199,11 @@ def make_room(driver: Driver, requests: list[Request], n: int, call: Any = None,
 
 
 def suspend_one(driver: Driver) -> None:
-    suspend(driver, driver.pick())
+    suspend(driver, driver.pick(), driver.chance(0.5))
 
 
-def suspend(driver: Driver, request: Request) -> None:
-    whole = driver.chance(0.5) or any(at >= request.length for at in request.media)
+def suspend(driver: Driver, request: Request, whole: bool) -> None:
+    whole |= any(at >= request.length for at in request.media)
     driver.attempt(
         f"#{request.number}.suspend(whole={whole}) at {request.length}",
         lambda: request.handle.suspend(whole) if whole else request.handle.suspend(whole=False),
@@ -217,6 +230,8 @@ def resume(driver: Driver, request: Request) -> None:
     driver.log[-1] += f" -> {lost} lost of {before}"
     request.is_suspended = False
     if prompt_length(request.handle) != request.prompt_length:  # the prompt ends at what was committed
+        driver.documents.add(request.tokens[: request.prompt_length].copy(), request.media)
+        driver.counts["prompts ended by resume"] += 1
         request.cut(before, before)
         request.prompt_length = prompt_length(request.handle)
     if lost:
@@ -325,6 +340,7 @@ OPERATIONS = {
     "open": (14.0, open_one),
     "open prefetched": (3.0, open_prefetched),
     "open after prefetch": (0.5, open_twice),
+    "crowd": (1.5, crowd),
     "fork": (4.0, fork_one),
     "rewind": (4.0, rewind_one),
     "extend": (3.0, extend_one),

@@ -12,7 +12,7 @@ import numpy as np
 from kvpagoda.errors import BadInput, StaleHandle
 
 from .faults import Fault, Refused
-from .life import close, make_room, open_one, resume, suspend
+from .life import begin, close, crowd, make_room, open_one, resume, suspend
 from .oracle import DIALECTS, Shown, StepTexts
 from .texts import Request, Tokens
 
@@ -67,11 +67,12 @@ def step(driver: Driver) -> None:
     finish_step(driver, requests, news)
 
 
-def begin_step(driver: Driver, most: int) -> tuple[list[Request], list[Tokens]]:
-    """Make room for a step of up to ``most`` requests, and compute it. Raises Refused."""
+def begin_step(driver: Driver, most: int, running: list[Request] | None = None) -> tuple[list[Request], list[Tokens]]:
+    """Make room for a step of up to ``most`` requests, of these if some are given, and compute it. Raises Refused."""
     requests, news = [], []
-    running = [request for request in driver.requests.values() if request.is_running]
-    driver.random.shuffle(running)  # type: ignore[arg-type]
+    if running is None:
+        running = [request for request in driver.requests.values() if request.is_running]
+        driver.random.shuffle(running)  # type: ignore[arg-type]
     for request in running[:most]:
         try:
             new = wanted_tokens(driver, request)
@@ -207,22 +208,30 @@ def step_of_some_gone(driver: Driver, together: Any, gone: list[Any]) -> None:
 
 def set_aside(driver: Driver) -> None:
     """A request is suspended, others take what it had, and it goes on: in another slot, or without what was evicted."""
-    together = [one for one in driver.together if one.sequences]
-    if together and driver.chance(0.6):
+    together = [one for one in driver.together if one.sequences and driver.chance(0.6)]
+    if together:
         step_together(driver, together[0])
         request = driver.pick(lambda one: one.is_running and one.handle in together[0].sequences)
     else:
-        request = driver.pick(lambda one: one.is_running and 0 < one.length < one.prompt_length)
-    suspend(driver, request)
+        tokens, media = driver.documents.one()
+        request = begin(driver, tokens, media, None, room=0)
+        finish_step(driver, *begin_step(driver, 1, [request]))
+    suspend(driver, request, driver.chance(0.5 if together else 0.1))
     for _ in range(driver.between(1, 3)):
         with suppress(Refused):
             open_one(driver)
         if driver.chance(0.4):
             driver.operate()
+    if driver.chance(0.5):
+        crowd(driver)
     if request.is_suspended and request.handle in driver.requests:
         resume(driver, request)
         if together:
             step_together(driver, together[0])
+        for _ in range(driver.between(0, 4)):
+            finish_step(driver, *begin_step(driver, 1, [request]))
+        if driver.chance(0.5):
+            close(driver, request)
 
 
 # -- fences --------------------------------------------------------------------------------------------------------------

@@ -131,8 +131,12 @@ class Documents:
     def keep(self, request: Request) -> None:
         """Let later prompts begin with what a request wrote."""
         if request.length > 8:
-            media = {at: digest for at, digest in request.media.items() if at < request.length}
-            self._texts = [*self._texts[:6], *self._texts[-2:], (request.text.copy(), media)]
+            self.add(request.text.copy(), request.media)
+
+    def add(self, tokens: Tokens, media: Mapping[int, bytes]) -> None:
+        """Let later prompts begin with ``tokens``."""
+        own = {at: digest for at, digest in media.items() if at < len(tokens)}
+        self._texts = [*self._texts[:6], *self._texts[-2:], (tokens, own)]
 
     def prompt(self) -> tuple[Tokens, dict[int, bytes]]:
         """A beginning of a document, mostly with something of its own; or just the document."""
