@@ -1,0 +1,215 @@
+"""Settings of a run, drawn from its seed; where every cache is made; and all that is not an obvious public name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvpagoda import KVCache
+from kvpagoda.errors import NeverFits
+from kvpagoda.prefix import POLICY_NAMES
+from kvpagoda.schema import Schema
+from kvpagoda.tiers import Driver, Lease, RecordBuffer, TierSpec, disk_tier, host_tier
+
+from .schemas import SCHEMA_NAMES, schema_named
+
+MAX_CONTEXT = 72
+TIERS = ("none", "commit", "evict", "disk", "none", "reuse", "packed", "host over disk")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one run is about. ``settled``: every operation waits until tiers have stored what they are to store, so that a
+    run of a seed is always the same; otherwise threads race. ``num_long``: requests of 48 tokens that fit at once."""
+
+    schema: str
+    seed: int
+    policy: str
+    tiers: str
+    verify_width: int
+    block_size: int
+    max_requests: int
+    step_tokens: int
+    num_long: int
+    checkpoints: int | None
+    checkpoint_every: int
+    order: str
+    pin_share: float
+    swap: str | None
+    settled: bool
+
+
+def settings_of(schema: str, seed: int) -> Settings:
+    """The settings of run ``seed`` over ``schema``. Seeds 0, 1, 2 .. pass through all policies and tiers."""
+    random = np.random.default_rng([seed, SCHEMA_NAMES.index(schema)])
+    number = seed + 3 * SCHEMA_NAMES.index(schema)
+
+    def one(*choices: Any) -> Any:
+        return choices[int(random.integers(len(choices)))]
+
+    return Settings(
+        schema, seed, POLICY_NAMES[number % len(POLICY_NAMES)], TIERS[number % len(TIERS)],
+        verify_width=one(0, 0, 2, 3),
+        block_size=8 if schema == "deepseek_v4" else one(4, 4, 8),
+        max_requests=one(3, 5, 6),
+        step_tokens=one(4, 8, 12),
+        num_long=one(1, 2, 3, 4),
+        checkpoints=one(None, 2, 4),
+        checkpoint_every=one(0, 1, 2),
+        order=one("block", "block", "block", "layer"),
+        pin_share=one(0.5, 1.0),
+        swap=one(None, None, "4KiB"),
+        settled=one(True, True, True, False),
+    )  # fmt: skip
+
+
+def budget_of(settings: Settings, schema: Schema) -> int:
+    """The fewest bytes, about, with which so many requests of 48 tokens as the settings say run at once."""
+    nbytes = 2048
+    while True:
+        try:
+            plan = schema.plan(
+                nbytes, settings.max_requests, settings.block_size, step_tokens=settings.step_tokens,
+                checkpoints=settings.checkpoints, shared=settings.order != "layer",
+            )  # fmt: skip
+            if plan.fits(settings.num_long, 48):
+                return nbytes
+        except NeverFits:
+            pass
+        nbytes += nbytes // 8
+
+
+def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[KVCache, list[Counting]]:
+    """The cache of a run, and the drivers of its tiers. ``folder``: of the disk tier, if it has one."""
+    schema = schema_named(settings.schema, settings.verify_width)
+    drivers: list[Counting] = []
+    cache = KVCache(
+        schema, budget_of(settings, schema), device="cpu", block_size=settings.block_size,
+        max_requests=settings.max_requests, max_context=MAX_CONTEXT, step_tokens=settings.step_tokens,
+        order=settings.order, poison=True, checkpoints=settings.checkpoints,
+        checkpoint_every=settings.checkpoint_every, policy=settings.policy, pin_share=settings.pin_share,
+        swap=settings.swap, tiers=[_counted(tier, drivers) for tier in _tiers(settings, folder)],
+        weights=weights,
+    )  # fmt: skip
+    return cache, drivers
+
+
+def _tiers(settings: Settings, folder: Path | None) -> tuple[TierSpec, ...]:
+    kind, staging = settings.tiers, "512KiB" if settings.schema == "deepseek_v4" else "128KiB"
+    small: dict[str, Any] = {"staging": staging, "timeout": 10.0}
+    if kind == "none":
+        return ()
+    if kind in ("commit", "evict", "reuse"):
+        return (host_tier("256KiB", write=kind, **small),)  # type: ignore[arg-type]
+    if kind == "packed":
+        return (host_tier("256KiB", write="commit", record_nbytes=1500, **small),)
+    assert folder is not None
+    disk = disk_tier(folder, "512KiB", admit_all=True, **small)
+    return (disk,) if kind == "disk" else (host_tier("100KiB", **small), disk)
+
+
+def has_xxhash() -> bool:
+    """Whether records can leave the process: their checksums need it."""
+    return importlib.util.find_spec("xxhash") is not None
+
+
+# -- what is not an obvious public name ------------------------------------------------------------------------------
+
+
+class Counting:
+    """A driver that counts what it was asked for."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self.num_lookups = driver, 0
+        self.store, self.load, self.discard = driver.store, driver.load, driver.discard
+        self.stats, self.close = driver.stats, driver.close
+
+    def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
+        self.num_lookups += 1
+        return self._driver.lookup(keys, deadline, hold)
+
+
+def _counted(tier: TierSpec, drivers: list[Counting]) -> TierSpec:
+    def make(buffer: RecordBuffer) -> Driver:
+        drivers.append(Counting(tier.make(buffer)))
+        return drivers[-1]
+
+    fields = {name: getattr(tier, name) for name in tier.__dataclass_fields__}
+    return TierSpec(**{**fields, "make": make})
+
+
+_MEMORY = ("kvpagoda.memory.arena", "Arena", ("reset", "copy", "poison"))
+
+
+class Failing:
+    """Lets a memory operation fail: ``arm()`` makes the n-th one from now raise MemoryError, once."""
+
+    def __init__(self) -> None:
+        self.countdown, self.fired = 0, ""
+
+    def arm(self, countdown: int) -> None:
+        self.countdown, self.fired = countdown, ""
+
+    def disarm(self) -> str:
+        """End it; which operation failed, or nothing."""
+        fired, self.countdown, self.fired = self.fired, 0, ""
+        return fired
+
+    def hit(self, name: str) -> None:
+        if self.countdown:
+            self.countdown -= 1
+            if not self.countdown:
+                self.fired = name
+                raise MemoryError(f"{name} failed: the driver let it")
+
+
+@contextmanager
+def failing_memory() -> Iterator[Failing]:
+    """While inside, memory operations fail when they are told to."""
+    module, owner_name, names = _MEMORY
+    owner, failing = getattr(importlib.import_module(module), owner_name), Failing()
+    real = {name: getattr(owner, name) for name in names}
+
+    def wrapped(name: str) -> Any:
+        def call(*arguments: Any, **settings: Any) -> Any:
+            failing.hit(name)
+            return real[name](*arguments, **settings)
+
+        return call
+
+    for name in names:
+        setattr(owner, name, wrapped(name))
+    try:
+        yield failing
+    finally:
+        for name in names:
+            setattr(owner, name, real[name])
+
+
+def staging_in_use(cache: KVCache) -> list[int]:
+    """Staging records of each tier that somebody has."""
+    levels = () if cache.below is None else cache.below.levels
+    return [level.buffer.num_records - level.buffer.num_free for level in levels]
+
+
+def num_moves(cache: KVCache) -> int:
+    """How often blocks were moved so that a sector could change hands."""
+    return cache.num_moves
+
+
+def prompt_length(handle: Any) -> int:
+    """Tokens of a sequence that a commit must name as its prompt has them."""
+    length: int = handle.prompt_length
+    return length
+
+
+def is_prefetched(prefetch: Any) -> bool:
+    """Whether a prefetch has read what it will read."""
+    done: bool = prefetch.is_done
+    return done

@@ -1,0 +1,224 @@
+"""One run: attempts calls, compares what must be as before, and tells the last operations when something is wrong."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from . import keeping, life, steps, wrong
+from .caches import Failing, Settings, failing_memory, make_cache, num_moves
+from .faults import Fault, Refused
+from .oracle import DIALECTS, Oracle, StepTexts
+from .schemas import SCHEMA_NAMES, draft_width, rewind_width
+from .texts import Documents, Epochs, Request
+
+T = TypeVar("T")
+CHECK_EVERY, AUDIT_EVERY = 4, 23
+OPERATIONS: dict[str, tuple[float, Callable[[Driver], None]]] = {
+    **life.OPERATIONS, **steps.OPERATIONS, **keeping.OPERATIONS, **wrong.OPERATIONS
+}  # fmt: skip
+
+
+class Driver:
+    """Traffic over one cache after another, with the same settings. ``without``: names of operations that are left out;
+    ``memory_fails``: how often a call meets a memory operation that fails."""
+
+    def __init__(
+        self, settings: Settings, failing: Failing, folder: Path, without: frozenset[str] = frozenset(),
+        memory_fails: float = 0.01,
+    ) -> None:  # fmt: skip
+        self.settings, self.failing, self.folder, self.memory_fails = settings, failing, folder, memory_fails
+        self.random = np.random.default_rng([settings.seed, SCHEMA_NAMES.index(settings.schema), 1])
+        self.documents = Documents(self.random)
+        self.log: deque[str] = deque(maxlen=40)
+        self.counts: Counter[str] = Counter()
+        self._names = [name for name in OPERATIONS if name not in without]
+        weights = np.array([OPERATIONS[name][0] for name in self._names])
+        self._ends = np.cumsum(weights / weights.sum())
+        self._number = self.step = 0
+        self.weights = "w"
+        self.start()
+
+    def start(self) -> None:
+        """A new cache, in which nothing runs."""
+        self.cache, self.tier_drivers = make_cache(self.settings, self.folder, self.weights)
+        schema, self.longest = self.cache.schema, self.cache.max_context
+        self.oracle = Oracle(schema, self.cache.block_size)
+        self.draft_width, self.rewind_width = draft_width(schema), rewind_width(schema)
+        self.epochs = Epochs(self.weights)
+        self.requests: dict[Any, Request] = {}  # that are open, by handle
+        self.lingering: set[Request] = set()  # closed inside a fence that is not lifted
+        self.pins: list[Any] = []
+        self.prefetches: list[tuple[Any, Any]] = []
+        self.together: list[Any] = []  # persistent batches
+        self.num_fences = 0
+        self.most_open = life.count_openings(self)
+
+    # -- choices -----------------------------------------------------------------------------------------------------
+
+    def chance(self, share: float) -> bool:
+        return bool(self.random.random() < share)
+
+    def one(self, *choices: Any) -> Any:
+        return choices[int(self.random.integers(len(choices)))]
+
+    def between(self, low: int, high: int) -> int:
+        """A whole number, both ends included."""
+        return int(self.random.integers(low, high + 1))
+
+    def pick(self, suits: Callable[[Request], bool] = lambda request: request.is_running) -> Request:
+        """One of the open requests that ``suits``. Raises Refused if there is none."""
+        found = [request for request in self.requests.values() if suits(request)]
+        if not found:
+            raise Refused("no request suits")
+        return found[int(self.random.integers(len(found)))]
+
+    def next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    # -- a run -------------------------------------------------------------------------------------------------------
+
+    def run(self, num_operations: int) -> None:
+        """So many operations, and an end that proves that nothing is lost."""
+        for self.step in range(num_operations):
+            self.operate()
+            if self.step % CHECK_EVERY == 0:
+                self.check()
+            if self.step % AUDIT_EVERY == 0 and not self.num_fences:
+                self.audit()
+        life.drain(self)
+        self.count_cache()
+        self.cache.close()
+
+    def count_cache(self) -> None:
+        """Add up what the cache did: whether traffic was what it is meant to be."""
+        stats = self.cache.stats()
+        for name in ("cached_tokens", "loaded_tokens", "evicted_blocks", "evicted_checkpoints"):
+            self.counts[name] += getattr(stats, name)
+        self.counts["moves"] += num_moves(self.cache)
+
+    def operate(self) -> None:
+        """One operation, by chance."""
+        name = self._names[min(int(np.searchsorted(self._ends, self.random.random())), len(self._names) - 1)]
+        before = len(self.log), self.log[-1] if self.log else ""
+        try:
+            OPERATIONS[name][1](self)
+            self.counts[name] += 1
+        except Refused:
+            self.counts[f"{name} refused"] += before != (len(self.log), self.log[-1] if self.log else "")
+        if self.settings.settled and self.settings.tiers != "none":
+            self.require(self.cache.flush(), "flush() gave up after its timeout")
+
+    def require(self, holds: bool, message: str) -> None:
+        """Raises Fault with the message, unless it ``holds``."""
+        if not holds:
+            raise Fault(message)
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def attempt(self, what: str, call: Callable[[], T], *expected: type[Exception], may_fail: bool = True) -> T:
+        """The result of ``call``. If it raises one of ``expected``, or a memory operation failed in it, nothing may have
+        changed: Refused. ``may_fail``: whether memory may fail here."""
+        before = self.facts()
+        if may_fail and self.chance(self.memory_fails):
+            self.failing.arm(self.between(1, 3))
+        self.log.append(what)
+        try:
+            result = call()
+        except Exception as error:
+            fired = self.failing.disarm()
+            self.log[-1] += f" -> {type(error).__name__}: {error}"
+            if fired and isinstance(error, MemoryError):
+                self.counts["memory failed"] += 1
+            elif not isinstance(error, expected):
+                raise
+            self.unchanged(before, what)
+            if fired:
+                self.log.append(f"(check and audit: {fired} failed in that)")
+                self.check()
+                self.audit()
+            raise Refused from error
+        finally:
+            if self.failing.disarm():
+                self.log[-1] += " (memory failed in it)"
+        return result
+
+    def facts(self) -> list[Any]:
+        """What no call may change that raises, of everything that is open."""
+        facts: list[Any] = []
+        for handle, request in self.requests.items():
+            running = (handle.slot, handle.room) if request.is_running else ()
+            facts.append((request.number, handle.is_open, handle.is_suspended, handle.length, *running))
+        return facts
+
+    def unchanged(self, before: list[Any], what: str) -> None:
+        after = self.facts()
+        changed = [(old, new) for old, new in zip(before, after) if old != new]
+        self.require(not changed, f"{what} raised, but changed something: {changed[:4]}")
+
+    def check(self) -> None:
+        """``check()`` passes, and the counters are those of the driver."""
+        self.cache.check()
+        stats = self.cache.stats()
+        suspended = sum(request.is_suspended for request in self.requests.values())
+        running = len(self.requests) - suspended + len(self.lingering)
+        self.require(
+            (stats.running, stats.suspended) == (running, suspended),
+            f"stats() says {stats.running} run and {stats.suspended} are suspended, not {running} and {suspended}",
+        )
+        for group in stats.groups:
+            self.require(group.free + group.held == group.total and group.promised >= 0, f"stats() of a group: {group}")
+        for handle, request in self.requests.items():
+            self.right_length(handle, request)
+
+    def right_length(self, handle: Any, request: Request) -> None:
+        self.require(handle.length == request.length, f"{request} has length {handle.length}")
+
+    def audit(self) -> None:
+        """Everything that running requests read is right, in both dialects."""
+        requests = [
+            request
+            for request in self.requests.values()
+            if request.is_running
+            and request.handle.room > request.length
+            and request.num_written - request.length <= self.draft_width  # states are not ahead of the text
+        ]
+        if not requests:
+            return
+        batch = self.cache.batch([request.handle for request in requests], [1] * len(requests))
+        texts = StepTexts(requests, [1] * len(requests), [()] * len(requests))
+        for request in requests:
+            request.reached(request.length + 1)
+            known = request.handle.tokens.tolist() == request.text.tolist()
+            self.require(known, f"{request} has other tokens: {request.handle.tokens.tolist()}")
+        for dialect in DIALECTS:
+            for shown in self.oracle.shown(batch, texts, dialect):
+                shown.verify(requests)
+
+
+@contextmanager
+def driving(settings: Settings, **arguments: Any) -> Iterator[Driver]:
+    """A driver in a folder of its own, with memory that fails when it is told to."""
+    with tempfile.TemporaryDirectory() as folder, failing_memory() as failing:
+        yield Driver(settings, failing, Path(folder), **arguments)
+
+
+def drive(settings: Settings, num_operations: int, **arguments: Any) -> Driver:
+    """One run. Raises Fault, WrongBytes or what the cache raised, with the settings, the step and the last operations."""
+    with driving(settings, **arguments) as driver:
+        try:
+            driver.run(num_operations)
+        except Exception as error:
+            last = "\n".join(f"    {line}" for line in driver.log)
+            raise Fault(
+                f"{type(error).__name__}: {error}\nstep {driver.step} of {settings}\n"
+                f"again: cd tests && python -m random_driver {settings.schema} {settings.seed}\nlast operations:\n{last}"
+            ) from error
+        return driver

@@ -1,0 +1,59 @@
+"""What a row must hold: a number that no other text, layer or field has, exact in the field's dtype.
+
+A text has one 64-bit *mark* for each of its tokens, a function of the namespace and of all tokens and media up to it. A row
+is filled with a few bits of (mark of its last token x an odd number of the layer and field).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Marks = npt.NDArray[np.uint64]
+"""uint64 ``[n]``: one for each token of a text."""
+
+_BITS = {"float32": 24, "float64": 53, "int32": 31, "uint8": 8}
+"""Bits of a number that every field of that dtype holds exactly, as a number that is not negative."""
+_LONGEST = 4096
+_random = np.random.default_rng(0xF1D0)
+_TOKENS = _random.integers(0, 2**64, 1000, np.uint64)
+_PLACES = _random.integers(0, 2**63, _LONGEST, np.uint64) * np.array([2], np.uint64) + np.array([1], np.uint64)
+_ODD, _SHIFT = np.array([0x9E3779B97F4A7C15], np.uint64), np.array([32], np.uint64)
+
+
+def _digest(what: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little")
+
+
+def seed_of(namespace_key: Any) -> int:
+    """64 bits for a namespace, as it is at this moment."""
+    return _digest(("namespace", namespace_key))
+
+
+def marks_of(seed: int, tokens: npt.NDArray[np.int32], media: Mapping[int, bytes]) -> Marks:
+    """The marks of a text: uint64 ``[len(tokens)]``. Where media begin, at their offsets, they stand for the token there."""
+    own = _TOKENS[tokens]
+    for offset, digest in media.items():
+        if offset < len(own):
+            own[offset] = np.uint64(_digest(("media", digest)))
+    marks: Marks = (np.cumsum(own * _PLACES[: len(own)]) ^ np.array([seed], np.uint64)) * _ODD
+    marks ^= marks >> _SHIFT
+    return marks
+
+
+class Stamp:
+    """The numbers of one field of one layer: ``stamp(marks)`` is what rows that end at these tokens are filled with."""
+
+    def __init__(self, layer: int, field: str, dtype: str) -> None:
+        bits = _BITS.get(dtype)
+        if bits is None:
+            raise ValueError(f"no exact numbers are known for {dtype}; the driver's schemas are float32")
+        self._factor = np.array([_digest(("field", layer, field)) | 1], np.uint64)
+        self._shift, self._dtype = np.array([64 - bits], np.uint64), np.dtype(dtype)
+
+    def __call__(self, marks: Marks) -> npt.NDArray[Any]:
+        return ((marks * self._factor) >> self._shift).astype(self._dtype)

@@ -1,0 +1,64 @@
+"""Operations: pins, invalidation, reset."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpagoda.errors import OutOfBlocks, RetryLater
+
+from .faults import Fault, Refused
+from .texts import NAMESPACES
+
+if TYPE_CHECKING:
+    from .driver import Driver
+
+
+def pin(driver: Driver) -> None:
+    if driver.requests and driver.chance(0.4):
+        request = driver.pick(lambda one: one.length > 0)
+        tokens, namespace = request.text.copy(), request.namespace
+        media = {at: digest for at, digest in request.media.items() if at < len(tokens)}
+    else:
+        (tokens, media), namespace = driver.documents.one(), driver.one(None, None, *NAMESPACES)
+    told = f"pin({tokens.tolist()}, {namespace!r}, media={media})"
+    driver.pins.append(driver.attempt(told, lambda: driver.cache.pin(tokens, namespace, media=media), OutOfBlocks))
+    driver.check()
+
+
+def unpin(driver: Driver) -> None:
+    """End a pin, perhaps one that was given up or ended before."""
+    if not driver.pins:
+        raise Refused("there are no pins")
+    pin = driver.one(*driver.pins)
+    driver.attempt(f"unpin, held: {pin.is_held}", lambda: driver.cache.unpin(pin))
+    driver.require(not pin.is_held, "a pin is held after unpin")
+    if driver.chance(0.8):
+        driver.pins.remove(pin)
+
+
+def invalidate(driver: Driver) -> None:
+    namespaces = tuple(one for one in NAMESPACES if driver.chance(0.3))
+    weights = driver.one(None, "w", "x") if not namespaces else None
+    if weights is None:
+        driver.attempt(f"invalidate{namespaces}", lambda: driver.cache.invalidate(*namespaces))
+    else:
+        driver.attempt(f"invalidate(weights={weights!r})", lambda: driver.cache.invalidate(weights=weights))
+        driver.weights = weights
+    driver.epochs.renew(namespaces, weights)
+
+
+def reset(driver: Driver) -> None:
+    """Refused while anything is open: then pins hold what they held."""
+    is_open = driver.requests or driver.lingering
+    held = [pin.is_held for pin in driver.pins]
+    try:
+        driver.attempt("reset()", driver.cache.reset, *([RetryLater] if is_open else []))
+    except Refused:
+        after = [pin.is_held for pin in driver.pins]
+        driver.require(held == after, f"reset() raised, but {held.count(True) - after.count(True)} pins were given up")
+        raise
+    if is_open:
+        raise Fault("reset() forgot what a request uses")
+
+
+OPERATIONS = {"pin": (2.5, pin), "unpin": (1.5, unpin), "invalidate": (0.3, invalidate), "reset": (0.8, reset)}

@@ -1,0 +1,352 @@
+"""Operations: requests begin, fork, go back, are set aside, go on and end; caches end, and others begin."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from time import sleep
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvpagoda.errors import BadInput, NeverFits, OutOfBlocks, RetryLater, StaleHandle
+
+from .caches import is_prefetched, prompt_length, staging_in_use
+from .faults import Fault, Refused
+from .oracle import DIALECTS, StepTexts
+from .texts import NAMESPACES, Request, Tokens
+
+if TYPE_CHECKING:
+    from .driver import Driver
+
+
+def begin(
+    driver: Driver, tokens: Tokens, media: dict[int, bytes], namespace: Any, what: str = "open", **settings: Any
+) -> Request:
+    """Open a request and compare what it starts from. Raises Refused."""
+    length, room, reserve = len(tokens), settings.get("room"), settings.get("reserve")
+    number, first_room = driver.next_number(), length if room is None else room
+    total = max(length, first_room if reserve is None else reserve)
+    may_never = total > driver.longest or first_room > driver.settings.step_tokens
+    is_idle = not driver.requests and not driver.lingering
+    told = f"#{number} = {what}({tokens.tolist()}, {namespace!r}, media={media}, {settings})"
+    handle = driver.attempt(
+        told,
+        lambda: driver.cache.open(tokens, namespace, media=media or None, **settings),
+        *([NeverFits] if may_never else []),
+        *([] if is_idle and not may_never else [RetryLater]),
+    )
+    return started(driver, number, handle, namespace, tokens, media, int(total))
+
+
+def started(
+    driver: Driver, number: int, handle: Any, namespace: Any, tokens: Tokens, media: dict[int, bytes], total: int
+) -> Request:
+    """The request of a handle that ``open`` gave."""
+    request = Request(number, handle, driver.epochs.seed(namespace), namespace, tokens, media, total)
+    request.length = request.num_written = request.highest = request.started_at = handle.length
+    request.is_blank = request.length == 0
+    driver.requests[handle] = request
+    driver.log[-1] += f" -> starts at {request.length}"
+    driver.require(
+        request.length == handle.cached_tokens < len(tokens), f"{request} starts with {handle.cached_tokens}"
+    )
+    if handle.room > request.length:
+        look(driver, request)
+    return request
+
+
+def look(driver: Driver, request: Request) -> None:
+    """What ``request`` may read is right."""
+    batch = driver.cache.batch([request.handle], [1])
+    request.reached(request.length + 1)
+    for shown in driver.oracle.shown(batch, StepTexts([request], [1], [()]), driver.one(*DIALECTS)):
+        shown.verify([request])
+
+
+def namespace_of(driver: Driver) -> Any:
+    return driver.one(*NAMESPACES) if driver.chance(0.25) else None
+
+
+def open_one(driver: Driver) -> None:
+    tokens, media = driver.documents.prompt()
+    settings: dict[str, Any] = {}
+    if driver.chance(0.8):
+        settings["room"] = driver.one(0, 0, driver.between(0, driver.settings.step_tokens), len(tokens))
+    if driver.chance(0.7):
+        settings["reserve"] = min(len(tokens) + driver.between(0, 24), driver.one(driver.longest, driver.longest, 99))
+    if driver.chance(0.3):
+        settings["priority"] = driver.between(0, 4)
+    if driver.settings.tiers != "none" and driver.chance(0.4):
+        settings["layerwise"] = True
+    begin(driver, tokens, media, namespace_of(driver), **settings)
+
+
+def crowd(driver: Driver) -> None:
+    """A request of some other text takes as much room as there is, so that what is cached goes, and ends."""
+    for length in (driver.longest, driver.longest * 2 // 3, driver.longest // 2, driver.longest // 3):
+        tokens = driver.random.integers(50, 90, length).astype(np.int32)
+        with suppress(Refused):
+            request = begin(driver, tokens, {}, None, room=length)
+            close(driver, request)
+            return
+
+
+def open_prefetched(driver: Driver) -> None:
+    """Begin to read a text ahead; or open a request with what was begun before, of this text or another."""
+    if not driver.tier_drivers:
+        tokens, _ = driver.documents.prompt()
+        driver.attempt("prefetch without tiers", lambda: driver.cache.prefetch(tokens), BadInput)
+        raise Fault("prefetch without tiers was accepted")
+    if len(driver.prefetches) < 2 and driver.chance(0.6):
+        (tokens, media), namespace = driver.documents.prompt(), namespace_of(driver)
+        told = f"prefetch({tokens.tolist()}, {namespace!r}, media={media})"
+        prefetch = driver.attempt(told, lambda: driver.cache.prefetch(tokens, namespace, media=media), may_fail=False)
+        while driver.settings.settled and not is_prefetched(prefetch):
+            sleep(0.0005)
+        driver.prefetches.append((prefetch, (tokens, media, namespace)))
+        if driver.chance(0.6):
+            return
+    if not driver.prefetches:
+        raise Refused("nothing was prefetched")
+    prefetch, (tokens, media, namespace) = driver.prefetches.pop(driver.between(0, len(driver.prefetches) - 1))
+    if driver.chance(0.15):
+        driver.attempt("close of a prefetch", prefetch.close, may_fail=False)
+        return
+    if driver.chance(0.2):
+        tokens, media = driver.documents.prompt()
+    settings = {"prefetch": prefetch, "layerwise": driver.chance(0.5), "room": 0, "reserve": len(tokens)}
+    try:
+        begin(driver, tokens, media, namespace, **settings)
+    finally:
+        prefetch.close()
+
+
+def open_twice(driver: Driver) -> None:
+    """A prefetch that is done told all that there is: ``open`` need not ask tiers again."""
+    if not driver.tier_drivers or driver.num_fences:
+        raise Refused("no tiers")
+    tokens, media = driver.documents.prompt()
+    driver.require(driver.cache.flush(), "flush() gave up")
+    driver.log.append(f"prefetch({tokens.tolist()}, media={media}), at once for open")
+    prefetch = driver.cache.prefetch(tokens, media=media)
+    while not is_prefetched(prefetch):
+        sleep(0.0005)
+    before = sum(one.num_lookups for one in driver.tier_drivers)
+    try:
+        begin(driver, tokens, media, None, prefetch=prefetch, room=0, reserve=len(tokens))
+    finally:
+        prefetch.close()
+    asked = sum(one.num_lookups for one in driver.tier_drivers) - before
+    driver.require(not asked, f"open with a prefetch that was done asked tiers {asked} times again")
+
+
+def fork_one(driver: Driver) -> None:
+    parent = driver.pick()
+    reserve = driver.one(None, parent.length, parent.length + driver.between(1, 20))
+    number = driver.next_number()
+    handle = driver.attempt(
+        f"#{number} = #{parent.number}.fork(reserve={reserve}) at {parent.length}",
+        lambda: parent.handle.fork(reserve=reserve),
+        *([RetryLater] if parent.fences or len(driver.requests) > 1 or driver.lingering or reserve != parent.length else []),
+        RetryLater, *([NeverFits] if (reserve or 0) > driver.longest else []),
+    )  # fmt: skip
+    driver.require(not parent.fences, "a fenced sequence was forked")
+    media = {at: digest for at, digest in parent.media.items() if at < parent.length}
+    total = max(parent.length, reserve or 0)
+    child = Request(number, handle, parent.seed, parent.namespace, parent.text.copy(), media, total)
+    child.length = child.num_written = child.started_at = child.highest = parent.length
+    child.is_blank = parent.is_blank
+    driver.requests[handle] = child
+    if handle.room > child.length:
+        look(driver, child)
+
+
+def rewind_one(driver: Driver) -> None:
+    request = driver.pick(lambda one: one.is_running and one.length > 0)
+    most = min(request.length, driver.one(2, 5, request.length))
+    n = driver.between(1, most)
+    width, to = driver.rewind_width, request.length - n
+    may_refuse = width is not None and to < max(request.started_at, request.highest - width)
+    driver.attempt(
+        f"#{request.number}.rewind({n}) from {request.length}",
+        lambda: request.handle.rewind(n),
+        OutOfBlocks, *([BadInput] if may_refuse else []), *([RetryLater] if request.fences else []),
+    )  # fmt: skip
+    driver.require(not request.fences, "a fenced sequence was rewound")
+    request.cut(to)
+    request.reserve = None  # blocks that it shared are to be its own again
+    driver.right_length(request.handle, request)
+
+
+def extend_one(driver: Driver) -> None:
+    request = driver.pick()
+    n = driver.between(0, driver.settings.step_tokens * driver.one(1, 1, 2))
+    make_room(driver, [request], n)
+
+
+def make_room(driver: Driver, requests: list[Request], n: int, call: Any = None, what: str = "") -> Any:
+    """``extend`` by ``n`` tokens, which may not fail within what was promised. Raises Refused."""
+    ends = [request.length + n for request in requests]
+    is_promised = not driver.num_fences and n <= driver.settings.step_tokens
+    for request, end in zip(requests, ends):
+        is_promised &= request.reserve is not None and end <= request.reserve
+    return driver.attempt(
+        what or f"#{requests[0].number}.extend({n}) at {ends[0] - n} of reserve {requests[0].reserve}",
+        call or (lambda: requests[0].handle.extend(n)),
+        *([] if is_promised else [OutOfBlocks]),
+        *([BadInput] if max(ends) > driver.longest else []),
+    )
+
+
+def suspend_one(driver: Driver) -> None:
+    suspend(driver, driver.pick(), driver.chance(0.5))
+
+
+def suspend(driver: Driver, request: Request, whole: bool) -> None:
+    whole |= any(at >= request.length for at in request.media)
+    driver.attempt(
+        f"#{request.number}.suspend(whole={whole}) at {request.length}",
+        lambda: request.handle.suspend(whole) if whole else request.handle.suspend(whole=False),
+        OutOfBlocks, *([RetryLater] if request.fences else []),
+    )  # fmt: skip
+    driver.require(not request.fences, "a fenced sequence was suspended")
+    request.is_suspended, request.num_written = True, request.length
+    request.version += 1
+
+
+def resume_one(driver: Driver) -> None:
+    resume(driver, driver.pick(lambda one: one.is_suspended))
+
+
+def resume(driver: Driver, request: Request) -> None:
+    before, settings = request.length, {}
+    if driver.chance(0.2):
+        settings["room"] = min(before + driver.between(0, 4), driver.longest)
+    if driver.chance(0.2):
+        settings["reserve"] = min(before + driver.between(0, 16), driver.longest)
+    lost = driver.attempt(
+        f"#{request.number}.resume({settings})", lambda: request.handle.resume(**settings), RetryLater, NeverFits
+    )
+    driver.log[-1] += f" -> {lost} lost of {before}"
+    request.is_suspended = False
+    if prompt_length(request.handle) != request.prompt_length:  # the prompt ends at what was committed
+        driver.documents.add(request.tokens[: request.prompt_length].copy(), request.media)
+        driver.counts["prompts ended by resume"] += 1
+        request.cut(before, before)
+        request.prompt_length = prompt_length(request.handle)
+    if lost:
+        request.length = request.num_written = request.started_at = before - lost
+        request.highest, request.is_blank = request.length, request.length == 0
+    request.highest = max(request.highest, request.length)
+    if "reserve" in settings:
+        request.reserve = max(before, settings["reserve"])
+    driver.right_length(request.handle, request)
+    if request.handle.room > request.length:
+        look(driver, request)
+
+
+def close_one(driver: Driver) -> None:
+    close(driver, driver.pick(lambda one: not one.is_closed))
+
+
+def close(driver: Driver, request: Request) -> None:
+    driver.attempt(f"#{request.number}.close() at {request.length}", request.handle.close)
+    request.is_closed = True
+    del driver.requests[request.handle]
+    driver.require(not request.handle.is_open, f"{request} is open after close")
+    if request.fences:
+        driver.lingering.add(request)
+    if driver.chance(0.4):
+        driver.documents.keep(request)
+    if driver.chance(0.1):
+        for call in (request.handle.close, request.handle.resume, lambda: request.handle.extend(1)):
+            driver.attempt(f"call of #{request.number}, which is closed", call_raises(call), may_fail=False)
+
+
+def call_raises(call: Any) -> Any:
+    """A call that must raise StaleHandle."""
+
+    def checked() -> None:
+        try:
+            call()
+        except StaleHandle:
+            return
+        raise Fault("a closed sequence took a call")
+
+    return checked
+
+
+def count_openings(driver: Driver) -> int:
+    """How many requests of one token can be open at once in the empty cache."""
+    handles = []
+    try:
+        for token in range(driver.settings.max_requests):
+            handles.append(driver.cache.open([50 + token]))
+    except RetryLater:
+        pass
+    for handle in handles:
+        handle.close()
+    driver.cache.reset()
+    return len(handles)
+
+
+def drain(driver: Driver) -> None:
+    """Close and forget everything: all memory is free then, and as many requests can be opened as at first."""
+    if driver.num_fences:
+        raise Refused("fenced")
+    memory_fails, driver.memory_fails = driver.memory_fails, 0.0
+    for request in [*driver.requests.values()]:
+        close(driver, request)
+    for pin in driver.pins:
+        driver.cache.unpin(pin)
+    for prefetch, _ in driver.prefetches:
+        prefetch.close()
+    driver.pins, driver.prefetches, driver.together = [], [], []
+    driver.attempt("reset() when nothing runs", driver.cache.reset)
+    driver.require(driver.cache.flush(), "flush() gave up")
+    driver.check()
+    stats = driver.cache.stats()
+    left = [group for group in stats.groups if group.free != group.total or group.promised]
+    driver.require(not left and not stats.swap_nbytes, f"something is held when all is forgotten: {left}, {stats}")
+    staging = staging_in_use(driver.cache)
+    driver.require(not any(staging), f"{staging} staging records of the tiers are lost")
+    openings = count_openings(driver)
+    driver.require(openings == driver.most_open, f"{openings} requests can be opened, {driver.most_open} at first")
+    driver.memory_fails = memory_fails
+
+
+def restart(driver: Driver) -> None:
+    """Close the cache as it is, and begin another over the same folder, of these weights or others."""
+    if driver.num_fences:
+        raise Refused("fenced")
+    driver.log.append(f"restart over {driver.settings.tiers} tiers")
+    driver.count_cache()
+    driver.cache.close()
+    for request in driver.requests.values():
+        driver.require(not request.handle.is_open, f"{request} is open in a closed cache")
+    for prefetch, _ in driver.prefetches:
+        prefetch.close()
+    try:
+        driver.cache.open([1])
+    except StaleHandle:
+        pass
+    else:
+        raise Fault("a closed cache opened a request")
+    driver.weights = driver.one("w", "w", "w", "x")
+    driver.start()
+
+
+OPERATIONS = {
+    "open": (14.0, open_one),
+    "open prefetched": (3.0, open_prefetched),
+    "open after prefetch": (0.5, open_twice),
+    "crowd": (1.5, crowd),
+    "fork": (4.0, fork_one),
+    "rewind": (4.0, rewind_one),
+    "extend": (3.0, extend_one),
+    "suspend": (3.0, suspend_one),
+    "resume": (6.0, resume_one),
+    "close": (8.0, close_one),
+    "drain": (0.3, drain),
+    "restart": (0.25, restart),
+}

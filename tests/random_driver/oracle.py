@@ -1,0 +1,253 @@
+"""Writes rows and states through the views of a batch, as kernels do, and compares all that the batch shows of a text.
+
+What a row is a function of follows from the schema's data alone. Of a block's field with a row for every m tokens, row r of
+block c belongs to the text up to token (c * rows + r + 1) * m - 1, once that token is written. A state's field of n rows is
+a ring: row p % n belongs to the text up to token p; with one row, it is the state after the whole text.
+
+Not compared, for nothing says what they hold: rows before the first position that the layer's next token reads; entries
+whose m tokens are not all written; rows of a ring that tokens which were taken back may have overwritten (of n rows with
+``rewinds`` v only the newest n - v count); blocks that no request has; padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvpagoda.schema import Growth, Layer, Schema
+
+from .faults import WrongBytes
+from .fingerprints import Marks, Stamp
+from .texts import Request
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_UP = np.arange(4096)
+FLASH_ATTENTION, FLASH_INFER = DIALECTS = ("FlashAttention", "FlashInfer")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a layer. ``tokens_per_row`` of a block's row; ``count`` rows of a state, of which the newest ``kept`` are
+    always right, and which hold ``fill`` at first."""
+
+    name: str
+    stamp: Stamp
+    tokens_per_row: int = 1
+    count: int = 1
+    kept: int = 1
+    fill: float = 0.0
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Rows of one field that a batch shows: ``array[first[i], second[i]]`` must be filled with ``expected[i]``. ``rows`` and
+    ``positions`` say of which row of the batch, and which token."""
+
+    what: str
+    array: Array
+    first: Array
+    second: Array
+    expected: Array
+    rows: Array
+    positions: Array
+
+    def verify(self, requests: list[Request], mask: Array | None = None) -> None:
+        """Raises WrongBytes."""
+        if not len(self.first):
+            return
+        found = self.array[self.first, self.second].reshape(len(self.first), -1)
+        same = found == self.expected[:, None]
+        if mask is not None:
+            same |= ~mask[:, None]
+        if not same.all():
+            at = int(np.flatnonzero(~same.all(1))[0])
+            raise WrongBytes(
+                f"{self.what}: token {self.positions[at]} of {requests[int(self.rows[at])]} should read "
+                f"{self.expected[at]} in block or state row {self.first[at]}, row {self.second[at]}; it reads "
+                f"{found[at][:4].tolist()} ({int((~same.all(1)).sum())} of {len(same)} rows are wrong)"
+            )
+
+
+class StepTexts:
+    """The texts of a step's rows: ``counts[i]`` tokens after the committed ones of ``requests[i]``; where there are ``news``,
+    these are written from now on."""
+
+    def __init__(self, requests: list[Request], counts: list[int], news: list[Any]) -> None:
+        self.requests = requests
+        self.before = [request.length for request in requests]
+        self.ends = [before + count for before, count in zip(self.before, counts)]
+        for request, new in zip(requests, news):
+            if len(new):
+                request.write(new)
+        self._parts: dict[tuple[int, ...], tuple[Array, Array, Marks]] = {}
+        self.marks: list[Marks] = [request.marks(end) for request, end in zip(requests, self.ends)]
+
+    def part(self, firsts: list[int], ends: list[int]) -> tuple[Array, Array, Marks]:
+        """Row, position and mark of tokens ``firsts[i] .. ends[i] - 1`` of each row, one behind another."""
+        key = (*firsts, *ends)
+        if key not in self._parts:
+            rows = np.repeat(np.arange(len(firsts)), [end - first for first, end in zip(firsts, ends)])
+            positions = np.concatenate([_UP[first:end] for first, end in zip(firsts, ends)])
+            marks = np.concatenate([marks[first:end] for marks, first, end in zip(self.marks, firsts, ends)])
+            self._parts[key] = rows, positions, marks
+        return self._parts[key]
+
+
+class Oracle:
+    """Fills and compares what the batches of one schema show."""
+
+    def __init__(self, schema: Schema, block_size: int) -> None:
+        self._layers, self._size = schema.layers, block_size
+        self._by_index = schema.by_index
+        self._blocks = {layer.index: self._block_fields(layer) for layer in schema.layers}
+        self._states = {layer.index: self._state_fields(layer) for layer in schema.layers}
+
+    def _block_fields(self, layer: Layer) -> list[Field]:
+        return [
+            Field(field.name, Stamp(layer.index, field.name, field.dtype), rows.tokens_per_row)
+            for rows in layer.block_rows()
+            for field in rows.fields(self._size // rows.tokens_per_row)
+        ]
+
+    def _state_fields(self, layer: Layer) -> list[Field]:
+        back = layer.rewinds or 0
+        return [
+            Field(
+                field.name, Stamp(layer.index, field.name, field.dtype), 1, rows.count, max(0, rows.count - back), rows.fill
+            )
+            for rows in layer.state_rows()
+            for field in rows.fields(rows.count)
+        ]  # fmt: skip
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def shown(self, batch: Any, step: StepTexts, dialect: str, *, new: bool = False) -> list[Shown]:
+        """All that the next tokens of the step's rows may read; ``new``: with the rows and states that were just written."""
+        found: list[Shown] = []
+        places: dict[Growth, tuple[Array, ...]] = {}
+        of_row = batch.state_indices.numpy()
+        for layer in self._layers:
+            owner = self._by_index[layer.owner]
+            view = batch.layer(layer.index)
+            growth = owner.growth
+            if growth is not None:
+                if growth not in places:
+                    places[growth] = self._places(view, growth, step, dialect, new)
+                for field in self._blocks[owner.index]:
+                    found.append(
+                        self._rows(f"layer {layer.index} {field.name} by {dialect}", view, field, places[growth])
+                    )
+            if layer is owner:
+                for field in self._states[owner.index]:
+                    array = view[field.name].numpy()
+                    found += self._state(f"layer {layer.index} state {field.name}", array, of_row, field, step, new)
+        return found
+
+    def _places(self, view: Any, growth: Growth, step: StepTexts, dialect: str, new: bool) -> tuple[Array, ...]:
+        """Blocks, rows of the batch, positions and marks of what is read of one group."""
+        ends = step.ends if new else step.before
+        firsts = [min(int(growth.first_needed(before)), end) for before, end in zip(step.before, ends)]
+        rows, positions, marks = step.part(firsts, ends)
+        if dialect == FLASH_ATTENTION:
+            blocks = view.block_table.numpy()[rows, positions // self._size]
+        else:
+            starts, indptr = view.kv_start.numpy(), view.kv_indptr.numpy()
+            blocks = view.kv_indices.numpy()[indptr[rows] + (positions - starts[rows]) // self._size]
+        return blocks, rows, positions, marks
+
+    def _rows(self, what: str, view: Any, field: Field, places: tuple[Array, ...]) -> Shown:
+        per = field.tokens_per_row
+        if per > 1:
+            whole = (places[2] + 1) % per == 0
+            places = tuple(column[whole] for column in places)
+        blocks, rows, positions, marks = places
+        return Shown(
+            what, view[field.name].numpy(), blocks, positions % self._size // per, field.stamp(marks), rows, positions
+        )
+
+    def _state(self, what: str, array: Array, of_row: Array, field: Field, step: StepTexts, new: bool) -> list[Shown]:
+        ends = step.ends if new else step.before
+        firsts = [max(0, end - (field.count if new else field.kept)) for end in ends]
+        if new:
+            firsts = [max(first, before) for first, before in zip(firsts, step.before)]
+        rows, positions, marks = step.part(firsts, ends)
+        shown = [Shown(what, array, of_row[rows], positions % field.count, field.stamp(marks), rows, positions)]
+        blank = [i for i, request in enumerate(step.requests) if request.is_blank and not new]
+        if blank:
+            rows, inner = np.repeat(blank, field.count), np.tile(np.arange(field.count), len(blank))
+            fill = np.full(len(rows), field.fill, array.dtype)
+            shown.append(Shown(f"{what} at first", array, of_row[rows], inner, fill, rows, inner))
+        return shown
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def write(self, batch: Any, step: StepTexts) -> None:
+        """Write the rows and states of the step's new tokens, and something where padded rows are to write."""
+        _, positions, marks = step.part(step.before, step.ends)
+        of_row, num_padded = batch.state_indices.numpy(), len(batch.state_indices) - len(step.before)
+        for layer in self._layers:
+            if layer.owner != layer.index:
+                continue
+            view = batch.layer(layer.index)
+            if layer.growth is not None:
+                where = view.slot_mapping.numpy()
+                for field in self._blocks[layer.index]:
+                    array, per = view[field.name].numpy(), field.tokens_per_row
+                    at, own = where[: len(positions)], marks
+                    if per > 1:
+                        whole = (positions + 1) % per == 0
+                        at, own = at[whole], marks[whole]
+                    self._put(array, at // self._size, at % self._size // per, field.stamp(own))
+                    if num_padded:
+                        array[where[len(positions) :] // self._size] = 77
+            for field in self._states[layer.index]:
+                array = view[field.name].numpy()
+                firsts = [max(before, end - field.count) for before, end in zip(step.before, step.ends)]
+                newest, at, state_marks = step.part(firsts, step.ends)
+                self._put(array, of_row[newest], at % field.count, field.stamp(state_marks))
+                if num_padded:
+                    array[of_row[len(step.before) :]] = 77
+
+    @staticmethod
+    def _put(array: Array, first: Array, second: Array, values: Array) -> None:
+        array[first, second] = values.reshape(len(values), *(1,) * (array.ndim - 2))
+
+    # -- what index arrays say ---------------------------------------------------------------------------------------
+
+    def check_arrays(self, batch: Any, step: StepTexts, num_rows: int) -> None:
+        """The arrays of all groups agree with the lengths and with each other. Raises WrongBytes."""
+        padding = num_rows - len(step.before)
+        counts = [end - before for before, end in zip(step.before, step.ends)] + [1] * padding
+        rows, positions, _ = step.part(step.before, step.ends)
+        _same("qo_indptr", batch.qo_indptr, np.cumsum([0, *counts]))
+        _same("positions", batch.positions, [*positions, *[0] * padding])
+        states = batch.state_indices.numpy()
+        _same("state_indices of padded rows", batch.state_indices[len(step.before) :], [0] * padding)
+        if any(self._states.values()) and len({*states[: len(step.before)].tolist()} - {0}) < len(step.before):
+            raise WrongBytes(f"two requests share a state row, or have the padding's: {states.tolist()}")
+        seen: set[Growth] = set()
+        for layer in self._layers:
+            if layer.growth is None or layer.growth in seen:
+                continue
+            seen.add(layer.growth)
+            view, size = batch.layer(layer.index), self._size
+            _same("cache_seqlens", view.cache_seqlens, step.ends + [0] * padding)
+            _same("kv_last_page_len", view.kv_last_page_len, [(e - 1) % size + 1 for e in step.ends] + [0] * padding)
+            blocks = view.block_table.numpy()[rows, positions // size]
+            _same(
+                "slot_mapping",
+                view.slot_mapping,
+                [*(blocks.astype(np.int64) * size + positions % size), *[0] * padding],
+            )
+            columns = [-(-end // size) for end in step.ends]
+            starts = view.kv_start.numpy()[: len(columns)] // size
+            _same("kv_indptr", view.kv_indptr, np.cumsum([0, *(np.array(columns) - starts), *[0] * padding]))
+            if len({*view.slot_mapping.numpy()[: len(rows)].tolist()}) < len(rows):
+                raise WrongBytes("two new tokens go to the same place")
+
+
+def _same(what: str, found: Any, expected: Any) -> None:
+    if found.tolist() != np.asarray(expected).tolist():
+        raise WrongBytes(f"{what} is {found.tolist()}, not {np.asarray(expected).tolist()}")

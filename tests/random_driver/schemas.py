@@ -1,0 +1,75 @@
+"""Small float32 schemas of every layer kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpagoda.schema import Attention, Growth, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared
+
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+_BASE: dict[str, Any] = dict(
+    vocab_size=1000, hidden_size=48, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=4096,
+)  # fmt: skip
+_MOE: dict[str, Any] = dict(num_experts_per_tok=2, moe_intermediate_size=32)
+_GEMMA: dict[str, Any] = dict(
+    _BASE, model_type="gemma3_text", head_dim=8, num_key_value_heads=1, sliding_window=8,
+    layer_types=[_SLIDING] * 3 + [_FULL],
+)  # fmt: skip
+_QWEN3_NEXT: dict[str, Any] = dict(
+    _BASE, **_MOE, model_type="qwen3_next", head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=4, linear_value_head_dim=4, linear_conv_kernel_dim=4,
+    layer_types=[_LINEAR] * 3 + [_FULL], num_experts=4, shared_expert_intermediate_size=32,
+)  # fmt: skip
+_DEEPSEEK_V4: dict[str, Any] = dict(
+    _BASE, **_MOE, model_type="deepseek_v4", num_hidden_layers=3, num_key_value_heads=1, head_dim=16,
+    partial_rotary_factor=0.25, q_lora_rank=24,
+    layer_types=[_SLIDING, "compressed_sparse_attention", "heavily_compressed_attention"],
+    compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, sliding_window=8,
+    index_n_heads=32, index_head_dim=8, index_topk=4, o_groups=2, o_lora_rank=16, hc_mult=2, hc_sinkhorn_iters=4,
+    n_routed_experts=4, n_shared_experts=1, num_hash_layers=2,
+)  # fmt: skip
+_MAMBA: dict[str, Any] = dict(
+    model_type="mamba", vocab_size=1000, hidden_size=16, num_hidden_layers=2, state_size=4, conv_kernel=4, expand=2,
+    time_step_rank=4,
+)  # fmt: skip
+
+
+def _schema_of(*kinds: LayerKind | tuple[LayerKind, ...]) -> Schema:
+    layers = [kind if isinstance(kind, tuple) else (kind,) for kind in kinds]
+    return Schema(tuple(Layer(i, type(k[0]).__name__, k) for i, k in enumerate(layers)), "random", vocab_size=1000)
+
+
+_ATTENTION, _WINDOW = Attention(1, 4, 4, "float32"), Attention(1, 4, 4, "float32", Growth(window=10))
+_STATES = Recurrent((Rows("conv", (6, 3), "float32"), Rows("recurrent", (2, 4, 4), "float32")))
+_SCHEMAS = {
+    "full": _schema_of(_ATTENTION),
+    "sliding": _schema_of(_WINDOW, _WINDOW),
+    "gemma": Schema.from_hf_config(_GEMMA, dtype="float32"),
+    "mla": _schema_of(Latent(8, 4, "float32", index_dim=4), Latent(8, 4, "float32", index_dim=4)),
+    "qwen3_next": Schema.from_hf_config(_QWEN3_NEXT, dtype="float32"),
+    "deepseek_v4": Schema.from_hf_config(_DEEPSEEK_V4, dtype="float32"),
+    "mamba": Schema.from_hf_config(_MAMBA, dtype="float32"),
+    "mixed": _schema_of(
+        Attention(2, 4, 4, "float32"), _WINDOW, (Attention(2, 4, 4, "float32"), _STATES),
+        Attention(1, 4, 4, "float32", Growth(chunk=12)), Shared(0), Shared(1),
+    ),
+}  # fmt: skip
+SCHEMA_NAMES = tuple(_SCHEMAS)
+
+
+def schema_named(name: str, verify_width: int = 0) -> Schema:
+    """The schema of that name, with rings and windows that can take back ``verify_width`` tokens."""
+    return _SCHEMAS[name].rewindable(verify_width)
+
+
+def draft_width(schema: Schema) -> int:
+    """How many of the tokens that a step wrote may be left uncommitted: what every state can take back, at most 4."""
+    return min((layer.rewinds for layer in schema.layers if layer.rewinds is not None), default=4)
+
+
+def rewind_width(schema: Schema) -> int | None:
+    """How many of the newest tokens every layer can take back; None: any number."""
+    widths = [layer.rewinds for layer in schema.layers if layer.rewinds is not None]
+    widths += [layer.growth.slack for layer in schema.layers if layer.growth is not None and layer.growth.is_bounded]
+    return min(widths, default=None)

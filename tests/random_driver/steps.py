@@ -1,0 +1,305 @@
+"""Operations: steps of fresh and of persistent batches, and fences around what is in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvpagoda.errors import BadInput, StaleHandle
+
+from .faults import Fault, Refused
+from .life import begin, close, crowd, make_room, open_one, resume, suspend
+from .oracle import DIALECTS, Shown, StepTexts
+from .texts import Request, Tokens
+
+if TYPE_CHECKING:
+    from .driver import Driver
+
+
+def compute(driver: Driver, batch: Any, requests: list[Request], news: list[Tokens], num_rows: int) -> StepTexts:
+    """Do as an engine does: read what is there, write what is new; all is compared."""
+    before = StepTexts(requests, [len(new) for new in news], [()] * len(requests))
+    for shown in driver.oracle.shown(batch, before, driver.one(*DIALECTS)):
+        shown.verify(requests)
+    step = StepTexts(requests, [len(new) for new in news], news)
+    if driver.chance(0.3):
+        driver.oracle.check_arrays(batch, step, num_rows)
+    driver.oracle.write(batch, step)
+    if driver.chance(0.3):
+        for shown in driver.oracle.shown(batch, step, driver.one(*DIALECTS), new=True):
+            shown.verify(requests)
+    return step
+
+
+def commit(driver: Driver, request: Request, count: int) -> None:
+    """The next ``count`` tokens that were written are committed."""
+    tokens = request.tokens[request.length : request.length + count]
+    given: Any = tokens.tolist() if driver.chance(0.3) else tokens.copy()
+    driver.attempt(
+        f"#{request.number}.commit({tokens.tolist()}) at {request.length}", lambda: request.handle.commit(given)
+    )
+    request.length += count
+    driver.right_length(request.handle, request)
+
+
+def wanted_tokens(driver: Driver, request: Request) -> Tokens:
+    """What the next step of ``request`` computes: part of its prompt, or a few tokens after it."""
+    length, most = request.length, driver.settings.step_tokens
+    n = driver.one(1, 1, driver.between(1, most), most)
+    if request.prompt_length > length + 1:
+        n = driver.one(n, most, min(most, request.prompt_length - length))
+        stop = driver.cache.next_checkpoint(request.handle)
+        if stop is not None and driver.chance(0.7):
+            n = min(n, stop - length)
+    n = min(n, driver.longest - length)
+    if n < 1:
+        raise Refused("at its longest")
+    return request.next_tokens(n, driver.documents.after(max(length, request.prompt_length), n))
+
+
+def step(driver: Driver) -> None:
+    """A step of some requests; what it wrote is committed, mostly at once and all of it."""
+    requests, news = begin_step(driver, driver.between(1, 4))
+    finish_step(driver, requests, news)
+
+
+def begin_step(driver: Driver, most: int, running: list[Request] | None = None) -> tuple[list[Request], list[Tokens]]:
+    """Make room for a step of up to ``most`` requests, of these if some are given, and compute it. Raises Refused."""
+    requests, news = [], []
+    if running is None:
+        running = [request for request in driver.requests.values() if request.is_running]
+        driver.random.shuffle(running)  # type: ignore[arg-type]
+    for request in running[:most]:
+        try:
+            new = wanted_tokens(driver, request)
+            if request.handle.room < request.length + len(new) or driver.chance(0.2):
+                make_room(driver, [request], len(new))
+        except Refused:
+            if request.length > 40 and driver.chance(0.5) and not driver.num_fences:
+                close(driver, request)
+            continue
+        requests.append(request)
+        news.append(new)
+    if not requests:
+        raise Refused("nobody could go on")
+    num_rows = len(requests) + driver.one(0, 0, 1, 3)
+    counts = [len(new) for new in news]
+    told = f"step of {[(request.number, n) for request, n in zip(requests, counts)]} in {num_rows} rows"
+    batch = driver.attempt(
+        told, lambda: driver.cache.batch([one.handle for one in requests], counts, num_rows), may_fail=False
+    )
+    compute(driver, batch, requests, news, num_rows)
+    return requests, news
+
+
+def finish_step(driver: Driver, requests: list[Request], news: list[Tokens]) -> None:
+    for request, new in zip(requests, news):
+        draft = min(len(new), driver.draft_width)
+        left = driver.between(0, draft) if draft and driver.chance(0.2) else 0
+        if len(new) > left or driver.chance(0.3):
+            at_last(partial(commit, driver, request, len(new) - left))
+
+
+def at_last(call: Callable[[], None]) -> None:
+    """Call again while memory fails in it: what was written is to be committed."""
+    while True:
+        try:
+            return call()
+        except Refused:
+            continue
+
+
+def commit_draft(driver: Driver) -> None:
+    """Tokens that a step before wrote turn out to be right; or none are committed."""
+    request = driver.pick(lambda one: one.is_running and one.num_written > one.length)
+    commit(driver, request, driver.between(0, request.num_written - request.length))
+
+
+def commit_nothing(driver: Driver) -> None:
+    commit(driver, driver.pick(), 0)
+
+
+# -- persistent batches ------------------------------------------------------------------------------------------------
+
+
+def members_of(driver: Driver, together: Any) -> list[Request]:
+    """The requests of a persistent batch, row by row. Raises Refused if one was closed."""
+    return [driver.requests[handle] for handle in together.sequences]
+
+
+def change_members(driver: Driver) -> None:
+    """A persistent batch is made, or requests join or leave one."""
+    if len(driver.together) < 2 and driver.chance(0.3):
+        rows = driver.between(1, 5)
+        driver.together.append(
+            driver.attempt(f"persistent_batch({rows})", lambda: driver.cache.persistent_batch((), rows))
+        )
+    if not driver.together:
+        raise Refused("there is no persistent batch")
+    together = driver.one(*driver.together)
+    members = [*together.sequences]
+    if members and driver.chance(0.2):
+        handle = driver.one(*members)
+        number = driver.requests[handle].number if handle in driver.requests else "closed"
+        driver.attempt(f"remove(#{number}) from a persistent batch", lambda: together.remove(handle), may_fail=False)
+        return
+    request = driver.pick(lambda one: one.is_running and one.length >= one.prompt_length and one.handle not in members)
+    driver.attempt(
+        f"add(#{request.number}) to a persistent batch of {len(members)}", lambda: together.add(request.handle),
+        *([BadInput] if len(members) == together.num_rows else []), may_fail=False,
+    )  # fmt: skip
+
+
+def step_some_together(driver: Driver) -> None:
+    if not driver.together:
+        raise Refused("there is no persistent batch")
+    step_together(driver, driver.one(*driver.together))
+
+
+def step_together(driver: Driver, together: Any) -> None:
+    """Steps of a persistent batch: one token of each, or more of which some are committed."""
+    gone = [handle for handle in together.sequences if not driver.requests.get(handle)]
+    aside = [handle for handle in together.sequences if handle.is_suspended]
+    if gone or aside:
+        step_of_some_gone(driver, together, gone + aside)
+        return
+    for _ in range(driver.one(1, 1, 2, 5)):
+        requests = members_of(driver, together)
+        n = driver.one(1, 1, 1, min(1 + driver.draft_width, driver.settings.step_tokens))
+        if not requests:
+            raise Refused("nobody is in it")
+        if max(request.length for request in requests) + n > driver.longest:
+            close(driver, max(requests, key=lambda request: request.length))
+            return
+        told = f"step of {n} together: {[request.number for request in requests]}"
+        batch = make_room(driver, requests, n, partial(together.extend, n), told)
+        news = [request.next_tokens(n, driver.documents.after(request.length, n)) for request in requests]
+        compute(driver, batch, requests, news, together.num_rows)
+        with ExitStack() as stack:
+            if driver.chance(0.1):
+                fenced = [request for request in requests if driver.chance(0.5)]
+                stack.enter_context(driver.cache.fence([request.handle for request in fenced]))
+            for i in range(driver.between(1, n)):
+                tokens = [int(new[i]) for new in news]
+                told = f"commit({tokens}) together"
+                at_last(partial(driver.attempt, told, partial(together.commit, tokens)))
+                for request in requests:
+                    request.length += 1
+                    driver.right_length(request.handle, request)
+
+
+def step_of_some_gone(driver: Driver, together: Any, gone: list[Any]) -> None:
+    """Who was closed must be removed, who is suspended removed or resumed; until then a step is refused."""
+    if not driver.chance(0.4):
+        try:
+            driver.attempt("step together with some gone", together.extend, StaleHandle, may_fail=False)
+        except Refused:
+            pass
+        else:
+            raise Fault("a persistent batch stepped with a sequence that is closed or suspended")
+    leaving = [handle for handle in gone if not handle.is_open or driver.chance(0.3)]
+    if leaving:
+        driver.attempt("remove who is gone", lambda: together.remove(*leaving), may_fail=False)
+
+
+def set_aside(driver: Driver) -> None:
+    """A request is suspended, others take what it had, and it goes on: in another slot, or without what was evicted."""
+    together = [one for one in driver.together if one.sequences and driver.chance(0.6)]
+    if together:
+        step_together(driver, together[0])
+        request = driver.pick(lambda one: one.is_running and one.handle in together[0].sequences)
+    else:
+        tokens, media = driver.documents.one()
+        request = begin(driver, tokens, media, None, room=0)
+        finish_step(driver, *begin_step(driver, 1, [request]))
+    suspend(driver, request, driver.chance(0.5 if together else 0.1))
+    for _ in range(driver.between(1, 3)):
+        with suppress(Refused):
+            open_one(driver)
+        if driver.chance(0.4):
+            driver.operate()
+    if driver.chance(0.5):
+        crowd(driver)
+    if request.is_suspended and request.handle in driver.requests:
+        resume(driver, request)
+        if together:
+            step_together(driver, together[0])
+        for _ in range(driver.between(0, 4)):
+            finish_step(driver, *begin_step(driver, 1, [request]))
+        if driver.chance(0.5):
+            close(driver, request)
+
+
+# -- fences --------------------------------------------------------------------------------------------------------------
+
+
+def fence(driver: Driver) -> None:
+    """A step is in flight: whatever happens meanwhile, what it reads and writes stays where it is, as it is."""
+    if driver.num_fences > 1:
+        raise Refused("fenced twice already")
+    fenced, news = begin_step(driver, 2) if driver.chance(0.8) else ([driver.pick()], [])
+    kept, versions = in_flight(driver, fenced), [request.version for request in fenced]
+    driver.log.append(f"fence({[request.number for request in fenced]}) begins")
+    driver.num_fences += 1
+    with driver.cache.fence([request.handle for request in fenced]):
+        for request in fenced:
+            request.fences += 1
+        if news:
+            finish_step(driver, [one for one in fenced if one.is_running], news)
+        for request in fenced:
+            if request.handle in driver.requests and driver.chance(0.3):
+                close(driver, request)
+        for _ in range(driver.between(0, 6)):
+            driver.operate()
+        same = np.array([request.version == version for request, version in zip(fenced, versions)])
+        for shown in kept:
+            shown.verify(fenced, same[shown.rows])
+        for request in fenced:
+            request.fences -= 1
+        driver.lingering -= {request for request in fenced if not request.fences}
+        driver.num_fences -= 1
+        driver.log.append(f"fence({[request.number for request in fenced]}) ends")
+    driver.check()
+
+
+def in_flight(driver: Driver, requests: list[Request]) -> list[Shown]:
+    """What the step that ``requests`` have written reads and writes."""
+    requests = [request for request in requests if request.num_written > request.length]
+    if not requests:
+        return []
+    counts = [request.num_written - request.length for request in requests]
+    batch = driver.cache.batch([request.handle for request in requests], counts)
+    texts = StepTexts(requests, counts, [()] * len(requests))
+    return driver.oracle.shown(batch, texts, driver.one(*DIALECTS), new=True)
+
+
+def fence_closed(driver: Driver) -> None:
+    """A fence around a sequence that is closed is refused, and holds nobody."""
+    request, closed = driver.pick(), driver.pick()
+    if request is closed or closed.fences:
+        raise Refused("one suits alone")
+    close(driver, closed)
+
+    def fenced() -> None:
+        with driver.cache.fence([request.handle, closed.handle]):
+            raise Fault("a closed sequence was fenced")
+
+    told = f"fence([#{request.number}, #{closed.number}, which is closed])"
+    with suppress(Refused):
+        driver.attempt(told, fenced, StaleHandle, may_fail=False)
+
+
+OPERATIONS = {
+    "step": (30.0, step),
+    "commit a draft": (3.0, commit_draft),
+    "commit nothing": (0.7, commit_nothing),
+    "change members": (6.0, change_members),
+    "step together": (8.0, step_some_together),
+    "set aside": (3.0, set_aside),
+    "fence": (3.0, fence),
+    "fence closed": (0.4, fence_closed),
+}

@@ -1,0 +1,35 @@
+"""Random traffic over every layer kind and policy: every row and state that a batch shows is what its own text says."""
+
+from __future__ import annotations
+
+import pytest
+
+from random_driver.caches import has_xxhash, settings_of
+from random_driver.driver import drive
+from random_driver.schemas import SCHEMA_NAMES
+
+OPERATIONS, SEEDS = 500, 5  # over 8 schemas: 20,000 operations
+MANY_OPERATIONS, MANY_SEEDS = 5_000, 40
+
+
+def traffic(schema: str, seed: int, num_operations: int) -> None:
+    settings = settings_of(schema, seed)
+    if "disk" in settings.tiers and not has_xxhash():
+        pytest.skip("records on disk need xxhash for their checksums: pip install kvpagoda[disk]")
+    driver = drive(settings, num_operations)
+    counts = driver.counts
+    assert counts["open"] and counts["step"] and counts["close"], counts
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("schema", SCHEMA_NAMES)
+def test_random_traffic_reads_its_own_bytes(schema: str, seed: int) -> None:
+    traffic(schema, seed, OPERATIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(SEEDS, SEEDS + MANY_SEEDS))
+@pytest.mark.parametrize("schema", SCHEMA_NAMES)
+def test_long_random_traffic_reads_its_own_bytes(schema: str, seed: int) -> None:
+    """1.6 million operations; more with other seeds: see ``random_driver``."""
+    traffic(schema, seed, MANY_OPERATIONS)
