@@ -796,24 +796,38 @@ def fence(scene: Scene) -> Any:
     return outcome
 
 
-@operation("batch")
-def batch(scene: Scene) -> Any:
-    requests = [scene.compute(scene.open(scene.words(number, 1.5))) for number in (1, 2)]
-    for request in requests:
-        request.text.tokens += [13, 14]
-        request.sequence.extend(2)
-    layers = [layer.index for layer in scene.cache.schema.layers]
+def batched(scene: Scene, requests: list[Request], counts: list[int]) -> Generator[Callable[[], Any], Told, str]:
+    """A batch, and the views and index arrays of all its layers; the same again must show the right rows."""
+    for request, count in zip(requests, counts):
+        request.sequence.extend(count)
+    layers = scene.cache.schema.layers
 
     def call() -> None:
-        made = scene.cache.batch([request.sequence for request in requests], [2, 1], pad_to=3)
-        for index in layers:
-            view = made.layer(index)
-            if scene.cache.schema.layers[index].growth is not None:
+        made = scene.cache.batch([request.sequence for request in requests], counts, pad_to=3)
+        for layer in layers:
+            view = made.layer(layer.index)
+            if layer.growth is not None:
                 _ = view.block_table, view.slot_mapping, view.kv_indices
 
     _, raised = yield call
     call()
     return "undone" if raised else "done"
+
+
+@operation("batch")
+def batch(scene: Scene) -> Any:
+    requests = [scene.compute(scene.open(scene.words(number, 1.5))) for number in (1, 2)]
+    for request in requests:
+        request.text.tokens += [13, 14]
+    return (yield from batched(scene, requests, [2, 1]))
+
+
+@operation("batch, layers that come in", tier=True)
+def batch_of_layers_that_come_in(scene: Scene) -> Any:
+    scene.leave(scene.words(1, 3))
+    scene.forget()
+    request = scene.open([*scene.words(1, 3), 5, 6], layerwise=True)
+    return (yield from batched(scene, [request], [2]))
 
 
 class Together(NamedTuple):
@@ -1072,16 +1086,18 @@ def hash_of(*words: str) -> int:
     return sum(map(ord, "".join(words)))
 
 
-def cases(way: str) -> Iterator[Any]:
+def cases(way: str) -> list[Any]:
     """Every operation of every kind; the default run has some of the kinds, and some points of each."""
+    found = []
     for name in OPERATIONS:
         if way == "driver" and name not in WITH_TIER:
             continue
         for kind, what in KINDS.items():
             if ONLY[name](what):
-                yield pytest.param(kind, name, None, id=f"{kind}-{name}-all", marks=pytest.mark.slow)
+                found.append(pytest.param(kind, name, None, id=f"{kind}-{name}-all", marks=pytest.mark.slow))
                 if kind in QUICK_KINDS:
-                    yield pytest.param(kind, name, QUICK_POINTS[way], id=f"{kind}-{name}")
+                    found.append(pytest.param(kind, name, QUICK_POINTS[way], id=f"{kind}-{name}"))
+    return found
 
 
 @pytest.mark.parametrize(("kind", "name", "most"), cases("signal"))
