@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
@@ -146,6 +147,9 @@ class FailingDriver:
 
     def arm(self, n: int) -> None:
         self._left, self.count, self.where = n, 0, ""
+
+    def disarm(self) -> None:
+        self._left = 0
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._driver, name)
@@ -1017,14 +1021,16 @@ def _cut(scene: Scene, steps: Generator[Callable[[], Any], Told, str], way: Way,
             raised = error
     if way.is_point is None:
         scene.cache.flush()
-        points.arm(0)
+        points.disarm()
     if not points.where:
         assert raised is None, f"without a failure it raised {raised!r}"
         return Cut("over")
     try:
         return Cut(_became(scene, steps, way, n, result, raised), points.where)
     except Exception as error:
-        return Cut("damage", points.where, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+        line = max(one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == __file__)
+        what = " ".join(str(error).split())[:160]
+        return Cut("damage", points.where, f"{type(error).__name__}: {what} (line {line} here)")
 
 
 def _became(
