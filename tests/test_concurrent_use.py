@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.interruption import any_call, at_most
-from tests.test_all_or_nothing import Scene
+from tests.sweep.interruption import any_call, at_most
+from tests.sweep.scene import Scene
 
 from kvpagoda import Sequence, errors
 from kvpagoda.errors import Exhausted

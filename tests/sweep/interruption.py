@@ -105,13 +105,23 @@ class Interruption:
     def __init__(self, n: int, is_point: Point, error: type[BaseException]) -> None:
         self._n, self._is_point, self.error = n, is_point, error
         self.count, self.where = 0, ""
+        self.is_ignored = False
+        """Whether Python itself ignores what was raised: where a generator that nobody needs is closed."""
 
     def __enter__(self) -> Interruption:
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
         sys.setprofile(self._profile)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        sys.unraisablehook = self._hook
+
+    def _unraisable(self, what: sys.UnraisableHookArgs) -> None:
+        if self.where and isinstance(what.exc_value, self.error):
+            self.is_ignored = True
+        else:
+            self._hook(what)
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         if self.where or event not in ("call", "c_call"):
