@@ -9,8 +9,9 @@ row that it reads is compared with its own text; what was left behind is found a
     reset    a signal fell into lines that cannot be undone: the cache said so, and ``reset`` brought it back whole
     damage   anything else
 
-``python -m pytest -s -m "slow or not slow" tests/test_all_or_nothing.py`` prints how many points led to what; with
-``KVPAGODA_SWEEP=FILE`` they are written there as JSON. One case: ``-k "gemma and eviction"``; one point of it: ``cut``.
+``python -m pytest -s tests/test_all_or_nothing.py`` prints how many points led to what; with ``-m "slow or not slow"`` all
+points of all kinds (an hour), with ``KVPAGODA_SWEEP=FILE`` they are written there as JSON too. Some cases:
+``-k "gemma and close"``. One point: ``python -c "from tests.test_all_or_nothing import *; print(cut('gemma', 'close', 'signal', 7))"``.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import json
 import os
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ FOLDER = str(Path(__file__).parent)
 QUICK_KINDS = ("full", "gemma", "qwen3_next")
 QUICK_POINTS = {"signal": 3, "memory": 2, "driver": 2}
 """About so many points of each case in the default run, evenly spread."""
+READ_AHEAD = {"prefetch", "batch, layers that come in"}
+"""Operations with a tier that wait for no call of its driver."""
 SECONDS = 20.0
 """The most that one point may take."""
 
@@ -210,7 +213,7 @@ def cases(way: str) -> list[Any]:
     """Every operation of every kind; the default run has some of the kinds, and some points of each."""
     found = []
     for name in OPERATIONS:
-        if way == "driver" and name not in WITH_TIER:
+        if way == "driver" and (name not in WITH_TIER or name in READ_AHEAD):
             continue
         for kind, what in KINDS.items():
             if ONLY[name](what):
@@ -237,6 +240,41 @@ def test_a_driver_that_fails_is_a_miss(kind: str, name: str, most: int | None) -
 
 def test_the_list_of_what_can_fail_names_functions() -> None:
     assert len(failing_functions()) >= 8
+
+
+def test_a_lost_slot_is_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation of two calls, cut short in the second, which says that nothing was done."""
+
+    def two_calls(scene: Scene) -> Steps:
+        yield lambda: (scene.opening(scene.words(1))(), scene.cache.stats())
+        return "undone"
+
+    monkeypatch.setitem(OPERATIONS, "two calls", two_calls)
+    last = num_signals("full", two_calls)
+    found = cut("full", "two calls", "signal", last)
+    assert found.outcome == "damage" and "a slot was lost" in found.why
+    assert cut("full", "two calls", "signal", last + 1).outcome == "over"
+
+
+def num_signals(kind: str, operation: Callable[[Scene], Steps]) -> int:
+    call = next(operation(scene := Scene(kind, has_tier=False)))
+    with Interruption(0, any_call, KeyboardInterrupt) as points:
+        call()
+    scene.end()
+    return points.count
+
+
+def test_a_wrong_row_is_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoils_a_row(scene: Scene) -> Steps:
+        request = scene.compute(scene.open(scene.words(1, 1.5)))
+        _, raised = yield partial(request.sequence.extend, scene.size)
+        view = scene.cache.batch([request.sequence], [1]).layer(0)
+        view["k"][int(view.block_table[0, 0]), 1] += 1.0
+        return "undone" if raised else "done"
+
+    monkeypatch.setitem(OPERATIONS, "spoils a row", spoils_a_row)
+    found = cut("full", "spoils a row", "signal", 1)
+    assert found.outcome == "damage" and "rows [1] of request 0 are others" in found.why
 
 
 @pytest.fixture(scope="module", autouse=True)

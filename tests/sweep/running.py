@@ -44,22 +44,25 @@ def extend_with_a_sector_that_changes_hands(scene: Scene) -> Any:
     return "undone" if raised else "done"
 
 
-def committed(scene: Scene, request: Request, count: int) -> Steps:
+def committed(scene: Scene, what: str, request: Request, count: int) -> Steps:
     scene.write([request], [count])
     before, call = request.sequence.length, scene.commit_of(request, count)
     _, raised = yield call
-    if not raised or request.sequence.length == before + count:
-        assert request.sequence.length == before + count
-        return "done"
-    assert request.sequence.length == before, f"{request.sequence.length - before} of {count} tokens are committed"
-    call()
-    return "undone"
+    outcome = "done"
+    if request.sequence.length == before:
+        assert raised, "nothing was committed"
+        call()
+        outcome = "undone"
+    grown = request.sequence.length - before
+    assert grown == count, f"{grown} of {count} tokens are committed"
+    scene.is_found_as_ever(what, request)
+    return outcome
 
 
 @operation("commit, a prompt")
 def commit_a_prompt(scene: Scene) -> Any:
     scene.compute(scene.open(scene.words(2, 1.5)))
-    return (yield from committed(scene, scene.open(scene.words(1, 2)), 2 * scene.size))
+    return (yield from committed(scene, "prompt", scene.open(scene.words(1, 2)), 2 * scene.size))
 
 
 @operation("commit, a block and a window")
@@ -68,7 +71,7 @@ def commit_a_block(scene: Scene) -> Any:
     request.text.tokens += [11] * (scene.size - 1)
     scene.compute(request)
     request.text.tokens.append(12)
-    return (yield from committed(scene, request, 1))
+    return (yield from committed(scene, "block", request, 1))
 
 
 @operation("commit, what another has", tier=True)
@@ -76,7 +79,7 @@ def commit_a_duplicate(scene: Scene) -> Any:
     text = scene.words(1, 2)
     first, second = scene.open(text), scene.open(text)
     scene.compute(first)
-    return (yield from committed(scene, second, 2 * scene.size))
+    return (yield from committed(scene, "duplicate", second, 2 * scene.size))
 
 
 @operation("fork")

@@ -47,6 +47,10 @@ class FailingDriver:
         return call
 
 
+FOUND: dict[tuple[Any, str], int] = {}
+"""Tokens that another request finds after an operation, where nothing fails."""
+
+
 class Request:
     """A sequence and the text it should have."""
 
@@ -184,6 +188,16 @@ class Scene:
     @property
     def running(self) -> int:
         return self.cache.stats().running
+
+    def is_found_as_ever(self, what: str, request: Request) -> None:
+        """Another request finds as much of its text as where nothing fails: what a commit says was done, all of it."""
+        text = request.text.tokens[: request.sequence.length]
+        with self.cache.open([*text, 996], "one", room=0) as probe:
+            found = probe.cached_tokens
+        key = (self.kind.schema, what)
+        if self.is_undisturbed:
+            FOUND[key] = found
+        assert found == FOUND.get(key, found), f"{found} committed tokens are found, not {FOUND[key]}"
 
     # -- what must hold afterwards
 

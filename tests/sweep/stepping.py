@@ -103,6 +103,7 @@ def persistent_commit(scene: Scene) -> Any:
     assert raised or grown == {1}
     if grown == {0}:
         group.run.commit(tokens)
+    scene.is_found_as_ever("persistent", group.requests[0])
     group.step(scene)
     group.end()
     return "undone" if grown == {0} else "done"
