@@ -1,0 +1,31 @@
+"""What an operation is that is cut short: a generator, and its name in ``OPERATIONS``.
+
+It prepares a scene and yields one call. It is told what the call returned and whether it raised, finds out through public
+names what became of it, makes it again if it was undone, and returns "undone" or "done".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+from tests.sweep.kinds import Kind
+from tests.sweep.scene import Scene
+
+Told = tuple[Any, bool]
+"""What the call returned, and whether it raised."""
+Steps = Generator[Callable[[], Any], Told, str]
+Operation = Callable[[Scene], Steps]
+OPERATIONS: dict[str, Operation] = {}
+WITH_TIER: set[str] = set()
+ONLY: dict[str, Callable[[Kind], bool]] = {}
+
+
+def operation(name: str, *, tier: bool = False, only: Callable[[Kind], bool] = lambda kind: True) -> Any:
+    def add(function: Operation) -> Operation:
+        OPERATIONS[name], ONLY[name] = function, only
+        if tier:
+            WITH_TIER.add(name)
+        return function
+
+    return add

@@ -1,0 +1,137 @@
+"""What every row of a cache must hold: a function of the text up to its token, of the layer and of the field.
+
+``RowOracle.step`` plays the model: it compares all rows that attention of a step would read, and the states, with what
+they must be, then writes the rows of the step's own tokens. Rows are compared as bytes, so that any field will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import kvpagoda
+
+MOST_TOKENS = 4096
+_WEIGHTS = np.random.default_rng(0).integers(1, 2**63, MOST_TOKENS, np.uint64) | np.uint64(1)
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass
+class Text:
+    """The tokens of one request, of which ``length`` were committed, and what its states were written for."""
+
+    space: str
+    tokens: list[int]
+    state: np.uint64 | None = None
+    """The fingerprint of the text that states were written last for; None where they still are as new."""
+
+    def fingerprints(self, length: int) -> np.ndarray[Any, Any]:
+        """One number for each beginning of the text, uint64 ``[length]``."""
+        tokens = np.array(self.tokens[:length], np.uint64) + np.uint64(1)
+        with np.errstate(over="ignore"):
+            sums = np.cumsum(tokens * _WEIGHTS[:length]) + np.uint64(sum(self.space.encode()))
+            sums ^= sums >> np.uint64(29)
+            return sums * _MIX
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The same memory as uint8 ``[records, rows, .., bytes]``."""
+    return tensor.unsqueeze(-1).view(torch.uint8).numpy()
+
+
+def _pattern(prints: np.ndarray[Any, Any], salt: int, nbytes: int) -> np.ndarray[Any, Any]:
+    """``nbytes`` bytes for each fingerprint, another for each ``salt``: uint8 ``[n, nbytes]``."""
+    with np.errstate(over="ignore"):
+        mixed = (prints + np.uint64(salt)) * _MIX
+    mixed ^= mixed >> np.uint64(31)
+    repeats = -(-nbytes // 8)
+    return np.tile(mixed[:, None].view(np.uint8), (1, repeats))[:, :nbytes]
+
+
+class RowOracle:
+    """Reads and writes the rows of one ``cache`` on the CPU."""
+
+    def __init__(self, cache: kvpagoda.KVCache) -> None:
+        self._cache = cache
+        self._views: dict[tuple[int, str], tuple[np.ndarray[Any, Any], int]] = {}
+        self.num_compared = 0
+
+    def step(self, batch: kvpagoda.Batch, texts: Many[Text], before: Many[int], counts: Many[int]) -> None:
+        """``batch`` computes tokens ``before[i] .. before[i] + counts[i] - 1`` of ``texts[i]``. Raises AssertionError."""
+        ends = [start + count for start, count in zip(before, counts)]
+        prints = [text.fingerprints(end) for text, end in zip(texts, ends)]
+        salt = 0
+        for layer in self._cache.schema.layers:
+            if layer.owner != layer.index:
+                continue
+            view = batch.layer(layer.index)
+            if layer.growth is not None:
+                self._slot_mapping(view, before, counts)
+            for rows in layer.block_rows():
+                salt += 1
+                for i in range(len(texts)):
+                    self._block_field(view, layer, rows.name, i, prints[i], before[i], salt)
+            for rows in layer.state_rows():
+                salt += 1
+                for i, text in enumerate(texts):
+                    self._state_field(view, layer.index, rows, i, text.state, prints[i][-1], salt)
+        for text, end in zip(texts, prints):
+            text.state = end[-1]
+
+    def _view(self, view: Any, index: int, name: str) -> tuple[np.ndarray[Any, Any], int]:
+        known = self._views.get((index, name))
+        if known is None:
+            found = _bytes_of(view[name])
+            known = self._views[index, name] = found, int(np.prod(found.shape[2:]))
+        return known
+
+    def _block_field(
+        self, view: Any, layer: Any, name: str, i: int, prints: np.ndarray[Any, Any], before: int, salt: int
+    ) -> None:
+        memory, nbytes = self._view(view, layer.index, name)
+        each, size = memory.shape[1], self._cache.block_size
+        ratio = size // each  # tokens that one row stands for
+        first, done, end = -(-layer.growth.first_needed(before) // ratio), before // ratio, len(prints) // ratio
+        rows = np.arange(first, end)
+        blocks, within = view.block_table[i].numpy()[rows // each], rows % each
+        expected = _pattern(prints[(rows + 1) * ratio - 1], salt, nbytes)
+        known = max(0, done - first)
+        if known:
+            found = memory[blocks[:known], within[:known]].reshape(known, nbytes)
+            wrong = np.flatnonzero((found != expected[:known]).any(axis=1))
+            assert not len(wrong), (
+                f"layer {layer.index} {name}: rows {(rows[wrong]).tolist()} of request {i} are others"
+            )
+            self.num_compared += known
+        shape = memory.shape[2:]
+        memory[blocks[known:], within[known:]] = expected[known:].reshape(-1, *shape)
+
+    def _slot_mapping(self, view: Any, before: Many[int], counts: Many[int]) -> None:
+        size, table = self._cache.block_size, view.block_table.numpy()
+        expected = [
+            int(table[i, at // size]) * size + at % size
+            for i, (start, count) in enumerate(zip(before, counts))
+            for at in range(start, start + count)
+        ]
+        found = view.slot_mapping[: len(expected)].tolist()
+        assert found == expected, f"slot_mapping {found} is not that of the block table, {expected}"
+
+    def _state_field(
+        self, view: Any, index: int, rows: Any, i: int, state: np.uint64 | None, after: np.uint64, salt: int
+    ) -> None:
+        memory, nbytes = self._view(view, index, rows.name)
+        row = int(view.state_indices[i])
+        count = memory.shape[1]
+        if state is None:
+            assert (view[rows.name][row] == rows.fill).all(), f"layer {index} {rows.name}: request {i} has an old state"
+        else:
+            expected = _pattern(np.array([state]), salt, nbytes * count)
+            assert (memory[row].reshape(-1) == expected[0]).all(), (
+                f"layer {index} {rows.name}: request {i} has another state"
+            )
+            self.num_compared += 1
+        memory[row] = _pattern(np.array([after]), salt, nbytes * count).reshape(memory.shape[1:])

@@ -1,0 +1,290 @@
+"""A scene: a cache, its requests, the texts that they left behind, and what must hold of all of them afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+import pytest
+from tests.sweep.kinds import KINDS, SLOTS, make_cache
+from tests.sweep.row_oracle import RowOracle, Text
+
+from kvpagoda import Sequence, errors
+from kvpagoda.errors import StaleHandle
+from kvpagoda.tiers import Driver, RecordBuffer, TierSpec, host_driver
+
+
+class FailingDriver:
+    """A driver whose ``n``-th call from ``arm`` on raises MemoryError; with n = 0 none does."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._left, self.count, self.where = driver, 0, 0, ""
+        self._lock = threading.Lock()
+
+    def arm(self, n: int) -> None:
+        self._left, self.count, self.where = n, 0, ""
+
+    def disarm(self) -> None:
+        self._left = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._driver, name)
+        if name not in ("store", "lookup", "load", "discard"):
+            return found
+
+        def call(*arguments: Any) -> Any:
+            with self._lock:
+                self.count, self._left = self.count + 1, self._left - 1
+                hit = self._left == 0
+                self.where = f"driver {name}" if hit else self.where
+            if hit:
+                raise MemoryError(f"driver call: {name}")
+            return found(*arguments)
+
+        return call
+
+
+FOUND: dict[tuple[Any, str], int] = {}
+"""Tokens that another request finds after an operation, where nothing fails."""
+
+
+class Request:
+    """A sequence and the text it should have."""
+
+    def __init__(self, sequence: Sequence, text: Text) -> None:
+        self.sequence, self.text = sequence, text
+
+
+class Scene:
+    """What one operation happens in."""
+
+    def __init__(self, kind: str, has_tier: bool) -> None:
+        self.kind, self.drivers = KINDS[kind], list[FailingDriver]()
+
+        def make(buffer: RecordBuffer) -> Driver:
+            self.drivers.append(FailingDriver(host_driver(buffer, "4MiB")))
+            return self.drivers[-1]
+
+        tier = TierSpec("host", make, write="commit", staging="1MiB", workers=1)
+        self.cache = make_cache(kind, (tier,) if has_tier else ())
+        self.size = self.kind.block_size
+        self.oracle = RowOracle(self.cache)
+        self.requests = list[Request]()
+        self.texts = list[Text]()
+        """What was computed, and may be found again."""
+        self.stack = ExitStack()
+        self.is_undisturbed = False
+        """Whether nothing fails: then the operation must do what its name says."""
+
+    def open(self, tokens: list[int], **settings: Any) -> Request:
+        """Open a request that may grow by three blocks."""
+        return self.take(self.opening(tokens, **settings)(), tokens)
+
+    def opening(self, tokens: list[int], **settings: Any) -> Callable[[], Sequence]:
+        """The call alone that opens a request."""
+        settings = {"room": 0, "reserve": len(tokens) + 3 * self.size, **settings}
+        return partial(self.cache.open, tokens, "one", **settings)
+
+    def take(self, sequence: Sequence, tokens: list[int]) -> Request:
+        """``sequence`` was opened for ``tokens``."""
+        text = Text("one", list(tokens))
+        assert 0 <= sequence.length == sequence.cached_tokens < len(tokens), "what is cached is a true beginning"
+        self._starts_at(text, sequence.length)
+        self.requests.append(Request(sequence, text))
+        return self.requests[-1]
+
+    @staticmethod
+    def _starts_at(text: Text, length: int) -> None:
+        text.state = text.fingerprints(length)[-1] if length else None
+
+    def took_up(self, request: Request) -> None:
+        """``request`` was resumed; what it lost is computed again."""
+        length = request.sequence.length
+        if length < len(request.text.tokens):
+            self._starts_at(request.text, length)
+            self.compute(request)
+
+    def forked(self, child: Sequence, parent: Request) -> None:
+        text, length = parent.text, parent.sequence.length
+        self.requests.append(Request(child, Text(text.space, text.tokens[:length], text.state)))
+        assert child.length == length
+
+    def write(self, requests: list[Request], counts: list[int]) -> None:
+        """Room, and the rows, for the next tokens of each; they are compared, but not committed."""
+        before = [one.sequence.length for one in requests]
+        for one, start, count in zip(requests, before, counts):
+            tokens = one.text.tokens
+            tokens += [(7 * len(tokens) + i) % 900 for i in range(start + count - len(tokens))]
+            one.sequence.extend(count)
+        batch = self.cache.batch([one.sequence for one in requests], counts)
+        self.oracle.step(batch, [one.text for one in requests], before, counts)
+
+    def commit_of(self, request: Request, count: int) -> Callable[[], None]:
+        start = request.sequence.length
+        return partial(request.sequence.commit, request.text.tokens[start : start + count])
+
+    def step(self, requests: list[Request], counts: list[int]) -> None:
+        """One step of several requests."""
+        self.write(requests, counts)
+        for one, count in zip(requests, counts):
+            self.commit_of(one, count)()
+
+    def compute(self, request: Request, length: int | None = None) -> Request:
+        """Step up to ``length`` tokens (default: those it has), ending at every block, so that checkpoints can be kept."""
+        end = len(request.text.tokens) if length is None else length
+        while request.sequence.length < end:
+            at = request.sequence.length
+            self.step([request], [min(self.size - at % self.size, end - at)])
+        return request
+
+    def close(self, request: Request) -> None:
+        self.remember(request)
+        request.sequence.close()
+        self.requests.remove(request)
+
+    def remember(self, request: Request) -> None:
+        """Its text may be found from now on."""
+        if request.text.tokens not in [text.tokens for text in self.texts]:
+            self.texts.append(Text(request.text.space, request.text.tokens[: request.sequence.length]))
+
+    def leave(self, tokens: list[int]) -> None:
+        """A request computes ``tokens`` and ends."""
+        self.close(self.compute(self.open(tokens)))
+
+    def words(self, number: int, blocks: float = 3) -> list[int]:
+        """The text of that number: its first token is its own."""
+        return [number, *((3 * number + i) % 900 for i in range(1, int(blocks * self.size)))]
+
+    def fill(self) -> None:
+        """Leave texts behind until memory is full: blocks were evicted, and none is free but what the last one gave back."""
+        before = self.num_evicted()
+        for number in range(500, 580):
+            self.pass_by(number)
+            if self.num_evicted() > before:
+                return
+        raise AssertionError("nothing was evicted")
+
+    def pass_by(self, number: int) -> None:
+        """A request of four blocks comes and goes; nobody looks at its rows."""
+        tokens = self.words(number, 4)
+        with self.cache.open(tokens, "other", room=0) as sequence:
+            for at in range(sequence.length, len(tokens), self.size):
+                sequence.extend(self.size)
+                sequence.commit(tokens[at : at + self.size])
+
+    def num_evicted(self) -> int:
+        """Blocks that were evicted; of models whose blocks are copied to checkpoints alone, checkpoints."""
+        stats = self.cache.stats()
+        return stats.evicted_blocks if self.kind.shares else stats.evicted_checkpoints
+
+    def forget(self) -> None:
+        """Nothing is cached on the device any more; tiers have it."""
+        assert self.cache.flush()
+        self.cache.reset()
+
+    @property
+    def running(self) -> int:
+        return self.cache.stats().running
+
+    def is_found_as_ever(self, what: str, request: Request) -> None:
+        """Another request finds as much of its text as where nothing fails: what a commit says was done, all of it."""
+        text = request.text.tokens[: request.sequence.length]
+        with self.cache.open([*text, 996], "one", room=0) as probe:
+            found = probe.cached_tokens
+        key = (self.kind.schema, what)
+        if self.is_undisturbed:
+            FOUND[key] = found
+        assert found == FOUND.get(key, found), f"{found} committed tokens are found, not {FOUND[key]}"
+
+    # -- what must hold afterwards
+
+    def prove(self) -> None:
+        """Every request goes on with its own rows; all of it can be found again, and all places can be used."""
+        cache, size = self.cache, self.size
+        cache.check()
+        assert self.running == len(self.requests), f"{self.running} run of {len(self.requests)}: a slot was lost"
+        for request in self.requests:
+            length = request.sequence.length
+            assert request.sequence.tokens.tolist() == request.text.tokens[:length]
+            left = len(request.text.tokens) - length
+            self.step([request], [2 if not left else min(left, 2 * size)])
+        if self.requests:
+            self.step(self.requests, [size] * len(self.requests))
+            cache.check()
+        for request in [*self.requests]:
+            self.close(request)
+        cache.check()
+        self.all_is_idle()
+        for text in [*self.texts]:
+            self.close(self.compute(self.open([*text.tokens, 998])))
+        everyone = [self.open([901 + i], reserve=1) for i in range(SLOTS)]
+        self.step(everyone, [1] * SLOTS)
+        for request in everyone:
+            self.close(request)
+        if self.drivers:
+            assert cache.flush()
+        self.all_is_idle()
+        cache.reset()
+        cache.check()
+        assert not cache.stats().running and cache.open(self.words(999)).cached_tokens == 0
+
+    def all_is_idle(self) -> None:
+        """No request runs: no slot, block or byte of the swap is held."""
+        stats = self.cache.stats()
+        assert stats.running == 0 == stats.suspended, f"{stats.running} run, {stats.suspended} are suspended"
+        assert stats.swap_nbytes == 0, f"{stats.swap_nbytes} bytes of the swap are held"
+        for group in stats.groups:
+            assert idle_blocks(group) == group.total, f"{idle_blocks(group)} of {group.total} in {group.name} are idle"
+            assert outstanding(group) == 0, f"{outstanding(group)} blocks of {group.name} are still promised"
+
+    def prove_reset(self, closes_first: bool) -> None:
+        """The cache says that it must be reset: so it does in every call, and ``reset`` and ``close`` bring it back."""
+        needs_reset = needs_reset_error()
+        assert issubclass(needs_reset, RuntimeError)
+        calls = [lambda: self.cache.open([1]), self.cache.check]
+        for request in self.requests:
+            if request.sequence.is_open:
+                calls += [partial(request.sequence.extend, 1), partial(self.cache.batch, [request.sequence], [1])]
+        for call in calls:
+            with pytest.raises(needs_reset):
+                call()
+        for request in self.requests if closes_first else ():
+            if request.sequence.is_open:
+                request.sequence.close()
+        self.cache.reset()
+        self.cache.check()
+        for request in self.requests:
+            with pytest.raises(StaleHandle):
+                request.sequence.extend(1)
+            with suppress(StaleHandle):
+                request.sequence.close()
+        self.requests.clear()
+        self.cache.check()
+        self.all_is_idle()
+        for text in [*self.texts]:  # whatever is found was written for this text
+            self.close(self.compute(self.open([*text.tokens, 997])))
+        self.prove()
+
+    def end(self) -> None:
+        with suppress(BaseException):
+            self.stack.close()
+        with suppress(BaseException):
+            self.cache.close(timeout=0.5)
+
+
+def idle_blocks(group: Any) -> int:
+    """Blocks that are free or could be evicted, by the name that statistics have for them."""
+    return int(group.free + (group.evictable if hasattr(group, "evictable") else group.spare))
+
+
+def outstanding(group: Any) -> int:
+    """Blocks that are promised to running requests beyond what they hold."""
+    return int(group.outstanding if hasattr(group, "outstanding") else group.promised)
+
+
+def needs_reset_error() -> type[BaseException]:
+    found: type[BaseException] = errors.NeedsReset  # type: ignore[attr-defined]
+    return found

@@ -1,0 +1,306 @@
+"""All or nothing, for any exception at any point: every public operation is cut short at its n-th call.
+
+An operation is a generator: it prepares a scene, yields the one call that is cut short, is told whether it was, finds out
+through public names what became of it, and goes on. After that every request of the scene computes more tokens, and each
+row that it reads is compared with its own text; what was left behind is found again; all slots and blocks can be used.
+
+    undone   the call raised, nothing had changed, and it could be made again
+    done     the call raised, or took the failure for a miss, and all that it says was done
+    reset    a signal fell into lines that cannot be undone: the cache said so, and ``reset`` brought it back whole
+    damage   anything else
+
+``python -m pytest -s tests/test_all_or_nothing.py`` prints how many points led to what; with ``-m "slow or not slow"`` all
+points of all kinds (an hour), with ``KVPAGODA_SWEEP=FILE`` they are written there as JSON too. Some cases:
+``-k "gemma and close"``. One point: ``python -c "from tests.test_all_or_nothing import *; print(cut('gemma', 'close', 'signal', 7))"``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache, partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+from tests.sweep import keeping, opening, running, stepping
+from tests.sweep.interruption import Interruption, Point, any_call, at_most, failing_call, failing_functions
+from tests.sweep.kinds import KINDS
+from tests.sweep.operations import ONLY, OPERATIONS, WITH_TIER, Steps
+from tests.sweep.scene import Scene
+
+from kvpagoda import errors
+from kvpagoda.errors import OutOfBlocks, RetryLater
+
+ROOMS = (opening, running, keeping, stepping)
+"""What has the operations: each names its own in ``OPERATIONS``."""
+FOLDER = str(Path(__file__).parent)
+QUICK_KINDS = ("full", "gemma", "qwen3_next")
+QUICK_POINTS = {"signal": 3, "memory": 2, "driver": 2}
+"""About so many points of each case in the default run, evenly spread."""
+READ_AHEAD = {"prefetch", "batch, layers that come in"}
+"""Operations with a tier that wait for no call of its driver."""
+SECONDS = 20.0
+"""The most that one point may take."""
+
+
+class Cut(NamedTuple):
+    """What became of one operation that was cut short at one point; ``outcome`` "over" if it has no such point."""
+
+    outcome: str
+    where: str = ""
+    why: str = ""
+
+
+def cut(kind: str, name: str, way: str, n: int) -> Cut:
+    """Cut the operation short at its ``n``-th point."""
+    with at_most(SECONDS):
+        scene = Scene(kind, name in WITH_TIER)
+        try:
+            return _cut(scene, OPERATIONS[name](scene), WAYS[way], n)
+        finally:
+            scene.end()
+
+
+@cache
+def num_points(kind: str, name: str) -> dict[str, int]:
+    """How many points the operation has, of each way, when nothing fails; it must go well then."""
+    for _ in range(2):  # what is imported on the way is, the second time
+        with at_most(SECONDS):
+            scene = Scene(kind, name in WITH_TIER)
+            scene.is_undisturbed = True
+            try:
+                found = _count(scene, OPERATIONS[name](scene))
+            finally:
+                scene.end()
+        if name in _IMPORTED:
+            break
+        _IMPORTED.add(name)
+    return found
+
+
+_IMPORTED: set[str] = set()
+
+
+def _count(scene: Scene, steps: Steps) -> dict[str, int]:
+    call, found = next(steps), dict.fromkeys(WAYS, 0)
+
+    def count(frame: FrameType, event: str, argument: Any) -> str:
+        for way in ("signal", "memory"):
+            found[way] += bool(WAYS[way].is_point(frame, event, argument))  # type: ignore[misc]
+        return ""
+
+    for driver in scene.drivers:
+        driver.arm(0)
+    with Interruption(0, count, KeyboardInterrupt):
+        result = call()
+    if scene.drivers:
+        assert scene.cache.flush()
+        found["driver"] = scene.drivers[0].count
+    with pytest.raises(StopIteration) as end:
+        steps.send((result, False))
+    assert end.value.value == "done"
+    scene.prove()
+    return found
+
+
+class Way(NamedTuple):
+    """How calls are made to fail. ``is_point`` None: those of a tier's driver, in its own threads."""
+
+    is_point: Point | None
+    error: type[BaseException]
+
+
+WAYS = {
+    "signal": Way(any_call, KeyboardInterrupt),
+    "memory": Way(failing_call, MemoryError),
+    "driver": Way(None, MemoryError),
+}
+
+
+def _cut(scene: Scene, steps: Steps, way: Way, n: int) -> Cut:
+    call, result, raised = next(steps), None, None
+    points: Any = scene.drivers[0] if way.is_point is None else Interruption(n, way.is_point, way.error)
+    with ExitStack() as stack:
+        if way.is_point is None:
+            points.arm(n)
+        else:
+            stack.enter_context(points)
+        try:
+            result = call()
+        except BaseException as error:
+            raised = error
+    if way.is_point is None:
+        scene.cache.flush()
+        points.disarm()
+    if not points.where:
+        assert raised is None, f"without a failure it raised {raised!r}"
+        return Cut("over")
+    try:
+        if raised is None and way.error is KeyboardInterrupt:
+            assert points.is_ignored, "the signal was swallowed"
+        return Cut(_became(scene, steps, way, n, result, raised), points.where)
+    except Exception as error:
+        here = [one for one in traceback.extract_tb(error.__traceback__) if one.filename.startswith(FOLDER)][-1]
+        what = " ".join(str(error).split())[:160]
+        return Cut("damage", points.where, f"{type(error).__name__}: {what} ({Path(here.filename).name}:{here.lineno})")
+
+
+def _became(
+    scene: Scene, steps: Steps, way: Way, n: int, result: Any,
+    raised: BaseException | None,
+) -> str:  # fmt: skip
+    """What the operation led to. Raises whatever shows damage."""
+    if raised is not None:
+        _is_the_injected(raised, way.error)
+        try:
+            scene.cache.check()
+        except RuntimeError as error:
+            if not isinstance(error, getattr(errors, "NeedsReset", ())):
+                raise
+            assert way.error is KeyboardInterrupt, "memory that runs out can always be undone"
+            scene.prove_reset(closes_first=bool(n % 2))
+            return "reset"
+    else:
+        scene.cache.check()
+    try:
+        steps.send((result, raised is not None))
+    except StopIteration as end:
+        scene.prove()
+        return str(end.value)
+    raise AssertionError("an operation is one call")
+
+
+def _is_the_injected(error: BaseException, kind: type[BaseException]) -> None:
+    """Raises AssertionError unless ``error`` is what was injected, or a typed error that it caused."""
+    if isinstance(error, kind) and "call " in str(error):
+        return
+    caused = error.__cause__ or error.__context__
+    typed = isinstance(error, (OutOfBlocks, RetryLater)) and kind is MemoryError
+    assert typed and isinstance(caused, kind), f"another error came out: {type(error).__name__}: {error}"
+
+
+COUNTS: dict[tuple[str, str, str], Counter[str]] = {}
+"""(way, operation, kind) -> how many points led to what."""
+
+
+def sweep(kind: str, name: str, way: str, most: int | None) -> None:
+    """Cut the operation short at every point, or at about ``most`` of them. Raises AssertionError with the damage."""
+    count = num_points(kind, name)[way]
+    every = 1 if most is None else max(1, -(-count // most))
+    counts, damage = COUNTS.setdefault((way, name, kind), Counter()), list[str]()
+    n = 1 + (hash_of(kind, name) % every)
+    while (found := cut(kind, name, way, n)).outcome != "over":
+        counts[found.outcome] += 1
+        if found.outcome == "damage":
+            damage.append(f"{n}: {found.where}: {found.why}")
+        n += every
+    total = counts.total()
+    assert not damage, f"{len(damage)} of {total} points: damage\n" + "\n".join(damage[:12])
+
+
+def hash_of(*words: str) -> int:
+    """The same in every process."""
+    return sum(map(ord, "".join(words)))
+
+
+def cases(way: str) -> list[Any]:
+    """Every operation of every kind; the default run has some of the kinds, and some points of each."""
+    found = []
+    for name in OPERATIONS:
+        if way == "driver" and (name not in WITH_TIER or name in READ_AHEAD):
+            continue
+        for kind, what in KINDS.items():
+            if ONLY[name](what):
+                found.append(pytest.param(kind, name, None, id=f"{kind}-{name}-all", marks=pytest.mark.slow))
+                if kind in QUICK_KINDS:
+                    found.append(pytest.param(kind, name, QUICK_POINTS[way], id=f"{kind}-{name}"))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "name", "most"), cases("signal"))
+def test_a_signal_at_any_call(kind: str, name: str, most: int | None) -> None:
+    sweep(kind, name, "signal", most)
+
+
+@pytest.mark.parametrize(("kind", "name", "most"), cases("memory"))
+def test_memory_that_runs_out(kind: str, name: str, most: int | None) -> None:
+    sweep(kind, name, "memory", most)
+
+
+@pytest.mark.parametrize(("kind", "name", "most"), cases("driver"))
+def test_a_driver_that_fails_is_a_miss(kind: str, name: str, most: int | None) -> None:
+    sweep(kind, name, "driver", most)
+
+
+def test_the_list_of_what_can_fail_names_functions() -> None:
+    assert len(failing_functions()) >= 8
+
+
+def test_a_lost_slot_is_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation of two calls, cut short in the second, which says that nothing was done."""
+
+    def two_calls(scene: Scene) -> Steps:
+        yield lambda: (scene.opening(scene.words(1))(), scene.cache.stats())
+        return "undone"
+
+    monkeypatch.setitem(OPERATIONS, "two calls", two_calls)
+    last = num_signals("full", two_calls)
+    found = cut("full", "two calls", "signal", last)
+    assert found.outcome == "damage" and "a slot was lost" in found.why
+    assert cut("full", "two calls", "signal", last + 1).outcome == "over"
+
+
+def num_signals(kind: str, operation: Callable[[Scene], Steps]) -> int:
+    call = next(operation(scene := Scene(kind, has_tier=False)))
+    with Interruption(0, any_call, KeyboardInterrupt) as points:
+        call()
+    scene.end()
+    return points.count
+
+
+def test_a_wrong_row_is_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoils_a_row(scene: Scene) -> Steps:
+        request = scene.compute(scene.open(scene.words(1, 1.5)))
+        _, raised = yield partial(request.sequence.extend, scene.size)
+        view = scene.cache.batch([request.sequence], [1]).layer(0)
+        view["k"][int(view.block_table[0, 0]), 1] += 1.0
+        return "undone" if raised else "done"
+
+    monkeypatch.setitem(OPERATIONS, "spoils a row", spoils_a_row)
+    found = cut("full", "spoils a row", "signal", 1)
+    assert found.outcome == "damage" and "rows [1] of request 0 are others" in found.why
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _report() -> Iterator[None]:
+    """Print how many points led to what, and write it where ``KVPAGODA_SWEEP`` says."""
+    yield
+    if not COUNTS:
+        return
+    print()
+    for way in WAYS:
+        print(table(way))
+    path = os.environ.get("KVPAGODA_SWEEP")
+    if path:
+        rows = [dict(zip(("way", "operation", "kind"), key), **counts) for key, counts in COUNTS.items()]
+        with open(path, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+def table(way: str) -> str:
+    """For each operation its points over all kinds, what they led to, and the damage of each kind."""
+    lines = [f"{way:36}{'points':>8}{'undone':>8}{'done':>8}{'reset':>8}{'damage':>8}   damage of points, by kind"]
+    for name in OPERATIONS:
+        mine = {kind: counts for (by, of, kind), counts in COUNTS.items() if by == way and of == name}
+        if mine:
+            total = sum(mine.values(), Counter[str]())
+            numbers = [total.total(), *(total[outcome] for outcome in ("undone", "done", "reset", "damage"))]
+            kinds = "  ".join(f"{kind} {counts['damage']}/{counts.total()}" for kind, counts in mine.items())
+            lines.append(f"{name:36}{''.join(f'{number:8}' for number in numbers)}   {kinds}")
+    return "\n".join(lines)

@@ -1,0 +1,157 @@
+"""Calls go the way of imports: in an ``open`` under pressure and in a ``commit`` hardly any enters a room above the caller's.
+
+A call counts when caller and callee both lie in the library and the callee's room stands later in ``LEVELS``. Constructors
+count, generators that go on and returns do not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tests.test_layering import LEVELS, SRC, module_of, room
+
+from kvpagoda import KVCache, Schema
+
+MOST_OF_OPEN, MOST_OF_COMMIT = 2, 1
+SIZE = 4
+GEMMA = Schema.from_hf_config(
+    dict(
+        model_type="gemma3_text", vocab_size=1000, hidden_size=48, intermediate_size=64, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=1, head_dim=8, max_position_embeddings=4096, sliding_window=8,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+    ),
+    dtype="float32",
+)  # fmt: skip
+
+
+class Calls:
+    """Calls inside the library while the block runs, and which of them enter a room above the caller's."""
+
+    def __init__(self) -> None:
+        self.count, self.upward = 0, Counter[str]()
+        self._rooms: dict[str, int] = {}
+        self._begun: dict[int, FrameType] = {}  # generators
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        self._begun.clear()
+
+    def _level(self, frame: FrameType | None) -> int:
+        """Where the room of its file stands in ``LEVELS``; -1 outside the library."""
+        if frame is None:
+            return -1
+        name = frame.f_code.co_filename
+        if name not in self._rooms:
+            path = Path(name)
+            inside = path.is_relative_to(SRC) and path != SRC / "__init__.py"
+            self._rooms[name] = LEVELS.index(room(module_of(path))) if inside else -1
+        return self._rooms[name]
+
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call":
+            return
+        caller, callee = self._level(frame.f_back), self._level(frame)
+        if caller < 0 or callee < 0 or self._goes_on(frame):
+            return
+        self.count += 1
+        if callee > caller:
+            assert frame.f_back is not None
+            names = [getattr(one.f_code, "co_qualname", one.f_code.co_name) for one in (frame.f_back, frame)]
+            self.upward[f"{LEVELS[caller]}: {names[0]} -> {LEVELS[callee]}: {names[1]}"] += 1
+
+    def _goes_on(self, frame: FrameType) -> bool:
+        """Whether this is a generator that was begun before."""
+        if not frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return False
+        if id(frame) in self._begun:
+            return True
+        self._begun[id(frame)] = frame
+        return False
+
+    def report(self) -> str:
+        lines = [f"{count:4}  {what}" for what, count in self.upward.most_common()]
+        return f"{self.upward.total()} of {self.count} calls go up\n" + "\n".join(lines)
+
+
+def leave(cache: KVCache, first: int, length: int) -> None:
+    """A request computes ``length`` tokens, a block at a time, and ends."""
+    tokens = [first, *(i % 900 for i in range(1, length))]
+    with cache.open(tokens, room=0) as sequence:
+        compute(sequence, tokens)
+
+
+def compute(sequence: Any, tokens: list[int]) -> None:
+    for at in range(sequence.length, len(tokens), SIZE):
+        sequence.extend(len(tokens[at : at + SIZE]))
+        sequence.commit(tokens[at : at + SIZE])
+
+
+def pressured() -> KVCache:
+    """A cache that is full: two requests run, and what others left of the group that keeps all tokens takes the rest."""
+    cache = KVCache(GEMMA, "24KiB", device="cpu", max_requests=4, block_size=SIZE, step_tokens=4 * SIZE, checkpoints=2)
+    for first in (1, 2):
+        cache.open([first] * 3 * SIZE)
+    for first in range(100, 160):
+        leave(cache, first, 10 * SIZE)
+        if cache.stats().evicted_blocks:
+            return cache
+    raise AssertionError("memory was never full")
+
+
+def totals(cache: KVCache) -> list[int]:
+    """Blocks that each group has memory for."""
+    return [group.total for group in cache.stats().groups]
+
+
+def test_an_open_under_pressure_calls_down() -> None:
+    cache = pressured()
+    before, evicted = totals(cache), cache.stats().evicted_blocks
+    with Calls() as calls:
+        sequence = cache.open([*range(200, 200 + 5 * SIZE)])
+    print("open:", calls.report())
+    changes = [now - then for now, then in zip(totals(cache), before)]
+    assert cache.stats().evicted_blocks > evicted, "nothing was evicted"
+    assert min(changes) < 0 < max(changes), f"no sector changed hands: {changes}"
+    assert calls.count > 20
+    cache.check()
+    sequence.close()
+    assert calls.upward.total() <= MOST_OF_OPEN, calls.report()
+
+
+def test_a_commit_calls_down() -> None:
+    cache = pressured()
+    tokens = [*range(200, 200 + 4 * SIZE)]
+    sequence = cache.open(tokens)
+    compute(sequence, tokens[: 3 * SIZE])
+    sequence.extend(SIZE)
+    with Calls() as calls:  # a block becomes shareable, the window slides
+        sequence.commit(tokens[3 * SIZE :])
+    print("commit:", calls.report())
+    assert calls.count > 10
+    cache.check()
+    assert calls.upward.total() <= MOST_OF_COMMIT, calls.report()
+
+
+def test_a_call_upward_is_seen() -> None:
+    """Errors are the lowest room: what one calls in another room goes up; a generator counts once."""
+    namespace: dict[str, Any] = {}
+    source = (
+        "def up(f):\n    return f()\n\ndef each(n):\n    yield from range(n)\n\ndef many():\n    return sum(each(5))\n"
+    )
+    exec(compile(source, str(SRC / "errors.py"), "exec"), namespace)
+    upper: dict[str, Any] = {}
+    exec(compile("def f():\n    return 1\n", str(SRC / "schema" / "plan.py"), "exec"), upper)
+    outer: dict[str, Any] = {}
+    exec(compile("def go(up, f, many):\n    up(f)\n    many()\n", str(SRC / "schema" / "plan.py"), "exec"), outer)
+    with Calls() as calls:
+        outer["go"](namespace["up"], upper["f"], namespace["many"])
+    assert calls.count == 4 and dict(calls.upward) == {"errors: up -> schema: f": 1}

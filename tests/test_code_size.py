@@ -1,0 +1,155 @@
+"""The size of the code: budgets of lines, of parameters and of public names, and that the tool which counts is right."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvpagoda
+from kvpagoda.schema import Attention, Layer, Schema
+
+CORE_LINES = 7_800
+ALL_LINES = 10_500
+FILE_LINES, CLASS_LINES, FUNCTION_LINES = 400, 300, 60
+PARAMETERS = 8
+CACHE_NAMES, SEQUENCE_NAMES = 20, 15
+
+SRC = Path(kvpagoda.__file__).parent
+TOOL = Path(__file__).parents[1] / "tools" / "code_size.py"
+CONTRACT = {
+    "DSV4Config", "LayerSpec", "LayerSchema", "BlockAllocator", "PagedKVPool", "StateCachePool", "KVCacheManager",
+    "LayerCacheHandle", "SWAView", "ClassicalView", "IndexerView", "ReqToTokenPool", "TokenToKVPoolAllocator", "KVPool",
+    "GDNPool", "SlotAllocator", "PrefixCacheManager", "CacheEngine", "KVCache", "Schema", "Generator", "Layout",
+}  # fmt: skip
+"""Classes whose parameters others decided."""
+
+
+def load_tool() -> Any:
+    spec = importlib.util.spec_from_file_location("code_size", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+code_size = load_tool()
+
+
+@cache
+def measured() -> Any:
+    return code_size.measure(SRC)
+
+
+def test_the_budgets_hold() -> None:
+    size = measured()
+    assert (size.core <= CORE_LINES, size.all <= ALL_LINES) == (True, True), (
+        f"core {size.core:,} of {CORE_LINES:,} lines, all {size.all:,} of {ALL_LINES:,}: {size.rooms}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("file", FILE_LINES), ("class", CLASS_LINES), ("function", FUNCTION_LINES)]
+)
+def test_nothing_is_too_long(kind: str, limit: int) -> None:
+    assert code_size.LIMITS[kind] == limit
+    over = [f"{one.lines} lines: {one.where}" for one in measured().over if one.kind == kind]
+    assert not over, "; ".join(over)
+
+
+EXAMPLE = '''\
+"""A module."""
+
+import os  # a comment
+
+
+class One:
+    """A class
+    of two lines."""
+
+    size = 1
+    """What it is."""
+
+    def two(self) -> str:
+        """A function."""
+        # nothing
+        return """text
+        is code"""
+'''
+
+
+def test_code_lines_are_neither_blanks_nor_comments_nor_docstrings() -> None:
+    assert code_size.count_code(EXAMPLE) == 6
+    assert code_size.count_code("x = (\n\n    1\n)\n") == 3
+    assert code_size.count_code("") == 0
+
+
+def test_the_tool_names_what_is_over_the_limits(tmp_path: Path) -> None:
+    (tmp_path / "cli").mkdir()
+    (tmp_path / "cli" / "long.py").write_text(
+        "class A:\n    def short(self):\n        pass\n\n    @property\n    def f(self):\n" + "        pass\n" * 59
+    )
+    (tmp_path / "__init__.py").write_text("x = 1\n" * 401)
+    size = code_size.measure(tmp_path)
+    assert size.rooms == {"kvpagoda": 401, "cli": 64} and (size.core, size.all) == (401, 465)
+    assert [tuple(one) for one in size.over] == [(401, "file", "__init__.py"), (61, "function", "cli/long.py:5 f")]
+
+
+def test_the_tool_runs_as_a_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.run([sys.executable, str(TOOL), "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["all"] == measured().all
+    monkeypatch.setattr(code_size, "measure", measured)
+    monkeypatch.setattr(sys, "argv", [str(TOOL)])
+    code_size.main()
+    printed = capsys.readouterr().out
+    assert "core\n" in printed and "hf   (not core)\n" in printed
+
+
+def parameters_of(node: ast.ClassDef) -> int:
+    """What the constructor of a class takes, without ``self``. A frozen value may have as many fields as belong together."""
+    for statement in node.body:
+        if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
+            taken = statement.args
+            return len([*taken.posonlyargs, *taken.args, *taken.kwonlyargs]) - 1
+    decorators = [ast.unparse(one) for one in node.decorator_list]
+    if not any(one.startswith("dataclass") and "frozen=True" not in one for one in decorators):
+        return 0
+    fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+    return len([one for one in fields if one.value is None or "init=False" not in ast.unparse(one.value)])
+
+
+def test_no_constructor_takes_too_many_parameters() -> None:
+    counts = {
+        f"{path.relative_to(SRC)}: {node.name}": parameters_of(node)
+        for path in sorted(SRC.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and node.name not in CONTRACT
+    }
+    assert max(counts.values()) > 2, "constructors are counted"
+    over = {name: count for name, count in counts.items() if count > PARAMETERS}
+    assert not over, f"{over}"
+
+
+def public_names(thing: object) -> list[str]:
+    """Names without underscore, of the class, what it inherits and the object."""
+    return [name for name in dir(thing) if not name.startswith("_")]
+
+
+def test_the_cache_and_a_sequence_show_what_users_call() -> None:
+    schema = Schema((Layer(0, "attention", (Attention(1, 4, 4, "float32"),)),), "test")
+    owner = kvpagoda.KVCache(schema, num_blocks=4, device="cpu", max_requests=1)
+    shown = {"KVCache": public_names(owner), "Sequence": public_names(owner.open([1, 2, 3]))}
+    assert {"open", "batch", "check"} <= {*shown["KVCache"]} and {"extend", "length"} <= {*shown["Sequence"]}
+    over = {
+        f"{name} has {len(shown[name])} of {limit}: {shown[name]}"
+        for name, limit in (("KVCache", CACHE_NAMES), ("Sequence", SEQUENCE_NAMES))
+        if len(shown[name]) > limit
+    }
+    assert not over, "\n".join(sorted(over))
