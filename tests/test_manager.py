@@ -10,12 +10,23 @@ import pytest
 import torch
 
 from kvpagoda import Limits, Retention
-from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.schema import Attention, Compressed, Growth, IndexKeys, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared
+from kvpagoda.schema import (
+    Attention,
+    Compressed,
+    Growth,
+    IndexKeys,
+    Latent,
+    Layer,
+    LayerKind,
+    Recurrent,
+    Rows,
+    Schema,
+    Shared,
+)
 
 
 def schema_of(*kinds: LayerKind | tuple[LayerKind, ...], **limits: int) -> Schema:

@@ -22,7 +22,7 @@ from kvpagoda.cache.namespace import with_media
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import Pin
 from kvpagoda.cache.publishing import Publisher
-from kvpagoda.cache.request import Request, as_tokens
+from kvpagoda.cache.request import Request
 from kvpagoda.cache.reuse import AnyNamespace, Reuse
 from kvpagoda.cache.sequence import Calls, Fence, Sequence, requests_of
 from kvpagoda.cache.stats import CacheStats, stats_of
@@ -30,6 +30,7 @@ from kvpagoda.cache.tier_reader import Prefetch
 from kvpagoda.errors import BadInput, MissingExtra, StaleHandle
 from kvpagoda.memory.device_table import DeviceTables
 from kvpagoda.memory.no_memory import NoMemory
+from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.schema import Plan, Schema
 from kvpagoda.tiers.spec import TierSpec
 

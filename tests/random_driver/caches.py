@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda import KVCache
+from kvpagoda import Identity, KVCache, Limits, Retention
+from kvpagoda.cache.request import State
 from kvpagoda.errors import NeverFits
 from kvpagoda.prefix import POLICY_NAMES
 from kvpagoda.schema import Schema
@@ -91,11 +92,10 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[K
     drivers: list[Counting] = []
     cache = KVCache(
         schema, budget_of(settings, schema), device="cpu", block_size=settings.block_size,
-        max_requests=settings.max_requests, max_context=MAX_CONTEXT, step_tokens=settings.step_tokens,
-        order=settings.order, poison=True, checkpoints=settings.checkpoints,
-        checkpoint_every=settings.checkpoint_every, policy=settings.policy, pin_share=settings.pin_share,
-        swap=settings.swap, tiers=[_counted(tier, drivers) for tier in _tiers(settings, folder)],
-        weights=weights,
+        max_requests=settings.max_requests, order=settings.order, poison=True, policy=settings.policy,
+        tiers=[_counted(tier, drivers) for tier in _tiers(settings, folder)], identity=Identity(weights),
+        limits=Limits(MAX_CONTEXT, settings.step_tokens, settings.swap),
+        retention=Retention(settings.checkpoints, settings.checkpoint_every, settings.pin_share),
     )  # fmt: skip
     return cache, drivers
 
@@ -194,19 +194,24 @@ def failing_memory() -> Iterator[Failing]:
 
 def staging_in_use(cache: KVCache) -> list[int]:
     """Staging records of each tier that somebody has."""
-    levels = () if cache.below is None else cache.below.levels
+    levels = () if cache.core.offloader is None else cache.core.offloader.levels
     return [level.buffer.num_records - level.buffer.num_free for level in levels]
 
 
 def num_moves(cache: KVCache) -> int:
     """How often blocks were moved so that a sector could change hands."""
-    return cache.num_moves
+    return cache.core.capacity.num_moves
 
 
 def prompt_length(handle: Any) -> int:
     """Tokens of a sequence that a commit must name as its prompt has them."""
     length: int = handle.prompt_length
     return length
+
+
+def is_suspended(handle: Any) -> bool:
+    """Whether a sequence is set aside."""
+    return bool(handle._request.state is State.SUSPENDED)
 
 
 def is_prefetched(prefetch: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from . import keeping, life, steps, wrong
-from .caches import Failing, Settings, failing_memory, make_cache, num_moves
+from .caches import Failing, Settings, failing_memory, is_suspended, make_cache, num_moves
 from .faults import Fault, Refused
 from .oracle import DIALECTS, Oracle, StepTexts
 from .schemas import SCHEMA_NAMES, draft_width, rewind_width
@@ -154,8 +154,8 @@ class Driver:
         """What no call may change that raises, of everything that is open."""
         facts: list[Any] = []
         for handle, request in self.requests.items():
-            running = (handle.slot, handle.room) if request.is_running else ()
-            facts.append((request.number, handle.is_open, handle.is_suspended, handle.length, *running))
+            running = (handle.slot, handle.capacity) if request.is_running else ()
+            facts.append((request.number, handle.is_open, is_suspended(handle), handle.length, *running))
         return facts
 
     def unchanged(self, before: list[Any], what: str) -> None:
@@ -174,7 +174,7 @@ class Driver:
             f"stats() says {stats.running} run and {stats.suspended} are suspended, not {running} and {suspended}",
         )
         for group in stats.groups:
-            self.require(group.free + group.held == group.total and group.promised >= 0, f"stats() of a group: {group}")
+            self.require(group.free + group.held == group.total and group.outstanding >= 0, f"stats() of a group: {group}")
         for handle, request in self.requests.items():
             self.right_length(handle, request)
 
@@ -187,7 +187,7 @@ class Driver:
             request
             for request in self.requests.values()
             if request.is_running
-            and request.handle.room > request.length
+            and request.handle.capacity > request.length
             and request.num_written - request.length <= self.draft_width  # states are not ahead of the text
         ]
         if not requests:

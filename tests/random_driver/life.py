@@ -23,7 +23,7 @@ def begin(
     driver: Driver, tokens: Tokens, media: dict[int, bytes], namespace: Any, what: str = "open", **settings: Any
 ) -> Request:
     """Open a request and compare what it starts from. Raises Refused."""
-    length, room, reserve = len(tokens), settings.get("room"), settings.get("reserve")
+    length, room, reserve = len(tokens), settings.get("capacity"), settings.get("reserve")
     number, first_room = driver.next_number(), length if room is None else room
     total = max(length, first_room if reserve is None else reserve)
     may_never = total > driver.longest or first_room > driver.settings.step_tokens
@@ -50,7 +50,7 @@ def started(
     driver.require(
         request.length == handle.cached_tokens < len(tokens), f"{request} starts with {handle.cached_tokens}"
     )
-    if handle.room > request.length:
+    if handle.capacity > request.length:
         look(driver, request)
     return request
 
@@ -71,7 +71,7 @@ def open_one(driver: Driver) -> None:
     tokens, media = driver.documents.prompt()
     settings: dict[str, Any] = {}
     if driver.chance(0.8):
-        settings["room"] = driver.one(0, 0, driver.between(0, driver.settings.step_tokens), len(tokens))
+        settings["capacity"] = driver.one(0, 0, driver.between(0, driver.settings.step_tokens), len(tokens))
     if driver.chance(0.7):
         settings["reserve"] = min(len(tokens) + driver.between(0, 24), driver.one(driver.longest, driver.longest, 99))
     if driver.chance(0.3):
@@ -86,7 +86,7 @@ def crowd(driver: Driver) -> None:
     for length in (driver.longest, driver.longest * 2 // 3, driver.longest // 2, driver.longest // 3):
         tokens = driver.random.integers(50, 90, length).astype(np.int32)
         with suppress(Refused):
-            request = begin(driver, tokens, {}, None, room=length)
+            request = begin(driver, tokens, {}, None, capacity=length)
             close(driver, request)
             return
 
@@ -114,7 +114,7 @@ def open_prefetched(driver: Driver) -> None:
         return
     if driver.chance(0.2):
         tokens, media = driver.documents.prompt()
-    settings = {"prefetch": prefetch, "layerwise": driver.chance(0.5), "room": 0, "reserve": len(tokens)}
+    settings = {"prefetch": prefetch, "layerwise": driver.chance(0.5), "capacity": 0, "reserve": len(tokens)}
     try:
         begin(driver, tokens, media, namespace, **settings)
     finally:
@@ -133,7 +133,7 @@ def open_twice(driver: Driver) -> None:
         sleep(0.0005)
     before = sum(one.num_lookups for one in driver.tier_drivers)
     try:
-        begin(driver, tokens, media, None, prefetch=prefetch, room=0, reserve=len(tokens))
+        begin(driver, tokens, media, None, prefetch=prefetch, capacity=0, reserve=len(tokens))
     finally:
         prefetch.close()
     asked = sum(one.num_lookups for one in driver.tier_drivers) - before
@@ -157,7 +157,7 @@ def fork_one(driver: Driver) -> None:
     child.length = child.num_written = child.started_at = child.highest = parent.length
     child.is_blank = parent.is_blank
     driver.requests[handle] = child
-    if handle.room > child.length:
+    if handle.capacity > child.length:
         look(driver, child)
 
 
@@ -221,7 +221,7 @@ def resume_one(driver: Driver) -> None:
 def resume(driver: Driver, request: Request) -> None:
     before, settings = request.length, {}
     if driver.chance(0.2):
-        settings["room"] = min(before + driver.between(0, 4), driver.longest)
+        settings["capacity"] = min(before + driver.between(0, 4), driver.longest)
     if driver.chance(0.2):
         settings["reserve"] = min(before + driver.between(0, 16), driver.longest)
     lost = driver.attempt(
@@ -241,7 +241,7 @@ def resume(driver: Driver, request: Request) -> None:
     if "reserve" in settings:
         request.reserve = max(before, settings["reserve"])
     driver.right_length(request.handle, request)
-    if request.handle.room > request.length:
+    if request.handle.capacity > request.length:
         look(driver, request)
 
 
@@ -306,7 +306,7 @@ def drain(driver: Driver) -> None:
     driver.require(driver.cache.flush(), "flush() gave up")
     driver.check()
     stats = driver.cache.stats()
-    left = [group for group in stats.groups if group.free != group.total or group.promised]
+    left = [group for group in stats.groups if group.free != group.total or group.outstanding]
     driver.require(not left and not stats.swap_nbytes, f"something is held when all is forgotten: {left}, {stats}")
     staging = staging_in_use(driver.cache)
     driver.require(not any(staging), f"{staging} staging records of the tiers are lost")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpagoda.schema import Attention, Growth, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared
+from kvpagoda.schema import Attention, Growth, IndexKeys, Latent, Layer, LayerKind, Recurrent, Rows, Schema, Shared
 
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _BASE: dict[str, Any] = dict(
@@ -46,7 +46,7 @@ _SCHEMAS = {
     "full": _schema_of(_ATTENTION),
     "sliding": _schema_of(_WINDOW, _WINDOW),
     "gemma": Schema.from_hf_config(_GEMMA, dtype="float32"),
-    "mla": _schema_of(Latent(8, 4, "float32", index_dim=4), Latent(8, 4, "float32", index_dim=4)),
+    "mla": _schema_of(Latent(8, 4, "float32", indexer=IndexKeys(4)), Latent(8, 4, "float32", indexer=IndexKeys(4))),
     "qwen3_next": Schema.from_hf_config(_QWEN3_NEXT, dtype="float32"),
     "deepseek_v4": Schema.from_hf_config(_DEEPSEEK_V4, dtype="float32"),
     "mamba": Schema.from_hf_config(_MAMBA, dtype="float32"),

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvpagoda.errors import BadInput, StaleHandle
 
+from .caches import is_suspended
 from .faults import Fault, Refused
 from .life import begin, close, crowd, make_room, open_one, resume, suspend
 from .oracle import DIALECTS, Shown, StepTexts
@@ -76,7 +77,7 @@ def begin_step(driver: Driver, most: int, running: list[Request] | None = None) 
     for request in running[:most]:
         try:
             new = wanted_tokens(driver, request)
-            if request.handle.room < request.length + len(new) or driver.chance(0.2):
+            if request.handle.capacity < request.length + len(new) or driver.chance(0.2):
                 make_room(driver, [request], len(new))
         except Refused:
             if request.length > 40 and driver.chance(0.5) and not driver.num_fences:
@@ -163,7 +164,7 @@ def step_some_together(driver: Driver) -> None:
 def step_together(driver: Driver, together: Any) -> None:
     """Steps of a persistent batch: one token of each, or more of which some are committed."""
     gone = [handle for handle in together.sequences if not driver.requests.get(handle)]
-    aside = [handle for handle in together.sequences if handle.is_suspended]
+    aside = [handle for handle in together.sequences if is_suspended(handle)]
     if gone or aside:
         step_of_some_gone(driver, together, gone + aside)
         return
@@ -214,7 +215,7 @@ def set_aside(driver: Driver) -> None:
         request = driver.pick(lambda one: one.is_running and one.handle in together[0].sequences)
     else:
         tokens, media = driver.documents.one()
-        request = begin(driver, tokens, media, None, room=0)
+        request = begin(driver, tokens, media, None, capacity=0)
         finish_step(driver, *begin_step(driver, 1, [request]))
     suspend(driver, request, driver.chance(0.5 if together else 0.1))
     for _ in range(driver.between(1, 3)):

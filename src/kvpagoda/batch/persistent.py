@@ -12,10 +12,11 @@ from kvpagoda.batch.step_buffers import StepBuffers
 from kvpagoda.blocks.ids import whole_number
 from kvpagoda.cache.guard import Guard, either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
-from kvpagoda.cache.request import DecodeRows, Request, State, as_tokens
+from kvpagoda.cache.request import DecodeRows, Request, State
 from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.memory.device_table import DeviceTables
+from kvpagoda.prefix.tokens import as_tokens
 
 
 class PersistentBatch:

@@ -109,43 +109,42 @@ class Capacity:
         then what this group keeps for reuse, then what others do. False if there is nothing."""
         sectors, wanted = self._sectors, ceil_div(short, group.plan.per_sector)
         assert sectors is not None
-        if sectors.num_free:
-            self._grant(sectors.grant(group, wanted))
-            return True
         others = [other for other in self._groups if other is not group]
-        idle = [self._idle(other, more) for other in others]
-        most = max(idle)
-        if self._take_idle(others[idle.index(most)], most, wanted):
-            return True
-        if self._prefix.num_evictable(group):
-            return self._evict(group, short)
-        left_over = [(self.surplus(other) - more[other.index]) // other.plan.per_sector for other in others]
-        count, richest = max(left_over), others[left_over.index(max(left_over))]
-        if count <= 0:
-            return False
-        count = min(wanted, count)
-        while (lacking := count * richest.plan.per_sector - richest.free.num_free) > 0:
-            if not self._evict(richest, lacking):
+        if not sectors.num_free and not self._take_idle(others, wanted, more):
+            if self._prefix.num_evictable(group):
+                return self._evict(group, short)
+            if not self._take_kept(others, wanted, more):
                 return False
-        return self._vacate(sectors.vacate(richest, count, self._fixed_ids(richest)))
+        self._grant(sectors.grant(group, wanted))
+        return True
 
-    def _idle(self, group: BlockGroup, more: Many[int]) -> int:
-        """Whole sectors' worth of blocks that are free and not outstanding."""
-        return (group.free.num_free - group.outstanding - more[group.index]) // group.plan.per_sector
-
-    def _take_idle(self, group: BlockGroup, idle: int, wanted: int) -> bool:
-        """Take sectors away that ``group`` has idle: empty ones, or if much is idle any. False if there are none."""
-        sectors, at = self._sectors, group.index
+    def _take_idle(self, groups: Many[BlockGroup], wanted: int, more: Many[int]) -> bool:
+        """Take sectors away from the one of ``groups`` that has most of them idle: whole sectors' worth of blocks that are free
+        and not outstanding. Empty ones, or if much is idle any. False if there are none."""
+        idle = [(one.free.num_free - one.outstanding - more[one.index]) // one.plan.per_sector for one in groups]
+        most = max(0, *idle)
+        group, sectors = groups[idle.index(max(idle))], self._sectors
         assert sectors is not None
-        idle = max(0, idle)
-        self._fruitless[at] = min(self._fruitless[at], idle)
-        if idle <= self._fruitless[at]:
+        fruitless = self._fruitless[group.index] = min(self._fruitless[group.index], most)
+        if most <= fruitless:
             return False
-        is_much = idle * _MUCH > sectors.num_owned[at]
-        if self._vacate(sectors.vacate(group, min(wanted, idle), self._fixed_ids(group), moving=is_much)):
+        is_much = most * _MUCH > sectors.num_owned[group.index]
+        if self._vacate(sectors.vacate(group, min(wanted, most), self._fixed_ids(group), moving=is_much)):
             return True
-        self._fruitless[at] = idle
+        self._fruitless[group.index] = most
         return False
+
+    def _take_kept(self, groups: Many[BlockGroup], wanted: int, more: Many[int]) -> bool:
+        """Take sectors away from the one of ``groups`` that could give up most, after evicting what it keeps there. False if none
+        could, or none may be emptied now."""
+        left_over = [(self.surplus(one) - more[one.index]) // one.plan.per_sector for one in groups]
+        count, group = min(wanted, max(left_over)), groups[left_over.index(max(left_over))]
+        if count <= 0 or self._sectors is None:
+            return False
+        while (lacking := count * group.plan.per_sector - group.free.num_free) > 0:
+            if not self._evict(group, lacking):
+                return False
+        return self._vacate(self._sectors.vacate(group, count, self._fixed_ids(group)))
 
     def _fixed_ids(self, group: BlockGroup) -> Ids:
         """Blocks of ``group`` that may not move now: those of fenced sequences."""

@@ -13,8 +13,9 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.publishing import Publisher
-from kvpagoda.cache.request import Request, State, as_tokens
+from kvpagoda.cache.request import Request, State
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
+from kvpagoda.prefix.tokens import as_tokens
 
 _INT32 = np.dtype(np.int32)
 

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.namespace import with_media
 from kvpagoda.cache.prefix_cache import PrefixMatch
-from kvpagoda.errors import BadInput, StaleHandle
+from kvpagoda.errors import StaleHandle
 from kvpagoda.prefix import Lease
 
-Tokens = npt.NDArray[np.int32]
-_INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
-
-
-def as_tokens(token_ids: Any, vocab_size: int | None = None) -> Tokens:
-    """``token_ids`` as a contiguous int32 vector. Raises BadInput for anything but integers inside the vocabulary."""
-    try:
-        array = np.asarray(token_ids)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BadInput(f"token ids must be a vector of integers: {error}") from None
-    if array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous:
-        unsigned = array.view(_UINT32)  # one pass: what is below 0 is large
-        if not len(array) or unsigned.item(unsigned.argmax()) < (vocab_size or 2**31):
-            return array
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise BadInput(f"token ids must be a vector of integers, got {array.dtype} of shape {list(array.shape)}")
-    if array.size:
-        low, high = int(array.min()), int(array.max())
-        top = (vocab_size or 2**31) - 1
-        if low < 0 or high > top:
-            raise BadInput(f"token id {low if low < 0 else high} is outside the vocabulary 0..{top}")
-    return np.ascontiguousarray(array, np.int32)
+Tokens = Ids
 
 
 class State(Enum):
