@@ -11,7 +11,7 @@ row that it reads is compared with its own text; what was left behind is found a
 
 ``python -m pytest -s tests/test_all_or_nothing.py`` prints how many points led to what; with ``-m "slow or not slow"`` all
 points of all kinds (an hour), with ``KVPAGODA_SWEEP=FILE`` they are written there as JSON too. Some cases:
-``-k "gemma and close"``. One point: ``python -c "from tests.test_all_or_nothing import *; print(cut('gemma', 'close', 'signal', 7))"``.
+``-k "gemma and close"``. One point: ``cut("gemma", "close", "signal", 7)``.
 """
 
 from __future__ import annotations

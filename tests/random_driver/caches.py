@@ -79,7 +79,7 @@ def budget_of(settings: Settings, schema: Schema) -> int:
                 nbytes, settings.max_requests, settings.block_size, step_tokens=settings.step_tokens,
                 checkpoints=settings.checkpoints, shared=settings.order != "layer",
             )  # fmt: skip
-            if plan.fits(settings.num_long, 48):
+            if plan.fits(min(settings.num_long, settings.max_requests), 48):
                 return nbytes
         except NeverFits:
             pass
