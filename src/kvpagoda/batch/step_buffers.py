@@ -93,7 +93,10 @@ class StepBuffers:
         if part is not None and shown is held:
             return part
         delta, total = shown.since(held, table), int(shown.starts[-1])
-        row = shown.first_change(held) if delta.grown is None else int(delta.grown[0])
+        if delta.grown is None:
+            row = shown.first_change(held)
+        else:
+            row = int(delta.grown[0]) if len(delta.grown) else len(shown)
         begin = int(shown.starts[row])
         self._held.pop(name, None)  # until all of it is there
         if delta.grown is not None:

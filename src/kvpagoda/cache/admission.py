@@ -124,7 +124,7 @@ class Admission:
         match = core.prefix.tree.match(keys, namespace)
         is_whole = match.num_blocks >= suspended.published
         reserved = [0 if reserve is not None else blocks for blocks in suspended.reserved]
-        if not is_whole or more > suspended.capacity:
+        if not is_whole or reserve is not None or more > suspended.capacity:
             least = core.plan.blocks_wanted(max(length, more), capacity or 0, core.max_context)
             reserved = [max(blocks) for blocks in zip(reserved, least)]
         hit: TierHit | None = None
