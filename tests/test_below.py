@@ -403,10 +403,10 @@ def test_loading_is_left_when_computing_is_faster() -> None:
     forget(cache)
     assert run(cache, text) == 36  # and so it was measured
     assert cache.below is not None
-    cache.below.finder.seconds_per_token = 1e-12
+    cache.below.reader.seconds_per_token = 1e-12
     forget(cache)
     assert run(cache, text) == 0
-    cache.below.finder.seconds_per_token = 1.0
+    cache.below.reader.seconds_per_token = 1.0
     forget(cache)
     assert run(cache, text) == 36
     cache.close()

@@ -6,11 +6,11 @@ from collections.abc import Sequence as Many
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from kvpagoda.below import Below
+from kvpagoda.below import Offloader
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import RetryLater
-from kvpagoda.finding import Offer
+from kvpagoda.finding import TierHit
 from kvpagoda.prefix import Lease, Match
 from kvpagoda.reuse import PrefixMatch, Reuse
 from kvpagoda.swap import Suspended, Swap
@@ -29,7 +29,7 @@ class Wish(NamedTuple):
     match: Match
     found: PrefixMatch
     priority: int
-    offer: Offer | None = None
+    offer: TierHit | None = None
     suspended: Suspended | None = None
 
 
@@ -43,7 +43,7 @@ class Admission:
     """Slots, and how they are filled. ``below``: the tiers, if there are any."""
 
     def __init__(
-        self, ledgers: Many[BlockGroup], reuse: Reuse, swap: Swap, below: Below | None, num_slots: int, owner: Owner
+        self, ledgers: Many[BlockGroup], reuse: Reuse, swap: Swap, below: Offloader | None, num_slots: int, owner: Owner
     ) -> None:
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self._ledgers, self._reuse, self._swap, self._below = tuple(ledgers), reuse, swap, below
@@ -146,11 +146,9 @@ class Admission:
                 found = found if loaded is None else loaded
             elif is_promised:
                 reuse.restore(slot, found, max(room, found.resumable), beyond)
-        except BaseException as error:
-            if offer is None or not isinstance(error, Exception):
-                self.take_back(slot, lease)
-                raise
-            is_promised = False  # what goes wrong below is a miss
+        except BaseException:  # of the device side: what goes wrong in a tier is a miss already
+            self.take_back(slot, lease)
+            raise
         finally:
             if kept is not None:
                 reuse.keep(kept, -1)
@@ -162,19 +160,19 @@ class Admission:
         tree.unpin(lease)
         return None
 
-    def _load(self, slot: int, first: int, room: int, found: PrefixMatch, offer: Offer) -> PrefixMatch | None:
+    def _load(self, slot: int, first: int, room: int, found: PrefixMatch, offer: TierHit) -> PrefixMatch | None:
         """Make room, and load what is offered from block ``first`` on; what ``slot`` can start from then, or None if that is
         no more than without it."""
         full, end, below = self._reuse.full, offer.end, self._below
         assert below is not None
         if full is not None:
             full.grow(slot, full.wanted(slot, max(room, found.resumable)))
-            lacking = end - first - below.finder.load(offer, full.table.cells[slot, first:end].copy(), first)
+            lacking = end - first - below.reader.load(offer, full.table.cells[slot, first:end].copy(), first)
             lost = lacking * self._reuse.block_size
             if lacking and (self._reuse.bounded or found.loaded <= lost):
                 return None
             found = found._replace(resumable=found.resumable - lost, loaded=found.loaded - lost)
-        self._reuse.restore(slot, found, max(room, found.resumable), None, partial(below.finder.restore, offer))
+        self._reuse.restore(slot, found, max(room, found.resumable), None, partial(below.reader.load_checkpoint, offer))
         return found
 
 

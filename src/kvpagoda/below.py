@@ -1,4 +1,4 @@
-"""A cache's blocks and checkpoints below the device: named, and stored when they are published, reused or evicted.
+"""A cache's blocks and checkpoints on their way to the tiers: stored when they are published, reused or evicted.
 
     commit   new blocks, checkpoints of prompts ──► backlog ──► staging memory ──► level that writes at commit
     evict    blocks and checkpoints that go     ────────────► staging memory ──► level that writes at eviction
@@ -9,164 +9,133 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Many
+from contextlib import suppress
 from dataclasses import replace
-from time import monotonic
-from typing import Protocol
+from math import inf
+from time import monotonic, sleep
+from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.errors import BadInput, CheckFailed
-from kvpagoda.finding import Finder, Memory, Offer, checkpoint_part
+from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
+from kvpagoda.finding import Memory, TierHit, TierReader, checkpoint_part
 from kvpagoda.tiers.checksum import xxh3_128
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
-from kvpagoda.tiers.level import Identity, Level
+from kvpagoda.tiers.level import Level, LevelStats, RecordIdentity
 from kvpagoda.tiers.spec import TierSpec, When
-from kvpagoda.units import table_rows
 
 Unit = tuple[Ids, bytes]
-"""The blocks of one record, and their prefix hashes one after the other."""
-_NONE: Mapping[int, bytes] = {}
+"""The blocks of one record, and their hashes one after the other."""
+_CLOSING = 0.1  # the share of its time that close keeps for ending the tiers
 
 
-class Text(Protocol):
-    """A request's text: ``chain`` is filled here, and nobody else writes there."""
+class Offloader:
+    """Stores what one cache has in its levels; ``reader`` brings it back. Used by the cache's own thread.
 
-    chain: list[bytes]
-    namespace: bytes
-    stand_ins: Mapping[int, int]
+    ``full``: the group whose blocks the prefix tree shares, ``bounded``: those that checkpoints copy. ``memory`` moves the
+    bytes. Without ``secret`` nobody can guess from a key what a text was.
 
-    def raw_tokens(self, first: int, end: int) -> Ids: ...
-
-
-class Below:
-    """The levels below one cache: what is called how, and what is to be stored. Used by the cache's own thread.
-
-    ``full``: the ledger whose blocks a tree shares, ``bounded``: those that checkpoints copy. ``secret``: without it nobody
-    can guess from a key what a text was.
+    What the cache tells it (``published``, ``freed``, ``moved`` and others) it may tell after it has changed its own state:
+    tables are assigned after all that can fail, and storing that fails is counted as dropped.
     """
 
     def __init__(
         self,
         specs: Many[TierSpec],
-        identity: Identity,
+        identity: RecordIdentity,
         full: BlockGroup | None,
         bounded: Many[BlockGroup],
         memory: Memory,
-        digests: Callable[[Mapping[int, int], int], Mapping[int, bytes]],
         secret: bytes = b"",
     ) -> None:
         self._full, self._bounded, self._memory = full, tuple(bounded), memory
-        self._identity, self._size, self._secret, self._digests = identity, identity.block_size, secret, digests
-        block_nbytes = 0 if full is None else self._nbytes(full)
-        odd = [spec for spec in specs if not isinstance(spec, TierSpec)]
-        if odd:
-            raise BadInput(f"tiers are made by host_tier, disk_tier and others, or are a TierSpec; got {odd[0]!r}")
-        xxh3_128(b"")
-        parts = [(_most_copies(ledger), self._nbytes(ledger)) for ledger in self._bounded]
+        self._identity, self._secret = identity, secret
+        _prove(specs, identity)
         prefix_root(b"", secret)
-        outlasting = [spec.name for spec in specs if not spec.is_private]
-        if outlasting and not identity.weights:
-            raise BadInput(
-                f"what lies in tier {outlasting[0]!r} is found by other processes, which must know of which weights it is: "
-                f"give weights=, a digest of them (kvpagoda.hf.weights_digest)"
-            )
+        block_nbytes = 0 if full is None else memory.record_nbytes(full)
+        parts = [(_most_copies(group), memory.record_nbytes(group)) for group in self._bounded]
         self.levels: tuple[Level, ...] = ()
         try:
             for spec in specs:
                 self.levels += (Level(spec, identity, block_nbytes, parts, memory.host_memory),)
         except BaseException:
-            for level in self.levels:
-                level.close(0.0)
+            _close(self.levels, 0.0)
             raise
+        finalize(self, _close, self.levels, 0.0).atexit = False
         num_rows = 0 if full is None else full.plan.num_rows
         self._hashes: npt.NDArray[np.uint8] = np.zeros((num_rows, KEY_NBYTES), np.uint8)
-        """The prefix hash of every cached block, by id; zeros: not cached, or not known."""
-        self._names: dict[int, bytes] = {}  # checkpoint -> prefix hash
-        self._stored: set[int] = set()  # checkpoints that levels which write what is reused were given
+        """The hash of every cached block, by id; zeros: not cached, or not known."""
+        self._checkpoints: dict[int, bytes] = {}  # checkpoint -> hash of the block that it follows
+        self._reused: set[int] = set()  # checkpoints that levels which write what is reused were given
         self._backlog: dict[Level, deque[Unit]] = {level: deque() for level in self.levels}
         self._sent = {level: np.zeros(num_rows, np.bool_) for level in self.levels if level.spec.write == "reuse"}
-        self.finder = Finder(self.levels, full, self._bounded, self._size, memory)
+        self.reader = TierReader(self.levels, full, self._bounded, identity.block_size, memory)
 
-    def rename(self, weights: str) -> None:
+    def set_weights(self, weights: str) -> None:
         """From now on what is stored and found is that of ``weights``; what waits to be stored is forgotten."""
         self._identity = replace(self._identity, weights=weights)
         for level in self.levels:
             self._backlog[level].clear()
-            level.rename(self._identity)
+            level.set_identity(self._identity)
         self._hashes[:] = 0
-        self._names.clear()
+        self._checkpoints.clear()
 
-    # -- names -------------------------------------------------------------------------------------------------------
+    def extend_hashes(
+        self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media: Mapping[int, bytes] | None = None
+    ) -> None:
+        """Append to ``block_hashes``, of the beginning of a text or empty, what it lacks: the root of the text, then one hash for
+        each whole block of ``tokens``, all tokens of the text from the first on, int32 ``[n]``. O(new tokens).
 
-    def hashes(self, namespace: bytes, tokens: Ids, stand_ins: Mapping[int, int]) -> list[bytes]:
-        """The chain of a text: its root, then one hash for each whole block. O(n)."""
-        root = prefix_root(namespace, self._secret)
-        extras = self._digests(stand_ins, self._size) if stand_ins else _NONE
-        return [root, *prefix_hashes(root, tokens, self._size, extras)]
-
-    def chain(self, text: Text, end: int) -> list[bytes]:
-        """The chain of the first ``end`` blocks of ``text``."""
-        return self._extend(text, end)[: end + 1]
-
-    def _extend(self, text: Text, end: int) -> list[bytes]:
-        """The chain of ``text``, at least up to block ``end``."""
-        chain, size = text.chain, self._size
-        if not chain:
-            chain.append(prefix_root(text.namespace, self._secret))
-        first = len(chain) - 1
-        extras = self._digests(text.stand_ins, size) if text.stand_ins else _NONE
-        extras = {block - first: digest for block, digest in extras.items() if block >= first}
-        chain += prefix_hashes(chain[-1], text.raw_tokens(first * size, max(first, end) * size), size, extras)
-        return chain
+        ``media``: block number -> digest of what the block shows besides its tokens.
+        """
+        size, first = self._identity.block_size, max(0, len(block_hashes) - 1)
+        root = block_hashes[-1] if block_hashes else prefix_root(namespace, self._secret)
+        new_media = {block - first: digest for block, digest in (media or {}).items() if block >= first}
+        new = prefix_hashes(root, tokens[first * size :], size, new_media)
+        block_hashes += new if block_hashes else [root, *new]
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
-    def published(self, text: Text, begin: int, end: int, ids: Ids, source: Offer | None = None) -> None:
-        """Blocks ``begin .. end - 1`` of ``text`` are cached; ``ids``, int32 ``[end]``: all its blocks in the full group.
-        ``source``: where they were loaded from, if they were."""
-        chain = self._extend(text, end)
+    def published(self, block_hashes: Many[bytes], begin: int, ids: Ids, source: TierHit | None = None) -> None:
+        """Blocks ``begin ..`` of a text are cached; ``ids``, int32 ``[n]``: all its cached blocks in the full group (which may
+        be none at all). ``source``: where they were loaded from, if they were."""
         if self._full is None:
             return
-        new = np.frombuffer(b"".join(chain[begin + 1 : end + 1]), np.uint8)
-        self._hashes[ids[begin:]] = new.reshape(-1, KEY_NBYTES)
+        new = np.frombuffer(b"".join(block_hashes[begin + 1 : len(ids) + 1]), np.uint8).reshape(-1, KEY_NBYTES)
+        self._hashes[ids[begin:]] = new
+        levels = set() if source is None else {level for level, _ in source.records}
         for level in self.levels:
-            if level.spec.write == "commit" and (source is None or level is not self._deepest(source)):
-                self._queue(level, chain, begin, ids)
+            if level.spec.write == "commit" and levels != {level}:  # which has it, where all was loaded from there
+                self._queue(level, block_hashes, begin, ids)
         self.drain()
 
-    def reused(self, chain: Many[bytes], ids: Ids, checkpoint: int | None, copies: Many[Ids]) -> None:
+    def reused(self, block_hashes: Many[bytes], ids: Ids, checkpoint: int | None, copies: Many[Ids]) -> None:
         """A request begins with the cached blocks ``ids``, the first of its text, and with the copies of ``checkpoint``."""
         for level, sent in self._sent.items():
             new = ~sent[ids]
             if new.any():
+                self._queue(level, block_hashes, int(new.argmax()), ids)
                 sent[ids] = True
-                self._queue(level, chain, int(new.argmax()), ids)
         if self._sent:
             self.drain()
-            if checkpoint is not None and checkpoint not in self._stored:
-                self._stored.add(checkpoint)
+            if checkpoint is not None and checkpoint not in self._reused:
+                self._reused.add(checkpoint)
                 self.store_checkpoint(checkpoint, copies, "reuse")
 
-    @staticmethod
-    def _deepest(source: Offer) -> Level | None:
-        """The level that has all that was loaded, if one alone has."""
-        levels = {level for level, _ in source.records}
-        return levels.pop() if len(levels) == 1 else None
-
-    def _queue(self, level: Level, chain: Many[bytes], begin: int, ids: Ids) -> None:
-        """Of the blocks ``ids`` of a text those from ``begin`` on are to be stored, in whole records."""
+    def _queue(self, level: Level, block_hashes: Many[bytes], begin: int, ids: Ids) -> None:
+        """Of the blocks ``ids`` of a text those from ``begin`` on wait to be stored, in whole records."""
         unit, backlog = level.unit, self._backlog[level]
         for last in range(begin + unit - 1 - begin % unit, len(ids), unit):
             if len(backlog) * unit >= len(self._hashes):  # as many as there are blocks: some wait twice, or in vain
                 level.dropped += 1
             else:
                 first = last + 1 - unit
-                backlog.append((ids[first : last + 1].copy(), b"".join(chain[first + 1 : last + 2])))
+                backlog.append((ids[first : last + 1].copy(), b"".join(block_hashes[first + 1 : last + 2])))
 
     def drain(self) -> None:
         """Store what waits, and is still cached, as far as there is staging memory."""
@@ -175,27 +144,6 @@ class Below:
                 count = min(len(backlog), level.num_writable, level.batch)
                 units = [backlog.popleft() for _ in range(count)]
                 self._store_blocks(level, [one for one in units if self._hashes[one[0]].tobytes() == one[1]])
-
-    def _store_blocks(self, level: Level, units: Many[Unit]) -> None:
-        keys = {level.key(hashes[-KEY_NBYTES:]): ids for ids, hashes in units}
-        if keys and self._full is not None:
-            self._store(level, [*keys], [(self._full, np.concatenate([*keys.values()]), len(keys))])
-
-    def _store(
-        self, level: Level, keys: Many[bytes], parts: Many[tuple[BlockGroup, Ids, int]], sizes: Many[int] | None = None
-    ) -> None:
-        """Copy ``parts``, (group, blocks, records), to staging memory, for which there is room, and store them as ``keys``. If
-        that fails, it was not to be."""
-        rows, at = level.buffer.acquire(len(keys)), 0
-        try:
-            for ledger, ids, count in parts:
-                self._memory.blocks_out(ledger, ids, level.buffer.payloads, rows[at : at + count])
-                at += count
-        except Exception:  # a GPU without room to pack them, say
-            level.buffer.release(rows)
-            level.dropped += len(keys)
-            return
-        level.store(keys, rows, sizes)
 
     def evicted(self, ids: Ids) -> None:
         """Cached blocks ``ids`` of the full group go, those deepest in their texts first; their memory is still theirs."""
@@ -208,91 +156,148 @@ class Below:
                 for at in range(0, len(units), level.batch):
                     self._store_blocks(level, units[at : at + level.batch])
 
-    def freed(self, ids: Ids) -> None:
-        """Blocks ``ids`` of the full group are cached no more."""
-        self._hashes[ids] = 0
-        for sent in self._sent.values():
-            sent[ids] = False
+    def _store_blocks(self, level: Level, units: Many[Unit]) -> None:
+        keys = {level.key(hashes[-KEY_NBYTES:]): ids for ids, hashes in units}
+        if keys and self._full is not None:
+            self._store(level, [*keys], [(self._full, np.concatenate([*keys.values()]), len(keys))])
 
-    def renamed(self, names: Ids) -> None:
-        """Block ``i`` of the full group is called ``names[i]`` from now on."""
-        moved = np.flatnonzero(names != np.arange(len(names)))
-        for table in (self._hashes, *self._sent.values()):
-            rows = table[moved].copy()
-            table[moved] = 0
-            table[names[moved]] = rows
-        for level, backlog in self._backlog.items():
-            self._backlog[level] = deque((names[ids], hashes) for ids, hashes in backlog)
+    def _store(
+        self, level: Level, keys: Many[bytes], parts: Many[tuple[BlockGroup, Ids, int]], sizes: Many[int] | None = None
+    ) -> None:
+        """Copy ``parts``, (group, blocks, records), to staging memory, and store them as ``keys``; they are dropped where that
+        fails."""
+        try:
+            rows, at = level.acquire_to_store(len(keys)), 0
+        except OutOfBlocks:  # another thread was faster
+            level.dropped += len(keys)
+            return
+        try:
+            for group, ids, count in parts:
+                self._memory.blocks_out(group, ids, level.buffer.payloads, rows[at : at + count])
+                at += count
+            level.store(keys, rows, sizes)
+        except BaseException as error:
+            with suppress(Exception):
+                level.buffer.release(rows)
+            level.dropped += len(keys)
+            if not isinstance(error, Exception):  # others: a GPU without room to pack the blocks, say
+                raise
 
-    def checkpoint_saved(self, text: Text, name: int, num_tokens: int) -> None:
-        """Checkpoint ``name`` holds what ``text`` needs to go on after ``num_tokens`` tokens, which are published."""
-        end = num_tokens // self._size
-        self._names[name] = self._extend(text, end)[end]
+    # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def store_checkpoint(self, name: int, copies: Many[Ids], when: When) -> None:
-        """Store checkpoint ``name``, whose blocks of each bounded group are ``copies``, in levels that write ``when``."""
-        prefix_hash = self._names.get(name)
+    def checkpoint_saved(self, checkpoint: int, block_hash: bytes) -> None:
+        """``checkpoint`` holds what a text needs to go on after the block of ``block_hash``, which is published."""
+        self._checkpoints[checkpoint] = block_hash
+
+    def store_checkpoint(self, checkpoint: int, copies: Many[Ids], when: When) -> None:
+        """Store ``checkpoint``, whose blocks of each bounded group are ``copies``, in levels that write ``when``."""
+        block_hash = self._checkpoints.get(checkpoint)
         for level in self.levels:
-            if prefix_hash is None or level.spec.write != when:
+            if block_hash is None or level.spec.write != when:
                 continue
-            parts = [
-                (ledger, ids, table_rows(len(ids), self._nbytes(ledger), level.payload_nbytes))
-                for ledger, ids in zip(self._bounded, copies)
-            ]
-            count = sum(rows for _, _, rows in parts)
+            sizes = [self._row_sizes(group, len(ids), level) for group, ids in zip(self._bounded, copies)]
+            count = sum(map(len, sizes))
             if count > level.num_writable:
                 level.dropped += count
                 continue
-            sizes = [size for ledger, ids, _ in parts for size in self._sizes(ledger, len(ids), level)]
-            self._store(level, [level.key(prefix_hash, checkpoint_part(i)) for i in range(count)], parts, sizes)
+            parts = [(group, ids, len(some)) for group, ids, some in zip(self._bounded, copies, sizes)]
+            keys = [level.key(block_hash, checkpoint_part(i)) for i in range(count)]
+            self._store(level, keys, parts, [size for some in sizes for size in some])
 
-    def checkpoint_dropped(self, name: int) -> None:
-        """Checkpoint ``name`` is no more."""
-        self._names.pop(name, None)
-        self._stored.discard(name)
-
-    def _nbytes(self, ledger: BlockGroup) -> int:
-        return self._memory.record_nbytes(ledger)
-
-    def _sizes(self, ledger: BlockGroup, n: int, level: Level) -> list[int]:
-        """Bytes in each row that ``n`` blocks of ``ledger`` take."""
-        width, payload = self._nbytes(ledger), level.payload_nbytes
+    def _row_sizes(self, group: BlockGroup, n: int, level: Level) -> list[int]:
+        """Bytes in each row that ``n`` blocks of ``group`` take."""
+        width, payload = self._memory.record_nbytes(group), level.payload_nbytes
         if width > payload:
             return [min(payload, width - at) for _ in range(n) for at in range(0, width, payload)]
         each = payload // width
         return [min(each, n - at) * width for at in range(0, n, each)]
 
+    def checkpoint_dropped(self, checkpoint: int) -> None:
+        """``checkpoint`` is kept no more."""
+        self._checkpoints.pop(checkpoint, None)
+        self._reused.discard(checkpoint)
+
+    # -- blocks that go or move --------------------------------------------------------------------------------------
+
+    def freed(self, ids: Ids) -> None:
+        """Blocks ``ids`` of the full group are cached no more."""
+        for table in (self._hashes, *self._sent.values()):
+            table[ids] = 0
+
+    def moved(self, new_ids: Ids) -> None:
+        """Block ``i`` of the full group is ``new_ids[i]`` from now on, int32 ``[rows of the group]``."""
+        sources = np.flatnonzero(new_ids != np.arange(len(new_ids)))
+        targets = new_ids[sources]
+        tables = [(table, table[sources]) for table in (self._hashes, *self._sent.values())]
+        backlog = {
+            level: deque((new_ids[ids], hashes) for ids, hashes in units) for level, units in self._backlog.items()
+        }
+        for table, rows in tables:
+            table[sources] = 0
+            table[targets] = rows
+        self._backlog = backlog
+
+    # -- proof, figures, the end -------------------------------------------------------------------------------------
+
     def check(self, owned_ids: Ids, checkpoints: Collection[int]) -> None:
-        """Prove that only cached blocks and kept checkpoints have names, and that staging memory is in one place. Raises
-        CheckFailed naming them."""
-        named = np.flatnonzero(self._hashes.any(axis=1))
-        loose = [*np.setdiff1d(named, owned_ids).tolist(), *(self._names.keys() - checkpoints)]
+        """Prove that only cached blocks and kept checkpoints have hashes, and that every staging row has an owner that knows it.
+        Raises CheckFailed naming them."""
+        hashed = np.flatnonzero(self._hashes.any(axis=1))
+        loose = [*np.setdiff1d(hashed, owned_ids).tolist(), *(self._checkpoints.keys() - checkpoints)]
         if loose:
-            raise CheckFailed(f"blocks or checkpoints that are not cached have names below: {loose[:16]}")
-        for level in self.levels:
-            level.buffer.check()
+            raise CheckFailed(f"blocks or checkpoints that are not cached have hashes: {loose[:16]}")
+        self.reader.check()
 
-    # -- the end -----------------------------------------------------------------------------------------------------
+    def stats(self) -> tuple[LevelStats, ...]:
+        """Of each tier, without I/O."""
+        return tuple(level.stats() for level in self.levels)
 
-    def flush(self, deadline: float) -> bool:
-        """Store what waits, until ``deadline`` (of ``time.monotonic``); whether all of it is done."""
+    def flush(self, timeout: float) -> bool:
+        """Store what waits, for at most ``timeout`` seconds; whether all of it is done. Raises BadInput."""
+        deadline = monotonic() + _proven_timeout(timeout)
         self.drain()
-        while any(self._backlog.values()) and monotonic() < deadline:
-            for level, backlog in self._backlog.items():
-                if backlog:
-                    level.settle_one(deadline)
+        while any(self._backlog.values()) and monotonic() < deadline and not all(one.tier.is_closed for one in self.levels):
+            sleep(0.001)
             self.drain()
-        return all([level.settle(deadline) for level in self.levels]) and not any(self._backlog.values())  # noqa: C419
+        settled = [level.settle(deadline) for level in self.levels]
+        return all(settled) and not any(self._backlog.values())
 
-    def close(self, deadline: float) -> bool:
-        """Let go of all levels; see ``Tier.close``."""
-        self.finder.close()
-        closed = [level.close(deadline) for level in self.levels]
-        return all(closed)
+    def close(self, timeout: float) -> bool:
+        """Store what waits and give back all tiers, within ``timeout`` seconds in all; whether all of it is done. What a tier is
+        still busy with then ends in its own threads. Raises BadInput."""
+        begun, timeout = monotonic(), _proven_timeout(timeout)
+        self.reader.close()
+        is_stored = self.flush((1 - _CLOSING) * timeout)
+        return _close(self.levels, begun + timeout) and is_stored
 
 
-def _most_copies(ledger: BlockGroup) -> int:
+def _close(levels: Many[Level], deadline: float) -> bool:
+    for level in levels:
+        level.close(0.0)  # all of them end at the same time
+    return all([level.close(deadline) for level in levels])  # noqa: C419
+
+
+def _prove(specs: Many[TierSpec], identity: RecordIdentity) -> None:
+    odd = [spec for spec in specs if not isinstance(spec, TierSpec)]
+    if odd:
+        raise BadInput(f"tiers are made by host_tier, disk_tier and others, or are a TierSpec; got {odd[0]!r}")
+    xxh3_128(b"")
+    shared = [spec.name for spec in specs if not spec.is_private]
+    if shared and not identity.weights:
+        raise BadInput(
+            f"what lies in tier {shared[0]!r} is found by other processes, which must know of which weights it is: "
+            f"give weights=, a digest of them (kvpagoda.hf.weights_digest)"
+        )
+
+
+def _proven_timeout(timeout: float) -> float:
+    if not 0 <= timeout < inf:
+        raise BadInput(f"a timeout is a number of seconds from 0 on, got {timeout!r}")
+    return timeout
+
+
+def _most_copies(group: BlockGroup) -> int:
     """The most blocks of a bounded group in one checkpoint."""
-    most = ledger.growth.most_blocks(ledger.block_size, 1)
+    most = group.growth.most_blocks(group.block_size, 1)
     assert most is not None, "a bounded group"
     return most

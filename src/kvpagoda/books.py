@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager, nullcontext, suppress
-from time import monotonic
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from kvpagoda.admission import Admission, Wish
-from kvpagoda.below import Below
+from kvpagoda.below import Offloader
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks, RetryLater, StaleHandle
-from kvpagoda.finding import Offer, Part, Prefetch
+from kvpagoda.finding import Part, Prefetch, TierHit
 from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.namespace import Media, Namespace, Namespaces, with_stand_ins
 from kvpagoda.prefix import Lease, Match
@@ -25,7 +25,7 @@ from kvpagoda.sectors import Sectors
 from kvpagoda.sequence import Sequence, as_tokens
 from kvpagoda.stats import CacheStats, GroupStats
 from kvpagoda.swap import Suspended, Swap
-from kvpagoda.tiers.level import Identity
+from kvpagoda.tiers.level import RecordIdentity
 from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import ceil_div, format_bytes, parse_bytes
 
@@ -90,16 +90,16 @@ class Books:
         self.sectors = Sectors(plan.num_sectors, self.ledgers, mover=self) if plan.num_sectors else None
         self._every = checkpoint_every * plan.block_size
         self._running: dict[int, Sequence] = {}
-        identity = Identity(weights, fingerprint, plan.block_size, rank, num_ranks)
+        identity = RecordIdentity(weights, fingerprint, plan.block_size, rank, num_ranks)
         self._namespaces, self._media = Namespaces(fingerprint, weights.encode()), Media()
         self._stale: set[bytes] = set()
         self._is_open = True
         self.num_stopped = 0  #: sequences that were closed or suspended
         self.num_opened = self.num_closed = self._computed = self._cached = self._loaded = 0
-        self.below: Below | None = None
+        self.below: Offloader | None = None
         if tiers:
             full, bounded = self.reuse.full, self.reuse.bounded
-            self.below = Below(tiers, identity, full, bounded, self, self._media.digests, tier_secret)
+            self.below = Offloader(tiers, identity, full, bounded, self, tier_secret)
         self.admission = Admission(self.ledgers, self.reuse, self.swap, self.below, plan.max_requests, self)
 
     # -- the life of a request ---------------------------------------------------------------------------------------
@@ -142,11 +142,11 @@ class Books:
         keys = tokens[:length]
         keys[:] = prompt
         match, found = self.reuse.find(with_stand_ins(keys, 0, stand_ins), space)
-        chain: list[bytes] = []
+        block_hashes: list[bytes] = []
         offer = None
         if self.below is not None:
-            chain = self.below.hashes(space, keys, stand_ins)
-            offer = self._offer(chain[: (length - 1) // self.block_size + 1], wanted, match, found, prefetch)
+            self._extend_hashes(block_hashes, space, keys, stand_ins)
+            offer = self._offer(block_hashes[: (length - 1) // self.block_size + 1], wanted, match, found, prefetch)
         if offer is not None:
             offer.layerwise = layerwise
         with offer if offer is not None else nullcontext():
@@ -156,22 +156,34 @@ class Books:
             )
             self.num_opened += 1
             self._cached += found.resumable
-            sequence.chain = chain
+            sequence.block_hashes, sequence.opened_at = block_hashes, perf_counter()
             self._begin_below(sequence, slot, lease, found, offer)
         return sequence
 
+    def _extend_hashes(
+        self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, stand_ins: Mapping[int, int]
+    ) -> None:
+        assert self.below is not None
+        media = self._media.digests(stand_ins, self.block_size) if stand_ins else None
+        self.below.extend_hashes(block_hashes, namespace, tokens, media)
+
+    def _hashes_of(self, sequence: Sequence, end: int) -> list[bytes]:
+        """The block hashes of ``sequence``, those of its first ``end`` blocks at least."""
+        tokens = sequence.raw_tokens(0, end * self.block_size)
+        self._extend_hashes(sequence.block_hashes, sequence.namespace, tokens, sequence.stand_ins)
+        return sequence.block_hashes
+
     def _offer(
-        self, chain: list[bytes], wanted: list[int], match: Match, found: PrefixMatch, prefetch: Prefetch | None = None
-    ) -> Offer | None:
+        self, block_hashes: list[bytes], wanted: list[int], match: Match, found: PrefixMatch, prefetch: Prefetch | None = None
+    ) -> TierHit | None:
         """What tiers have of a text beyond what is cached, if there may be room for the request at all."""
         assert self.below is not None
         if any(blocks > ledger.available() for ledger, blocks in zip(self.ledgers, wanted)):
             return None
-        offer = None if prefetch is None else prefetch.take(chain, match.num_blocks)
-        return offer or self.below.finder.find(chain, match.num_blocks, found.resumable // self.block_size)
+        return self.below.reader.find(block_hashes, match.num_blocks, found.resumable // self.block_size, prefetch)
 
     def _begin_below(
-        self, sequence: Sequence, slot: int, lease: Lease, found: PrefixMatch, offer: Offer | None
+        self, sequence: Sequence, slot: int, lease: Lease, found: PrefixMatch, offer: TierHit | None
     ) -> None:
         """What ``sequence`` begins with was loaded: it is cached from now on. Or it was cached: it is in use again."""
         reuse, below = self.reuse, self.below
@@ -182,11 +194,11 @@ class Books:
             self._publish(sequence, slot, lease, found.resumable, offer)
             saved = reuse.save(slot, lease, found.resumable) if reuse.bounded else None
             if saved is not None:
-                below.checkpoint_saved(sequence, saved, found.resumable)
+                below.checkpoint_saved(saved, self._hash_at(sequence, found.resumable))
         elif found.resumable:
             full, name = reuse.full, found.checkpoint
             ids = np.empty(0, np.int32) if full is None else full.table.cells[slot, : lease.num_blocks]
-            below.reused(sequence.chain, ids, name, () if name is None else reuse.copies_of(name) or ())
+            below.reused(sequence.block_hashes, ids, name, () if name is None else reuse.copies_of(name) or ())
 
     def prefetch(
         self,
@@ -205,8 +217,9 @@ class Books:
         tokens = as_tokens(token_ids, self.vocab_size)
         space, stand_ins = self._namespaces.key(namespace), self._media.stand_ins(media, len(tokens))
         match, found = self.reuse.find(with_stand_ins(tokens, 0, stand_ins), space)
-        chain = self.below.hashes(space, tokens[: max(0, len(tokens) - 1)], stand_ins)
-        return self.below.finder.prefetch(chain, match.num_blocks, found.resumable // self.block_size)
+        block_hashes: list[bytes] = []
+        self._extend_hashes(block_hashes, space, tokens[: max(0, len(tokens) - 1)], stand_ins)
+        return self.below.reader.prefetch(block_hashes, match.num_blocks, found.resumable // self.block_size)
 
     def next_checkpoint(self, sequence: Sequence) -> int | None:
         """The next position at which a step of ``sequence`` should end, so that a checkpoint can be kept there; None
@@ -236,6 +249,7 @@ class Books:
     def sequence_committed(self, sequence: Sequence) -> None:
         """More tokens of ``sequence`` are written: publish whole blocks, let windows slide, keep a checkpoint if due. While
         a step or a copy of it is in flight all of that waits."""
+        self._measure(sequence)
         if sequence.num_fences:
             sequence.is_settled = False
             return
@@ -253,20 +267,32 @@ class Books:
         if saved is None:
             return
         if self.below is not None:
-            self.below.checkpoint_saved(sequence, saved, length)
+            self.below.checkpoint_saved(saved, self._hash_at(sequence, length))
         if in_prompt:
             self._store_checkpoint(saved)
         else:
             reuse.drop(sequence.last_checkpoint)  # of an output only the newest is worth its place
             sequence.last_checkpoint = saved
 
-    def _publish(self, sequence: Sequence, slot: int, lease: Lease, length: int, source: Offer | None = None) -> None:
+    def _measure(self, sequence: Sequence) -> None:
+        """Once the prompt of ``sequence`` is computed: how long that took, since ``open``."""
+        if self.has_memory and self.below is not None and sequence.opened_at and sequence.length >= sequence.prompt_length:
+            computed = sequence.prompt_length - sequence.cached_tokens
+            self.below.reader.computed(perf_counter() - sequence.opened_at, computed)
+            sequence.opened_at = 0.0
+
+    def _publish(self, sequence: Sequence, slot: int, lease: Lease, length: int, source: TierHit | None = None) -> None:
         """Make the whole blocks of the first ``length`` tokens of ``sequence`` shareable, here and below."""
         begin, full = lease.num_blocks, self.reuse.full
         self.reuse.publish(slot, lease, length, sequence)
         if self.below is not None and lease.num_blocks > begin and sequence.namespace not in self._stale:
             ids = np.empty(0, np.int32) if full is None else full.table.cells[slot, : lease.num_blocks]
-            self.below.published(sequence, begin, lease.num_blocks, ids, source)
+            self.below.published(self._hashes_of(sequence, lease.num_blocks), begin, ids, source)
+
+    def _hash_at(self, sequence: Sequence, length: int) -> bytes:
+        """The hash of the block of ``sequence`` that ends with its first ``length`` tokens."""
+        end = length // self.block_size
+        return self._hashes_of(sequence, end)[end]
 
     def _store_checkpoint(self, name: int) -> None:
         """Checkpoint ``name``, if it is still kept, is worth keeping below."""
@@ -320,7 +346,7 @@ class Books:
                 furthest = int(ledger.first[slot]) * self.block_size
                 raise BadInput(f"{ledger.name} no longer keeps positions before {furthest}; {length} tokens need them")
         sequence.lease = self.reuse.unshare(slot, sequence.lease, length)
-        del sequence.chain[length // self.block_size + 1 :]
+        del sequence.block_hashes[length // self.block_size + 1 :]
         sequence.written = written
 
     def sequence_closed(self, sequence: Sequence) -> None:
@@ -382,7 +408,8 @@ class Books:
         else:
             match, found = self.reuse.find(keys, namespace)
             if self.below is not None:
-                offer = self._offer(self.below.chain(sequence, (length - 1) // self.block_size), wanted, match, found)
+                end = (length - 1) // self.block_size
+                offer = self._offer(self._hashes_of(sequence, end)[: end + 1], wanted, match, found)
         with offer if offer is not None else nullcontext():
             wish = Wish(slot, wanted, room or 0, match, found, sequence.priority, offer, as_it_was)
             found, lease = self.admission.begin(wish)
@@ -490,7 +517,7 @@ class Books:
             suspended = {sequence.namespace for sequence in self._suspended}
             old = self._namespaces.renew_all({*self.reuse.tree.namespaces(), *suspended}, epoch)
         if weights is not None and self.below is not None:
-            self.below.rename(weights)
+            self.below.set_weights(weights)
         self._stale |= old
         self.reuse.give_up_pins(old)
         self._clear_stale()
@@ -512,10 +539,12 @@ class Books:
         ledger.rename(names)
         self.reuse.rename(ledger, names)
         if self.below is not None and ledger is self.reuse.full:
-            self.below.renamed(names)
+            self.below.moved(names)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
+    has_memory = False
+    """Whether a model computes what is committed."""
     page_offset = 0
     """Where within a page of memory the blocks begin."""
 
@@ -612,7 +641,7 @@ class Books:
             swap_nbytes=self.swap.used_nbytes,
             swap_capacity=self.swap.nbytes,
             groups=tuple(groups),
-            tiers=() if self.below is None else tuple(level.stats() for level in self.below.levels),
+            tiers=() if self.below is None else self.below.stats(),
         )
 
     def unusable_nbytes(self) -> int:
@@ -663,7 +692,7 @@ class Books:
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until what was to be stored in tiers is stored, at most ``timeout`` seconds; whether it is."""
-        return self.below is None or self.below.flush(monotonic() + timeout)
+        return self.below is None or self.below.flush(timeout)
 
     def close(self, timeout: float = 10.0) -> None:
         """Close every sequence, running or suspended; the cache takes no more requests. The memory goes with the object. Tiers
@@ -672,8 +701,7 @@ class Books:
             if sequence.is_open:
                 sequence.close()
         if self._is_open and self.below is not None:
-            self.flush(timeout)
-            self.below.close(monotonic() + timeout)
+            self.below.close(timeout)
         self._is_open = False
 
 

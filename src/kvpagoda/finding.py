@@ -1,10 +1,11 @@
-"""What lies below the device of a text: found in several levels at once, read ahead, and loaded into blocks.
+"""The way up from the tiers: a text is looked up in all of them at once, read ahead, and loaded into blocks.
 
-    open     chain of prefix hashes ──► look up in all levels at once ──► Offer: what could be loaded, and from where
+    open     block hashes ──► look up in all levels at once ──► TierHit: what could be loaded, and from where
              room made as for any request ──► load into its own blocks, a few records at a time ──► publish
 
-What is loaded lies in private blocks of the request that wanted it until it is published, like what a model computed. So
-nobody owns anything in a new way, and whatever goes wrong below, the request computes it.
+What is loaded lies in private blocks of the request that wanted it until it is published, like what a model computed. A fault
+of a tier is a miss: the request computes what did not come. An exception of the device side, where blocks are copied to,
+is raised.
 """
 
 from __future__ import annotations
@@ -12,24 +13,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from itertools import groupby
+from time import monotonic
 from typing import Protocol
+from weakref import WeakSet
 
 import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.memory.pages import Bytes
+from kvpagoda.swap import Rate
 from kvpagoda.tiers.driver import Lease, Status
+from kvpagoda.tiers.forks import watch_forks
 from kvpagoda.tiers.level import Level, Loading
 from kvpagoda.units import ceil_div, table_rows
 
-_HOLD = 10.0  # seconds that what was found may take to be asked for
+_HOLD = 10.0  # seconds that what was found stays in its tier, to be loaded
 _FIRST_STEP = 64  # blocks that are asked for first; four times as many each time that all are there
+_LEAST_TOKENS = 4096  # computed, before loading is compared with computing
+_AGING = 0.9  # of what loading is thought to cost, each time that it is left for that: so it is tried again
 Part = tuple[Ids, Bytes, Many[int]]
 """Blocks, and the rows of host memory that they come from."""
+Record = tuple[Level, int]
+"""A record of a text: the level that has it, and its number in the text."""
 
 
 class Memory(Protocol):
@@ -47,41 +57,66 @@ class Memory(Protocol):
 
 
 @dataclass(eq=False)
-class Offer:
-    """What lies below of a text, from block ``begin`` of it up to ``end``: found and, where it is ``held``, read already."""
+class TierHit:
+    """What tiers have of a text, from block ``begin`` of it up to ``end``: found and, where it is ``held``, read already."""
 
-    chain: list[bytes]
+    block_hashes: list[bytes]
     begin: int
     end: int
-    records: list[tuple[Level, int]]
-    """(level, number of the record in the text), in the order of the text."""
-    checkpoint: tuple[Level, list[int]] | None = None
-    """The staging rows that hold the checkpoint at ``end``."""
-    leases: list[Lease] = field(default_factory=list)
-    held: dict[tuple[Level, int], int] = field(default_factory=dict)
+    started: float | None = None
+    """When the request began for which this is; None while nobody waits for it."""
     layerwise: bool = False
     """Whether blocks may come in layer after layer, when they are asked for."""
+    records: list[Record] = field(default_factory=list)
+    """In the order of the text."""
+    leases: list[Lease] = field(default_factory=list)
+    checkpoint: tuple[Level, list[int]] | None = None
+    """The staging rows that hold the checkpoint at ``end``."""
+    held: dict[Record, int] = field(default_factory=dict)
+    """The staging rows of records that are read."""
+    is_busy: bool = False
+    """Whether another thread is reading for it."""
+    _reading: dict[Record, int] = field(default_factory=dict)
+    _arriving: list[tuple[Level, list[int]]] = field(default_factory=list)
 
-    def __enter__(self) -> Offer:
+    def __enter__(self) -> TierHit:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
+    def deadline(self, level: Level) -> float:
+        """When a call to ``level`` has to be done: its timeout after the request began, whatever was asked before."""
+        return level.spec.timeout + (monotonic() if self.started is None else self.started)
+
+    def owns(self, level: Level, row: int) -> bool:
+        """Whether ``row`` of the staging memory of ``level`` is one of those of this hit."""
+        places = [(one, [row]) for (one, _), row in [*self.held.items(), *self._reading.items()]]
+        places += [*self._arriving, *([self.checkpoint] if self.checkpoint else [])]
+        return self.is_busy or any(one is level and row in rows for one, rows in places)
+
+    def drop(self, records: Many[Record]) -> None:
+        """Give back the staging rows of ``records``, read or not."""
+        for level, number in records:
+            for rows in (self.held, self._reading):
+                if (row := rows.pop((level, number), None)) is not None:
+                    level.buffer.release([row])
+
     def release(self) -> None:
-        """Give back staging memory and leases. Does no harm twice."""
-        rows = [(level, [row]) for (level, _), row in self.held.items()]
-        for level, taken in [*rows, *([self.checkpoint] if self.checkpoint else [])]:
-            level.buffer.release(taken)
-        for lease in self.leases:
-            lease.release()
-        self.held, self.checkpoint, self.leases = {}, None, []
+        """Give back staging memory and leases, but for what is still arriving. Does no harm twice."""
+        self.drop([*self.held, *self._reading])
+        if self.checkpoint is not None:
+            (level, rows), self.checkpoint = self.checkpoint, None
+            level.buffer.release(rows)
+        while self.leases:
+            self.leases.pop().release()
 
 
 class Prefetch:
-    """Records of one text that are being read into host memory. Made by ``Books.prefetch``; ``open`` takes what it has."""
+    """Records of one text that are being read into host memory. Made by ``KVCache.prefetch``; ``open`` takes what it has."""
 
-    def __init__(self, future: Future[Offer | None]) -> None:
+    def __init__(self, block_hashes: list[bytes], future: Future[TierHit | None]) -> None:
+        self.block_hashes, self.is_used = block_hashes, False
         self._future = future
 
     @property
@@ -89,26 +124,43 @@ class Prefetch:
         """Whether all that can be read ahead is read: opening the request waits for nothing then."""
         return self._future.done()
 
-    def take(self, chain: list[bytes], num_cached: int) -> Offer | None:
-        """What was found, for the text of ``chain`` of which ``num_cached`` blocks are cached by now; None if it was another
-        text, or if what is cached became less. Waits for it. The offer is the caller's; the second time there is none."""
-        offer, self._future = self._future.result(), Future()
+    def take(self, deadline: float) -> TierHit | None:
+        """What was found, for the caller to release; waits for it until ``deadline``. What comes later is given back."""
+        self.is_used = True
+        future, self._future = self._future, Future()
         self._future.set_result(None)
-        if offer is not None and (offer.chain != chain or offer.begin > num_cached):
-            offer.release()
+        try:
+            return future.result(max(0.0, deadline - monotonic()))
+        except CancelledError:
             return None
-        return offer
+        except FutureTimeout:
+            future.cancel()
+            future.add_done_callback(_release)
+            return None
 
     def close(self) -> None:
-        """Give back what was read."""
-        offer = self.take([], 0)
-        assert offer is None, "no text has no chain"
+        """Give back what was read, or is being read."""
+        hit = self.take(0.0)
+        if hit is not None:
+            hit.release()
+
+    def abandon(self) -> None:
+        """Nobody reads any more: in a forked process."""
+        self._future = Future()
+        self._future.set_result(None)
 
 
-class Finder:
-    """Looks for texts in ``levels``, the fastest first, and loads what they have. ``find`` may be called by any thread.
+def _release(future: Future[TierHit | None]) -> None:
+    hit = None if future.cancelled() or future.exception() is not None else future.result()
+    if hit is not None:
+        hit.release()
 
-    ``full``: the ledger whose blocks a tree shares, ``bounded``: those that checkpoints copy.
+
+class TierReader:
+    """Looks for texts in ``levels``, the fastest first, and loads what they have.
+
+    ``full``: the group whose blocks the prefix tree shares, ``bounded``: those that checkpoints copy. An ``open`` spends at
+    most the largest timeout of the levels here, whatever it asks.
     """
 
     def __init__(
@@ -117,240 +169,284 @@ class Finder:
         self._levels, self._full, self._bounded = tuple(levels), full, tuple(bounded)
         self._size, self._memory = block_size, memory
         self._reader: ThreadPoolExecutor | None = None
+        self._prefetches: WeakSet[Prefetch] = WeakSet()
+        self._computing, self._num_computed = Rate(), 0
         self.seconds_per_token: float | None = None
-        """What it takes to compute a token, if anybody measured it: loading is worth it if it is faster."""
+        """What a scheduler says that it takes to compute a token; None: what ``computed`` told. Loading is worth it if it is
+        faster."""
+        watch_forks(self)
+
+    def computed(self, seconds: float, num_tokens: int) -> None:
+        """A model took so long for so many tokens of prompts."""
+        self._computing.add(seconds, num_tokens)
+        self._num_computed += num_tokens
 
     def close(self) -> None:
-        """Wait for what is being read ahead; nothing more will be."""
+        """Nothing more is read ahead; what is being read goes on until its tiers answer."""
         if self._reader is not None:
-            self._reader.shutdown()
+            self._reader.shutdown(wait=False, cancel_futures=True)
 
-    def find(self, chain: list[bytes], num_cached: int, resumable: int, *, hold: bool = False) -> Offer | None:
-        """What lies below of the text of ``chain`` that lets it start further on than after ``resumable`` blocks, where the
-        first ``num_cached`` are cached. ``hold``: read it now, as far as half the staging memory goes. None: nothing.
+    def after_fork(self) -> None:
+        """See ``Forkable``: the thread that reads ahead is not here."""
+        self._reader = None
+        for prefetch in [*self._prefetches]:
+            prefetch.abandon()
 
-        Takes at most the timeouts of the levels. The offer is the caller's, to be released.
+    def check(self) -> None:
+        """Prove that every staging row has an owner that knows it. Raises CheckFailed naming the rows."""
+        for level in self._levels:
+            level.check(lambda owner, row, level=level: isinstance(owner, TierHit) and owner.owns(level, row))  # type: ignore[misc]
+
+    # -- finding -------------------------------------------------------------------------------------------------------
+
+    def find(
+        self, block_hashes: list[bytes], num_cached: int, resumable: int, prefetch: Prefetch | None = None
+    ) -> TierHit | None:
+        """What tiers have of a text that lets it start further on than after ``resumable`` blocks, where the first
+        ``num_cached`` are cached. ``block_hashes``: the root of the text, then one for each of its whole blocks.
+
+        What ``prefetch`` found of the same text is taken, be it nothing: it is not looked up again. The hit is the caller's,
+        to be released.
         """
-        offer = Offer(chain, num_cached, num_cached if self._full is not None else len(chain) - 1, [])
-        try:
-            if self._full is not None:
-                self._find_blocks(offer, num_cached, len(chain) - 1)
-            if self._bounded:
-                self._find_checkpoint(offer, resumable)
-            if offer.end <= resumable or not self._is_worth_it(offer, resumable):
-                offer.release()
-                return None
-            offer.records = [(level, number) for level, number in offer.records if number * level.unit < offer.end]
-            if hold:
-                self._read_ahead(offer)
-        except BaseException:
-            offer.release()
-            raise
-        return offer
+        started = monotonic()
+        if prefetch is not None and not prefetch.is_used:
+            is_same = prefetch.block_hashes == block_hashes
+            hit = prefetch.take(started + max(level.spec.timeout for level in self._levels) if is_same else 0.0)
+            if is_same and (hit is None or hit.begin <= num_cached):
+                if hit is not None:
+                    hit.started = started
+                return hit
+            if hit is not None:
+                hit.release()
+        return self._find(block_hashes, num_cached, resumable, started)
 
-    def prefetch(self, chain: list[bytes], num_cached: int, resumable: int) -> Prefetch:
-        """``find`` with ``hold``, in a thread of its own."""
+    def prefetch(self, block_hashes: list[bytes], num_cached: int, resumable: int) -> Prefetch:
+        """``find``, in a thread of its own, and read what is there as far as half the staging memory goes."""
+
+        def read() -> TierHit | None:
+            hit = self._find(block_hashes, num_cached, resumable, None)
+            if hit is not None:
+                self._read_ahead(hit, hit.records)
+                hit.is_busy = False
+            return hit
+
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, "kvpagoda-prefetch")
-        return Prefetch(self._reader.submit(self.find, chain, num_cached, resumable, hold=True))
+        prefetch = Prefetch(block_hashes, self._reader.submit(read))
+        self._prefetches.add(prefetch)
+        return prefetch
 
-    def _find_blocks(self, offer: Offer, begin: int, end: int) -> None:
+    def _find(
+        self, block_hashes: list[bytes], num_cached: int, resumable: int, started: float | None
+    ) -> TierHit | None:
+        last = len(block_hashes) - 1
+        hit = TierHit(block_hashes, num_cached, num_cached if self._full is not None else last, started)
+        hit.is_busy = started is None
+        try:
+            if self._full is not None:
+                self._find_blocks(hit, last)
+            if self._bounded:
+                self._find_checkpoint(hit, resumable)
+            if hit.end > resumable and self._is_worth_it(hit, resumable):
+                hit.records = [(level, number) for level, number in hit.records if number * level.unit < hit.end]
+                return hit
+        except BaseException:
+            hit.release()
+            raise
+        hit.release()
+        return None
+
+    def _find_blocks(self, hit: TierHit, end: int) -> None:
         """Ask for more and more blocks at a time, up to the first that no level has."""
-        at, step = begin, _FIRST_STEP
+        at, step = hit.begin, _FIRST_STEP
         while at < end:
             stop, step = min(end, at + step), 4 * step
-            there = self._look_up(offer, at, stop, end)
+            ranges = {
+                level: range(at // level.unit, min(ceil_div(stop, level.unit), end // level.unit))
+                for level in self._levels
+            }
+            asked = {level: self._keys(hit, level, numbers) for level, numbers in ranges.items() if numbers}
+            there = {level: {ranges[level][i] for i in found} for level, found in self._look_up(hit, asked).items()}
             while at < stop:
-                level = next((level for level, found in there if at // level.unit in found), None)
+                level = next((level for level, found in there.items() if at // level.unit in found), None)
                 if level is None:
-                    offer.end = at
+                    hit.end = at
                     return
-                offer.records.append((level, at // level.unit))
+                hit.records.append((level, at // level.unit))
                 at = (at // level.unit + 1) * level.unit
-        offer.end = at
+        hit.end = at
 
-    def _look_up(self, offer: Offer, begin: int, stop: int, end: int) -> list[tuple[Level, set[int]]]:
-        """Which records with blocks ``begin .. stop - 1``, and none behind ``end``, each level has."""
-        asked = list[tuple[Level, range, Future[Lease]]]()
-        for level in self._levels:
-            numbers = range(begin // level.unit, min(ceil_div(stop, level.unit), end // level.unit))
-            if len(numbers):
-                asked.append((level, numbers, level.lookup(self._keys(offer, level, numbers), _HOLD)))
-        there = []
-        for level, numbers, future in asked:
+    def _look_up(self, hit: TierHit, asked: dict[Level, list[bytes]]) -> dict[Level, list[int]]:
+        """Which of the keys that each level is asked for it has, by their places; all are asked at once."""
+        futures = {level: level.lookup(keys, hit.deadline(level), _HOLD) for level, keys in asked.items()}
+        found = {}
+        for level, future in futures.items():
             lease = future.result()
-            offer.leases.append(lease)
-            there.append((level, {n for n, status in zip(numbers, lease.statuses) if status is Status.OK}))
-        return there
+            hit.leases.append(lease)
+            found[level] = [i for i, status in enumerate(lease.statuses) if status is Status.OK]
+        return found
 
-    def _find_checkpoint(self, offer: Offer, resumable: int) -> None:
-        """Read the furthest checkpoint behind ``resumable`` that the blocks reach; ``offer.end`` is then there."""
-        ends, offer.end = range(offer.end, resumable, -1), 0
-        asked = [
-            (level, level.lookup([level.key(offer.chain[end], checkpoint_part(0)) for end in ends], _HOLD))
-            for level in (self._levels if len(ends) else ())
-        ]
-        found: list[tuple[int, Level]] = []
-        for level, future in asked:
-            lease = future.result()
-            offer.leases.append(lease)
-            found += [(end, level) for end, status in zip(ends, lease.statuses) if status is Status.OK]
+    def _find_checkpoint(self, hit: TierHit, resumable: int) -> None:
+        """Read the furthest checkpoint behind ``resumable`` that the blocks reach; ``hit.end`` is then there."""
+        ends, hit.end = range(hit.end, resumable, -1), 0
+        asked = {level: [level.key(hit.block_hashes[end], checkpoint_part(0)) for end in ends] for level in self._levels}
+        there = self._look_up(hit, asked) if ends else {}
+        found = [(end, level) for level, places in there.items() for end in (ends[i] for i in places)]
         found += [(end, self._levels[0]) for end in ends if not any(count for _, count in self._counts(end))]
         for end, level in sorted(found, key=lambda one: (-one[0], self._levels.index(one[1]))):
-            num_rows = sum(
-                table_rows(count, self._memory.record_nbytes(ledger), level.payload_nbytes)
-                for ledger, count in self._counts(end)
-            )
-            rows = level.acquire(num_rows)
+            num_rows, deadline = sum(self._checkpoint_rows(level, end)), hit.deadline(level)
+            rows = level.acquire(num_rows, hit, deadline)
             if rows is None:
                 continue
-            offer.checkpoint, offer.end = (level, rows), end
-            statuses = level.load([level.key(offer.chain[end], checkpoint_part(i)) for i in range(num_rows)], rows)
-            if all(status is Status.OK for status in statuses):
+            hit.checkpoint, hit.end = (level, rows), end
+            keys = [level.key(hit.block_hashes[end], checkpoint_part(i)) for i in range(num_rows)]
+            if not level.finish_load(level.start_load(keys, rows, deadline)):
                 return
-            offer.checkpoint, offer.end = None, 0
+            hit.checkpoint, hit.end = None, 0
             level.buffer.release(rows)
 
     def _counts(self, end: int) -> list[tuple[BlockGroup, int]]:
         """How many blocks of each bounded group a checkpoint after ``end`` blocks of the text holds."""
-        num_tokens = end * self._size
+        at = end * self._size
         return [
-            (
-                ledger,
-                ceil_div(num_tokens, ledger.block_size) - ledger.growth.first_needed(num_tokens) // ledger.block_size,
-            )
-            for ledger in self._bounded
+            (one, ceil_div(at, one.block_size) - one.growth.first_needed(at) // one.block_size) for one in self._bounded
         ]
 
-    def _is_worth_it(self, offer: Offer, resumable: int) -> bool:
-        """Whether loading is expected to be faster than computing, as far as both were measured."""
-        if self.seconds_per_token is None:
+    def _checkpoint_rows(self, level: Level, end: int) -> list[int]:
+        """How many staging rows each bounded group takes in a checkpoint after ``end`` blocks."""
+        return [
+            table_rows(count, self._memory.record_nbytes(ledger), level.payload_nbytes)
+            for ledger, count in self._counts(end)
+        ]
+
+    def _is_worth_it(self, hit: TierHit, resumable: int) -> bool:
+        """Whether loading is expected to be faster than computing, as far as both were measured; and in time, where the blocks
+        are worth nothing without their checkpoint."""
+        levels = {level for level, _ in hit.records}
+        loading = sum(level.payload_nbytes * (level.seconds_per_byte or 0.0) for level, _ in hit.records)
+        computing = self.seconds_per_token
+        if computing is None and self._num_computed >= _LEAST_TOKENS:
+            computing = self._computing.seconds
+        allowed = [] if computing is None else [(hit.end - resumable) * self._size * computing]
+        if self._bounded and hit.started is not None:
+            allowed += [hit.deadline(level) - monotonic() for level in levels]
+        if loading <= min(allowed, default=loading):
             return True
-        loading = sum(level.payload_nbytes * (level.seconds_per_byte or 0.0) for level, _ in offer.records)
-        return loading <= (offer.end - resumable) * self._size * self.seconds_per_token
+        for level in levels:
+            level.seconds_per_byte = _AGING * (level.seconds_per_byte or 0.0)
+        return False
 
-    def _read_ahead(self, offer: Offer) -> None:
-        for level, numbers in self._batches(offer, offer.records):
-            if len(numbers) > level.num_writable:
+    # -- reading into staging memory -----------------------------------------------------------------------------------
+
+    def _read_ahead(self, hit: TierHit, records: Many[Record]) -> None:
+        """Read ``records``, and keep them in staging memory, as far as half of it goes."""
+        for _ in self._read(hit, records, is_ahead=True):
+            pass
+
+    def _read(self, hit: TierHit, records: Many[Record], *, is_ahead: bool = False) -> Iterator[list[Record]]:
+        """Read those of ``records`` that are not held, several batches at once; yields them as they are held, in their order,
+        up to the first that cannot be read."""
+        hit.drop([*hit._reading])
+        batches, begun = deque(_batches(records)), deque[tuple[list[Record], Loading | None]]()
+        while batches or begun:
+            while batches and len(begun) < batches[0][0][0].spec.workers:
+                level, lacking = batches[0][0][0], [one for one in batches[0] if one not in hit.held]
+                if is_ahead and len(lacking) > level.num_writable:
+                    break
+                rows = level.acquire(len(lacking), hit, 0.0 if begun else hit.deadline(level))
+                if rows is None:
+                    break
+                hit._reading.update(zip(lacking, rows))
+                keys = self._keys(hit, level, [number for _, number in lacking])
+                begun.append((batches.popleft(), level.start_load(keys, rows, hit.deadline(level)) if rows else None))
+            if not begun:
                 return
-            rows = level.acquire(len(numbers))
-            if rows is None:
+            batch, loading = begun.popleft()
+            bad = set[int]() if loading is None else batch[0][0].finish_load(loading)
+            for record in batch:
+                if (row := hit._reading.get(record, -1)) >= 0 and row not in bad:
+                    hit.held[record] = hit._reading.pop(record)
+            good = next((i for i, record in enumerate(batch) if record not in hit.held), len(batch))
+            if good:
+                yield batch[:good]
+            if good < len(batch):
                 return
-            statuses = level.load(self._keys(offer, level, numbers), rows)
-            for number, row, status in zip(numbers, rows, statuses):
-                if status is Status.OK:
-                    offer.held[level, number] = row
-                else:
-                    level.buffer.release([row])
 
     @staticmethod
-    def _batches(offer: Offer, records: Many[tuple[Level, int]]) -> Iterator[tuple[Level, list[int]]]:
-        """``records`` a few of one level at a time."""
-        for level, run in groupby(records, key=lambda one: one[0]):
-            numbers = [number for _, number in run]
-            for at in range(0, len(numbers), level.batch):
-                yield level, numbers[at : at + level.batch]
+    def _keys(hit: TierHit, level: Level, numbers: Many[int]) -> list[bytes]:
+        return [level.key(hit.block_hashes[(number + 1) * level.unit]) for number in numbers]
 
-    @staticmethod
-    def _keys(offer: Offer, level: Level, numbers: Many[int]) -> list[bytes]:
-        return [level.key(offer.chain[(number + 1) * level.unit]) for number in numbers]
+    # -- loading into blocks -------------------------------------------------------------------------------------------
 
-    # -- loading -----------------------------------------------------------------------------------------------------
+    def load(self, hit: TierHit, ids: Ids, first: int) -> int:
+        """Fill blocks ``first ..`` of the hit's text, which are ``ids`` of the full group; how many could be filled.
 
-    def load(self, offer: Offer, ids: Ids, first: int) -> int:
-        """Fill blocks ``first ..`` of the offer's text, which are ``ids`` of the full group; how many could be filled.
-
-        A few records at a time, the next ones being read while these are copied; or, if the offer may come in layer after
-        layer and half the staging memory holds all of it, all at once.
+        A few records at a time, the next ones being read while these are copied; or, if the hit may come in layer after layer
+        and half the staging memory holds all of it, all at once. Raises what copying to the device raises.
         """
         done, full = 0, self._full
-        assert full is not None and offer.begin <= first, "an offer has nothing of what was cached when it was made"
-        wanted = [(level, number) for level, number in offer.records if (number + 1) * level.unit > first]
-        if offer.layerwise:
-            self._read_ahead(offer)
-            if wanted and all(record in offer.held for record in wanted):
-                self._load_later(full, offer, wanted, ids, first)
+        if not len(ids):  # all of it is cached, but for the checkpoint
+            return 0
+        assert full is not None and hit.begin <= first, "a hit has nothing of what was cached when it was made"
+        wanted = [(level, number) for level, number in hit.records if (number + 1) * level.unit > first]
+        if hit.layerwise:
+            self._read_ahead(hit, wanted)
+            if wanted and all(record in hit.held for record in wanted):
+                self._load_later(full, hit, wanted, ids, first)
                 return len(ids)
-        for level, numbers, rows in self._read(offer, wanted):
-            try:
-                for part in self._parts_of(level, numbers, rows, ids, first):
-                    self._memory.blocks_in(full, *part)
-            except Exception:  # these will be computed
-                break
-            done = min(len(ids), (numbers[-1] + 1) * level.unit - first)
+        for records in self._read(hit, wanted):
+            for part in self._parts_of(hit, records, ids, first):
+                self._memory.blocks_in(full, *part)
+            hit.drop(records)
+            level, number = records[-1]
+            done = min(len(ids), (number + 1) * level.unit - first)
         return done
 
-    def _load_later(
-        self, full: BlockGroup, offer: Offer, wanted: Many[tuple[Level, int]], ids: Ids, first: int
-    ) -> None:
-        parts, taken = list[Part](), list[tuple[Level, list[int]]]()
-        for level, records in groupby(wanted, key=lambda one: one[0]):
-            numbers = [number for _, number in records]
-            rows = [offer.held.pop((level, number)) for number in numbers]
-            taken.append((level, rows))
-            parts += self._parts_of(level, numbers, rows, ids, first)
+    def _load_later(self, full: BlockGroup, hit: TierHit, wanted: Many[Record], ids: Ids, first: int) -> None:
+        parts = [
+            part for _, some in groupby(wanted, lambda one: one[0]) for part in self._parts_of(hit, [*some], ids, first)
+        ]
+        arriving = hit._arriving
+        arriving += [(level, [hit.held.pop((level, number))]) for level, number in wanted]
 
         def release() -> None:
-            for level, rows in taken:
+            while arriving:
+                level, rows = arriving.pop()
                 level.buffer.release(rows)
 
-        self._memory.blocks_in_later(full, parts, release)
+        try:
+            self._memory.blocks_in_later(full, parts, release)
+        except BaseException:
+            release()
+            raise
 
     @staticmethod
-    def _parts_of(level: Level, numbers: Many[int], rows: Many[int], ids: Ids, first: int) -> Iterator[Part]:
-        """Of the records ``numbers``, which lie in ``rows``, what belongs to blocks ``ids``, from the ``first`` on."""
-        width, columns = level.payload_nbytes // level.unit, np.array(numbers) * level.unit - first
+    def _parts_of(hit: TierHit, records: Many[Record], ids: Ids, first: int) -> Iterator[Part]:
+        """Of ``records`` of one level, which are held, what belongs to blocks ``ids``, from the ``first`` on."""
+        level, rows = records[0][0], np.array([hit.held[record] for record in records])
+        width = level.payload_nbytes // level.unit
+        columns = np.array([number for _, number in records]) * level.unit - first
         for place in range(level.unit):
             inside = (columns + place >= 0) & (columns + place < len(ids))
             if inside.any():
                 payloads = level.buffer.payloads[:, place * width : (place + 1) * width]
-                yield ids[(columns + place)[inside]], payloads, np.array(rows)[inside].tolist()
+                yield ids[(columns + place)[inside]], payloads, rows[inside].tolist()
 
-    def _read(self, offer: Offer, wanted: Many[tuple[Level, int]]) -> Iterator[tuple[Level, list[int], list[int]]]:
-        """(level, records, staging rows) of what could be read of ``wanted``, in order, up to the first that could not."""
-        batches = deque(self._batches(offer, wanted))
-        begun: deque[tuple[Level, list[int], list[int], Loading | None]] = deque()
-        is_whole = True
-        try:
-            while is_whole and (batches or begun):
-                while batches and len(begun) < 2:
-                    level, numbers = batches[0]
-                    rows = [offer.held.pop((level, number), -1) for number in numbers]
-                    lacking = [i for i, row in enumerate(rows) if row < 0]
-                    taken = level.acquire(len(lacking), patient=not begun)
-                    if taken is None:
-                        offer.held.update({(level, number): row for number, row in zip(numbers, rows) if row >= 0})
-                        break
-                    for i, row in zip(lacking, taken):
-                        rows[i] = row
-                    keys = self._keys(offer, level, [numbers[i] for i in lacking])
-                    begun.append((level, numbers, rows, level.start_load(keys, taken) if lacking else None))
-                    batches.popleft()
-                if not begun:
-                    return
-                level, numbers, rows, loading = begun.popleft()
-                try:
-                    bad = level.finish_load(loading) if loading is not None else set[int]()
-                    good = next((i for i, row in enumerate(rows) if row in bad), len(rows))
-                    is_whole = good == len(rows)
-                    if good:
-                        yield level, numbers[:good], rows[:good]
-                finally:
-                    level.buffer.release(rows)
-        finally:
-            for level, _, rows, _ in begun:
-                level.buffer.release(rows)
+    def load_checkpoint(self, hit: TierHit, number: int, ids: Ids) -> None:
+        """Fill ``ids``, what the ``number``-th bounded group has in the hit's checkpoint. Raises what copying raises."""
+        assert hit.checkpoint is not None
+        level, rows = hit.checkpoint
+        counts = self._checkpoint_rows(level, hit.end)
+        at = sum(counts[:number])
+        self._memory.blocks_in(self._bounded[number], ids, level.buffer.payloads, rows[at : at + counts[number]])
 
-    def restore(self, offer: Offer, number: int, ids: Ids) -> None:
-        """Fill ``ids``, what the ``number``-th bounded group has in the offer's checkpoint."""
-        assert offer.checkpoint is not None
-        level, rows = offer.checkpoint
-        at = 0
-        for other, (ledger, count) in enumerate(self._counts(offer.end)):
-            here = table_rows(count, self._memory.record_nbytes(ledger), level.payload_nbytes)
-            if other == number:
-                self._memory.blocks_in(ledger, ids, level.buffer.payloads, rows[at : at + here])
-            at += here
+
+def _batches(records: Many[Record]) -> Iterator[list[Record]]:
+    """``records`` a few of one level at a time."""
+    for level, run in groupby(records, key=lambda one: one[0]):
+        some = [*run]
+        for at in range(0, len(some), level.batch):
+            yield some[at : at + level.batch]
 
 
 def checkpoint_part(number: int) -> bytes:

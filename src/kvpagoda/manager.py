@@ -40,6 +40,8 @@ class KVCache(Books):
     holds with NaN, to catch stale reads. Raises BadInput, NeverFits. The life of a request is that of ``Books``.
     """
 
+    has_memory = True
+
     def __init__(
         self,
         schema: Schema,

@@ -267,7 +267,7 @@ class RunQueue(Generic[J]):
         """So long it took to compute so many tokens of texts that were known: what recomputing costs."""
         self.rate.add(seconds, num_tokens)
         if self.books.below is not None:
-            self.books.below.finder.seconds_per_token = self.rate.seconds
+            self.books.below.reader.seconds_per_token = self.rate.seconds
 
     def _reserve(self, job: J) -> int:
         if self.policy is None or job.num_set_back:

@@ -101,8 +101,9 @@ class Sequence:
         self.match, self.lease = match, lease
         self.num_fences, self.is_settled = 0, True
         self.last_checkpoint = -1
-        self.chain: list[bytes] = []
-        """What its beginnings are called below the device: see ``Below.hashes``. Empty where there are no tiers."""
+        self.block_hashes: list[bytes] = []
+        """The root of its text and a hash for each whole block: see ``Offloader.extend_hashes``. Empty without tiers."""
+        self.opened_at = 0.0
         self.written = self._length
         """The highest length that a batch or a commit went up to; rings and states hold what came last."""
         self.stepper: Stepper | None = None

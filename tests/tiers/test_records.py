@@ -103,6 +103,14 @@ def test_a_record_in_use_goes_out_again_only_when_it_is_dropped() -> None:
     assert sorted(buffer.acquire(3)) == [0, 1, 2]
 
 
+def test_records_have_owners_while_they_are_out() -> None:
+    buffer, owner = RecordBuffer(3, 10), object()
+    (first,), (second,) = buffer.acquire(1, owner), buffer.acquire(1)
+    assert buffer.owners() == {first: owner, second: "the caller"}
+    buffer.release([first, second])
+    assert buffer.owners() == {}
+
+
 def test_records_that_are_not_out_are_refused() -> None:
     buffer = RecordBuffer(3, 10)
     (row,) = buffer.acquire(1)
@@ -111,7 +119,7 @@ def test_records_that_are_not_out_are_refused() -> None:
             with pytest.raises(NotOwned):
                 call(rows)
     buffer.check()
-    buffer._is_out[row] = False
+    buffer._owners[row] = None
     with pytest.raises(CheckFailed, match=str(row)):
         buffer.check()
 

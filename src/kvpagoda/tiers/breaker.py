@@ -1,38 +1,43 @@
-"""When a driver is left alone, and when it is asked again."""
+"""When a failing driver is left alone, and when it is tried again."""
 
 from __future__ import annotations
 
+_MOST_PAUSES = 32
+
 
 class Breaker:
-    """Opens after ``limit`` faults in a row; then a call goes through ``pause`` seconds after the last, until one succeeds.
+    """Opens after ``limit`` faults in a row and closes at the first success.
 
-    Times are given by the caller, who also sees to it that one thread asks at a time.
+    While it is open, calls are refused, and the driver is probed: first ``pause`` seconds after the last fault, then after
+    twice as long each time, up to 32 times ``pause``. The caller gives the times and holds a lock.
     """
 
     def __init__(self, limit: int, pause: float) -> None:
-        self._limit, self._pause = limit, pause
-        self._faults, self._next_try = 0, 0.0
+        self._limit, self._least_pause, self._pause = limit, pause, pause
+        self._faults = 0
+        self.next_probe = 0.0  #: when a probe is due, while it is open
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are refused, but for one now and then."""
+        """Whether calls are refused."""
         return self._faults >= self._limit
 
-    def allows(self, now: float) -> bool:
-        """Whether a call may go to the driver ``now``."""
-        if not self.is_open:
-            return True
-        if now < self._next_try:
+    def takes_probe(self, now: float) -> bool:
+        """Whether a probe is due ``now``; the caller then makes it, and the next one is due later."""
+        if not self.is_open or now < self.next_probe:
             return False
-        self._next_try = now + self._pause
+        self._pause = min(2 * self._pause, _MOST_PAUSES * self._least_pause)
+        self.next_probe = now + self._pause
         return True
 
     def record(self, is_fault: bool, now: float) -> None:
-        """A call came back, or did not in time."""
-        self._faults = self._faults + 1 if is_fault else 0
-        if self.is_open:
-            self._next_try = now + self._pause
+        """A call, or a probe, came back, or did not in time."""
+        if is_fault:
+            self._faults += 1
+            self.next_probe = now + self._pause
+        else:
+            self._faults, self._pause = 0, self._least_pause
 
     def retry_now(self) -> None:
-        """A call that was given up succeeded at last: the next one may try."""
-        self._next_try = 0.0
+        """A call that was given up succeeded at last: the next probe is due."""
+        self.next_probe = 0.0

@@ -9,6 +9,7 @@ in whatever order it reached the disk, is the record that was stored or is seen 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -42,9 +43,12 @@ class SlabFile:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
-            self._open(self._files[0])
+            found = _proven(self._files[0])
             if direct:
                 self._files.append(os.open(path, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW))
+                if not os.path.samestat(found, _proven(self._files[1])):
+                    raise OSError(0, f"another {FILE_NAME} took its place")
+            self._open(self._files[0])
         except OSError as error:
             self.close()
             raise BadInput(
@@ -56,18 +60,16 @@ class SlabFile:
     def _open(self, file: int) -> None:
         """Lock the file and give it its size; what is in it stays if its slots are of the same size."""
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(0, f"{FILE_NAME} is not a regular file")
+        old_size = os.fstat(file).st_size
         start = _SUPERBLOCK.pack(b"KVPGSLAB", 1, PAGE, self.slot_nbytes)
         start += xxh3_128(start)
         size = PAGE + self.num_slots * self.slot_nbytes
         is_ours = os.pread(file, len(start), 0) == start
-        os.ftruncate(file, min(size, found.st_size) if is_ours else 0)
+        os.ftruncate(file, min(size, old_size) if is_ours else 0)
         try:
             os.posix_fallocate(file, 0, size)
         except OSError:
-            os.ftruncate(file, min(size, found.st_size) if is_ours else 0)
+            os.ftruncate(file, min(size, old_size) if is_ours else 0)
             raise
         os.pwrite(file, start, 0)
 
@@ -119,7 +121,24 @@ class SlabFile:
     def _put(self, data: Bytes, start: int) -> None:
         while len(data):
             done = os.pwrite(self._data, data.data, start)
+            if not done:
+                raise OSError(errno.EIO, "nothing was written")
             data, start = data[done:], start + done
+
+
+def _proven(file: int) -> os.stat_result:
+    """The status of a file that nobody else has a hand in. Raises OSError before anything of it is read or written."""
+    found = os.fstat(file)
+    faults = {
+        "is not a regular file": not stat.S_ISREG(found.st_mode),
+        f"belongs to user {found.st_uid}, not to {os.geteuid()}": found.st_uid != os.geteuid(),
+        f"has {found.st_nlink} names": found.st_nlink != 1,
+        f"is open to others (mode {stat.S_IMODE(found.st_mode):o}, not 600)": found.st_mode & 0o077 != 0,
+    }
+    for what, is_so in faults.items():
+        if is_so:
+            raise OSError(0, f"{FILE_NAME} {what}; it is not used")
+    return found
 
 
 def disk_driver(
@@ -129,7 +148,8 @@ def disk_driver(
 
     ``direct``: past the page cache (O_DIRECT). Most blocks are used once: when the file is full, a record replaces another
     only if it comes a second time, unless ``admit_all``. The file is preallocated, so opening may take a moment, and reads
-    one header for each record. Raises BadInput: another process has it, no room, read-only, a link, no O_DIRECT.
+    one header for each record. A file that others own, may read or have another name for is not used. Raises BadInput: that,
+    another process has it, no room, read-only, no O_DIRECT.
     """
     slab = SlabFile(Path(folder), buffer, parse_bytes(nbytes), direct=direct)
     return SlotDriver(slab, remember=0 if admit_all else slab.num_slots)

@@ -62,7 +62,8 @@ class Driver(Protocol):
     Records are written once: a key that is there is OK and stays as it was. A record is invisible until it is complete,
     and a driver that outlives its process finds complete records again. ``kvpagoda.tiers.conformance`` is the proof.
 
-    A driver whose calls are dear whatever they move may have a ``part_nbytes``: so much a tier gives it at a time.
+    A tier gives a driver all that it has to move in one call, so that a call costs one round trip. A driver that would rather
+    have less at a time says so with an attribute ``part_nbytes``.
     """
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:

@@ -1,16 +1,17 @@
-"""One tier as a cache uses it: what a record holds, what it is called, and the memory it passes through."""
+"""One tier as a cache uses it: what a record holds, what it is called, and the staging memory it passes through."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any, NamedTuple
 
-from kvpagoda.errors import BadInput, OutOfBlocks
+from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.pages import Bytes
-from kvpagoda.tiers.driver import FAULTS, DriverStats, Lease, Status
+from kvpagoda.tiers.driver import FAULTS, Lease, Status
+from kvpagoda.tiers.forks import watch_forks
 from kvpagoda.tiers.keys import layout_fingerprint, record_key
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.tiers.spec import TierSpec
@@ -25,7 +26,7 @@ LAYOUT = 1
 
 
 @dataclass(frozen=True)
-class Identity:
+class RecordIdentity:
     """What bytes in a tier mean: of which weights, schema (with its formats), block size and parallel rank."""
 
     weights: str
@@ -52,7 +53,8 @@ class Identity:
 @dataclass(frozen=True)
 class LevelStats:
     """What a tier holds and what became of what was asked of it, in records; ``dropped``: not stored for want of staging
-    memory. ``loaded`` counts what proved itself; ``failed`` what was late, unavailable or corrupt, stores included."""
+    memory. ``loaded`` counts what proved itself; ``failed`` what was late, unavailable or corrupt, stores included.
+    ``last_fault``: which call failed last, and why."""
 
     name: str
     num_records: int
@@ -65,9 +67,10 @@ class LevelStats:
     failed: int
     dropped: int
     is_available: bool
+    last_fault: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The same as plain data, for JSON."""
         return asdict(self)
 
 
@@ -83,13 +86,14 @@ class Level:
     """A tier under a cache whose blocks have ``block_nbytes`` bytes (0: it has none) and whose checkpoints have ``parts``:
     (records, bytes of each) for every group in them. ``memory(nbytes)`` gives page-aligned host memory.
 
-    Raises BadInput where staging memory is too small, and what the driver raises when it is made.
+    One thread stores; any thread loads. Raises BadInput where staging memory is too small, and what the driver raises when
+    it is made.
     """
 
     def __init__(
         self,
         spec: TierSpec,
-        identity: Identity,
+        identity: RecordIdentity,
         block_nbytes: int,
         parts: Sequence[tuple[int, int]],
         memory: Callable[[int], Bytes],
@@ -104,16 +108,8 @@ class Level:
                 f"tier {spec.name!r} cannot store blocks as they are evicted where {self.unit} share a record; give it "
                 f"write='commit', or record_nbytes of at most {block_nbytes}"
             )
-        checkpoint = sum(table_rows(n, nbytes, self.payload_nbytes) for n, nbytes in parts)
         record = RecordBuffer.nbytes_for(1, self.payload_nbytes)
-        least_staging = max(2, 2 * checkpoint) * record
-        staging = max(_STAGING, least_staging) if spec.staging is None else parse_bytes(spec.staging)
-        if staging < least_staging:
-            raise BadInput(
-                f"staging of {format_bytes(staging)} is too small for tier {spec.name!r}: two checkpoints, or two records, "
-                f"take {format_bytes(least_staging)}"
-            )
-        count = staging // record
+        count = self._num_staged(record, sum(table_rows(n, nbytes, self.payload_nbytes) for n, nbytes in parts))
         self.buffer = RecordBuffer(count, self.payload_nbytes, memory(count * record))
         self.batch = max(1, min(count // 4, _BATCH_NBYTES // record))  #: records in one call
         self._kept_free = count // 2  # for what is loaded
@@ -128,96 +124,123 @@ class Level:
             driver.close()
             raise
         self.seconds_per_byte: float | None = None  #: of loads, lately
-        self._storing: set[Future[list[Status]]] = set()
+        self._measured_until = 0.0
+        self._storing: dict[Future[list[Status]], Sequence[int]] = {}
         self.dropped = 0
+        watch_forks(self)
 
-    def rename(self, identity: Identity) -> None:
+    def _num_staged(self, record: int, checkpoint: int) -> int:
+        """How many records of ``record`` bytes staging memory has, where a checkpoint takes ``checkpoint``."""
+        least = max(2, 2 * checkpoint) * record
+        staging = max(_STAGING, least) if self.spec.staging is None else parse_bytes(self.spec.staging)
+        if staging < least:
+            raise BadInput(
+                f"staging of {format_bytes(staging)} is too small for tier {self.spec.name!r}: two checkpoints, or two "
+                f"records, take {format_bytes(least)}"
+            )
+        return staging // record
+
+    def set_identity(self, identity: RecordIdentity) -> None:
         """From now on records are those of ``identity``."""
         self.tier.fingerprint = identity.fingerprint(self.unit, self.payload_nbytes)
 
-    def key(self, prefix_hash: bytes, kind: bytes = BLOCKS) -> bytes:
-        """The key of a record that ends with the block of ``prefix_hash``."""
-        return record_key(self.tier.fingerprint, prefix_hash, kind)
+    def key(self, block_hash: bytes, kind: bytes = BLOCKS) -> bytes:
+        """The key of a record that ends with the block of ``block_hash``."""
+        return record_key(self.tier.fingerprint, block_hash, kind)
+
+    # -- storing: one thread -------------------------------------------------------------------------------------------
 
     @property
     def num_writable(self) -> int:
-        """Records that may be stored now; what is left is for loads."""
-        return max(0, self.buffer.num_free - self._kept_free)
+        """Records that may be stored, or read ahead, now; what is left is for loads."""
+        return 0 if self.tier.is_closed else max(0, self.buffer.num_free - self._kept_free)
 
-    def deadline(self) -> float:
-        """When a call that begins now has to be done."""
-        return monotonic() + self.spec.timeout
-
-    def lookup(self, keys: Sequence[bytes], hold: float) -> Future[Lease]:
-        """See ``Tier.lookup``."""
-        return self.tier.lookup(keys, self.deadline(), hold)
+    def acquire_to_store(self, n: int) -> list[int]:
+        """``n`` rows of staging memory, of which ``num_writable`` are free, for ``store`` or ``buffer.release``."""
+        return self.buffer.acquire(n, owner=self)
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], nbytes: Sequence[int] | None = None) -> None:
-        """Store records that were acquired; they are released when that is done. Nobody waits."""
-        future = self.tier.store(keys, rows, self.deadline(), nbytes)
-        self._storing.add(future)
+        """Store records in ``rows`` of ``acquire_to_store``; they are released when that is done. Nobody waits."""
+        future = self.tier.store(keys, rows, monotonic() + self.spec.timeout, nbytes)
+        self._storing[future] = rows
 
         def done(future: Future[list[Status]]) -> None:
             self.buffer.release(rows)
-            self._storing.discard(future)
+            self._storing.pop(future, None)
 
         future.add_done_callback(done)
-
-    def acquire(self, n: int, *, patient: bool = True) -> list[int] | None:
-        """``n`` rows of staging memory, if ``patient`` after waiting for stores; None if they do not become free in time."""
-        deadline = self.deadline() if patient else 0.0
-        while self.buffer.num_free < n:
-            if not self._storing or monotonic() >= deadline:
-                return None
-            wait([*self._storing], deadline - monotonic(), FIRST_COMPLETED)
-        try:
-            return self.buffer.acquire(n)
-        except OutOfBlocks:  # another thread was faster
-            return None
-
-    def start_load(self, keys: Sequence[bytes], rows: Sequence[int]) -> Loading:
-        """Begin to read the records of ``keys`` into ``rows``."""
-        return Loading(monotonic(), tuple(rows), self.tier.load(keys, rows, self.deadline()))
-
-    def finish_load(self, loading: Loading) -> set[int]:
-        """Wait for it, by the deadline at most; the rows that hold no record. Learns how fast that was."""
-        statuses = loading.future.result()
-        bad = {row for row, status in zip(loading.rows, statuses) if status is not Status.OK}
-        good = len(loading.rows) - len(bad)
-        if good:
-            now, before = (monotonic() - loading.begin) / (good * self.payload_nbytes), self.seconds_per_byte
-            self.seconds_per_byte = now if before is None else 0.8 * before + 0.2 * now
-        return bad
-
-    def load(self, keys: Sequence[bytes], rows: Sequence[int]) -> list[Status]:
-        """Read the records of ``keys``, by the deadline."""
-        loading = self.start_load(keys, rows)
-        self.finish_load(loading)
-        return loading.future.result()
-
-    def settle_one(self, deadline: float) -> None:
-        """Wait for something that is being stored, or for a moment."""
-        if self._storing:
-            wait([*self._storing], max(0.0, deadline - monotonic()), FIRST_COMPLETED)
-        else:
-            sleep(0.001)
 
     def settle(self, deadline: float) -> bool:
         """Wait for what is being stored; whether it is done."""
         return not wait([*self._storing], max(0.0, deadline - monotonic())).not_done
 
+    # -- loading: any thread -------------------------------------------------------------------------------------------
+
+    def acquire(self, n: int, owner: object, deadline: float) -> list[int] | None:
+        """``n`` rows of staging memory for ``owner``, after waiting for stores until ``deadline``; None if too few are free."""
+        while self.buffer.num_free < n:
+            storing, now = [*self._storing], monotonic()
+            if not storing or now >= deadline:
+                return None
+            wait(storing, deadline - now, FIRST_COMPLETED)
+        try:
+            return self.buffer.acquire(n, owner)
+        except OutOfBlocks:  # another thread was faster
+            return None
+
+    def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Future[Lease]:
+        """See ``Tier.lookup``."""
+        return self.tier.lookup(keys, deadline, hold)
+
+    def start_load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> Loading:
+        """Begin to read the records of ``keys`` into ``rows``."""
+        return Loading(monotonic(), tuple(rows), self.tier.load(keys, rows, deadline))
+
+    def finish_load(self, loading: Loading) -> set[int]:
+        """Wait for it, by its deadline at most; the rows that hold no record. Measures how fast that was."""
+        statuses = loading.future.result()
+        bad = {row for row, status in zip(loading.rows, statuses) if status is not Status.OK}
+        good, now = len(loading.rows) - len(bad), monotonic()
+        if good:
+            began = max(loading.begin, self._measured_until)  # loads overlap
+            lately, before = (now - began) / (good * self.payload_nbytes), self.seconds_per_byte
+            self.seconds_per_byte = lately if before is None else 0.8 * before + 0.2 * lately
+        self._measured_until = now
+        return bad
+
+    # -- proof, figures, the end ---------------------------------------------------------------------------------------
+
+    def check(self, owns: Callable[[object, int], bool]) -> None:
+        """Prove that every staging row that is out is being stored, or is a row that its owner knows: ``owns(owner, row)``.
+        Raises CheckFailed naming the rows."""
+        storing = {row for rows in [*self._storing.values()] for row in rows}
+        lost = [
+            row
+            for row, owner in self.buffer.owners().items()
+            if not (row in storing if owner is self else owner is self.tier or owns(owner, row))
+        ]
+        if lost:
+            raise CheckFailed(f"tier {self.spec.name!r}: staging records {lost[:16]} are out, and nobody has them")
+        self.buffer.check()
+
     def stats(self) -> LevelStats:
         """Counts, without I/O."""
-        held: DriverStats = self.tier.driver.stats()
-        told = self.tier.stats()
-        bad = [*FAULTS, Status.CORRUPT]
+        held, told = self.tier.driver.stats(), self.tier.stats()
+        failed = sum(
+            counts.get(status, 0)
+            for counts in (told.stores, told.lookups, told.loads)
+            for status in (*FAULTS, Status.CORRUPT)
+        )
         return LevelStats(
             self.spec.name, held.num_records, held.nbytes, held.capacity_nbytes, self.buffer.records.nbytes,
-            told.stores.get(Status.OK, 0), told.loads.get(Status.OK, 0), told.loads.get(Status.MISS, 0),
-            sum(counts.get(status, 0) for counts in (told.stores, told.lookups, told.loads) for status in bad),
-            self.dropped + told.stores.get(Status.REJECTED, 0), told.is_available,
+            told.stores.get(Status.OK, 0), told.loads.get(Status.OK, 0), told.loads.get(Status.MISS, 0), failed,
+            self.dropped + told.stores.get(Status.REJECTED, 0), told.is_available, told.last_fault,
         )  # fmt: skip
 
     def close(self, deadline: float) -> bool:
         """See ``Tier.close``."""
         return self.tier.close(deadline)
+
+    def after_fork(self) -> None:
+        """See ``Forkable``: what the parent stores is not waited for here."""
+        self._storing.clear()

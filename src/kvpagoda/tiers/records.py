@@ -20,6 +20,7 @@ from kvpagoda.blocks.ids import whole_number
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned
 from kvpagoda.memory.pages import PAGE, Bytes, pages
 from kvpagoda.tiers.checksum import xxh3_128
+from kvpagoda.tiers.forks import watch_forks
 from kvpagoda.tiers.keys import KEY_NBYTES
 from kvpagoda.units import align_up
 
@@ -102,8 +103,9 @@ class RecordBuffer:
         self.rows = list(self.records)
         self._lock = Lock()
         self._free = FreeStack(num_records, what="records")
-        self._is_out = bytearray(num_records)
+        self._owners: list[object] = [None] * num_records  # of those that are out
         self._in_use = bytearray(num_records)
+        watch_forks(self)
 
     @staticmethod
     def nbytes_for(num_records: int, payload_nbytes: int) -> int:
@@ -115,21 +117,30 @@ class RecordBuffer:
         """Records that ``acquire`` can hand out now."""
         return self._free.num_free
 
-    def acquire(self, n: int) -> list[int]:
-        """Take ``n`` records. Raises OutOfBlocks and BadInput, taking none. O(n)."""
+    def acquire(self, n: int, owner: object = "the caller") -> list[int]:
+        """Take ``n`` records for ``owner``, see ``owners``. Raises OutOfBlocks and BadInput, taking none. O(n)."""
         count = whole_number(n, "the number of records to take")
         with self._lock:
             rows: list[int] = self._free.acquire(count).tolist()
             for row in rows:
-                self._is_out[row] = True
+                self._owners[row] = owner
         return rows
+
+    def owners(self) -> dict[int, object]:
+        """Who took each record that is out. O(num_records)."""
+        with self._lock:
+            return {row: owner for row, owner in enumerate(self._owners) if owner is not None}
+
+    def after_fork(self) -> None:
+        """See ``Forkable``: another thread of the parent may have held the lock."""
+        self._lock = Lock()
 
     def release(self, rows: Sequence[int]) -> None:
         """Give ``rows`` back. Raises NotOwned, giving none, for a record that is not out or named twice. O(n)."""
         with self._lock:
             self._prove_out(rows)
             for row in rows:
-                self._is_out[row] = False
+                self._owners[row] = None
             self._free.give(np.array([row for row in rows if not self._in_use[row]], np.int32))
 
     def hold(self, rows: Sequence[int]) -> bool:
@@ -150,21 +161,21 @@ class RecordBuffer:
         with self._lock:
             for row in rows:
                 self._in_use[row] = False
-            self._free.give(np.array([row for row in rows if not self._is_out[row]], np.int32))
+            self._free.give(np.array([row for row in rows if self._owners[row] is None], np.int32))
 
     def check(self) -> None:
         """Prove that each record is free, out, or given back and still in use. Raises CheckFailed."""
         with self._lock:
             self._free.check()
             held = set(self._free.held_ids().tolist())
-            known = {row for row in range(self.num_records) if self._is_out[row] or self._in_use[row]}
+            known = {row for row in range(self.num_records) if self._owners[row] is not None or self._in_use[row]}
             if held != known:
                 raise CheckFailed(
                     f"records out or in use that the free list does not know: {sorted(held ^ known)[:16]}"
                 )
 
     def _prove_out(self, rows: Sequence[int]) -> None:
-        bad = [row for row in rows if not 0 <= row < self.num_records or not self._is_out[row]]
+        bad = [row for row in rows if not 0 <= row < self.num_records or self._owners[row] is None]
         if bad or len(set(rows)) < len(rows):
             raise NotOwned(
                 f"records of 0..{self.num_records - 1} that are out, each once; got {bad[:16] or list(rows)[:16]}"

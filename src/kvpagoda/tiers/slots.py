@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kvpagoda.errors import CheckFailed
 from kvpagoda.tiers.driver import DriverStats, Lease, Status
+from kvpagoda.tiers.forks import watch_forks
 
 
 class Medium(Protocol):
@@ -46,6 +47,8 @@ class SlotDriver:
     a full driver also steps over the keys that may not go.
     """
 
+    part_nbytes = 2 << 20  # what the processor's cache still has when a record is summed
+
     def __init__(self, medium: Medium, *, remember: int = 0) -> None:
         self._medium, self._remember = medium, remember
         self._lock = Lock()
@@ -62,6 +65,7 @@ class SlotDriver:
         self._numbers = count()
         self._calls = self._evicted = self._rejected = 0
         self._is_closed = False
+        watch_forks(self)
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
         """See ``Driver``. REJECTED: no slot for it, not admitted, or just being written."""
@@ -155,6 +159,11 @@ class SlotDriver:
                 self._is_closed = True
                 self._calls += 1
                 self._leave()
+
+    def after_fork(self) -> None:
+        """See ``Forkable``: a medium has one process, and its lock ends when that one has let go of it."""
+        self._lock, self._is_closed = Lock(), True
+        self._medium.close()
 
     def check(self) -> None:
         """Prove that every slot is in one place, and that leases are counted right. Raises CheckFailed naming the slots."""

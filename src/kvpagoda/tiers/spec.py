@@ -6,6 +6,7 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -29,7 +30,7 @@ class TierSpec:
     stores there: blocks as they are published (``"commit"``), those that it evicts (``"evict"``), or those that a second
     request begins with (``"reuse"``). ``record_nbytes``: records have at least so many bytes; blocks of a small model share
     one. ``staging``: host memory for records on their way (None: 64 MiB, or what two checkpoints take). ``timeout``: seconds
-    that a call may take. ``is_private``: what lies there is memory of this process. Only that may do without
+    that an ``open`` may spend here, however much it asks for; a store may take as long. ``is_private``: what lies there is memory of this process. Only that may do without
     ``checksum``, the sum of payloads.
     """
 
@@ -49,9 +50,9 @@ class TierSpec:
             parse_bytes(self.staging)
         if not (self.checksum or self.is_private):
             raise BadInput(f"tier {self.name!r} needs checksums: only memory of this process can go without them")
-        if self.write not in get_args(When) or self.timeout <= 0:
+        if self.write not in get_args(When) or not 0 < self.timeout < inf:
             raise BadInput(
-                f"tier {self.name!r} writes at one of {', '.join(get_args(When))} with a timeout above 0, got "
+                f"tier {self.name!r} writes at one of {', '.join(get_args(When))} with a finite timeout above 0, got "
                 f"{self.write!r} and {self.timeout} s"
             )
 

@@ -2,7 +2,7 @@
 
 caller ── store / lookup / load / discard ──► queue ──► worker threads ──► driver (synchronous, may fail or hang)
    ▲                                                        │
-   └── future: done by the driver, or at the deadline by the watch, whichever is first
+   └── future: done by the driver, or at the deadline by the watcher thread, whichever is first
        records and bytes in flight: given back when the driver is really done
 """
 
@@ -13,39 +13,55 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import heappop, heappush
+from math import inf, isfinite
 from queue import SimpleQueue
 from threading import Condition, Thread
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.tiers.breaker import Breaker
 from kvpagoda.tiers.driver import FAULTS, Driver, Lease, Status
+from kvpagoda.tiers.forks import watch_forks
 from kvpagoda.tiers.keys import KEY_NBYTES
 from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer, pack_record, verify_record
 from kvpagoda.units import ceil_div, parse_bytes
 
-T = TypeVar("T", list[Status], Lease)
 Rows = Sequence[int]
-_PART_NBYTES = 2 << 20
+_KINDS = ("store", "lookup", "load", "discard")
+_LONGEST_WAIT = 3600.0
 
 
-@dataclass
-class _Operation(Generic[T]):
+@dataclass(eq=False)
+class _Operation:
     kind: str
-    work: Callable[[], T]
-    refuse: Callable[[Status], T]
-    deadline: float
+    keys: Sequence[bytes]
     rows: Rows
+    deadline: float
     nbytes: int
-    future: Future[T] = field(default_factory=Future)
+    work: Callable[[], list[Status] | Lease]
+    begun: float = field(default_factory=monotonic)
+    future: Future[Any] = field(default_factory=Future)
     is_over: bool = False
+    """Whether its future has its result; the driver may still be at work."""
+    is_probe: bool = False
+
+    def refused(self, status: Status) -> list[Status] | Lease:
+        """The result that says ``status`` of every key."""
+        statuses = [status] * len(self.keys)
+        return Lease(tuple(self.keys), tuple(statuses), 0.0) if self.kind == "lookup" else statuses
+
+
+class _Fault(NamedTuple):
+    key: bytes
+    seconds: float
+    """How long the call had."""
 
 
 @dataclass(frozen=True)
 class TierStats:
-    """Keys by what the caller was told of them. ``last_error``: what the driver raised, which it must not."""
+    """Keys by what the caller was told of them. ``last_error``: what the driver raised, which it must not.
+    ``last_fault``: which call failed last, and why."""
 
     stores: dict[Status, int]
     lookups: dict[Status, int]
@@ -54,6 +70,7 @@ class TierStats:
     nbytes_in_flight: int
     is_available: bool
     last_error: str
+    last_fault: str
 
 
 class Tier:
@@ -65,16 +82,18 @@ class Tier:
     is REJECTED.
 
     More than ``in_flight`` bytes at once are REJECTED, not queued. What is UNAVAILABLE is tried once more. After ``faults``
-    calls of one kind in a row that failed or were late, such calls are UNAVAILABLE at once, but for one ``pause`` seconds
-    after the last, until one succeeds: a full disk is still read. Without ``checksum`` payloads are not summed: for memory of
-    this process. Callbacks of futures run in the tier's threads and must be short.
+    calls of one kind in a row that failed or were late, such calls are UNAVAILABLE at once: a full disk is still read.
+    Lookups and loads, for which requests wait, are then probed by the tier's own threads, first ``pause`` seconds later, then
+    at intervals that double; stores and discards, for which nobody waits, are let through as rarely. A success ends it.
+    Without ``checksum`` payloads are not summed: for memory of this process. Callbacks of futures run in the tier's threads
+    and must be short. In a forked child the tier is closed.
     """
 
     def __init__(
         self, driver: Driver, buffer: RecordBuffer, fingerprint: bytes, *,
         in_flight: int | str = "256MiB", workers: int = 2, faults: int = 5, pause: float = 1.0, checksum: bool = True,
     ) -> None:  # fmt: skip
-        if len(fingerprint) != KEY_NBYTES or workers < 1 or faults < 1 or pause <= 0:
+        if len(fingerprint) != KEY_NBYTES or workers < 1 or faults < 1 or not 0 < pause < inf:
             raise BadInput(
                 f"a tier needs a fingerprint of {KEY_NBYTES} bytes, workers and faults of at least 1, and a pause; got "
                 f"{len(fingerprint)} bytes, {workers} workers, {faults} faults, {pause} s"
@@ -82,19 +101,22 @@ class Tier:
         self.driver, self.buffer = driver, buffer
         self.fingerprint = fingerprint  #: of the records that later calls name
         self._checksum = checksum
-        self._part_nbytes: int = getattr(driver, "part_nbytes", _PART_NBYTES)
+        nbytes = getattr(driver, "part_nbytes", None)  # a record is a little larger than what it holds
+        self._part = buffer.num_records if nbytes is None else ceil_div(nbytes, buffer.record_nbytes)
         self._most_in_flight, self._in_flight = parse_bytes(in_flight), 0
-        self._breakers = {kind: Breaker(faults, pause) for kind in ("store", "lookup", "load", "discard")}
-        self._counts: dict[str, Counter[Status]] = {kind: Counter() for kind in self._breakers}
-        self._last_error = ""
+        self._breakers = {kind: Breaker(faults, pause) for kind in _KINDS}
+        self._counts: dict[str, Counter[Status]] = {kind: Counter() for kind in _KINDS}
+        self._faults: dict[str, _Fault] = {}  # the latest of each kind
+        self._last_error = self._last_fault = ""
         self._changed = Condition()
-        self._queue: SimpleQueue[_Operation[Any] | None] = SimpleQueue()
-        self._waiting: list[tuple[float, int, _Operation[Any]]] = []
-        self._submitted = 0
+        self._queue: SimpleQueue[_Operation | None] = SimpleQueue()
+        self._pending: dict[_Operation, None] = {}  # not over
+        self._wakes_at = inf  # when the watcher looks again
         self._is_closed = self._is_done = False
         self._workers = workers
         for target in (self._watch, *[self._serve] * workers):
             Thread(target=target, name="kvpagoda-tier", daemon=True).start()
+        watch_forks(self)
 
     def store(
         self, keys: Sequence[bytes], rows: Rows, deadline: float, nbytes: Sequence[int] | None = None
@@ -103,42 +125,37 @@ class Tier:
 
         One status a key. Raises BadInput and NotOwned, before anything is done.
         """
-        keys, rows = self._prove(keys, rows)
         sizes = [self.buffer.payload_nbytes] * len(keys) if nbytes is None else list(nbytes)
         if len(sizes) != len(keys) or not all(0 <= size <= self.buffer.payload_nbytes for size in sizes):
             raise BadInput(f"{len(keys)} payloads of 0..{self.buffer.payload_nbytes} bytes, got {sizes[:16]}")
-        return self._start(
-            "store", partial(self._store, self.fingerprint, keys, rows, sizes, deadline), list, deadline, keys, rows
-        )
+        return self._start("store", keys, rows, deadline, partial(self._store, self.fingerprint, sizes))
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float = 10.0) -> Future[Lease]:
         """Which of ``keys`` are there, and stay for ``hold`` seconds. Raises BadInput."""
-        keys, _ = self._prove(keys)
-        work = partial(self.driver.lookup, keys, deadline, hold)
-        return self._start("lookup", work, lambda statuses: Lease(keys, tuple(statuses), 0.0), deadline, keys)
+        return self._start("lookup", keys, None, deadline, lambda keys, _, until: self.driver.lookup(keys, until, hold))
 
     def load(self, keys: Sequence[bytes], rows: Rows, deadline: float) -> Future[list[Status]]:
         """Read and prove the records of ``keys``; payloads are in ``buffer.payloads[rows]`` where the status is OK.
 
         CORRUPT records are discarded. Raises BadInput and NotOwned, before anything is done.
         """
-        keys, rows = self._prove(keys, rows)
-        return self._start(
-            "load", partial(self._load, self.fingerprint, keys, rows, deadline), list, deadline, keys, rows
-        )
+        return self._start("load", keys, rows, deadline, partial(self._load, self.fingerprint))
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> Future[list[Status]]:
         """Drop the records of ``keys``. Raises BadInput."""
-        keys, _ = self._prove(keys)
-        return self._start("discard", partial(self.driver.discard, keys, deadline), list, deadline, keys)
+        return self._start("discard", keys, None, deadline, lambda keys, _, until: self.driver.discard(keys, until))
 
     def stats(self) -> TierStats:
         """Counts, without I/O."""
         with self._changed:
-            is_open = any(breaker.is_open for breaker in self._breakers.values())
-            stores, lookups, loads, discards = (dict(self._counts[kind]) for kind in self._breakers)
-            is_available = not (self._is_closed or is_open)
-            return TierStats(stores, lookups, loads, discards, self._in_flight, is_available, self._last_error)
+            is_available = not (self._is_closed or any(breaker.is_open for breaker in self._breakers.values()))
+            counts = [dict(self._counts[kind]) for kind in _KINDS]
+            return TierStats(*counts, self._in_flight, is_available, self._last_error, self._last_fault)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it takes no more calls."""
+        return self._is_closed
 
     def close(self, deadline: float = 0.0) -> bool:
         """Take no more calls, and wait for those in flight until ``deadline``; whether all are done.
@@ -147,88 +164,133 @@ class Tier:
         """
         with self._changed:
             if not self._is_closed:
-                self._is_closed = True
+                self._is_closed, self._last_fault = True, "closed"
                 for _ in range(self._workers):
                     self._queue.put(None)
                 self._changed.notify_all()
-            return self._changed.wait_for(lambda: self._is_done, max(0.0, deadline - monotonic()))
+            return self._changed.wait_for(lambda: self._is_done, min(max(0.0, deadline - monotonic()), _LONGEST_WAIT))
+
+    def after_fork(self) -> None:
+        """See ``Forkable``: the threads are those of the parent, and so is what the driver is connected to."""
+        self._changed, self._queue = Condition(), SimpleQueue()
+        self._is_closed = self._is_done = True
+        self._pending.clear()
+        self._last_fault = "a forked process does not use the tiers of its parent"
 
     # -- in the caller's thread ----------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _prove(keys: Sequence[bytes], rows: Rows | None = None) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
-        if any(len(key) != KEY_NBYTES for key in keys) or len(set(keys)) < len(keys):
+    def _start(
+        self, kind: str, keys: Sequence[bytes], rows: Rows | None, deadline: float,
+        work: Callable[[Sequence[bytes], Rows, float], list[Status] | Lease],
+    ) -> Future[Any]:  # fmt: skip
+        """Queue it, or refuse it at once."""
+        if any(len(key) != KEY_NBYTES for key in keys) or len(set(keys)) < len(keys) or not isfinite(deadline):
             raise BadInput(
-                f"keys have {KEY_NBYTES} bytes, each named once; got lengths {[len(key) for key in keys][:16]}"
+                f"keys have {KEY_NBYTES} bytes, each named once, and a deadline is a time of time.monotonic; got lengths "
+                f"{[len(key) for key in keys][:16]}, deadline {deadline}"
             )
         if rows is not None and len(rows) != len(keys):
             raise BadInput(f"one record for each key: {len(keys)} keys, {len(rows)} records")
-        return tuple(keys), tuple(rows or ())
-
-    def _start(
-        self, kind: str, work: Callable[[], T], told: Callable[[list[Status]], T], deadline: float,
-        keys: Sequence[bytes], rows: Rows = (),
-    ) -> Future[T]:  # fmt: skip
-        """Queue it, or refuse it at once."""
+        keys, rows = tuple(keys), tuple(rows or ())
         nbytes = len(rows) * self.buffer.record_nbytes + len(keys) * HEADER_NBYTES
-        operation = _Operation(kind, work, lambda status: told([status] * len(keys)), deadline, rows, nbytes)
+        operation = _Operation(kind, keys, rows, deadline, nbytes, partial(work, keys, rows, deadline))
         operation.future.set_running_or_notify_cancel()  # it cannot be cancelled: it will be done soon enough
-        now = monotonic()
         with self._changed:
-            refusal = None
-            if self._is_closed:
-                refusal = Status.UNAVAILABLE
-            elif now >= operation.deadline:
-                refusal = Status.TIMEOUT
-            elif self._in_flight + operation.nbytes > self._most_in_flight:
-                refusal = Status.REJECTED
-            elif not self._breakers[operation.kind].allows(now):
-                refusal = Status.UNAVAILABLE
-            elif not self.buffer.hold(operation.rows):
-                refusal = Status.REJECTED
+            refusal = self._refusal(operation)
             if refusal is None:
-                self._in_flight += operation.nbytes
-                self._submitted += 1
-                heappush(self._waiting, (operation.deadline, self._submitted, operation))
-                self._queue.put(operation)
-                if self._waiting[0][2] is operation:
-                    self._changed.notify_all()
-                return operation.future
-        self._answer(operation, operation.refuse(refusal))
+                self._submit(operation)
+        if refusal is not None:
+            self._answer(operation, operation.refused(refusal))
         return operation.future
+
+    def _refusal(self, operation: _Operation) -> Status | None:
+        """Why the operation is not begun; None: its records are held for it."""
+        breaker = self._breakers[operation.kind]
+        if self._is_closed:
+            return Status.UNAVAILABLE
+        if operation.begun >= operation.deadline:
+            return Status.TIMEOUT
+        if self._in_flight + operation.nbytes > self._most_in_flight:
+            return Status.REJECTED
+        if breaker.is_open and (operation.kind in ("lookup", "load") or not breaker.takes_probe(operation.begun)):
+            return Status.UNAVAILABLE
+        return None if self.buffer.hold(operation.rows) else Status.REJECTED
+
+    def _submit(self, operation: _Operation) -> None:
+        self._in_flight += operation.nbytes
+        self._pending[operation] = None
+        self._queue.put(operation)
+        if operation.deadline < self._wakes_at:
+            self._changed.notify_all()
 
     # -- in the tier's threads -----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Give up what is past its deadline."""
+        """Give up what is past its deadline, and probe what failed."""
         while True:
-            late = []
             with self._changed:
-                while not self._waiting and not self._is_done:
-                    self._changed.wait()
-                if not self._waiting:
+                if self._is_done:
                     return
                 now = monotonic()
-                while self._waiting and (self._waiting[0][0] <= now or self._waiting[0][2].is_over):
-                    operation = heappop(self._waiting)[2]
-                    if not operation.is_over:
-                        operation.is_over = True
-                        self._breakers[operation.kind].record(True, now)
-                        late.append(operation)
-                if not late and self._waiting:
-                    self._changed.wait(self._waiting[0][0] - now)
+                late = [operation for operation in self._pending if operation.deadline <= now]
+                for operation in late:
+                    self._end(operation, Status.TIMEOUT, f"no answer in {operation.deadline - operation.begun:.3g} s")
+                for kind, fault in self._faults.items():
+                    if kind in ("lookup", "load") and not self._is_closed and self._breakers[kind].takes_probe(now):
+                        self._probe(kind, fault)
+                if not late:
+                    times = [operation.deadline for operation in self._pending]
+                    times += [] if self._is_closed else [one.next_probe for one in self._breakers.values() if one.is_open]
+                    self._wakes_at = min(times, default=inf)
+                    self._changed.wait(min(max(1e-3, self._wakes_at - now), _LONGEST_WAIT))
+                    self._wakes_at = 0.0
             for operation in late:
-                self._answer(operation, operation.refuse(Status.TIMEOUT))
+                self._answer(operation, operation.refused(Status.TIMEOUT))
 
-    def _answer(self, operation: _Operation[T], result: T) -> None:
-        with self._changed:
-            self._counts[operation.kind].update(_statuses(result))
+    def _probe(self, kind: str, fault: _Fault) -> None:
+        """Ask the driver once more for one key that it failed for. Nobody waits for the answer."""
+        deadline, keys, rows = monotonic() + fault.seconds, [fault.key], list[int]()
+        try:
+            if kind == "load":
+                rows = self.buffer.acquire(1, owner=self)
+                self.buffer.hold(rows)
+        except OutOfBlocks:
+            return
+
+        def work() -> list[Status] | Lease:
+            return self.driver.load(keys, rows, deadline) if rows else self.driver.lookup(keys, deadline, 0.0)
+
+        nbytes = len(rows) * self.buffer.record_nbytes
+        operation = _Operation(kind, keys, rows, deadline, nbytes, work, is_probe=True)
+        operation.future.add_done_callback(lambda _: self.buffer.release(rows))
+        self._submit(operation)
+
+    def _end(self, operation: _Operation, fault: Status | None, why: str) -> None:
+        """The result of an operation is known, and whether it is a fault."""
+        operation.is_over = True
+        self._pending.pop(operation, None)
+        self._breakers[operation.kind].record(fault is not None, monotonic())
+        if fault is None:
+            return
+        if self._breakers[operation.kind].is_open:
+            self._changed.notify_all()  # a probe is due some day
+        if operation.keys:
+            self._faults[operation.kind] = _Fault(operation.keys[0], operation.deadline - operation.begun)
+        if not self._is_closed:
+            self._last_fault = f"{operation.kind}: {why or getattr(self.driver, 'last_error', '') or fault.value}"
+
+    def _answer(self, operation: _Operation, result: list[Status] | Lease) -> None:
+        if not operation.is_probe:
+            with self._changed:
+                self._counts[operation.kind].update(_statuses(result))
         operation.future.set_result(result)
 
     def _serve(self) -> None:
         """Do what is queued, one after the other."""
-        while (operation := self._queue.get()) is not None:
+        queue = self._queue
+        while (operation := queue.get()) is not None:
             self._do(operation)
+            del operation
         with self._changed:
             self._workers -= 1
             if self._workers:
@@ -238,33 +300,33 @@ class Tier:
             self._is_done = True
             self._changed.notify_all()
 
-    def _do(self, operation: _Operation[Any]) -> None:
-        result = None
+    def _do(self, operation: _Operation) -> None:
+        result, why = None, ""
         if not operation.is_over:
             try:
                 result = operation.work()
-            except Exception as error:  # a driver must not raise; if it does, that is a fault like any other
-                self._last_error = repr(error)
-                result = operation.refuse(Status.UNAVAILABLE)
+            except Exception as raised:  # a driver must not raise; if it does, that is a fault like any other
+                result, why = operation.refused(Status.UNAVAILABLE), repr(raised)
+                self._last_error = why
         self.buffer.drop(operation.rows)
         with self._changed:
             self._in_flight -= operation.nbytes
-            is_late, operation.is_over = operation.is_over, True
-            if result is not None:
-                breaker, is_fault = self._breakers[operation.kind], not FAULTS.isdisjoint(_statuses(result))
-                if not is_late:
-                    breaker.record(is_fault, monotonic())
-                elif not is_fault:
-                    breaker.retry_now()
-        if result is None:
-            return
+            if result is None:
+                return
+            fault = next((status for status in _statuses(result) if status in FAULTS), None)
+            is_late = operation.is_over
+            if not is_late:
+                self._end(operation, fault, why)
+            elif fault is None:
+                self._breakers[operation.kind].retry_now()
+                self._changed.notify_all()
         if not is_late:
             self._answer(operation, result)
         elif isinstance(result, Lease):
             result.release()
 
     def _store(
-        self, fingerprint: bytes, keys: Sequence[bytes], rows: Rows, sizes: Sequence[int], deadline: float
+        self, fingerprint: bytes, sizes: Sequence[int], keys: Sequence[bytes], rows: Rows, deadline: float
     ) -> list[Status]:
         statuses, leases, parts = list[Status](), list[Lease](), self._parts(len(keys))
         for part in parts:
@@ -281,26 +343,21 @@ class Tier:
         return statuses
 
     def _load(self, fingerprint: bytes, keys: Sequence[bytes], rows: Rows, deadline: float) -> list[Status]:
-        statuses = []
+        statuses = list[Status]()
         for part in self._parts(len(keys)):
-            for key, row, status in zip(
-                keys[part], rows[part], _twice(self.driver.load, keys[part], rows[part], deadline)
-            ):
-                if status is Status.OK:
-                    record = self.buffer.rows[row]
-                    if verify_record(record, key, fingerprint, checksum=self._checksum) is None:
-                        status = Status.CORRUPT
-                statuses.append(status)
+            statuses += _twice(self.driver.load, keys[part], rows[part], deadline)
+            for i in range(len(keys))[part]:
+                record = self.buffer.rows[rows[i]]
+                if statuses[i] is Status.OK and verify_record(record, keys[i], fingerprint, checksum=self._checksum) is None:
+                    statuses[i] = Status.CORRUPT
         corrupt = [key for key, status in zip(keys, statuses) if status is Status.CORRUPT]
         if corrupt:
             self.driver.discard(corrupt, deadline)
         return statuses
 
     def _parts(self, n: int) -> list[slice]:
-        """What of ``n`` records goes to the driver at a time: as much as it wants, or as the processor's cache still has when
-        it is summed."""
-        step = ceil_div(self._part_nbytes, self.buffer.record_nbytes)  # a record is a little larger than what it holds
-        return [slice(start, start + step) for start in range(0, n, step)]
+        """Which of ``n`` records go to the driver in one call."""
+        return [slice(start, start + self._part) for start in range(0, n, self._part)]
 
 
 def _statuses(result: list[Status] | Lease) -> Sequence[Status]:
@@ -312,7 +369,7 @@ def _twice(
 ) -> list[Status]:
     """The statuses of ``call``; what was UNAVAILABLE is asked for once more."""
     statuses = call(keys, rows, deadline)
-    again = [i for i, _ in enumerate(keys) if statuses[i] is Status.UNAVAILABLE]
+    again = [i for i, status in enumerate(statuses) if status is Status.UNAVAILABLE]
     if again:
         second = call([keys[i] for i in again], [rows[i] for i in again], deadline)
         for i, status in zip(again, second):
