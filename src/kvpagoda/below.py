@@ -88,8 +88,8 @@ class Offloader:
     def extend_hashes(
         self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media: Mapping[int, bytes] | None = None
     ) -> None:
-        """Append to ``block_hashes``, of the beginning of a text or empty, what it lacks: the root of the text, then one hash for
-        each whole block of ``tokens``, all tokens of the text from the first on, int32 ``[n]``. O(new tokens).
+        """Append to ``block_hashes``, of the beginning of a text or empty, what it lacks: the root of the text, then one hash
+        for each whole block of ``tokens``, all tokens of the text from the first on, int32 ``[n]``. O(new tokens).
 
         ``media``: block number -> digest of what the block shows besides its tokens.
         """
@@ -240,8 +240,8 @@ class Offloader:
     # -- proof, figures, the end -------------------------------------------------------------------------------------
 
     def check(self, owned_ids: Ids, checkpoints: Collection[int]) -> None:
-        """Prove that only cached blocks and kept checkpoints have hashes, and that every staging row has an owner that knows it.
-        Raises CheckFailed naming them."""
+        """Prove that only cached blocks and kept checkpoints have hashes, and that every staging row has an owner that knows
+        it. Raises CheckFailed naming them."""
         hashed = np.flatnonzero(self._hashes.any(axis=1))
         loose = [*np.setdiff1d(hashed, owned_ids).tolist(), *(self._checkpoints.keys() - checkpoints)]
         if loose:
@@ -256,15 +256,19 @@ class Offloader:
         """Store what waits, for at most ``timeout`` seconds; whether all of it is done. Raises BadInput."""
         deadline = monotonic() + _proven_timeout(timeout)
         self.drain()
-        while any(self._backlog.values()) and monotonic() < deadline and not all(one.tier.is_closed for one in self.levels):
+        while (
+            any(self._backlog.values())
+            and monotonic() < deadline
+            and not all(one.tier.is_closed for one in self.levels)
+        ):
             sleep(0.001)
             self.drain()
         settled = [level.settle(deadline) for level in self.levels]
         return all(settled) and not any(self._backlog.values())
 
     def close(self, timeout: float) -> bool:
-        """Store what waits and give back all tiers, within ``timeout`` seconds in all; whether all of it is done. What a tier is
-        still busy with then ends in its own threads. Raises BadInput."""
+        """Store what waits and give back all tiers, within ``timeout`` seconds in all; whether all of it is done. What a tier
+        is still busy with then ends in its own threads. Raises BadInput."""
         begun, timeout = monotonic(), _proven_timeout(timeout)
         self.reader.close()
         is_stored = self.flush((1 - _CLOSING) * timeout)

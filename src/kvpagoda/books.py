@@ -174,7 +174,12 @@ class Books:
         return sequence.block_hashes
 
     def _offer(
-        self, block_hashes: list[bytes], wanted: list[int], match: Match, found: PrefixMatch, prefetch: Prefetch | None = None
+        self,
+        block_hashes: list[bytes],
+        wanted: list[int],
+        match: Match,
+        found: PrefixMatch,
+        prefetch: Prefetch | None = None,
     ) -> TierHit | None:
         """What tiers have of a text beyond what is cached, if there may be room for the request at all."""
         assert self.below is not None
@@ -276,7 +281,12 @@ class Books:
 
     def _measure(self, sequence: Sequence) -> None:
         """Once the prompt of ``sequence`` is computed: how long that took, since ``open``."""
-        if self.has_memory and self.below is not None and sequence.opened_at and sequence.length >= sequence.prompt_length:
+        if (
+            self.has_memory
+            and self.below is not None
+            and sequence.opened_at
+            and sequence.length >= sequence.prompt_length
+        ):
             computed = sequence.prompt_length - sequence.cached_tokens
             self.below.reader.computed(perf_counter() - sequence.opened_at, computed)
             sequence.opened_at = 0.0

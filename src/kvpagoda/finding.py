@@ -289,7 +289,9 @@ class TierReader:
     def _find_checkpoint(self, hit: TierHit, resumable: int) -> None:
         """Read the furthest checkpoint behind ``resumable`` that the blocks reach; ``hit.end`` is then there."""
         ends, hit.end = range(hit.end, resumable, -1), 0
-        asked = {level: [level.key(hit.block_hashes[end], checkpoint_part(0)) for end in ends] for level in self._levels}
+        asked = {
+            level: [level.key(hit.block_hashes[end], checkpoint_part(0)) for end in ends] for level in self._levels
+        }
         there = self._look_up(hit, asked) if ends else {}
         found = [(end, level) for level, places in there.items() for end in (ends[i] for i in places)]
         found += [(end, self._levels[0]) for end in ends if not any(count for _, count in self._counts(end))]

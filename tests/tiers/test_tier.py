@@ -370,7 +370,10 @@ def test_a_driver_gets_all_of_an_operation_in_one_call() -> None:
     buffer = RecordBuffer(8, 1 << 20)
     driver = Faulty(RecordBuffer(1, 10))
     driver.inner, driver.buffer = host_driver(buffer, "12MiB"), buffer
-    for part_nbytes, calls in ((None, 2), (2 << 20, 4 + 5 + 4)):  # looked up for each part that is stored, and at the end
+    for part_nbytes, calls in (
+        (None, 2),
+        (2 << 20, 4 + 5 + 4),
+    ):  # looked up for each part that is stored, and at the end
         driver.calls = 0
         if part_nbytes is not None:
             driver.part_nbytes = part_nbytes  # type: ignore[attr-defined]
@@ -439,7 +442,9 @@ def test_the_breaker_opens_waits_and_closes() -> None:
     breaker.record(True, 0.0)
     assert not breaker.is_open and not breaker.takes_probe(99.0)
     breaker.record(True, 0.0)
-    assert breaker.is_open and not breaker.takes_probe(0.9) and breaker.takes_probe(1.0) and not breaker.takes_probe(1.5)
+    assert (
+        breaker.is_open and not breaker.takes_probe(0.9) and breaker.takes_probe(1.0) and not breaker.takes_probe(1.5)
+    )
     breaker.record(True, 1.5)
     assert breaker.is_open and not breaker.takes_probe(3.4) and breaker.takes_probe(3.5)  # twice as long
     breaker.retry_now()

@@ -177,7 +177,7 @@ class Level:
     # -- loading: any thread -------------------------------------------------------------------------------------------
 
     def acquire(self, n: int, owner: object, deadline: float) -> list[int] | None:
-        """``n`` rows of staging memory for ``owner``, after waiting for stores until ``deadline``; None if too few are free."""
+        """``n`` rows of staging memory for ``owner``, after waiting for stores until ``deadline``; None: too few are free."""
         while self.buffer.num_free < n:
             storing, now = [*self._storing], monotonic()
             if not storing or now >= deadline:

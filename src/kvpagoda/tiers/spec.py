@@ -30,8 +30,8 @@ class TierSpec:
     stores there: blocks as they are published (``"commit"``), those that it evicts (``"evict"``), or those that a second
     request begins with (``"reuse"``). ``record_nbytes``: records have at least so many bytes; blocks of a small model share
     one. ``staging``: host memory for records on their way (None: 64 MiB, or what two checkpoints take). ``timeout``: seconds
-    that an ``open`` may spend here, however much it asks for; a store may take as long. ``is_private``: what lies there is memory of this process. Only that may do without
-    ``checksum``, the sum of payloads.
+    that one ``open`` may spend here in all, and one store. ``is_private``: what lies there is memory of this process. Only
+    that may do without ``checksum``, the sum of payloads. Raises BadInput.
     """
 
     name: str

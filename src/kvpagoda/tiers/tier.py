@@ -149,8 +149,10 @@ class Tier:
         """Counts, without I/O."""
         with self._changed:
             is_available = not (self._is_closed or any(breaker.is_open for breaker in self._breakers.values()))
-            counts = [dict(self._counts[kind]) for kind in _KINDS]
-            return TierStats(*counts, self._in_flight, is_available, self._last_error, self._last_fault)
+            stores, lookups, loads, discards = (dict(self._counts[kind]) for kind in _KINDS)
+            return TierStats(
+                stores, lookups, loads, discards, self._in_flight, is_available, self._last_error, self._last_fault
+            )
 
     @property
     def is_closed(self) -> bool:
@@ -234,13 +236,15 @@ class Tier:
                 now = monotonic()
                 late = [operation for operation in self._pending if operation.deadline <= now]
                 for operation in late:
-                    self._end(operation, Status.TIMEOUT, f"no answer in {operation.deadline - operation.begun:.3g} s")
+                    self._end(operation, Status.TIMEOUT, f"no answer in {operation.deadline - operation.begun:.2g} s")
                 for kind, fault in self._faults.items():
                     if kind in ("lookup", "load") and not self._is_closed and self._breakers[kind].takes_probe(now):
                         self._probe(kind, fault)
                 if not late:
                     times = [operation.deadline for operation in self._pending]
-                    times += [] if self._is_closed else [one.next_probe for one in self._breakers.values() if one.is_open]
+                    times += (
+                        [] if self._is_closed else [one.next_probe for one in self._breakers.values() if one.is_open]
+                    )
                     self._wakes_at = min(times, default=inf)
                     self._changed.wait(min(max(1e-3, self._wakes_at - now), _LONGEST_WAIT))
                     self._wakes_at = 0.0
@@ -348,7 +352,10 @@ class Tier:
             statuses += _twice(self.driver.load, keys[part], rows[part], deadline)
             for i in range(len(keys))[part]:
                 record = self.buffer.rows[rows[i]]
-                if statuses[i] is Status.OK and verify_record(record, keys[i], fingerprint, checksum=self._checksum) is None:
+                if (
+                    statuses[i] is Status.OK
+                    and verify_record(record, keys[i], fingerprint, checksum=self._checksum) is None
+                ):
                     statuses[i] = Status.CORRUPT
         corrupt = [key for key, status in zip(keys, statuses) if status is Status.CORRUPT]
         if corrupt:
