@@ -850,7 +850,7 @@ def test_the_law_of_ownership_finds_a_lost_block_below() -> None:
     buffer._owners[0] = cache
     with pytest.raises(CheckFailed, match="nobody has them"):
         cache.check()
-    buffer._owners[0] = None
+    del buffer._owners[0]
     (row,) = buffer.acquire(1)
     with pytest.raises(CheckFailed, match="nobody has them"):
         cache.check()

@@ -246,7 +246,8 @@ class Offloader:
         loose = [*np.setdiff1d(hashed, owned_ids).tolist(), *(self._checkpoints.keys() - checkpoints)]
         if loose:
             raise CheckFailed(f"blocks or checkpoints that are not cached have hashes: {loose[:16]}")
-        self.reader.check()
+        for level in self.levels:
+            level.check()
 
     def stats(self) -> tuple[LevelStats, ...]:
         """Of each tier, without I/O."""
@@ -277,8 +278,8 @@ class Offloader:
 
 def _close(levels: Many[Level], deadline: float) -> bool:
     for level in levels:
-        level.close(0.0)  # all of them end at the same time
-    return all([level.close(deadline) for level in levels])  # noqa: C419
+        level.tier.close()  # all of them end at the same time
+    return all([level.tier.close(deadline) for level in levels])  # noqa: C419
 
 
 def _prove(specs: Many[TierSpec], identity: RecordIdentity) -> None:

@@ -58,8 +58,12 @@ class Memory(Protocol):
 
 @dataclass(eq=False)
 class TierHit:
-    """What tiers have of a text, from block ``begin`` of it up to ``end``: found and, where it is ``held``, read already."""
+    """What ``levels`` have of a text, from block ``begin`` of it up to ``end``: found and, where it is ``held``, read already.
 
+    It owns the staging rows that are acquired for it, until ``release`` gives all of them back.
+    """
+
+    levels: tuple[Level, ...]
     block_hashes: list[bytes]
     begin: int
     end: int
@@ -74,10 +78,9 @@ class TierHit:
     """The staging rows that hold the checkpoint at ``end``."""
     held: dict[Record, int] = field(default_factory=dict)
     """The staging rows of records that are read."""
-    is_busy: bool = False
-    """Whether another thread is reading for it."""
-    _reading: dict[Record, int] = field(default_factory=dict)
-    _arriving: list[tuple[Level, list[int]]] = field(default_factory=list)
+    is_arriving: bool = False
+    """Whether layers are still copied from its staging rows."""
+    is_released: bool = False
 
     def __enter__(self) -> TierHit:
         return self
@@ -89,27 +92,20 @@ class TierHit:
         """When a call to ``level`` has to be done: its timeout after the request began, whatever was asked before."""
         return level.spec.timeout + (monotonic() if self.started is None else self.started)
 
-    def owns(self, level: Level, row: int) -> bool:
-        """Whether ``row`` of the staging memory of ``level`` is one of those of this hit."""
-        places = [(one, [row]) for (one, _), row in [*self.held.items(), *self._reading.items()]]
-        places += [*self._arriving, *([self.checkpoint] if self.checkpoint else [])]
-        return self.is_busy or any(one is level and row in rows for one, rows in places)
-
-    def drop(self, records: Many[Record]) -> None:
-        """Give back the staging rows of ``records``, read or not."""
-        for level, number in records:
-            for rows in (self.held, self._reading):
-                if (row := rows.pop((level, number), None)) is not None:
-                    level.buffer.release([row])
-
     def release(self) -> None:
-        """Give back staging memory and leases, but for what is still arriving. Does no harm twice."""
-        self.drop([*self.held, *self._reading])
-        if self.checkpoint is not None:
-            (level, rows), self.checkpoint = self.checkpoint, None
-            level.buffer.release(rows)
+        """Give back leases, and staging rows as soon as nothing is copied from them. Does no harm twice."""
         while self.leases:
             self.leases.pop().release()
+        if not self.is_arriving:
+            self.held, self.checkpoint = {}, None
+            for level in self.levels:
+                level.buffer.release_all(self)
+            self.is_released = True
+
+    def arrived(self) -> None:
+        """All layers are copied."""
+        self.is_arriving = False
+        self.release()
 
 
 class Prefetch:
@@ -117,7 +113,7 @@ class Prefetch:
 
     def __init__(self, block_hashes: list[bytes], future: Future[TierHit | None]) -> None:
         self.block_hashes, self.is_used = block_hashes, False
-        self._future = future
+        self._future: Future[TierHit | None] = future
 
     @property
     def is_done(self) -> bool:
@@ -126,16 +122,13 @@ class Prefetch:
 
     def take(self, deadline: float) -> TierHit | None:
         """What was found, for the caller to release; waits for it until ``deadline``. What comes later is given back."""
-        self.is_used = True
-        future, self._future = self._future, Future()
-        self._future.set_result(None)
+        future = self._future
+        self.abandon()
         try:
             return future.result(max(0.0, deadline - monotonic()))
-        except CancelledError:
-            return None
-        except FutureTimeout:
-            future.cancel()
-            future.add_done_callback(_release)
+        except (CancelledError, FutureTimeout):
+            if not future.cancel():
+                future.add_done_callback(_release)
             return None
 
     def close(self) -> None:
@@ -145,13 +138,13 @@ class Prefetch:
             hit.release()
 
     def abandon(self) -> None:
-        """Nobody reads any more: in a forked process."""
-        self._future = Future()
+        """There is nothing to take any more."""
+        self.is_used, self._future = True, Future()
         self._future.set_result(None)
 
 
 def _release(future: Future[TierHit | None]) -> None:
-    hit = None if future.cancelled() or future.exception() is not None else future.result()
+    hit = None if future.exception() is not None else future.result()
     if hit is not None:
         hit.release()
 
@@ -192,11 +185,6 @@ class TierReader:
         for prefetch in [*self._prefetches]:
             prefetch.abandon()
 
-    def check(self) -> None:
-        """Prove that every staging row has an owner that knows it. Raises CheckFailed naming the rows."""
-        for level in self._levels:
-            level.check(lambda owner, row, level=level: isinstance(owner, TierHit) and owner.owns(level, row))  # type: ignore[misc]
-
     # -- finding -------------------------------------------------------------------------------------------------------
 
     def find(
@@ -227,7 +215,6 @@ class TierReader:
             hit = self._find(block_hashes, num_cached, resumable, None)
             if hit is not None:
                 self._read_ahead(hit, hit.records)
-                hit.is_busy = False
             return hit
 
         if self._reader is None:
@@ -240,8 +227,8 @@ class TierReader:
         self, block_hashes: list[bytes], num_cached: int, resumable: int, started: float | None
     ) -> TierHit | None:
         last = len(block_hashes) - 1
-        hit = TierHit(block_hashes, num_cached, num_cached if self._full is not None else last, started)
-        hit.is_busy = started is None
+        end = num_cached if self._full is not None else last
+        hit = TierHit(self._levels, block_hashes, num_cached, end, started)
         try:
             if self._full is not None:
                 self._find_blocks(hit, last)
@@ -278,7 +265,7 @@ class TierReader:
 
     def _look_up(self, hit: TierHit, asked: dict[Level, list[bytes]]) -> dict[Level, list[int]]:
         """Which of the keys that each level is asked for it has, by their places; all are asked at once."""
-        futures = {level: level.lookup(keys, hit.deadline(level), _HOLD) for level, keys in asked.items()}
+        futures = {level: level.tier.lookup(keys, hit.deadline(level), _HOLD) for level, keys in asked.items()}
         found = {}
         for level, future in futures.items():
             lease = future.result()
@@ -348,8 +335,7 @@ class TierReader:
     def _read(self, hit: TierHit, records: Many[Record], *, is_ahead: bool = False) -> Iterator[list[Record]]:
         """Read those of ``records`` that are not held, several batches at once; yields them as they are held, in their order,
         up to the first that cannot be read."""
-        hit.drop([*hit._reading])
-        batches, begun = deque(_batches(records)), deque[tuple[list[Record], Loading | None]]()
+        batches, begun = deque(_batches(records)), deque[tuple[list[Record], list[Record], Loading | None]]()
         while batches or begun:
             while batches and len(begun) < batches[0][0][0].spec.workers:
                 level, lacking = batches[0][0][0], [one for one in batches[0] if one not in hit.held]
@@ -358,16 +344,15 @@ class TierReader:
                 rows = level.acquire(len(lacking), hit, 0.0 if begun else hit.deadline(level))
                 if rows is None:
                     break
-                hit._reading.update(zip(lacking, rows))
                 keys = self._keys(hit, level, [number for _, number in lacking])
-                begun.append((batches.popleft(), level.start_load(keys, rows, hit.deadline(level)) if rows else None))
+                loading = level.start_load(keys, rows, hit.deadline(level)) if rows else None
+                begun.append((batches.popleft(), lacking, loading))
             if not begun:
                 return
-            batch, loading = begun.popleft()
+            batch, lacking, loading = begun.popleft()
             bad = set[int]() if loading is None else batch[0][0].finish_load(loading)
-            for record in batch:
-                if (row := hit._reading.get(record, -1)) >= 0 and row not in bad:
-                    hit.held[record] = hit._reading.pop(record)
+            rows = () if loading is None else loading.rows
+            hit.held.update((record, row) for record, row in zip(lacking, rows) if row not in bad)
             good = next((i for i, record in enumerate(batch) if record not in hit.held), len(batch))
             if good:
                 yield batch[:good]
@@ -399,8 +384,8 @@ class TierReader:
         for records in self._read(hit, wanted):
             for part in self._parts_of(hit, records, ids, first):
                 self._memory.blocks_in(full, *part)
-            hit.drop(records)
             level, number = records[-1]
+            level.buffer.release([hit.held.pop(record) for record in records])
             done = min(len(ids), (number + 1) * level.unit - first)
         return done
 
@@ -408,18 +393,11 @@ class TierReader:
         parts = [
             part for _, some in groupby(wanted, lambda one: one[0]) for part in self._parts_of(hit, [*some], ids, first)
         ]
-        arriving = hit._arriving
-        arriving += [(level, [hit.held.pop((level, number))]) for level, number in wanted]
-
-        def release() -> None:
-            while arriving:
-                level, rows = arriving.pop()
-                level.buffer.release(rows)
-
+        hit.is_arriving = True
         try:
-            self._memory.blocks_in_later(full, parts, release)
+            self._memory.blocks_in_later(full, parts, hit.arrived)
         except BaseException:
-            release()
+            hit.is_arriving = False
             raise
 
     @staticmethod

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.pages import Bytes
-from kvpagoda.tiers.driver import FAULTS, Lease, Status
+from kvpagoda.tiers.driver import FAULTS, Status
 from kvpagoda.tiers.forks import watch_forks
 from kvpagoda.tiers.keys import layout_fingerprint, record_key
 from kvpagoda.tiers.records import RecordBuffer
@@ -188,10 +188,6 @@ class Level:
         except OutOfBlocks:  # another thread was faster
             return None
 
-    def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Future[Lease]:
-        """See ``Tier.lookup``."""
-        return self.tier.lookup(keys, deadline, hold)
-
     def start_load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> Loading:
         """Begin to read the records of ``keys`` into ``rows``."""
         return Loading(monotonic(), tuple(rows), self.tier.load(keys, rows, deadline))
@@ -210,14 +206,13 @@ class Level:
 
     # -- proof, figures, the end ---------------------------------------------------------------------------------------
 
-    def check(self, owns: Callable[[object, int], bool]) -> None:
-        """Prove that every staging row that is out is being stored, or is a row that its owner knows: ``owns(owner, row)``.
-        Raises CheckFailed naming the rows."""
+    def check(self) -> None:
+        """Prove that every staging row that is out is being stored, or its owner is not released. Raises CheckFailed."""
         storing = {row for rows in [*self._storing.values()] for row in rows}
         lost = [
             row
             for row, owner in self.buffer.owners().items()
-            if not (row in storing if owner is self else owner is self.tier or owns(owner, row))
+            if owner is not self.tier and (row not in storing if owner is self else getattr(owner, "is_released", True))
         ]
         if lost:
             raise CheckFailed(f"tier {self.spec.name!r}: staging records {lost[:16]} are out, and nobody has them")
@@ -236,10 +231,6 @@ class Level:
             told.stores.get(Status.OK, 0), told.loads.get(Status.OK, 0), told.loads.get(Status.MISS, 0), failed,
             self.dropped + told.stores.get(Status.REJECTED, 0), told.is_available, told.last_fault,
         )  # fmt: skip
-
-    def close(self, deadline: float) -> bool:
-        """See ``Tier.close``."""
-        return self.tier.close(deadline)
 
     def after_fork(self) -> None:
         """See ``Forkable``: what the parent stores is not waited for here."""
