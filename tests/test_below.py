@@ -405,6 +405,24 @@ def test_layers_come_in_when_they_are_asked_for(order: str, record_nbytes: int) 
     cache.close()
 
 
+@pytest.mark.parametrize("name", ["full", "mixed", "state"])
+def test_a_cache_without_memory_loads_layers_at_once(name: str) -> None:
+    plan = SCHEMAS[name].plan(None, 4, 4, num_blocks=60, checkpoints=4)
+    cache, text = Books(plan, checkpoint_every=2, tiers=[host_tier("1MiB", write="commit", **TINY)]), np.arange(40) % 31
+    for cached in (0, 36):
+        with cache.open(text, layerwise=True) as sequence:
+            assert sequence.cached_tokens == cached
+            while sequence.length < len(text):
+                end = cache.next_checkpoint(sequence) or len(text)
+                sequence.extend(end - sequence.length)
+                sequence.commit(text[sequence.length : end])
+            cache.check()
+        assert cache.flush()
+        forget(cache)
+        cache.check()
+    cache.close()
+
+
 def test_loading_is_left_when_computing_is_faster() -> None:
     cache = cache_of("full", host_tier("1MiB", write="commit", **TINY))
     text = np.arange(40) % 31

@@ -12,8 +12,8 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "schema", "blocks", "prefix", "formats", "kernels", "memory", "tiers", "compat", "reuse",
-    "sectors", "swap", "namespace", "sequence", "stats", "finding", "below", "admission", "books", "preemption", "batch",
-    "persistent_batch", "manager", "doctor", "replay", "hf", "cli",
+    "sectors", "swap", "namespace", "sequence", "stats", "tier_hit", "finding", "below", "admission", "books",
+    "preemption", "batch", "persistent_batch", "manager", "doctor", "replay", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers", "rich"}, "replay": {"matplotlib", "rich"}, "cli": {"typer"}, "kernels": {"triton"},
@@ -22,8 +22,8 @@ OPTIONAL = {
 CORE = {"numpy", "torch"}
 PLAIN = {"errors", "units", "schema"}
 TORCH_FREE = {
-    "tiers", "stats", "prefix", "blocks", "reuse", "sectors", "swap", "namespace", "sequence", "finding", "below",
-    "admission", "books", "preemption",
+    "tiers", "stats", "prefix", "blocks", "reuse", "sectors", "swap", "namespace", "sequence", "tier_hit", "finding",
+    "below", "admission", "books", "preemption",
 }  # fmt: skip
 
 

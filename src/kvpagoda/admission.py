@@ -10,10 +10,10 @@ from kvpagoda.below import Offloader
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import RetryLater
-from kvpagoda.finding import TierHit
 from kvpagoda.prefix import Lease, Match
 from kvpagoda.reuse import PrefixMatch, Reuse
 from kvpagoda.swap import Suspended, Swap
+from kvpagoda.tier_hit import TierHit
 
 Start = tuple[PrefixMatch, Lease]
 """Where a request starts, and the lease of the blocks that it shares."""

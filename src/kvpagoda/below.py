@@ -23,7 +23,8 @@ import numpy.typing as npt
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
-from kvpagoda.finding import Memory, TierHit, TierReader, checkpoint_part
+from kvpagoda.finding import Memory, TierReader, checkpoint_part
+from kvpagoda.tier_hit import TierHit
 from kvpagoda.tiers.checksum import xxh3_128
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
 from kvpagoda.tiers.level import Level, LevelStats, RecordIdentity

@@ -15,7 +15,7 @@ from kvpagoda.below import Offloader
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks, RetryLater, StaleHandle
-from kvpagoda.finding import Part, Prefetch, TierHit
+from kvpagoda.finding import Part
 from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.namespace import Media, Namespace, Namespaces, with_stand_ins
 from kvpagoda.prefix import Lease, Match
@@ -25,6 +25,7 @@ from kvpagoda.sectors import Sectors
 from kvpagoda.sequence import Sequence, as_tokens
 from kvpagoda.stats import CacheStats, GroupStats
 from kvpagoda.swap import Suspended, Swap
+from kvpagoda.tier_hit import Prefetch, TierHit
 from kvpagoda.tiers.level import RecordIdentity
 from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import ceil_div, format_bytes, parse_bytes

@@ -13,9 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from time import monotonic
 from typing import Protocol
@@ -27,7 +25,8 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.memory.pages import Bytes
 from kvpagoda.swap import Rate
-from kvpagoda.tiers.driver import Lease, Status
+from kvpagoda.tier_hit import Prefetch, Record, TierHit
+from kvpagoda.tiers.driver import Status
 from kvpagoda.tiers.forks import watch_forks
 from kvpagoda.tiers.level import Level, Loading
 from kvpagoda.units import ceil_div, table_rows
@@ -38,8 +37,6 @@ _LEAST_TOKENS = 4096  # computed, before loading is compared with computing
 _AGING = 0.9  # of what loading is thought to cost, each time that it is left for that: so it is tried again
 Part = tuple[Ids, Bytes, Many[int]]
 """Blocks, and the rows of host memory that they come from."""
-Record = tuple[Level, int]
-"""A record of a text: the level that has it, and its number in the text."""
 
 
 class Memory(Protocol):
@@ -54,99 +51,6 @@ class Memory(Protocol):
     def host_memory(self, nbytes: int) -> Bytes: ...
 
     def record_nbytes(self, ledger: BlockGroup) -> int: ...
-
-
-@dataclass(eq=False)
-class TierHit:
-    """What ``levels`` have of a text, from block ``begin`` of it up to ``end``: found and, where it is ``held``, read already.
-
-    It owns the staging rows that are acquired for it, until ``release`` gives all of them back.
-    """
-
-    levels: tuple[Level, ...]
-    block_hashes: list[bytes]
-    begin: int
-    end: int
-    started: float | None = None
-    """When the request began for which this is; None while nobody waits for it."""
-    layerwise: bool = False
-    """Whether blocks may come in layer after layer, when they are asked for."""
-    records: list[Record] = field(default_factory=list)
-    """In the order of the text."""
-    leases: list[Lease] = field(default_factory=list)
-    checkpoint: tuple[Level, list[int]] | None = None
-    """The staging rows that hold the checkpoint at ``end``."""
-    held: dict[Record, int] = field(default_factory=dict)
-    """The staging rows of records that are read."""
-    is_arriving: bool = False
-    """Whether layers are still copied from its staging rows."""
-    is_released: bool = False
-
-    def __enter__(self) -> TierHit:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def deadline(self, level: Level) -> float:
-        """When a call to ``level`` has to be done: its timeout after the request began, whatever was asked before."""
-        return level.spec.timeout + (monotonic() if self.started is None else self.started)
-
-    def release(self) -> None:
-        """Give back leases, and staging rows as soon as nothing is copied from them. Does no harm twice."""
-        while self.leases:
-            self.leases.pop().release()
-        if not self.is_arriving:
-            self.held, self.checkpoint = {}, None
-            for level in self.levels:
-                level.buffer.release_all(self)
-            self.is_released = True
-
-    def arrived(self) -> None:
-        """All layers are copied."""
-        self.is_arriving = False
-        self.release()
-
-
-class Prefetch:
-    """Records of one text that are being read into host memory. Made by ``KVCache.prefetch``; ``open`` takes what it has."""
-
-    def __init__(self, block_hashes: list[bytes], future: Future[TierHit | None]) -> None:
-        self.block_hashes, self.is_used = block_hashes, False
-        self._future: Future[TierHit | None] = future
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all that can be read ahead is read: opening the request waits for nothing then."""
-        return self._future.done()
-
-    def take(self, deadline: float) -> TierHit | None:
-        """What was found, for the caller to release; waits for it until ``deadline``. What comes later is given back."""
-        future = self._future
-        self.abandon()
-        try:
-            return future.result(max(0.0, deadline - monotonic()))
-        except (CancelledError, FutureTimeout):
-            if not future.cancel():
-                future.add_done_callback(_release)
-            return None
-
-    def close(self) -> None:
-        """Give back what was read, or is being read."""
-        hit = self.take(0.0)
-        if hit is not None:
-            hit.release()
-
-    def abandon(self) -> None:
-        """There is nothing to take any more."""
-        self.is_used, self._future = True, Future()
-        self._future.set_result(None)
-
-
-def _release(future: Future[TierHit | None]) -> None:
-    hit = None if future.exception() is not None else future.result()
-    if hit is not None:
-        hit.release()
 
 
 class TierReader:
@@ -350,9 +254,9 @@ class TierReader:
             if not begun:
                 return
             batch, lacking, loading = begun.popleft()
-            bad = set[int]() if loading is None else batch[0][0].finish_load(loading)
-            rows = () if loading is None else loading.rows
-            hit.held.update((record, row) for record, row in zip(lacking, rows) if row not in bad)
+            if loading is not None:
+                bad = batch[0][0].finish_load(loading)
+                hit.held.update((record, row) for record, row in zip(lacking, loading.rows) if row not in bad)
             good = next((i for i, record in enumerate(batch) if record not in hit.held), len(batch))
             if good:
                 yield batch[:good]

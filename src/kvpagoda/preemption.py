@@ -25,9 +25,9 @@ import numpy as np
 
 from kvpagoda.books import Books
 from kvpagoda.errors import Exhausted, OutOfBlocks, RetryLater
-from kvpagoda.finding import Prefetch
 from kvpagoda.sequence import Sequence, Tokens
 from kvpagoda.swap import Rate
+from kvpagoda.tier_hit import Prefetch
 from kvpagoda.units import ceil_div
 
 

@@ -67,12 +67,8 @@ def disk_tier(
     folder: str | Path, nbytes: int | str, *, direct: bool = False, admit_all: bool = False, **settings: Any
 ) -> TierSpec:
     """A file of at most ``nbytes`` in ``folder``, found again after a restart. See ``disk_driver`` and ``TierSpec``."""
-    size = parse_bytes(nbytes)
-    return TierSpec(
-        "disk",
-        lambda buffer: disk_driver(folder, buffer, size, direct=direct, admit_all=admit_all),
-        **settings,
-    )
+    make = partial(disk_driver, folder, nbytes=parse_bytes(nbytes), direct=direct, admit_all=admit_all)
+    return TierSpec("disk", make, **settings)
 
 
 def redis_tier(url: str, *, tls: ssl.SSLContext | None = None, **settings: Any) -> TierSpec:
