@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.pages import Bytes
@@ -68,10 +68,6 @@ class LevelStats:
     dropped: int
     is_available: bool
     last_fault: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, for JSON."""
-        return asdict(self)
 
 
 class Loading(NamedTuple):

@@ -1,4 +1,4 @@
-"""A driver over slots of one size: who lies where, who may be evicted, and who has to wait until it may come in."""
+"""A driver over slots of one size: which record lies where, which may be evicted, and which is admitted."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class SlotDriver:
             self._medium.close()
 
     def _reserve(self, keys: Sequence[bytes]) -> list[int | Status]:
-        """A slot for each key that is to be written, or what there is to say already."""
+        """A slot for each key that ``store`` has to write; for the others their status."""
         wanted = sum(key not in self._slots for key in keys) - len(self._free)
         victims = iter(self._victims(wanted, set(keys)) if wanted > 0 else ())
         given: list[int | Status] = []
