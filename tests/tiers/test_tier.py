@@ -352,6 +352,20 @@ def test_a_store_is_let_through_now_and_then(bench: Bench) -> None:
     assert bench.store(1) == [OK] and bench.load(1) == [OK] and bench.tier.stats().is_available
 
 
+def test_the_watcher_sleeps_while_nothing_is_due(bench: Bench) -> None:
+    """Also when stores fail, which nobody probes."""
+    bench.driver.fault = lambda: UNAVAILABLE
+    for _ in range(5):
+        bench.store(1)
+    sleep(0.3)
+    condition, waits = bench.tier._changed, []
+    plain = condition.wait
+    condition.wait = lambda timeout=None: (waits.append(timeout), plain(timeout))[1]  # type: ignore[method-assign, func-returns-value]
+    bench.tier.lookup([], soon(0.01)).result()
+    sleep(0.3)
+    assert len(waits) < 5
+
+
 def test_no_operation_is_kept_when_it_is_done(bench: Bench) -> None:
     """Whatever its deadline was."""
     futures = [bench.tier.lookup(KEYS[i : i + 1], soon(1000)) for i in range(4)]
