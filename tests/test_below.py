@@ -565,6 +565,23 @@ def test_a_prefetch_that_comes_in_layer_after_layer_gives_all_rows_back(name: st
     cache.close()
 
 
+def test_a_hit_that_an_interrupted_request_left_is_released_by_the_next(tmp_path: Path) -> None:
+    cache, text = cache_of("mixed", host_tier("1MiB", write="commit", **TINY)), np.arange(40) % 31
+    run(cache, text)
+    whole = free_rows(cache)
+    forget(cache)
+    admit, cache.admission.begin = cache.admission.begin, None  # type: ignore[method-assign, assignment]
+    find, hits = cache.below.reader.find, []  # type: ignore[union-attr]
+    cache.below.reader.find = lambda *given: hits.append(find(*given))  # type: ignore[union-attr, method-assign, func-returns-value]
+    with pytest.raises(TypeError):
+        cache.open(text, "tenant 0")  # nobody enters the hit
+    cache.admission.free_slots, cache.admission.begin = [*range(6)], admit  # type: ignore[method-assign]
+    assert hits[0] is not None and free_rows(cache) < whole
+    cache.below.reader.find = find  # type: ignore[union-attr, method-assign]
+    assert run(cache, text) == 36 and free_rows(cache) == whole
+    cache.close()
+
+
 def test_what_a_prefetch_did_not_find_is_not_looked_up_again() -> None:
     spec, driver = slow_tier(write="commit")
     cache, text = cache_of("full", spec), np.arange(40)

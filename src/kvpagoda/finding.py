@@ -67,6 +67,7 @@ class TierReader:
         self._size, self._memory = block_size, memory
         self._reader: ThreadPoolExecutor | None = None
         self._prefetches: WeakSet[Prefetch] = WeakSet()
+        self._hit: TierHit | None = None  # the latest of a request
         self._computing, self._num_computed = Rate(), 0
         self.seconds_per_token: float | None = None
         """What a scheduler says that it takes to compute a token; None: what ``computed`` told. Loading is worth it if it is
@@ -98,19 +99,23 @@ class TierReader:
         ``num_cached`` are cached. ``block_hashes``: the root of the text, then one for each of its whole blocks.
 
         What ``prefetch`` found of the same text is taken, be it nothing: it is not looked up again. The hit is the caller's,
-        to be released.
+        to be released; the next ``find`` releases it at the latest.
         """
         started = monotonic()
+        if self._hit is not None:
+            self._hit.release()  # an interrupted request may have left it
         if prefetch is not None and not prefetch.is_used:
             is_same = prefetch.block_hashes == block_hashes
             hit = prefetch.take(started + max(level.spec.timeout for level in self._levels) if is_same else 0.0)
             if is_same and (hit is None or hit.begin <= num_cached):
                 if hit is not None:
                     hit.started = started
+                self._hit = hit
                 return hit
             if hit is not None:
                 hit.release()
-        return self._find(block_hashes, num_cached, resumable, started)
+        self._hit = self._find(block_hashes, num_cached, resumable, started)
+        return self._hit
 
     def prefetch(self, block_hashes: list[bytes], num_cached: int, resumable: int) -> Prefetch:
         """``find``, in a thread of its own, and read what is there as far as half the staging memory goes."""

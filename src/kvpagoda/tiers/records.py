@@ -146,9 +146,9 @@ class RecordBuffer:
             self._release([row for row, one in self._owners.items() if one is owner])
 
     def _release(self, rows: Sequence[int]) -> None:
+        self._free.give(np.array([row for row in rows if not self._in_use[row]], np.int32))
         for row in rows:
             del self._owners[row]
-        self._free.give(np.array([row for row in rows if not self._in_use[row]], np.int32))
 
     def hold(self, rows: Sequence[int]) -> bool:
         """An operation works on ``rows`` until it calls ``drop``; False, holding none, if another one still does.
@@ -166,9 +166,9 @@ class RecordBuffer:
     def drop(self, rows: Sequence[int]) -> None:
         """The operation that held ``rows`` touches them no more."""
         with self._lock:
+            self._free.give(np.array([row for row in rows if row not in self._owners], np.int32))
             for row in rows:
                 self._in_use[row] = False
-            self._free.give(np.array([row for row in rows if row not in self._owners], np.int32))
 
     def check(self) -> None:
         """Prove that each record is free, out, or given back and still in use. Raises CheckFailed."""
