@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from gc import collect
 from pathlib import Path
+from threading import Lock
+from threading import enumerate as threads
 from time import monotonic, sleep
 from typing import Any
 
@@ -55,6 +60,12 @@ def run(cache: KVCache, text: np.ndarray, engine: FakeEngine | None = None) -> i
             sequence.commit(new)
         cache.check()
     return cached
+
+
+def levels_of(cache: Books) -> tuple[Any, ...]:
+    """The tiers of a cache, as it uses them."""
+    assert cache.below is not None
+    return cache.below.levels
 
 
 def forget(cache: Books) -> None:
@@ -147,7 +158,7 @@ def test_rows_read_back_are_the_rows_written(name: str, way: str, tmp_path: Path
     assert sum(tier.failed for tier in stats.tiers) == 0
     assert stats.loaded_tokens > 0 or way == "reuse"
     assert cache.flush()
-    for level in cache.core.offloader.levels:  # type: ignore[union-attr]
+    for level in levels_of(cache):
         level.buffer.check()
         assert level.buffer.num_free == level.buffer.num_records
     cache.close()
@@ -363,8 +374,7 @@ def test_a_prefetch_reads_while_a_request_waits(name: str, tmp_path: Path) -> No
         assert sequence.cached_tokens <= 16, "of another text nothing is taken"
     cache.prefetch(text, "tenant 1").close()
     cache.prefetch(text[:0], "tenant 0").close()
-    buffer = cache.core.offloader.levels[0].buffer  # type: ignore[union-attr]
-    assert cache.flush() and buffer.num_free == buffer.num_records
+    assert cache.flush() and free_rows(cache) == levels_of(cache)[0].buffer.num_records
     cache.close()
     with pytest.raises(BadInput, match="no tiers"):
         cache_of(name).prefetch(text)
@@ -379,7 +389,7 @@ def test_layers_come_in_when_they_are_asked_for(order: str, record_nbytes: int) 
     run(cache, text)
     assert cache.flush()
     forget(cache)
-    buffer = cache.core.offloader.levels[0].buffer  # type: ignore[union-attr]
+    buffer = levels_of(cache)[0].buffer
     with cache.open(text, "tenant 0", layerwise=True) as sequence:
         assert sequence.match.loaded > 40 and buffer.num_free < buffer.num_records
         view = cache.batch([sequence], [1]).layer(0)
@@ -396,6 +406,24 @@ def test_layers_come_in_when_they_are_asked_for(order: str, record_nbytes: int) 
     cache.close()
 
 
+@pytest.mark.parametrize("name", ["full", "mixed", "state"])
+def test_a_cache_without_memory_loads_layers_at_once(name: str) -> None:
+    plan = SCHEMAS[name].plan(None, 4, 4, num_blocks=60, checkpoints=4)
+    cache, text = Books(plan, checkpoint_every=2, tiers=[host_tier("1MiB", write="commit", **TINY)]), np.arange(40) % 31
+    for cached in (0, 36):
+        with cache.open(text, layerwise=True) as sequence:
+            assert sequence.cached_tokens == cached
+            while sequence.length < len(text):
+                end = cache.next_checkpoint(sequence) or len(text)
+                sequence.extend(end - sequence.length)
+                sequence.commit(text[sequence.length : end])
+            cache.check()
+        assert cache.flush()
+        forget(cache)
+        cache.check()
+    cache.close()
+
+
 def test_loading_is_left_when_computing_is_faster() -> None:
     cache = cache_of("full", host_tier("1MiB", write="commit", **TINY))
     text = np.arange(40) % 31
@@ -403,11 +431,11 @@ def test_loading_is_left_when_computing_is_faster() -> None:
     assert cache.flush()
     forget(cache)
     assert run(cache, text) == 36  # and so it was measured
-    assert cache.core.offloader is not None
-    cache.core.offloader.reader.seconds_per_token = 1e-12
+    assert cache.below is not None
+    cache.below.reader.seconds_per_token = 1e-12
     forget(cache)
     assert run(cache, text) == 0
-    cache.core.offloader.reader.seconds_per_token = 1.0
+    cache.below.reader.seconds_per_token = 1.0
     forget(cache)
     assert run(cache, text) == 36
     cache.close()
@@ -422,7 +450,14 @@ def test_what_cannot_be_is_refused_before_there_is_a_cache(tmp_path: Path) -> No
         cache_of("mixed", host_tier("1MiB", staging=4096))
     with pytest.raises(BadInput, match="holds no record"):
         cache_of("full", host_tier("1MiB", **TINY), host_tier(100, **TINY))
-    for settings in ({"write": "never"}, {"timeout": 0}, {"record_nbytes": 0}, {"staging": "much"}):
+    for settings in (
+        {"write": "never"},
+        {"timeout": 0},
+        {"timeout": float("inf")},
+        {"timeout": float("nan")},
+        {"record_nbytes": 0},
+        {"staging": "much"},
+    ):
         with pytest.raises(BadInput):
             host_tier("1MiB", **settings)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="needs checksums"):
@@ -467,6 +502,261 @@ def test_a_hung_tier_delays_an_open_by_its_timeout_and_no_more() -> None:
     cache.close(timeout=3.0)
 
 
+class Slow(Flaky):
+    """A driver whose calls take their time, and are counted."""
+
+    seconds: dict[str, float]
+
+    def _wait(self, kind: str) -> None:
+        with self.lock:
+            self.calls[kind] += 1
+        sleep(self.seconds.get(kind, 0.0))
+
+    def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        self._wait("store")
+        return super().store(keys, rows, deadline)
+
+    def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
+        self._wait("lookup")
+        return super().lookup(keys, deadline, hold)
+
+    def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        self._wait("load")
+        return super().load(keys, rows, deadline)
+
+
+def slow_tier(size: str = "4MiB", **settings: object) -> tuple[TierSpec, Slow]:
+    """A tier whose driver is well until somebody makes it slow; the driver is made with the cache."""
+    driver = Slow.__new__(Slow)
+
+    def make(buffer: RecordBuffer) -> Driver:
+        Slow.__init__(driver, host_driver(buffer, size), 0.0)
+        driver.rows, driver.seconds, driver.calls, driver.lock = buffer.rows, {}, Counter(), Lock()
+        return driver
+
+    return TierSpec("slow", make, **{**TINY, **settings}), driver  # type: ignore[arg-type]
+
+
+def free_rows(cache: Books) -> int:
+    """How many staging records of the first tier are free, when all is done that was begun."""
+    (level, *_) = levels_of(cache)
+    until = monotonic() + 5
+    while level.buffer.num_free < level.buffer.num_records and monotonic() < until:
+        sleep(0.001)
+    return int(level.buffer.num_free)
+
+
+@pytest.mark.parametrize("name", ["full", "mixed"])
+def test_a_prefetch_that_comes_in_layer_after_layer_gives_all_rows_back(name: str) -> None:
+    cache, text = cache_of(name, host_tier("1MiB", write="commit", **TINY)), np.arange(70) % 41
+    run(cache, text)
+    whole = free_rows(cache)
+    for _ in range(4):
+        forget(cache)
+        ahead = cache.prefetch(text, "tenant 0")
+        until = monotonic() + 5
+        while not ahead.is_done and monotonic() < until:
+            sleep(0.001)
+        cache.check()  # what is read ahead has an owner
+        with cache.open(text, "tenant 0", prefetch=ahead, layerwise=True) as sequence:
+            assert sequence.match.loaded == 68
+            cache.check()
+        cache.check()
+        assert free_rows(cache) == whole
+    cache.close()
+
+
+def test_a_hit_that_an_interrupted_request_left_is_released_by_the_next(tmp_path: Path) -> None:
+    cache, text = cache_of("mixed", host_tier("1MiB", write="commit", **TINY)), np.arange(40) % 31
+    run(cache, text)
+    whole = free_rows(cache)
+    forget(cache)
+    admit, cache.admission.begin = cache.admission.begin, None  # type: ignore[method-assign, assignment]
+    find, hits = cache.below.reader.find, []  # type: ignore[union-attr]
+    cache.below.reader.find = lambda *given: hits.append(find(*given))  # type: ignore[union-attr, method-assign, func-returns-value]
+    with pytest.raises(TypeError):
+        cache.open(text, "tenant 0")  # nobody enters the hit
+    cache.admission.free_slots, cache.admission.begin = [*range(6)], admit  # type: ignore[method-assign]
+    assert hits[0] is not None and free_rows(cache) < whole
+    cache.below.reader.find = find  # type: ignore[union-attr, method-assign]
+    assert run(cache, text) == 36 and free_rows(cache) == whole
+    cache.close()
+
+
+def test_what_a_prefetch_did_not_find_is_not_looked_up_again() -> None:
+    spec, driver = slow_tier(write="commit")
+    cache, text = cache_of("full", spec), np.arange(40)
+    ahead = cache.prefetch(text, "tenant 0")
+    while not ahead.is_done:
+        sleep(0.001)
+    asked = driver.calls["lookup"]
+    assert asked
+    cache.open(text, "tenant 0", prefetch=ahead).close()
+    assert driver.calls["lookup"] == asked
+    cache.open(text, "tenant 0", prefetch=ahead).close()
+    assert driver.calls["lookup"] == asked + 1, "a prefetch is used once"
+    cache.close()
+
+
+@pytest.mark.parametrize("name", ["full", "mixed", "state"])
+@pytest.mark.parametrize("slow", ["load", "lookup", "both"])
+def test_an_open_waits_one_timeout_whatever_it_asks(name: str, slow: str) -> None:
+    """Many candidates for a checkpoint, many records, little staging memory."""
+    spec, driver = slow_tier(write="commit", timeout=0.4, staging="80KiB")
+    cache = cache_of(name, spec, checkpoint_every=1, checkpoints=12)
+    texts = [np.arange(80) % 41, np.arange(80) % 37]
+    for text in texts:
+        run(cache, text)
+    assert cache.flush()
+    kinds = ("load", "lookup") if slow == "both" else (slow,)
+    driver.seconds = dict.fromkeys(kinds, 0.15)
+    for text in texts:
+        forget(cache)
+        begin = monotonic()
+        cache.open(text, "tenant 0").close()
+        assert monotonic() - begin < 0.4 * 1.1 + 0.1
+    forget(cache)
+    ahead = cache.prefetch(texts[0], "tenant 0")
+    begin = monotonic()
+    cache.open(texts[0], "tenant 0", prefetch=ahead).close()
+    assert monotonic() - begin < 0.4 * 1.1 + 0.1
+    driver.seconds = {}
+    cache.check()
+    cache.close()
+
+
+def test_a_hung_server_stalls_the_first_requests_and_no_other() -> None:
+    spec, driver = slow_tier(write="commit", timeout=0.1)
+    cache = cache_of("full", spec)
+    driver.seconds = {"lookup": 0.3, "load": 0.3}
+    stalled = []
+    until = monotonic() + 4
+    while monotonic() < until:
+        begin = monotonic()
+        cache.open(np.arange(40), "tenant 0").close()
+        stalled.append(monotonic() - begin)
+        sleep(0.02)
+    assert sum(seconds > 0.05 for seconds in stalled) <= 7 and len(stalled) > 100
+    (stats,) = cache.stats().tiers
+    assert not stats.is_available and stats.last_fault == "lookup: no answer in 0.1 s"
+    driver.seconds = {}
+    until = monotonic() + 10
+    while not cache.stats().tiers[0].is_available:
+        assert monotonic() < until
+        sleep(0.01)
+    cache.close()
+
+
+@pytest.mark.parametrize("timeout", [0.0, 0.5])
+def test_closing_takes_its_timeout_in_all(timeout: float) -> None:
+    spec, driver = slow_tier(write="commit", timeout=2.0)
+    second, other = slow_tier(write="commit", timeout=2.0)
+    cache = cache_of("full", spec, second)
+    for one in (driver, other):
+        one.seconds = {"lookup": 1.5, "load": 1.5, "store": 1.5}
+    ahead = [cache.prefetch(np.arange(40) + i, "tenant 0") for i in range(4)]
+    for sequence in [cache.open(np.arange(20), "tenant 1", prefetch=None)]:
+        sequence.commit(np.arange(20, dtype=np.int32))
+    begin = monotonic()
+    cache.close(timeout)
+    assert monotonic() - begin < timeout * 1.1 + 0.1
+    assert all(one.take(monotonic()) is None for one in ahead)
+    with pytest.raises(BadInput, match="timeout"):
+        cache_of("full", spec).close(float("nan"))
+
+
+def test_a_load_takes_few_round_trips() -> None:
+    spec, driver = slow_tier("16MiB", write="commit", staging="2MiB", timeout=5.0)
+    cache, text = cache_of("full", spec, num_blocks=300), np.arange(1024) % 97
+    run(cache, text)
+    assert cache.flush()
+    forget(cache)
+    driver.calls.clear()
+    driver.seconds = {"lookup": 0.05, "load": 0.05}
+    begin = monotonic()
+    with cache.open(text, "tenant 0") as sequence:
+        assert sequence.match.loaded == 1020
+    assert driver.calls["load"] <= 3 and driver.calls["lookup"] == 2 and monotonic() - begin < 0.5
+    cache.close()
+
+
+def test_loading_is_compared_with_what_computing_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once enough was computed; and when loading was left for that, it is tried again some day."""
+    monkeypatch.setattr("kvpagoda.finding._LEAST_TOKENS", 60)
+    spec, driver = slow_tier(write="commit", timeout=5.0)
+    cache, text = cache_of("full", spec), np.arange(40) % 31
+    run(cache, text)
+    assert cache.flush()
+    forget(cache)
+    driver.seconds = {"load": 0.5}
+    assert run(cache, text) == 36, "nobody knows yet what computing takes"
+    run(cache, np.arange(40) + 50)
+    driver.seconds = {}
+    found = []
+    for _ in range(80):
+        forget(cache)
+        found.append(run(cache, text))
+    assert found[0] == 0 and found[-1] == 36
+    cache.close()
+
+
+def in_a_process(code: str, *arguments: object) -> str:
+    """What a program prints that has the names of this file."""
+    root = Path(__file__).parent
+    prelude = f"import sys; sys.path[:0] = [{str(root.parent)!r}, {str(root)!r}]\nfrom test_below import *\n"
+    command = [sys.executable, "-W", "ignore", "-c", prelude + code, *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+FORKED = """
+import os, signal
+from threading import enumerate as threads
+cache, text = cache_of("full", disk_tier(sys.argv[1], "2MiB", **TINY)), np.arange(40)
+print(run(cache, text), cache.flush())
+forget(cache)
+ahead = cache.prefetch(text, "tenant 0")
+told, tell = os.pipe()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    begin = monotonic()
+    said = [run(cache, np.arange(20) + 1)]
+    with cache.open(text, "tenant 0", prefetch=ahead) as sequence: said.append(sequence.cached_tokens)
+    with cache.open(text, "tenant 1", prefetch=cache.prefetch(text)) as sequence: said.append(sequence.cached_tokens)
+    said.append(cache.stats().tiers[0].is_available)
+    cache.close()
+    os.write(tell, f"{said} {monotonic() - begin < 2}".encode())
+    os._exit(0)
+print(os.read(told, 999).decode())
+os.waitpid(child, 0)
+print(run(cache, text))
+try: cache_of("full", disk_tier(sys.argv[1], "2MiB", **TINY))
+except BadInput: print("locked")
+cache.close()
+"""
+
+
+def test_a_forked_child_computes_what_its_parent_loads(tmp_path: Path) -> None:
+    assert in_a_process(FORKED, tmp_path).splitlines() == ["0 True", "[0, 0, 0, False] True", "36", "locked"]
+
+
+def test_a_cache_that_is_dropped_gives_everything_back(tmp_path: Path) -> None:
+    before = {*threads()}
+    cache = cache_of("full", disk_tier(tmp_path, "2MiB", **TINY))
+    run(cache, np.arange(40))
+    assert cache.flush() and cache.prefetch(np.arange(40) + 1).close() is None
+    assert {*threads()} - before
+    del cache
+    until = monotonic() + 5
+    while {*threads()} - before:
+        assert monotonic() < until
+        collect()
+        sleep(0.01)
+    again = cache_of("full", disk_tier(tmp_path, "2MiB", **TINY))
+    assert run(again, np.arange(40)) == 36
+    again.close()
+
+
 KILLED = """
 import sys
 sys.path[:0] = [{root!r}, {tests!r}]
@@ -502,23 +792,74 @@ def test_a_process_killed_at_any_moment_leaves_no_wrong_row(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["full", "mixed", "state"])
-def test_a_copy_that_fails_is_a_miss(name: str) -> None:
+def test_a_copy_to_the_host_that_fails_is_not_stored(name: str) -> None:
     cache = cache_of(name, host_tier("1MiB", **TINY), host_tier("1MiB", write="commit", record_nbytes=700, **TINY))
-    random, num_failed = np.random.default_rng(8), [0, 0]
-    for number, which in enumerate(("blocks_out", "blocks_in")):
-        copy = getattr(cache, which)
+    random, num_failed, copy = np.random.default_rng(8), [0], cache.blocks_out
 
-        def failing(*arguments: Any, copy: Any = copy, number: int = number) -> None:
-            if random.random() < 0.2:
-                num_failed[number] += 1
-                raise MemoryError("no room to pack them")
-            copy(*arguments)
+    def failing(*arguments: Any) -> None:
+        if random.random() < 0.2:
+            num_failed[0] += 1
+            raise MemoryError("no room to pack them")
+        copy(*arguments)
 
-        setattr(cache, which, failing)
+    cache.blocks_out = failing  # type: ignore[method-assign]
     traffic(cache, 300, seed=9, engine=FakeEngine(cache))
-    assert min(num_failed) >= 1 and cache.flush()
-    for level in cache.core.offloader.levels:  # type: ignore[union-attr]
+    assert num_failed[0] and cache.flush()
+    for level in levels_of(cache):
         assert level.dropped and level.buffer.num_free == level.buffer.num_records
+    cache.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["full", "mixed", "state"])
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_copy_to_the_device_that_fails_is_raised(name: str, error: type[BaseException], layerwise: bool) -> None:
+    """It is no fault of a tier. Nothing is kept of the request, and the next one is served."""
+    cache, text = cache_of(name, host_tier("1MiB", write="commit", **TINY)), np.arange(50) % 37
+    run(cache, text)
+    assert cache.flush()
+    forget(cache)
+    copies, num_left = (cache.blocks_in, cache.blocks_in_later), [0]
+
+    def failing(copy: Callable[..., None], *arguments: Any) -> None:
+        if not num_left[0]:
+            raise error("out of the device")
+        num_left[0] -= 1
+        copy(*arguments)
+
+    cache.blocks_in = partial(failing, copies[0])  # type: ignore[method-assign]
+    cache.blocks_in_later = partial(failing, copies[1])  # type: ignore[method-assign]
+    for number in range(2):
+        num_left[0] = number
+        with suppress(error):
+            cache.open(text, "tenant 0", layerwise=layerwise).close()
+            assert number
+        cache.check()
+        assert all(level.buffer.num_free == level.buffer.num_records for level in levels_of(cache))
+        assert not cache.stats().running
+        forget(cache)
+    cache.blocks_in, cache.blocks_in_later = copies  # type: ignore[method-assign]
+    assert run(cache, text) == 48
+    cache.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["copy", "store"])
+def test_storing_that_is_interrupted_gives_staging_memory_back(error: type[BaseException], where: str) -> None:
+    cache = cache_of("full", host_tier("1MiB", write="commit", **TINY))
+    (level,) = levels_of(cache)
+    owner, name = (cache, "blocks_out") if where == "copy" else (level.tier, "store")
+    plain = getattr(owner, name)
+
+    def failing(*_: Any) -> None:
+        raise error("now")
+
+    setattr(owner, name, failing)
+    with suppress(KeyboardInterrupt):
+        run(cache, np.arange(20))
+    assert level.dropped and level.buffer.num_free == level.buffer.num_records
+    setattr(owner, name, plain)
+    cache.below.check(cache.reuse.owned_ids(cache.reuse.full), cache.reuse.checkpoints)  # type: ignore[union-attr, arg-type]
     cache.close()
 
 
@@ -540,12 +881,17 @@ def test_what_was_evicted_to_make_room_for_a_load_that_failed_is_not_shared() ->
 
 def test_the_law_of_ownership_finds_a_lost_block_below() -> None:
     cache = cache_of("full", host_tier("1MiB", **TINY))
-    assert cache.core.offloader is not None
-    buffer = cache.core.offloader.levels[0].buffer
-    buffer._is_out[0] = True
-    with pytest.raises(CheckFailed, match="records"):
+    assert cache.below is not None
+    buffer = cache.below.levels[0].buffer
+    buffer._owners[0] = cache
+    with pytest.raises(CheckFailed, match="nobody has them"):
         cache.check()
-    buffer._is_out[0] = False
-    cache.core.offloader._hashes[3] = 1
-    with pytest.raises(CheckFailed, match="names below"):
+    del buffer._owners[0]
+    (row,) = buffer.acquire(1)
+    with pytest.raises(CheckFailed, match="nobody has them"):
+        cache.check()
+    buffer.release([row])
+    cache.check()
+    cache.below._hashes[3] = 1
+    with pytest.raises(CheckFailed, match="have hashes"):
         cache.check()

@@ -284,6 +284,70 @@ def test_links_pipes_and_folders_are_refused(tmp_path: Path) -> None:
     assert victim.read_bytes() == b"keep me"
 
 
+def test_a_file_that_others_have_a_hand_in_is_not_touched(filled: Path) -> None:
+    """A second name, another owner, or a mode that lets others in: told before anything is written."""
+    path, kept = filled / FILE_NAME, (filled / FILE_NAME).read_bytes()
+    other = filled / "elsewhere"
+    tried = {
+        "has 2 names": (lambda: other.hardlink_to(path), other.unlink),
+        "mode 640": (lambda: path.chmod(0o640), lambda: path.chmod(0o600)),
+        "mode 602": (lambda: path.chmod(0o602), lambda: path.chmod(0o600)),
+    }
+    if os.geteuid() == 0:
+        tried["user 65534"] = (lambda: os.chown(path, 65534, -1), lambda: os.chown(path, 0, -1))
+    for why, (spoil, mend) in tried.items():
+        spoil()
+        for nbytes in (NBYTES, 2 * NBYTES, NBYTES // 2):
+            with pytest.raises(BadInput, match=why):
+                disk_driver(filled, RecordBuffer(1, PAYLOAD), nbytes)
+        assert path.read_bytes() == kept
+        mend()
+    again = Disk(filled)
+    assert again.load(ALL) == [OK] * SLOTS
+    again.close()
+
+
+FORKED = """
+import signal, warnings
+warnings.simplefilter("ignore")
+def make():
+    buffer = RecordBuffer(2, 9000)
+    return buffer, disk_driver(sys.argv[1], buffer, '1MiB')
+buffer, driver = make()
+tier, key, rows = Tier(driver, buffer, bytes(32)), bytes(32), buffer.acquire(2)
+print(names(tier.store([key], rows[:1], late).result()))
+told, tell = os.pipe()
+locks = [buffer._lock, driver._lock, tier._changed]
+for lock in locks: lock.acquire()  # as another thread may have them
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    said = names(tier.load([key], rows[1:], late).result() + list(tier.lookup([key], late).result().statuses))
+    said += ' ' + names(driver.store([key], [0], late)) + f' {tier.stats().is_available} {tier.stats().last_fault}'
+    tier.close(late); driver.close()
+    os.write(tell, said.encode())
+    os._exit(0) if sys.argv[2] == "ends" else time.sleep(20)
+for lock in locks: lock.release()
+print(os.read(told, 999).decode())
+if sys.argv[2] == "ends": os.waitpid(child, 0)
+print(names(tier.load([key], rows[1:], late).result()))
+try: make()
+except BadInput as error: print('locked')
+tier.close(late)
+make()[1].close()
+print('free')
+if sys.argv[2] != "ends": os.kill(child, 9)
+"""
+
+
+@pytest.mark.parametrize("child", ["ends", "lives on"])
+def test_a_forked_child_has_no_tier_and_no_lock(tmp_path: Path, child: str) -> None:
+    """Its calls are UNAVAILABLE at once, and neither its end nor its life changes whose the folder is."""
+    told = in_a_process(FORKED, tmp_path, child).splitlines()
+    gone = "UNAVAILABLE UNAVAILABLE UNAVAILABLE False a forked process does not use the tiers of its parent"
+    assert told == ["OK", gone, "OK", "locked", "free"]
+
+
 def in_a_process(code: str, *arguments: object) -> str:
     prelude = (
         "import os, resource, sys, time\n"
@@ -351,6 +415,15 @@ def test_errors_of_the_disk_are_misses(filled: Path, monkeypatch: pytest.MonkeyP
         patched.setattr(os, "preadv", fail)
         assert set(disk.load(ALL)) == {UNAVAILABLE, MISS}
     assert disk.store([30]) == [OK] and disk.load([30]) == [OK]
+    disk.close()
+
+
+def test_a_write_of_nothing_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", lambda file, data, at: 0)
+        assert disk.store([1]) == [UNAVAILABLE]
+    assert disk.store([1]) == [OK] and disk.load([1]) == [OK]
     disk.close()
 
 

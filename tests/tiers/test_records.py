@@ -103,6 +103,19 @@ def test_a_record_in_use_goes_out_again_only_when_it_is_dropped() -> None:
     assert sorted(buffer.acquire(3)) == [0, 1, 2]
 
 
+def test_records_have_owners_while_they_are_out() -> None:
+    buffer, owner = RecordBuffer(3, 10), object()
+    (first,), (second,) = buffer.acquire(1, owner), buffer.acquire(1)
+    assert buffer.owners() == {first: owner, second: "the caller"}
+    (third,) = buffer.acquire(1, owner)
+    buffer.release_all(owner)
+    assert buffer.owners() == {second: "the caller"} and buffer.num_free == 2 and {first, second, third} == {0, 1, 2}
+    buffer.release([second])
+    buffer.release_all(owner)
+    assert buffer.owners() == {}
+    buffer.check()
+
+
 def test_records_that_are_not_out_are_refused() -> None:
     buffer = RecordBuffer(3, 10)
     (row,) = buffer.acquire(1)
@@ -111,7 +124,7 @@ def test_records_that_are_not_out_are_refused() -> None:
             with pytest.raises(NotOwned):
                 call(rows)
     buffer.check()
-    buffer._is_out[row] = False
+    del buffer._owners[row]
     with pytest.raises(CheckFailed, match=str(row)):
         buffer.check()
 

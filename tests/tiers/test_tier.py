@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from gc import collect
 from hashlib import sha256
 from threading import Event, Lock, Thread
 from time import monotonic, sleep
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -90,6 +92,13 @@ class Bench:
         future = self.tier.load([KEYS[i] for i in which], rows, soon(seconds))
         return self.done(future, seconds, rows, which)
 
+    def recovers(self) -> None:
+        """Wait until the tier's own threads have seen that the driver is well, by loads and lookups."""
+        end = soon()
+        while any(self.tier._breakers[kind].is_open for kind in ("load", "lookup")):
+            assert monotonic() < end
+            sleep(0.005)
+
     def done(
         self, future: Future[list[Status]], seconds: float, rows: list[int], which: Sequence[int] = ()
     ) -> list[Status]:
@@ -148,6 +157,7 @@ def test_a_driver_without_leases_is_not_asked_for_each_part() -> None:
         return Lease(tuple(keys), plain(keys, deadline, hold).statuses, monotonic())
 
     driver.lookup = lookup  # type: ignore[method-assign]
+    driver.part_nbytes = 2 << 20  # type: ignore[attr-defined]
     tier, rows = Tier(driver, buffer, PRINT), buffer.acquire(6)
     assert tier.store(KEYS[:6], rows, soon()).result() == [OK] * 6 and asked == [3, 6]
     assert tier.close(soon())
@@ -184,13 +194,16 @@ def test_a_hung_driver_never_holds_anybody_up(bench: Bench) -> None:
     assert bench.load(1, seconds=2.0) == [UNAVAILABLE] and monotonic() - start < 1
     assert not bench.tier.stats().is_available
     assert bench.buffer.num_free == 16 - 3  # the records of all three calls: two hang, one waits behind them
-    sleep(0.2)
-    assert bench.load(1, seconds=0.5) == [TIMEOUT]  # the one that may try
-    assert bench.load(1, seconds=0.5) == [UNAVAILABLE]
+    assert bench.tier.stats().last_fault == "load: no answer in 0.5 s"
+    for _ in range(10):  # probes are made meanwhile, and nobody waits for them
+        start = monotonic()
+        assert bench.load(1, seconds=0.5) == [UNAVAILABLE] and monotonic() - start < 0.05
+        sleep(0.1)
     bench.driver.is_well.set()
+    bench.recovers()
+    assert bench.load(1) == [OK]
     while bench.buffer.num_free < 16:
         sleep(0.01)
-    assert bench.load(1) == [OK] and bench.tier.stats().is_available
 
 
 def test_a_late_read_reaches_nobody_elses_record(bench: Bench) -> None:
@@ -253,8 +266,9 @@ def test_a_failing_driver_is_only_ever_a_miss(bench: Bench, rate: float) -> None
         seen |= {*bench.store(i % 50), *bench.load(i % 50, (i + 1) % 50)}
     assert seen <= {OK, MISS, TIMEOUT, UNAVAILABLE} and (OK in seen) == (rate < 1)
     bench.driver._call = plain  # type: ignore[method-assign]
-    sleep(0.2)
-    bench.load(1)
+    bench.recovers()
+    while bench.store(61) != [OK]:
+        sleep(0.05)
     assert bench.store(60) == [OK] and bench.load(60) == [OK] and bench.tier.stats().is_available
     assert "must not raise" in bench.tier.stats().last_error
 
@@ -271,6 +285,8 @@ def test_a_call_that_was_late_invites_the_next_if_it_succeeded(fault: Status | N
         assert monotonic() < end
         sleep(0.001)
     late.driver.fault = None
+    if fault is None:
+        late.recovers()
     assert late.load(1) == [MISS if fault is None else UNAVAILABLE]
     assert late.tier.close(soon())
 
@@ -317,12 +333,69 @@ def test_the_breaker_asks_a_sick_driver_seldom(bench: Bench) -> None:
         assert bench.load(1) == [UNAVAILABLE]
     assert bench.driver.calls == 2 * 3  # three calls, each tried once more
     assert bench.store(1) == [UNAVAILABLE]  # stores have a breaker of their own
-    sleep(0.2)
-    bench.load(1)
-    assert bench.load(1) == [UNAVAILABLE] and bench.driver.calls == 2 * 5
+    sleep(0.9)
+    assert bench.load(1) == [UNAVAILABLE] and bench.driver.calls == 2 * 4 + 2  # probes after 0.2 and 0.4 more seconds
     bench.driver.fault = None
-    sleep(0.2)
+    bench.recovers()
     assert bench.load(1) == [MISS] and bench.tier.stats().is_available
+    assert UNAVAILABLE not in bench.tier.stats().lookups  # of probes nothing is told
+
+
+def test_a_store_is_let_through_now_and_then(bench: Bench) -> None:
+    bench.driver.fault = lambda: UNAVAILABLE
+    for _ in range(10):
+        assert bench.store(1) == [UNAVAILABLE]
+    assert bench.driver.calls == 2 * 3 and not bench.tier.stats().is_available
+    bench.driver.fault = None
+    assert bench.store(1) == [UNAVAILABLE]
+    sleep(0.2)
+    assert bench.store(1) == [OK] and bench.load(1) == [OK] and bench.tier.stats().is_available
+
+
+def test_the_watcher_sleeps_while_nothing_is_due(bench: Bench) -> None:
+    """Also when stores fail, which nobody probes."""
+    bench.driver.fault = lambda: UNAVAILABLE
+    for _ in range(5):
+        bench.store(1)
+    sleep(0.3)
+    condition, waits = bench.tier._changed, []
+    plain = condition.wait
+    condition.wait = lambda timeout=None: (waits.append(timeout), plain(timeout))[1]  # type: ignore[method-assign, func-returns-value]
+    bench.tier.lookup([], soon(0.01)).result()
+    sleep(0.3)
+    assert len(waits) < 5
+
+
+def test_no_operation_is_kept_when_it_is_done(bench: Bench) -> None:
+    """Whatever its deadline was."""
+    futures = [bench.tier.lookup(KEYS[i : i + 1], soon(1000)) for i in range(4)]
+    assert all(future.result(5) for future in futures)
+    gone = [ref(future) for future in futures]
+    futures.clear()
+    end = soon()
+    while any(one() is not None for one in gone):
+        assert monotonic() < end
+        collect()
+        sleep(0.01)
+
+
+def test_a_driver_gets_all_of_an_operation_in_one_call() -> None:
+    """Unless it asks for less at a time."""
+    buffer = RecordBuffer(8, 1 << 20)
+    driver = Faulty(RecordBuffer(1, 10))
+    driver.inner, driver.buffer = host_driver(buffer, "12MiB"), buffer
+    for part_nbytes, calls in (
+        (None, 2),
+        (2 << 20, 4 + 5 + 4),
+    ):  # looked up for each part that is stored, and at the end
+        driver.calls = 0
+        if part_nbytes is not None:
+            driver.part_nbytes = part_nbytes  # type: ignore[attr-defined]
+        tier, rows = Tier(driver, buffer, PRINT), buffer.acquire(8)
+        assert tier.store(KEYS[:8], rows, soon()).result() == [OK] * 8
+        assert tier.load(KEYS[:8], rows, soon()).result() == [OK] * 8 and driver.calls == calls
+        buffer.release(rows)
+        assert tier.close(soon())
 
 
 def test_what_fails_once_is_tried_once_more(bench: Bench) -> None:
@@ -360,6 +433,9 @@ def test_bad_arguments_raise_before_anything_is_done(bench: Bench) -> None:
         lambda: bench.tier.store(KEYS[:2], rows, soon(), [1]),
         lambda: bench.tier.store(KEYS[:2], rows, soon(), [1, PAYLOAD + 1]),
         lambda: bench.tier.lookup([KEYS[0] + b"x"], soon()),
+        lambda: bench.tier.lookup(KEYS[:1], float("inf")),
+        lambda: bench.tier.load(KEYS[:2], rows, float("nan")),
+        lambda: Tier(bench.driver, bench.buffer, PRINT, pause=float("nan")),
         lambda: Tier(bench.driver, bench.buffer, b"short"),
         lambda: Tier(bench.driver, bench.buffer, PRINT, workers=0),
     ):
@@ -378,12 +454,20 @@ def test_the_breaker_opens_waits_and_closes() -> None:
     breaker.record(True, 0.0)
     breaker.record(False, 0.0)
     breaker.record(True, 0.0)
-    assert breaker.allows(0.0) and not breaker.is_open
+    assert not breaker.is_open and not breaker.takes_probe(99.0)
     breaker.record(True, 0.0)
-    assert breaker.is_open and not breaker.allows(0.9) and breaker.allows(1.0) and not breaker.allows(1.5)
+    assert (
+        breaker.is_open and not breaker.takes_probe(0.9) and breaker.takes_probe(1.0) and not breaker.takes_probe(1.5)
+    )
     breaker.record(True, 1.5)
-    assert breaker.is_open and not breaker.allows(2.4) and breaker.allows(2.5)
+    assert breaker.is_open and not breaker.takes_probe(3.4) and breaker.takes_probe(3.5)  # twice as long
     breaker.retry_now()
-    assert breaker.allows(2.6)
-    breaker.record(False, 2.7)
-    assert breaker.allows(2.7) and not breaker.is_open
+    assert breaker.takes_probe(3.6)
+    for _ in range(20):
+        breaker.record(True, 10.0)
+        assert breaker.takes_probe(42.0)
+    breaker.record(False, 43.0)
+    assert not breaker.is_open
+    for _ in range(2):
+        breaker.record(True, 50.0)
+    assert not breaker.takes_probe(50.9) and breaker.takes_probe(51.0)

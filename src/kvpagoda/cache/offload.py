@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.cache.tier_reader import TierHit, TierReader, checkpoint_part
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
+from kvpagoda.cache.tier_reader import TierReader, checkpoint_part
+from kvpagoda.cache.tier_hit import TierHit
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.tiers.checksum import xxh3_128
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
@@ -89,8 +90,8 @@ class Offloader:
     def extend_hashes(
         self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media: Mapping[int, bytes] | None = None
     ) -> None:
-        """Append to ``block_hashes``, of the beginning of a text or empty, what it lacks: the root of the text, then one hash for
-        each whole block of ``tokens``, all tokens of the text from the first on, int32 ``[n]``. O(new tokens).
+        """Append to ``block_hashes``, of the beginning of a text or empty, what it lacks: the root of the text, then one hash
+        for each whole block of ``tokens``, all tokens of the text from the first on, int32 ``[n]``. O(new tokens).
 
         ``media``: block number -> digest of what the block shows besides its tokens.
         """
@@ -250,13 +251,14 @@ class Offloader:
     # -- proof, figures, the end -------------------------------------------------------------------------------------
 
     def check(self, owned_ids: Ids, checkpoints: Collection[int]) -> None:
-        """Prove that only cached blocks and kept checkpoints have hashes, and that every staging row has an owner that knows it.
-        Raises CheckFailed naming them."""
+        """Prove that only cached blocks and kept checkpoints have hashes, and that every staging row has an owner that knows
+        it. Raises CheckFailed naming them."""
         hashed = np.flatnonzero(self._hashes.any(axis=1))
         loose = [*np.setdiff1d(hashed, owned_ids).tolist(), *(self._checkpoints.keys() - checkpoints)]
         if loose:
             raise CheckFailed(f"blocks or checkpoints that are not cached have hashes: {loose[:16]}")
-        self.reader.check()
+        for level in self.levels:
+            level.check()
 
     def stats(self) -> tuple[LevelStats, ...]:
         """Of each tier, without I/O."""
@@ -277,8 +279,8 @@ class Offloader:
         return all(settled) and not any(self._backlog.values())
 
     def close(self, timeout: float) -> bool:
-        """Store what waits and give back all tiers, within ``timeout`` seconds in all; whether all of it is done. What a tier is
-        still busy with then ends in its own threads. Raises BadInput."""
+        """Store what waits and give back all tiers, within ``timeout`` seconds in all; whether all of it is done. What a tier
+        is still busy with then ends in its own threads. Raises BadInput."""
         begun, timeout = monotonic(), _proven_timeout(timeout)
         self.reader.close()
         is_stored = self.flush((1 - _CLOSING) * timeout)
@@ -287,8 +289,8 @@ class Offloader:
 
 def _close(levels: Many[Level], deadline: float) -> bool:
     for level in levels:
-        level.close(0.0)  # all of them end at the same time
-    return all([level.close(deadline) for level in levels])  # noqa: C419
+        level.tier.close()  # all of them end at the same time
+    return all([level.tier.close(deadline) for level in levels])  # noqa: C419
 
 
 def _prove(specs: Many[TierSpec], identity: RecordIdentity) -> None:

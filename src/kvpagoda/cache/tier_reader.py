@@ -11,11 +11,9 @@ is raised.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from time import monotonic
 from weakref import WeakSet
@@ -24,9 +22,10 @@ import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.cache.swap import Rate
 from kvpagoda.memory.no_memory import NoMemory, Part
-from kvpagoda.tiers.driver import Lease, Status
+from kvpagoda.cache.swap import Rate
+from kvpagoda.cache.tier_hit import Prefetch, Record, TierHit
+from kvpagoda.tiers.driver import Status
 from kvpagoda.tiers.forks import watch_forks
 from kvpagoda.tiers.level import Level, Loading
 from kvpagoda.units import ceil_div, table_rows
@@ -35,108 +34,6 @@ _HOLD = 10.0  # seconds that what was found stays in its tier, to be loaded
 _FIRST_STEP = 64  # blocks that are asked for first; four times as many each time that all are there
 _LEAST_TOKENS = 4096  # computed, before loading is compared with computing
 _AGING = 0.9  # of what loading is thought to cost, each time that it is left for that: so it is tried again
-Record = tuple[Level, int]
-"""A record of a text: the level that has it, and its number in the text."""
-
-
-@dataclass(eq=False)
-class TierHit:
-    """What tiers have of a text, from block ``begin`` of it up to ``end``: found and, where it is ``held``, read already."""
-
-    block_hashes: list[bytes]
-    begin: int
-    end: int
-    started: float | None = None
-    """When the request began for which this is; None while nobody waits for it."""
-    layerwise: bool = False
-    """Whether blocks may come in layer after layer, when they are asked for."""
-    records: list[Record] = field(default_factory=list)
-    """In the order of the text."""
-    leases: list[Lease] = field(default_factory=list)
-    checkpoint: tuple[Level, list[int]] | None = None
-    """The staging rows that hold the checkpoint at ``end``."""
-    held: dict[Record, int] = field(default_factory=dict)
-    """The staging rows of records that are read."""
-    is_busy: bool = False
-    """Whether another thread is reading for it."""
-    _reading: dict[Record, int] = field(default_factory=dict)
-    _arriving: list[tuple[Level, list[int]]] = field(default_factory=list)
-
-    def __enter__(self) -> TierHit:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def deadline(self, level: Level) -> float:
-        """When a call to ``level`` has to be done: its timeout after the request began, whatever was asked before."""
-        return level.spec.timeout + (monotonic() if self.started is None else self.started)
-
-    def owns(self, level: Level, row: int) -> bool:
-        """Whether ``row`` of the staging memory of ``level`` is one of those of this hit."""
-        places = [(one, [row]) for (one, _), row in [*self.held.items(), *self._reading.items()]]
-        places += [*self._arriving, *([self.checkpoint] if self.checkpoint else [])]
-        return self.is_busy or any(one is level and row in rows for one, rows in places)
-
-    def drop(self, records: Many[Record]) -> None:
-        """Give back the staging rows of ``records``, read or not."""
-        for level, number in records:
-            for rows in (self.held, self._reading):
-                if (row := rows.pop((level, number), None)) is not None:
-                    level.buffer.release([row])
-
-    def release(self) -> None:
-        """Give back staging memory and leases, but for what is still arriving. Does no harm twice."""
-        self.drop([*self.held, *self._reading])
-        if self.checkpoint is not None:
-            (level, rows), self.checkpoint = self.checkpoint, None
-            level.buffer.release(rows)
-        while self.leases:
-            self.leases.pop().release()
-
-
-class Prefetch:
-    """Records of one text that are being read into host memory. Made by ``KVCache.prefetch``; ``open`` takes what it has."""
-
-    def __init__(self, block_hashes: list[bytes], future: Future[TierHit | None]) -> None:
-        self.block_hashes, self.is_used = block_hashes, False
-        self._future = future
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all that can be read ahead is read: opening the request waits for nothing then."""
-        return self._future.done()
-
-    def take(self, deadline: float) -> TierHit | None:
-        """What was found, for the caller to release; waits for it until ``deadline``. What comes later is given back."""
-        self.is_used = True
-        future, self._future = self._future, Future()
-        self._future.set_result(None)
-        try:
-            return future.result(max(0.0, deadline - monotonic()))
-        except CancelledError:
-            return None
-        except FutureTimeout:
-            future.cancel()
-            future.add_done_callback(_release)
-            return None
-
-    def close(self) -> None:
-        """Give back what was read, or is being read."""
-        hit = self.take(0.0)
-        if hit is not None:
-            hit.release()
-
-    def abandon(self) -> None:
-        """Nobody reads any more: in a forked process."""
-        self._future = Future()
-        self._future.set_result(None)
-
-
-def _release(future: Future[TierHit | None]) -> None:
-    hit = None if future.cancelled() or future.exception() is not None else future.result()
-    if hit is not None:
-        hit.release()
 
 
 class TierReader:
@@ -153,6 +50,7 @@ class TierReader:
         self._size, self._memory = block_size, memory
         self._reader: ThreadPoolExecutor | None = None
         self._prefetches: WeakSet[Prefetch] = WeakSet()
+        self._hit: TierHit | None = None  # the latest of a request
         self._computing, self._num_computed = Rate(), 0
         self.seconds_per_token: float | None = None
         """What a scheduler says that it takes to compute a token; None: what ``computed`` told. Loading is worth it if it is
@@ -175,11 +73,6 @@ class TierReader:
         for prefetch in [*self._prefetches]:
             prefetch.abandon()
 
-    def check(self) -> None:
-        """Prove that every staging row has an owner that knows it. Raises CheckFailed naming the rows."""
-        for level in self._levels:
-            level.check(lambda owner, row, level=level: isinstance(owner, TierHit) and owner.owns(level, row))  # type: ignore[misc]
-
     # -- finding -------------------------------------------------------------------------------------------------------
 
     def find(
@@ -189,19 +82,23 @@ class TierReader:
         ``num_cached`` are cached. ``block_hashes``: the root of the text, then one for each of its whole blocks.
 
         What ``prefetch`` found of the same text is taken, be it nothing: it is not looked up again. The hit is the caller's,
-        to be released.
+        to be released; the next ``find`` releases it at the latest.
         """
         started = monotonic()
+        if self._hit is not None:
+            self._hit.release()  # an interrupted request may have left it
         if prefetch is not None and not prefetch.is_used:
             is_same = prefetch.block_hashes == block_hashes
             hit = prefetch.take(started + max(level.spec.timeout for level in self._levels) if is_same else 0.0)
             if is_same and (hit is None or hit.begin <= num_cached):
                 if hit is not None:
                     hit.started = started
+                self._hit = hit
                 return hit
             if hit is not None:
                 hit.release()
-        return self._find(block_hashes, num_cached, resumable, started)
+        self._hit = self._find(block_hashes, num_cached, resumable, started)
+        return self._hit
 
     def prefetch(self, block_hashes: list[bytes], num_cached: int, resumable: int) -> Prefetch:
         """``find``, in a thread of its own, and read what is there as far as half the staging memory goes."""
@@ -210,7 +107,6 @@ class TierReader:
             hit = self._find(block_hashes, num_cached, resumable, None)
             if hit is not None:
                 self._read_ahead(hit, hit.records)
-                hit.is_busy = False
             return hit
 
         if self._reader is None:
@@ -223,8 +119,8 @@ class TierReader:
         self, block_hashes: list[bytes], num_cached: int, resumable: int, started: float | None
     ) -> TierHit | None:
         last = len(block_hashes) - 1
-        hit = TierHit(block_hashes, num_cached, num_cached if self._full is not None else last, started)
-        hit.is_busy = started is None
+        end = num_cached if self._full is not None else last
+        hit = TierHit(self._levels, block_hashes, num_cached, end, started)
         try:
             if self._full is not None:
                 self._find_blocks(hit, last)
@@ -261,7 +157,7 @@ class TierReader:
 
     def _look_up(self, hit: TierHit, asked: dict[Level, list[bytes]]) -> dict[Level, list[int]]:
         """Which of the keys that each level is asked for it has, by their places; all are asked at once."""
-        futures = {level: level.lookup(keys, hit.deadline(level), _HOLD) for level, keys in asked.items()}
+        futures = {level: level.tier.lookup(keys, hit.deadline(level), _HOLD) for level, keys in asked.items()}
         found = {}
         for level, future in futures.items():
             lease = future.result()
@@ -331,8 +227,7 @@ class TierReader:
     def _read(self, hit: TierHit, records: Many[Record], *, is_ahead: bool = False) -> Iterator[list[Record]]:
         """Read those of ``records`` that are not held, several batches at once; yields them as they are held, in their order,
         up to the first that cannot be read."""
-        hit.drop([*hit._reading])
-        batches, begun = deque(_batches(records)), deque[tuple[list[Record], Loading | None]]()
+        batches, begun = deque(_batches(records)), deque[tuple[list[Record], list[Record], Loading | None]]()
         while batches or begun:
             while batches and len(begun) < batches[0][0][0].spec.workers:
                 level, lacking = batches[0][0][0], [one for one in batches[0] if one not in hit.held]
@@ -341,16 +236,15 @@ class TierReader:
                 rows = level.acquire(len(lacking), hit, 0.0 if begun else hit.deadline(level))
                 if rows is None:
                     break
-                hit._reading.update(zip(lacking, rows))
                 keys = self._keys(hit, level, [number for _, number in lacking])
-                begun.append((batches.popleft(), level.start_load(keys, rows, hit.deadline(level)) if rows else None))
+                loading = level.start_load(keys, rows, hit.deadline(level)) if rows else None
+                begun.append((batches.popleft(), lacking, loading))
             if not begun:
                 return
-            batch, loading = begun.popleft()
-            bad = set[int]() if loading is None else batch[0][0].finish_load(loading)
-            for record in batch:
-                if (row := hit._reading.get(record, -1)) >= 0 and row not in bad:
-                    hit.held[record] = hit._reading.pop(record)
+            batch, lacking, loading = begun.popleft()
+            if loading is not None:
+                bad = batch[0][0].finish_load(loading)
+                hit.held.update((record, row) for record, row in zip(lacking, loading.rows) if row not in bad)
             good = next((i for i, record in enumerate(batch) if record not in hit.held), len(batch))
             if good:
                 yield batch[:good]
@@ -382,8 +276,8 @@ class TierReader:
         for records in self._read(hit, wanted):
             for part in self._parts_of(hit, records, ids, first):
                 self._memory.from_host(full.index, *part)
-            hit.drop(records)
             level, number = records[-1]
+            level.buffer.release([hit.held.pop(record) for record in records])
             done = min(len(ids), (number + 1) * level.unit - first)
         return done
 
@@ -391,18 +285,11 @@ class TierReader:
         parts = [
             part for _, some in groupby(wanted, lambda one: one[0]) for part in self._parts_of(hit, [*some], ids, first)
         ]
-        arriving = hit._arriving
-        arriving += [(level, [hit.held.pop((level, number))]) for level, number in wanted]
-
-        def release() -> None:
-            while arriving:
-                level, rows = arriving.pop()
-                level.buffer.release(rows)
-
+        hit.is_arriving = True
         try:
-            self._memory.from_host_later(full.index, parts, release)
+            self._memory.from_host_later(full.index, parts, hit.arrived)
         except BaseException:
-            release()
+            hit.is_arriving = False
             raise
 
     @staticmethod

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.pages import Bytes
-from kvpagoda.tiers.driver import FAULTS, Lease, Status
+from kvpagoda.tiers.driver import FAULTS, Status
 from kvpagoda.tiers.forks import watch_forks
 from kvpagoda.tiers.keys import layout_fingerprint, record_key
 from kvpagoda.tiers.records import RecordBuffer
@@ -68,10 +68,6 @@ class LevelStats:
     dropped: int
     is_available: bool
     last_fault: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, for JSON."""
-        return asdict(self)
 
 
 class Loading(NamedTuple):
@@ -177,7 +173,7 @@ class Level:
     # -- loading: any thread -------------------------------------------------------------------------------------------
 
     def acquire(self, n: int, owner: object, deadline: float) -> list[int] | None:
-        """``n`` rows of staging memory for ``owner``, after waiting for stores until ``deadline``; None if too few are free."""
+        """``n`` rows of staging memory for ``owner``, after waiting for stores until ``deadline``; None: too few are free."""
         while self.buffer.num_free < n:
             storing, now = [*self._storing], monotonic()
             if not storing or now >= deadline:
@@ -187,10 +183,6 @@ class Level:
             return self.buffer.acquire(n, owner)
         except OutOfBlocks:  # another thread was faster
             return None
-
-    def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Future[Lease]:
-        """See ``Tier.lookup``."""
-        return self.tier.lookup(keys, deadline, hold)
 
     def start_load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> Loading:
         """Begin to read the records of ``keys`` into ``rows``."""
@@ -210,14 +202,13 @@ class Level:
 
     # -- proof, figures, the end ---------------------------------------------------------------------------------------
 
-    def check(self, owns: Callable[[object, int], bool]) -> None:
-        """Prove that every staging row that is out is being stored, or is a row that its owner knows: ``owns(owner, row)``.
-        Raises CheckFailed naming the rows."""
+    def check(self) -> None:
+        """Prove that every staging row that is out is being stored, or its owner is not released. Raises CheckFailed."""
         storing = {row for rows in [*self._storing.values()] for row in rows}
         lost = [
             row
             for row, owner in self.buffer.owners().items()
-            if not (row in storing if owner is self else owner is self.tier or owns(owner, row))
+            if owner is not self.tier and (row not in storing if owner is self else getattr(owner, "is_released", True))
         ]
         if lost:
             raise CheckFailed(f"tier {self.spec.name!r}: staging records {lost[:16]} are out, and nobody has them")
@@ -236,10 +227,6 @@ class Level:
             told.stores.get(Status.OK, 0), told.loads.get(Status.OK, 0), told.loads.get(Status.MISS, 0), failed,
             self.dropped + told.stores.get(Status.REJECTED, 0), told.is_available, told.last_fault,
         )  # fmt: skip
-
-    def close(self, deadline: float) -> bool:
-        """See ``Tier.close``."""
-        return self.tier.close(deadline)
 
     def after_fork(self) -> None:
         """See ``Forkable``: what the parent stores is not waited for here."""

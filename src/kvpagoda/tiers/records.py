@@ -103,7 +103,7 @@ class RecordBuffer:
         self.rows = list(self.records)
         self._lock = Lock()
         self._free = FreeStack(num_records, what="records")
-        self._owners: list[object] = [None] * num_records  # of those that are out
+        self._owners: dict[int, object] = {}  # of those that are out
         self._in_use = bytearray(num_records)
         watch_forks(self)
 
@@ -122,14 +122,13 @@ class RecordBuffer:
         count = whole_number(n, "the number of records to take")
         with self._lock:
             rows: list[int] = self._free.acquire(count).tolist()
-            for row in rows:
-                self._owners[row] = owner
+            self._owners.update(dict.fromkeys(rows, owner))
         return rows
 
     def owners(self) -> dict[int, object]:
-        """Who took each record that is out. O(num_records)."""
+        """Who took each record that is out. O(records that are out)."""
         with self._lock:
-            return {row: owner for row, owner in enumerate(self._owners) if owner is not None}
+            return dict(self._owners)
 
     def after_fork(self) -> None:
         """See ``Forkable``: another thread of the parent may have held the lock."""
@@ -139,9 +138,17 @@ class RecordBuffer:
         """Give ``rows`` back. Raises NotOwned, giving none, for a record that is not out or named twice. O(n)."""
         with self._lock:
             self._prove_out(rows)
-            for row in rows:
-                self._owners[row] = None
-            self._free.give(np.array([row for row in rows if not self._in_use[row]], np.int32))
+            self._release(rows)
+
+    def release_all(self, owner: object) -> None:
+        """Give back all records that ``owner`` took. O(records that are out)."""
+        with self._lock:
+            self._release([row for row, one in self._owners.items() if one is owner])
+
+    def _release(self, rows: Sequence[int]) -> None:
+        self._free.give(np.array([row for row in rows if not self._in_use[row]], np.int32))
+        for row in rows:
+            del self._owners[row]
 
     def hold(self, rows: Sequence[int]) -> bool:
         """An operation works on ``rows`` until it calls ``drop``; False, holding none, if another one still does.
@@ -159,23 +166,23 @@ class RecordBuffer:
     def drop(self, rows: Sequence[int]) -> None:
         """The operation that held ``rows`` touches them no more."""
         with self._lock:
+            self._free.give(np.array([row for row in rows if row not in self._owners], np.int32))
             for row in rows:
                 self._in_use[row] = False
-            self._free.give(np.array([row for row in rows if self._owners[row] is None], np.int32))
 
     def check(self) -> None:
         """Prove that each record is free, out, or given back and still in use. Raises CheckFailed."""
         with self._lock:
             self._free.check()
             held = set(self._free.held_ids().tolist())
-            known = {row for row in range(self.num_records) if self._owners[row] is not None or self._in_use[row]}
+            known = {row for row in range(self.num_records) if row in self._owners or self._in_use[row]}
             if held != known:
                 raise CheckFailed(
                     f"records out or in use that the free list does not know: {sorted(held ^ known)[:16]}"
                 )
 
     def _prove_out(self, rows: Sequence[int]) -> None:
-        bad = [row for row in rows if not 0 <= row < self.num_records or self._owners[row] is None]
+        bad = [row for row in rows if row not in self._owners]
         if bad or len(set(rows)) < len(rows):
             raise NotOwned(
                 f"records of 0..{self.num_records - 1} that are out, each once; got {bad[:16] or list(rows)[:16]}"

@@ -1,11 +1,10 @@
-"""A driver over slots of one size: who lies where, who may be evicted, and who has to wait until it may come in."""
+"""A driver over slots of one size: which record lies where, which may be evicted, and which is admitted."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from heapq import heappop, heappush
 from itertools import count, islice
 from threading import Lock
 from time import monotonic
@@ -43,8 +42,8 @@ class SlotDriver:
 
     A slot is free, being written, or valid; one that is being read, or cleared, is not handed out before that is done. A full
     driver with ``remember`` > 0 takes a record in place of another only when it comes again: it remembers that many keys that
-    it refused. All books are kept under one lock, and no I/O is done under it. Amortised O(log leases) a call and O(1) a key;
-    a full driver also steps over the keys that may not go.
+    it refused. All state is kept under one lock, and no I/O is done under it. O(1) a key and O(open leases) a call; a full
+    driver also steps over the keys that may not go.
     """
 
     part_nbytes = 2 << 20  # what the processor's cache still has when a record is summed
@@ -59,9 +58,7 @@ class SlotDriver:
         self._busy: Counter[int] = Counter()  # slots that are read or cleared, by how many calls
         self._dropped: set[int] = set()  # busy slots that are free afterwards
         self._refused: OrderedDict[bytes, None] = OrderedDict()
-        self._leases: dict[int, list[bytes]] = {}
-        self._ends: list[tuple[float, int]] = []  # a heap: when which lease is over
-        self._leased: Counter[bytes] = Counter()
+        self._leases: dict[int, tuple[float, list[bytes]]] = {}  # by number: until when, and what
         self._numbers = count()
         self._calls = self._evicted = self._rejected = 0
         self._is_closed = False
@@ -101,9 +98,7 @@ class SlotDriver:
             number = next(self._numbers)
             self._expire()
             if found:
-                self._leases[number] = found
-                self._leased.update(found)
-                heappush(self._ends, (now + hold, number))
+                self._leases[number] = (now + hold, found)
                 self._touch(keys)
             statuses = tuple(Status.OK if key in self._slots else Status.MISS for key in keys)
         return Lease(tuple(keys), statuses, now + hold, partial(self._release, number))
@@ -166,7 +161,7 @@ class SlotDriver:
         self._medium.close()
 
     def check(self) -> None:
-        """Prove that every slot is in one place, and that leases are counted right. Raises CheckFailed naming the slots."""
+        """Prove that every slot is in one place. Raises CheckFailed naming the slots."""
         with self._lock:
             places = [*self._free, *self._slots.values(), *self._writing.values(), *self._dropped]
             if sorted(places) != list(range(self._medium.num_slots)):
@@ -177,8 +172,6 @@ class SlotDriver:
                 raise CheckFailed(
                     f"slots that nobody will free: {sorted(self._dropped - self._busy.keys())[:16]}, or written twice"
                 )
-            if self._leased != Counter(key for keys in self._leases.values() for key in keys):
-                raise CheckFailed("the count of leased keys is not that of the leases")
 
     # -- under the lock ------------------------------------------------------------------------------------------------
 
@@ -200,7 +193,7 @@ class SlotDriver:
             self._medium.close()
 
     def _reserve(self, keys: Sequence[bytes]) -> list[int | Status]:
-        """A slot for each key that is to be written, or what there is to say already."""
+        """A slot for each key that ``store`` has to write; for the others their status."""
         wanted = sum(key not in self._slots for key in keys) - len(self._free)
         victims = iter(self._victims(wanted, set(keys)) if wanted > 0 else ())
         given: list[int | Status] = []
@@ -220,13 +213,10 @@ class SlotDriver:
         return given
 
     def _victims(self, n: int, keep: set[bytes]) -> list[bytes]:
-        """Up to ``n`` keys that may go, the first to go first. O(n + keys that may not)."""
+        """Up to ``n`` keys that may go, the first to go first, and none of ``keep``. O(n + keys that may not)."""
         self._expire()
-        may_go = (
-            key
-            for key, slot in self._slots.items()
-            if key not in self._leased and slot not in self._busy and key not in keep
-        )
+        keep = keep.union(*(keys for _, keys in self._leases.values()))
+        may_go = (key for key, slot in self._slots.items() if key not in keep and slot not in self._busy)
         return list(islice(may_go, n))
 
     def _is_admitted(self, key: bytes) -> bool:
@@ -247,20 +237,14 @@ class SlotDriver:
 
     def _expire(self) -> None:
         now = monotonic()
-        while self._ends and self._ends[0][0] <= now:
-            self._end(heappop(self._ends)[1])
-
-    def _end(self, number: int) -> None:
-        for key in self._leases.pop(number, ()):
-            self._leased[key] -= 1
-            if not self._leased[key]:
-                del self._leased[key]
+        for number in [number for number, (until, _) in self._leases.items() if until <= now]:
+            del self._leases[number]
 
     # -- not under the lock --------------------------------------------------------------------------------------------
 
     def _release(self, number: int) -> None:
         with self._lock:
-            self._end(number)
+            self._leases.pop(number, None)
 
     @staticmethod
     def _try(move: Callable[[int, int], bool], slot: int, row: int, deadline: float) -> Status:

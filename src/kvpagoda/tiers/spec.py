@@ -30,8 +30,8 @@ class TierSpec:
     stores there: blocks as they are published (``"commit"``), those that it evicts (``"evict"``), or those that a second
     request begins with (``"reuse"``). ``record_nbytes``: records have at least so many bytes; blocks of a small model share
     one. ``staging``: host memory for records on their way (None: 64 MiB, or what two checkpoints take). ``timeout``: seconds
-    that an ``open`` may spend here, however much it asks for; a store may take as long. ``is_private``: what lies there is memory of this process. Only that may do without
-    ``checksum``, the sum of payloads.
+    that one ``open`` may spend here in all, and one store. ``is_private``: what lies there is memory of this process. Only
+    that may do without ``checksum``, the sum of payloads. Raises BadInput.
     """
 
     name: str
@@ -67,12 +67,8 @@ def disk_tier(
     folder: str | Path, nbytes: int | str, *, direct: bool = False, admit_all: bool = False, **settings: Any
 ) -> TierSpec:
     """A file of at most ``nbytes`` in ``folder``, found again after a restart. See ``disk_driver`` and ``TierSpec``."""
-    size = parse_bytes(nbytes)
-    return TierSpec(
-        "disk",
-        lambda buffer: disk_driver(folder, buffer, size, direct=direct, admit_all=admit_all),
-        **settings,
-    )
+    make = partial(disk_driver, folder, nbytes=parse_bytes(nbytes), direct=direct, admit_all=admit_all)
+    return TierSpec("disk", make, **settings)
 
 
 def redis_tier(url: str, *, tls: ssl.SSLContext | None = None, **settings: Any) -> TierSpec:

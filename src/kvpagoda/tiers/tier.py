@@ -29,6 +29,7 @@ from kvpagoda.units import ceil_div, parse_bytes
 
 Rows = Sequence[int]
 _KINDS = ("store", "lookup", "load", "discard")
+_PROBED = ("lookup", "load")  # requests wait for them
 _LONGEST_WAIT = 3600.0
 
 
@@ -149,8 +150,10 @@ class Tier:
         """Counts, without I/O."""
         with self._changed:
             is_available = not (self._is_closed or any(breaker.is_open for breaker in self._breakers.values()))
-            counts = [dict(self._counts[kind]) for kind in _KINDS]
-            return TierStats(*counts, self._in_flight, is_available, self._last_error, self._last_fault)
+            stores, lookups, loads, discards = (dict(self._counts[kind]) for kind in _KINDS)
+            return TierStats(
+                stores, lookups, loads, discards, self._in_flight, is_available, self._last_error, self._last_fault
+            )
 
     @property
     def is_closed(self) -> bool:
@@ -212,7 +215,7 @@ class Tier:
             return Status.TIMEOUT
         if self._in_flight + operation.nbytes > self._most_in_flight:
             return Status.REJECTED
-        if breaker.is_open and (operation.kind in ("lookup", "load") or not breaker.takes_probe(operation.begun)):
+        if breaker.is_open and (operation.kind in _PROBED or not breaker.takes_probe(operation.begun)):
             return Status.UNAVAILABLE
         return None if self.buffer.hold(operation.rows) else Status.REJECTED
 
@@ -234,20 +237,22 @@ class Tier:
                 now = monotonic()
                 late = [operation for operation in self._pending if operation.deadline <= now]
                 for operation in late:
-                    self._end(operation, Status.TIMEOUT, f"no answer in {operation.deadline - operation.begun:.3g} s")
-                for kind, fault in self._faults.items():
-                    if kind in ("lookup", "load") and not self._is_closed and self._breakers[kind].takes_probe(now):
-                        self._probe(kind, fault)
+                    self._end(operation, Status.TIMEOUT, f"no answer in {operation.deadline - operation.begun:.2g} s")
+                probed = {} if self._is_closed else {kind: self._breakers[kind] for kind in self._probed_kinds()}
+                for kind, breaker in probed.items():
+                    if breaker.takes_probe(now):
+                        self._probe(kind, self._faults[kind])
                 if not late:
                     times = [operation.deadline for operation in self._pending]
-                    times += (
-                        [] if self._is_closed else [one.next_probe for one in self._breakers.values() if one.is_open]
-                    )
+                    times += [breaker.next_probe for breaker in probed.values()]
                     self._wakes_at = min(times, default=inf)
                     self._changed.wait(min(max(1e-3, self._wakes_at - now), _LONGEST_WAIT))
                     self._wakes_at = 0.0
             for operation in late:
                 self._answer(operation, operation.refused(Status.TIMEOUT))
+
+    def _probed_kinds(self) -> list[str]:
+        return [kind for kind in _PROBED if kind in self._faults and self._breakers[kind].is_open]
 
     def _probe(self, kind: str, fault: _Fault) -> None:
         """Ask the driver once more for one key that it failed for. Nobody waits for the answer."""
