@@ -63,9 +63,7 @@ class RedisDriver:
     def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
         """See ``Driver``."""
         replies = self._client.ask(b"DEL", _names(keys), deadline)
-        return [
-            reply if isinstance(reply, Status) else Status.OK if reply else Status.MISS for reply in replies
-        ]
+        return [reply if isinstance(reply, Status) else Status.OK if reply else Status.MISS for reply in replies]
 
     def stats(self) -> DriverStats:
         """What the servers said of themselves with a store of this driver, a second before the last one at most: all that
@@ -96,12 +94,12 @@ class RedisDriver:
 
 
 def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
-    """Keep records of ``buffer`` in the Redis or Valkey at ``url``, which redis-py reads; nobody is asked before the first call.
+    """Keep records of ``buffer`` in the Redis or Valkey at ``url``. Nobody is asked before the first call.
 
     ``redis://user:password@host:port/database``, ``rediss://`` with TLS, ``unix:///path``, or, for the master that sentinels
-    name, ``redis+sentinel://user:password@host:port,host:port/service/database``. Any server of a cluster will do. Options of
-    redis-py follow a ``?``, e.g. ``rediss://host?ssl_ca_certs=/etc/ca.pem``. Names are looked up without a deadline; the
-    call above, a ``Tier``'s, has one all the same. Raises BadInput for another URL, for records of 512 MiB and more, and
+    call ``name``, ``redis+sentinel://user:password@host:port,host:port/database#name``. Any server of a cluster will do.
+    Options of redis-py follow a ``?``: ``rediss://host?ssl_ca_certs=/etc/ca.pem``. The system looks names up without a
+    deadline: a ``Tier`` answers in time all the same. Raises BadInput for another URL, for records of 512 MiB and more, and
     without the package redis.
     """
     if buffer.record_nbytes > _MOST_NBYTES:
@@ -116,10 +114,15 @@ def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
         raise BadInput(f"Redis needs the package redis ({error}); install kvpagoda[redis]") from None
     try:
         return RedisDriver(buffer, RedisClient(url))
-    except (ValueError, TypeError, RedisError):  # and do not say what it was: there may be a password in it
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        RedisError,
+    ):  # and do not say what it was: there may be a password in it
         raise BadInput(
             "a url is redis://user:password@host:port/database?option=value, rediss:// for TLS, unix:///path, or "
-            "redis+sentinel://host:port,host:port/service"
+            "redis+sentinel://host:port,host:port#name"
         ) from None
 
 
