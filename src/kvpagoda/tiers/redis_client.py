@@ -38,9 +38,11 @@ INFO_SECONDS = 1.0
 _PART_NBYTES = 1 << 20  # asked for at once: more of it, and server and client wake each other for less
 _PART_NAMES = 1024
 _SEND_NBYTES = 4 << 20  # buffered by the system: a record and more
-_MOST_NBYTES = 64 << 20  # that redis-py may read at a time: more than the map of any cluster
+_MOST_NBYTES = 16 << 20  # of a reply that redis-py reads: the map of a cluster, a record whose slot is moving
+_LINES_NBYTES, _HEAD_NBYTES = 4096, 12  # read ahead of numbers, and of a value, whose bytes shall come into its record
 _LONGEST_SECONDS = 86400.0
-_PLAIN = re.compile(rb"(?:\+OK|([$:])(-1|\d{1,18}))\r\n")
+_PLAIN = re.compile(rb"(?:\+OK|(?::|\$(?=-))(-1|\d{1,18}))\r\n")  # OK, a number, or null
+_VALUE = re.compile(rb"\$(-1|\d{1,9})\r\n")  # its length, or null
 _deadline: ContextVar[float] = ContextVar("deadline", default=inf)  # of the call that this thread is in
 
 
@@ -91,20 +93,20 @@ class _Socket:
         return len(data)
 
     def reply(self, target: memoryview | None) -> int | None:
-        """A number, -1 for null, 1 for OK; or the length of a value, which is read into ``target``, a longer one over itself.
+        """A number, -1 for null, 1 for OK; with ``target`` the length of a value, which is read into it, or over itself.
 
         None for any other reply, which is left to ``recv``.
         """
-        while not (head := _PLAIN.match(self._ahead)):
-            if b"\n" in self._ahead or len(self._ahead) > 4096:
+        while not (head := (_PLAIN if target is None else _VALUE).match(self._ahead)):
+            if b"\n" in self._ahead or len(self._ahead) > _LINES_NBYTES:
                 return None
-            self._read_ahead(4096 if target is None else 12)
-        number, self._ahead = int(head[2] or 1), self._ahead[head.end() :]
-        if head[1] == b"$" and number >= 0 and target is not None:
+            self._read_ahead(_LINES_NBYTES if target is None else _HEAD_NBYTES)
+        number, self._ahead = int(head[1] or 1), self._ahead[head.end() :]
+        if target is not None and number >= 0:
             for start in range(0, number, len(target)):
                 self._fill(target[: number - start])
             while len(self._ahead) < 2:
-                self._read_ahead(12)
+                self._read_ahead(_HEAD_NBYTES)
             if self._ahead[:2] != b"\r\n":
                 raise OSError("a value is longer than it says")
             self._ahead = self._ahead[2:]
@@ -215,7 +217,8 @@ class RedisClient:
             for pool, group in groups.items():
                 for i, reply in zip(group, self._exchange(pool, [asked[i] for i in group], step)):
                     replies[i] = self._told(*asked[i], reply)
-                if command == b"SET" and not isinstance(replies[group[-1]], Status):
+            if command == b"SET":
+                for pool in {self._pool_of(name) for name, reply in zip(names, replies) if reply == 1}:
                     self._note(pool)
         except Exception as error:  # redis-py raises anything at all for what a server may say
             replies = [self._fault(error)] * len(names)
@@ -225,7 +228,8 @@ class RedisClient:
 
     def info(self) -> list[dict[str, Any]]:
         """What each server said of itself, a second before the last SET at most."""
-        return [self._info[pool][1] for pool in self._pools() if pool in self._info]
+        told = [self._info[pool] for pool in self._pools() if pool in self._info]
+        return [info for _, info in told or self._info.values()]
 
     def close(self) -> None:
         """Close all connections. Later calls say UNAVAILABLE."""
@@ -312,7 +316,10 @@ class RedisClient:
     def _note(self, pool: Any) -> None:
         """Ask a server what it holds, if it is time to."""
         if monotonic() >= self._info.get(pool, (-inf, {}))[0] + INFO_SECONDS:
-            self._info[pool] = monotonic(), Redis(connection_pool=pool).info()
+            try:
+                self._info[pool] = monotonic(), Redis(connection_pool=pool).info()
+            except Exception as error:
+                self.last_error = str(error)
 
 
 def _packed(commands: Iterable[Words]) -> list[bytes | memoryview]:
