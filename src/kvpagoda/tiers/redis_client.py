@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from redis import ConnectionPool, Redis, RedisCluster, Sentinel
+from redis._parsers import _RESP2Parser
 from redis.backoff import NoBackoff
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
 from redis.exceptions import AskError, InvalidResponse, MovedError, OutOfMemoryError, ResponseError
@@ -86,12 +87,6 @@ class _Socket:
             raise OSError(f"an answer of more than {_MOST_NBYTES} bytes")
         return data
 
-    def recv_into(self, target: memoryview) -> int:
-        """The same, into ``target``."""
-        data = self.recv(len(target))
-        target[: len(data)] = data
-        return len(data)
-
     def reply(self, target: memoryview | None) -> int | None:
         """A number, -1 for null, 1 for OK; with ``target`` the length of a value, which is read into it, or over itself.
 
@@ -137,6 +132,10 @@ class _Connection:
     """Mixed into a connection of redis-py: it has a ``_Socket``, and connects by the deadline."""
 
     socket_timeout = socket_connect_timeout = property(lambda _: _seconds_left(), lambda _, seconds: None)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.set_parser(_RESP2Parser)  # type: ignore[attr-defined]  # hiredis reads ahead by itself
 
     def _connect(self) -> _Socket:
         connected = super()._connect()  # type: ignore[misc]

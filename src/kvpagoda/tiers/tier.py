@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from queue import SimpleQueue
-from threading import Condition, Thread
+from threading import TIMEOUT_MAX, Condition, Thread
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
@@ -216,7 +216,7 @@ class Tier:
                         self._breakers[operation.kind].record(True, now)
                         late.append(operation)
                 if not late and self._waiting:
-                    self._changed.wait(self._waiting[0][0] - now)
+                    self._changed.wait(min(self._waiting[0][0] - now, TIMEOUT_MAX))
             for operation in late:
                 self._answer(operation, operation.refuse(Status.TIMEOUT))
 
