@@ -227,15 +227,6 @@ def test_a_late_answer_reaches_nobody(server: Server) -> None:
 
 
 @needs_redis
-def test_a_server_that_hung_up_is_asked_again(server: Server) -> None:
-    client = Client(server.address)
-    for _ in range(3):
-        assert client.store(1) == [OK] and client.load(1) == [OK]
-        ask(server.folder / "socket", "CLIENT", "KILL", "TYPE", "normal")
-    client.close()
-
-
-@needs_redis
 def test_a_forked_process_has_its_own_connections(server: Server) -> None:
     buffer = RecordBuffer(2, 1000)
     driver = redis_driver(buffer, server.address)
@@ -256,19 +247,6 @@ def test_a_forked_process_has_its_own_connections(server: Server) -> None:
 def owner(cluster: Server, i: int) -> int:
     """The port of the server that has key ``i``."""
     return next(port for port in cluster.ports if ask(port, "STRLEN", name_of(i))[:1] == b":")
-
-
-@needs_redis
-def test_any_server_of_a_cluster_will_do(cluster: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_client, "INFO_SECONDS", 0.0)
-    client = Client(cluster.address)
-    for i in range(0, 48, 12):
-        assert client.store(*range(i, i + 12)) == [OK] * 12
-    assert client.driver.stats().num_records == 48 and len({owner(cluster, i) for i in range(48)}) == 3
-    other = Client(cluster.address.replace(str(cluster.ports[0]), str(cluster.ports[2])))
-    assert other.load(*range(12)) == [OK] * 12 and other.discard(*range(48)) == [OK] * 48
-    for one in (client, other):
-        one.close()
 
 
 @needs_redis

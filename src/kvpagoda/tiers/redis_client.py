@@ -143,7 +143,7 @@ class _Connection:
 
 
 class _Tcp(Connection):  # type: ignore[misc]
-    """What comes has a large buffer from the start, which is a third of the time that a value of 1 MiB takes."""
+    """What comes has a large buffer from the start, without it a value of 1 MiB takes 1.3 times as long."""
 
     def _connect(self) -> socket.socket:
         failed = OSError(f"{self.host} has no address")
@@ -246,10 +246,10 @@ class RedisClient:
         return [info for _, info in told or self._info.values()]
 
     def close(self) -> None:
-        """Close all connections. Later calls say UNAVAILABLE."""
+        """Close what is idle; what is in use is closed after its call. Later calls say UNAVAILABLE."""
         self._is_closed = True
         for pool in {self._pool, *self._pools()}:
-            pool.disconnect()
+            pool.disconnect(inuse_connections=False)
 
     def _pools(self) -> list[Any]:
         nodes = self._cluster.get_nodes() if self._cluster else ()
@@ -278,6 +278,8 @@ class RedisClient:
             replies += [error] * (len(asked) - len(replies))
         finally:
             if connection is not None:
+                if self._is_closed:
+                    connection.disconnect()
                 pool.release(connection)
         return replies
 
