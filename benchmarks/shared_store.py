@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from socket import create_connection, socket
+from statistics import median
 from tempfile import TemporaryDirectory
 
 from redis import Redis
@@ -199,7 +200,10 @@ def _compare(
                 what: [[one["plain"][i], one[who][i]] for one in rounds] for i, what in enumerate(("store", "load"))
             }
             case = f"{who}, {format_bytes(buffer.payload_nbytes)}, {workers} thread{'s' * (workers > 1)}"
-            rows += shares(case, len(keys), taken)
+            made = shares(case, len(keys), taken)
+            for row, times in zip(made, taken.values()):  # of the same moment: others use the machine too
+                row["share_percent"] = median(100 * plain_took / took for plain_took, took in times[1:])
+            rows += made
         tier.close(later())
     return rows
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ class RedisDriver:
     def __init__(self, buffer: RecordBuffer, client: RedisClient) -> None:
         self._records, self._record_nbytes = [row.data for row in buffer.rows], buffer.record_nbytes
         self._client = client
-        self._rejected = 0
+        self._lock, self._rejected = Lock(), 0
 
     @property
     def last_error(self) -> str:
@@ -42,13 +43,14 @@ class RedisDriver:
         names, records = _names(keys), [self._records[row] for row in rows]
         replies = self._client.ask(b"SET", names, deadline, records, b"NX")
         kept = [i for i, reply in enumerate(replies) if reply is None]
-        for i, status in zip(kept, self._lookup([names[i] for i in kept], deadline)):
+        for i, status in zip(kept, self._lookup([names[i] for i in kept], deadline) if kept else ()):
             if status is Status.MISS:  # something lies there that is no record
                 (replies[i],) = self._client.ask(b"SET", [names[i]], deadline, [records[i]])
             else:
                 replies[i] = status
         statuses = [reply if isinstance(reply, Status) else Status.OK for reply in replies]
-        self._rejected += statuses.count(Status.REJECTED)
+        with self._lock:
+            self._rejected += statuses.count(Status.REJECTED)
         return statuses
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
