@@ -1,7 +1,8 @@
 """What a tier leaves of the speed of a store that many machines share, beside the engine's own calls on the same connection.
 
 ``redis``: SET and GET of one record after the other from and into the buffer, by ``sendmsg`` and ``recv_into`` and nothing
-else: no client that is sold as one does less. ``mooncake``: its ``batch_put_from`` and ``batch_get_into``, 16 records at once.
+else: no client that is sold as one does less. Beside it the driver alone, and ``set`` and ``get`` of redis-py with a copy of
+what it gives. ``mooncake``: its ``batch_put_from`` and ``batch_get_into``, 16 records at once.
 Servers and clients are on the loopback of one machine, and by as many threads as the tier has workers. What is plain checks
 nothing; the tier packs, sums and proves each record.
 """
@@ -15,7 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from socket import create_connection, socket
+from statistics import median
 from tempfile import TemporaryDirectory
+
+from redis import Redis
 
 from benchmarks.disk import BATCH, Call, all_ok, later, records_of, shares
 from benchmarks.timing import Options, Row, seconds, tell
@@ -26,17 +30,19 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "tiers"))
 from servers import has_redis, mooncake_server, redis_server, why_no_mooncake
 
 QUESTION = "How much of the speed of a shared store's own client does a tier leave?"
-SIZES = (1 << 20, 2 << 20)
+REDIS_SIZES = (64 << 10, 1 << 20)
+MOONCAKE_SIZES = (1 << 20, 2 << 20)
 Plain = Callable[[list[bytes], list[int]], None]
+Calls = tuple[Plain, Plain, Call]  # write a batch, read it, forget all
 
 
 def measure(options: Options) -> list[Row]:
-    total = 8 << 20 if options.quick else 64 << 20
+    total = 8 << 20 if options.quick else 32 << 20
     rows: list[Row] = []
     with TemporaryDirectory() as folder:
         if has_redis():
             with redis_server(Path(folder), memory="1gb") as server:
-                for size in SIZES:
+                for size in REDIS_SIZES:
                     rows += _redis(options, server.address, size, total // size)
         else:
             rows.append({"who": "redis", "absent": "no redis-server: apt-get install redis-server"})
@@ -45,7 +51,7 @@ def measure(options: Options) -> list[Row]:
             rows.append({"who": "mooncake", "absent": reason})
         else:
             with mooncake_server(Path(folder), "512MiB") as server:
-                for size in SIZES:
+                for size in MOONCAKE_SIZES:
                     rows += _mooncake(options, server.address, size, total // size)
     return rows
 
@@ -93,9 +99,29 @@ def _redis(options: Options, address: str, size: int, count: int) -> list[Row]:
                 one.sendall(b"*2\r\n$3\r\nDEL\r\n$32\r\n%s\r\n" % key)
                 one.recv(16)
 
-    rows = _compare(
-        options, "redis", buffer, lambda: redis_driver(buffer, address), keys, source, target, write, read, forget
+    client, driver = Redis.from_url(address), redis_driver(buffer, address)
+    names = {key: b"own " + key for key in keys}
+
+    def set_all(keys: list[bytes], rows: list[int]) -> None:
+        for key, row in zip(keys, rows):
+            assert client.set(names[key], buffer.rows[row].data, nx=True)
+
+    def get_all(keys: list[bytes], rows: list[int]) -> None:
+        for key, row in zip(keys, rows):
+            buffer.rows[row].data[:] = client.get(names[key])  # type: ignore[assignment]
+
+    own: Calls = (set_all, get_all, lambda: client.delete(*names.values()))
+    alone: Calls = (
+        lambda keys, rows: all_ok([driver.store(keys, rows, later())]),
+        lambda keys, rows: all_ok([driver.load(keys, rows, later())]),
+        lambda: driver.discard(keys, later()),
     )
+    rows = _compare(
+        options, "redis", buffer, lambda: redis_driver(buffer, address), keys, source, target, (write, read, forget),
+        {"redis, driver alone": alone, "redis-py itself": own},
+    )  # fmt: skip
+    driver.close()
+    client.close()
     while not sockets.empty():
         sockets.get().close()
     return rows
@@ -122,7 +148,15 @@ def _mooncake(options: Options, address: str, size: int, count: int) -> list[Row
         client.batch_remove(names(keys), True)
 
     rows = _compare(
-        options, "mooncake", buffer, lambda: mooncake_driver(buffer, master), keys, source, target, write, read, forget
+        options,
+        "mooncake",
+        buffer,
+        lambda: mooncake_driver(buffer, master),
+        keys,
+        source,
+        target,
+        (write, read, forget),
+        {},
     )
     plain.close()
     return rows
@@ -130,9 +164,9 @@ def _mooncake(options: Options, address: str, size: int, count: int) -> list[Row
 
 def _compare(
     options: Options, name: str, buffer: RecordBuffer, make: Callable[[], Driver], keys: list[bytes], source: list[int],
-    target: list[int], write: Plain, read: Plain, forget: Call,
+    target: list[int], plain: Calls, others: dict[str, Calls],
 ) -> list[Row]:  # fmt: skip
-    """Rows for one and for two workers: ``write`` and ``read`` of a batch, and the tier's, in turn, each in an empty store."""
+    """Rows for one and for two workers: of the tier and of ``others``, with ``plain`` in turn, each in an empty store."""
     rows: list[Row] = []
     batches = [slice(at, at + BATCH) for at in range(0, len(keys), BATCH)]
     for workers in (1, 2):
@@ -152,15 +186,24 @@ def _compare(
             def each(call: Plain, rows: list[int], pool: ThreadPoolExecutor = pool) -> None:
                 list(pool.map(lambda part: call(keys[part], rows[part]), batches))
 
-            plain: list[Call] = [lambda: each(write, source), lambda: each(read, target), forget]
-            calls: list[list[Call]] = [plain, [store, load, discard]]
-            rounds = [[[seconds(call) for call in who] for who in calls] for _ in range(options.runs + 1)]
-        case = f"{name}, {format_bytes(buffer.payload_nbytes)}, {workers} thread{'s' * (workers > 1)}"
-        rows += shares(
-            case,
-            len(keys),
-            {what: [[who[i] for who in one] for one in rounds] for i, what in enumerate(("store", "load"))},
-        )
+            def bound(calls: Calls) -> list[Call]:
+                write, read, forget = calls
+                return [lambda: each(write, source), lambda: each(read, target), forget]
+
+            asked = {"plain": bound(plain), name: [store, load, discard], **{who: bound(others[who]) for who in others}}
+            rounds = [
+                {who: [seconds(call) for call in calls] for who, calls in asked.items()}
+                for _ in range(options.runs + 1)
+            ]
+        for who in [name, *others]:
+            taken = {
+                what: [[one["plain"][i], one[who][i]] for one in rounds] for i, what in enumerate(("store", "load"))
+            }
+            case = f"{who}, {format_bytes(buffer.payload_nbytes)}, {workers} thread{'s' * (workers > 1)}"
+            made = shares(case, len(keys), taken)
+            for row, times in zip(made, taken.values()):  # of the same moment: others use the machine too
+                row["share_percent"] = median(100 * plain_took / took for plain_took, took in times[1:])
+            rows += made
         tier.close(later())
     return rows
 

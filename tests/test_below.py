@@ -450,14 +450,8 @@ def test_what_cannot_be_is_refused_before_there_is_a_cache(tmp_path: Path) -> No
         cache_of("mixed", host_tier("1MiB", staging=4096))
     with pytest.raises(BadInput, match="holds no record"):
         cache_of("full", host_tier("1MiB", **TINY), host_tier(100, **TINY))
-    for settings in (
-        {"write": "never"},
-        {"timeout": 0},
-        {"timeout": float("inf")},
-        {"timeout": float("nan")},
-        {"record_nbytes": 0},
-        {"staging": "much"},
-    ):
+    timeouts = [{"timeout": seconds} for seconds in (0, -1.0, float("inf"), float("nan"))]
+    for settings in ({"write": "never"}, *timeouts, {"record_nbytes": 0}, {"staging": "much"}):
         with pytest.raises(BadInput):
             host_tier("1MiB", **settings)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="needs checksums"):

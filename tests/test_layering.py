@@ -17,7 +17,7 @@ LEVELS = [
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers", "rich"}, "replay": {"matplotlib", "rich"}, "cli": {"typer"}, "kernels": {"triton"},
-    "tiers": {"xxhash", "mooncake"},
+    "tiers": {"xxhash", "redis", "mooncake"},
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {

@@ -25,6 +25,7 @@ from kvpagoda.units import format_bytes
 
 EXTRAS = {
     "xxhash": ("disk", "tiers: a file, Redis, Mooncake Store"),
+    "redis": ("redis", "a store that many machines share"),
     "transformers": ("hf", "kvpagoda.hf, kvpagoda generate"),
     "rich": ("cli", "tables and progress"),
     "matplotlib": ("plot", "kvpagoda replay --plot"),

@@ -64,7 +64,7 @@ def two_processes(server: Server) -> None:
 
 def two_processes_whose_store_hangs_and_dies(server: Server) -> None:
     """Both end well: right bytes, answers in time, and the store in use again."""
-    workers = [worker(server.address, 4.0, seed) for seed in (1, 2)]
+    workers = [worker(server.address, 6.0, seed) for seed in (1, 2)]  # the second may begin a second or two later
     sleep(0.5)
     server.hang()
     sleep(0.7)

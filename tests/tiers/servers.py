@@ -164,6 +164,19 @@ def redis_cluster(folder: Path, size: int = 3) -> Iterator[Server]:
         yield server
 
 
+@contextmanager
+def redis_sentinel(folder: Path, master: Server) -> Iterator[Server]:
+    """One that calls ``master`` "kv"; started. ``address``: of the master, by way of it."""
+    (port,) = free_ports(1)
+    host, _, at = master.address.removeprefix("redis://").rpartition(":")
+    settings = folder / "sentinel.conf"
+    settings.write_text(f"port {port}\nbind 127.0.0.1\nsentinel monitor kv {host} {at} 1\n")
+    server = Server(folder, [["redis-server", str(settings), "--sentinel"]], lambda: ask(port, "PING") == b"+PONG\r\n")
+    server.address, server.ports = f"redis+sentinel://127.0.0.1:{port}#kv", [port]
+    with server.running():
+        yield server
+
+
 def ask(place: Path | int, *words: object, lines: int = 1) -> bytes:
     """What a Redis server answers, as it comes; b"" without one."""
     try:

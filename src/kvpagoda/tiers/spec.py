@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
+
 from typing import Any, Literal, get_args
 
 from kvpagoda.errors import BadInput
@@ -71,13 +71,10 @@ def disk_tier(
     return TierSpec("disk", make, **settings)
 
 
-def redis_tier(url: str, *, tls: ssl.SSLContext | None = None, **settings: Any) -> TierSpec:
+def redis_tier(url: str, **settings: Any) -> TierSpec:
     """The Redis or Valkey server, or cluster, at ``url``, which many machines may share. See ``redis_driver``."""
-    return TierSpec(
-        "redis",
-        lambda buffer: redis_driver(buffer, url, tls=tls),
-        **{"record_nbytes": "1MiB", "timeout": 2.0, **settings},
-    )
+    make = partial(redis_driver, url=url)
+    return TierSpec("redis", make, **{"record_nbytes": "1MiB", "timeout": 2.0, **settings})
 
 
 def mooncake_tier(
@@ -101,7 +98,8 @@ def mooncake_tier(
 def tier_from_text(text: str, **settings: Any) -> TierSpec:
     """A tier as it is written on a command line. Raises BadInput.
 
-    ``host:4GiB``, ``disk:FOLDER:50GiB``, ``redis://..``, ``rediss://..``, ``unix:///..``, ``mooncake://HOST:PORT``.
+    ``host:4GiB``, ``disk:FOLDER:50GiB``, ``redis://..``, ``rediss://..``, ``unix:///..``, ``redis+sentinel://..``,
+    ``mooncake://HOST:PORT``.
     """
     kind, _, rest = text.partition(":")
     if kind == "host":
@@ -109,11 +107,11 @@ def tier_from_text(text: str, **settings: Any) -> TierSpec:
     if kind == "disk" and ":" in rest:
         folder, _, nbytes = rest.rpartition(":")
         return disk_tier(folder, nbytes, **settings)
-    if kind in ("redis", "rediss", "unix"):
+    if kind.partition("+")[0] in ("redis", "rediss", "unix"):
         return redis_tier(text, **settings)
     if kind == "mooncake" and rest.startswith("//"):
         return mooncake_tier(rest[2:], **settings)
     raise BadInput(
         f"no tier is written like {kind + ':..'!r}; write host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT, rediss://, "
-        f"unix:///PATH or mooncake://HOST:PORT"
+        f"unix:///PATH, redis+sentinel://HOST:PORT#NAME or mooncake://HOST:PORT"
     )
