@@ -32,6 +32,7 @@ _PUBLIC = {
     "kvpagoda.stats": ("CacheStats",),
     "kvpagoda.manager": ("KVCache",),
     "kvpagoda.namespace": ("Namespace",),
+    "kvpagoda.prefix.policies.protocol": ("EvictionPolicy",),
     "kvpagoda.preemption": ("PreemptionPolicy",),
     "kvpagoda.persistent_batch": ("PersistentBatch",),
     "kvpagoda.compat.prefix_cache_manager": ("PrefixCacheManager",),

@@ -18,7 +18,7 @@ from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks, RetryLater, Stal
 from kvpagoda.finding import Offer, Part, Prefetch
 from kvpagoda.memory.pages import Bytes, pages
 from kvpagoda.namespace import Media, Namespace, Namespaces, with_stand_ins
-from kvpagoda.prefix import Lease, Match
+from kvpagoda.prefix import EvictionPolicy, Lease, Match
 from kvpagoda.reuse import Pin, PrefixMatch, Reuse
 from kvpagoda.schema import Plan
 from kvpagoda.sectors import Sectors
@@ -37,7 +37,8 @@ class Books:
 
     ``max_context``: the longest request in tokens (default: what fits, at most the model's own limit).
     ``checkpoint_every``: also keep a checkpoint every so many blocks, not only at the ends of prompts and outputs and
-    where texts were seen to part. ``policy``: which cached block goes first (``kvpagoda.prefix.POLICY_NAMES``).
+    where texts were seen to part. ``policy``: which cached block goes first (``kvpagoda.prefix.POLICY_NAMES``, or an
+    ``EvictionPolicy`` object of this cache alone).
     ``pin_share``: the share of the cache's blocks that ``pin`` may keep. ``fingerprint``: of the schema and its formats.
     ``swap``: bytes of host memory for what is suspended (default: as many as the plan takes), asked for when first needed.
 
@@ -55,7 +56,7 @@ class Books:
         max_context: int | None = None,
         checkpoint_every: int = 0,
         *,
-        policy: str = "lru",
+        policy: str | EvictionPolicy = "lru",
         pin_share: float = 0.5,
         fingerprint: str = "",
         swap: int | str | None = None,

@@ -22,6 +22,7 @@ from kvpagoda.memory.layerwise import LayerwiseCopy, side_stream
 from kvpagoda.memory.pages import PAGE, Bytes
 from kvpagoda.memory.pool import Pool
 from kvpagoda.persistent_batch import PersistentBatch
+from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.schema import Schema
 from kvpagoda.sequence import Sequence
 from kvpagoda.tiers.spec import TierSpec
@@ -56,7 +57,7 @@ class KVCache(Books):
         poison: bool = False,
         checkpoints: int | None = None,
         checkpoint_every: int = 0,
-        policy: str = "lru",
+        policy: str | EvictionPolicy = "lru",
         pin_share: float = 0.5,
         swap: int | str | None = None,
         tiers: Many[TierSpec] = (),

@@ -221,8 +221,10 @@ class RunQueue(Generic[J]):
             left += min(0, full.available() + full.claimed + full.end[slot] - full.shared[slot] - need)
         start = max(0, left) * size
         if books.reuse.bounded:
-            match = books.reuse.tree.match(sequence.keys(0, length), sequence.namespace)
-            start = max((at for at, _ in match.checkpoints if at <= start), default=0)
+            tree = books.reuse.tree
+            match = tree.match(sequence.keys(0, length), sequence.namespace)
+            last = tree.last_checkpoint(match, min(match.num_blocks, start // size))
+            start = 0 if last is None else last[0]
         recompute = (length - start) * self.rate.seconds
         part, whole = (books.swap.nbytes_of(slot, length, is_whole) for is_whole in (False, True))
         again = whole - (whole - part) * max(0, left) / max(1, published)

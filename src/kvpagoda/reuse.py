@@ -9,7 +9,6 @@ A model whose layers all keep every token needs no checkpoints. Nothing is visib
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, KeysView, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import numpy as np
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import CheckFailed, OutOfBlocks
-from kvpagoda.prefix import Evicted, Lease, Match, PrefixTree, policy_named
+from kvpagoda.prefix import Evicted, EvictionPolicy, Lease, Match, PrefixTree
 from kvpagoda.units import ceil_div
 
 _AT_ONCE = 1024  # a thousandth goes beyond what is needed, so that a step that needs one block seldom evicts
@@ -87,9 +86,9 @@ class Pin:
 class Reuse:
     """The tree, the checkpoints and who owns their blocks.
 
-    ``policy``: by name. ``num_checkpoints``: how many are kept at most. ``pin_share``: how much of the cache pins may have.
-    ``most_unbacked``: blocks that the tree of a model without full group, where nothing but checkpoints takes memory,
-    remembers at most.
+    ``policy``: by name, or an object. ``num_checkpoints``: how many are kept at most. ``pin_share``: how much of the cache
+    pins may have. ``most_unbacked``: blocks that the tree of a model without full group, where nothing but checkpoints
+    takes memory, remembers at most.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class Reuse:
         ledgers: Many[BlockGroup],
         block_size: int,
         *,
-        policy: str,
+        policy: str | EvictionPolicy,
         num_checkpoints: int,
         most_unbacked: int,
         pin_share: float,
@@ -109,13 +108,12 @@ class Reuse:
         self._full_name = () if self.full is None else (self.full.plan.name,)
         capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
         self.tree = PrefixTree(
-            block_size, 0 if self.full is None else 1, policy_named(policy, max(1, capacity)), proves_ids=False
+            block_size, 0 if self.full is None else 1, policy, capacity=max(1, capacity), proves_ids=False
         )
         self._most_checkpoints, self._next_name, self._most_unbacked = num_checkpoints, 0, most_unbacked
         self._at_once = capacity // _AT_ONCE  # evicted beyond what is needed
         self._pins: dict[Pin, None] = {}  # the oldest first
         self._most_pinned = int(pin_share * capacity)
-        self._kept: Counter[int] = Counter()  # checkpoints that pins or an opening request need
         self.num_evicted_blocks = self.num_evicted_checkpoints = 0
         self._copies: dict[int, list[Ids]] = {}  # checkpoint -> its blocks in each bounded group
         self._num_copies = [0] * len(self.bounded)  # that may be reclaimed
@@ -143,7 +141,7 @@ class Reuse:
             found = dict.fromkeys(self._full_name, match.num_tokens)
             return match, PrefixMatch(match.num_tokens, match.num_tokens, "nothing", found)
         whole = match.num_blocks * self.block_size
-        resumable, checkpoint = max(((n, name) for n, name in match.checkpoints if n <= whole), default=(0, None))
+        resumable, checkpoint = match.checkpoint or (0, None)
         aligned = "nothing" if match.num_tokens == whole else "alignment"
         groups = {ledger.plan.name: resumable for ledger in self.bounded}
         if self.full is not None:
@@ -160,11 +158,9 @@ class Reuse:
         """One more (1) or one less (-1) needs the checkpoint ``name``, if any: what is needed is nothing to reclaim."""
         if name is None:
             return
-        before = self._kept[name]
-        self._kept[name] += change
-        if not self._kept[name]:
-            del self._kept[name]
-        if not before or not before + change:
+        before = self.tree.num_held_checkpoints
+        (self.tree.hold_checkpoint if change > 0 else self.tree.release_checkpoint)(name)
+        if self.tree.num_held_checkpoints != before:
             for number, ids in enumerate(self._copies[name]):
                 self._num_copies[number] -= change * len(ids)
 
@@ -292,7 +288,8 @@ class Reuse:
             return None
         self._next_name += 1
         copies = self._copies[name] = [np.empty(0, np.int32) for _ in self.bounded]
-        self._kept[name], is_whole = 1, False  # others go to make room for the rest of it
+        self.tree.hold_checkpoint(name)  # others go to make room for the rest of it
+        is_whole = False
         try:
             for number, (ledger, count, end) in enumerate(parts):
                 copies[number] = ledger.take_free(count)
@@ -301,7 +298,7 @@ class Reuse:
         except OutOfBlocks:  # every group had room for its part, but they share their memory
             return None
         finally:
-            del self._kept[name]
+            self.tree.release_checkpoint(name)
             for number, ids in enumerate(copies):
                 self._num_copies[number] += len(ids)
             if not is_whole:
@@ -319,7 +316,7 @@ class Reuse:
 
     def drop(self, name: int) -> None:
         """Forget the checkpoint that ``save`` told of, if it is still kept."""
-        if name in self._copies and name not in self._kept:
+        if name in self._copies and not self.tree.is_held(name):
             self.tree.drop_checkpoint(name)
             self._forget((name,))
 
@@ -334,7 +331,7 @@ class Reuse:
                 f"a pin of {match.num_blocks} blocks beside {pinned} pinned ones passes the {self._most_pinned} that pins may "
                 f"have; unpin others, or raise pin_share"
             )
-        checkpoint = max(match.checkpoints, default=(0, None))[1]
+        checkpoint = match.checkpoint[1] if match.checkpoint else None
         pin = Pin(self.tree.pin(match), namespace, checkpoint)
         self.keep(checkpoint, 1)
         self._pins[pin] = None
@@ -364,7 +361,7 @@ class Reuse:
     def rename(self, ledger: BlockGroup, names: Ids) -> None:
         """Block ``i`` of ``ledger`` is called ``names[i]`` from now on."""
         if ledger is self.full:
-            self.tree.rename(0, names)
+            self.tree.remap(0, names)
             return
         number = self.bounded.index(ledger)
         for copies in self._copies.values():
@@ -389,18 +386,17 @@ class Reuse:
 
     def _drop_until_free(self, ledger: BlockGroup, n: int) -> None:
         target = ledger.free.num_free + n
-        while ledger.free.num_free < target and len(self._copies) > len(self._kept):
+        while ledger.free.num_free < target and len(self._copies) > self.tree.num_held_checkpoints:
             self._evict_checkpoint()
 
     def _evict_checkpoint(self) -> None:
-        evicted = self.tree.evict_checkpoint(keep=self._kept)
+        evicted = self.tree.evict_checkpoint()
         self.num_evicted_checkpoints += len(evicted)
         self._memory.evicting(np.empty(0, np.int32), evicted)
         self._forget(evicted)
 
     def _forget(self, names: Many[int]) -> None:
         for name in names:
-            assert name not in self._kept, f"checkpoint {name} is needed"
             self._memory.checkpoint_dropped(name)
             for number, (ledger, ids) in enumerate(zip(self.bounded, self._copies.pop(name))):
                 self._num_copies[number] -= len(ids)
@@ -424,7 +420,7 @@ class Reuse:
                 f"checkpoints: {self.tree.num_checkpoints} in the tree, {len(self._copies)} with copies, at most "
                 f"{self._most_checkpoints} asked for"
             )
-        loose = [copies for name, copies in self._copies.items() if name not in self._kept]
+        loose = [copies for name, copies in self._copies.items() if not self.tree.is_held(name)]
         counts = [sum(len(copies[n]) for copies in loose) for n in range(len(self.bounded))]
         if counts != self._num_copies:
             raise CheckFailed(f"checkpoints hold {counts} blocks, {self._num_copies} are counted")

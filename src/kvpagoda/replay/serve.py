@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvpagoda.books import Books
 from kvpagoda.errors import BadInput, NeverFits, RetryLater
+from kvpagoda.prefix import EvictionPolicy, policy_name
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Schema
@@ -72,7 +73,7 @@ def serve(
     step_tokens: int = 2048,
     checkpoints: int | None = None,
     checkpoint_every: int = 0,
-    policy: str = "lru",
+    policy: str | EvictionPolicy = "lru",
     shared: bool = True,
     tiers: Many[TierSpec] = (),
     part: range | None = None,
@@ -105,10 +106,10 @@ def serve(
     stats = books.stats()
     books.close()
     return ServeResult(
-        columns.name, schema.name, policy, plan.nbytes, len(run.waiting), run.never_fit, run.prompt_tokens, run.matched,
-        stats.cached_tokens, stats.loaded_tokens, dict(run.limited_by), stats.evicted_blocks, stats.evicted_checkpoints,
-        run.running_steps / max(1, run.steps), 100 * run.unusable / max(1, run.pressed) / max(1, plan.nbytes), run.pressed,
-        run.steps,
+        columns.name, schema.name, policy_name(policy), plan.nbytes, len(run.waiting), run.never_fit, run.prompt_tokens,
+        run.matched, stats.cached_tokens, stats.loaded_tokens, dict(run.limited_by), stats.evicted_blocks,
+        stats.evicted_checkpoints, run.running_steps / max(1, run.steps),
+        100 * run.unusable / max(1, run.pressed) / max(1, plan.nbytes), run.pressed, run.steps,
     )  # fmt: skip
 
 
