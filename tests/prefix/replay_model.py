@@ -221,7 +221,7 @@ def tree_replay(
 
     Ids count up from 1 in the order of insertion, deepest last, and are never used twice.
     """
-    tree = policy if isinstance(policy, PrefixTree) else PrefixTree(1, 1, policy, capacity=capacity)
+    tree = policy if hasattr(policy, "insert") else PrefixTree(1, 1, policy, capacity=capacity)
     hits, next_id, evicted = 0, 1, []
     free: list[np.ndarray] = []
     for tokens in requests:

@@ -36,7 +36,7 @@ def evict(order: EvictionOrder, checkpoints: Checkpoints, ids: Ids) -> tuple[int
                     if not is_whole or order.num_rows:
                         order.remove(node, count)
             except BaseException:
-                order.mark(node)
+                order.put_back(node)
                 raise
             done += count
             if node.checkpoints:

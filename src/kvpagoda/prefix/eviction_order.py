@@ -48,6 +48,9 @@ class EvictionOrder(Protocol):
     def remove(self, node: Node, count: int) -> None:
         """The last ``count`` blocks of ``node``, which still has them, are evicted; ``mark`` follows if some are left."""
 
+    def put_back(self, node: Node) -> None:
+        """A victim was not removed after all."""
+
     def clear(self, nodes: list[Node]) -> None:
         """All of ``nodes``, children before their parents, are dropped for good."""
 
@@ -135,6 +138,10 @@ class PolicyOrder:
         removed = above, node.ids[-1, left:], node.tokens[left * node.block_size :], node.block_size
         self._take([node], removed[1][::-1], evicted=True)
         self._removed.append(removed)
+
+    def put_back(self, node: Node) -> None:
+        self._unmark(node)
+        self.mark(node)
 
     def clear(self, nodes: list[Node]) -> None:
         if not nodes:

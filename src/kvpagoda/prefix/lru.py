@@ -100,6 +100,10 @@ class LRUOrder:
         while uses and uses[-1][0] >= end:
             node.used = uses.pop()[1]
 
+    def put_back(self, node: Node) -> None:
+        """``node`` came up and keeps its blocks: it is queued again."""
+        self.mark(node)
+
     def clear(self, nodes: list[Node]) -> None:
         """``nodes`` are dropped; what of them lies in the queue is passed over, for it has no blocks any more."""
 

@@ -46,7 +46,7 @@ class EvictionPolicy(Protocol):
         """The blocks to evict next: one leaf, and what above it in ``chain(leaf)`` goes before any other leaf.
 
         ``chain(leaf)``: the leaf and its ancestors, deepest first, as far as they may go. There is at least one leaf. The
-        tree evicts all that is returned, or asks again.
+        tree evicts all that is returned, or, if it cannot, takes back that the first is a leaf, and says it again.
         """
 
     def remove(self, keys: Keys, *, evicted: bool) -> Forgotten:
