@@ -12,26 +12,23 @@ from kvpagoda.prefix.node_checkpoints import Checkpoint
 class Checkpoints:
     """State ids at depths of nodes, ordered by use; those that somebody holds are outside of the order.
 
-    A node has those that lie in it, also after splits and merges. All calls are amortised O(log n), and O(nodes) where
-    they look along a path.
+    ``by_state``: all of them by state id. A node has those that lie in it, also after splits and merges. All calls are
+    amortised O(log n), and O(nodes) where they look along a path.
     """
 
     def __init__(self) -> None:
-        self._by_state: dict[int, Checkpoint] = {}
+        self.by_state: dict[int, Checkpoint] = {}
         self._clock = 0
-        self._loose = LazyHeap(lambda state_id: (self._by_state[state_id].used, 0))
+        self._loose = LazyHeap(lambda state_id: (self.by_state[state_id].used, 0))
         self.num_held = 0
-
-    def __len__(self) -> int:
-        return len(self._by_state)
 
     def put(self, node: Node, depth: int, state_id: int) -> bool:
         """Put a checkpoint at ``depth`` of ``node``; False if there is one. Raises NotOwned for an id that is in."""
-        if state_id in self._by_state:
+        if state_id in self.by_state:
             raise NotOwned(f"state {state_id} is a checkpoint already")
-        if depth in node.checkpoints:
+        if node.checkpoints is not None and depth in node.checkpoints:
             return False
-        checkpoint = self._by_state[state_id] = Checkpoint(state_id, depth)
+        checkpoint = self.by_state[state_id] = Checkpoint(state_id, depth)
         checkpoint.used = self._tick()
         node.put_checkpoint(checkpoint)
         self._loose.add(state_id)
@@ -39,21 +36,21 @@ class Checkpoints:
 
     def find(self, state_id: int) -> Checkpoint:
         """The checkpoint with this state id. Raises NotOwned."""
-        if state_id not in self._by_state:
+        if state_id not in self.by_state:
             raise NotOwned(f"state {state_id} is not a checkpoint of this tree")
-        return self._by_state[state_id]
+        return self.by_state[state_id]
 
     def last(self, node: Node, depth: int) -> Checkpoint | None:
         """The deepest checkpoint of ``node``, and what lies above it, up to ``depth``."""
         while node.parent is not None:
-            if node.checkpoints and (found := node.checkpoints.last(depth)):
+            if node.checkpoints is not None and (found := node.checkpoints.last(depth)):
                 return found
             node = node.parent
         return None
 
     def touch(self, node: Node, depth: int) -> None:
         """The checkpoint that ``last`` finds was used."""
-        if self._by_state and (found := self.last(node, depth)):
+        if self.by_state and (found := self.last(node, depth)):
             found.used = self._tick()
 
     def hold(self, state_id: int) -> None:
@@ -83,8 +80,8 @@ class Checkpoints:
 
     def drop_after(self, node: Node, depth: int) -> list[int]:
         """Take out the checkpoints of ``node`` deeper than ``depth``, held or not; returns their state ids, deepest first."""
-        states = []
-        while (last := node.checkpoints.last(node.end)) and last.depth > depth:
+        states: list[int] = []
+        while node.checkpoints is not None and (last := node.checkpoints.last(node.end)) and last.depth > depth:
             self._take(last)
             states.append(last.state_id)
         return states
@@ -94,19 +91,19 @@ class Checkpoints:
         states: list[int] = []
         while len(states) < count and (first := self._loose.first()):
             states.append(first[2])
-            self._take(self._by_state[first[2]])
+            self._take(self.by_state[first[2]])
         return tuple(states)
 
     def check(self, nodes: list[Node]) -> None:
         """Prove that ``nodes`` have these, each at its place, and that the order is right. Raises CheckFailed."""
         found = {}
         for node in nodes:
-            for one in node.checkpoints.all():
+            for one in node.checkpoints.all() if node.checkpoints is not None else ():
                 found[one.state_id] = one
                 inside = node.start < one.depth <= node.end and one.among is node.checkpoints
                 expect(inside, f"checkpoint {one.state_id} of depth {one.depth} is not of {node.start}..{node.end}")
-                expect(node.checkpoints.last(one.depth) is one, f"checkpoint {one.state_id} is not found")
-        expect(found == self._by_state, f"checkpoints {sorted(found.keys() ^ self._by_state.keys())[:16]} are astray")
+                expect(self.last(node, one.depth) is one, f"checkpoint {one.state_id} is not found")
+        expect(found == self.by_state, f"checkpoints {sorted(found.keys() ^ self.by_state.keys())[:16]} are astray")
         loose = {state for state, one in found.items() if not one.num_holds}
         expect(
             self.num_held == len(found) - len(loose), f"{self.num_held} held checkpoints, not {len(found) - len(loose)}"
@@ -115,7 +112,7 @@ class Checkpoints:
 
     def _take(self, checkpoint: Checkpoint) -> None:
         self.num_held -= checkpoint.num_holds > 0
-        del self._by_state[checkpoint.state_id]
+        del self.by_state[checkpoint.state_id]
         self._loose.discard(checkpoint.state_id)
         checkpoint.among.take(checkpoint.depth)
 

@@ -38,18 +38,24 @@ class EdgeArrays:
         """The tokens of block ``i`` as bytes."""
         return self.tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()
 
-    def make_room(self, n: int, text: Ids | None = None) -> None:
+    def make_room(self, n: int) -> None:
         """See to it that ``append`` can take ``n`` blocks; may copy what is here, and changes nothing else."""
         new = self.num_blocks + n
-        if self._at + new > self._ids.shape[1] or not (self._is_in(text) or self._tokens.flags.writeable):
+        if self._at + new > self._ids.shape[1] or not self._tokens.flags.writeable:
             self._move(max(new + new // 4, 8))
 
     def append(self, tokens: Ids, ids: Ids, text: Ids | None = None) -> None:
-        """Add blocks at the end, for which there is room; copies them, but for tokens of the ``text`` that they lie in.
-        Amortised O(blocks added)."""
+        """Add blocks at the end; copies them, but for tokens of the ``text`` that they lie in. Amortised O(blocks added).
+
+        It may raise where ``make_room`` was not called, and nothing has changed then.
+        """
         new, size = self.num_blocks + ids.shape[1], self.block_size
+        is_there = text is not None and self._tokens.base is text
+        if self._at + new > self._ids.shape[1] or not (is_there or self._tokens.flags.writeable):
+            self._move(max(new + new // 4, 8))
+            is_there = False
         first, end = self._at + self.num_blocks, self._at + new
-        if not self._is_in(text):
+        if not is_there:
             self._tokens[first * size : end * size] = tokens
         self._ids[:, first:end] = ids
         self._view(self._at, new)
@@ -59,7 +65,7 @@ class EdgeArrays:
         if self.num_blocks <= _SMALL:
             return True
         room = self._ids.shape[1] - self._at - self.num_blocks
-        return bool(n <= room and (self._tokens.flags.writeable or self._is_in(text)))
+        return bool(n <= room and (self._tokens.flags.writeable or self._tokens.base is text))
 
     def cut(self, num_blocks: int) -> None:
         """Drop all but the first ``num_blocks`` blocks. Amortised O(1) for each block dropped."""
@@ -85,15 +91,11 @@ class EdgeArrays:
         Amortised O(these blocks) if there are fewer of these than of the others, else O(both).
         """
         if other.num_blocks > self.num_blocks:
-            other.make_room(self.num_blocks)
             other.append(self.tokens, self.ids)
             self._tokens, self._ids = other._tokens, other._ids
             self._view(other._at, other.num_blocks)
             return
         self._adopt(np.concatenate((other.tokens, self.tokens)), np.concatenate((other.ids, self.ids), axis=1))
-
-    def _is_in(self, text: Ids | None) -> bool:
-        return text is not None and self._tokens.base is text
 
     def _adopt(self, tokens: Ids, ids: Ids) -> None:
         self._tokens = self.tokens = tokens

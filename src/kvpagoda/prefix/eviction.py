@@ -20,26 +20,29 @@ def evict(order: EvictionOrder, checkpoints: Checkpoints, ids: Ids) -> tuple[int
     Returns how many went, the states of their checkpoints, and roots with nothing left below. There are as many that may
     go. If a step fails it is as if it had not begun: what went before it is returned, and the error raised if nothing did.
     """
-    done, states, bare, alone = 0, list[int](), list[Node](), list[int]()
+    done, states, bare = 0, list[int](), list[Node]()
+    parts: list[Ids] = []
+    alone: list[int] = []  # ids of blocks one by one: thousands of short arrays are slow to join
     is_plain = len(ids) == 1 and not order.num_rows
     try:
         for node, count in order.victims(ids.shape[1]):
             is_whole = count == node.num_blocks
             try:
-                if is_plain and is_whole and count == 1:  # its id alone: thousands of short arrays are slow to copy
+                if is_plain and is_whole and count == 1:
                     alone.append(node.ids.item())
                 else:
                     if alone:
-                        ids[0, done - len(alone) : done] = alone
+                        parts.append(np.array([alone], np.int32))
                         alone = []
-                    ids[:, done : done + count] = node.ids[:, : -count - 1 : -1]
+                    part = node.ids[:, : -count - 1 : -1]
                     if not is_whole or order.num_rows:
                         order.remove(node, count)
+                    parts.append(part)
             except BaseException:
                 order.put_back(node)
                 raise
             done += count
-            if node.checkpoints:
+            if node.checkpoints is not None:
                 states += checkpoints.drop_after(node, node.end - count)
             above = node.parent
             if not is_whole:
@@ -54,8 +57,16 @@ def evict(order: EvictionOrder, checkpoints: Checkpoints, ids: Ids) -> tuple[int
     except Exception:
         if not done:
             raise
+    if done < ids.shape[1]:
+        ids = ids[:, :done]
     if alone:
-        ids[0, done - len(alone) : done] = alone
+        ids[0, done - len(alone) :] = alone
+        ids = ids[:, : done - len(alone)]
+    if parts:
+        try:
+            np.concatenate(parts, 1, ids)
+        except MemoryError:
+            _copy(parts, ids)
     return done, states, bare
 
 
@@ -64,19 +75,26 @@ def clear(order: EvictionOrder, checkpoints: Checkpoints, roots: list[Node], num
     of the checkpoints. It may raise, and nothing has changed then.
     """
     nodes = [node for root in roots for node in reversed(list(nodes_below(root))) if node is not root]
-    ids, done = np.empty((num_rows, sum(node.num_blocks for node in nodes)), np.int32), 0
-    for node in nodes:
-        ids[:, done : done + node.num_blocks] = node.ids[:, ::-1]
-        done += node.num_blocks
+    ids = np.empty((num_rows, sum(node.num_blocks for node in nodes)), np.int32)
+    _copy([node.ids[:, ::-1] for node in nodes], ids)
     order.clear(nodes)
     states: list[int] = []
     for node in nodes:
-        states += checkpoints.drop_after(node, node.start)
+        if node.checkpoints is not None:
+            states += checkpoints.drop_after(node, node.start)
         node.cut(0)  # it may lie in a queue
         node.children = Children()
     for root in roots:
         root.children = Children()
     return ids, states
+
+
+def _copy(parts: list[Ids], ids: Ids) -> None:
+    """Write ``parts`` into ``ids``, one behind the other, and ask for no memory."""
+    done = 0
+    for part in parts:
+        ids[:, done : done + part.shape[1]] = part
+        done += part.shape[1]
 
 
 def _join(order: EvictionOrder, node: Node) -> None:

@@ -23,7 +23,6 @@ class LeaseEnd(Protocol):
 
 
 # Shared by all nodes that have none, and never written: most nodes are leaves, and cheaper without.
-_NO_CHECKPOINTS = NodeCheckpoints()
 _NO_CHILDREN: Children[Node] = Children()
 _NO_LEASES: list[LeaseEnd] = []
 NO_USES: list[tuple[int, int]] = []
@@ -35,9 +34,9 @@ class Node(EdgeArrays):
         root ──...── start ║ block │ block │ block ║ end ──< children      depths: in blocks from the root
 
     ``first``: the first block as bytes, by which the parent knows it. ``leases``: those that end in here; ``pins``: how
-    many, and how many children are pinned. ``num_pinned``: the leading blocks that leases cover. ``checkpoints``: those that
-    lie in it. ``used``, ``uses``, ``queued``: of ``LRUOrder``; ``leaf``: of ``PolicyOrder``. ``into``: the node that took the
-    blocks over, when this one is no more. ``root``: the name (below 0) and the namespace of a root, else None.
+    many, and how many children are pinned. ``num_pinned``: the leading blocks that leases cover. ``checkpoints``: those
+    that lie in it, if any did. ``used``, ``uses``, ``queued``: of ``LRUOrder``; ``leaf``: of ``PolicyOrder``. ``into``: the
+    node that took the blocks over, when this one is no more. ``root``: the name (below 0) and the namespace of a root.
     """
 
     __slots__ = (
@@ -64,7 +63,7 @@ class Node(EdgeArrays):
         self.parent, self.start, self.first, self.root = parent, start, first, root
         self.children, self.leases = _NO_CHILDREN, _NO_LEASES
         self.pins = self.num_pinned = 0
-        self.checkpoints = _NO_CHECKPOINTS
+        self.checkpoints: NodeCheckpoints | None = None
         self.used, self.uses = 0, NO_USES
         self.queued, self.leaf = 0, -1
         self.into: Node | None = None
@@ -109,7 +108,7 @@ class Node(EdgeArrays):
 
     def put_checkpoint(self, checkpoint: Checkpoint) -> None:
         """``checkpoint`` lies in here."""
-        if self.checkpoints is _NO_CHECKPOINTS:
+        if self.checkpoints is None:
             self.checkpoints = NodeCheckpoints()
         self.checkpoints.put(checkpoint)
 
@@ -132,7 +131,7 @@ class Node(EdgeArrays):
             self.leases = [lease for lease in self.leases if lease.num_blocks > depth]
         self.pins -= len(above.leases)
         above.pins = len(above.leases) + (self.pins > 0)
-        if self.checkpoints:
+        if self.checkpoints is not None:
             above.checkpoints, self.checkpoints = self.checkpoints.split(depth)
         above.used = self.used
         if self.uses:
@@ -162,8 +161,8 @@ class Node(EdgeArrays):
             lease.node = self
             self.put_lease(lease)
         self.pins += len(above.leases)
-        if above.checkpoints:
-            self.checkpoints = above.checkpoints.joined(self.checkpoints)
+        if above.checkpoints is not None:
+            self.checkpoints = above.checkpoints.joined(self.checkpoints or NodeCheckpoints())
         above.into = self
         if self.parent is not None:
             self.parent.put_child(self)

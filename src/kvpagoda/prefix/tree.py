@@ -69,6 +69,7 @@ class PrefixTree:
         self._num_roots = 0  # that there ever were
         self._order: EvictionOrder = LRUOrder() if asked is None else PolicyOrder(asked)
         self._num_rows = num_groups + self._order.num_rows
+        self._is_keyed = self._order.num_rows > 0
         self._nothing: Ids = np.zeros(num_groups, np.int32)  # what all matches have that end at a block
         self._nothing.flags.writeable = False
         self._checkpoints, self._owned = Checkpoints(), OwnedIds(num_groups) if proves_ids else None
@@ -93,7 +94,7 @@ class PrefixTree:
     @property
     def num_checkpoints(self) -> int:
         """Checkpoints in the tree. O(1)."""
-        return len(self._checkpoints)
+        return len(self._checkpoints.by_state)
 
     @property
     def num_held_checkpoints(self) -> int:
@@ -124,7 +125,7 @@ class PrefixTree:
         root = self._roots.get(namespace)
         way = Descent(self._new_root(namespace), 0, 0, 0, []) if root is None else descend(root, 0, tokens)
         checkpoint = None
-        if self._checkpoints and (last := self._checkpoints.last(way.node, way.depth)):
+        if self._checkpoints.by_state and (last := self._checkpoints.last(way.node, way.depth)):
             checkpoint = last.depth * self.block_size, last.state_id
         partial, beyond = self._nothing, None
         if way.partial:
@@ -163,7 +164,7 @@ class PrefixTree:
 
     def unpin(self, lease: Lease) -> None:
         """End a lease. Raises StaleHandle, changing nothing, for one that is not open in this tree. O(nodes on the path)."""
-        node, _ = self._locate(lease)
+        node = lease.node if lease.is_open and lease.tree is self else self._locate(lease)[0]
         root = self._leases.close(lease, node)
         if root is not None:
             self._drop_root(root)
@@ -212,35 +213,23 @@ class PrefixTree:
             )
         node, covered = self._locate(at)
         lease = at if isinstance(at, Lease) and pin is not False else None
-        first = tokens[:size].tobytes()
+        first, added, own, duplicates = tokens[:size].tobytes(), n, blocks, None
         if covered == node.start + node.num_blocks and first not in node.children:
-            have, own, given, duplicates, way = 0, blocks, blocks, None, None
             if self._owned is not None:
                 self._owned.prove_new(blocks)
+            if n:
+                node = self._attach(node, covered, first, tokens, blocks, text, priority)
+            if self._owned is not None:
+                self._owned.add(blocks)
         else:
-            way = descend(node, covered, tokens, to_the_token=False)
-            node, have = way.node, way.depth - covered
-            own, given, duplicates = self._compare(way, blocks, have)
-        if have < n:
-            if have:
-                tokens = tokens[have * size :]
-                first = tokens[:size].tobytes()
-            if covered + have < node.start + node.num_blocks:
-                node = node.split(covered + have)
-                if way is not None:
-                    way.path[-1] = node
-            node = self._attach(node, covered + have, first, tokens, own[:, have:], text, priority)
-        if self._owned is not None:  # from here on nothing can fail
-            self._owned.add(given)
-        if way is not None:
-            way.put_ids(own)
+            node, added, own, duplicates = self._insert_along(node, covered, tokens, blocks, text, priority)
         if lease is not None:
             self._leases.extend(lease, node, covered + n)
         elif pin:
             lease = self._open(node, covered + n)
         if node.num_pinned < node.num_blocks or node.leaf >= 0:
             self._order.mark(node)
-        return Inserted(own, duplicates, n - have, lease)
+        return Inserted(own, duplicates, added, lease)
 
     def evict(self, num_blocks: int) -> Evicted:
         """Evict ``num_blocks`` blocks, or all that are not pinned if these are fewer; the policy says which.
@@ -249,14 +238,15 @@ class PrefixTree:
         and O(1) for each block. Raises BadInput for a number below 0.
         """
         asked = num_blocks if type(num_blocks) is int and num_blocks >= 0 else whole_number(num_blocks, _TO_EVICT)
-        ids = np.empty((self._num_rows, min(asked, self.num_evictable)), np.int32)
+        evictable = self.num_cached - self._leases.num_pinned
+        ids = np.empty((self._num_rows, asked if asked < evictable else evictable), np.int32)
         done, states, bare = eviction.evict(self._order, self._checkpoints, ids)
         if done:
             self.num_cached -= done
             self._removals += 1
             for root in bare:
                 self._drop_root(root)
-        return self._gone(ids[:, :done], states, asked - done)
+        return self._gone(ids if done == ids.shape[1] else ids[:, :done], states, asked - done)
 
     def remap(self, group: int, names: Ids) -> None:
         """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
@@ -378,47 +368,63 @@ class PrefixTree:
             self._roots[node.root[1]] = node
         return self._leases.open(node, depth)
 
-    def _compare(self, way: Descent, blocks: Ids, have: int) -> tuple[Ids, Ids, Mask]:
-        """``blocks`` beside those on the way: the tree's own ids once it has taken those that it lacks, of the first ``have``
-        blocks these are holes of single groups; the ids that it takes; which of ``blocks`` are duplicates."""
+    def _insert_along(
+        self, node: Node, covered: int, tokens: Ids, blocks: Ids, text: Ids | None, priority: int
+    ) -> tuple[Node, int, Ids, Mask]:
+        """``insert`` where something is already: (the node that ends with it, blocks added, the tree's ids, duplicates).
+
+        Of the blocks that are there, holes of single groups are filled.
+        """
+        way = descend(node, covered, tokens, to_the_token=False)
+        node, have = way.node, way.depth - covered
         there = np.zeros_like(blocks)
         there[:, :have] = way.ids(self.num_groups)
         given = np.where(blocks == there, 0, blocks)
         if self._owned is not None:
             self._owned.prove_new(given)
         duplicates = (given != 0) & (there != 0)
-        return np.where(there == 0, blocks, there), np.where(duplicates, 0, given), duplicates
+        own, given = np.where(there == 0, blocks, there), np.where(duplicates, 0, given)
+        if have < blocks.shape[1]:
+            if way.depth < node.end:
+                node = way.path[-1] = node.split(way.depth)
+            rest = tokens[have * self.block_size :]
+            first = rest[: self.block_size].tobytes()
+            node = self._attach(node, way.depth, first, rest, own[:, have:], text, priority)
+        if self._owned is not None:  # from here on nothing can fail
+            self._owned.add(given)
+        way.put_ids(own)
+        return node, blocks.shape[1] - have, own, duplicates
 
     def _attach(
         self, node: Node, depth: int, first: bytes, tokens: Ids, ids: Ids, text: Ids | None, priority: int
     ) -> Node:
         """Put new blocks, the first of them ``first``, below ``node``, which ends at ``depth``; returns the node that ends
         with them. All or nothing."""
-        order, n, child = self._order, ids.shape[1], None
-        if order.num_rows:
+        order, n, size = self._order, ids.shape[1], self.block_size
+        if self._is_keyed:
             ids = np.concatenate((ids, order.prepare(node, tokens, n)))
         if node.children or node.root is not None or not node.has_room(n, text):
-            size = self.block_size
             child = Node(node, depth, size, *arrays_of(tokens, ids, text, depth * size), n, first)
-        else:
-            node.make_room(n, text)
-        if order.num_rows:
-            order.add(ids, priority)
-        if node.root is not None and not node.pins:  # from here on nothing can fail
-            self._roots[node.root[1]] = node
-        self.num_cached += n
-        if child is None:
-            node.append(tokens, ids, text)
-        else:
+            if self._is_keyed:
+                order.add(ids, priority)
+            if node.root is not None and not node.pins:  # from here on nothing can fail
+                self._roots[node.root[1]] = node
             node.put_child(child)
             if node.leaf >= 0:
                 order.mark(node)
             node = child
+        else:
+            if self._is_keyed:
+                node.make_room(n)
+                order.add(ids, priority)
+            node.append(tokens, ids, text)
+        self.num_cached += n
         order.added(node, n)
         return node
 
     def _gone(self, ids: Ids, states: list[int], shortfall: int) -> Evicted:
-        ids = ids[: self.num_groups]
+        if self._is_keyed:
+            ids = ids[: self.num_groups]
         if self._owned is not None:
             self._owned.remove(ids)
         return Evicted(ids, tuple(states), shortfall)
