@@ -10,8 +10,8 @@ from benchmarks.show import plots, table
 from benchmarks.timing import RESULTS, add_arguments, options_of, result, save
 
 NAMES = (
-    "match", "lookup", "allocate", "step", "evict", "evict_many", "memory", "growth", "hybrid", "one_budget", "policies",
-    "replay", "disk", "swap", "shared_store",
+    "match", "lookup", "allocate", "step", "evict", "evict_many", "victims", "memory", "growth", "hybrid", "one_budget",
+    "policies", "replay", "disk", "swap", "shared_store",
 )  # fmt: skip
 
 

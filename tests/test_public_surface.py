@@ -18,6 +18,7 @@ NAMES = [
     "CheckFailed",
     "ClassicalView",
     "DSV4Config",
+    "EvictionPolicy",
     "Exhausted",
     "FFNType",
     "GDNPool",

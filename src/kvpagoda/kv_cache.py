@@ -26,10 +26,11 @@ from kvpagoda.cache.request import Request
 from kvpagoda.cache.reuse import AnyNamespace, Reuse
 from kvpagoda.cache.sequence import Calls, Fence, Sequence, requests_of
 from kvpagoda.cache.stats import CacheStats, stats_of
-from kvpagoda.cache.tier_reader import Prefetch
+from kvpagoda.cache.tier_hit import Prefetch
 from kvpagoda.errors import BadInput, MissingExtra, StaleHandle
 from kvpagoda.memory.device_table import DeviceTables
 from kvpagoda.memory.no_memory import NoMemory
+from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.schema import Plan, Schema
 from kvpagoda.tiers.spec import TierSpec
@@ -75,7 +76,7 @@ class KVCache:
         device: Any = None,
         max_requests: int = 64,
         block_size: int | None = None,
-        policy: Any = "lru",
+        policy: str | EvictionPolicy = "lru",
         tiers: Many[TierSpec] = (),
         dtype: str | None = None,
         retention: Retention | None = None,

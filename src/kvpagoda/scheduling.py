@@ -27,7 +27,7 @@ import numpy as np
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.cache.swap import Rate
-from kvpagoda.cache.tier_reader import Prefetch
+from kvpagoda.cache.tier_hit import Prefetch
 from kvpagoda.errors import Exhausted, OutOfBlocks, RetryLater
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.units import ceil_div
@@ -253,7 +253,8 @@ class RunQueue(Generic[J]):
         start = max(0, left) * size
         if core.bounded:
             match = core.prefix.tree.match(request.keys(0, length), request.namespace)
-            start = max((at for at, _ in match.checkpoints if at <= start), default=0)
+            last = core.prefix.tree.last_checkpoint(match, min(match.num_blocks, start // size))
+            start = 0 if last is None else last[0]
         recompute = (length - start) * self.rate.seconds
         part, whole = (core.swap.nbytes_of(slot, length, is_whole) for is_whole in (False, True))
         again = whole - (whole - part) * max(0, left) / max(1, published)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpagoda.prefix import Policy, PrefixTree, policy_named
+from kvpagoda.prefix import EvictionPolicy, PrefixTree
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 
@@ -214,13 +214,14 @@ def model_replay(requests: Iterable[Sequence], capacity: int, policy: str) -> tu
 
 
 def tree_replay(
-    requests: Iterable[np.ndarray], capacity: int, policy: str | Policy
+    requests: Iterable[np.ndarray], capacity: int, policy: str | EvictionPolicy | PrefixTree
 ) -> tuple[int, list[int], PrefixTree]:
-    """The same through the prefix tree: (block hits, ids in the order they were evicted, the tree).
+    """The same through the prefix tree, or an empty one that is given: (block hits, ids in the order they were
+    evicted, the tree).
 
     Ids count up from 1 in the order of insertion, deepest last, and are never used twice.
     """
-    tree = PrefixTree(1, 1, policy_named(policy, capacity) if isinstance(policy, str) else policy)
+    tree = policy if hasattr(policy, "insert") else PrefixTree(1, 1, policy, capacity=capacity)
     hits, next_id, evicted = 0, 1, []
     free: list[np.ndarray] = []
     for tokens in requests:

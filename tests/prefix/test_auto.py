@@ -8,8 +8,9 @@ from replay_model import model_replay, tree_replay
 from test_policies import chains, named
 
 from kvpagoda.errors import CheckFailed
-from kvpagoda.prefix import auto
-from kvpagoda.prefix.auto import Auto, ShadowARC, ShadowLRU
+from kvpagoda.prefix import PrefixTree
+from kvpagoda.prefix.policies import auto
+from kvpagoda.prefix.policies.auto import Auto, ShadowARC, ShadowLRU
 
 NEVER = 2**60
 
@@ -65,9 +66,10 @@ def growing(rng: np.random.Generator, rounds: int) -> list[np.ndarray]:
 
 def test_it_follows_the_workload_there_and_back() -> None:
     policy, rng = Auto(150), np.random.default_rng(1)
+    tree = PrefixTree(1, 1, policy)
     for workload, size, gain in ((looping, 60, 1.3), (growing, 40, 0.999), (looping, 60, 1.3)):
         requests = workload(rng, size)
-        hits, _, tree = tree_replay(requests, 150, policy)
+        hits = tree_replay(requests, 150, tree)[0]
         assert policy._is_lru == (workload is growing)
         assert hits > gain * tree_replay(requests, 150, "lru")[0]
         tree.check()
@@ -93,6 +95,6 @@ def test_check_notices_a_lost_memory() -> None:
     requests = looping(np.random.default_rng(3), 4)
     tree = tree_replay(requests, 50, "auto")[2]
     tree.check()
-    tree._turnover.policy._known[:] = 0
+    tree._order.policy._known[:] = 0
     with pytest.raises(CheckFailed, match="remembered"):
         tree.check()

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from replay_model import MODELS, TRACES, load_trace, model_replay, tree_replay
 
 from kvpagoda.errors import BadInput
-from kvpagoda.prefix import POLICY_NAMES, PrefixTree, policy_named
-from kvpagoda.prefix.proof import nodes_below
+from kvpagoda.prefix import POLICY_NAMES, PrefixTree, as_policy
+from kvpagoda.prefix.invariants import nodes_below
 
 QUICK = (1827, 18279)
 
@@ -99,7 +99,7 @@ def insert(tree: PrefixTree, tokens: list[int], first_id: int, priority: int = 0
 
 
 def test_priority_keeps_what_is_wanted() -> None:
-    tree = PrefixTree(1, 1, policy_named("priority", 9))
+    tree = PrefixTree(1, 1, "priority", capacity=9)
     insert(tree, [1, 2], 1, priority=5)
     insert(tree, [3, 4], 3, priority=1)
     insert(tree, [5, 6], 5, priority=3)
@@ -110,7 +110,7 @@ def test_priority_keeps_what_is_wanted() -> None:
 
 
 def test_time_to_live_evicts_what_expires_first() -> None:
-    tree = PrefixTree(1, 1, policy_named("ttl", 9))
+    tree = PrefixTree(1, 1, "ttl", capacity=9)
     for i, deadline in enumerate((300, 100, 200)):
         insert(tree, [i], i + 1, priority=deadline)
     assert tree.evict(3).ids.tolist() == [[2, 3, 1]]
@@ -118,7 +118,7 @@ def test_time_to_live_evicts_what_expires_first() -> None:
 
 def test_priorities_outlive_splits_and_merges() -> None:
     """Against a dictionary of (highest priority, last use) by chain, in traffic that splits and merges all the time."""
-    rng, tree = np.random.default_rng(8), PrefixTree(1, 1, policy_named("priority", 60))
+    rng, tree = np.random.default_rng(8), PrefixTree(1, 1, "priority", capacity=60)
     keys: dict[tuple, tuple[int, int]] = {}
     names: dict[int, tuple] = {}
     clock = num_evicted = 0
@@ -148,7 +148,7 @@ def test_priorities_outlive_splits_and_merges() -> None:
 
 
 def test_what_is_used_from_the_root_on_is_never_older_than_what_hangs_below() -> None:
-    rng, tree = np.random.default_rng(9), PrefixTree(2, 1, policy_named("lru", 80))
+    rng, tree = np.random.default_rng(9), PrefixTree(2, 1, "lru", capacity=80)
     next_id = 1
     for _ in range(1500):
         text = rng.integers(0, 2, 2 * rng.integers(1, 10)).astype(np.int32)
@@ -166,7 +166,7 @@ def test_what_is_used_from_the_root_on_is_never_older_than_what_hangs_below() ->
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_every_policy_survives_pins_clears_and_refills(policy: str) -> None:
     rng = np.random.default_rng(11)
-    tree, free, leases = PrefixTree(2, 1, policy_named(policy, 60)), list(range(1, 400)), []
+    tree, free, leases = PrefixTree(2, 1, policy, capacity=60), list(range(1, 400)), []
     for step in range(1500):
         text = rng.integers(0, 3, 2 * rng.integers(1, 9)).astype(np.int32)
         match = tree.match(text)
@@ -191,12 +191,12 @@ def test_every_policy_survives_pins_clears_and_refills(policy: str) -> None:
         if step % 10 == 0:
             tree.check()
     assert sorted(free) == list(range(1, 400)) and tree.num_cached == 0
-    assert policy == "lru" or tree._turnover._cells.take(1)[0] < 400, "cells leak"
+    assert policy == "lru" or tree._order._keys.take(1)[0] < 400, "keys leak"
 
 
 def test_names_and_sizes_of_policies() -> None:
     with pytest.raises(BadInput, match="lru"):
-        policy_named("best", 10)
-    for name in ("s3fifo", "arc"):
+        as_policy("best", 10)
+    for name in ("s3fifo", "arc", "auto"):
         with pytest.raises(BadInput, match="at least 1"):
-            policy_named(name, 0)
+            PrefixTree(1, policy=name)

@@ -6,7 +6,7 @@ import pytest
 from kvpagoda.blocks import FreeList
 from kvpagoda.errors import StaleHandle
 from kvpagoda.prefix import PrefixTree
-from kvpagoda.prefix.keyed import ByKey
+from kvpagoda.prefix.policies.lru import LRU
 
 
 def text(*values: int) -> np.ndarray:
@@ -118,9 +118,7 @@ def test_r8_what_was_promised_is_there_until_it_is_unpinned() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "lfuda", "fifo", "priority", "sieve", "arc", "auto"])
 def test_r16_what_is_new_does_not_go_first(policy: str) -> None:
-    from kvpagoda.prefix import policy_named
-
-    tree = PrefixTree(1, 1, policy_named(policy, 10))
+    tree = PrefixTree(1, 1, policy, capacity=10)
     for i in range(10):
         store(tree, text(i), [i + 1])
     assert tree.evict(9).ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
@@ -168,13 +166,13 @@ def test_pressure_takes_no_more_than_it_needs_and_the_oldest_first() -> None:
     assert tree.num_cached == 97
 
 
-@pytest.mark.parametrize("policy", [None, ByKey])
-def test_pins_come_and_go_without_the_queue_growing(policy: type[ByKey] | None) -> None:
-    tree = PrefixTree(1, policy=policy and policy())
+@pytest.mark.parametrize("policy", [None, LRU])
+def test_pins_come_and_go_without_the_queue_growing(policy: type[LRU] | None) -> None:
+    tree = PrefixTree(1, policy=policy() if policy else "lru")
     store(tree, text(1, 2, 3), [1, 2, 3])
     for _ in range(20_000):
         tree.unpin(tree.pin(tree.match(text(1, 2, 3))))
-    order = tree._turnover
-    queued = len(order.policy._index._heap) if policy else len(order._heap) + len(order._in_order)
+    order = tree._order
+    queued = len(order.policy._leaves._heap) if policy else len(order._heap) + len(order._in_order)
     assert queued < (2000 if policy else 2)
     tree.check()

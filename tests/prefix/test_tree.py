@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned, RetryLater, StaleHandle
-from kvpagoda.prefix import Policy, PrefixTree
+from kvpagoda.prefix import EvictionPolicy, PrefixTree
 from kvpagoda.prefix.children import Children
-from kvpagoda.prefix.keyed import ByKey
 from kvpagoda.prefix.node import Node
+from kvpagoda.prefix.policies.lru import LRU
 
 
 def tokens(*values: int) -> np.ndarray:
@@ -201,10 +201,10 @@ def test_split_leaves_a_checkpoint_where_it_is() -> None:
     assert not tree.set_checkpoint(lease, 8, 72)
     store(tree, tokens(1, 1, 2, 2, 3, 3, 9, 9), 9)
     store(tree, tokens(1, 1, 8, 8), 11)
-    assert tree.match(tokens(1, 1, 2, 2, 3, 3, 9, 9)).checkpoints == ((4, 70),)
-    assert tree.match(tokens(1, 1, 2, 2, 3, 3, 4, 4)).checkpoints == ((4, 70), (8, 71))
-    assert tree.match(tokens(1, 1, 8, 8)).checkpoints == ()
-    assert tree.match(tokens(1, 1, 2, 2, 3, 3, 4, 4), limit=7).checkpoints == ((4, 70),)
+    assert tree.match(tokens(1, 1, 2, 2, 3, 3, 9, 9)).checkpoint == (4, 70)
+    assert tree.match(tokens(1, 1, 2, 2, 3, 3, 4, 4)).checkpoint == (8, 71)
+    assert tree.match(tokens(1, 1, 8, 8)).checkpoint is None
+    assert tree.match(tokens(1, 1, 2, 2, 3, 3, 4, 4), limit=7).checkpoint == (4, 70)
 
 
 def test_checkpoints_go_by_use_and_alone_or_with_their_blocks() -> None:
@@ -236,7 +236,7 @@ def test_bad_checkpoints_are_refused() -> None:
     with pytest.raises(NotOwned, match="not a checkpoint"):
         tree.drop_checkpoint(2)
     tree.drop_checkpoint(1)
-    assert tree.match(text).checkpoints == ()
+    assert tree.match(text).checkpoint is None
     tree.check()
 
 
@@ -318,7 +318,7 @@ def test_bad_input_is_refused_and_nothing_changes() -> None:
 
 
 def test_check_names_what_is_wrong() -> None:
-    def broken(harm, policy: Policy | None) -> None:
+    def broken(harm, policy: str | EvictionPolicy) -> None:
         tree = PrefixTree(1, policy=policy)
         store(tree, tokens(1, 2, 3), 41)
         store(tree, tokens(1, 2, 4), 50)
@@ -336,32 +336,32 @@ def test_check_names_what_is_wrong() -> None:
     anyhow = (
         *(set_field(name, value) for name, value in fields),
         lambda tree, node: node.ids.__setitem__((0, 0), 42),
-        lambda tree, node: node.checkpoints.clear(),
+        lambda tree, node: node.checkpoints._by_depth.clear(),
         lambda tree, node: node.children.take(tokens(4).tobytes()),
         lambda tree, node: setattr(tree, "num_cached", 9),
-        lambda tree, node: setattr(tree, "num_pinned", 9),
-        lambda tree, node: setattr(tree, "num_leases", 0),
+        lambda tree, node: setattr(tree._leases, "num_pinned", 9),
+        lambda tree, node: setattr(tree._leases, "num_open", 0),
         lambda tree, node: node.children[tokens(4).tobytes()].leases.clear(),
         lambda tree, node: setattr(next(iter(node.children.values())), "parent", None),
     )
     by_stretch = (
-        lambda tree, node: tree._turnover._in_order.clear(),
-        lambda tree, node: tree._turnover._heap.append(3),
+        lambda tree, node: tree._order._in_order.clear(),
+        lambda tree, node: tree._order._heap.append(3),
         set_field("used", 0),
         set_field("uses", [(2, 1)]),
         lambda tree, node: setattr(node.children[tokens(3).tobytes()], "used", 99),
     )
     by_cell = (
         set_field("leaf", 0),
-        lambda tree, node: tree._turnover.leaves.clear(),
-        lambda tree, node: tree._turnover.policy._index.leaves.clear(),
-        lambda tree, node: tree._turnover.policy._index._heap.clear(),
+        lambda tree, node: tree._order.leaves.clear(),
+        lambda tree, node: tree._order.policy._leaves.members.clear(),
+        lambda tree, node: tree._order.policy._leaves._heap.clear(),
         lambda tree, node: node.ids.__setitem__((1, 0), 1),
     )
     for harm in (*anyhow, *by_stretch):
-        broken(harm, None)
+        broken(harm, "lru")
     for harm in (*anyhow, *by_cell):
-        broken(harm, ByKey())
+        broken(harm, LRU())
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])

@@ -7,8 +7,8 @@ import pytest
 from tree_oracle import Oracle, as_bytes
 
 from kvpagoda.errors import BadInput, NotOwned, RetryLater, StaleHandle
-from kvpagoda.prefix import Lease, Match, Policy, PrefixTree
-from kvpagoda.prefix.keyed import ByKey
+from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
+from kvpagoda.prefix.policies.lru import LRU
 
 NAMESPACES = (b"", b"tenant", b"tenant/adapter")
 
@@ -17,7 +17,13 @@ class Pair:
     """The tree and the oracle side by side, and a caller who owns ids, states and leases."""
 
     def __init__(
-        self, block_size: int, alphabet: int, num_groups: int, seed: int, room: int, policy: Policy | None = None
+        self,
+        block_size: int,
+        alphabet: int,
+        num_groups: int,
+        seed: int,
+        room: int,
+        policy: str | EvictionPolicy = "lru",
     ) -> None:
         self.rng = random.Random(seed)
         self.size, self.alphabet, self.groups, self.room = block_size, alphabet, num_groups, room
@@ -51,7 +57,10 @@ class Pair:
         assert match.ids.shape == (self.groups, len(keys))
         assert tuple(match.partial_ids.tolist()) in (partial or [(0,) * self.groups])
         states = [((i + 1) * self.size, block.state) for i, block in enumerate(blocks) if block.state is not None]
-        assert list(match.checkpoints) == states
+        assert match.checkpoint == (states[-1] if states else None)
+        depth = self.rng.randint(0, len(keys))
+        before = [one for one in states if one[0] <= depth * self.size]
+        assert self.tree.last_checkpoint(match, depth) == (before[-1] if before else None)
         return match, namespace, text
 
     def place(self) -> tuple[Match | Lease, bytes, np.ndarray]:
@@ -257,14 +266,14 @@ def finish(pair: Pair) -> None:
     pair.evict(pair.tree.num_cached)
     pair.check()
     assert pair.tree.num_cached == pair.tree.num_checkpoints == 0
-    assert not pair.tree._roots and not list(pair.tree._turnover.victims(1))
+    assert not pair.tree._roots and not list(pair.tree._order.victims(1))
 
 
-@pytest.mark.parametrize("policy", [None, ByKey])
+@pytest.mark.parametrize("policy", [None, LRU])
 @pytest.mark.parametrize("num_groups", [0, 1, 2])
-def test_check_after_every_operation(num_groups: int, policy: type[ByKey] | None) -> None:
+def test_check_after_every_operation(num_groups: int, policy: type[LRU] | None) -> None:
     """LRU by stretches of blocks, and by single blocks: one is the reference of the other."""
-    pair = Pair(2, 2, num_groups, seed=3, room=30, policy=policy and policy())
+    pair = Pair(2, 2, num_groups, seed=3, room=30, policy=policy() if policy else "lru")
     for _ in range(3000):
         pair.step()
         pair.check()

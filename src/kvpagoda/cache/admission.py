@@ -13,7 +13,7 @@ from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.publishing import Publisher
 from kvpagoda.cache.request import Request, State
 from kvpagoda.cache.swap import Suspended
-from kvpagoda.cache.tier_reader import Prefetch, TierHit
+from kvpagoda.cache.tier_hit import Prefetch, TierHit
 from kvpagoda.errors import OutOfBlocks, RetryLater
 from kvpagoda.prefix import Lease, Match
 from kvpagoda.units import ceil_div

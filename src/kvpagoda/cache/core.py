@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request, State
 from kvpagoda.cache.swap import Suspended, Swap
 from kvpagoda.memory.no_memory import NoMemory
+from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.schema import Plan
 from kvpagoda.tiers.level import RecordIdentity
 from kvpagoda.tiers.spec import TierSpec
@@ -34,10 +35,10 @@ class Settings:
 
     vocab_size: int | None = None
     fingerprint: str = ""
-    policy: str = "lru"
-    retention: Retention = Retention()
-    identity: Identity = Identity()
-    limits: Limits = Limits()
+    policy: str | EvictionPolicy = "lru"
+    retention: Retention = field(default_factory=Retention)
+    identity: Identity = field(default_factory=Identity)
+    limits: Limits = field(default_factory=Limits)
     tiers: Many[TierSpec] = ()
 
 

@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
-from kvpagoda.cache.tier_reader import TierReader, checkpoint_part
 from kvpagoda.cache.tier_hit import TierHit
+from kvpagoda.cache.tier_reader import TierReader, checkpoint_part
+from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.tiers.checksum import xxh3_128
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root

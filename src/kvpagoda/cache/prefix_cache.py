@@ -10,9 +10,9 @@ Nothing is copied, freed or stored here: methods return what follows from them, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, KeysView, Mapping
 from collections.abc import Sequence as Many
+from copy import deepcopy
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.options import Retention
 from kvpagoda.errors import CheckFailed, OutOfBlocks
-from kvpagoda.prefix import Lease, Match, PrefixTree, policy_named
+from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
 
 _AT_ONCE = 1024  # a thousandth goes beyond what is needed, so that a step that needs one block seldom evicts
 _NONE: Ids = np.empty(0, np.int32)
@@ -83,14 +83,14 @@ class PrefixCache:
         self,
         groups: Many[BlockGroup],
         block_size: int,
-        policy: str,
+        policy: str | EvictionPolicy,
         retention: Retention,
         num_checkpoints: int,
         most_unbacked: int,
     ) -> None:
         self.full = next((group for group in groups if not group.growth.is_bounded), None)
         self.bounded = tuple(group for group in groups if group.growth.is_bounded)
-        self.block_size, self._policy = block_size, policy
+        self.block_size, self._fresh_policy = block_size, deepcopy(policy)
         self._full_name = () if self.full is None else (self.full.plan.name,)
         self._place = {group.index: number for number, group in enumerate(self.bounded)}
         self._most_checkpoints, self._most_unbacked = num_checkpoints, most_unbacked
@@ -99,18 +99,16 @@ class PrefixCache:
         self._most_pinned = int(retention.pin_share * self._capacity)
         self._next_name = 0
         self.num_evicted_blocks = self.num_evicted_checkpoints = 0
-        self.clear_all()
+        self._start(policy)
 
     def clear_all(self) -> None:
         """Forget everything, whoever uses it; the blocks are somebody else's to free."""
-        self.tree = PrefixTree(
-            self.block_size,
-            0 if self.full is None else 1,
-            policy_named(self._policy, max(1, self._capacity)),
-            proves_ids=False,
-        )
+        self._start(deepcopy(self._fresh_policy))
+
+    def _start(self, policy: str | EvictionPolicy) -> None:
+        groups, capacity = 0 if self.full is None else 1, max(1, self._capacity)
+        self.tree = PrefixTree(self.block_size, groups, policy, capacity=capacity, proves_ids=False)
         self._pins: dict[Pin, None] = {}  # the oldest first
-        self._held: Counter[int] = Counter()  # checkpoints that pins or an opening request need
         self._copies: dict[int, Copies] = {}
         self._num_loose = [0] * len(self.bounded)  # blocks in checkpoints that may be evicted
 
@@ -132,7 +130,7 @@ class PrefixCache:
             there = dict.fromkeys(self._full_name, match.num_tokens)
             return match, PrefixMatch(match.num_tokens, match.num_tokens, "nothing", there)
         whole = match.num_blocks * self.block_size
-        resumable, checkpoint = max(((n, name) for n, name in match.checkpoints if n <= whole), default=(0, None))
+        resumable, checkpoint = match.checkpoint or (0, None)
         aligned = "nothing" if match.num_tokens == whole else "alignment"
         groups = {group.plan.name: resumable for group in self.bounded}
         if self.full is not None:
@@ -206,21 +204,22 @@ class PrefixCache:
     def hold(self, name: int | None) -> None:
         """One more needs the checkpoint ``name``, if any: it is not evicted."""
         if name is not None:
-            self._hold(name, 1)
+            before = self.tree.num_held_checkpoints
+            self.tree.hold_checkpoint(name)
+            if self.tree.num_held_checkpoints > before:
+                self._count_loose(name, -1)
 
     def let_go(self, name: int | None) -> None:
         """One less needs it."""
         if name is not None:
-            self._hold(name, -1)
+            before = self.tree.num_held_checkpoints
+            self.tree.release_checkpoint(name)
+            if self.tree.num_held_checkpoints < before:
+                self._count_loose(name, 1)
 
-    def _hold(self, name: int, change: int) -> None:
-        before = self._held[name]
-        self._held[name] = before + change
-        if not before + change:
-            del self._held[name]
-        if not before or not before + change:
-            for number, ids in enumerate(self._copies[name]):
-                self._num_loose[number] -= change * len(ids)
+    def _count_loose(self, name: int, change: int) -> None:
+        for number, ids in enumerate(self._copies[name]):
+            self._num_loose[number] += change * len(ids)
 
     # -- pins ------------------------------------------------------------------------------------------------------
 
@@ -232,7 +231,7 @@ class PrefixCache:
                 f"a pin of {match.num_blocks} blocks beside {pinned} pinned ones passes the {self._most_pinned} that pins may "
                 f"have; unpin others, or raise pin_share"
             )
-        checkpoint = max(match.checkpoints, default=(0, None))[1]
+        checkpoint = match.checkpoint[1] if match.checkpoint else None
         pin = Pin(self.tree.pin(match), match.namespace, checkpoint)
         self.hold(checkpoint)
         self._pins[pin] = None
@@ -266,7 +265,7 @@ class PrefixCache:
 
     def evict_checkpoint(self) -> Evicted:
         """Give up the least recently used checkpoint that nobody needs, if there is one."""
-        names = self.tree.evict_checkpoint(keep=self._held)
+        names = self.tree.evict_checkpoint()
         self.num_evicted_checkpoints += len(names)
         return Evicted(_NONE, self._forget(names))
 
@@ -279,7 +278,7 @@ class PrefixCache:
 
     def drop(self, name: int) -> Evicted:
         """Forget checkpoint ``name``, if it is still kept and nobody needs it."""
-        if name not in self._copies or name in self._held:
+        if name not in self._copies or self.tree.is_held(name):
             return Evicted()
         self.tree.drop_checkpoint(name)
         return Evicted(_NONE, self._forget((name,)))
@@ -334,10 +333,11 @@ class PrefixCache:
                 f"checkpoints: {self.tree.num_checkpoints} in the tree, {len(self._copies)} with copies, at most "
                 f"{self._most_checkpoints} asked for"
             )
-        held = Counter(pin.checkpoint for pin in self._pins if pin.checkpoint is not None)
-        if held != self._held:
-            raise CheckFailed(f"checkpoints held: {dict(self._held)}, by pins: {dict(held)}")
-        loose = [copies for name, copies in self._copies.items() if name not in self._held]
+        held = {name for name in self._copies if self.tree.is_held(name)}
+        pinned = {pin.checkpoint for pin in self._pins if pin.checkpoint is not None}
+        if held != pinned:
+            raise CheckFailed(f"checkpoints {sorted(held)[:16]} are held, pins hold {sorted(pinned)[:16]}")
+        loose = [copies for name, copies in self._copies.items() if name not in held]
         counts = [sum(len(copies[n]) for copies in loose) for n in range(len(self.bounded))]
         if counts != self._num_loose:
             raise CheckFailed(f"checkpoints hold {counts} blocks that may go, {self._num_loose} are counted")

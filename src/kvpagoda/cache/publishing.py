@@ -7,7 +7,7 @@ import numpy as np
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.request import Request
-from kvpagoda.cache.tier_reader import TierHit
+from kvpagoda.cache.tier_hit import TierHit
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.units import ceil_div
 

@@ -11,7 +11,7 @@ is raised.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
@@ -22,9 +22,9 @@ import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.memory.no_memory import NoMemory, Part
 from kvpagoda.cache.swap import Rate
 from kvpagoda.cache.tier_hit import Prefetch, Record, TierHit
+from kvpagoda.memory.no_memory import NoMemory, Part
 from kvpagoda.tiers.driver import Status
 from kvpagoda.tiers.forks import watch_forks
 from kvpagoda.tiers.level import Level, Loading

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvpagoda.blocks.ids import whole_number
 from kvpagoda.errors import BadInput, NotOwned
-from kvpagoda.prefix.numbers import Numbers, grown
+from kvpagoda.prefix.id_pool import IdPool, grown
 from kvpagoda.prefix.results import Lease, Match
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.prefix.tree import PrefixTree
@@ -38,7 +38,7 @@ class PrefixCacheManager:
     def __init__(self, max_capacity: int = 1000) -> None:
         self.max_capacity = whole_number(max_capacity, "the capacity in tokens")
         self._tree = PrefixTree(block_size=1)
-        self._entries = Numbers(first=1)  # one for each cached token: the tree's block ids
+        self._entries = IdPool(first=1)  # one for each cached token: the tree's block ids
         self._slots, self._versions = np.zeros(0, np.int64), np.zeros(0, np.int64)  # by entry
         self._leases: dict[bytes, list[Lease]] = {}
 

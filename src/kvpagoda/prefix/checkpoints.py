@@ -2,57 +2,120 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from itertools import islice
-
-from kvpagoda.errors import NotOwned
+from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.prefix.invariants import expect
+from kvpagoda.prefix.lazy_heap import LazyHeap
 from kvpagoda.prefix.node import Node
+from kvpagoda.prefix.node_checkpoints import Checkpoint
 
 
 class Checkpoints:
-    """State ids at depths of nodes, ordered by use. A node has those that lie in it, also after splits and merges.
+    """State ids at depths of nodes, ordered by use; those that somebody holds are outside of the order.
 
-    ``places``: state id -> the node, or one that became part of it, and the depth; the least recently used first.
+    ``by_state``: all of them by state id. A node has those that lie in it, also after splits and merges. All calls are
+    amortised O(log n), and O(nodes) where they look along a path.
     """
 
     def __init__(self) -> None:
-        self.places: OrderedDict[int, tuple[Node, int]] = OrderedDict()
+        self.by_state: dict[int, Checkpoint] = {}
+        self._clock = 0
+        self._loose = LazyHeap(lambda state_id: (self.by_state[state_id].used, 0))
+        self.num_held = 0
 
     def put(self, node: Node, depth: int, state_id: int) -> bool:
-        """Put a checkpoint at ``depth`` of ``node``; False if there is one. Raises NotOwned for an id that is in. O(1)."""
-        if state_id in self.places:
+        """Put a checkpoint at ``depth`` of ``node``; False if there is one. Raises NotOwned for an id that is in."""
+        if state_id in self.by_state:
             raise NotOwned(f"state {state_id} is a checkpoint already")
-        if depth in node.checkpoints:
+        if node.checkpoints is not None and depth in node.checkpoints:
             return False
-        node.put_checkpoint(depth, state_id)
-        self.places[state_id] = (node, depth)
+        checkpoint = self.by_state[state_id] = Checkpoint(state_id, depth)
+        checkpoint.used = self._tick()
+        node.put_checkpoint(checkpoint)
+        self._loose.add(state_id)
         return True
 
-    def use(self, node: Node, depth: int) -> bool:
-        """The last checkpoint of ``node`` up to ``depth`` was used; False if there is none."""
-        if not node.checkpoints:
-            return False
-        places = [place for place in node.checkpoints if place <= depth]
-        if places:
-            self.places.move_to_end(node.checkpoints[max(places)])
-        return bool(places)
+    def find(self, state_id: int) -> Checkpoint:
+        """The checkpoint with this state id. Raises NotOwned."""
+        if state_id not in self.by_state:
+            raise NotOwned(f"state {state_id} is not a checkpoint of this tree")
+        return self.by_state[state_id]
+
+    def last(self, node: Node, depth: int) -> Checkpoint | None:
+        """The deepest checkpoint of ``node``, and what lies above it, up to ``depth``."""
+        while node.parent is not None:
+            if node.checkpoints is not None and (found := node.checkpoints.last(depth)):
+                return found
+            node = node.parent
+        return None
+
+    def touch(self, node: Node, depth: int) -> None:
+        """The checkpoint that ``last`` finds was used."""
+        if self.by_state and (found := self.last(node, depth)):
+            found.used = self._tick()
+
+    def hold(self, state_id: int) -> None:
+        """One more needs it. Raises NotOwned."""
+        checkpoint = self.find(state_id)
+        checkpoint.num_holds += 1
+        if checkpoint.num_holds == 1:
+            self.num_held += 1
+            self._loose.discard(state_id)
+
+    def release(self, state_id: int) -> None:
+        """One that held it does not need it any more. Raises NotOwned, and BadInput if nobody holds it."""
+        checkpoint = self.find(state_id)
+        if not checkpoint.num_holds:
+            raise BadInput(f"checkpoint {state_id} is released more often than it was held")
+        checkpoint.num_holds -= 1
+        if not checkpoint.num_holds:
+            self.num_held -= 1
+            self._loose.add(state_id)
 
     def drop(self, state_id: int) -> None:
-        """Take out a checkpoint. Raises NotOwned for an id that is not in. O(1)."""
-        if state_id not in self.places:
-            raise NotOwned(f"state {state_id} is not a checkpoint of this tree")
-        node, depth = self.places.pop(state_id)
-        del node.up_to(depth).checkpoints[depth]
+        """Take out a checkpoint. Raises NotOwned for an id that is not in, and BadInput for one that is held."""
+        checkpoint = self.find(state_id)
+        if checkpoint.num_holds:
+            raise BadInput(f"{checkpoint.num_holds} hold checkpoint {state_id}; release it first")
+        self._take(checkpoint)
 
     def drop_after(self, node: Node, depth: int) -> list[int]:
-        """Take out the checkpoints of ``node`` deeper than ``depth``; returns their state ids, deepest first."""
-        if not node.checkpoints:
-            return []
-        states = [node.checkpoints[place] for place in sorted(node.checkpoints, reverse=True) if place > depth]
-        for state in states:
-            self.drop(state)
+        """Take out the checkpoints of ``node`` deeper than ``depth``, held or not; returns their state ids, deepest first."""
+        states: list[int] = []
+        while node.checkpoints is not None and (last := node.checkpoints.last(node.end)) and last.depth > depth:
+            self._take(last)
+            states.append(last.state_id)
         return states
 
-    def oldest(self, count: int) -> tuple[int, ...]:
-        """The state ids of the ``count`` least recently used. O(count)."""
-        return tuple(islice(self.places, max(0, count)))
+    def evict(self, count: int) -> tuple[int, ...]:
+        """Take out the ``count`` least recently used, fewer if fewer are loose; returns their state ids."""
+        states: list[int] = []
+        while len(states) < count and (first := self._loose.first()):
+            states.append(first[2])
+            self._take(self.by_state[first[2]])
+        return tuple(states)
+
+    def check(self, nodes: list[Node]) -> None:
+        """Prove that ``nodes`` have these, each at its place, and that the order is right. Raises CheckFailed."""
+        found = {}
+        for node in nodes:
+            for one in node.checkpoints.all() if node.checkpoints is not None else ():
+                found[one.state_id] = one
+                inside = node.start < one.depth <= node.end and one.among is node.checkpoints
+                expect(inside, f"checkpoint {one.state_id} of depth {one.depth} is not of {node.start}..{node.end}")
+                expect(self.last(node, one.depth) is one, f"checkpoint {one.state_id} is not found")
+        expect(found == self.by_state, f"checkpoints {sorted(found.keys() ^ self.by_state.keys())[:16]} are astray")
+        loose = {state for state, one in found.items() if not one.num_holds}
+        expect(
+            self.num_held == len(found) - len(loose), f"{self.num_held} held checkpoints, not {len(found) - len(loose)}"
+        )
+        self._loose.check(loose)
+
+    def _take(self, checkpoint: Checkpoint) -> None:
+        self.num_held -= checkpoint.num_holds > 0
+        del self.by_state[checkpoint.state_id]
+        self._loose.discard(checkpoint.state_id)
+        checkpoint.among.take(checkpoint.depth)
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock

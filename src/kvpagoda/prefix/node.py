@@ -9,7 +9,8 @@ import numpy as np
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.prefix.children import Children
-from kvpagoda.prefix.run import Run
+from kvpagoda.prefix.edge_arrays import EdgeArrays
+from kvpagoda.prefix.node_checkpoints import Checkpoint, NodeCheckpoints
 
 
 class LeaseEnd(Protocol):
@@ -22,21 +23,20 @@ class LeaseEnd(Protocol):
 
 
 # Shared by all nodes that have none, and never written: most nodes are leaves, and cheaper without.
-_NO_CHECKPOINTS: dict[int, int] = {}
 _NO_CHILDREN: Children[Node] = Children()
 _NO_LEASES: list[LeaseEnd] = []
 NO_USES: list[tuple[int, int]] = []
 
 
-class Node(Run):
+class Node(EdgeArrays):
     """A run of whole blocks with nothing that branches off inside. A root has none.
 
         root ──...── start ║ block │ block │ block ║ end ──< children      depths: in blocks from the root
 
     ``first``: the first block as bytes, by which the parent knows it. ``leases``: those that end in here; ``pins``: how
-    many, and how many children are pinned. ``num_pinned``: the leading blocks that leases cover. ``checkpoints``: depth ->
-    state id. ``used``, ``uses``, ``queued``: of ``Recency``; ``leaf``: of ``ByCell``. ``into``: the node that took the blocks
-    over, when this one is no more. ``root``: the name (below 0) and the namespace of a root, else None.
+    many, and how many children are pinned. ``num_pinned``: the leading blocks that leases cover. ``checkpoints``: those
+    that lie in it, if any did. ``used``, ``uses``, ``queued``: of ``LRUOrder``; ``leaf``: of ``PolicyOrder``. ``into``: the
+    node that took the blocks over, when this one is no more. ``root``: the name (below 0) and the namespace of a root.
     """
 
     __slots__ = (
@@ -59,11 +59,11 @@ class Node(Run):
         self._tokens, self._ids = tokens, ids
         self._at, self.num_blocks = 0, num_blocks
         is_full = ids.shape[1] == num_blocks and len(tokens) == num_blocks * block_size
-        self.key, self.ids = (tokens, ids) if is_full else (tokens[: num_blocks * block_size], ids[:, :num_blocks])
+        self.tokens, self.ids = (tokens, ids) if is_full else (tokens[: num_blocks * block_size], ids[:, :num_blocks])
         self.parent, self.start, self.first, self.root = parent, start, first, root
         self.children, self.leases = _NO_CHILDREN, _NO_LEASES
         self.pins = self.num_pinned = 0
-        self.checkpoints = _NO_CHECKPOINTS
+        self.checkpoints: NodeCheckpoints | None = None
         self.used, self.uses = 0, NO_USES
         self.queued, self.leaf = 0, -1
         self.into: Node | None = None
@@ -106,18 +106,20 @@ class Node(Run):
             self.leases = []
         self.leases.append(lease)
 
-    def put_checkpoint(self, depth: int, state: int) -> None:
-        """Keep the checkpoint ``state`` at ``depth``."""
-        if self.checkpoints is _NO_CHECKPOINTS:
-            self.checkpoints = {}
-        self.checkpoints[depth] = state
+    def put_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """``checkpoint`` lies in here."""
+        if self.checkpoints is None:
+            self.checkpoints = NodeCheckpoints()
+        self.checkpoints.put(checkpoint)
 
     def split(self, depth: int) -> Node:
         """Give what lies above ``depth`` to a node of its own, between this one and its parent, and return it.
 
-        Leases and checkpoints go where their depth is; the parent is told. O(smaller part).
+        Leases and checkpoints go where their depth is; the parent is told. O(smaller part). It may raise, and nothing has
+        changed then.
         """
         count = depth - self.start
+        first = self.block(count)
         above = Node(self.parent, self.start, self.block_size, *self.take_front(count), count, self.first)
         above.num_pinned = min(self.num_pinned, count)
         self.num_pinned -= above.num_pinned
@@ -129,8 +131,8 @@ class Node(Run):
             self.leases = [lease for lease in self.leases if lease.num_blocks > depth]
         self.pins -= len(above.leases)
         above.pins = len(above.leases) + (self.pins > 0)
-        for place in [place for place in self.checkpoints if place <= depth]:
-            above.put_checkpoint(place, self.checkpoints.pop(place))
+        if self.checkpoints is not None:
+            above.checkpoints, self.checkpoints = self.checkpoints.split(depth)
         above.used = self.used
         if self.uses:
             reaching = bisect_left(self.uses, (depth,))  # the stretch that ends at ``depth`` or behind
@@ -140,26 +142,27 @@ class Node(Run):
                 del self.uses[: end == depth]
         if self.parent is not None:
             self.parent.put_child(above)
-        self.parent, self.start, self.first = above, depth, self.block(0)
+        self.parent, self.start, self.first = above, depth, first
         above.put_child(self)
         return above
 
     def merge(self, above: Node) -> None:
         """Take over everything of the parent ``above``, which has no other child; the parent's parent is told.
 
-        Costs what ``put_front`` does.
+        Costs what ``put_front`` does. It may raise, and nothing has changed then.
         """
-        if above.used:
-            self.uses = [*above.uses, (above.end, above.used), *self.uses]
+        end = above.end
         self.put_front(above)
+        if above.used:
+            self.uses = [*above.uses, (end, above.used), *self.uses]
         self.parent, self.start, self.first = above.parent, above.start, above.first
         self.num_pinned += above.num_pinned
         for lease in above.leases:
             lease.node = self
             self.put_lease(lease)
         self.pins += len(above.leases)
-        for place, state in above.checkpoints.items():
-            self.put_checkpoint(place, state)
+        if above.checkpoints is not None:
+            self.checkpoints = above.checkpoints.joined(self.checkpoints or NodeCheckpoints())
         above.into = self
         if self.parent is not None:
             self.parent.put_child(self)

@@ -22,15 +22,15 @@ class Match:
 
     ``num_tokens`` leading tokens match, ``num_blocks`` whole blocks of them; ``ids`` int32 ``[num_groups, num_blocks]``
     are those blocks, 0 where a group keeps nothing. ``partial_ids`` int32 ``[num_groups]``: the block that begins with
-    the tokens after them, to be copied and not shared; 0 where there is none. ``checkpoints``: (num_tokens, state id)
-    within the whole blocks, ascending.
+    the tokens after them, to be copied and not shared; 0 where there is none. ``checkpoint``: (num_tokens, state id) of
+    the deepest one within the whole blocks.
     """
 
     num_tokens: int
     num_blocks: int
     ids: Ids
     partial_ids: Ids
-    checkpoints: tuple[tuple[int, int], ...]
+    checkpoint: tuple[int, int] | None
     namespace: bytes
     tokens: Ids = field(repr=False)
     node: Node | None = field(repr=False)  # where the whole blocks end
@@ -77,8 +77,8 @@ class Evicted:
     """What the tree gave up: the caller's, to be freed.
 
     ``ids`` int32 ``[num_groups, k]`` of k blocks, in the order they went, 0 where a group kept nothing; ``states``: the
-    ids of the checkpoints that went with them; ``shortfall``: blocks asked for that could not go, since all that is left
-    is pinned.
+    ids of the checkpoints that went with them; ``shortfall``: blocks asked for that did not go, since all that is left is
+    pinned, or since the memory of the host ran out on the way.
     """
 
     ids: Ids

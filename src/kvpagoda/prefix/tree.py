@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids, whole_number
 from kvpagoda.errors import BadInput, RetryLater, StaleHandle
+from kvpagoda.prefix import eviction
 from kvpagoda.prefix.checkpoints import Checkpoints
-from kvpagoda.prefix.children import Children
+from kvpagoda.prefix.descend import Descent, descend
+from kvpagoda.prefix.edge_arrays import arrays_of
+from kvpagoda.prefix.eviction_order import EvictionOrder, PolicyOrder
+from kvpagoda.prefix.invariants import expect, nodes_below, prove_ids, prove_pins, prove_shape
+from kvpagoda.prefix.leases import Leases
+from kvpagoda.prefix.lru import LRUOrder
 from kvpagoda.prefix.node import Node, new_root
-from kvpagoda.prefix.owned import OwnedIds
-from kvpagoda.prefix.policy import Policy
-from kvpagoda.prefix.proof import expect, nodes_below, prove_ids, prove_pins, prove_shape
-from kvpagoda.prefix.recency import Recency
+from kvpagoda.prefix.owned_ids import OwnedIds
+from kvpagoda.prefix.policies.by_name import as_policy
+from kvpagoda.prefix.policies.protocol import EvictionPolicy
 from kvpagoda.prefix.results import Evicted, Inserted, Lease, Mask, Match
-from kvpagoda.prefix.run import arrays_of
-from kvpagoda.prefix.turnover import ByCell, Turnover
-from kvpagoda.prefix.walk import Walk, walk
 
 _INT32 = np.dtype(np.int32)
 _TO_EVICT = "the number of blocks to evict"
@@ -31,37 +31,75 @@ class PrefixTree:
     ``bytes`` key; one root each). The tree owns the block ids that it takes (at least 1; 0: the group keeps nothing for
     that block) and the state ids of checkpoints, until it hands them back. ``num_groups`` may be 0.
 
-    A walk costs a dictionary probe for each node on the path and one array compare; nothing recurses and nothing loops over
-    tokens. ``policy`` (None: LRU, which is built in) is this tree's alone. ``proves_ids``: that a block is in one place is
-    proven at every call, not by ``check`` alone. Not for use from several threads at once.
+    ``policy``: by name, see ``POLICY_NAMES``, or an ``EvictionPolicy`` object that no other tree has or had. Some need
+    ``capacity``: how many blocks the caller lets the tree keep. ``proves_ids``: that a block is in one place is proven at
+    every call, not by ``check`` alone. Not for use from several threads at once.
+
+    A descent costs a dictionary probe for each node on the path and one array compare; nothing recurses and nothing loops
+    over tokens. Every method looks at its arguments and allocates first: one that raises, MemoryError too, has changed
+    nothing.
+
+    >>> tree = PrefixTree(block_size=2)
+    >>> text = np.array([5, 6, 7, 8, 9], np.int32)
+    >>> inserted = tree.insert(tree.match(text), text[:4], np.array([[1, 2]], np.int32))
+    >>> match = tree.match(text)
+    >>> match.num_tokens, match.ids
+    (4, array([[1, 2]], dtype=int32))
+    >>> lease = tree.pin(match, num_blocks=1)
+    >>> tree.evict(2).ids, tree.num_cached
+    (array([[2]], dtype=int32), 1)
+    >>> tree.unpin(lease)
     """
 
     def __init__(
-        self, block_size: int, num_groups: int = 1, policy: Policy | None = None, *, proves_ids: bool = True
+        self,
+        block_size: int,
+        num_groups: int = 1,
+        policy: str | EvictionPolicy = "lru",
+        *,
+        capacity: int = 0,
+        proves_ids: bool = True,
     ) -> None:
         if block_size < 1 or num_groups < 0:
             raise BadInput(f"a tree of {num_groups} groups with blocks of {block_size} tokens cannot be")
+        asked = as_policy(policy, capacity)
         self.block_size, self.num_groups = block_size, num_groups
         self.num_cached = 0  #: blocks that are cached
-        self.num_pinned = 0  #: of these, blocks that some lease covers
         self._roots: dict[bytes, Node] = {}
         self._num_roots = 0  # that there ever were
-        self.num_leases = 0  #: leases that are open
-        self._turnover: Turnover = Recency() if policy is None else ByCell(policy)
+        self._order: EvictionOrder = LRUOrder() if asked is None else PolicyOrder(asked)
+        self._num_rows = num_groups + self._order.num_rows
+        self._is_keyed = self._order.num_rows > 0
         self._nothing: Ids = np.zeros(num_groups, np.int32)  # what all matches have that end at a block
         self._nothing.flags.writeable = False
         self._checkpoints, self._owned = Checkpoints(), OwnedIds(num_groups) if proves_ids else None
+        self._leases = Leases(self, self._order)
         self._removals = 0  # how often something went: a match from before must look again
+
+    @property
+    def num_pinned(self) -> int:
+        """Cached blocks that some lease covers. O(1)."""
+        return self._leases.num_pinned
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that are open. O(1)."""
+        return self._leases.num_open
 
     @property
     def num_evictable(self) -> int:
         """Blocks that ``evict`` could free now: cached and not pinned. O(1)."""
-        return self.num_cached - self.num_pinned
+        return self.num_cached - self._leases.num_pinned
 
     @property
     def num_checkpoints(self) -> int:
         """Checkpoints in the tree. O(1)."""
-        return len(self._checkpoints.places)
+        return len(self._checkpoints.by_state)
+
+    @property
+    def num_held_checkpoints(self) -> int:
+        """Of these, checkpoints that somebody holds. O(1)."""
+        return self._checkpoints.num_held
 
     def namespaces(self) -> set[bytes]:
         """The namespaces in which something is cached or pinned."""
@@ -85,21 +123,16 @@ class PrefixTree:
         if limit is not None and limit < len(tokens):
             tokens = tokens[: max(0, limit)]
         root = self._roots.get(namespace)
-        way = Walk(self._new_root(namespace), 0, 0) if root is None else walk(root, 0, tokens)
-        checkpoints: tuple[tuple[int, int], ...] = ()
-        if self._checkpoints.places:
-            checkpoints = tuple(
-                (depth * self.block_size, state)
-                for node in way.path
-                for depth, state in sorted(node.checkpoints.items())
-                if depth <= way.depth
-            )
+        way = Descent(self._new_root(namespace), 0, 0, 0, []) if root is None else descend(root, 0, tokens)
+        checkpoint = None
+        if self._checkpoints.by_state and (last := self._checkpoints.last(way.node, way.depth)):
+            checkpoint = last.depth * self.block_size, last.state_id
         partial, beyond = self._nothing, None
         if way.partial:
             beyond, block = way.partial
             partial = beyond.ids[: self.num_groups, block].copy()
         return Match(
-            way.num_tokens, way.depth, way.ids(self.num_groups), partial, checkpoints, namespace, tokens,
+            way.num_tokens, way.depth, way.ids(self.num_groups), partial, checkpoint, namespace, tokens,
             None if root is None else way.node, self._removals, beyond,
         )  # fmt: skip
 
@@ -114,14 +147,14 @@ class PrefixTree:
         BadInput for more blocks than ``at`` covers.
         """
         node, depth = self._locate(at, num_blocks)
-        return self._new_lease(node, depth)
+        return self._open(node, depth)
 
     def pin_partial(self, match: Match) -> Lease | None:
         """Pin the whole blocks of ``match`` and the block of its ``partial_ids``; None if there is none, or no longer."""
         if match.beyond is None or match.removals != self._removals:
             return None
         depth = match.num_blocks + 1
-        return self._new_lease(match.beyond.up_to(depth), depth)
+        return self._open(match.beyond.up_to(depth), depth)
 
     def last_ids(self, lease: Lease) -> Ids:
         """The ids of the last block that ``lease`` covers, int32 ``[num_groups]``. Raises StaleHandle."""
@@ -131,30 +164,23 @@ class PrefixTree:
 
     def unpin(self, lease: Lease) -> None:
         """End a lease. Raises StaleHandle, changing nothing, for one that is not open in this tree. O(nodes on the path)."""
-        node, _ = self._locate(lease)
-        lease.is_open = False
-        node.leases.remove(lease)
-        self._let_loose(node)
-        self.num_leases -= 1
+        node = lease.node if lease.is_open and lease.tree is self else self._locate(lease)[0]
+        root = self._leases.close(lease, node)
+        if root is not None:
+            self._drop_root(root)
 
     def touch(self, at: Match | Lease, num_blocks: int | None = None, priority: int = 0) -> None:
         """Say that the first ``num_blocks`` blocks (None: all) of what ``at`` covers were used once, the deepest first,
         and with them the last checkpoint there. ``priority`` is for the policy. O(blocks). Raises as ``pin`` does.
         """
         node, depth = self._locate(at, num_blocks)
-        turnover, used = self._turnover, False
-        turnover.start_use()
-        while node.parent is not None:
-            turnover.use(node, depth, priority)
-            if not used and node.checkpoints:
-                used = self._checkpoints.use(node, depth)
-            depth, node = node.start, node.parent
+        if depth:
+            self._order.touch(node, depth, priority)
+            self._checkpoints.touch(node, depth)
 
     def touch_checkpoint(self, lease: Lease) -> None:
         """Say that the last checkpoint of what ``lease`` covers was used. O(nodes behind it). Raises StaleHandle."""
-        node, depth = self._locate(lease)
-        while node.parent is not None and not (node.checkpoints and self._checkpoints.use(node, depth)):
-            depth, node = node.start, node.parent
+        self._checkpoints.touch(*self._locate(lease))
 
     def insert(
         self,
@@ -187,28 +213,23 @@ class PrefixTree:
             )
         node, covered = self._locate(at)
         lease = at if isinstance(at, Lease) and pin is not False else None
-        first = tokens[:size].tobytes()
+        first, added, own, duplicates = tokens[:size].tobytes(), n, blocks, None
         if covered == node.start + node.num_blocks and first not in node.children:
-            have, own, duplicates = 0, blocks, None
             if self._owned is not None:
                 self._owned.prove_new(blocks)
+            if n:
+                node = self._attach(node, covered, first, tokens, blocks, text, priority)
+            if self._owned is not None:
                 self._owned.add(blocks)
         else:
-            way = walk(node, covered, tokens, to_the_token=False)
-            node, have = way.node, way.depth - covered
-            own, duplicates = self._adopt(way, blocks, have)
-        if n and not have:
-            node = self._attach(node, covered, first, tokens, own, text, priority)
-        elif have < n:
-            tokens = tokens[have * size :]
-            node = self._attach(node, covered + have, tokens[:size].tobytes(), tokens, own[:, have:], text, priority)
+            node, added, own, duplicates = self._insert_along(node, covered, tokens, blocks, text, priority)
         if lease is not None:
-            self._extend(lease, node, covered + n)
+            self._leases.extend(lease, node, covered + n)
         elif pin:
-            lease = self._new_lease(node, covered + n)
+            lease = self._open(node, covered + n)
         if node.num_pinned < node.num_blocks or node.leaf >= 0:
-            self._turnover.mark(node)
-        return Inserted(own, duplicates, n - have, lease)
+            self._order.mark(node)
+        return Inserted(own, duplicates, added, lease)
 
     def evict(self, num_blocks: int) -> Evicted:
         """Evict ``num_blocks`` blocks, or all that are not pinned if these are fewer; the policy says which.
@@ -216,50 +237,25 @@ class PrefixTree:
         Leaf first, block by block from the tail. Costs what the policy's choice does, amortised O(log leaves) with LRU,
         and O(1) for each block. Raises BadInput for a number below 0.
         """
-        left = num_blocks if type(num_blocks) is int and num_blocks >= 0 else whole_number(num_blocks, _TO_EVICT)
-        ids: list[Ids] = []
-        states: list[int] = []
-        turnover, alone = self._turnover, list[int]()
-        is_plain = self.num_groups == 1 and not turnover.num_rows
-        for node, count in turnover.victims(left):
-            is_whole = count == node.num_blocks
-            if is_plain and is_whole and count == 1:  # its number alone: thousands of arrays of one are slow to join
-                alone.append(node.ids.item())
-            else:
-                if alone:
-                    ids.append(np.array([alone], np.int32))
-                    alone = []
-                ids.append(node.ids[:, : -count - 1 : -1])
-                if not is_whole or turnover.num_rows:
-                    turnover.remove(node, count, evicted=True)
-            if node.checkpoints:
-                states += self._checkpoints.drop_after(node, node.end - count)
-            left -= count
-            above = node.parent
-            if not is_whole:
-                node.cut(node.num_blocks - count)
-                turnover.mark(node)
-            elif above is not None:
-                above.children.take(node.first)
-                if above.root is None:
-                    self._join(above)
-                elif not above.children:
-                    self._drop_root(above)
-        if alone:
-            ids.append(np.array([alone], np.int32))
-        if ids:
-            self.num_cached -= num_blocks - left
+        asked = num_blocks if type(num_blocks) is int and num_blocks >= 0 else whole_number(num_blocks, _TO_EVICT)
+        evictable = self.num_cached - self._leases.num_pinned
+        ids = np.empty((self._num_rows, asked if asked < evictable else evictable), np.int32)
+        done, states, bare = eviction.evict(self._order, self._checkpoints, ids)
+        if done:
+            self.num_cached -= done
             self._removals += 1
-        return self._evicted(ids, states, left)
+            for root in bare:
+                self._drop_root(root)
+        return self._gone(ids if done == ids.shape[1] else ids[:, :done], states, asked - done)
 
     def remap(self, group: int, names: Ids) -> None:
         """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
-        for root in self._roots.values():
-            for node in nodes_below(root):
-                row = node.ids[group]
-                row[:] = names[row]
+        rows = [node.ids[group] for root in self._roots.values() for node in nodes_below(root)]
+        after = [names[row] for row in rows]
         if self._owned is not None:
-            self._owned.rename(group, names)
+            self._owned.remap(group, names)
+        for row, ids in zip(rows, after):
+            row[:] = ids
         self._removals += 1
 
     def clear(self, namespace: bytes | None = None) -> Evicted:
@@ -271,20 +267,12 @@ class PrefixTree:
         if any(root.pins for root in roots):
             num_open = sum(len(node.leases) for root in roots for node in nodes_below(root))
             raise RetryLater(f"{num_open} leases are open in what is to be cleared; unpin them first")
-        ids: list[Ids] = []
-        states: list[int] = []
+        ids, states = eviction.clear(self._order, self._checkpoints, roots, self._num_rows)
+        self.num_cached -= ids.shape[1]
         for root in roots:
-            for node in reversed(list(nodes_below(root))):
-                if node is not root:
-                    ids.append(node.ids[:, ::-1])
-                    self._turnover.remove(node, node.num_blocks, evicted=False)
-                    states += self._checkpoints.drop_after(node, node.start)
-                    self.num_cached -= node.num_blocks
-                    node.cut(0)  # it may lie in a queue
-                node.children = Children()
             self._drop_root(root)
-            self._removals += 1
-        return self._evicted(ids, states, 0)
+        self._removals += 1
+        return self._gone(ids, states, 0)
 
     def set_checkpoint(self, at: Match | Lease, num_tokens: int, state_id: int) -> bool:
         """Keep the state after ``num_tokens`` tokens of what ``at`` covers. False: there is one; the id stays yours.
@@ -297,25 +285,43 @@ class PrefixTree:
         return self._checkpoints.put(*self._locate(at, depth), state_id)
 
     def has_checkpoint(self, at: Match | Lease, num_tokens: int) -> bool:
-        """Whether there is a checkpoint after ``num_tokens`` tokens, a block boundary, of what ``at`` covers. Raises as ``pin``."""
+        """Whether there is a checkpoint after ``num_tokens`` tokens, a block boundary, of what ``at`` covers. Raises as ``pin``
+        does."""
         node, depth = self._locate(at, num_tokens // self.block_size)
-        return depth in node.checkpoints
+        return node.checkpoints is not None and depth in node.checkpoints
+
+    def last_checkpoint(self, at: Match | Lease, num_blocks: int | None = None) -> tuple[int, int] | None:
+        """(num_tokens, state id) of the deepest checkpoint within the first ``num_blocks`` blocks (None: all) of what ``at``
+        covers, if there is one. O(nodes behind it). Raises as ``pin`` does."""
+        found = self._checkpoints.last(*self._locate(at, num_blocks))
+        return None if found is None else (found.depth * self.block_size, found.state_id)
+
+    def hold_checkpoint(self, state_id: int) -> None:
+        """Let nobody evict or drop the checkpoint with this state id until ``release_checkpoint``, as often as it is held;
+        only with its blocks it may still go. Raises NotOwned. Amortised O(log checkpoints)."""
+        self._checkpoints.hold(state_id)
+
+    def is_held(self, state_id: int) -> bool:
+        """Whether somebody holds the checkpoint with this state id. Raises NotOwned. O(1)."""
+        return self._checkpoints.find(state_id).num_holds > 0
+
+    def release_checkpoint(self, state_id: int) -> None:
+        """End one hold; where it was last used has not changed. Raises NotOwned, and BadInput if nobody holds it. Amortised
+        O(log checkpoints)."""
+        self._checkpoints.release(state_id)
 
     def drop_checkpoint(self, state_id: int) -> None:
-        """Forget the checkpoint with this state id, which is the caller's again. Raises NotOwned. O(1)."""
+        """Forget the checkpoint with this state id, which is the caller's again. Raises NotOwned, and BadInput for one that is
+        held. Amortised O(1)."""
         self._checkpoints.drop(state_id)
 
-    def evict_checkpoint(self, num_checkpoints: int = 1, keep: Collection[int] = ()) -> tuple[int, ...]:
-        """Forget the least recently used checkpoints (set or touched) that are not in ``keep``; returns their state ids,
-        fewer if there are fewer.
+    def evict_checkpoint(self, num_checkpoints: int = 1) -> tuple[int, ...]:
+        """Forget the least recently used checkpoints (set or touched) that nobody holds; returns their state ids, fewer if
+        there are fewer.
 
-        Blocks stay; leases do not hold checkpoints: copy a state before evicting. O(1) for each, and each in ``keep``.
+        Blocks stay; leases do not hold checkpoints. Amortised O(log checkpoints) for each.
         """
-        oldest = self._checkpoints.oldest(num_checkpoints + len(keep))
-        states = tuple(state for state in oldest if state not in keep)[:num_checkpoints]
-        for state in states:
-            self._checkpoints.drop(state)
-        return states
+        return self._checkpoints.evict(num_checkpoints)
 
     def check(self) -> None:
         """Prove everything from scratch: links, edges, pins, ids, counters, leaves, checkpoints. O(blocks).
@@ -323,15 +329,13 @@ class PrefixTree:
         Raises CheckFailed with what does not hold.
         """
         nodes = [node for root in self._roots.values() for node in nodes_below(root)]
-        prove_shape(nodes, self.num_groups + self._turnover.num_rows)
+        prove_shape(nodes, self._num_rows)
         prove_pins(nodes, self.num_leases, self)
         prove_ids(nodes, self.num_groups, None if self._owned is None else self._owned.flags)
         counted = sum(node.num_blocks for node in nodes), sum(node.num_pinned for node in nodes)
         expect((self.num_cached, self.num_pinned) == counted, f"{self.num_cached, self.num_pinned} is not {counted}")
-        states = {state: depth for node in nodes for depth, state in node.checkpoints.items()}
-        kept = {state: depth for state, (_, depth) in self._checkpoints.places.items()}
-        expect(states == kept, f"checkpoints {states} are not {kept}")
-        self._turnover.check(nodes)
+        self._checkpoints.check(nodes)
+        self._order.check(nodes)
 
     def _locate(self, at: Match | Lease, num_blocks: int | None = None) -> tuple[Node, int]:
         """The node that holds the end of the first ``num_blocks`` blocks of ``at``, and that depth."""
@@ -348,7 +352,7 @@ class PrefixTree:
         if at.node is not None and at.removals == self._removals:
             return at.node.up_to(depth), depth
         root = self._roots.get(at.namespace) or self._new_root(at.namespace)
-        way = walk(root, 0, at.tokens[: at.num_blocks * self.block_size])
+        way = descend(root, 0, at.tokens[: at.num_blocks * self.block_size])
         if way.depth < at.num_blocks or not np.array_equal(way.ids(self.num_groups), at.ids):
             raise StaleHandle("blocks of this match were evicted since; match again")
         return way.node.up_to(depth), depth
@@ -358,132 +362,78 @@ class PrefixTree:
         if not isinstance(namespace, bytes):
             raise BadInput(f"a namespace is bytes, got {namespace!r}")
         self._num_roots += 1
-        return new_root(self.block_size, self.num_groups + self._turnover.num_rows, -self._num_roots, namespace)
+        return new_root(self.block_size, self._num_rows, -self._num_roots, namespace)
 
     def _drop_root(self, node: Node) -> None:
         if node.root and not node.pins and not node.children:
             del self._roots[node.root[1]]
             self._removals += 1
 
-    def _new_lease(self, node: Node, depth: int) -> Lease:
+    def _open(self, node: Node, depth: int) -> Lease:
         if node.root is not None:
             self._roots[node.root[1]] = node
-        lease = Lease(self, node, depth)
-        self.num_leases += 1
-        self._tie(lease, node)
-        return lease
+        return self._leases.open(node, depth)
 
-    def _extend(self, lease: Lease, node: Node, depth: int) -> None:
-        """Let ``lease`` end at ``depth`` in ``node``, at or below where it ends now."""
-        old, lease.num_blocks = lease.node, depth
-        if node is old:
-            self._cover(node, depth - node.start)
-            return
-        lease.node = node
-        old.leases.remove(lease)
-        if node.parent is old and not node.pins:  # a pinned child for a lease: the old node stays pinned as it is
-            node.put_lease(lease)
-            node.pins = 1
-            self._cover(node, depth - node.start)
-            if old.num_pinned < old.num_blocks:
-                self._cover(old, old.num_blocks)
-        else:
-            self._tie(lease, node)
-            old.pins -= 1
+    def _insert_along(
+        self, node: Node, covered: int, tokens: Ids, blocks: Ids, text: Ids | None, priority: int
+    ) -> tuple[Node, int, Ids, Mask]:
+        """``insert`` where something is already: (the node that ends with it, blocks added, the tree's ids, duplicates).
 
-    def _tie(self, lease: Lease, node: Node) -> None:
-        """``lease`` ends in ``node`` now; what lies above it is pinned. O(nodes that were not pinned before)."""
-        node.put_lease(lease)
-        node.pins += 1
-        self._cover(node, lease.num_blocks - node.start)
-        while node.pins == 1 and node.parent is not None:
-            node = node.parent
-            node.pins += 1
-            if node.num_pinned < node.num_blocks:
-                self._cover(node, node.num_blocks)
-
-    def _cover(self, node: Node, num_blocks: int) -> None:
-        """At least the first ``num_blocks`` of ``node`` are pinned now."""
-        if num_blocks > node.num_pinned:
-            self.num_pinned += num_blocks - node.num_pinned
-            node.num_pinned = num_blocks
-            if node.leaf >= 0:
-                self._turnover.mark(node)
-
-    def _let_loose(self, node: Node) -> None:
-        """One lease less ends in ``node``. O(nodes that are not pinned any more)."""
-        while True:
-            node.pins -= 1
-            covered = node.covered() if node.pins else 0
-            if covered < node.num_pinned:
-                self.num_pinned += covered - node.num_pinned
-                node.num_pinned = covered
-                self._turnover.mark(node)
-            if node.parent is None:
-                self._drop_root(node)
-                return
-            if node.pins:
-                return
-            node = node.parent
-
-    def _adopt(self, way: Walk, blocks: Ids, have: int) -> tuple[Ids, Mask]:
-        """Take those of ``blocks`` that are not there yet; of the first ``have`` blocks these are holes of single groups.
-
-        Returns the tree's own ids and which of the given ones are duplicates.
+        Of the blocks that are there, holes of single groups are filled.
         """
+        way = descend(node, covered, tokens, to_the_token=False)
+        node, have = way.node, way.depth - covered
         there = np.zeros_like(blocks)
         there[:, :have] = way.ids(self.num_groups)
         given = np.where(blocks == there, 0, blocks)
         if self._owned is not None:
             self._owned.prove_new(given)
         duplicates = (given != 0) & (there != 0)
-        own = np.where(there == 0, blocks, there)
-        if self._owned is not None:
-            self._owned.add(np.where(duplicates, 0, given))
+        own, given = np.where(there == 0, blocks, there), np.where(duplicates, 0, given)
+        if have < blocks.shape[1]:
+            if way.depth < node.end:
+                node = way.path[-1] = node.split(way.depth)
+            rest = tokens[have * self.block_size :]
+            first = rest[: self.block_size].tobytes()
+            node = self._attach(node, way.depth, first, rest, own[:, have:], text, priority)
+        if self._owned is not None:  # from here on nothing can fail
+            self._owned.add(given)
         way.put_ids(own)
-        return own, duplicates
+        return node, blocks.shape[1] - have, own, duplicates
 
     def _attach(
         self, node: Node, depth: int, first: bytes, tokens: Ids, ids: Ids, text: Ids | None, priority: int
     ) -> Node:
-        """Put new blocks, the first of them ``first``, at ``depth``, which lies in ``node``; returns the node that ends with
-        them."""
-        if node.root is not None and not node.pins:
-            self._roots[node.root[1]] = node
-        if depth < node.start + node.num_blocks:
-            node = node.split(depth)
-        turnover, n = self._turnover, ids.shape[1]
-        if turnover.num_rows:
-            ids = np.concatenate((ids, turnover.rows(node, tokens, n, priority)))
-        self.num_cached += n
+        """Put new blocks, the first of them ``first``, below ``node``, which ends at ``depth``; returns the node that ends
+        with them. All or nothing."""
+        order, n, size = self._order, ids.shape[1], self.block_size
+        if self._is_keyed:
+            ids = np.concatenate((ids, order.prepare(node, tokens, n)))
         if node.children or node.root is not None or not node.has_room(n, text):
-            size = self.block_size
             child = Node(node, depth, size, *arrays_of(tokens, ids, text, depth * size), n, first)
+            if self._is_keyed:
+                order.add(ids, priority)
+            if node.root is not None and not node.pins:  # from here on nothing can fail
+                self._roots[node.root[1]] = node
             node.put_child(child)
             if node.leaf >= 0:
-                turnover.mark(node)
+                order.mark(node)
             node = child
         else:
+            if self._is_keyed:
+                node.make_room(n)
+                order.add(ids, priority)
             node.append(tokens, ids, text)
-        turnover.added(node, n)
+        self.num_cached += n
+        order.added(node, n)
         return node
 
-    def _join(self, node: Node) -> None:
-        """``node`` lost a child: its last block may go next, or the one child that is left is merged with it."""
-        if not node.children:
-            self._turnover.mark(node)
-        elif len(node.children) == 1:
-            (below,) = node.children.values()
-            if below.num_blocks <= 2 * node.num_blocks:  # a long rest is left alone: merging copies it
-                below.merge(node)
-
-    def _evicted(self, ids: list[Ids], states: list[int], shortfall: int) -> Evicted:
-        together = np.empty((self.num_groups, 0), np.int32)
-        if ids:
-            together = np.concatenate(ids, axis=1)[: self.num_groups]
+    def _gone(self, ids: Ids, states: list[int], shortfall: int) -> Evicted:
+        if self._is_keyed:
+            ids = ids[: self.num_groups]
         if self._owned is not None:
-            self._owned.remove(together)
-        return Evicted(together, tuple(states), shortfall)
+            self._owned.remove(ids)
+        return Evicted(ids, tuple(states), shortfall)
 
 
 def _vector(tokens: Ids) -> Ids:

@@ -15,6 +15,7 @@ from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, NeverFits, RetryLater
 from kvpagoda.kv_cache import KVCache
+from kvpagoda.prefix import EvictionPolicy, policy_name
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Schema
@@ -73,7 +74,7 @@ def serve(
     step_tokens: int = 2048,
     checkpoints: int | None = None,
     checkpoint_every: int = 0,
-    policy: str = "lru",
+    policy: str | EvictionPolicy = "lru",
     shared: bool = True,
     tiers: Many[TierSpec] = (),
     part: range | None = None,
@@ -104,10 +105,10 @@ def serve(
     stats = cache.stats()
     cache.close()
     return ServeResult(
-        columns.name, schema.name, policy, cache.plan.nbytes, len(run.waiting), run.never_fit, run.prompt_tokens, run.matched,
-        stats.cached_tokens, stats.loaded_tokens, dict(run.limited_by), stats.evicted_blocks, stats.evicted_checkpoints,
-        run.running_steps / max(1, run.steps), 100 * run.unusable / max(1, run.pressed) / max(1, cache.plan.nbytes), run.pressed,
-        run.steps,
+        columns.name, schema.name, policy_name(policy), cache.plan.nbytes, len(run.waiting), run.never_fit, run.prompt_tokens,
+        run.matched, stats.cached_tokens, stats.loaded_tokens, dict(run.limited_by), stats.evicted_blocks,
+        stats.evicted_checkpoints, run.running_steps / max(1, run.steps),
+        100 * run.unusable / max(1, run.pressed) / max(1, cache.plan.nbytes), run.pressed, run.steps,
     )  # fmt: skip
 
 

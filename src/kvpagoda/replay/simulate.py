@@ -10,8 +10,7 @@ import numpy as np
 
 from kvpagoda.blocks import FreeList
 from kvpagoda.errors import BadInput
-from kvpagoda.prefix.policies import POLICY_NAMES, policy_named
-from kvpagoda.prefix.tree import PrefixTree
+from kvpagoda.prefix import POLICY_NAMES, EvictionPolicy, PrefixTree, policy_name
 from kvpagoda.replay.belady import furthest_next_use
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.trace import Trace
@@ -42,11 +41,11 @@ class ReplayResult:
         return {**asdict(self), "hit_rate": self.hit_rate}
 
 
-def known_policy(name: str) -> str:
-    """``name``, if there is such a policy. Raises BadInput with those that there are."""
-    if name not in POLICIES:
-        raise BadInput(f"no policy {name!r}; there are {', '.join(POLICIES)}")
-    return name
+def known_policy(policy: str | EvictionPolicy) -> str:
+    """The name of ``policy``, or of an object's class. Raises BadInput for a name that none has, with those that there are."""
+    if isinstance(policy, str) and policy not in POLICIES:
+        raise BadInput(f"no policy {policy!r}; there are {', '.join(POLICIES)}")
+    return policy_name(policy)
 
 
 def possible_capacity(blocks: int) -> int:
@@ -60,32 +59,35 @@ def replay(
     trace: Source | Trace,
     *,
     capacity_blocks: int,
-    policy: str = "lru",
+    policy: str | EvictionPolicy = "lru",
     on_request: Callable[[int], None] | None = None,
 ) -> ReplayResult:
-    """Run a trace through a prefix tree of ``capacity_blocks`` blocks, one request after another.
+    """EdgeArrays a trace through a prefix tree of ``capacity_blocks`` blocks, one request after another.
 
     A request is a chain of blocks, and a block hits only if every earlier one of its chain does. (1) Its longest
     resident prefix is looked up and counted. (2) Its first ``capacity_blocks`` blocks are used, the deepest first, so
     that what hangs below a block is never more recent. (3) While more are resident than the capacity, the policy evicts
     a leaf; the request's own blocks may go. One id is one block. ``opt`` is no policy but the bound: it knows the future.
 
+    ``policy``: a name, or an ``EvictionPolicy`` object that no other replay had.
     ``trace``: a path, an iterable of public records or Requests, or a Trace (read once, for many replays).
     ``on_request`` is told now and then how many requests are done. Raises BadInput before anything runs.
     """
-    known_policy(policy)
+    name = known_policy(policy)
     possible_capacity(capacity_blocks)
     columns = Trace.read(trace)
     if len(columns) and not columns.num_refs:
         raise BadInput(f"{columns.name} names no blocks (lengths and arrivals only): there is nothing to look up")
-    if policy == BOUND:
+    if name == BOUND:
         hits, evictions = furthest_next_use(columns, capacity_blocks)
     else:
         hits, evictions = _through_tree(columns, capacity_blocks, policy, on_request)
-    return ReplayResult(columns.name, policy, capacity_blocks, len(columns), columns.num_refs, hits, evictions)
+    return ReplayResult(columns.name, name, capacity_blocks, len(columns), columns.num_refs, hits, evictions)
 
 
-def hit_rate_curve(trace: Source | Trace, capacities: Sequence[int], policies: Sequence[str]) -> list[ReplayResult]:
+def hit_rate_curve(
+    trace: Source | Trace, capacities: Sequence[int], policies: Sequence[str | EvictionPolicy]
+) -> list[ReplayResult]:
     """``replay`` at every capacity for every policy, capacities outermost. Raises BadInput before anything runs."""
     for policy in policies:
         known_policy(policy)
@@ -96,10 +98,10 @@ def hit_rate_curve(trace: Source | Trace, capacities: Sequence[int], policies: S
 
 
 def _through_tree(
-    trace: Trace, capacity: int, policy: str, on_request: Callable[[int], None] | None
+    trace: Trace, capacity: int, policy: str | EvictionPolicy, on_request: Callable[[int], None] | None
 ) -> tuple[int, int]:
     """(hits, evictions), with the tree and the free list that a cache has. A token is an id, a block is one token."""
-    tree = PrefixTree(1, policy=policy_named(policy, capacity))
+    tree = PrefixTree(1, policy=policy, capacity=capacity)
     longest = int(np.diff(trace.starts).max(initial=0))
     free = FreeList(min(trace.num_distinct, capacity + min(longest, capacity)), first=1, what="blocks")
     hits = evictions = 0

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-
 from typing import Any, Literal, get_args
 
 from kvpagoda.errors import BadInput

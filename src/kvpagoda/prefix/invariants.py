@@ -26,15 +26,14 @@ def expect(is_so: bool, what: str) -> None:
 
 
 def prove_shape(nodes: Iterable[Node], num_rows: int) -> None:
-    """Edges are whole blocks and not empty, links are mutual, depths add up, checkpoints lie in their node."""
+    """Edges are whole blocks and not empty, links are mutual, depths add up."""
     for node in nodes:
         where = f"node at block {node.start} with ids {node.ids[:, :4].tolist()}"
         n = node.num_blocks
         expect((n == 0) == (node.parent is None) == (node.root is not None), f"{where}: empty, or a root that is not")
-        expect(len(node.key) == n * node.block_size, f"{where}: arrays of other lengths")
+        expect(len(node.tokens) == n * node.block_size, f"{where}: arrays of other lengths")
         expect(node.ids.shape == (num_rows, n), f"{where}: ids of shape {node.ids.shape}")
         expect(node.into is None, f"{where}: reachable though it was merged")
-        expect(all(node.start < depth <= node.end for depth in node.checkpoints), f"{where}: {node.checkpoints}")
         for block, child in node.children.items():
             expect(child.parent is node and child.start == node.end, f"{where}: a child does not hang here")
             expect(child.block(0) == block == child.first, f"{where}: a child is filed under another block")

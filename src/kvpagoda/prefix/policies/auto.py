@@ -8,15 +8,16 @@ from collections.abc import Callable
 import numpy as np
 
 from kvpagoda.errors import CheckFailed
-from kvpagoda.prefix.ghosts import ARC, Ghosts, Queue
-from kvpagoda.prefix.keyed import Mask
-from kvpagoda.prefix.numbers import grown
-from kvpagoda.prefix.policy import Cells
+from kvpagoda.prefix.id_pool import grown
+from kvpagoda.prefix.policies.arc import ARC
+from kvpagoda.prefix.policies.ghosts import Ghosts, Queue
+from kvpagoda.prefix.policies.heap import Mask
+from kvpagoda.prefix.policies.protocol import Forgotten, Keys
 
 _SHADOW = 128  # a shadow holds so many blocks, or up to twice as many; all, of a smaller cache
 _WINDOW = 8  # uses of sampled blocks between two judgements, in sizes of a shadow
 _MARGIN = 200  # one hit in so many uses must speak for ARC before it takes over
-_CACHED, _SAMPLED = 1, 2  # who remembers a cell: ARC, cached or as a ghost; a shadow
+_CACHED, _SAMPLED = 1, 2  # who remembers a key: ARC, cached or as a ghost; a shadow
 
 
 class ShadowLRU:
@@ -27,16 +28,16 @@ class ShadowLRU:
         self._queue: Queue = OrderedDict()
         self.hits = 0
 
-    def __contains__(self, cell: int) -> bool:
-        return cell in self._queue
+    def __contains__(self, key: int) -> bool:
+        return key in self._queue
 
-    def use(self, cell: int) -> list[int]:
-        """Use ``cell``; returns the cells that are forgotten."""
-        if cell in self._queue:
+    def use(self, key: int) -> list[int]:
+        """Use ``key``; returns the keys that are forgotten."""
+        if key in self._queue:
             self.hits += 1
-            self._queue.move_to_end(cell)
+            self._queue.move_to_end(key)
             return []
-        self._queue[cell] = None
+        self._queue[key] = None
         return [self._queue.popitem(last=False)[0]] if len(self._queue) > self._capacity else []
 
 
@@ -50,18 +51,18 @@ class ShadowARC:
         self.ghosts = Ghosts(capacity)
         self.hits = 0
 
-    def __contains__(self, cell: int) -> bool:
-        return any(cell in queue for queue in (self._once, self._again, self.ghosts.once, self.ghosts.again))
+    def __contains__(self, key: int) -> bool:
+        return any(key in queue for queue in (self._once, self._again, self.ghosts.once, self.ghosts.again))
 
-    def use(self, cell: int) -> list[int]:
-        """Use ``cell``; returns the cells that are forgotten."""
-        if cell in self._once or cell in self._again:
+    def use(self, key: int) -> list[int]:
+        """Use ``key``; returns the keys that are forgotten."""
+        if key in self._once or key in self._again:
             self.hits += 1
-            self._once.pop(cell, None)
-            self._again[cell] = None
-            self._again.move_to_end(cell)
+            self._once.pop(key, None)
+            self._again[key] = None
+            self._again.move_to_end(key)
             return []
-        (self._again if self.ghosts.recall(cell) else self._once)[cell] = None
+        (self._again if self.ghosts.recall(key) else self._once)[key] = None
         if len(self._once) + len(self._again) <= self._capacity:
             return []
         if self._once and (len(self._once) > self.ghosts.share or not self._again):
@@ -74,7 +75,7 @@ class ShadowARC:
 class Auto(ARC):
     """ARC, or LRU as long as ARC would not hit more often.
 
-    Both lie in ARC's two lists of leaves: LRU takes the older of their first ones, so that to change over moves nothing.
+    Both lie in ARC's two heaps of leaves: LRU takes the older of their first ones, so that to change over moves nothing.
     Every k-th block that is not remembered is sampled, and shadows of a k-th of the capacity are shown the uses of these;
     their hits, the older ones counting half with each judgement, say who leads. O(1) for each block more than ARC.
     """
@@ -87,55 +88,60 @@ class Auto(ARC):
         self._window = _WINDOW * size
         self._uses = self._phase = 0
         self._is_lru = True
-        self._known = np.zeros(0, np.uint8)  # who remembers a cell
-        self._dropped: list[int] = []  # cells that the shadows forgot since the last removal
+        self._known = np.zeros(0, np.uint8)  # who remembers a key
+        self._dropped: list[int] = []  # keys that the shadows forgot since the last removal
 
-    def add(self, cells: Cells, priority: int) -> None:
-        super().add(cells, priority)
-        self._known = grown(self._known, len(self._rank))
-        fresh = cells[self._known[cells] == 0]
-        self._known[fresh[self._phase :: self._every]] = _SAMPLED
+    def add(self, keys: Keys, priority: int) -> None:
+        self._make_room(int(keys.max(initial=0)) + 1)
+        known = self._known[keys]
+        fresh = np.flatnonzero(known == 0)
+        known[fresh[self._phase :: self._every]] = _SAMPLED
+        sampled = keys[known >= _SAMPLED][::-1].tolist()
+        super().add(keys, priority)
+        self._known[keys] = known | _CACHED
         self._phase = (self._phase - len(fresh)) % self._every
-        self._known[cells] |= _CACHED
-        self._watch(cells)
+        self._watch(sampled)
 
-    def touch(self, cells: Cells, priority: int) -> None:
-        super().touch(cells, priority)
-        self._watch(cells)
+    def touch(self, keys: Keys, priority: int) -> None:
+        sampled = keys[self._known[keys] >= _SAMPLED][::-1].tolist()
+        super().touch(keys, priority)
+        self._watch(sampled)
 
-    def choose(self, chain: Callable[[int], Cells]) -> Cells:
+    def choose(self, chain: Callable[[int], Keys]) -> Keys:
         if not self._is_lru:
             return super().choose(chain)
-        once, again = self._index.first(), self._again.first()
-        oldest = self._index if once and not (again and again[1] < once[1]) else self._again
-        return self._run(chain(oldest.pop()), self._index, self._again)
+        once, again = self._leaves.first(), self._again.first()
+        oldest = self._leaves if once and not (again and again[1] < once[1]) else self._again
+        return self._first_of(oldest, chain, self._leaves, self._again)
 
-    def remove(self, cells: Cells, *, evicted: bool) -> Cells:
-        forgotten = super().remove(cells, evicted=evicted)
+    def remove(self, keys: Keys, *, evicted: bool) -> Forgotten:
+        forgotten = super().remove(keys, evicted=evicted)
         self._known[forgotten] &= ~np.uint8(_CACHED)
         if self._dropped:
-            forgotten = np.unique(np.concatenate((forgotten, np.array(self._dropped, np.int32))))
+            forgotten = sorted({*forgotten, *self._dropped})
             self._dropped.clear()
-        meaningless: Cells = forgotten[self._known[forgotten] == 0]
-        return meaningless
+        return [key for key in forgotten if not self._known[key]]
 
-    def check(self, cells: Cells, leaves: set[int]) -> None:
-        super().check(cells, leaves)
+    def check(self, keys: Keys, leaves: set[int]) -> None:
+        super().check(keys, leaves)
         if not np.array_equal(np.flatnonzero(self._known & _CACHED), np.flatnonzero(self._rank)):
-            raise CheckFailed("the monitor and ARC disagree about the cells that are remembered")
+            raise CheckFailed("the monitor and ARC disagree about the keys that are remembered")
 
-    def _goes(self, cells: Cells, below: Cells, rank: int, stamp: int) -> Mask:
+    def _make_room(self, length: int) -> None:
+        super()._make_room(length)
+        self._known = grown(self._known, length)
+
+    def _goes(self, keys: Keys, below: Keys, rank: int, stamp: int) -> Mask:
         if not self._is_lru:
-            return super()._goes(cells, below, rank, stamp)
-        goes: Mask = self._stamp[cells] < stamp
+            return super()._goes(keys, below, rank, stamp)
+        goes: Mask = self._stamp[keys] < stamp
         return goes
 
-    def _watch(self, cells: Cells) -> None:
-        """Show the sampled ones of ``cells`` to the shadows; judge now and then."""
-        sampled = cells[self._known[cells] >= _SAMPLED]
+    def _watch(self, sampled: list[int]) -> None:
+        """Show the keys ``sampled``, which were used, to the shadows; judge now and then."""
         lru, arc = self._shadow_lru, self._shadow_arc
-        for cell in sampled[::-1].tolist():
-            gone = [one for one in lru.use(cell) if one not in arc] + [one for one in arc.use(cell) if one not in lru]
+        for key in sampled:
+            gone = [one for one in lru.use(key) if one not in arc] + [one for one in arc.use(key) if one not in lru]
             if gone:
                 self._known[gone] &= _CACHED
                 self._dropped += gone

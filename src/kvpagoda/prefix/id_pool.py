@@ -12,26 +12,44 @@ from kvpagoda.blocks.ids import Ids
 Scalar = TypeVar("Scalar", bound="np.generic[Any]")
 
 
-class Numbers:
-    """Whole numbers from ``first`` up; a number that was given back goes out again before a fresh one does."""
+class IdPool:
+    """Whole numbers from ``first`` up; a number that was given back goes out again before a fresh one does.
+
+    >>> pool = IdPool()
+    >>> pool.take(3).tolist()
+    [0, 1, 2]
+    >>> pool.give([1])
+    >>> pool.take(2).tolist()
+    [1, 3]
+    """
 
     def __init__(self, first: int = 0) -> None:
         self._free: Ids = np.empty(0, np.int32)
         self._num_free = 0
         self._next = first
 
-    def take(self, n: int) -> Ids:
-        """``n`` distinct numbers, int32 ``[n]``. O(n)."""
+    def peek(self, n: int) -> Ids:
+        """What ``take`` would return, int32 ``[n]``; nothing is taken. O(n)."""
         again = min(n, self._num_free)
-        self._num_free -= again
-        used: Ids = self._free[self._num_free : self._num_free + again][::-1].copy()
+        used: Ids = self._free[self._num_free - again : self._num_free][::-1].copy()
         if again == n:
             return used
         fresh = np.arange(self._next, self._next + n - again, dtype=np.int32)
-        self._next += n - again
         return np.concatenate((used, fresh)) if again else fresh
 
-    def give(self, numbers: Ids) -> None:
+    def advance(self, n: int) -> None:
+        """The ``n`` numbers that ``peek`` showed are taken. O(1), and it cannot fail."""
+        again = min(n, self._num_free)
+        self._num_free -= again
+        self._next += n - again
+
+    def take(self, n: int) -> Ids:
+        """``n`` distinct numbers, int32 ``[n]``. O(n)."""
+        numbers = self.peek(n)
+        self.advance(n)
+        return numbers
+
+    def give(self, numbers: Ids | list[int]) -> None:
         """Take back ``numbers``, each of them out and named once. Amortised O(n)."""
         end = self._num_free + len(numbers)
         self._free = grown(self._free, end)

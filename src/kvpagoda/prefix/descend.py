@@ -1,8 +1,6 @@
-"""The way from a place in the tree along a text."""
+"""The way from a place in the tree down along a text."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,8 +8,8 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.prefix.node import Node
 
 
-class Walk:
-    """Where a walk ended: at ``depth`` blocks from the root, in ``node``, ``num_tokens`` tokens after its start.
+class Descent:
+    """Where a descent ended: at ``depth`` blocks from the root, in ``node``, ``num_tokens`` tokens after its start.
 
     ``path``: the nodes that it went through; ``begin``: the depth at which it began, in the first of them. ``partial``:
     (node, block) whose first tokens go on from there, if any do.
@@ -24,8 +22,8 @@ class Walk:
         node: Node,
         begin: int,
         depth: int,
-        num_tokens: int = 0,
-        path: Sequence[Node] = (),
+        num_tokens: int,
+        path: list[Node],
         partial: tuple[Node, int] | None = None,
     ) -> None:
         self.node, self.begin, self.depth, self.num_tokens = node, begin, depth, num_tokens
@@ -50,7 +48,7 @@ class Walk:
             node.ids[: len(ids), first - node.start : end - node.start] = ids[:, first - self.begin : end - self.begin]
 
 
-def walk(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -> Walk:
+def descend(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -> Descent:
     """Go from ``depth``, which lies in ``node``, as far along ``tokens`` as whole blocks are there.
 
     A dictionary probe for each node on the way, then one compare of all their tokens. ``to_the_token``: also look for the
@@ -58,7 +56,7 @@ def walk(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -> W
     """
     size, length, block = node.block_size, len(tokens), b""
     at = (node.end - depth) * size  # tokens on the way
-    path, keys = ([node], [node.key[(depth - node.start) * size :]]) if at else ([], [])
+    path, keys = ([node], [node.tokens[(depth - node.start) * size :]]) if at else ([], [])
     while at < length:
         block = tokens[at : at + size].tobytes()
         below = node.children.get(block)
@@ -66,7 +64,7 @@ def walk(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -> W
             break
         node = below
         path.append(node)
-        keys.append(node.key)
+        keys.append(node.tokens)
         at += node.num_blocks * size
     same = _num_same(keys[0] if len(keys) == 1 else np.concatenate(keys), tokens) if keys else 0
     end = depth + same // size
@@ -74,14 +72,14 @@ def walk(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -> W
         while path[-1].start >= end and len(path) > 1:
             path.pop()
         node = path[-1]
-        return Walk(node, depth, end, same, path, (node, end - node.start) if same % size else None)
+        return Descent(node, depth, end, same, path, (node, end - node.start) if same % size else None)
     partial, longest = None, 0
     if to_the_token and at < length and size > 1:
         for child in node.children.nearest(block):
             more = _num_same_bytes(child.first, block) // 4
             if more > longest:
                 partial, longest = (child, 0), more
-    return Walk(node, depth, end, same + longest, path, partial)
+    return Descent(node, depth, end, same + longest, path, partial)
 
 
 def _num_same(a: Ids, b: Ids) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, NotOwned
-from kvpagoda.prefix.numbers import grown
+from kvpagoda.prefix.id_pool import grown
 
 
 class OwnedIds:
@@ -44,7 +44,7 @@ class OwnedIds:
         """These are owned no more."""
         self._set(ids, False)
 
-    def rename(self, group: int, names: Ids) -> None:
+    def remap(self, group: int, names: Ids) -> None:
         """What was owned as ``id`` is now owned as ``names[id]``, no two of them the same."""
         ids = names[np.flatnonzero(self.flags[group])]
         self.flags = grown(self.flags, int(ids.max(initial=0)) + 1)

@@ -10,14 +10,14 @@ from heapq import heappop, heappush
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.prefix.invariants import expect
 from kvpagoda.prefix.node import NO_USES, Node
-from kvpagoda.prefix.proof import expect
 
 _NEVER = 2**63
 
 
-class Recency:
-    """The turnover of LRU: the blocks of one use lie on one path, so a node keeps ``used``, when its last stretch of blocks
+class LRUOrder:
+    """The order of LRU: the blocks of one use lie on one path, so a node keeps ``used``, when its last stretch of blocks
     was used, and ``uses``, (end depth, when) of the stretches before that, by depth.
 
     Of the blocks of one use the deepest counts as used first, so a stretch goes from its end. No two leaves were last used
@@ -34,9 +34,12 @@ class Recency:
         self._heap: list[int] = []
         self._heaped: dict[int, Node] = {}
 
-    def rows(self, node: Node, tokens: Ids, n: int, priority: int) -> Ids:
+    def prepare(self, node: Node, tokens: Ids, n: int) -> Ids:
         """Nothing is kept with each block."""
         return np.empty((0, n), np.int32)
+
+    def add(self, rows: Ids, priority: int) -> None:
+        """``added`` says it all."""
 
     def added(self, node: Node, n: int) -> None:
         """The last ``n`` blocks of ``node`` are new."""
@@ -45,16 +48,16 @@ class Recency:
             node.uses = [*node.uses, (node.start + node.num_blocks - n, node.used)]
         node.used = self._clock
 
-    def start_use(self) -> None:
-        """What is used from now on is used together."""
+    def touch(self, node: Node, depth: int, priority: int) -> None:
+        """The blocks up to ``depth``, which lies in ``node``, were used together. O(stretches behind it)."""
         self._clock += 1
-
-    def use(self, node: Node, depth: int, priority: int) -> None:
-        """The blocks of ``node`` up to ``depth`` were used. O(stretches behind it)."""
-        if depth == node.start + node.num_blocks:
-            node.used, node.uses = self._clock, NO_USES
-        else:
-            node.uses = [(depth, self._clock), *node.uses[bisect_left(node.uses, (depth + 1,)) :]]
+        clock = self._clock
+        while node.parent is not None:
+            if depth == node.start + node.num_blocks:
+                node.used, node.uses = clock, NO_USES
+            else:
+                node.uses = [(depth, clock), *node.uses[bisect_left(node.uses, (depth + 1,)) :]]
+            depth, node = node.start, node.parent
 
     def mark(self, node: Node) -> None:
         """See to it that ``node`` is queued if its last block may go."""
@@ -91,11 +94,18 @@ class Recency:
             limit -= count
             yield node, count
 
-    def remove(self, node: Node, count: int, *, evicted: bool) -> None:
+    def remove(self, node: Node, count: int) -> None:
         """The last ``count`` blocks of ``node``, which still has them, are going."""
         end, uses = node.end - count, node.uses
         while uses and uses[-1][0] >= end:
             node.used = uses.pop()[1]
+
+    def put_back(self, node: Node) -> None:
+        """``node`` came up and keeps its blocks: it is queued again."""
+        self.mark(node)
+
+    def clear(self, nodes: list[Node]) -> None:
+        """``nodes`` are dropped; what of them lies in the queue is passed over, for it has no blocks any more."""
 
     def check(self, nodes: list[Node]) -> None:
         """Prove that stretches cover the blocks of ``nodes``, and that each that may go is queued in time. O(nodes)."""

@@ -1,0 +1,108 @@
+"""Blocks leave the tree: from its leaves, in the order in which they go, or all of a namespace at once."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.prefix.checkpoints import Checkpoints
+from kvpagoda.prefix.children import Children
+from kvpagoda.prefix.eviction_order import EvictionOrder
+from kvpagoda.prefix.invariants import nodes_below
+from kvpagoda.prefix.node import Node
+
+
+def evict(order: EvictionOrder, checkpoints: Checkpoints, ids: Ids) -> tuple[int, list[int], list[Node]]:
+    """Evict a block for each column of ``ids`` int32 ``[rows, n]``, which are filled with theirs in the order they go.
+
+    Returns how many went, the states of their checkpoints, and roots with nothing left below. There are as many that may
+    go. If a step fails it is as if it had not begun: what went before it is returned, and the error raised if nothing did.
+    """
+    done, states, bare = 0, list[int](), list[Node]()
+    parts: list[Ids] = []
+    alone: list[int] = []  # ids of blocks one by one: thousands of short arrays are slow to join
+    is_plain = len(ids) == 1 and not order.num_rows
+    try:
+        for node, count in order.victims(ids.shape[1]):
+            is_whole = count == node.num_blocks
+            try:
+                if is_plain and is_whole and count == 1:
+                    alone.append(node.ids.item())
+                else:
+                    if alone:
+                        parts.append(np.array([alone], np.int32))
+                        alone = []
+                    part = node.ids[:, : -count - 1 : -1]
+                    if not is_whole or order.num_rows:
+                        order.remove(node, count)
+                    parts.append(part)
+            except BaseException:
+                order.put_back(node)
+                raise
+            done += count
+            if node.checkpoints is not None:
+                states += checkpoints.drop_after(node, node.end - count)
+            above = node.parent
+            if not is_whole:
+                node.cut(node.num_blocks - count)
+                order.mark(node)
+            elif above is not None:
+                above.children.take(node.first)
+                if above.root is None:
+                    _join(order, above)
+                elif not above.children:
+                    bare.append(above)
+    except Exception:
+        if not done:
+            raise
+    if done < ids.shape[1]:
+        ids = ids[:, :done]
+    if alone:
+        ids[0, done - len(alone) :] = alone
+        ids = ids[:, : done - len(alone)]
+    if parts:
+        try:
+            np.concatenate(parts, 1, ids)
+        except MemoryError:
+            _copy(parts, ids)
+    return done, states, bare
+
+
+def clear(order: EvictionOrder, checkpoints: Checkpoints, roots: list[Node], num_rows: int) -> tuple[Ids, list[int]]:
+    """Drop everything below ``roots``; returns the ids int32 ``[num_rows, n]``, children before their parents, and the states
+    of the checkpoints. It may raise, and nothing has changed then.
+    """
+    nodes = [node for root in roots for node in reversed(list(nodes_below(root))) if node is not root]
+    ids = np.empty((num_rows, sum(node.num_blocks for node in nodes)), np.int32)
+    _copy([node.ids[:, ::-1] for node in nodes], ids)
+    order.clear(nodes)
+    states: list[int] = []
+    for node in nodes:
+        if node.checkpoints is not None:
+            states += checkpoints.drop_after(node, node.start)
+        node.cut(0)  # it may lie in a queue
+        node.children = Children()
+    for root in roots:
+        root.children = Children()
+    return ids, states
+
+
+def _copy(parts: list[Ids], ids: Ids) -> None:
+    """Write ``parts`` into ``ids``, one behind the other, and ask for no memory."""
+    done = 0
+    for part in parts:
+        ids[:, done : done + part.shape[1]] = part
+        done += part.shape[1]
+
+
+def _join(order: EvictionOrder, node: Node) -> None:
+    """``node`` lost a child: its last block may go next, or the one child that is left is merged with it."""
+    if not node.children:
+        order.mark(node)
+    elif len(node.children) == 1:
+        (below,) = node.children.values()
+        if below.num_blocks <= 2 * node.num_blocks:  # a long rest is left alone: merging copies it
+            with suppress(MemoryError):  # then they stay two
+                below.merge(node)

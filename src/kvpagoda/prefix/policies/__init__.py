@@ -1,0 +1,1 @@
+"""Which cached block goes first."""

@@ -1,0 +1,13 @@
+"""FIFO."""
+
+from __future__ import annotations
+
+from kvpagoda.prefix.policies.heap import HeapPolicy
+from kvpagoda.prefix.policies.protocol import Keys
+
+
+class FIFO(HeapPolicy):
+    """First added first."""
+
+    def touch(self, keys: Keys, priority: int) -> None:
+        pass

@@ -1,0 +1,96 @@
+"""What policies share that evict the leaf with the smallest (rank, stamp)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpagoda.errors import CheckFailed
+from kvpagoda.prefix.id_pool import grown
+from kvpagoda.prefix.lazy_heap import LazyHeap
+from kvpagoda.prefix.policies.protocol import Forgotten, Keys
+
+Mask = npt.NDArray[np.bool_]
+_LAST = 2**62, 2**62, -1
+
+
+class HeapPolicy:
+    """A rank and a stamp for each key, and a heap of the leaves ordered by both; the base of policies.
+
+    One counter is the clock, so no two stamps are equal. Adding or touching n blocks is O(n) array work; a choice is
+    amortised O(log leaves), and O(1) for each block chosen.
+    """
+
+    def __init__(self) -> None:
+        self._clock = 0
+        self._rank = np.zeros(0, np.int64)
+        self._stamp = np.zeros(0, np.int64)
+        self._leaves = LazyHeap(self._order)
+
+    def add(self, keys: Keys, priority: int) -> None:
+        self._make_room(int(keys.max(initial=0)) + 1)
+        self._use(keys)
+        self._rank[keys] = 0
+
+    def touch(self, keys: Keys, priority: int) -> None:
+        self._use(keys)
+
+    def set_leaf(self, key: int, is_leaf: bool) -> None:
+        if is_leaf:
+            self._leaves.add(key)
+        else:
+            self._leaves.discard(key)
+
+    def choose(self, chain: Callable[[int], Keys]) -> Keys:
+        return self._first_of(self._leaves, chain, self._leaves)
+
+    def remove(self, keys: Keys, *, evicted: bool) -> Forgotten:
+        return keys
+
+    def check(self, keys: Keys, leaves: set[int]) -> None:
+        if len(keys) and int(keys.max()) >= len(self._stamp):
+            raise CheckFailed(f"the policy has no rank for key {int(keys.max())}")
+        self._leaves.check(leaves)
+
+    def _make_room(self, length: int) -> None:
+        """Grow the arrays to ``length`` keys. Comes before anything changes, since it may raise."""
+        self._rank, self._stamp = grown(self._rank, length), grown(self._stamp, length)
+
+    def _order(self, key: int) -> tuple[int, int]:
+        return int(self._rank[key]), int(self._stamp[key])
+
+    def _first_of(self, heap: LazyHeap, chain: Callable[[int], Keys], *heaps: LazyHeap) -> Keys:
+        """The first leaf of ``heap``, and what above it goes before all other leaves of ``heaps``."""
+        leaf = heap.pop()
+        try:
+            return self._run(chain(leaf), *heaps)
+        except BaseException:
+            heap.add(leaf)
+            raise
+
+    def _run(self, keys: Keys, *heaps: LazyHeap) -> Keys:
+        """The first of ``keys``, a victim and its ancestors, and those after it that go before all leaves left."""
+        if len(keys) == 1:
+            return keys
+        rank, stamp, _ = min((heap.first() or _LAST for heap in heaps), key=itemgetter(1))
+        for start in range(1, len(keys), 256):  # by pieces, so that the cost follows what goes and not what could
+            part = keys[start : start + 256]
+            goes = self._goes(part, keys[start - 1 :][: len(part)], rank, stamp)
+            stop = int(goes.argmin())
+            if not goes[stop]:
+                return keys[: start + stop]
+        return keys
+
+    def _goes(self, keys: Keys, below: Keys, rank: int, stamp: int) -> Mask:
+        """Which of ``keys``, as soon as the one ``below`` each is gone, would go before a leaf of that rank and stamp."""
+        ranks = self._rank[keys]
+        goes: Mask = (ranks < rank) | ((ranks == rank) & (self._stamp[keys] < stamp))
+        return goes
+
+    def _use(self, keys: Keys) -> None:
+        n = len(keys)
+        self._stamp[keys] = np.arange(self._clock + n, self._clock, -1)
+        self._clock += n

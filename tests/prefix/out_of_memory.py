@@ -1,0 +1,107 @@
+"""A tree whose every call runs out of memory first: at its first numpy call, at its second, and so on until it ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from kvpagoda.prefix import Evicted, PrefixTree
+
+DISPATCHED = ("concatenate", "where", "zeros_like", "sort", "flatnonzero", "count_nonzero", "array_equal", "unique")
+METHODS = (
+    "match", "pin", "pin_partial", "unpin", "touch", "touch_checkpoint", "insert", "evict", "clear", "remap",
+    "set_checkpoint", "drop_checkpoint", "evict_checkpoint", "hold_checkpoint", "release_checkpoint", "last_checkpoint",
+)  # fmt: skip
+
+
+class Failing:
+    """Inside of it the ``nth`` call into numpy's C code raises MemoryError instead. ``has_failed``: it came."""
+
+    def __init__(self, nth: int) -> None:
+        self.left, self.has_failed = nth, False
+        self._functions: dict[str, Callable[..., Any]] = {}
+
+    def __enter__(self) -> Failing:
+        for name in DISPATCHED:  # the profiler does not see these
+            self._functions[name] = getattr(np, name)
+            setattr(np, name, self._counted(getattr(np, name)))
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+        for name, function in self._functions.items():
+            setattr(np, name, function)
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self._count()
+            return function(*arguments, **keywords)
+
+        return call
+
+    def _profile(self, frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and "kvpagoda" in frame.f_code.co_filename:
+            of = getattr(function, "__self__", None)
+            if isinstance(of, np.ndarray | np.generic) or (getattr(function, "__module__", "") or "").startswith(
+                "numpy"
+            ):
+                self._count()
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.has_failed = True
+            raise MemoryError("as if there were none")
+
+
+class OutOfMemory:
+    """Stands for ``tree``: each call fails at its first numpy call, its second and so on, and ends at last. After each failure
+    the tree proves itself and is what it was. What an eviction evicts before it fails, it returns.
+    """
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self.tree = tree
+        self.num_failures = dict.fromkeys(METHODS, 0)
+        self.num_parts = 0  # evictions that ended early
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.tree, name)
+        return found if name not in METHODS else lambda *a, **k: self._sweep(name, found, a, k)
+
+    def _sweep(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        nth, before, parts = 1, self._seen(), []
+        while True:
+            with Failing(nth) as failing:
+                try:
+                    result = call(*arguments, **keywords)
+                except MemoryError:
+                    result = None
+            self.tree.check()
+            if result is None and failing.has_failed:
+                assert self._seen() == before, f"{name} failed at call {nth} and left something behind"
+                self.num_failures[name] += 1
+            elif name == "evict" and failing.has_failed and result.shortfall and self.tree.num_evictable:
+                parts.append(result)
+                arguments, before = (result.shortfall,), self._seen()
+                self.num_parts += 1
+            else:
+                break
+            nth += 1
+        if not parts:
+            return result
+        parts.append(result)
+        states = tuple(state for part in parts for state in part.states)
+        return Evicted(np.concatenate([part.ids for part in parts], axis=1), states, result.shortfall)
+
+    def _seen(self) -> tuple[Any, ...]:
+        tree = self.tree
+        owned = [tree.owned_ids(group).tolist() for group in range(tree.num_groups)]
+        return (
+            owned, tree.num_cached, tree.num_pinned, tree.num_leases, tree.num_checkpoints, tree.num_held_checkpoints,
+            tree.namespaces(),
+        )  # fmt: skip

@@ -1,0 +1,29 @@
+"""The examples in the docstrings of the prefix room run, and say what they say."""
+
+import doctest
+import importlib
+import pkgutil
+
+import numpy as np
+import pytest
+
+import kvpagoda.prefix
+
+MODULES = [info.name for info in pkgutil.walk_packages(kvpagoda.prefix.__path__, "kvpagoda.prefix.")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name: str) -> None:
+    failed, _ = doctest.testmod(importlib.import_module(name), extraglobs={"np": np})
+    assert not failed
+
+
+def test_there_are_examples() -> None:
+    finder = doctest.DocTestFinder()
+    with_examples = {
+        found.name.rpartition(".")[2]
+        for name in MODULES
+        for found in finder.find(importlib.import_module(name))
+        if found.examples
+    }
+    assert {"PrefixTree", "EvictionPolicy", "LazyHeap", "Ring", "IdPool", "GhostIndex"} <= with_examples
