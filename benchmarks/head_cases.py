@@ -1,0 +1,385 @@
+"""The measurements of ``benchmarks.heads``: what one source tree does, as a process of that tree.
+
+``python -m benchmarks.head_cases`` with the tree first in ``PYTHONPATH`` reads JSON lines and answers each with one:
+
+    {"case": name, "quick": bool}   fork a child that prepares the measurement; it answers {"ready": name} and then reads
+    {"go": true}                    measure once; the answer is {"seconds": CPU seconds of the child}
+    {"end": true}                   the child ends
+
+Only names that ``kvpagoda`` itself exports are used where there are such. Settings of a cache are given by one name each, and
+go where the tree at hand wants them: a keyword of the constructor, or a field of one of its value classes.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+import kvpagoda
+from benchmarks.workload import GENERATED, Tokens, Workload, workload
+from kvpagoda import KVCache, Schema
+from kvpagoda.schema import Attention, Layer
+
+FULL = Schema((Layer(0, "full_attention", (Attention(1, 1, 1, "float16"),)),), "full attention")
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 2, "head_dim": 128,
+    "num_key_value_heads": 2, "torch_dtype": "bfloat16", "max_position_embeddings": 131_072,
+}  # fmt: skip
+GEMMA = {
+    "model_type": "gemma3_text", "num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 2, "head_dim": 16,
+    "num_key_value_heads": 1, "sliding_window": 1024, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN3_NEXT = {
+    "model_type": "qwen3_next", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 2, "head_dim": 16,
+    "num_key_value_heads": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "torch_dtype": "bfloat16",
+}  # fmt: skip
+GROUPED = {"retention": "Retention", "limits": "Limits"}
+"""Parameters of a newer ``KVCache``, and the classes of ``kvpagoda`` that hold several settings for them."""
+DIALECTS = ("block_table", "cache_seqlens", "slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len")
+"""The index arrays of FlashAttention and of FlashInfer."""
+Measure = Callable[[], object]
+
+
+def cache_with_memory(schema: Schema, **settings: Any) -> Any:
+    """A ``KVCache`` on the CPU; ``settings`` by the names of the old constructor."""
+    return _made(schema, {**settings, "device": "cpu"})
+
+
+def cache_without_memory(schema: Schema, **settings: Any) -> Any:
+    """The same with no memory behind it: ``KVCache(device="none")``, or the ``Books`` of an older tree."""
+    try:
+        from kvpagoda.books import Books
+    except ImportError:
+        return _made(schema, {**settings, "device": "none"})
+    later = {name: settings.pop(name) for name in ("max_context", "checkpoint_every", "swap") if name in settings}
+    step_tokens = settings.get("step_tokens", 512)
+    return Books(schema.plan(**{**settings, "step_tokens": step_tokens}), **later)
+
+
+def _made(schema: Schema, settings: dict[str, Any]) -> Any:
+    taken = inspect.signature(KVCache.__init__).parameters
+    given = {name: value for name, value in settings.items() if name in taken}
+    for parameter, name in GROUPED.items():
+        if parameter in taken:
+            group = getattr(kvpagoda, name)
+            given[parameter] = group(**{f.name: settings[f.name] for f in fields(group) if f.name in settings})
+    return KVCache(schema, **given)
+
+
+# -- whole traces --------------------------------------------------------------------------------------------------------
+
+
+def replayed(trace: str, limit: int, schema: Schema, block_size: int, chunk: int = 1 << 30) -> Measure:
+    """Every request of a trace, from its admission to its end, through a cache without memory that it fills several times.
+
+    Prompts are committed at once, or in pieces of at most ``chunk`` tokens that end where a checkpoint is due.
+    """
+    work = workload(trace, limit)
+    steps, texts, capacity = _steps_of(work)
+
+    def measure() -> None:
+        num_blocks = capacity // block_size
+        cache = cache_without_memory(
+            schema, num_blocks=num_blocks, max_requests=80, block_size=block_size, step_tokens=min(chunk, 8192),
+            max_context=max(map(work.length, range(len(work)))),
+        )  # fmt: skip
+        running = {}
+        for i in steps:
+            if i < 0:
+                running.pop(~i).close()
+                continue
+            prompt, output = texts[i]
+            total = len(prompt) + len(output)
+            if chunk > total:
+                sequence = running[i] = cache.open(prompt, reserve=total)
+                sequence.commit(prompt[sequence.length :])
+            else:
+                sequence = running[i] = cache.open(prompt, room=0, reserve=total)
+                _commit_in_pieces(cache, sequence, prompt, chunk)
+            sequence.extend(len(output))
+            sequence.commit(output)
+
+    return measure
+
+
+def _commit_in_pieces(cache: Any, sequence: Any, prompt: Tokens, chunk: int) -> None:
+    while sequence.length < len(prompt):
+        end = min(sequence.length + chunk, cache.next_checkpoint(sequence) or len(prompt))
+        sequence.extend(end - sequence.length)
+        sequence.commit(prompt[sequence.length : end])
+
+
+def _steps_of(work: Workload) -> tuple[list[int], dict[int, tuple[Tokens, Tokens]], int]:
+    """The order of work, all texts, and a capacity in tokens: a quarter of all texts, so that much is evicted."""
+    total = sum(map(work.length, range(len(work))))
+    capacity = max(total // 4, 2 * max(map(work.length, range(len(work)))))
+    steps = work.steps(capacity)
+    return steps, {i: (work.prompt(i), work.output(i)) for i in steps if i >= 0}, capacity
+
+
+def simulated(trace: str, limit: int, policy: str) -> Measure:
+    """``kvpagoda.replay.replay``: the prefix tree and one policy alone, at a twentieth of the different blocks."""
+    from kvpagoda.replay import replay
+
+    columns = workload(trace, limit).trace
+    return lambda: replay(columns, capacity_blocks=max(1, columns.num_distinct // 20), policy=policy)
+
+
+# -- steps ---------------------------------------------------------------------------------------------------------------
+
+
+def stepped(requests: int, context: int, steps: int, is_persistent: bool) -> Measure:
+    """Decode steps of ``requests`` requests that begin their blocks at different times, with all arrays of both dialects."""
+    room = context + 16 + 64 * steps
+    cache = cache_with_memory(
+        FULL, num_blocks=requests * (room // 16 + 2), max_requests=requests, block_size=16, max_context=room
+    )
+    sequences = []
+    for i in range(requests):
+        prompt = np.full(context + i % 16, i, np.int32)
+        sequences.append(cache.open(prompt, reserve=room))
+        sequences[-1].commit(prompt)
+    ones = np.ones(requests, np.int32)
+    running = cache.persistent_batch(sequences) if is_persistent else None
+
+    def measure() -> None:
+        for _ in range(steps):
+            if running is not None:
+                arrays = running.extend().layer(0).arrays
+            else:
+                for sequence in sequences:
+                    sequence.extend(1)
+                arrays = cache.batch(sequences, [1] * requests).layer(0).arrays
+            for name in DIALECTS:
+                getattr(arrays, name)
+            if running is not None:
+                running.commit(ones)
+            else:
+                for sequence in sequences:
+                    sequence.commit(ones[:1])
+
+    return measure
+
+
+# -- what is cached, and what goes ---------------------------------------------------------------------------------------
+
+
+def looked_up(num_tokens: int, pieces: int, times: int) -> Measure:
+    """Open and close a request whose prompt is cached, as a chain of ``pieces`` edges with branches between them."""
+    text = _random(num_tokens)
+    cache = cache_without_memory(
+        FULL, num_blocks=3 * num_tokens // 16, max_requests=8, block_size=16, max_context=2 * num_tokens
+    )
+    for part in range(1, pieces + 1):
+        other = np.full(16, part, np.int32)
+        _write(cache, text if part == pieces else np.concatenate((text[: num_tokens * part // pieces], other)))
+    asked = text.copy()
+
+    def measure() -> None:
+        for _ in range(times):
+            cache.open(asked).close()
+
+    return measure
+
+
+def evicted(cached: int, per_text: int, texts: int) -> Measure:
+    """Requests with nothing in common in a cache that is full: each evicts ``per_text`` blocks of others."""
+    cache = cache_without_memory(FULL, num_blocks=cached, max_requests=8, block_size=16, max_context=16 * per_text + 16)
+    seeds = iter(range(1 << 30))
+
+    def fresh(count: int) -> list[Tokens]:
+        return [_random(16 * per_text, next(seeds)) for _ in range(count)]
+
+    for text in fresh(cached // per_text):
+        _write(cache, text)
+    coming = iter(fresh(64 * texts))
+
+    def measure() -> None:
+        for _ in range(texts):
+            _write(cache, next(coming))
+
+    return measure
+
+
+def swapped(sequences: int, tokens: int) -> Measure:
+    """Suspend requests whole and resume them, all of them out before the first comes back. Bytes are moved."""
+    cache = cache_with_memory(
+        Schema.from_hf_config(LLAMA), num_blocks=sequences * (tokens // 16 + 1), max_requests=sequences, block_size=16,
+        max_context=tokens, step_tokens=tokens,
+    )  # fmt: skip
+    running = []
+    for i in range(sequences):
+        text = _random(tokens, i)
+        running.append(cache.open(text))
+        running[-1].commit(text)
+
+    def measure() -> None:
+        for sequence in running:
+            sequence.suspend()
+        for sequence in running:
+            sequence.resume()
+
+    return measure
+
+
+# -- tiers ---------------------------------------------------------------------------------------------------------------
+
+
+def _tiered(texts: int, tokens: int) -> Any:
+    from kvpagoda.tiers import host_tier
+
+    return cache_with_memory(
+        Schema.from_hf_config(LLAMA), num_blocks=2 * texts * (tokens // 16 + 1), max_requests=8, block_size=16,
+        max_context=tokens + 16, step_tokens=tokens + 16, tiers=[host_tier("512MiB", write="commit", checksum=False)],
+    )  # fmt: skip
+
+
+def stored(texts: int, tokens: int) -> Measure:
+    """Texts that are new are committed, and what they leave is stored in memory below the cache."""
+    cache = _tiered(texts, tokens)
+    coming = (_random(tokens, seed) for seed in range(1 << 30))
+
+    def measure() -> None:
+        for _ in range(texts):
+            _write(cache, next(coming))
+        cache.flush()
+        cache.reset()
+
+    return measure
+
+
+def loaded(texts: int, tokens: int) -> Measure:
+    """Texts that only the tier has are opened again: their blocks are loaded."""
+    cache = _tiered(texts, tokens)
+    known = [_random(tokens, seed) for seed in range(texts)]
+    for text in known:
+        _write(cache, text)
+    cache.flush()
+
+    def measure() -> None:
+        cache.reset()
+        for text in known:
+            cache.open(text).close()
+        cache.flush()
+
+    return measure
+
+
+# -- the list ------------------------------------------------------------------------------------------------------------
+
+
+def _hybrid(config: dict[str, Any] | None) -> Schema:
+    from kvpagoda.schema.presets import PRESETS
+
+    schema = PRESETS["deepseek-v4-flash"]("raw") if config is None else Schema.from_hf_config(config)
+    return replace(schema, max_positions=None, vocab_size=None)
+
+
+def cases(quick: bool = False) -> dict[str, Callable[[], Measure]]:
+    """Every measurement by its name. ``quick``: tiny sizes and no trace files, to see that everything runs."""
+
+    def sized(full: int, tiny: int) -> int:
+        return tiny if quick else full
+
+    found: dict[str, Callable[[], Measure]] = {}
+    traces = {"generated": 20} if quick else {"conversation": 250, "agent": 40}
+    for name, limit in traces.items():
+        for block_size in (1, 16):
+            found[f"replay {name} {block_size}"] = lambda name=name, limit=limit, block_size=block_size: replayed(  # type: ignore[misc]
+                name, limit, FULL, block_size
+            )
+    for policy in ("lru", "s3fifo"):
+        name = GENERATED if quick else "conversation"
+        found[f"tree {policy}"] = lambda name=name, policy=policy: simulated(name, sized(1000, 40), policy)  # type: ignore[misc]
+    for kind, is_persistent in (("persistent", True), ("batch", False)):
+        found[f"step {kind}"] = lambda is_persistent=is_persistent: stepped(  # type: ignore[misc]
+            sized(256, 8), sized(1024, 64), sized(32 if is_persistent else 8, 2), is_persistent
+        )
+    found["lookup 128K, one piece"] = lambda: looked_up(sized(131_072, 1024), 1, sized(40, 2))
+    found["lookup 128K, 128 pieces"] = lambda: looked_up(sized(131_072, 4096), 128, sized(40, 2))
+    found["evict"] = lambda: evicted(sized(30_000, 640), 32, sized(200, 4))
+    found["evict, block by block"] = lambda: evicted(sized(10_000, 64), 1, sized(300, 4))
+    found["swap"] = lambda: swapped(sized(32, 2), sized(512, 64))
+    found["tier store"] = lambda: stored(sized(24, 2), sized(1024, 64))
+    found["tier load"] = lambda: loaded(sized(24, 2), sized(1024, 64))
+    hybrids = {"Gemma-like": GEMMA, "Qwen3-Next-like": QWEN3_NEXT, "DeepSeek-V4": None}
+    for name, config in hybrids.items():
+        found[f"hybrid {name}"] = lambda config=config: replayed(  # type: ignore[misc]
+            GENERATED, sized(60, 12), _hybrid(config), 128 if config is None else 16, 2048
+        )
+    return found
+
+
+def _write(cache: Any, text: Tokens) -> None:
+    """A request from its admission to its end."""
+    sequence = cache.open(text)
+    sequence.commit(text[sequence.length :])
+    sequence.close()
+
+
+def _random(n: int, seed: int = 0) -> Tokens:
+    return np.random.default_rng(seed).integers(0, 32_000, n, np.int32)
+
+
+# -- the process ---------------------------------------------------------------------------------------------------------
+
+
+def _asked() -> Iterator[dict[str, Any]]:
+    """One line of standard input after another, none read before it is needed: a forked child reads on."""
+    line = b""
+    while byte := os.read(0, 1):
+        if byte != b"\n":
+            line += byte
+            continue
+        yield json.loads(line)
+        line = b""
+
+
+def _answer(**figures: Any) -> None:
+    os.write(1, json.dumps(figures).encode() + b"\n")
+
+
+def _measure(case: str, quick: bool) -> None:
+    """In a child: prepare ``case``, then measure it as often as it is asked for."""
+    measure = cases(quick)[case]()
+    gc.collect()
+    gc.freeze()
+    _answer(ready=case)
+    for asked in _asked():
+        if "end" in asked:
+            return
+        begin = time.process_time()
+        measure()
+        _answer(seconds=time.process_time() - begin)
+        gc.collect()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for asked in _asked():
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                _measure(asked["case"], asked["quick"])
+                status = 0
+            except BaseException as error:
+                _answer(error=f"{type(error).__name__}: {error}")
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()
