@@ -3,7 +3,8 @@
 ``python -m benchmarks.head_cases`` with the tree first in ``PYTHONPATH`` reads JSON lines and answers each with one:
 
     {"case": name, "quick": bool}   fork a child that prepares the measurement; it answers {"ready": name} and then reads
-    {"go": true}                    measure once; the answer is {"seconds": CPU seconds of the child}
+    {"count": bool}                 one slice of the work; the answer is {"slice": its number in the pass, "found": its CPU
+                                    seconds, or how many calls Python makes in it}
     {"end": true}                   the child ends
 
 Only names that ``kvpagoda`` itself exports are used where there are such. Settings of a cache are given by one name each, and
@@ -48,7 +49,33 @@ GROUPED = {"retention": "Retention", "limits": "Limits"}
 """Parameters of a newer ``KVCache``, and the classes of ``kvpagoda`` that hold several settings for them."""
 DIALECTS = ("block_table", "cache_seqlens", "slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len")
 """The index arrays of FlashAttention and of FlashInfer."""
-Measure = Callable[[], object]
+
+
+class Clock:
+    """``with clock:`` measures what is inside: CPU seconds, or, if ``is_counting``, the calls of Python and C functions, which
+    are the same every time."""
+
+    def __init__(self) -> None:
+        self.is_counting, self.found = False, 0.0
+
+    def __enter__(self) -> None:
+        self.found, self._begin = 0, time.process_time()
+        if self.is_counting:
+            sys.setprofile(self._count)
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+        if not self.is_counting:
+            self.found = time.process_time() - self._begin
+
+    def _count(self, frame: object, event: str, argument: object) -> None:
+        self.found += event in ("call", "c_call")
+
+
+clock = Clock()
+Slices = Iterator[int]
+"""A measurement: pieces of work of some milliseconds, each measured by ``clock`` and ended by a ``yield`` of its number in the
+pass. The passes are alike; what prepares them is not measured."""
 
 
 def cache_with_memory(schema: Schema, **settings: Any) -> Any:
@@ -80,37 +107,43 @@ def _made(schema: Schema, settings: dict[str, Any]) -> Any:
 # -- whole traces --------------------------------------------------------------------------------------------------------
 
 
-def replayed(trace: str, limit: int, schema: Schema, block_size: int, chunk: int = 1 << 30) -> Measure:
+def replayed(trace: str, limit: int, schema: Schema, block_size: int, together: int, chunk: int = 1 << 30) -> Slices:
     """Every request of a trace, from its admission to its end, through a cache without memory that it fills several times.
 
-    Prompts are committed at once, or in pieces of at most ``chunk`` tokens that end where a checkpoint is due.
+    A slice is ``together`` admissions and ends. Prompts are committed at once, or in pieces of at most ``chunk`` tokens that
+    end where a checkpoint is due.
     """
-    work = workload(trace, limit)
-    steps, texts, capacity = _steps_of(work)
-
-    def measure() -> None:
-        num_blocks = capacity // block_size
+    steps, texts, capacity = _steps_of(workload(trace, limit))
+    longest = max(len(prompt) + len(output) for prompt, output in texts.values())
+    while True:
         cache = cache_without_memory(
-            schema, num_blocks=num_blocks, max_requests=80, block_size=block_size, step_tokens=min(chunk, 8192),
-            max_context=max(map(work.length, range(len(work)))),
+            schema, num_blocks=capacity // block_size, max_requests=80, block_size=block_size,
+            step_tokens=min(chunk, 8192), max_context=longest,
         )  # fmt: skip
-        running = {}
-        for i in steps:
-            if i < 0:
-                running.pop(~i).close()
-                continue
-            prompt, output = texts[i]
-            total = len(prompt) + len(output)
-            if chunk > total:
-                sequence = running[i] = cache.open(prompt, reserve=total)
-                sequence.commit(prompt[sequence.length :])
-            else:
-                sequence = running[i] = cache.open(prompt, room=0, reserve=total)
-                _commit_in_pieces(cache, sequence, prompt, chunk)
-            sequence.extend(len(output))
-            sequence.commit(output)
+        running: dict[int, Any] = {}
+        gc.collect()
+        for number, first in enumerate(range(0, len(steps), together)):
+            with clock:
+                for i in steps[first : first + together]:
+                    if i < 0:
+                        running.pop(~i).close()
+                    else:
+                        running[i] = _serve(cache, *texts[i], chunk)
+            yield number
 
-    return measure
+
+def _serve(cache: Any, prompt: Tokens, output: Tokens, chunk: int) -> Any:
+    """A request up to its last token."""
+    total = len(prompt) + len(output)
+    if chunk > total:
+        sequence = cache.open(prompt, reserve=total)
+        sequence.commit(prompt[sequence.length :])
+    else:
+        sequence = cache.open(prompt, room=0, reserve=total)
+        _commit_in_pieces(cache, sequence, prompt, chunk)
+    sequence.extend(len(output))
+    sequence.commit(output)
+    return sequence
 
 
 def _commit_in_pieces(cache: Any, sequence: Any, prompt: Tokens, chunk: int) -> None:
@@ -128,54 +161,66 @@ def _steps_of(work: Workload) -> tuple[list[int], dict[int, tuple[Tokens, Tokens
     return steps, {i: (work.prompt(i), work.output(i)) for i in steps if i >= 0}, capacity
 
 
-def simulated(trace: str, limit: int, policy: str) -> Measure:
+def simulated(trace: str, limit: int, policy: str) -> Slices:
     """``kvpagoda.replay.replay``: the prefix tree and one policy alone, at a twentieth of the different blocks."""
     from kvpagoda.replay import replay
 
     columns = workload(trace, limit).trace
-    return lambda: replay(columns, capacity_blocks=max(1, columns.num_distinct // 20), policy=policy)
+    capacity = max(1, columns.num_distinct // 20)
+    while True:
+        with clock:
+            replay(columns, capacity_blocks=capacity, policy=policy)
+        yield 0
 
 
 # -- steps ---------------------------------------------------------------------------------------------------------------
 
 
-def stepped(requests: int, context: int, steps: int, is_persistent: bool) -> Measure:
+def stepped(requests: int, context: int, steps: int, is_persistent: bool) -> Slices:
     """Decode steps of ``requests`` requests that begin their blocks at different times, with all arrays of both dialects."""
-    room = context + 16 + 64 * steps
+    longest = context + 16 + 16 * steps
     cache = cache_with_memory(
-        FULL, num_blocks=requests * (room // 16 + 2), max_requests=requests, block_size=16, max_context=room
+        FULL, num_blocks=requests * (longest // 16 + 1), max_requests=requests, block_size=16, max_context=longest
     )
-    sequences = []
-    for i in range(requests):
-        prompt = np.full(context + i % 16, i, np.int32)
-        sequences.append(cache.open(prompt, reserve=room))
-        sequences[-1].commit(prompt)
     ones = np.ones(requests, np.int32)
-    running = cache.persistent_batch(sequences) if is_persistent else None
+    while True:
+        sequences = []
+        for i in range(requests):
+            prompt = np.full(context + i % 16, i, np.int32)
+            sequences.append(cache.open(prompt, reserve=longest))
+            sequences[-1].commit(prompt[sequences[-1].length :])
+        running = cache.persistent_batch(sequences) if is_persistent else None
+        while sequences[-1].length + steps <= longest:
+            with clock:
+                for _ in range(steps):
+                    _step(cache, sequences, running, ones)
+            yield 0
+        for sequence in sequences:
+            sequence.close()
 
-    def measure() -> None:
-        for _ in range(steps):
-            if running is not None:
-                arrays = running.extend().layer(0).arrays
-            else:
-                for sequence in sequences:
-                    sequence.extend(1)
-                arrays = cache.batch(sequences, [1] * requests).layer(0).arrays
-            for name in DIALECTS:
-                getattr(arrays, name)
-            if running is not None:
-                running.commit(ones)
-            else:
-                for sequence in sequences:
-                    sequence.commit(ones[:1])
 
-    return measure
+def _step(cache: Any, sequences: list[Any], running: Any, tokens: Tokens) -> None:
+    """One token of each, and the index arrays of both dialects; in ``running``, a persistent batch, or one made anew."""
+    if running is not None:
+        batch = running.extend()
+    else:
+        for sequence in sequences:
+            sequence.extend(1)
+        batch = cache.batch(sequences, [1] * len(sequences))
+    arrays = batch.layer(0).arrays
+    for name in DIALECTS:
+        getattr(arrays, name)  # made when it is asked for
+    if running is not None:
+        running.commit(tokens)
+    else:
+        for sequence in sequences:
+            sequence.commit(tokens[:1])
 
 
 # -- what is cached, and what goes ---------------------------------------------------------------------------------------
 
 
-def looked_up(num_tokens: int, pieces: int, times: int) -> Measure:
+def looked_up(num_tokens: int, pieces: int, times: int) -> Slices:
     """Open and close a request whose prompt is cached, as a chain of ``pieces`` edges with branches between them."""
     text = _random(num_tokens)
     cache = cache_without_memory(
@@ -186,33 +231,28 @@ def looked_up(num_tokens: int, pieces: int, times: int) -> Measure:
         _write(cache, text if part == pieces else np.concatenate((text[: num_tokens * part // pieces], other)))
     asked = text.copy()
 
-    def measure() -> None:
-        for _ in range(times):
-            cache.open(asked).close()
+    while True:
+        with clock:
+            for _ in range(times):
+                cache.open(asked).close()
+        yield 0
 
-    return measure
 
-
-def evicted(cached: int, per_text: int, texts: int) -> Measure:
+def evicted(cached: int, per_text: int, texts: int) -> Slices:
     """Requests with nothing in common in a cache that is full: each evicts ``per_text`` blocks of others."""
     cache = cache_without_memory(FULL, num_blocks=cached, max_requests=8, block_size=16, max_context=16 * per_text + 16)
-    seeds = iter(range(1 << 30))
-
-    def fresh(count: int) -> list[Tokens]:
-        return [_random(16 * per_text, next(seeds)) for _ in range(count)]
-
-    for text in fresh(cached // per_text):
-        _write(cache, text)
-    coming = iter(fresh(64 * texts))
-
-    def measure() -> None:
-        for _ in range(texts):
-            _write(cache, next(coming))
-
-    return measure
+    fresh = (_random(16 * per_text, seed) for seed in range(1 << 30))
+    for _ in range(cached // per_text):
+        _write(cache, next(fresh))
+    while True:
+        coming = [next(fresh) for _ in range(texts)]
+        with clock:
+            for text in coming:
+                _write(cache, text)
+        yield 0
 
 
-def swapped(sequences: int, tokens: int) -> Measure:
+def swapped(sequences: int, tokens: int) -> Slices:
     """Suspend requests whole and resume them, all of them out before the first comes back. Bytes are moved."""
     cache = cache_with_memory(
         Schema.from_hf_config(LLAMA), num_blocks=sequences * (tokens // 16 + 1), max_requests=sequences, block_size=16,
@@ -224,13 +264,13 @@ def swapped(sequences: int, tokens: int) -> Measure:
         running.append(cache.open(text))
         running[-1].commit(text)
 
-    def measure() -> None:
-        for sequence in running:
-            sequence.suspend()
-        for sequence in running:
-            sequence.resume()
-
-    return measure
+    while True:
+        with clock:
+            for sequence in running:
+                sequence.suspend()
+            for sequence in running:
+                sequence.resume()
+        yield 0
 
 
 # -- tiers ---------------------------------------------------------------------------------------------------------------
@@ -245,21 +285,20 @@ def _tiered(texts: int, tokens: int) -> Any:
     )  # fmt: skip
 
 
-def stored(texts: int, tokens: int) -> Measure:
+def stored(texts: int, tokens: int) -> Slices:
     """Texts that are new are committed, and what they leave is stored in memory below the cache."""
     cache = _tiered(texts, tokens)
-    coming = (_random(tokens, seed) for seed in range(1 << 30))
+    fresh = (_random(tokens, seed) for seed in range(1 << 30))
+    while True:
+        coming = [next(fresh) for _ in range(texts)]
+        with clock:
+            for text in coming:
+                _write(cache, text)
+            cache.flush()
+        yield 0
 
-    def measure() -> None:
-        for _ in range(texts):
-            _write(cache, next(coming))
-        cache.flush()
-        cache.reset()
 
-    return measure
-
-
-def loaded(texts: int, tokens: int) -> Measure:
+def loaded(texts: int, tokens: int) -> Slices:
     """Texts that only the tier has are opened again: their blocks are loaded."""
     cache = _tiered(texts, tokens)
     known = [_random(tokens, seed) for seed in range(texts)]
@@ -267,13 +306,12 @@ def loaded(texts: int, tokens: int) -> Measure:
         _write(cache, text)
     cache.flush()
 
-    def measure() -> None:
+    while True:
         cache.reset()
-        for text in known:
-            cache.open(text).close()
-        cache.flush()
-
-    return measure
+        with clock:
+            for text in known:
+                cache.open(text).close()
+        yield 0
 
 
 # -- the list ------------------------------------------------------------------------------------------------------------
@@ -286,37 +324,42 @@ def _hybrid(config: dict[str, Any] | None) -> Schema:
     return replace(schema, max_positions=None, vocab_size=None)
 
 
-def cases(quick: bool = False) -> dict[str, Callable[[], Measure]]:
+def _trace_of(case: str, quick: bool) -> tuple[str, int]:
+    """What ``workload`` takes for a case that replays a trace."""
+    name = case.split()[1]
+    return (GENERATED, 20) if quick else (name, {"conversation": 250, "agent": 40}[name])
+
+
+def cases(quick: bool = False) -> dict[str, Callable[[], Slices]]:
     """Every measurement by its name. ``quick``: tiny sizes and no trace files, to see that everything runs."""
 
     def sized(full: int, tiny: int) -> int:
         return tiny if quick else full
 
-    found: dict[str, Callable[[], Measure]] = {}
-    traces = {"generated": 20} if quick else {"conversation": 250, "agent": 40}
-    for name, limit in traces.items():
+    found: dict[str, Callable[[], Slices]] = {}
+    for name in ("conversation", "agent"):
         for block_size in (1, 16):
-            found[f"replay {name} {block_size}"] = lambda name=name, limit=limit, block_size=block_size: replayed(  # type: ignore[misc]
-                name, limit, FULL, block_size
+            found[f"replay {name} {block_size}"] = lambda name=name, block_size=block_size: replayed(  # type: ignore[misc]
+                *_trace_of(f"replay {name}", quick), FULL, block_size, 16
             )
     for policy in ("lru", "s3fifo"):
         name = GENERATED if quick else "conversation"
-        found[f"tree {policy}"] = lambda name=name, policy=policy: simulated(name, sized(1000, 40), policy)  # type: ignore[misc]
+        found[f"tree {policy}"] = lambda name=name, policy=policy: simulated(name, sized(150, 40), policy)  # type: ignore[misc]
     for kind, is_persistent in (("persistent", True), ("batch", False)):
         found[f"step {kind}"] = lambda is_persistent=is_persistent: stepped(  # type: ignore[misc]
-            sized(256, 8), sized(1024, 64), sized(32 if is_persistent else 8, 2), is_persistent
+            sized(256, 8), sized(1024, 64), sized(4 if is_persistent else 2, 2), is_persistent
         )
-    found["lookup 128K, one piece"] = lambda: looked_up(sized(131_072, 1024), 1, sized(40, 2))
-    found["lookup 128K, 128 pieces"] = lambda: looked_up(sized(131_072, 4096), 128, sized(40, 2))
-    found["evict"] = lambda: evicted(sized(30_000, 640), 32, sized(200, 4))
-    found["evict, block by block"] = lambda: evicted(sized(10_000, 64), 1, sized(300, 4))
-    found["swap"] = lambda: swapped(sized(32, 2), sized(512, 64))
-    found["tier store"] = lambda: stored(sized(24, 2), sized(1024, 64))
-    found["tier load"] = lambda: loaded(sized(24, 2), sized(1024, 64))
+    found["lookup 128K, one piece"] = lambda: looked_up(sized(131_072, 1024), 1, sized(12, 2))
+    found["lookup 128K, 128 pieces"] = lambda: looked_up(sized(131_072, 4096), 128, sized(6, 2))
+    found["evict"] = lambda: evicted(sized(30_000, 640), 32, sized(32, 4))
+    found["evict, block by block"] = lambda: evicted(sized(10_000, 64), 1, sized(32, 4))
+    found["swap"] = lambda: swapped(sized(6, 2), sized(512, 64))
+    found["tier store"] = lambda: stored(sized(4, 2), sized(1024, 64))
+    found["tier load"] = lambda: loaded(sized(4, 2), sized(1024, 64))
     hybrids = {"Gemma-like": GEMMA, "Qwen3-Next-like": QWEN3_NEXT, "DeepSeek-V4": None}
     for name, config in hybrids.items():
         found[f"hybrid {name}"] = lambda config=config: replayed(  # type: ignore[misc]
-            GENERATED, sized(60, 12), _hybrid(config), 128 if config is None else 16, 2048
+            GENERATED, sized(60, 12), _hybrid(config), 128 if config is None else 16, 8, 2048
         )
     return found
 
@@ -351,23 +394,26 @@ def _answer(**figures: Any) -> None:
 
 
 def _measure(case: str, quick: bool) -> None:
-    """In a child: prepare ``case``, then measure it as often as it is asked for."""
-    measure = cases(quick)[case]()
+    """In a child: prepare ``case``, run a pass of it and slice 0 of the next, then a slice as often as it is asked for."""
+    slices = cases(quick)[case]()
+    next(slices)
+    while next(slices):
+        pass
     gc.collect()
     gc.freeze()
     _answer(ready=case)
     for asked in _asked():
         if "end" in asked:
             return
-        begin = time.process_time()
-        measure()
-        _answer(seconds=time.process_time() - begin)
-        gc.collect()
+        clock.is_counting = asked["count"]
+        _answer(slice=next(slices), found=clock.found)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     for asked in _asked():
+        if asked["case"].startswith("replay"):
+            workload(*_trace_of(asked["case"], asked["quick"]))  # once, and not in every child
         if (child := os.fork()) == 0:
             status = 1
             try:

@@ -1,9 +1,11 @@
 """Is a new source tree slower than an old one? ``python -m benchmarks.heads --old /path/to/old/src --new src``.
 
 Both trees do the same work with the same text of ``head_cases``. Each measurement has a process of its own, forked from one
-that has imported the tree; the two take turns, ``ROUNDS`` times, and the best of their CPU seconds counts. All of that is
-repeated (``--repeats``) with new processes, which lie elsewhere in memory. The ratio is the median of the ratios of the
-repeats; ``spread`` is half the distance between their quartiles, in percent of the ratio.
+that has imported the tree. The work is cut into slices of some milliseconds; the two trees take turns, slice by slice, for
+``ENOUGH`` seconds or more, so that whatever else the machine does falls on both. A tree's time is the sum over the slices of
+a pass of the median CPU seconds of each. All of that is repeated (``--repeats``) with new processes, which lie elsewhere in
+memory: the ratio is the median of the ratios of the repeats, and ``+-`` is half the distance between their quartiles.
+``calls``: how many calls Python makes for it, new/old: the same every time.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from rich.table import Table
 from benchmarks.timing import Row, machine
 
 ROOT = Path(__file__).parents[1]
-ROUNDS = 5
+ENOUGH = 0.7
+"""CPU seconds of each tree and case in one repeat, at least."""
 WORDS = ("replay", "tree", "step", "lookup", "evict", "swap", "tier", "hybrid")
 """What ``--only`` takes: the first words of the cases."""
 
@@ -50,9 +53,10 @@ class Head:
         """Prepare one case. Raises SystemExit with the tree and its error."""
         self._ask({"case": case, "quick": quick})
 
-    def seconds(self) -> float:
-        """Measure once: CPU seconds."""
-        return float(self._ask({"go": True})["seconds"])
+    def slice(self, count: bool = False) -> tuple[int, float]:
+        """The next slice of the case: its number in the pass, and its CPU seconds or the calls that Python makes in it."""
+        answer = self._ask({"count": count})
+        return answer["slice"], answer["found"]
 
     def end(self) -> None:
         """The case is done."""
@@ -85,56 +89,70 @@ class Head:
 
 
 def measure(old: Path, new: Path, names: list[str], repeats: int, quick: bool = False, told: Any = None) -> list[Row]:
-    """A row for each case: best seconds of each repeat, their ratios, the median ratio and its spread.
+    """A row for each case: seconds of a pass, their ratio and how far it varies, the ratio of calls.
 
     ``told``: called with the name of each case before it is measured.
     """
-    taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    calls = {}
     for repeat in range(repeats):
         with Head(old) as a, Head(new) as b:
-            heads = (a, b)
+            heads = (a, b) if repeat % 2 else (b, a)  # who is first finds other things in the processor's caches
             for name in names:
                 if told is not None:
                     told(f"{name}, {repeat + 1} of {repeats}")
-                for head, best in zip(heads, _best_in_turns(heads, name, quick)):
-                    taken[name][heads.index(head)].append(best)
-    return [_row(name, *seconds) for name, seconds in taken.items()]
+                for head in heads:
+                    head.begin(name, quick)
+                seconds = in_turns(heads, 0.0 if quick else ENOUGH)
+                taken[name].append((seconds[a], seconds[b]))
+                if name not in calls:
+                    calls[name] = {head: _pass(head) for head in heads}
+                    calls[name] = calls[name][b] / calls[name][a]
+                for head in heads:
+                    head.end()
+    return [_row(name, pairs, calls[name]) for name, pairs in taken.items()]
 
 
-def _best_in_turns(heads: tuple[Head, Head], case: str, quick: bool) -> tuple[float, float]:
-    """The least CPU seconds of each, of ``ROUNDS`` rounds after one that does not count; who is first changes."""
-    for head in heads:
-        head.begin(case, quick)
-    times: dict[Head, list[float]] = {head: [] for head in heads}
-    for number in range(1 + ROUNDS):
-        for head in heads[:: 1 if number % 2 else -1]:
-            times[head].append(head.seconds())
-    for head in heads:
-        head.end()
-    first, second = (min(times[head][1:]) for head in heads)
-    return first, second
+def in_turns(heads: tuple[Head, Head], enough: float) -> dict[Head, float]:
+    """Seconds of a pass: the sum of the medians of its slices. Whole passes only, of at least ``enough`` seconds."""
+    times: dict[Head, dict[int, list[float]]] = {head: {} for head in heads}
+    number, spent = -1, 0.0
+    while number or spent < enough:
+        for head in heads:
+            number, seconds = head.slice()
+            times[head].setdefault(number, []).append(seconds)
+        spent += seconds
+    return {head: sum(map(median, times[head].values())) for head in heads}
 
 
-def _row(name: str, old: list[float], new: list[float]) -> Row:
-    ratios = [b / a for a, b in zip(old, new)]
+def _pass(head: Head) -> float:
+    """The calls of all slices of a pass."""
+    number, total = -1, 0.0
+    while number:
+        number, count = head.slice(count=True)
+        total += count
+    return total
+
+
+def _row(name: str, pairs: list[tuple[float, float]], calls: float) -> Row:
+    ratios = [new / old for old, new in pairs]
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
-    ratio = median(ratios)
     return {
-        "case": name, "old_ms": 1e3 * median(old), "new_ms": 1e3 * median(new), "ratio": ratio,
-        "spread_percent": 50 * (high - low) / ratio, "ratios": ratios,
+        "case": name, "old_ms": 1e3 * median(old for old, _ in pairs), "new_ms": 1e3 * median(new for _, new in pairs),
+        "ratio": median(ratios), "spread": (high - low) / 2, "calls": calls, "ratios": ratios,
     }  # fmt: skip
 
 
 def table(rows: list[Row]) -> Table:
     made = Table(box=None, pad_edge=False)
     made.add_column("case", no_wrap=True)
-    for title in ("old", "new", "new/old", "spread"):
+    for title in ("old", "new", "new/old", "+-", "calls"):
         made.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         style = "red" if row["ratio"] > 1.03 else "green" if row["ratio"] < 0.97 else None
         made.add_row(
             row["case"], f"{row['old_ms']:,.2f} ms", f"{row['new_ms']:,.2f} ms", f"{row['ratio']:.3f}",
-            f"{row['spread_percent']:.1f}%", style=style,
+            f"{row['spread']:.3f}", f"{row['calls']:.3f}", style=style,
         )  # fmt: skip
     return made
 
@@ -154,7 +172,9 @@ def _progress(steps: int) -> Iterator[Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.heads", description="Compare two source trees.")
-    parser.add_argument("--old", type=Path, required=True, help="folder that holds the old kvpagoda package, e.g. ../old/src")
+    parser.add_argument(
+        "--old", type=Path, required=True, help="folder that holds the old kvpagoda package, e.g. ../old/src"
+    )
     parser.add_argument("--new", type=Path, default=ROOT / "src", help="folder that holds the new one (default: this)")
     parser.add_argument("--only", default="", help=f"cases that begin with these words, of {', '.join(WORDS)}")
     parser.add_argument("--repeats", type=int, default=7, help="pairs of processes; a ratio is the median of theirs")
@@ -178,7 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         console = Console(highlight=False)
         console.print(table(rows))
-        console.print(f"CPU time, best of {ROUNDS} turns; medians of {asked.repeats} pairs; {started['cpu']}")
+        console.print(f"CPU time of a pass; medians of {asked.repeats} pairs of processes; {started['cpu']}")
 
 
 if __name__ == "__main__":
