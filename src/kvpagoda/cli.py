@@ -118,11 +118,11 @@ def generate(
     """Generate text for many prompts at once, with the model's whole cache in kvpagoda."""
     with one_line_errors():
         try:
-            from kvpagoda.hf import Sampling, show
+            from kvpagoda.hf import Sampling, report
             from kvpagoda.tiers import tier_from_text
         except ImportError as error:
             raise BadInput(f"'generate' needs the hf extra: pip install 'kvpagoda[hf]' ({error})") from None
-        show.run(
+        report.run(
             model, prompts, as_json,
             dict(
                 budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, lookup=lookup, kv_format=kv_format,
@@ -166,27 +166,27 @@ def replay_trace(
     --workers several processes share the trace, and the store below their caches.
     """
     with one_line_errors():
-        from kvpagoda.replay import show
+        from kvpagoda.replay import report
 
         if store is not None and workers is None:
             raise BadInput("--store is what several workers share: give --workers")
         if schema is not None and (capacity is not None or plot is not None):
             raise BadInput("--capacity and --plot count blocks of one kind; with --schema give --budget")
-        source = show.Source(trace, limit, by_arrival, seed)
+        source = report.Source(trace, limit, by_arrival, seed)
         if workers is not None:
             one = "lru" if policy is None else policy
             if schema is None or "," in budget + checkpoint_every + one:
                 raise BadInput("--workers needs --schema, and takes one --budget, --policy and --checkpoint-every")
-            show.run_together(
+            report.run_together(
                 source, _schema(schema, None, "raw"), budget, one, workers, store, max_requests,
                 _lengths(checkpoint_every, "--checkpoint-every")[0], tokens_per_id, as_json,
             )  # fmt: skip
             return
         policies = "lru,s3fifo,opt" if policy is None else policy
         if schema is None:
-            show.run(source, capacity, policies, plot, as_json)
+            report.run(source, capacity, policies, plot, as_json)
             return
-        show.run_schema(
+        report.run_schema(
             source, _schema(schema, None, "raw"), [part.strip() for part in budget.split(",")], policies, max_requests,
             _lengths(checkpoint_every, "--checkpoint-every"), tokens_per_id, as_json,
         )  # fmt: skip

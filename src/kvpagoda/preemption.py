@@ -1,13 +1,14 @@
-"""Who runs, who waits, and who is set back when memory runs out. No tensors.
+"""Who runs, who waits, and who is preempted when memory runs out. No tensors.
 
-To set back is, whatever is expected to cost least,
+A job is preempted in the mode that is expected to cost least:
 
-    to recompute    close: what was committed stays cached as long as nobody needs its place, and the job starts again from
-                    what is still there
-    part            suspend what nobody else has: the unfinished block, windows and states; the rest as before
-    to swap         suspend all of it: it goes on where it was
+    recompute    its sequence is closed. What it committed stays cached until others need the blocks; the job starts again
+                 from what is still cached then
+    part         what nobody else holds is suspended: the unfinished block, windows and states. What it published stays
+                 cached, as in ``recompute``
+    swap         all that it holds is suspended, and it goes on where it was
 
-The text so far is kept in any case, and the tokens that follow are the same.
+The text so far is kept in each mode, and the tokens that follow are the same.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from kvpagoda.units import ceil_div
 
 
 class PreemptionPolicy(Protocol):
-    """Chooses who gives way to a request that needs memory."""
+    """Chooses the running request that is preempted when another one needs memory."""
 
     def victim(self, candidates: Many[Sequence]) -> Sequence:
         """One of ``candidates``: running sequences that came after the one in need, oldest first, at least one."""
@@ -40,21 +41,21 @@ class PreemptionPolicy(Protocol):
 
 
 class Youngest:
-    """Sets back the request that came last."""
+    """Preempts the request that came last."""
 
     def victim(self, candidates: Many[Sequence]) -> Sequence:
         return candidates[-1]
 
 
 class LeastComputed:
-    """Sets back the request that loses least: the fewest tokens computed since it started; of equals the youngest."""
+    """Preempts the request with the fewest tokens computed since it started; of equals the youngest."""
 
     def victim(self, candidates: Many[Sequence]) -> Sequence:
         return min(reversed(candidates), key=lambda sequence: sequence.length - sequence.cached_tokens)
 
 
-class Way(Enum):
-    """How a sequence is set back."""
+class PreemptionMode(Enum):
+    """How a sequence is preempted: see the top of this file."""
 
     RECOMPUTE = "recompute"
     PART = "part"
@@ -63,20 +64,23 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that are expected to go by, for each way of setting a sequence back, until it is where it was."""
+    """For each mode, the seconds of work expected until a preempted sequence is where it was."""
 
     recompute: float
     part: float
     swap: float
 
 
-def cheapest(costs: Costs) -> Way:
-    """The way that costs least; of equals the one that moves least."""
-    return min(Way, key=lambda way: getattr(costs, way.value))
+def cheapest(costs: Costs) -> PreemptionMode:
+    """The mode that costs least; of equals the one that moves fewer bytes."""
+    return min(PreemptionMode, key=lambda mode: getattr(costs, mode.value))
 
 
 class Job:
-    """A text that grows to at most ``total`` tokens: a prompt, and what follows it."""
+    """A text that grows to at most ``total`` tokens: ``prompt``, int32 ``[n]``, and what follows it.
+
+    ``namespace``: only jobs of one namespace share cached blocks.
+    """
 
     def __init__(self, prompt: Tokens, total: int, namespace: str | bytes | None = None) -> None:
         self._tokens = np.empty(total, np.int32)
@@ -84,14 +88,14 @@ class Job:
         self._length = len(prompt)
         self.total, self.namespace = total, namespace
         self.sequence: Sequence | None = None
-        """Its share of the cache while it runs."""
-        self.ahead: Prefetch | None = None
-        """What tiers have of it, being read while it waits."""
-        self.aside: Sequence | None = None
-        """What was suspended of it, while it waits."""
+        """While it runs: its open sequence."""
+        self.prefetch: Prefetch | None = None
+        """While it waits: what tiers have of its text, being read into host memory."""
+        self.suspended: Sequence | None = None
+        """While it waits: its suspended sequence, if it was preempted in that way."""
         self.number = -1
         """Its place in the order of arrival."""
-        self.num_set_back = 0
+        self.num_preempted = 0
 
     @property
     def text(self) -> Tokens:
@@ -112,27 +116,47 @@ _by_age = attrgetter("number")
 class RunQueue(Generic[J]):
     """Jobs on one cache, admitted in the order of arrival. ``waiting`` and ``running`` are lists, oldest first.
 
-    Without a ``policy`` a job is admitted when all that it may come to hold can be promised to it, and never set back.
-    With one it is promised its text and one block; when there is no room for more, a younger job is set back, or
-    the job itself if it is the youngest. So the oldest that runs goes on to its end, and no job is set back for one that
-    came after it. A job that was set back starts again when the whole of it can be promised, before any younger one.
+    Without a ``policy`` a job is admitted when blocks for its ``total`` tokens can be reserved, and it is never preempted.
+    With one, blocks for its text and one more are reserved; when a job needs more and there are none, the policy chooses
+    which younger job is preempted, or the job itself is, if it is the youngest. So the oldest job always runs to its end.
+    A job that was preempted starts again when blocks for all of it can be reserved, before any younger one.
 
-    ``choose`` says how a job is set back; what does not fit in the ``swap`` of the cache is recomputed. As long as
-    nobody told how long computing ``took``, it costs nothing. What tiers have of the job that is next is read while it waits.
+    ``choose`` maps the costs of preempting a job to the mode; what does not fit in the cache's ``swap`` is recomputed.
+    Until ``took`` was called, computing is taken to cost nothing. While the oldest job waits, what tiers have of its text is
+    read into host memory.
+
+    >>> from kvpagoda import Schema
+    >>> from kvpagoda.books import Books
+    >>> from kvpagoda.schema import Attention, Layer
+    >>> schema = Schema((Layer(0, "full", (Attention(1, 1, 1, "float16"),)),), "tiny")
+    >>> queue = RunQueue(Books(schema.plan(num_blocks=4, block_size=2, max_requests=2)), Youngest())
+    >>> first, second = Job(np.arange(4, dtype=np.int32), 8), Job(np.arange(3, dtype=np.int32), 4)
+    >>> queue.enter(first), queue.enter(second), queue.admit()
+    (None, None, None)
+    >>> queue.make_room(first, 4), queue.running == [first], queue.waiting == [second]
+    (True, True, True)
+    >>> first.sequence.commit(first.text)
+    >>> first.extend([7, 8])
+    >>> queue.make_room(first, 2), len(first.text)
+    (True, 6)
+    >>> queue.remove(first)
+    >>> queue.admit()
+    >>> queue.running == [second]
+    True
     """
 
     def __init__(
-        self, books: Books, policy: PreemptionPolicy | None = None, choose: Callable[[Costs], Way] = cheapest
+        self, cache: Books, policy: PreemptionPolicy | None = None, choose: Callable[[Costs], PreemptionMode] = cheapest
     ) -> None:
-        self.books, self.policy, self.choose = books, policy, choose
+        self.cache, self.policy, self.choose = cache, policy, choose
         self.rate = Rate()
         self.waiting: list[J] = []
         self.running: list[J] = []
-        self.num_set_back = self.num_swapped = 0
+        self.num_preempted = self.num_swapped = 0
         self._arrived = 0
 
     def enter(self, job: J, *forks: J) -> None:
-        """Let ``job`` wait. ``forks`` are to be forked from it: they come next in age, and enter by ``fork``."""
+        """Let ``job`` wait for its turn. ``forks`` will be forked from it: they come next in age, and enter by ``fork``."""
         for one in (job, *forks):
             one.number, self._arrived = self._arrived, self._arrived + 1
         self.waiting.append(job)
@@ -140,7 +164,7 @@ class RunQueue(Generic[J]):
     def admit(self) -> None:
         """Start those waiting, oldest first, up to the first that does not fit.
 
-        Raises RetryLater if it does not fit and no job runs: somebody else holds the cache, and waiting will not help.
+        Raises RetryLater if it does not fit and no job runs: somebody else holds the cache, so waiting would not help.
         """
         while self.waiting:
             job = self.waiting[0]
@@ -149,14 +173,14 @@ class RunQueue(Generic[J]):
             except RetryLater:
                 if not self.running:
                     raise
-                if self.books.below is not None and job.ahead is None and job.aside is None:
-                    job.ahead = self.books.prefetch(job.text, job.namespace)
+                if self.cache.below is not None and job.prefetch is None and job.suspended is None:
+                    job.prefetch = self.cache.prefetch(job.text, job.namespace)
                 return
             del self.waiting[0]
             self._start(job, sequence)
 
     def fork(self, source: J, job: J) -> None:
-        """Start ``job`` with all that ``source``, which runs, has committed; if there is no room, it waits instead."""
+        """Start ``job`` with all that ``source``, a running job, has committed; if blocks are lacking, it waits instead."""
         assert source.sequence is not None
         try:
             sequence = source.sequence.fork(reserve=self._reserve(job))
@@ -166,9 +190,9 @@ class RunQueue(Generic[J]):
             self._start(job, sequence)
 
     def make_room(self, job: J, n: int) -> bool:
-        """Room for the next ``n`` tokens of ``job``, which runs; False if it had to be set back itself.
+        """Make room for the next ``n`` tokens of ``job``, which runs; return False if it was preempted itself.
 
-        Raises OutOfBlocks without a policy, or if nobody else is left to give way.
+        Raises OutOfBlocks without a policy, or if ``job`` is the only one that runs.
         """
         assert job.sequence is not None
         while True:
@@ -180,37 +204,39 @@ class RunQueue(Generic[J]):
                     raise
             younger = {one.sequence: one for one in self.running[self.running.index(job) + 1 :] if one.sequence}
             if not younger:
-                self.set_back(job)
+                self.preempt(job)
                 return False
-            self.set_back(younger[self.policy.victim(list(younger))])
+            self.preempt(younger[self.policy.victim(list(younger))])
 
-    def set_back(self, job: J, way: Way | None = None) -> None:
-        """Close or suspend the sequence of ``job``, which runs, and let it wait again, with its text so far. ``way``: how, if
-        that is known."""
+    def preempt(self, job: J, mode: PreemptionMode | None = None) -> None:
+        """Close or suspend the sequence of ``job``, which runs, and let it wait again, with its text so far.
+
+        ``mode``: None lets ``choose`` decide.
+        """
         sequence = job.sequence
         assert sequence is not None
-        way = self.choose(self.costs(job)) if way is None else way
-        if way is not Way.RECOMPUTE:
+        mode = self.choose(self.costs(job)) if mode is None else mode
+        if mode is not PreemptionMode.RECOMPUTE:
             with suppress(Exhausted):
-                sequence.suspend(whole=way is Way.SWAP)
+                sequence.suspend(whole=mode is PreemptionMode.SWAP)
                 self.running.remove(job)
-                job.sequence, job.aside = None, sequence
+                job.sequence, job.suspended = None, sequence
                 self.num_swapped += 1
-        if job.aside is None:
+        if job.suspended is None:
             self.remove(job)
-        job.num_set_back += 1
-        self.num_set_back += 1
+        job.num_preempted += 1
+        self.num_preempted += 1
         insort(self.waiting, job, key=_by_age)
 
     def costs(self, job: J) -> Costs:
-        """What each way of setting ``job``, which runs, back is expected to cost.
+        """What preempting ``job``, which runs, is expected to cost in each mode. O(jobs).
 
-        What it published is thought to be evicted, the end first, as far as the others that run, and the older ones that
-        wait, may come to need more than there is without it.
+        The estimate: what it published is evicted, its end first, as far as the other running jobs and the older waiting
+        ones may come to need more blocks than there are without it.
         """
-        books, sequence = self.books, job.sequence
+        cache, sequence = self.cache, job.sequence
         assert sequence is not None
-        slot, length, size, full = sequence.slot, sequence.length, books.block_size, books.reuse.full
+        slot, length, size, full = sequence.slot, sequence.length, cache.block_size, cache.reuse.full
         published = left = sequence.lease.num_blocks
         if full is not None:
             others = [one for one in (*self.running, *self.waiting) if one.sequence or one.number < job.number]
@@ -220,56 +246,53 @@ class RunQueue(Generic[J]):
             need -= ceil_div(job.total, size) - full.end[slot]
             left += min(0, full.available() + full.claimed + full.end[slot] - full.shared[slot] - need)
         start = max(0, left) * size
-        if books.reuse.bounded:
-            match = books.reuse.tree.match(sequence.keys(0, length), sequence.namespace)
+        if cache.reuse.bounded:
+            match = cache.reuse.tree.match(sequence.keys(0, length), sequence.namespace)
             start = max((at for at, _ in match.checkpoints if at <= start), default=0)
         recompute = (length - start) * self.rate.seconds
-        part, whole = (books.swap.nbytes_of(slot, length, is_whole) for is_whole in (False, True))
+        part, whole = (cache.swap.nbytes_of(slot, length, is_whole) for is_whole in (False, True))
         again = whole - (whole - part) * max(0, left) / max(1, published)
-        per_byte = books.swap.rate.seconds
+        per_byte = cache.swap.rate.seconds
         return Costs(recompute, 2 * part * per_byte + recompute * (left < published), (whole + again) * per_byte)
 
     def remove(self, job: J) -> None:
-        """Take ``job`` out, wherever it is; what it holds is given back. Does nothing for a job that is not here."""
+        """Take ``job`` out, whether it waits or runs, and free what it holds. Does nothing for a job that is not here."""
         if job.sequence is not None:
             self.running.remove(job)
             job.sequence.close()
             job.sequence = None
         elif job in self.waiting:
             self.waiting.remove(job)
-            if job.aside is not None:
-                job.aside.close()
-                job.aside = None
-            if job.ahead is not None:
-                job.ahead.close()
-                job.ahead = None
+            for held in (job.suspended, job.prefetch):
+                if held is not None:
+                    held.close()
+            job.suspended = job.prefetch = None
 
     def _begin(self, job: J) -> Sequence:
         """Open a sequence for ``job``, or resume what it has."""
-        aside = job.aside
-        if aside is None:
-            if job.ahead is not None and not job.ahead.is_done and self.running:
+        reserve, sequence = self._reserve(job), job.suspended
+        if sequence is None:
+            if job.prefetch is not None and not job.prefetch.is_done and self.running:
                 raise RetryLater(f"job {job.number} waits for what tiers have of it")
-            sequence = self.books.open(
-                job.text, job.namespace, room=0, reserve=self._reserve(job), prefetch=job.ahead, layerwise=True
+            sequence = self.cache.open(
+                job.text, job.namespace, room=0, reserve=reserve, prefetch=job.prefetch, layerwise=True
             )
-            job.ahead = None
-            return sequence
-        aside.resume(room=0, reserve=self._reserve(job))
-        job.aside = None
-        return aside
+        else:
+            sequence.resume(room=0, reserve=reserve)
+        job.suspended = job.prefetch = None
+        return sequence
 
     def _start(self, job: J, sequence: Sequence) -> None:
         job.sequence = sequence
         insort(self.running, job, key=_by_age)
 
     def took(self, seconds: float, num_tokens: int) -> None:
-        """So long it took to compute so many tokens of texts that were known: what recomputing costs."""
+        """Note that computing ``num_tokens`` known tokens took ``seconds``: from this, what recomputing costs."""
         self.rate.add(seconds, num_tokens)
-        if self.books.below is not None:
-            self.books.below.finder.seconds_per_token = self.rate.seconds
+        if self.cache.below is not None:
+            self.cache.below.finder.seconds_per_token = self.rate.seconds
 
     def _reserve(self, job: J) -> int:
-        if self.policy is None or job.num_set_back:
+        if self.policy is None or job.num_preempted:
             return job.total
-        return min(job.total, len(job.text) + self.books.block_size)
+        return min(job.total, len(job.text) + self.cache.block_size)

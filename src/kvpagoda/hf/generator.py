@@ -15,7 +15,7 @@ from kvpagoda.hf.runner import ModelRunner, Runner, Tensor
 from kvpagoda.hf.sampling import GREEDY, Sampling
 from kvpagoda.hf.weights import weights_digest
 from kvpagoda.manager import KVCache
-from kvpagoda.preemption import Costs, Job, PreemptionPolicy, RunQueue, Way, cheapest
+from kvpagoda.preemption import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
 from kvpagoda.schema import Compressed, Schema
 from kvpagoda.sequence import Sequence, Tokens, as_tokens
 from kvpagoda.stats import CacheStats
@@ -79,10 +79,10 @@ class Generator:
     Models with states that take back fewer tokens get only so many proposed, and none where a state takes in every token
     for good: it would have to be computed a second time. ``num_proposed`` and ``num_accepted`` count tokens.
 
-    ``preemption``: admit requests with room for their prompt only, and let the policy choose who is set back when memory
+    ``preemption``: admit requests with room for their prompt only, and let the policy choose who is preempted when memory
     runs out: it starts again later, and its tokens stay the same. Without, a request starts only when all of it has room.
-    ``set_back``: whether it is suspended, in part or whole, or computed again; by default what is expected to cost least,
-    from the time that steps and copies took. ``num_set_back`` counts, and of these ``num_swapped`` what was suspended.
+    ``preemption_mode``: whether it is suspended, in part or whole, or computed again; by default what should cost least,
+    from the time that steps and copies took. ``num_preempted`` counts, and of these ``num_swapped`` what was suspended.
 
     ``tiers``: what others can read is named by ``weights``, by default a digest of all of the model, which takes a while for
     a large one.
@@ -99,7 +99,7 @@ class Generator:
         prefill_chunk: int = 512,
         lookup: int = 0,
         preemption: PreemptionPolicy | None = None,
-        set_back: Callable[[Costs], Way] = cheapest,
+        preemption_mode: Callable[[Costs], PreemptionMode] = cheapest,
         kv_format: str = "raw",
         **cache_arguments: Any,
     ) -> None:
@@ -117,12 +117,12 @@ class Generator:
         compressed = any(isinstance(kind, Compressed) for layer in schema.layers for kind in layer.kinds)
         self._runner: Runner = (CompressedRunner if compressed else ModelRunner)(model, self.cache)
         self._ends = _end_tokens(model)
-        self._queue: RunQueue[Answer] = RunQueue(self.cache, preemption, set_back)
+        self._queue: RunQueue[Answer] = RunQueue(self.cache, preemption, preemption_mode)
         self.num_proposed = self.num_accepted = 0
 
     @property
-    def num_set_back(self) -> int:
-        return self._queue.num_set_back
+    def num_preempted(self) -> int:
+        return self._queue.num_preempted
 
     @property
     def num_swapped(self) -> int:
@@ -155,7 +155,7 @@ class Generator:
     def step(self) -> list[Request]:
         """Admit what fits, compute one step of everything that runs, and return the requests that it finished.
 
-        On an error while computing everything that runs is set back, so that the cache holds committed tokens only; a later
+        On an error while computing everything that runs is preempted, so that the cache holds committed tokens only; a later
         step goes on from there.
         """
         self._queue.admit()
@@ -174,7 +174,7 @@ class Generator:
                 self._take(piece, logits[begin:end], best[begin:end])
         except BaseException:
             for answer in self._queue.running[::-1]:
-                self._queue.set_back(answer, Way.RECOMPUTE)  # its windows and states may be half written
+                self._queue.preempt(answer, PreemptionMode.RECOMPUTE)  # its windows and states may be half written
             raise
         return [request for request in dict.fromkeys(piece.answer.request for piece in pieces) if request.done]
 
@@ -208,7 +208,7 @@ class Generator:
         return [output for request in requests for output in request.outputs]
 
     def abort(self, request: Request | None = None) -> None:
-        """Drop ``request`` (None: all of them), whether it waits, runs or was set back; what it holds is given back, and
+        """Drop ``request`` (None: all of them), whether it waits, runs or was preempted; what it holds is given back, and
         its tokens so far stay in ``outputs``. Does nothing for a request that is done."""
         requests = {answer.request for answer in (*self._queue.waiting, *self._queue.running)}
         for one in requests if request is None else requests & {request}:
@@ -221,7 +221,7 @@ class Generator:
         return self.cache.stats()
 
     def _next_piece(self, answer: Answer) -> Piece | None:
-        """What ``answer`` computes next, with room made for it; None if it was set back."""
+        """What ``answer`` computes next, with room made for it; None if it was preempted."""
         sequence, text = answer.sequence, answer.text
         if sequence is None:
             return None
@@ -232,7 +232,7 @@ class Generator:
                 sequence.extend(1 + len(proposed))
                 return Piece(answer, sequence, np.concatenate((text[begin:], proposed)), proposed.tolist())
             except OutOfBlocks:
-                pass  # nobody is set back for tokens that may be refused
+                pass  # nobody is preempted for tokens that may be refused
         most = min(self._chunk, self._runner.most_tokens(sequence) or self._chunk)
         tokens = text[begin : min(begin + most, self.cache.next_checkpoint(sequence) or len(text))]
         return Piece(answer, sequence, tokens, []) if self._queue.make_room(answer, len(tokens)) else None

@@ -15,11 +15,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from kvpagoda.errors import BadInput
+from kvpagoda.replay.multi_worker import serve_multi_worker
 from kvpagoda.replay.plot import draw, new_figure
 from kvpagoda.replay.reuse import WorkingSet, reuse_distances, reuse_histogram, working_set
 from kvpagoda.replay.serve import serve
 from kvpagoda.replay.simulate import BOUND, ReplayResult, known_policy, possible_capacity, replay
-from kvpagoda.replay.together import serve_together
 from kvpagoda.replay.trace import Ints, Trace
 from kvpagoda.replay.workload import synthetic
 from kvpagoda.schema import Schema
@@ -142,7 +142,7 @@ def run_together(
     (results,) = _with_progress(
         len(trace),
         [f"{workers} workers"],
-        lambda _, done: serve_together(
+        lambda _, done: serve_multi_worker(
             trace, schema, budget, workers=workers, store=store, policy=policy, max_requests=max_requests,
             checkpoint_every=interval, tokens_per_id=source.tokens_per_id(tokens_per_id), on_request=done,
         ),
