@@ -47,6 +47,8 @@ QWEN3_NEXT = {
 }  # fmt: skip
 GROUPED = {"retention": "Retention", "limits": "Limits"}
 """Parameters of a newer ``KVCache``, and the classes of ``kvpagoda`` that hold several settings for them."""
+ROOM = "capacity" if "capacity" in inspect.signature(KVCache.open).parameters else "room"
+"""What ``open`` calls the tokens for which it makes room at once."""
 DIALECTS = ("block_table", "cache_seqlens", "slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len")
 """The index arrays of FlashAttention and of FlashInfer."""
 
@@ -139,7 +141,7 @@ def _serve(cache: Any, prompt: Tokens, output: Tokens, chunk: int) -> Any:
         sequence = cache.open(prompt, reserve=total)
         sequence.commit(prompt[sequence.length :])
     else:
-        sequence = cache.open(prompt, room=0, reserve=total)
+        sequence = cache.open(prompt, reserve=total, **{ROOM: 0})
         _commit_in_pieces(cache, sequence, prompt, chunk)
     sequence.extend(len(output))
     sequence.commit(output)

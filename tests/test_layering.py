@@ -13,10 +13,10 @@ SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "schema", "blocks", "prefix", "formats", "kernels", "memory", "tiers", "compat", "reuse",
     "sectors", "swap", "namespace", "sequence", "stats", "finding", "below", "admission", "books", "preemption", "batch",
-    "persistent_batch", "manager", "doctor", "replay", "hf", "cli",
+    "persistent_batch", "manager", "console", "doctor", "replay", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
-    "hf": {"transformers", "rich"}, "replay": {"matplotlib", "rich"}, "cli": {"typer"}, "kernels": {"triton"},
+    "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"}, "kernels": {"triton"},
     "tiers": {"xxhash", "mooncake"},
 }  # fmt: skip
 CORE = {"numpy", "torch"}

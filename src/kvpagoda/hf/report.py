@@ -1,23 +1,22 @@
-"""The main job as a person sees it: load, generate with a progress line, print a table or JSON."""
+"""What ``kvpagoda generate`` does: load a model, generate with a progress line, print a table or JSON."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 
+from kvpagoda import console
 from kvpagoda.errors import BadInput
 from kvpagoda.hf.embedded import PROMPTS, ByteTokenizer, embedded_model
 from kvpagoda.hf.generator import Generator
 from kvpagoda.stats import CacheStats
 from kvpagoda.units import format_bytes
+
+Outputs = list[list[int]]
 
 
 def run(
@@ -28,8 +27,7 @@ def run(
     how: dict[str, Any],
     dtype: str,
 ) -> None:
-    """Generate and print. ``how``: what ``Generator.generate`` takes. Progress goes to standard error, and only on a
-    terminal."""
+    """Generate and print. ``how``: what ``Generator.generate`` takes."""
     texts = list(PROMPTS) if prompt_file is None else prompt_file.read_text().splitlines()
     texts = [text for text in texts if text]
     if not texts:
@@ -42,49 +40,52 @@ def run(
     generator = Generator(model, **generator_arguments)
     prompts = [tokenizer.encode(text) for text in texts]
     began = time.perf_counter()
-    outputs = generate(generator, prompts, how, Console(stderr=True))
+    outputs = generate(generator, prompts, how)
     seconds = time.perf_counter() - began
     generator.cache.flush()
-    stats, new_tokens = generator.stats(), sum(len(output) for output in outputs)
+    stats = generator.stats()
     generator.cache.close()
-    texts = [text for text in texts for _ in range(how["n"])]
-    prompts = [prompt for prompt in prompts for _ in range(how["n"])]
+    rows = [
+        (text, len(prompt), outputs[i * how["n"] + answer])
+        for i, (text, prompt) in enumerate(zip(texts, prompts))
+        for answer in range(how["n"])
+    ]
     if as_json:
-        results = [
-            {"prompt": text, "tokens": output, "text": tokenizer.decode(output)} for text, output in zip(texts, outputs)
-        ]
+        results = [{"prompt": text, "tokens": output, "text": tokenizer.decode(output)} for text, _, output in rows]
         figures = {
             "seconds": round(seconds, 3),
-            "new_tokens": new_tokens,
+            "new_tokens": sum(map(len, outputs)),
             "proposed_tokens": generator.num_proposed,
             "accepted_tokens": generator.num_accepted,
             "stats": stats.to_dict(),
         }
         print(json.dumps({"results": results, **figures}, indent=2))
         return
-    console = Console(highlight=False, markup=False)
-    counts = [f"{len(prompt)} + {len(output)}" for prompt, output in zip(prompts, outputs)]
-    room = max(8, (console.width - max(map(len, counts)) - 4) // 2)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("prompt", no_wrap=True)
-    table.add_column("tokens", justify="right", no_wrap=True)
-    table.add_column("new text", no_wrap=True)
-    for text, count, output in zip(texts, counts, outputs):
-        table.add_row(clipped(text, room), count, clipped(tokenizer.decode(output), room))
-    console.print(table)
-    console.print()
+    out = console.output()
+    counts = [f"{length} + {len(output)}" for _, length, output in rows]
+    room = max(8, (out.width - max(map(len, counts)) - 4) // 2)
+    cells = [
+        (clipped(text, room), count, clipped(tokenizer.decode(output), room))
+        for (text, _, output), count in zip(rows, counts)
+    ]
+    out.print(console.table(("prompt", "tokens", "new text"), cells, left=("prompt", "new text")))
+    out.print()
+    for line in summary(generator, stats, outputs, seconds):
+        out.print(line)
+
+
+def summary(generator: Generator, stats: CacheStats, outputs: Outputs, seconds: float) -> list[str]:
+    """What was computed, proposed and loaded, in lines."""
     groups = ", ".join(f"{group.name}: at most {group.peak_held} of {group.total} blocks" for group in stats.groups)
-    console.print(
-        f"{len(outputs)} answers, {new_tokens} new tokens in {seconds:.2f} s: {new_tokens / seconds:.0f} a second"
-    )
+    tokens = sum(map(len, outputs))
+    lines = [f"{len(outputs)} answers, {tokens} new tokens in {seconds:.2f} s: {tokens / seconds:.0f} a second"]
     if generator.num_proposed:
-        console.print(f"{generator.num_accepted} of {generator.num_proposed} proposed tokens accepted")
-    console.print(f"{stats.computed_tokens} tokens computed; cache {format_bytes(stats.nbytes)}; {groups}")
+        lines.append(f"{generator.num_accepted} of {generator.num_proposed} proposed tokens accepted")
+    lines.append(f"{stats.computed_tokens} tokens computed; cache {format_bytes(stats.nbytes)}; {groups}")
     if stats.tiers:
-        tiers = ", ".join(
-            f"{tier.name}: {tier.num_records} records, {format_bytes(tier.nbytes)}" for tier in stats.tiers
-        )
-        console.print(f"{stats.loaded_tokens} tokens loaded from tiers; {tiers}")
+        tiers = (f"{tier.name}: {tier.num_records} records, {format_bytes(tier.nbytes)}" for tier in stats.tiers)
+        lines.append(f"{stats.loaded_tokens} tokens loaded from tiers; {', '.join(tiers)}")
+    return lines
 
 
 def load(name: str, dtype: str) -> tuple[Any, Any]:
@@ -97,27 +98,19 @@ def load(name: str, dtype: str) -> tuple[Any, Any]:
         raise BadInput(f"cannot load {name!r}: {str(error).splitlines()[0]}") from None
 
 
-def generate(generator: Generator, prompts: list[list[int]], how: dict[str, Any], console: Console) -> list[list[int]]:
-    """``generator.generate`` with a line that shows requests, tokens a second and cache use."""
-    if not console.is_terminal:
-        return generator.generate(prompts, **how)
-    columns = (TextColumn("{task.completed}/{task.total} tokens"), BarColumn(), TextColumn("{task.fields[note]}"))
-    with Progress(*columns, console=console, transient=True) as progress:
-        total = sum(len(prompt) + how["n"] * (how["max_new_tokens"] - 1) for prompt in prompts)
-        task = progress.add_task("", total=total, note="")
-        return generator.generate(prompts, on_step=_shower(progress, task), **how)
+def generate(generator: Generator, prompts: list[list[int]], how: dict[str, Any]) -> Outputs:
+    """``generator.generate`` with a line on a terminal that shows requests, tokens a second and cache use."""
+    began, total = time.perf_counter(), sum(len(prompt) + how["n"] * (how["max_new_tokens"] - 1) for prompt in prompts)
+    with console.progress(total, "tokens") as moved:
+        if moved is None:
+            return generator.generate(prompts, **how)
 
+        def on_step(stats: CacheStats) -> None:
+            speed = stats.computed_tokens / (time.perf_counter() - began)
+            held = ", ".join(f"{group.name} {group.held}/{group.total}" for group in stats.groups)
+            moved(stats.computed_tokens, f"{stats.running} running, {speed:.0f} tokens/s, blocks {held}")
 
-def _shower(progress: Progress, task: Any) -> Callable[[CacheStats], None]:
-    began = time.perf_counter()
-
-    def show(stats: CacheStats) -> None:
-        speed = stats.computed_tokens / (time.perf_counter() - began)
-        held = ", ".join(f"{group.name} {group.held}/{group.total}" for group in stats.groups)
-        note = f"{stats.running} running, {speed:.0f} tokens/s, blocks {held}"
-        progress.update(task, completed=stats.computed_tokens, note=note)
-
-    return show
+        return generator.generate(prompts, on_step=on_step, **how)
 
 
 def clipped(text: str, width: int) -> str:

@@ -1,24 +1,22 @@
-"""A replay as a person sees it: progress on a terminal, a table, JSON, a picture."""
+"""What ``kvpagoda replay`` prints: a table or JSON, and a picture; progress on a terminal."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 
+from kvpagoda import console
 from kvpagoda.errors import BadInput
 from kvpagoda.replay.multi_worker import serve_multi_worker
 from kvpagoda.replay.plot import draw, new_figure
 from kvpagoda.replay.reuse import WorkingSet, reuse_distances, reuse_histogram, working_set
-from kvpagoda.replay.serve import serve
+from kvpagoda.replay.serve import ServeResult, serve
 from kvpagoda.replay.simulate import BOUND, ReplayResult, known_policy, possible_capacity, replay
 from kvpagoda.replay.trace import Ints, Trace
 from kvpagoda.replay.workload import synthetic
@@ -31,7 +29,10 @@ WINDOWS = 12
 
 @dataclass(frozen=True)
 class Source:
-    """Which requests are replayed: those of a file, or made up."""
+    """Which requests are replayed: those of the file ``path``, or, where that is None, of the synthetic workload ``seed``.
+
+    ``limit``: the first so many only. ``by_arrival``: in the order of their arrivals.
+    """
 
     path: Path | None
     limit: int | None = None
@@ -39,34 +40,37 @@ class Source:
     seed: int = 0
 
     def read(self, made_up: int) -> Trace:
-        """The trace; ``made_up`` requests, if neither file nor limit is given. Raises BadInput, OSError."""
+        """The trace; ``made_up`` requests, if there is neither a file nor a limit. Raises BadInput, OSError."""
         if self.path is not None:
             trace = Trace.read(self.path, self.limit)
         else:
             trace = synthetic(made_up if self.limit is None else self.limit, self.seed)
         return trace.by_arrival() if self.by_arrival else trace
 
-    def tokens_per_id(self, asked: int | None) -> int:
-        """How many tokens a block id stands for, if ``asked`` does not say."""
-        return asked or (64 if self.path is None else 512)
+    @property
+    def tokens_per_id(self) -> int:
+        """How many tokens a block id stands for: 512 in the public traces."""
+        return 64 if self.path is None else 512
 
 
-def run(source: Source, capacities: str | None, policies: str, plot: Path | None, as_json: bool) -> None:
-    """Replay and print. Progress goes to standard error, and only on a terminal."""
-    chosen = [known_policy(name.strip()) for name in policies.split(",")]
-    sizes = None if capacities is None else _sizes(capacities)
+def run(
+    source: Source, capacities: Sequence[int] | None, policies: Sequence[str], plot: Path | None, as_json: bool
+) -> None:
+    """Replay at every capacity, in blocks (None: shares of the different ones), with every policy, and print."""
+    chosen = [known_policy(name) for name in policies]
+    sizes = [possible_capacity(size) for size in capacities or ()]
     figure = None if plot is None else new_figure(plot)
     trace = source.read(2_000)
     if not trace.num_refs:
         raise BadInput(f"{trace.name} names no blocks (lengths and arrivals only): there is nothing to look up")
-    if sizes is None:
+    if not sizes:
         sizes = sorted({max(1, round(trace.num_distinct * share)) for share in DEFAULT_SHARES})
     began = time.perf_counter()
-    jobs = [(size, policy) for size in sizes for policy in chosen]
-    results = _with_progress(
-        len(trace),
-        [f"{policy}, {size:,} blocks" for size, policy in jobs],
-        lambda number, done: replay(trace, capacity_blocks=jobs[number][0], policy=jobs[number][1], on_request=done),
+    results = _each(
+        trace,
+        [(size, policy) for size in sizes for policy in chosen],
+        lambda job: f"{job[1]}, {job[0]:,} blocks",
+        lambda job, done: replay(trace, capacity_blocks=job[0], policy=job[1], on_request=done),
     )
     seconds = time.perf_counter() - began
     distances = reuse_distances(trace)
@@ -81,149 +85,137 @@ def run(source: Source, capacities: str | None, policies: str, plot: Path | None
 
 
 def run_schema(
-    source: Source,
-    schema: Schema,
-    budgets: list[str],
-    policies: str,
-    max_requests: int,
-    intervals: tuple[int, ...],
-    tokens_per_id: int | None,
-    as_json: bool,
+    source: Source, schema: Schema, grid: Iterable[tuple[str, str, int]], settings: dict[str, Any], as_json: bool
 ) -> None:
-    """Serve a trace with the layers of ``schema`` at every budget, policy and checkpoint interval, and print."""
-    chosen = [known_policy(name.strip()) for name in policies.split(",")]
+    """Serve a trace with the layers of ``schema`` for every (budget, policy, checkpoint interval) of ``grid``, and print.
+
+    ``settings``: what else ``serve`` takes. The bound is no policy to serve with: it is left out.
+    """
+    jobs = [job for job in grid if known_policy(job[1]) != BOUND]
     trace = source.read(500)
-    jobs = [(b, p, every) for b in budgets for p in chosen if p != BOUND for every in intervals]
-    results = _with_progress(
-        len(trace),
-        [f"{budget}, {policy}" for budget, policy, _ in jobs],
-        lambda number, done: serve(
-            trace, schema, jobs[number][0], policy=jobs[number][1], checkpoint_every=jobs[number][2],
-            max_requests=max_requests, tokens_per_id=source.tokens_per_id(tokens_per_id), on_request=done,
+    results = _each(
+        trace,
+        jobs,
+        lambda job: f"{job[0]}, {job[1]}",
+        lambda job, done: serve(
+            trace, schema, job[0], policy=job[1], checkpoint_every=job[2], on_request=done, **settings
         ),
-    )  # fmt: skip
+    )
     if as_json:
-        figures = [{"budget": b, "checkpoint_every": e, **r.to_dict()} for (b, _, e), r in zip(jobs, results)]
-        print(json.dumps({"trace": trace.name, "schema": schema.name, "results": figures}, indent=2))
+        rows = [{"budget": b, "checkpoint_every": every, **r.to_dict()} for (b, _, every), r in zip(jobs, results)]
+        print(json.dumps({"trace": trace.name, "schema": schema.name, "results": rows}, indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("budget", "policy"):
-        table.add_column(name, no_wrap=True)
-    for name in ("every", "hits", "found", "runs", "evicted", "unused"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for (budget, policy, every), r in zip(jobs, results):
-        table.add_row(
-            budget, policy, str(every) if every else "-", f"{r.hit_rate:.1%}",
-            f"{r.matched_tokens / max(1, r.prompt_tokens):.1%}", f"{r.mean_running:.1f}", f"{r.evicted_blocks:,}",
-            f"{r.unusable_percent:.2f}%",
-        )  # fmt: skip
-    out = Console(highlight=False, markup=False)
-    out.print(f"{Path(trace.name).name}: {len(trace):,} requests with the layers of {schema.name}")
+    cells = [
+        (
+            budget, policy, str(every or "-"), f"{r.hit_rate:.1%}", f"{r.matched_tokens / max(1, r.prompt_tokens):.1%}",
+            f"{r.mean_running:.1f}", f"{r.evicted_blocks:,}", f"{r.unusable_percent:.2f}%",
+        )
+        for (budget, policy, every), r in zip(jobs, results)
+    ]  # fmt: skip
+    out = console.output()
+    out.print(_title(trace, schema))
     if results and results[0].never_fit:
         out.print(f"{results[0].never_fit:,} requests are larger than the smallest cache")
-    out.print(table)
+    names = ("budget", "policy", "every", "hits", "found", "runs", "evicted", "unused")
+    out.print(console.table(names, cells, left=names[:2]))
 
 
-def run_together(
+def run_workers(
     source: Source,
     schema: Schema,
     budget: str,
-    policy: str,
     workers: int,
     store: str | None,
-    max_requests: int,
-    interval: int,
-    tokens_per_id: int | None,
+    settings: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Serve a trace by several workers that share a store, and print what each hit, and all together."""
-    known_policy(policy)
+    """Serve a trace by several workers that share a store, and print what each hit, and all together.
+
+    ``settings``: what else ``serve`` takes.
+    """
+    known_policy(settings["policy"])
     trace = source.read(500)
-    (results,) = _with_progress(
-        len(trace),
-        [f"{workers} workers"],
-        lambda _, done: serve_multi_worker(
-            trace, schema, budget, workers=workers, store=store, policy=policy, max_requests=max_requests,
-            checkpoint_every=interval, tokens_per_id=source.tokens_per_id(tokens_per_id), on_request=done,
+    (results,) = _each(
+        trace,
+        [workers],
+        lambda job: f"{job} workers",
+        lambda job, done: serve_multi_worker(
+            trace, schema, budget, workers=job, store=store, on_request=done, **settings
         ),
-    )  # fmt: skip
-    prompt, cached, loaded = (
-        sum(getattr(r, name) for r in results) for name in ("prompt_tokens", "cached_tokens", "loaded_tokens")
     )
     if as_json:
-        together = {"hit_rate": cached / max(1, prompt), "from_store": loaded / max(1, prompt)}
-        figures = {"trace": trace.name, "schema": schema.name, "budget": budget, "workers": workers, **together}
-        print(json.dumps({**figures, "results": [r.to_dict() for r in results]}, indent=2))
+        hits, loaded = _shares(results)
+        figures = {"trace": trace.name, "schema": schema.name, "budget": budget, "workers": workers}
+        rows = [result.to_dict() for result in results]
+        print(json.dumps({**figures, "hit_rate": hits, "from_store": loaded, "results": rows}, indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("worker", no_wrap=True)
-    for name in ("requests", "hits", "from store", "evicted"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for number, r in enumerate(results):
-        share = r.loaded_tokens / max(1, r.prompt_tokens)
-        table.add_row(str(number), f"{r.requests:,}", f"{r.hit_rate:.1%}", f"{share:.1%}", f"{r.evicted_blocks:,}")
-    table.add_row(
-        "together", f"{sum(r.requests for r in results):,}", f"{cached / max(1, prompt):.1%}",
-        f"{loaded / max(1, prompt):.1%}", f"{sum(r.evicted_blocks for r in results):,}",
-    )  # fmt: skip
-    out = Console(highlight=False, markup=False)
-    out.print(f"{Path(trace.name).name}: {len(trace):,} requests with the layers of {schema.name}, {budget} a worker")
-    out.print(table)
+    parts = {**{str(number): [result] for number, result in enumerate(results)}, "together": results}
+    cells = [
+        (
+            name, f"{sum(r.requests for r in part):,}", *(f"{share:.1%}" for share in _shares(part)),
+            f"{sum(r.evicted_blocks for r in part):,}",
+        )
+        for name, part in parts.items()
+    ]  # fmt: skip
+    out = console.output()
+    out.print(f"{_title(trace, schema)}, {budget} a worker")
+    out.print(console.table(("worker", "requests", "hits", "from store", "evicted"), cells, left=["worker"]))
 
 
-def _sizes(text: str) -> list[int]:
-    """'1000,5000' -> [1000, 5000]."""
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise BadInput(f"--capacity takes whole numbers of blocks with commas between, got {text!r}") from None
-    return [possible_capacity(size) for size in sizes]
+def _title(trace: Trace, schema: Schema) -> str:
+    return f"{Path(trace.name).name}: {len(trace):,} requests with the layers of {schema.name}"
 
 
-def _with_progress(each: int, notes: list[str], work: Callable[[int, Callable[[int], None]], T]) -> list[T]:
-    """``work(number, done)`` for each of ``notes``, of ``each`` requests; ``done(count)`` moves a bar on a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return [work(number, lambda count: None) for number in range(len(notes))]
-    columns = (
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} requests"),
-        BarColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=each * len(notes), note="")
+def _shares(results: Sequence[ServeResult]) -> tuple[float, float]:
+    """Of all prompt tokens, the share that was cached, and the share that came from the store."""
+    prompt = max(1, sum(r.prompt_tokens for r in results))
+    return sum(r.cached_tokens for r in results) / prompt, sum(r.loaded_tokens for r in results) / prompt
 
-        def step(number: int) -> Callable[[int], None]:
-            return lambda count: progress.update(task, completed=number * each + count, note=notes[number])
 
-        return [work(number, step(number)) for number in range(len(notes))]
+J = TypeVar("J")
+
+
+def _each(
+    trace: Trace, jobs: Sequence[J], note: Callable[[J], str], work: Callable[[J, Callable[[int], None]], T]
+) -> list[T]:
+    """``work(job, done)`` for each job; ``done(count)`` says how many requests of the trace are done."""
+    results = []
+    with console.progress(len(trace) * len(jobs), "requests") as moved:
+        for number, job in enumerate(jobs):
+            begin, text = number * len(trace), note(job)
+
+            def done(count: int, begin: int = begin, text: str = text) -> None:
+                if moved is not None:
+                    moved(begin + count, text)
+
+            results.append(work(job, done))
+    return results
 
 
 def _print(trace: Trace, distances: Ints, windows: WorkingSet, results: list[ReplayResult], seconds: float) -> None:
-    console = Console(highlight=False, markup=False)
+    out = console.output()
     reuses = np.sort(distances[distances >= 0])
-    console.print(f"{Path(trace.name).name}: {len(trace):,} requests, {trace.num_refs:,} block references")
-    console.print(f"different blocks  {trace.num_distinct:,}, so at most {len(reuses) / trace.num_refs:.2%} can hit")
+    out.print(f"{Path(trace.name).name}: {len(trace):,} requests, {trace.num_refs:,} block references")
+    out.print(f"different blocks  {trace.num_distinct:,}, so at most {len(reuses) / trace.num_refs:.2%} can hit")
     if len(reuses):
         half, most = (int(reuses[int(len(reuses) * share)]) for share in (0.5, 0.9))
-        console.print(f"reuse distance    half below {half + 1:,} blocks, 90 % below {most + 1:,}")
-    console.print(
-        f"working set       {windows.blocks.mean():,.0f} blocks in {_duration(windows.window)} on average, "
-        f"at most {windows.blocks.max():,}"
+        out.print(f"reuse distance    half below {half + 1:,} blocks, 90 % below {most + 1:,}")
+    window = windows.window
+    out.print(
+        f"working set       {windows.blocks.mean():,.0f} blocks in "
+        f"{f'{window:,.1f} s' if window < 600 else f'{window / 60:,.1f} min'} on average, at most {windows.blocks.max():,}"
     )
-    console.print()
-    table = Table(box=None, pad_edge=False)
-    table.add_column("policy", no_wrap=True)
-    for name in ("capacity", "of all", "hit rate", "hits", "evictions"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for r in results:
-        table.add_row(
+    cells = [
+        (
             r.policy, f"{r.capacity_blocks:,}", f"{r.capacity_blocks / trace.num_distinct:.1%}", f"{r.hit_rate:.2%}",
             f"{r.block_hits:,}", f"{r.evictions:,}",
-        )  # fmt: skip
-    console.print(table)
-    console.print()
-    console.print(f"{len(results)} replays in {seconds:.1f} s")
+        )
+        for r in results
+    ]  # fmt: skip
+    out.print()
+    names = ("policy", "capacity", "of all", "hit rate", "hits", "evictions")
+    out.print(console.table(names, cells, left=["policy"]))
+    out.print(f"\n{len(results)} replays in {seconds:.1f} s")
 
 
 def _figures(
@@ -246,7 +238,3 @@ def _figures(
         },
         "seconds": round(seconds, 3),
     }
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:,.1f} s" if seconds < 600 else f"{seconds / 60:,.1f} min"
