@@ -1,11 +1,4 @@
-"""The measurements of ``benchmarks.heads``: what one source tree does, as a process of that tree.
-
-``python -m benchmarks.head_cases`` with the tree first in ``PYTHONPATH`` reads JSON lines and answers each with one:
-
-    {"case": name, "quick": bool}   fork a child that prepares the measurement; it answers {"ready": name} and then reads
-    {"count": bool}                 one slice of the work; the answer is {"slice": its number in the pass, "found": its CPU
-                                    seconds, or how many calls Python makes in it}
-    {"end": true}                   the child ends
+"""What ``benchmarks.heads`` measures: the same work for any source tree, in slices of some milliseconds.
 
 Only names that ``kvpagoda`` itself exports are used where there are such. Settings of a cache are given by one name each, and
 go where the tree at hand wants them: a keyword of the constructor, or a field of one of its value classes.
@@ -15,16 +8,14 @@ from __future__ import annotations
 
 import gc
 import inspect
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 import kvpagoda
 from benchmarks.workload import GENERATED, Tokens, Workload, workload
@@ -326,7 +317,7 @@ def _hybrid(config: dict[str, Any] | None) -> Schema:
     return replace(schema, max_positions=None, vocab_size=None)
 
 
-def _trace_of(case: str, quick: bool) -> tuple[str, int]:
+def trace_of(case: str, quick: bool) -> tuple[str, int]:
     """What ``workload`` takes for a case that replays a trace."""
     name = case.split()[1]
     return (GENERATED, 20) if quick else (name, {"conversation": 250, "agent": 40}[name])
@@ -338,30 +329,28 @@ def cases(quick: bool = False) -> dict[str, Callable[[], Slices]]:
     def sized(full: int, tiny: int) -> int:
         return tiny if quick else full
 
-    found: dict[str, Callable[[], Slices]] = {}
-    for name in ("conversation", "agent"):
+    text = sized(131_072, 4096)
+    found: dict[str, Callable[[], Slices]] = {
+        "tree lru": partial(simulated, GENERATED if quick else "conversation", sized(150, 40), "lru"),
+        "tree s3fifo": partial(simulated, GENERATED if quick else "conversation", sized(150, 40), "s3fifo"),
+        "step persistent": partial(stepped, sized(256, 8), sized(1024, 64), sized(4, 2), True),
+        "step batch": partial(stepped, sized(256, 8), sized(1024, 64), 2, False),
+        "lookup 128K, one piece": partial(looked_up, text, 1, sized(12, 2)),
+        "lookup 128K, 128 pieces": partial(looked_up, text, 128, sized(6, 2)),
+        "evict": partial(evicted, sized(30_000, 640), 32, sized(32, 4)),
+        "evict, block by block": partial(evicted, sized(10_000, 64), 1, sized(32, 4)),
+        "swap": partial(swapped, sized(6, 2), sized(512, 64)),
+        "tier store": partial(stored, sized(4, 2), sized(1024, 64)),
+        "tier load": partial(loaded, sized(4, 2), sized(1024, 64)),
+    }
+    for name in ("replay conversation", "replay agent"):
         for block_size in (1, 16):
-            found[f"replay {name} {block_size}"] = lambda name=name, block_size=block_size: replayed(  # type: ignore[misc]
-                *_trace_of(f"replay {name}", quick), FULL, block_size, 16
-            )
-    for policy in ("lru", "s3fifo"):
-        name = GENERATED if quick else "conversation"
-        found[f"tree {policy}"] = lambda name=name, policy=policy: simulated(name, sized(150, 40), policy)  # type: ignore[misc]
-    for kind, is_persistent in (("persistent", True), ("batch", False)):
-        found[f"step {kind}"] = lambda is_persistent=is_persistent: stepped(  # type: ignore[misc]
-            sized(256, 8), sized(1024, 64), sized(4 if is_persistent else 2, 2), is_persistent
-        )
-    found["lookup 128K, one piece"] = lambda: looked_up(sized(131_072, 1024), 1, sized(12, 2))
-    found["lookup 128K, 128 pieces"] = lambda: looked_up(sized(131_072, 4096), 128, sized(6, 2))
-    found["evict"] = lambda: evicted(sized(30_000, 640), 32, sized(32, 4))
-    found["evict, block by block"] = lambda: evicted(sized(10_000, 64), 1, sized(32, 4))
-    found["swap"] = lambda: swapped(sized(6, 2), sized(512, 64))
-    found["tier store"] = lambda: stored(sized(4, 2), sized(1024, 64))
-    found["tier load"] = lambda: loaded(sized(4, 2), sized(1024, 64))
+            found[f"{name} {block_size}"] = partial(replayed, *trace_of(name, quick), FULL, block_size, 16)
     hybrids = {"Gemma-like": GEMMA, "Qwen3-Next-like": QWEN3_NEXT, "DeepSeek-V4": None}
     for name, config in hybrids.items():
-        found[f"hybrid {name}"] = lambda config=config: replayed(  # type: ignore[misc]
-            GENERATED, sized(60, 12), _hybrid(config), 128 if config is None else 16, 8, 2048
+        block_size = 128 if config is None else 16
+        found[f"hybrid {name}"] = partial(
+            replayed, GENERATED, sized(60, 12), _hybrid(config), block_size, 8, chunk=2048
         )
     return found
 
@@ -377,57 +366,7 @@ def _random(n: int, seed: int = 0) -> Tokens:
     return np.random.default_rng(seed).integers(0, 32_000, n, np.int32)
 
 
-# -- the process ---------------------------------------------------------------------------------------------------------
-
-
-def _asked() -> Iterator[dict[str, Any]]:
-    """One line of standard input after another, none read before it is needed: a forked child reads on."""
-    line = b""
-    while byte := os.read(0, 1):
-        if byte != b"\n":
-            line += byte
-            continue
-        yield json.loads(line)
-        line = b""
-
-
-def _answer(**figures: Any) -> None:
-    os.write(1, json.dumps(figures).encode() + b"\n")
-
-
-def _measure(case: str, quick: bool) -> None:
-    """In a child: prepare ``case``, run a pass of it and slice 0 of the next, then a slice as often as it is asked for."""
-    slices = cases(quick)[case]()
-    next(slices)
-    while next(slices):
-        pass
-    gc.collect()
-    gc.freeze()
-    _answer(ready=case)
-    for asked in _asked():
-        if "end" in asked:
-            return
-        clock.is_counting = asked["count"]
-        _answer(slice=next(slices), found=clock.found)
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    for asked in _asked():
-        if asked["case"].startswith("replay"):
-            workload(*_trace_of(asked["case"], asked["quick"]))  # once, and not in every child
-        if (child := os.fork()) == 0:
-            status = 1
-            try:
-                _measure(asked["case"], asked["quick"])
-                status = 0
-            except BaseException as error:
-                _answer(error=f"{type(error).__name__}: {error}")
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        os.waitpid(child, 0)
-
-
 if __name__ == "__main__":
+    from benchmarks.head_process import main
+
     main()

@@ -45,7 +45,7 @@ class Head:
         }  # fmt: skip
         self.source = source
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.head_cases"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "benchmarks.head_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=environment, cwd=ROOT,
         )  # fmt: skip
 
