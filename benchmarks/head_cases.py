@@ -364,9 +364,3 @@ def _write(cache: Any, text: Tokens) -> None:
 
 def _random(n: int, seed: int = 0) -> Tokens:
     return np.random.default_rng(seed).integers(0, 32_000, n, np.int32)
-
-
-if __name__ == "__main__":
-    from benchmarks.head_process import main
-
-    main()
