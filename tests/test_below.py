@@ -676,7 +676,7 @@ def test_a_load_takes_few_round_trips() -> None:
 
 def test_loading_is_compared_with_what_computing_took(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once enough was computed; and when loading was left for that, it is tried again some day."""
-    monkeypatch.setattr("kvpagoda.finding._LEAST_TOKENS", 60)
+    monkeypatch.setattr("kvpagoda.cache.tier_reader._LEAST_TOKENS", 60)
     spec, driver = slow_tier(write="commit", timeout=5.0)
     cache, text = cache_of("full", spec), np.arange(40) % 31
     run(cache, text)

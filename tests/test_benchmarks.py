@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import evict, hybrid, swap  # noqa: E402
+from benchmarks import evict, head_cases, heads, hybrid, swap  # noqa: E402
 from benchmarks.__main__ import NAMES  # noqa: E402
 from benchmarks.peers import tasks  # noqa: E402
 from benchmarks.peers.ours import FULL, Peer  # noqa: E402
@@ -116,6 +116,34 @@ def test_hybrid_layers_serve_the_same_requests() -> None:
     for name, schema in hybrid.schemas().items():
         seconds, hits = hybrid.serve(schema, schema.block_size(None), work, 200_000)
         assert seconds > 0 and 0 <= hits < 100, name
+
+
+def test_two_heads_are_compared_case_by_case() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.heads", "--old", str(ROOT / "src"), "--quick", "--repeats", "1"]
+    command += ["--only", "lookup,swap", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=600)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    rows = {row["case"]: row for row in json.loads(done.stdout)["rows"]}
+    assert {case.split()[0] for case in rows} == {"lookup", "swap"}
+    assert all(row["old_ms"] > 0 and row["new_ms"] > 0 and row["ratio"] > 0 for row in rows.values())
+    assert all(row["calls"] == pytest.approx(1, abs=0.02) for row in rows.values()), (
+        "the same tree makes the same calls"
+    )
+
+
+def test_every_case_of_a_head_runs() -> None:
+    assert {name.split()[0].rstrip(",") for name in head_cases.cases()} == set(heads.WORDS)
+    for name, case in head_cases.cases(quick=True).items():
+        slices = case()
+        assert next(slices) == 0 and head_cases.clock.found > 0, name
+
+
+def test_a_folder_without_the_package_is_told() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.heads", "--old", "/nowhere"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 2 and "no package kvpagoda in /nowhere" in done.stderr
 
 
 # -- the ratios that must hold: a small form of each comparison, with a margin for a busy machine ----------------------------

@@ -11,23 +11,22 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "schema", "blocks", "prefix", "formats", "kernels", "memory", "tiers", "step", "compat", "reuse",
-    "sectors", "swap", "namespace", "sequence", "stats", "finding", "below", "admission", "books", "preemption", "batch",
-    "persistent_batch", "manager", "doctor", "replay", "hf", "cli",
+    "errors", "units", "schema", "blocks", "prefix", "formats", "kernels", "memory", "tiers", "cache", "batch", "kv_cache",
+    "scheduling", "compat", "console", "doctor", "replay", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
-    "hf": {"transformers", "rich"}, "replay": {"matplotlib", "rich"}, "cli": {"typer"}, "kernels": {"triton"},
+    "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"}, "kernels": {"triton"},
     "tiers": {"xxhash", "redis", "mooncake"},
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {
-    "formats", "kernels", "step", "batch", "persistent_batch", "manager", "doctor", "hf",
-    "memory.arena", "memory.device_table", "memory.host_copy", "memory.id_tensors", "memory.layerwise", "memory.pool",
-    "compat.block_allocator", "compat.cache_engine", "compat.compressed_pools", "compat.factories", "compat.gdn_pool",
-    "compat.kv_cache_manager", "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",
+    "formats", "kernels", "doctor", "hf", "memory.arena", "memory.device_arrays", "memory.device_memory", "memory.host_copy",
+    "memory.id_tensors", "memory.layerwise", "memory.pool", "batch.step", "kv_cache", "compat.block_allocator",
+    "compat.cache_engine", "compat.compressed_pools", "compat.factories", "compat.gdn_pool", "compat.kv_cache_manager",
+    "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",
 }  # fmt: skip
 """Rooms and files that import torch. Everything else works where it is not installed."""
-NEVER_TORCH = {"errors", "units", "schema", "blocks", "prefix", "tiers", "replay"}
+NEVER_TORCH = {"errors", "units", "schema", "blocks", "prefix", "tiers", "cache", "scheduling", "replay"}
 
 
 def module_of(path: Path) -> str:

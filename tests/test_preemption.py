@@ -1,18 +1,29 @@
-"""Who runs and who waits: every request ends, the oldest is never set back, and nothing is held afterwards."""
+"""Who runs and who waits: every request ends, the oldest is never preempted, and nothing is held afterwards."""
 
 from __future__ import annotations
 
+import doctest
 import functools
 import random
 from collections.abc import Sequence as Many
 
 import numpy as np
 import pytest
-from kvpagoda.books import Books
+
+from kvpagoda import KVCache, Limits, Retention, scheduling
 
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import OutOfBlocks, RetryLater
-from kvpagoda.scheduling import Costs, Job, LeastComputed, PreemptionPolicy, RunQueue, Way, Youngest, cheapest
+from kvpagoda.scheduling import (
+    Costs,
+    Job,
+    LeastComputed,
+    PreemptionMode,
+    PreemptionPolicy,
+    RunQueue,
+    Youngest,
+    cheapest,
+)
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 
 FULL = Attention(1, 4, 4, "float32")
@@ -35,16 +46,16 @@ CHUNK, BLOCK = 2, 2
 
 
 @functools.cache
-def books_of(name: str, num_blocks: int) -> Books:
-    """Books with no memory behind them; used again, for every mix leaves them empty."""
+def books_of(name: str, num_blocks: int) -> KVCache:
+    """KVCache with no memory behind them; used again, for every mix leaves them empty."""
     plan = SCHEMAS[name].plan(
         num_blocks=num_blocks, max_requests=4, block_size=BLOCK, step_tokens=CHUNK, checkpoints=num_blocks % 4
     )
-    return Books(plan)
+    return KVCache(plan)
 
 
-def books_with(num_blocks: int, max_requests: int = 4) -> Books:
-    return Books(SCHEMAS["full"].plan(num_blocks=num_blocks, max_requests=max_requests, block_size=BLOCK))
+def books_with(num_blocks: int, max_requests: int = 4) -> KVCache:
+    return KVCache(SCHEMAS["full"].plan(num_blocks=num_blocks, max_requests=max_requests, block_size=BLOCK))
 
 
 def entered(queue: RunQueue[Job], *sizes: tuple[int, int]) -> list[Job]:
@@ -61,13 +72,13 @@ def compute(queue: RunQueue[Job], job: Job, n: int) -> None:
     job.sequence.commit(job.text[job.sequence.length :][:n])
 
 
-def test_without_a_policy_everything_is_promised_and_nobody_is_set_back() -> None:
+def test_without_a_policy_everything_is_promised_and_nobody_is_preempted() -> None:
     queue: RunQueue[Job] = RunQueue(books_with(8))
     first, second, third = entered(queue, (2, 8), (2, 8), (2, 4))
     assert queue.running == [first, second] and queue.waiting == [third]
     queue.remove(first)
     queue.admit()
-    assert queue.running == [second, third] and queue.num_set_back == 0
+    assert queue.running == [second, third] and queue.num_preempted == 0
 
 
 def test_with_a_policy_the_youngest_gives_way_and_comes_back_first() -> None:
@@ -78,23 +89,23 @@ def test_with_a_policy_the_youngest_gives_way_and_comes_back_first() -> None:
     compute(queue, second, 4)
     first.extend([1] * 8)
     compute(queue, first, 8)  # six blocks of seven
-    assert queue.running == [first] and queue.waiting == [second, third, fourth] and second.num_set_back == 1
+    assert queue.running == [first] and queue.waiting == [second, third, fourth] and second.num_preempted == 1
     queue.admit()
     assert queue.running == [first]
     queue.remove(first)
     queue.admit()  # six of the seven blocks are promised to it now
     assert queue.running == [second] and queue.waiting == [third, fourth] and second.sequence is not None
     assert second.sequence.cached_tokens == 2  # its first block was still there; the second had to go
-    queue.books.check()
+    queue.cache.check()
 
 
-def test_the_youngest_sets_itself_back_and_the_only_one_is_told() -> None:
+def test_the_youngest_preempts_itself_and_the_only_one_is_told() -> None:
     queue: RunQueue[Job] = RunQueue(books_with(5), Youngest())
     first, second = entered(queue, (4, 8), (2, 8))
     second.extend([1] * 4)
     assert not queue.make_room(second, 6)
-    assert queue.running == [first] and queue.waiting == [second] and first.num_set_back == 0
-    others = [queue.books.open([1, 2]), queue.books.open([3, 4])]  # somebody else holds the cache
+    assert queue.running == [first] and queue.waiting == [second] and first.num_preempted == 0
+    others = [queue.cache.open([1, 2]), queue.cache.open([3, 4])]  # somebody else holds the cache
     with pytest.raises(OutOfBlocks):
         queue.make_room(first, 8)
     queue.remove(first)
@@ -131,7 +142,7 @@ def test_a_fork_without_room_waits_in_its_place() -> None:
     assert queue.running == [source, fork] and fork.sequence is not None and fork.sequence.cached_tokens == 3
     for job in (source, fork, fork, *queue.waiting):
         queue.remove(job)
-    assert not queue.running and queue.books.stats().running == 0
+    assert not queue.running and queue.cache.stats().running == 0
 
 
 class Watched:
@@ -147,8 +158,8 @@ class Watched:
 
 
 def run_mix(seed: int) -> tuple[int, int, int]:
-    """2 to 6 requests, some with a shared beginning, that want 1 to 4 times the pool; returns steps, set-backs and how many of
-    them were suspended."""
+    """2 to 6 requests, some with a shared beginning, that want 1 to 4 times the pool; returns steps, preemptions, and how many
+    of these were suspensions."""
     ways, source = random.Random(seed), random.Random(seed)
     name = source.choice(list(SCHEMAS))
     sizes = [(source.randint(1, 4), source.randint(2, 8)) for _ in range(source.randint(2, 6))]
@@ -156,7 +167,7 @@ def run_mix(seed: int) -> tuple[int, int, int]:
     most = max(-(-(prompt + new) // BLOCK) for prompt, new in sizes)
     books = books_of(name, max(most, int(wanted / source.uniform(1, 4))))
     policy = Watched(source.choice([Youngest(), LeastComputed()]))
-    queue: RunQueue[Job] = RunQueue(books, policy, lambda costs: ways.choice([cheapest(costs), *Way]))
+    queue: RunQueue[Job] = RunQueue(books, policy, lambda costs: ways.choice([cheapest(costs), *PreemptionMode]))
     queue.rate.add(0.5, 1)
     policy.queue = queue
     jobs = [Job(np.arange(prompt, dtype=np.int32) % source.choice([3, 100]), prompt + new) for prompt, new in sizes]
@@ -182,7 +193,7 @@ def run_mix(seed: int) -> tuple[int, int, int]:
                     job.extend([source.randint(0, 2)])
                     if len(job.text) == job.total:
                         queue.remove(job)
-        assert oldest.sequence is not None or len(oldest.text) == oldest.total  # it went on, and was not set back
+        assert oldest.sequence is not None or len(oldest.text) == oldest.total  # it went on, and was not preempted
     books.check()
     stats = books.stats()
     assert stats.running == stats.suspended == 0 and all(
@@ -190,34 +201,39 @@ def run_mix(seed: int) -> tuple[int, int, int]:
     )
     books.reset()
     assert all(group.free == group.total for group in books.stats().groups)
-    return steps, queue.num_set_back, queue.num_swapped
+    return steps, queue.num_preempted, queue.num_swapped
 
 
 @pytest.mark.parametrize("part", range(10))
 def test_every_request_of_ten_thousand_random_mixes_ends(part: int) -> None:
-    _, set_back, swapped = map(sum, zip(*(run_mix(seed) for seed in range(part * 1000, part * 1000 + 1000))))
-    assert set_back > 250 and swapped > 100
+    _, preempted, swapped = map(sum, zip(*(run_mix(seed) for seed in range(part * 1000, part * 1000 + 1000))))
+    assert preempted > 250 and swapped > 100
 
 
 def test_the_way_that_costs_least_is_chosen_and_of_equals_the_one_that_moves_least() -> None:
-    assert cheapest(Costs(2.0, 1.0, 3.0)) is Way.PART and cheapest(Costs(2.0, 2.0, 1.0)) is Way.SWAP
-    assert cheapest(Costs(0.0, 0.0, 0.0)) is Way.RECOMPUTE and cheapest(Costs(1.0, 0.5, 0.5)) is Way.PART
+    assert (
+        cheapest(Costs(2.0, 1.0, 3.0)) is PreemptionMode.PART and cheapest(Costs(2.0, 2.0, 1.0)) is PreemptionMode.SWAP
+    )
+    assert (
+        cheapest(Costs(0.0, 0.0, 0.0)) is PreemptionMode.RECOMPUTE
+        and cheapest(Costs(1.0, 0.5, 0.5)) is PreemptionMode.PART
+    )
 
 
 def costs_with(num_blocks: int, name: str = "full", total: int = 14) -> Costs:
     """Of a job with five of its six tokens computed, a second for each token, and a byte in a second; another one of
     ``total`` tokens runs."""
     plan = SCHEMAS[name].plan(num_blocks=num_blocks, max_requests=2, block_size=BLOCK, step_tokens=CHUNK)
-    queue: RunQueue[Job] = RunQueue(Books(plan), Youngest())
+    queue: RunQueue[Job] = RunQueue(KVCache(plan), Youngest())
     _, second = entered(queue, (4, total), (6, 8))
     compute(queue, second, 4)
     compute(queue, second, 1)
     queue.rate.add(1e9, 10**9)
-    queue.books.core.swap.rate.add(1e9, 10**9)
+    queue.cache.core.swap.rate.add(1e9, 10**9)
     return queue.costs(second)
 
 
-def test_what_a_set_back_costs() -> None:
+def test_what_preempting_costs() -> None:
     row = SCHEMAS["full"].plan(num_blocks=8, block_size=BLOCK).groups[0].row_nbytes
     near = functools.partial(pytest.approx, rel=1e-3)
     roomy = costs_with(
@@ -232,16 +248,25 @@ def test_what_a_set_back_costs() -> None:
 
 def test_what_does_not_fit_in_the_swap_is_recomputed_and_the_rest_resumes_in_order_of_age() -> None:
     plan = SCHEMAS["full"].plan(num_blocks=9, max_requests=4, block_size=BLOCK)
-    queue: RunQueue[Job] = RunQueue(Books(plan, swap=3 * plan.groups[0].row_nbytes), Youngest(), lambda costs: Way.SWAP)
+    queue: RunQueue[Job] = RunQueue(
+        KVCache(plan, swap=3 * plan.groups[0].row_nbytes), Youngest(), lambda costs: PreemptionMode.SWAP
+    )
     jobs = first, second, third = entered(queue, (4, 18), (4, 6), (4, 6))
     for job in jobs:
         compute(queue, job, 4)
     for job in (third, second):
-        queue.set_back(job)
-    assert queue.num_swapped == 1 and third.aside is not None and second.aside is None and queue.running == [first]
+        queue.preempt(job)
+    assert (
+        queue.num_swapped == 1 and third.suspended is not None and second.suspended is None and queue.running == [first]
+    )
     queue.admit()
-    assert queue.running == [first, second, third] and third.aside is None
+    assert queue.running == [first, second, third] and third.suspended is None
     assert third.sequence is not None and third.sequence.length == 4
     for job in jobs:
         queue.remove(job)
-    queue.books.check()
+    queue.cache.check()
+
+
+def test_the_examples_run() -> None:
+    tried = doctest.testmod(scheduling)
+    assert tried.attempted and not tried.failed

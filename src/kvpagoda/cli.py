@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ except ImportError:
     print("kvpagoda: the command line needs the cli extra: pip install 'kvpagoda[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
 
+UNITS = {"--lengths": "tokens", "--capacity": "blocks", "--checkpoint-every": "blocks"}
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -65,16 +67,21 @@ def plan(
     """What a budget holds: bytes per token and request, blocks, states, and how many requests of which length fit."""
     with one_line_errors():
         schema = _schema(config, dtype, kv_format).split(tp=tp, pp=pp, rank=stage)
-        made = schema.plan(budget, max_requests, block_size, lengths=_lengths(lengths))
+        made = schema.plan(budget, max_requests, block_size, lengths=_numbers(lengths, "--lengths"))
         typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
 
 
-def _lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
+def _words(text: str) -> list[str]:
+    """'lru, opt' -> ['lru', 'opt']."""
+    return [part.strip() for part in text.split(",")]
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
     """'1024,8192' -> (1024, 8192)."""
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(map(int, _words(text)))
     except ValueError:
-        raise BadInput(f"{option} takes whole numbers with commas between, got {text!r}") from None
+        raise BadInput(f"{option} takes whole numbers of {UNITS[option]} with commas between, got {text!r}") from None
 
 
 def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
@@ -123,11 +130,11 @@ def generate(
     """Generate text for many prompts at once, with the model's whole cache in kvpagoda."""
     with one_line_errors():
         try:
-            from kvpagoda.hf import Sampling, show
+            from kvpagoda.hf import Sampling, report
             from kvpagoda.tiers import tier_from_text
         except ImportError as error:
             raise BadInput(f"'generate' needs the hf extra: pip install 'kvpagoda[hf]' ({error})") from None
-        show.run(
+        report.run(
             model, prompts, as_json,
             dict(
                 budget=budget, max_requests=max_requests, prefill_chunk=prefill_chunk, lookup=lookup, kv_format=kv_format,
@@ -171,30 +178,29 @@ def replay_trace(
     --workers several processes share the trace, and the store below their caches.
     """
     with one_line_errors():
-        from kvpagoda.replay import show
+        from kvpagoda.replay import report
 
         if store is not None and workers is None:
             raise BadInput("--store is what several workers share: give --workers")
+        if workers is not None and (schema is None or "," in budget + checkpoint_every + (policy or "")):
+            raise BadInput("--workers needs --schema, and takes one --budget, --policy and --checkpoint-every")
         if schema is not None and (capacity is not None or plot is not None):
             raise BadInput("--capacity and --plot count blocks of one kind; with --schema give --budget")
-        source = show.Source(trace, limit, by_arrival, seed)
-        if workers is not None:
-            one = "lru" if policy is None else policy
-            if schema is None or "," in budget + checkpoint_every + one:
-                raise BadInput("--workers needs --schema, and takes one --budget, --policy and --checkpoint-every")
-            show.run_together(
-                source, _schema(schema, None, "raw"), budget, one, workers, store, max_requests,
-                _lengths(checkpoint_every, "--checkpoint-every")[0], tokens_per_id, as_json,
-            )  # fmt: skip
-            return
-        policies = "lru,s3fifo,opt" if policy is None else policy
+        source = report.Source(trace, limit, by_arrival, seed)
+        policies = _words(policy or ("lru,s3fifo,opt" if workers is None else "lru"))
         if schema is None:
-            show.run(source, capacity, policies, plot, as_json)
+            sizes = None if capacity is None else _numbers(capacity, "--capacity")
+            report.run(source, sizes, policies, plot, as_json)
             return
-        show.run_schema(
-            source, _schema(schema, None, "raw"), [part.strip() for part in budget.split(",")], policies, max_requests,
-            _lengths(checkpoint_every, "--checkpoint-every"), tokens_per_id, as_json,
-        )  # fmt: skip
+        layers, every = _schema(schema, None, "raw"), _numbers(checkpoint_every, "--checkpoint-every")
+        settings: dict[str, Any] = dict(
+            max_requests=max_requests, tokens_per_id=source.tokens_per_id if tokens_per_id is None else tokens_per_id
+        )
+        if workers is None:
+            report.run_schema(source, layers, product(_words(budget), policies, every), settings, as_json)
+        else:
+            settings.update(policy=policies[0], checkpoint_every=every[0])
+            report.run_workers(source, layers, budget, workers, store, settings, as_json)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from time import monotonic
 from typing import Literal
@@ -19,7 +19,7 @@ import torch
 
 from kvpagoda.errors import CheckFailed
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.schema import Schema
+from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.tiers import RecordBuffer, Status, Tier, TierSpec, disk_tier, tier_from_text
 from kvpagoda.units import format_bytes
 
@@ -33,7 +33,6 @@ EXTRAS = {
     "mooncake.store": ("mooncake", "a store that many machines share"),
 }
 """Packages that are not needed by the core: the extra that brings each, and what it is for."""
-_PACKAGES = {"mooncake.store": ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")}
 _RECORDS, _PAYLOAD = 4, 1 << 20
 
 
@@ -75,43 +74,36 @@ def _tried(name: str, what: Callable[[], str]) -> Finding:
     try:
         return Finding(name, "ok", what())
     except Exception as error:  # whatever it is, a person wants to know, and the rest is tried too
-        return Finding(name, "broken", " ".join(f"{type(error).__name__}: {error}".split()))
+        return _broken(name, error)
 
 
 def _installed(name: str, extra: str, purpose: str) -> Finding:
     """Import it: a package may lie there and not work."""
+    top = name.partition(".")[0]
+
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name in (name, name.partition(".")[0]):
+        if error.name in (name, top):
             return Finding(name, "absent", f"{purpose}: pip install 'kvpagoda[{extra}]'")
-        return Finding(name, "broken", f"{error}; it is there, but what it needs is not")
+        return _broken(name, error)
     except Exception as error:  # whatever a package does when it is imported
-        return Finding(name, "broken", " ".join(f"{type(error).__name__}: {error}".split()))
-    return Finding(name, "ok", f"{_version(name)}: {purpose}")
+        return _broken(name, error)
+    packages = packages_distributions().get(top)
+    return Finding(name, "ok", f"{version(packages[0]) if packages else 'of unknown version'}: {purpose}")
 
 
-def _version(name: str) -> str:
-    for package in _PACKAGES.get(name, (name,)):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return "of unknown version"
+def _broken(name: str, error: Exception) -> Finding:
+    return Finding(name, "broken", " ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def _serve(device: torch.device) -> str:
-    """A request is written, found again by a second one, set aside and taken up: rows stay what they were."""
-    schema = Schema.from_hf_config(
-        dict(
-            model_type="llama", num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, hidden_size=16,
-            head_dim=8, vocab_size=100, torch_dtype="float32",
-        )
-    )  # fmt: skip
+    """Write a request, let a second one find it, suspend and resume it, and compare the rows of both."""
+    schema = Schema((Layer(0, "full_attention", (Attention(2, 8, 8, "float32"),)),))
     tokens = np.arange(10, dtype=np.int32)
     with closing(KVCache(schema, num_blocks=16, block_size=4, max_requests=2, device=device, poison=True)) as cache:
         first = cache.open(tokens)
-        view = cache.batch([first], [len(tokens)]).layer(1)
+        view = cache.batch([first], [len(tokens)]).layer(0)
         rows = torch.arange(len(tokens) * 16, dtype=torch.float32, device=device).reshape(len(tokens), 2, 8)
         places = view.slot_mapping.long()
         view["k"][places // 4, places % 4] = rows
@@ -124,7 +116,7 @@ def _serve(device: torch.device) -> str:
         cache.check()
         for number, sequence in enumerate((first, second)):
             sequence.extend(1)
-            view = cache.batch([sequence], [1]).layer(1)
+            view = cache.batch([sequence], [1]).layer(0)
             found = view["k"][view.block_table[0, :3].long()].reshape(-1, 2, 8)[: sequence.length]
             if not torch.equal(found, rows[: sequence.length]):
                 raise CheckFailed(f"request {number} reads other rows than were written")

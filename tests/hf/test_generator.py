@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import functools
+import importlib
 from typing import Any
 
 import pytest
@@ -166,3 +168,8 @@ def test_a_model_outside_the_attention_interface_is_refused(monkeypatch: pytest.
     monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
     with pytest.raises(SchemaError, match="does not go through transformers' attention interface"):
         Generator(model, num_blocks=4)
+
+
+def test_the_examples_run() -> None:
+    tried = doctest.testmod(importlib.import_module("kvpagoda.hf.generator"))
+    assert tried.attempted and not tried.failed

@@ -1,4 +1,4 @@
-"""Requests that are set back, aborted or hit by errors: the tokens stay the same, and nothing is left behind."""
+"""Requests that are preempted, aborted or hit by errors: the tokens stay the same, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test_generator import EXACT, model_of  # noqa: E402
 
 from kvpagoda.errors import KVPagodaError, OutOfBlocks  # noqa: E402
 from kvpagoda.hf import Generator, Request, Sampling  # noqa: E402
-from kvpagoda.scheduling import LeastComputed, Way, Youngest  # noqa: E402
+from kvpagoda.scheduling import LeastComputed, PreemptionMode, Youngest  # noqa: E402
 from models import VOCAB  # noqa: E402
 
 NEW = 20
@@ -59,36 +59,36 @@ def assert_empty(generator: Generator) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*EXACT} - {"mistral"}))  # whose windows are promised whole, and never grow
-def test_tokens_equal_full_recomputation_while_requests_are_set_back(name: str) -> None:
+def test_tokens_equal_full_recomputation_while_requests_are_preempted(name: str) -> None:
     generator = small(name, preemption=Youngest())
     found = generator.generate(prompts(), NEW, lambda stats: generator.cache.check())
     for prompt, new in zip(prompts(), found):
         assert len(new) == NEW
         assert_greedy(model_of(name), prompt, new)
-    assert generator.num_set_back >= 3
+    assert generator.num_preempted >= 3
     assert_empty(generator)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "deepseek_v4"])
-def test_forks_proposals_and_set_backs_together(name: str) -> None:
+def test_forks_proposals_and_preemptions_together(name: str) -> None:
     """Drawn answers under pressure are those of a pool with room for all."""
     generator = small(name, preemption=LeastComputed(), lookup=3)
     found = generator.generate(prompts()[:4], NEW, lambda stats: generator.cache.check(), n=3, sampling=DRAWN)
     wide = Generator(model_of(name), num_blocks=200, max_requests=12)
     assert found == wide.generate(prompts()[:4], NEW, n=3, sampling=DRAWN)
-    assert generator.num_set_back >= 3 and wide.num_set_back == 0
+    assert generator.num_preempted >= 3 and wide.num_preempted == 0
     assert_empty(generator)
 
 
-def test_what_was_set_back_starts_from_what_is_still_cached() -> None:
-    generator = small("llama", preemption=Youngest(), set_back=lambda costs: Way.RECOMPUTE)
+def test_what_was_preempted_starts_from_what_is_still_cached() -> None:
+    generator = small("llama", preemption=Youngest(), preemption_mode=lambda costs: PreemptionMode.RECOMPUTE)
     generator.generate(prompts(), NEW)
     stats = generator.stats()
     needed = sum(map(len, prompts())) + len(prompts()) * (NEW - 1)
-    assert 0 < stats.computed_tokens - needed < 8 * generator.num_set_back + stats.cached_tokens
+    assert 0 < stats.computed_tokens - needed < 8 * generator.num_preempted + stats.cached_tokens
 
 
-@pytest.mark.parametrize("state", ["waiting", "in its prompt", "running", "forked", "set back", "done"])
+@pytest.mark.parametrize("state", ["waiting", "in its prompt", "running", "forked", "preempted", "done"])
 def test_a_request_can_be_aborted_in_every_state(state: str) -> None:
     generator = small("qwen3_next", 12 if state == "forked" else 7, preemption=Youngest())
     first = generator.submit(prompts()[2], NEW)
@@ -98,7 +98,7 @@ def test_a_request_can_be_aborted_in_every_state(state: str) -> None:
         "in its prompt": lambda: second.answers[0].sequence is not None and not second.output,
         "running": lambda: second.answers[0].sequence is not None and len(second.output) == 2,
         "forked": lambda: sum(answer.sequence is not None for answer in second.answers) == 2,
-        "set back": lambda: second.answers[0].num_set_back == 1,
+        "preempted": lambda: second.answers[0].num_preempted == 1,
         "done": lambda: second.done,
     }[state]
     while not reached():

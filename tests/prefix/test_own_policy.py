@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from kvpagoda.manager import KVCache
+from kvpagoda.kv_cache import KVCache
 
 from kvpagoda import EvictionPolicy, Schema
 from kvpagoda.errors import BadInput

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import doctest
+import importlib
 import json
 import subprocess
 import sys
@@ -138,3 +140,8 @@ def test_a_replay_needs_numpy_alone() -> None:
         "assert not {'torch', 'rich', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_examples_run() -> None:
+    tried = doctest.testmod(importlib.import_module("kvpagoda.replay.simulate"))
+    assert tried.attempted and not tried.failed

@@ -12,7 +12,7 @@ import numpy as np
 from kvpagoda.cache.options import Identity, Limits
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
-from kvpagoda.cache.stats import CacheStats
+from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.hf.compressed import CompressedRunner
 from kvpagoda.hf.lookup import propose
@@ -20,9 +20,9 @@ from kvpagoda.hf.runner import ModelRunner, Runner, Tensor
 from kvpagoda.hf.sampling import GREEDY, Sampling
 from kvpagoda.hf.weights import weights_digest
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.scheduling import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
 from kvpagoda.schema import Compressed, Schema
+from kvpagoda.cache.stats import CacheStats
 
 
 class Answer(Job):
@@ -73,26 +73,34 @@ class Piece(NamedTuple):
 
 
 class Generator:
-    """Generation for many requests at once, with the cache in kvpagoda.
+    """Generation for many requests at once, with the model's whole cache in kvpagoda.
 
-    ``model``: a transformers causal language model. ``budget`` and all further keyword arguments are ``KVCache``'s.
-    ``prefill_chunk``: the most prompt tokens of one request in one step. ``kv_format``: see ``Schema.from_hf_config``.
+    ``model``: a transformers causal language model. It is put in eval mode and otherwise left as it was between steps.
+    ``budget``: memory of the cache, bytes or text; not used where ``cache_arguments`` have ``num_blocks``.
+    ``prefill_chunk``: the most prompt tokens of one request in one step.
+    ``lookup``: propose up to so many next tokens from the text so far (prompt lookup) and verify them in one pass. The tokens
+    that come out are the same. Refused tokens are never committed. Models with states that can take back fewer tokens get
+    fewer proposed, and none where a state takes in every token for good. ``num_proposed`` and ``num_accepted`` count tokens.
+    ``preemption``: admit requests with room for their prompt only; when memory runs out, this policy chooses which one is
+    preempted. It starts again later, and its tokens stay the same. None: a request starts only when all of it has room.
+    ``preemption_mode``: maps expected costs to how a request is preempted: computed again, or suspended in part or whole. By
+    default what costs least, from the time that steps and copies took. ``num_preempted`` counts requests that were preempted,
+    ``num_swapped`` those of them that were suspended.
+    ``kv_format``: see ``Schema.from_hf_config``.
+    ``cache_arguments``: all other arguments of ``KVCache``. Where ``tiers`` can be read by others, ``identity.weights`` is by
+    default a digest of the whole model, which takes seconds for a large one.
 
-    ``lookup``: propose up to so many next tokens at once (prompt lookup), and verify them in one pass; the tokens that come
-    out are the same. What was refused is never committed, and rings are that much longer, so there is nothing to undo.
-    Models with states that take back fewer tokens get only so many proposed, and none where a state takes in every token
-    for good: it would have to be computed a second time. ``num_proposed`` and ``num_accepted`` count tokens.
+    Raises BadInput, SchemaError for a model whose layers are not known, NeverFits for a budget too small for one request.
 
-    ``preemption``: admit requests with room for their prompt only, and let the policy choose who is preempted when memory
-    runs out: it starts again later, and its tokens stay the same. Without, a request starts only when all of it has room.
-    ``preemption_mode``: whether it is suspended, in part or whole, or computed again; by default what should cost least,
-    from the time that steps and copies took. ``num_preempted`` counts, and of these ``num_swapped`` what was suspended.
-
-    ``tiers``: what others can read is named by ``weights``, by default a digest of all of the model, which takes a while for
-    a large one.
-
-    The model is put in eval mode and is otherwise left as it was between steps.
-    Raises SchemaError for a model whose layers are not known, NeverFits for a budget too small for one request.
+    >>> from kvpagoda.hf.embedded import embedded_model
+    >>> generator = Generator(embedded_model(), "16MiB", max_requests=2)
+    >>> prompt = list(b"a prompt that is the same " * 10)
+    >>> [len(output) for output in generator.generate([prompt, prompt, [1, 2, 3]], max_new_tokens=2)]
+    [2, 2, 2]
+    >>> generator.generate([prompt], max_new_tokens=1)[0] == generator.generate([prompt], max_new_tokens=2)[0][:1]
+    True
+    >>> generator.stats().cached_tokens >= 128  # found, not computed
+    True
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """Traces in, hit rates out: a workload through the prefix tree with no memory behind it. numpy alone."""
 
+from kvpagoda.replay.multi_worker import serve_multi_worker
 from kvpagoda.replay.readers import read_requests
 from kvpagoda.replay.request import Request
 from kvpagoda.replay.reuse import lru_hits, reuse_distances, reuse_histogram, working_set
 from kvpagoda.replay.serve import ServeResult, serve
 from kvpagoda.replay.simulate import POLICIES, ReplayResult, hit_rate_curve, replay
-from kvpagoda.replay.together import serve_together
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic, workload
 
@@ -22,7 +22,7 @@ __all__ = [
     "reuse_distances",
     "reuse_histogram",
     "serve",
-    "serve_together",
+    "serve_multi_worker",
     "synthetic",
     "working_set",
     "workload",

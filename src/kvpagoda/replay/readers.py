@@ -20,6 +20,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -48,7 +49,7 @@ def read_requests(source: Source) -> Iterator[Request]:
             records = iter(source)
         except TypeError:
             raise BadInput(f"a trace is a path or an iterable of records, got {type(source).__name__}") from None
-        yield from _parsed(records, lambda r: r if isinstance(r, Request) else public_request(r), "record")
+        yield from _numbered(records, lambda every: map(public_request, every), "record")
         return
     path = Path(source)
     if not path.is_file():
@@ -57,57 +58,57 @@ def read_requests(source: Source) -> Iterator[Request]:
         packed = file.read(2) == b"\x1f\x8b"
         file.seek(0)
         raw: Any = gzip.GzipFile(fileobj=file) if packed else file
-        lines = io.TextIOWrapper(raw, encoding="utf-8", errors="replace")
-        yield from _parsed(_from_first_line(lines), None, f"{path}, line")
+        with io.TextIOWrapper(raw, encoding="utf-8", errors="replace") as lines:
+            yield from _numbered(lines, _of_lines, f"{path}, line")
 
 
-def _from_first_line(lines: Iterable[str]) -> Iterator[Any]:
-    """First the function that parses a line of this form, then the lines themselves."""
-    rest = iter(lines)
-    first = next(rest, "")
-    if not first.strip():
-        raise BadInput(f"{'the first line' if first else 'the file'} is empty; known forms: {KNOWN}")
-    yield _form(first)
-    yield first
-    yield from rest
-
-
-def _form(first: str) -> Callable[[str], Request | None]:
-    """What parses the lines of a file that begins with this one, this one included."""
-    if first.strip() == LENGTHS_HEADER:
-        return Lengths()
-    if not first.startswith("{"):
-        raise BadInput(f"no trace of a known form: it begins {first.strip()[:40]!r}; known: {KNOWN}")
-    header = _object(first)
-    form = header.get("format")
-    if form is None:
-        return _public_line
-    if form == "weka-rle-v1":
-        return RunLength(_count(header, "block_size", least=1))
-    if form == "lcp-v1":
-        return CommonPrefix()
-    raise BadInput(f"unknown format {form!r}; known: {KNOWN}")
-
-
-def _parsed(records: Iterator[Any], parse: Callable[[Any], Request | None] | None, where: str) -> Iterator[Request]:
-    """Parse each record; whatever is wrong with one is told with its number. An empty line says nothing."""
+def _numbered(
+    items: Iterator[Any], parse: Callable[[Iterator[Any]], Iterator[Request]], where: str
+) -> Iterator[Request]:
+    """``parse(items)``; whatever is wrong with an item is told with its number, counted from 1."""
     number = 0
+
+    def counted() -> Iterator[Any]:
+        nonlocal number
+        for number, item in enumerate(items, 1):  # noqa: B007  the errors below name it
+            yield item
+
     try:
-        if parse is None:
-            parse = next(records)
-            assert parse is not None
-        for number, record in enumerate(records, 1):  # noqa: B007  the errors below name it
-            request = parse(record) if not isinstance(record, str) or record.strip() else None
-            if request is not None:
-                yield request
+        yield from parse(counted())
     except (OSError, EOFError, zlib.error) as error:  # a gzip that is cut off or damaged
         raise BadInput(f"{where} {number + 1}: {error}") from None
     except (ValueError, OverflowError) as error:
         raise BadInput(f"{where} {max(number, 1)}: {error}") from None
 
 
+def _of_lines(lines: Iterator[str]) -> Iterator[Request]:
+    """The requests of a file. Its first line tells the form; later ones that are empty say nothing."""
+    first = next(lines, "")
+    if not first.strip():
+        raise BadInput(f"{'the first line' if first else 'the file'} is empty; known forms: {KNOWN}")
+    rest = (line for line in lines if line.strip())
+    if first.strip() == LENGTHS_HEADER:
+        return lengths(rest)
+    if not first.startswith("{"):
+        raise BadInput(f"no trace of a known form: it begins {first.strip()[:40]!r}; known: {KNOWN}")
+    header, records = _object(first), map(_object, rest)
+    form = header.get("format")
+    if form is None:
+        return map(public_request, chain([header], records))
+    if form == "weka-rle-v1":
+        return run_length(records, _count(header, "block_size", least=1))
+    if form == "lcp-v1":
+        return common_prefix(records)
+    raise BadInput(f"unknown format {form!r}; known: {KNOWN}")
+
+
 def public_request(record: Any) -> Request:
-    """A record of the public form -> Request. ``timestamp`` is in milliseconds. Raises BadInput naming the field."""
+    """A record of the public form -> Request. ``timestamp`` is in milliseconds. Raises BadInput naming the field.
+
+    A Request is returned as it is.
+    """
+    if isinstance(record, Request):
+        return record
     if not isinstance(record, Mapping):
         raise BadInput(f"a request is an object with 'hash_ids', got {type(record).__name__}")
     ids = _field(record, "hash_ids")
@@ -124,76 +125,56 @@ def public_request(record: Any) -> Request:
     )  # fmt: skip
 
 
-def _public_line(line: str) -> Request:
-    return public_request(_object(line))
-
-
-class RunLength:
-    """Lines of the run length form. Ids of different conversations are made different."""
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self._first = self._next = 0
-
-    def __call__(self, line: str) -> Request | None:
-        record = _object(line)
+def run_length(records: Iterable[dict[str, Any]], block_size: int) -> Iterator[Request]:
+    """The requests of the run length form. Ids of different conversations are made different."""
+    first = fresh = 0  # of this conversation, of the next one
+    for record in records:
         if "conv" in record or "format" in record:
-            self._first = self._next
-            return None
+            first = fresh
+            continue
         runs, tokens = _field(record, "r"), _count(record, "in")
         if not isinstance(runs, list) or len(runs) % 2 or not set(map(type, runs)) <= {int}:
             raise BadInput("'r' must be a list of whole numbers in pairs: first id, count")
         if any(not 0 <= value < 2**31 for value in runs):
             raise BadInput("'r' holds a number below 0 or above 2^31 - 1")
-        if sum(runs[1::2]) * self.block_size >= tokens + self.block_size:
-            raise BadInput(f"'r' names {sum(runs[1::2])} blocks of {self.block_size} tokens, 'in' is {tokens}")
-        spans = [np.arange(first, first + count) for first, count in zip(runs[::2], runs[1::2])]
-        ids = np.concatenate([np.empty(0, np.int64), *spans]) + self._first
-        self._next = max(self._next, int(ids.max(initial=-1)) + 1)
-        return Request(_seconds(record, "t"), tokens, _count(record, "out"), ids)
+        if sum(runs[1::2]) * block_size >= tokens + block_size:
+            raise BadInput(f"'r' names {sum(runs[1::2])} blocks of {block_size} tokens, 'in' is {tokens}")
+        spans = [np.arange(begin, begin + count) for begin, count in zip(runs[::2], runs[1::2])]
+        ids = np.concatenate([np.empty(0, np.int64), *spans]) + first
+        fresh = max(fresh, int(ids.max(initial=-1)) + 1)
+        yield Request(_seconds(record, "t"), tokens, _count(record, "out"), ids)
 
 
-class CommonPrefix:
-    """Lines of the lcp form: each prompt as the blocks it shares with an earlier one, and fresh ones."""
-
-    def __init__(self) -> None:
-        self._prompts: list[tuple[int, Ids]] = []
-        self._next = 0
-
-    def __call__(self, line: str) -> Request | None:
-        record = _object(line)
-        if "format" in record:
-            return None
+def common_prefix(records: Iterable[dict[str, Any]]) -> Iterator[Request]:
+    """The requests of the lcp form: each prompt as the blocks that it shares with an earlier one, and fresh ones."""
+    prompts: list[tuple[int, Ids]] = []
+    fresh = 0
+    for record in records:
         length, common, parent = _count(record, "n"), _count(record, "l"), _count(record, "p", least=-1)
-        earlier, ids = self._prompts[parent] if 0 <= parent < len(self._prompts) else (0, np.empty(0, np.int64))
-        if parent >= len(self._prompts) or common > min(length, earlier):
+        earlier, ids = prompts[parent] if 0 <= parent < len(prompts) else (0, np.empty(0, np.int64))
+        if parent >= len(prompts) or common > min(length, earlier):
             raise BadInput(
-                f"prompt {len(self._prompts)} of {length} bytes cannot share {common} bytes with prompt {parent}"
-                + (f" of {earlier}" if parent < len(self._prompts) else ", which comes later")
+                f"prompt {len(prompts)} of {length} bytes cannot share {common} bytes with prompt {parent}"
+                + (f" of {earlier}" if parent < len(prompts) else ", which comes later")
             )
         shared = ids[: common // LCP_BLOCK]
-        fresh = np.arange(self._next, self._next + length // LCP_BLOCK - len(shared))
-        self._next += len(fresh)
-        self._prompts.append((length, np.concatenate([shared, fresh])))
-        return Request(_seconds(record, "t"), length, _count(record, "o"), self._prompts[-1][1])
+        num_own = length // LCP_BLOCK - len(shared)
+        prompts.append((length, np.concatenate([shared, np.arange(fresh, fresh + num_own)])))
+        fresh += num_own
+        yield Request(_seconds(record, "t"), length, _count(record, "o"), prompts[-1][1])
 
 
-class Lengths:
-    """Lines of the lengths form; the first one's time is 0."""
-
-    def __init__(self) -> None:
-        self._began: np.datetime64 | None = None
-
-    def __call__(self, line: str) -> Request | None:
-        parts = line.strip().split(",")
-        if parts[0] == "TIMESTAMP":
-            return None
-        if LENGTHS_LINE.fullmatch(line.strip()) is None:
-            raise BadInput(f"expected time, tokens in, tokens out; got {line.strip()[:60]!r}")
-        time = np.datetime64(parts[0], "ns")
-        self._began = time if self._began is None else self._began
-        arrival = float((time - self._began) / np.timedelta64(1, "s"))
-        return Request(arrival, int(parts[1]), int(parts[2]), np.empty(0, np.int64))
+def lengths(lines: Iterable[str]) -> Iterator[Request]:
+    """The requests of the lengths form; the first one's time is 0."""
+    origin: np.datetime64 | None = None
+    for line in map(str.strip, lines):
+        if LENGTHS_LINE.fullmatch(line) is None:
+            raise BadInput(f"expected time, tokens in, tokens out; got {line[:60]!r}")
+        time, tokens_in, tokens_out = line.split(",")
+        now = np.datetime64(time, "ns")
+        origin = now if origin is None else origin
+        arrival = float((now - origin) / np.timedelta64(1, "s"))
+        yield Request(arrival, int(tokens_in), int(tokens_out), np.empty(0, np.int64))
 
 
 def _object(line: str) -> dict[str, Any]:

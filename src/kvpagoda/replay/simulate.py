@@ -72,6 +72,13 @@ def replay(
     ``policy``: a name, or an ``EvictionPolicy`` object that no other replay had.
     ``trace``: a path, an iterable of public records or Requests, or a Trace (read once, for many replays).
     ``on_request`` is told now and then how many requests are done. Raises BadInput before anything runs.
+
+    >>> records = [{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": ids} for ids in ([1, 2, 3], [1, 2, 4])]
+    >>> result = replay(records, capacity_blocks=3)
+    >>> result.block_hits, result.evictions
+    (2, 1)
+    >>> [replay(records, capacity_blocks=2, policy=policy).hit_rate for policy in ("lru", "opt")]
+    [0.3333333333333333, 0.3333333333333333]
     """
     name = known_policy(policy)
     possible_capacity(capacity_blocks)

@@ -66,36 +66,29 @@ def workload(seed: int = 0, block_size: int = 64, shares: Sequence[float] = (0.4
     systems = [empty.grown(int(n)) for n in rng.integers(200, 2_000, 8)]
     tools = [empty.grown(int(n)) for n in rng.integers(4_000, 12_000, 4)]
     documents = [empty.grown(_tokens(rng, 6_000, 0.8)) for _ in range(64)]
+    kinds = ((_chat, systems, 1.0), (_agent, tools, 1.0), (_shared, documents, 1.1))
     waiting: list[tuple[float, int, Request, Iterator[Request]]] = []  # the next request of every open session
+
+    def wait(number: int, session: Iterator[Request]) -> None:
+        request = next(session, None)
+        if request is not None:
+            heappush(waiting, (request.arrival, number, request, session))
+
     begins = 0.0
     for number in count():
         begins += rng.exponential(BETWEEN_SESSIONS)
         while waiting and waiting[0][0] <= begins:
             _, serial, request, session = heappop(waiting)
             yield request
-            _wait(waiting, serial, session)
-        kind = rng.choice(3, p=weights / weights.sum())
+            wait(serial, session)
+        make, texts, exponent = kinds[rng.choice(3, p=weights / weights.sum())]
         own = np.random.default_rng([seed, number])
-        if kind == 0:
-            session = _chat(own, begins, systems[_zipf(own, 8, 1.0)])
-        elif kind == 1:
-            session = _agent(own, begins, tools[_zipf(own, 4, 1.0)])
-        else:
-            session = _shared(own, begins, documents[_zipf(own, 64, 1.1)])
-        _wait(waiting, number, session)
+        wait(number, make(own, begins, texts[_zipf(own, len(texts), exponent)]))
 
 
 def synthetic(num_requests: int = 2_000, seed: int = 0, block_size: int = 64) -> Trace:
     """The first ``num_requests`` of ``workload``, as a Trace. Raises BadInput."""
     return replace(Trace.read(workload(seed, block_size), limit=num_requests), name=f"synthetic workload, seed {seed}")
-
-
-def _wait(
-    waiting: list[tuple[float, int, Request, Iterator[Request]]], serial: int, session: Iterator[Request]
-) -> None:
-    request = next(session, None)
-    if request is not None:
-        heappush(waiting, (request.arrival, serial, request, session))
 
 
 def _chat(rng: Random, time: float, text: Text) -> Iterator[Request]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvpagoda.errors import BadInput
-from kvpagoda.replay import serve, serve_together, synthetic
+from kvpagoda.replay import serve, serve_multi_worker, synthetic
 from kvpagoda.schema import Attention, Layer, Recurrent, Rows, Schema
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tiers"))
@@ -28,7 +28,7 @@ needs_redis = pytest.mark.skipif(not has_redis(), reason="needs redis-server (ma
 def test_without_a_store_each_worker_is_alone() -> None:
     trace, schema = synthetic(60), SCHEMAS["hybrid"]
     done: list[int] = []
-    results = serve_together(trace, schema, "64MiB", workers=2, on_request=done.append, **SETTINGS)
+    results = serve_multi_worker(trace, schema, "64MiB", workers=2, on_request=done.append, **SETTINGS)
     alone = [serve(trace, schema, "64MiB", part=range(i, 60, 2), **SETTINGS) for i in range(2)]
     assert results == alone and [r.requests for r in results] == [30, 30]
     assert done[-1] == 60 and done == sorted(done)
@@ -40,10 +40,10 @@ def test_workers_hit_what_others_computed(name: str, tmp_path: Path) -> None:
     trace, schema = synthetic(40), SCHEMAS[name]
     with redis_server(tmp_path, memory="256mb") as server:
         alone, together = (
-            serve_together(trace, schema, "64MiB", workers=2, store=store, **SETTINGS)
+            serve_multi_worker(trace, schema, "64MiB", workers=2, store=store, **SETTINGS)
             for store in (None, server.address)
         )
-        again = serve_together(trace, schema, "64MiB", workers=1, store=server.address, **SETTINGS)
+        again = serve_multi_worker(trace, schema, "64MiB", workers=1, store=server.address, **SETTINGS)
     # how much they find of each other depends on who is when where
     assert sum(r.cached_tokens for r in together) >= sum(r.cached_tokens for r in alone)
     assert again[0].hit_rate > 0.9 and again[0].loaded_tokens > 0, "all of it is in the store by then"
@@ -71,13 +71,13 @@ def test_the_command_shows_the_joint_hit_rate(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, True, 1.5, 2000])
 def test_a_number_of_workers_that_cannot_be(workers: object) -> None:
     with pytest.raises(BadInput, match="workers"):
-        serve_together(synthetic(2), SCHEMAS["full"], "64MiB", workers=workers)  # type: ignore[arg-type]
+        serve_multi_worker(synthetic(2), SCHEMAS["full"], "64MiB", workers=workers)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("store", ["redis", "http://x", "mooncake:x", "disk:folder", "host:"])
 def test_a_store_that_is_not_known_is_told_before_a_process_starts(store: str) -> None:
     with pytest.raises(BadInput):
-        serve_together(synthetic(2), SCHEMAS["full"], "64MiB", workers=1, store=store)
+        serve_multi_worker(synthetic(2), SCHEMAS["full"], "64MiB", workers=1, store=store)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from kvpagoda.tiers.spec import TierSpec, tier_from_text
 _counts: Any = None  # in a worker: how many requests each has served
 
 
-def serve_together(
+def serve_multi_worker(
     trace: Source | Trace,
     schema: Schema,
     budget: int | str,

@@ -1,0 +1,76 @@
+"""One source tree in a process of its own, which ``benchmarks.heads`` asks for measurements.
+
+``python -m benchmarks.head_process`` with the tree first in ``PYTHONPATH`` reads JSON lines and answers each with one:
+
+    {"case": name, "quick": bool}   fork a child that prepares the measurement; it answers {"ready": name} and then reads
+    {"count": bool}                 one slice of the work; the answer is {"slice": its number in the pass, "found": its CPU
+                                    seconds, or how many calls Python makes in it}
+    {"end": true}                   the child ends
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.head_cases import cases, clock, trace_of
+from benchmarks.workload import workload
+
+
+def _asked() -> Iterator[dict[str, Any]]:
+    """One line of standard input after another, none read before it is needed: a forked child reads on."""
+    line = b""
+    while byte := os.read(0, 1):
+        if byte != b"\n":
+            line += byte
+            continue
+        yield json.loads(line)
+        line = b""
+
+
+def _answer(**figures: Any) -> None:
+    os.write(1, json.dumps(figures).encode() + b"\n")
+
+
+def _measure(case: str, quick: bool) -> None:
+    """In a child: prepare ``case``, run a pass of it and slice 0 of the next, then a slice as often as it is asked for."""
+    slices = cases(quick)[case]()
+    next(slices)
+    while next(slices):
+        pass
+    gc.collect()
+    gc.freeze()
+    _answer(ready=case)
+    for asked in _asked():
+        if "end" in asked:
+            return
+        clock.is_counting = asked["count"]
+        _answer(slice=next(slices), found=clock.found)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for asked in _asked():
+        if asked["case"].startswith("replay"):
+            workload(*trace_of(asked["case"], asked["quick"]))  # once, and not in every child
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                _measure(asked["case"], asked["quick"])
+                status = 0
+            except BaseException as error:
+                _answer(error=f"{type(error).__name__}: {error}")
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()
