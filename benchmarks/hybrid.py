@@ -6,13 +6,12 @@ import gc
 import time
 from dataclasses import replace
 
-from kvpagoda.books import Books
-
 from benchmarks.one_budget import MODELS, schema_of
 from benchmarks.peers.ours import FULL
 from benchmarks.peers.tasks import TOGETHER
 from benchmarks.timing import Options, Row, tell
 from benchmarks.workload import GENERATED, Tokens, Workload, workload
+from kvpagoda import KVCache, Limits
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.schema import Schema
 
@@ -27,11 +26,14 @@ def schemas() -> dict[str, Schema]:
 def serve(schema: Schema, block_size: int, work: Workload, capacity: int) -> tuple[float, float]:
     """Seconds of CPU time, and percent of prompt tokens reused, for the whole trace. Prompts are computed in chunks that end
     where a checkpoint is due. ``capacity``: tokens of full attention that the budget holds beside the other layers' share."""
-    options = {"max_requests": 80, "block_size": block_size, "step_tokens": STEP_TOKENS}
-    plan = schema.plan(num_blocks=capacity // block_size, **options)
+    size: dict[str, int] = {"num_blocks": capacity // block_size}
+    plan = schema.plan(max_requests=80, block_size=block_size, step_tokens=STEP_TOKENS, **size)
     if len(plan.groups) > 1:
-        plan = schema.plan(plan.nbytes, **options)
-    books = Books(plan, max_context=max(map(work.length, range(len(work)))))
+        size = {"budget": plan.nbytes}
+    books = KVCache(
+        schema, max_requests=80, block_size=block_size, device="none", **size,
+        limits=Limits(max(map(work.length, range(len(work)))), STEP_TOKENS),
+    )  # fmt: skip
     running: dict[int, Sequence] = {}
     taken, hits, prompts = 0.0, 0, 0
     gc.collect()
@@ -56,7 +58,7 @@ def serve(schema: Schema, block_size: int, work: Workload, capacity: int) -> tup
     return taken, 100 * hits / prompts
 
 
-def _compute(books: Books, sequence: Sequence, prompt: Tokens, output: Tokens) -> None:
+def _compute(books: KVCache, sequence: Sequence, prompt: Tokens, output: Tokens) -> None:
     """The prompt in chunks; the output up to its last block boundary, where a checkpoint is due, and the rest."""
     while sequence.length < len(prompt):
         end = min(sequence.length + STEP_TOKENS, books.next_checkpoint(sequence) or len(prompt))

@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvpagoda.books import Books
-from tests.test_manager import SCHEMAS, FakeEngine, schema_of, traffic
-from tests.test_swap import computed, fill_random, overwrite
 
-from kvpagoda import Identity, Limits, Retention
+from kvpagoda import Identity, Retention
 from kvpagoda.errors import BadInput, CheckFailed
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Compressed, Growth, IndexKeys, Latent, Schema
 from kvpagoda.schema.fields import Encoding
 from kvpagoda.tiers import Driver, DriverStats, Lease, RecordBuffer, Status, TierSpec, disk_tier, host_driver, host_tier
+from options import grouped
+from test_manager import SCHEMAS, FakeEngine, schema_of, traffic
+from test_swap import computed, fill_random, overwrite
 
 TINY = {"staging": "1MiB"}
 
@@ -42,8 +42,9 @@ def cache_of(name: str | Schema, *tiers: TierSpec, num_blocks: int = 40, **argum
         **arguments,
     }
     return KVCache(
-        schema, num_blocks=num_blocks, block_size=4, device="cpu", limits=Limits(step_tokens=9), tiers=tiers, identity=Identity(weights="w"), **settings,
-    )  # type: ignore[arg-type]  # fmt: skip
+        schema, num_blocks=num_blocks, block_size=4, device="cpu", tiers=tiers,
+        **grouped(**{"step_tokens": 9, "weights": "w", **settings}),
+    )  # fmt: skip
 
 
 def run(cache: KVCache, text: np.ndarray, engine: FakeEngine | None = None) -> int:
@@ -62,13 +63,13 @@ def run(cache: KVCache, text: np.ndarray, engine: FakeEngine | None = None) -> i
     return cached
 
 
-def levels_of(cache: Books) -> tuple[Any, ...]:
+def levels_of(cache: KVCache) -> tuple[Any, ...]:
     """The tiers of a cache, as it uses them."""
-    assert cache.below is not None
-    return cache.below.levels
+    assert cache.core.offloader is not None
+    return cache.core.offloader.levels
 
 
-def forget(cache: Books) -> None:
+def forget(cache: KVCache) -> None:
     """Nothing is cached on the device any more."""
     cache.reset()
     assert not cache.core.prefix.tree.num_cached
@@ -192,8 +193,9 @@ def test_another_cache_finds_what_was_stored_and_another_model_does_not(name: st
     for changed in ({"weights": "v"}, {"rank": 1, "num_ranks": 2}, {"block_size": 8}):
         cache = KVCache(
             SCHEMAS[name], num_blocks=40, device="cpu",
-            **{"block_size": 4, "weights": "w", "tiers": [disk_tier(tmp_path / "other", "2MiB", **TINY)], **changed},
-        )  # type: ignore[arg-type]  # fmt: skip
+            **grouped(block_size=4, weights="w", tiers=[disk_tier(tmp_path / "other", "2MiB", **TINY)])
+            | grouped(**{"weights": "w", **changed}),
+        )  # fmt: skip
         assert run(cache, text) == 0
         cache.close()
 
@@ -224,8 +226,8 @@ def test_every_byte_comes_back_for_every_family_and_format(name: str, tmp_path: 
     size, order = (16 if name == "deepseek_v4" else 8), ("block", "layer")[len(name) % 2]
     tiers = [host_tier("8MiB", staging="4MiB"), disk_tier(tmp_path, "16MiB", staging="4MiB")]
     cache = KVCache(
-        schema, num_blocks=24, max_requests=2, block_size=size, device="cpu", order=order, retention=Retention(checkpoints=2), tiers=tiers,
-        identity=Identity(weights="w"),
+        schema, num_blocks=24, max_requests=2, block_size=size, device="cpu", order=order,
+        retention=Retention(checkpoints=2), tiers=tiers, identity=Identity(weights="w"),
     )  # fmt: skip
     text = range(5 * size + 3)
     fill_random(cache)
@@ -263,7 +265,7 @@ def needed_rows(sequence: Any, cache: KVCache) -> list[torch.Tensor]:
     for ledger in cache.core.groups:
         first = ledger.growth.first_needed(sequence.length) // ledger.block_size
         ids = ledger.table.cells[sequence.slot, first : -(-sequence.length // ledger.block_size)]
-        found.append(cache._arenas[ledger.plan.name].pack(torch.from_numpy(ids.copy())))
+        found.append(cache.core.memory.arenas[ledger.index].pack(torch.from_numpy(ids.copy())))
     return found
 
 
@@ -290,7 +292,7 @@ def test_what_is_stored_belongs_to_one_namespace_secret_and_image() -> None:
 
     one, two = {9: b"1" * 16}, {9: b"2" * 16}
     assert [cached("a", None) for _ in range(2)] == [0, 32]
-    assert cached("b", None) == 0 and cached("a", None, tier_secret=b"s") == 0
+    assert cached("b", None) == 0 and cached("a", None, secret=b"s") == 0
     assert [cached("a", one) for _ in range(2)] == [8, 32]
     assert cached("a", two) == 8 and cached("a", {10: b"1" * 16}) == 8 and cached("a", one) == 32
 
@@ -394,7 +396,7 @@ def test_layers_come_in_when_they_are_asked_for(order: str, record_nbytes: int) 
         assert sequence.match.loaded > 40 and buffer.num_free < buffer.num_records
         view = cache.batch([sequence], [1]).layer(0)
         block = int(view.block_table[0, 0])
-        assert (view["k"][block] != cache._arenas["full"].layer(2)["k"][block]).any(), "layer 2 is not in yet"
+        assert (view["k"][block] != cache.core.memory.arenas[0].layer(2)["k"][block]).any(), "layer 2 is not in yet"
         engine.spaces[id(sequence)] = 0
         engine.step([sequence], [text[sequence.length : sequence.length + 1].astype(np.int32)])
         assert buffer.num_free == buffer.num_records, "all layers are in"
@@ -408,8 +410,11 @@ def test_layers_come_in_when_they_are_asked_for(order: str, record_nbytes: int) 
 
 @pytest.mark.parametrize("name", ["full", "mixed", "state"])
 def test_a_cache_without_memory_loads_layers_at_once(name: str) -> None:
-    plan = SCHEMAS[name].plan(None, 4, 4, num_blocks=60, checkpoints=4)
-    cache, text = Books(plan, checkpoint_every=2, tiers=[host_tier("1MiB", write="commit", **TINY)]), np.arange(40) % 31
+    cache = KVCache(
+        SCHEMAS[name], num_blocks=60, max_requests=4, block_size=4, device="none", retention=Retention(4, 2),
+        tiers=[host_tier("1MiB", write="commit", **TINY)],
+    )  # fmt: skip
+    text = np.arange(40) % 31
     for cached in (0, 36):
         with cache.open(text, layerwise=True) as sequence:
             assert sequence.cached_tokens == cached
@@ -431,11 +436,11 @@ def test_loading_is_left_when_computing_is_faster() -> None:
     assert cache.flush()
     forget(cache)
     assert run(cache, text) == 36  # and so it was measured
-    assert cache.below is not None
-    cache.below.reader.seconds_per_token = 1e-12
+    assert cache.core.offloader is not None
+    cache.core.offloader.reader.seconds_per_token = 1e-12
     forget(cache)
     assert run(cache, text) == 0
-    cache.below.reader.seconds_per_token = 1.0
+    cache.core.offloader.reader.seconds_per_token = 1.0
     forget(cache)
     assert run(cache, text) == 36
     cache.close()
@@ -460,7 +465,7 @@ def test_what_cannot_be_is_refused_before_there_is_a_cache(tmp_path: Path) -> No
         cache_of("full", host_driver)  # type: ignore[arg-type]
     for wrong in ({"weights": b"w"}, {"rank": 2, "num_ranks": 2}, {"rank": -1}):
         with pytest.raises(BadInput, match="rank"):
-            KVCache(SCHEMAS["full"], num_blocks=8, device="cpu", **wrong)  # type: ignore[arg-type]
+            KVCache(SCHEMAS["full"], num_blocks=8, device="cpu", **grouped(**wrong))
     with pytest.raises(BadInput, match="workers"):
         cache_of("full", disk_tier(tmp_path, "1MiB", workers=0, **TINY))
     cache_of("full", disk_tier(tmp_path, "1MiB", **TINY)).close()  # the file is not locked
@@ -468,7 +473,7 @@ def test_what_cannot_be_is_refused_before_there_is_a_cache(tmp_path: Path) -> No
         cache_of("full", disk_tier(tmp_path, "1MiB", **TINY), order="row")
     cache_of("full", disk_tier(tmp_path, "1MiB", **TINY)).close()  # nor after memory that could not be had
     with pytest.raises(BadInput, match="secret"):
-        cache_of("full", host_tier("1MiB", **TINY), tier_secret=b"s" * 65)
+        cache_of("full", host_tier("1MiB", **TINY), secret=b"s" * 65)
 
 
 def test_more_than_the_staging_memory_is_stored_a_piece_at_a_time() -> None:
@@ -531,7 +536,7 @@ def slow_tier(size: str = "4MiB", **settings: object) -> tuple[TierSpec, Slow]:
     return TierSpec("slow", make, **{**TINY, **settings}), driver  # type: ignore[arg-type]
 
 
-def free_rows(cache: Books) -> int:
+def free_rows(cache: KVCache) -> int:
     """How many staging records of the first tier are free, when all is done that was begun."""
     (level, *_) = levels_of(cache)
     until = monotonic() + 5
@@ -560,19 +565,15 @@ def test_a_prefetch_that_comes_in_layer_after_layer_gives_all_rows_back(name: st
     cache.close()
 
 
-def test_a_hit_that_an_interrupted_request_left_is_released_by_the_next(tmp_path: Path) -> None:
+def test_an_interrupted_request_releases_its_hit(tmp_path: Path) -> None:
     cache, text = cache_of("mixed", host_tier("1MiB", write="commit", **TINY)), np.arange(40) % 31
     run(cache, text)
     whole = free_rows(cache)
     forget(cache)
-    admit, cache.admission.begin = cache.admission.begin, None  # type: ignore[method-assign, assignment]
-    find, hits = cache.below.reader.find, []  # type: ignore[union-attr]
-    cache.below.reader.find = lambda *given: hits.append(find(*given))  # type: ignore[union-attr, method-assign, func-returns-value]
+    admit, cache._admission._begin = cache._admission._begin, None  # type: ignore[method-assign, assignment]
     with pytest.raises(TypeError):
-        cache.open(text, "tenant 0")  # nobody enters the hit
-    cache.admission.free_slots, cache.admission.begin = [*range(6)], admit  # type: ignore[method-assign]
-    assert hits[0] is not None and free_rows(cache) < whole
-    cache.below.reader.find = find  # type: ignore[union-attr, method-assign]
+        cache.open(text, "tenant 0")
+    cache._admission._begin = admit  # type: ignore[method-assign]
     assert run(cache, text) == 36 and free_rows(cache) == whole
     cache.close()
 
@@ -788,7 +789,7 @@ def test_a_process_killed_at_any_moment_leaves_no_wrong_row(name: str, tmp_path:
 @pytest.mark.parametrize("name", ["full", "mixed", "state"])
 def test_a_copy_to_the_host_that_fails_is_not_stored(name: str) -> None:
     cache = cache_of(name, host_tier("1MiB", **TINY), host_tier("1MiB", write="commit", record_nbytes=700, **TINY))
-    random, num_failed, copy = np.random.default_rng(8), [0], cache.blocks_out
+    random, num_failed, copy = np.random.default_rng(8), [0], cache.core.memory.to_host
 
     def failing(*arguments: Any) -> None:
         if random.random() < 0.2:
@@ -796,7 +797,7 @@ def test_a_copy_to_the_host_that_fails_is_not_stored(name: str) -> None:
             raise MemoryError("no room to pack them")
         copy(*arguments)
 
-    cache.blocks_out = failing  # type: ignore[method-assign]
+    cache.core.memory.to_host = failing  # type: ignore[method-assign]
     traffic(cache, 300, seed=9, engine=FakeEngine(cache))
     assert num_failed[0] and cache.flush()
     for level in levels_of(cache):
@@ -813,7 +814,8 @@ def test_a_copy_to_the_device_that_fails_is_raised(name: str, error: type[BaseEx
     run(cache, text)
     assert cache.flush()
     forget(cache)
-    copies, num_left = (cache.blocks_in, cache.blocks_in_later), [0]
+    memory, num_left = cache.core.memory, [0]
+    copies = memory.from_host, memory.from_host_later
 
     def failing(copy: Callable[..., None], *arguments: Any) -> None:
         if not num_left[0]:
@@ -821,8 +823,8 @@ def test_a_copy_to_the_device_that_fails_is_raised(name: str, error: type[BaseEx
         num_left[0] -= 1
         copy(*arguments)
 
-    cache.blocks_in = partial(failing, copies[0])  # type: ignore[method-assign]
-    cache.blocks_in_later = partial(failing, copies[1])  # type: ignore[method-assign]
+    memory.from_host = partial(failing, copies[0])  # type: ignore[method-assign]
+    memory.from_host_later = partial(failing, copies[1])  # type: ignore[method-assign]
     for number in range(2):
         num_left[0] = number
         with suppress(error):
@@ -832,7 +834,7 @@ def test_a_copy_to_the_device_that_fails_is_raised(name: str, error: type[BaseEx
         assert all(level.buffer.num_free == level.buffer.num_records for level in levels_of(cache))
         assert not cache.stats().running
         forget(cache)
-    cache.blocks_in, cache.blocks_in_later = copies  # type: ignore[method-assign]
+    memory.from_host, memory.from_host_later = copies  # type: ignore[method-assign]
     assert run(cache, text) == 48
     cache.close()
 
@@ -842,7 +844,7 @@ def test_a_copy_to_the_device_that_fails_is_raised(name: str, error: type[BaseEx
 def test_storing_that_is_interrupted_gives_staging_memory_back(error: type[BaseException], where: str) -> None:
     cache = cache_of("full", host_tier("1MiB", write="commit", **TINY))
     (level,) = levels_of(cache)
-    owner, name = (cache, "blocks_out") if where == "copy" else (level.tier, "store")
+    owner, name = (cache.core.memory, "to_host") if where == "copy" else (level.tier, "store")
     plain = getattr(owner, name)
 
     def failing(*_: Any) -> None:
@@ -853,7 +855,7 @@ def test_storing_that_is_interrupted_gives_staging_memory_back(error: type[BaseE
         run(cache, np.arange(20))
     assert level.dropped and level.buffer.num_free == level.buffer.num_records
     setattr(owner, name, plain)
-    cache.below.check(cache.reuse.owned_ids(cache.reuse.full), cache.reuse.checkpoints)  # type: ignore[union-attr, arg-type]
+    cache.core.offloader.check(cache.core.prefix.owned_ids(cache.core.prefix.full), cache.core.prefix.checkpoints)  # type: ignore[union-attr, arg-type]
     cache.close()
 
 
@@ -875,8 +877,8 @@ def test_what_was_evicted_to_make_room_for_a_load_that_failed_is_not_shared() ->
 
 def test_the_law_of_ownership_finds_a_lost_block_below() -> None:
     cache = cache_of("full", host_tier("1MiB", **TINY))
-    assert cache.below is not None
-    buffer = cache.below.levels[0].buffer
+    assert cache.core.offloader is not None
+    buffer = cache.core.offloader.levels[0].buffer
     buffer._owners[0] = cache
     with pytest.raises(CheckFailed, match="nobody has them"):
         cache.check()
@@ -886,6 +888,6 @@ def test_the_law_of_ownership_finds_a_lost_block_below() -> None:
         cache.check()
     buffer.release([row])
     cache.check()
-    cache.below._hashes[3] = 1
+    cache.core.offloader._hashes[3] = 1
     with pytest.raises(CheckFailed, match="have hashes"):
         cache.check()

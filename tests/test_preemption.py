@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvpagoda import KVCache, Limits, Retention, scheduling
-
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import OutOfBlocks, RetryLater
 from kvpagoda.scheduling import (
@@ -47,15 +46,17 @@ CHUNK, BLOCK = 2, 2
 
 @functools.cache
 def books_of(name: str, num_blocks: int) -> KVCache:
-    """KVCache with no memory behind them; used again, for every mix leaves them empty."""
-    plan = SCHEMAS[name].plan(
-        num_blocks=num_blocks, max_requests=4, block_size=BLOCK, step_tokens=CHUNK, checkpoints=num_blocks % 4
-    )
-    return KVCache(plan)
+    """A cache with no memory behind it; used again, for every mix leaves it empty."""
+    return KVCache(
+        SCHEMAS[name], num_blocks=num_blocks, max_requests=4, block_size=BLOCK, device="none",
+        limits=Limits(step_tokens=CHUNK), retention=Retention(num_blocks % 4),
+    )  # fmt: skip
 
 
 def books_with(num_blocks: int, max_requests: int = 4) -> KVCache:
-    return KVCache(SCHEMAS["full"].plan(num_blocks=num_blocks, max_requests=max_requests, block_size=BLOCK))
+    return KVCache(
+        SCHEMAS["full"], num_blocks=num_blocks, max_requests=max_requests, block_size=BLOCK, device="none"
+    )
 
 
 def entered(queue: RunQueue[Job], *sizes: tuple[int, int]) -> list[Job]:
@@ -223,8 +224,11 @@ def test_the_way_that_costs_least_is_chosen_and_of_equals_the_one_that_moves_lea
 def costs_with(num_blocks: int, name: str = "full", total: int = 14) -> Costs:
     """Of a job with five of its six tokens computed, a second for each token, and a byte in a second; another one of
     ``total`` tokens runs."""
-    plan = SCHEMAS[name].plan(num_blocks=num_blocks, max_requests=2, block_size=BLOCK, step_tokens=CHUNK)
-    queue: RunQueue[Job] = RunQueue(KVCache(plan), Youngest())
+    cache = KVCache(
+        SCHEMAS[name], num_blocks=num_blocks, max_requests=2, block_size=BLOCK, device="none",
+        limits=Limits(step_tokens=CHUNK),
+    )  # fmt: skip
+    queue: RunQueue[Job] = RunQueue(cache, Youngest())
     _, second = entered(queue, (4, total), (6, 8))
     compute(queue, second, 4)
     compute(queue, second, 1)
@@ -247,10 +251,11 @@ def test_what_preempting_costs() -> None:
 
 
 def test_what_does_not_fit_in_the_swap_is_recomputed_and_the_rest_resumes_in_order_of_age() -> None:
-    plan = SCHEMAS["full"].plan(num_blocks=9, max_requests=4, block_size=BLOCK)
-    queue: RunQueue[Job] = RunQueue(
-        KVCache(plan, swap=3 * plan.groups[0].row_nbytes), Youngest(), lambda costs: PreemptionMode.SWAP
+    row = SCHEMAS["full"].plan(num_blocks=9, block_size=BLOCK).groups[0].row_nbytes
+    cache = KVCache(
+        SCHEMAS["full"], num_blocks=9, max_requests=4, block_size=BLOCK, device="none", limits=Limits(swap=3 * row)
     )
+    queue: RunQueue[Job] = RunQueue(cache, Youngest(), lambda costs: PreemptionMode.SWAP)
     jobs = first, second, third = entered(queue, (4, 18), (4, 6), (4, 6))
     for job in jobs:
         compute(queue, job, 4)

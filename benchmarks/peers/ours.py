@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from kvpagoda.books import Books
 
 from benchmarks.workload import Tokens
 from kvpagoda import KVCache, Limits
@@ -23,14 +22,17 @@ torch.set_num_threads(1)
 
 
 class Peer:
-    """Books with no memory behind them; the first ``step`` asks for index arrays, and those of a cache with memory."""
+    """A cache with no memory behind them; the first ``step`` asks for index arrays, and those of a cache with memory."""
 
     excluded = 0.0
 
     def __init__(self, capacity: int, block_size: int, longest: int, at_once: int) -> None:
-        self._plan = FULL.plan(num_blocks=capacity // block_size, max_requests=at_once, block_size=block_size)
         self._longest = longest
-        self.books = Books(self._plan, max_context=longest)
+        self.books = KVCache(
+            FULL, num_blocks=capacity // block_size, max_requests=at_once, block_size=block_size, device="none",
+            limits=Limits(longest),
+        )  # fmt: skip
+        self._plan = self.books.plan
         self._running: dict[int, Sequence] = {}
         self._namespace = b""
         self._stepping: tuple[PersistentBatch, Tokens] | None = None
@@ -41,7 +43,7 @@ class Peer:
 
     def admit(self, i: int, prompt: Tokens, num_output: int) -> int:
         sequence = self._running[i] = self.books.open(prompt, reserve=len(prompt) + num_output)
-        hit, self._namespace = sequence.length, sequence.namespace
+        hit, self._namespace = sequence.length, sequence._request.namespace
         sequence.commit(prompt[hit:])
         return hit
 
@@ -80,14 +82,17 @@ class Peer:
         return cache.persistent_batch(sequences), np.ones(len(sequences), np.int32)
 
     def take(self, num_blocks: int) -> Any:
-        return self.books.core.groups[0].take_free(num_blocks)
+        group = self.books.core.groups[0]
+        ids = group.peek(num_blocks)
+        group.take(ids)
+        return ids
 
     def give(self, blocks: Any) -> None:
         self.books.core.groups[0].release(blocks)
 
     def evict(self, num_blocks: int) -> None:
-        ledger = self.books.core.groups[0]
-        ledger.reclaim(num_blocks)
+        group = self.books.core.groups[0]
+        self.books.core.capacity.ensure_free([group.free.num_free + num_blocks])
 
     def check(self) -> None:
         self.books.check()

@@ -126,8 +126,8 @@ class RunQueue(Generic[J]):
     Until ``took`` was called, computing is taken to cost nothing. While the oldest job waits, what tiers have of its text is
     read into host memory.
 
-    >>> from kvpagoda import Schema
-    >>>     >>> from kvpagoda.schema import Attention, Layer
+    >>> from kvpagoda import KVCache, Schema
+    >>> from kvpagoda.schema import Attention, Layer
     >>> schema = Schema((Layer(0, "full", (Attention(1, 1, 1, "float16"),)),), "tiny")
     >>> cache = KVCache(schema, num_blocks=4, block_size=2, max_requests=2, device="none")
     >>> queue = RunQueue(cache, Youngest())

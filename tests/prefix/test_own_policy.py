@@ -4,10 +4,10 @@ import random
 
 import numpy as np
 import pytest
-from kvpagoda.kv_cache import KVCache
 
 from kvpagoda import EvictionPolicy, Schema
 from kvpagoda.errors import BadInput
+from kvpagoda.kv_cache import KVCache
 from kvpagoda.prefix import POLICY_NAMES, PrefixTree, as_policy
 from kvpagoda.prefix.policies.lru import LRU
 from kvpagoda.replay import hit_rate_curve, replay

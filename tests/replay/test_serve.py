@@ -6,14 +6,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.one_budget import MODELS
-from kvpagoda.books import Books
 
+from kvpagoda import KVCache, Limits, Retention
 from kvpagoda.errors import BadInput, NeverFits
 from kvpagoda.replay import serve, synthetic
 from kvpagoda.schema import Attention, Layer, Recurrent, Rows, Schema
@@ -70,8 +72,11 @@ def test_what_is_counted() -> None:
 def test_checkpoints_of_a_long_prompt_stay_inside_their_budget() -> None:
     schema = schema_of("Qwen3-Next-80B")
     for shared, checkpoints in ((True, None), (True, 5), (False, 5)):
-        plan = schema.plan("30GiB", 4, checkpoints=checkpoints, shared=shared)
-        books = Books(plan, max_context=1_000_000, checkpoint_every=64)
+        books = KVCache(
+            dataclasses.replace(schema, vocab_size=None), "30GiB", max_requests=4, device="none", order=None if shared else "layer",
+            limits=Limits(max_context=1_000_000), retention=Retention(checkpoints, 64),
+        )  # fmt: skip
+        plan = books.plan
         tokens = np.arange(900_000 if shared else 400_000, dtype=np.int32)
         with books.open(tokens, capacity=0) as sequence:
             while sequence.length < len(tokens):
@@ -91,7 +96,9 @@ def test_checkpoints_of_a_long_prompt_stay_inside_their_budget() -> None:
 
 def test_a_pool_with_nothing_free_gives_a_verdict() -> None:
     """Window group, full group and states all taken: another request is told so at once, and runs when there is room."""
-    books = Books(schema_of("gpt-oss-120b").plan("64MiB", 8, step_tokens=16))
+    books = KVCache(
+        schema_of("gpt-oss-120b"), "64MiB", max_requests=8, device="none", limits=Limits(step_tokens=16)
+    )
     running = [books.open(range(i * 100, i * 100 + 20), reserve=400, capacity=0) for i in range(2)]
     with pytest.raises(Exception, match=r"more must be freed|at once") as error:
         for i in range(2, 8):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from kvpagoda.batch.table_snapshot import Array
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class StepRows:
@@ -34,48 +31,45 @@ class StepRows:
 
 @dataclass(frozen=True)
 class Step:
-    """Which tokens a step computes: int32 ``[n]`` each, on the cache's device. Shared by all layers of the step.
+    """Which tokens a step computes: int32 ``[n]`` each, tensors on the cache's device (numpy arrays where it
+    has no memory). Shared by all layers of the step.
 
     The tokens of one request lie together, in ascending order of position. ``request_slots``: the row of each token's
     request in the block tables; below 0 for a padded row. ``state_rows``: its record in the state pools. ``dummy``: the
     record of the state pools that takes what padded rows write, and that nobody reads: the first, or the last (-1).
     """
 
-    request_slots: Tensor
-    positions: Tensor
-    request_ids: Tensor
-    state_rows: Tensor
+    request_slots: Any
+    positions: Any
+    request_ids: Any
+    state_rows: Any
     dummy: int = 0
 
     @cached_property
-    def slots(self) -> Tensor:
+    def slots(self) -> Any:
         """int64 ``[n]``: ``request_slots``, -1 for whatever is negative: the last row of a table."""
         return self.request_slots.long().clamp(min=-1)
 
     @cached_property
-    def rows(self) -> Tensor:
+    def rows(self) -> Any:
         """int64 ``[n]``: ``state_rows``, -1 for whatever is negative."""
         return self.state_rows.long().clamp(min=-1)
 
     @cached_property
-    def starts(self) -> Tensor:
+    def starts(self) -> Any:
         """int64 ``[n]``: the first position of this step of each token's request."""
-        import torch  # where there is no memory nobody asks
-
-        order = torch.arange(len(self.slots), device=self.slots.device)
-        head = torch.ones_like(order, dtype=torch.bool)
+        same = self.slots == self.slots
+        order, head = same.cumsum(0) - 1, same
         head[1:] = self.slots[1:] != self.slots[:-1]
-        return self.positions.long()[torch.where(head, order, 0).cummax(0).values]
+        return self.positions.long()[(order * head).cummax(0).values]
 
-    def writers(self, ring: int, tokens: Tensor | None = None) -> Tensor:
+    def writers(self, ring: int, tokens: Any = None) -> Any:
         """int64 ``[n]``: the record that each token (of ``tokens``, if given) writes in a ring of ``ring`` rows, one behind
         another: its request's, or ``dummy`` if a later one of the same request takes the same ring row. So every ring row
         has one writer."""
         rows = self.rows if tokens is None else self.rows[tokens]
         if len(rows) <= ring:
             return rows
-        import torch
-
-        later = torch.zeros_like(rows, dtype=torch.bool)
+        later = rows != rows
         later[:-ring] = rows[ring:] == rows[:-ring]
         return rows.masked_fill(later, self.dummy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +81,8 @@ class Admission:
             self._publisher.begun(request, hit)
             if hit is not None:
                 hit.release()
+            if core.offloader is not None and core.memory.has_memory:
+                request.opened_at = perf_counter()
         except BaseException:
             if request.state is State.RUNNING and not core.guard.is_torn:  # nobody has a handle on it
                 core.release(request)
@@ -225,9 +228,9 @@ class Admission:
                 change(prefix.hold, found.checkpoint)
                 checkpoint = found.checkpoint
             allotments = self._allot(wish, whole)
-            filled = None if allotments is None else self._fill(wish, whole, allotments, beyond)
-            if filled is not None and whole:
+            if allotments is not None and whole:
                 change(tree.touch, lease, priority=wish.request.priority)
+            filled = None if allotments is None else self._fill(wish, whole, allotments, beyond)
         except BaseException:
             self._undo(lease, beyond, checkpoint)
             raise
@@ -316,17 +319,17 @@ class Admission:
         core, found, hit = self._core, wish.found, wish.hit
         assert core.offloader is not None and hit is not None
         reader = core.offloader.reader
-        if core.full is not None:
-            lacking = hit.end - whole - reader.load(hit, own[core.full.index][: hit.end - whole], whole)
-            lost = lacking * core.block_size
-            if lacking and (core.bounded or found.loaded <= lost):
-                return None
-            found = found._replace(resumable=found.resumable - lost, loaded=found.loaded - lost)
         for number, group in enumerate(core.bounded):
             end = ceil_div(found.resumable, group.block_size)
             count = end - group.growth.first_needed(found.resumable) // group.block_size
             if count:
                 reader.load_checkpoint(hit, number, own[group.index][:count])
+        if core.full is not None:  # last, for layers may go on coming in afterwards
+            lacking = hit.end - whole - reader.load(hit, own[core.full.index][: hit.end - whole], whole)
+            lost = lacking * core.block_size
+            if lacking and (core.bounded or found.loaded <= lost):
+                return None
+            found = found._replace(resumable=found.resumable - lost, loaded=found.loaded - lost)
         return found
 
     def _undo(self, lease: Lease, beyond: Lease | None, checkpoint: int | None) -> None:

@@ -91,6 +91,7 @@ class Core:
         self.counters, self.is_open = Counters(), True
         self.offloader: Offloader | None = None
         if settings.tiers:
+            if settings.tiers:
             records = RecordIdentity(identity.weights, fingerprint, plan.block_size, identity.rank, identity.num_ranks)
             self.offloader = Offloader(settings.tiers, records, self.full, self.bounded, memory, identity.secret)
         self.capacity = Capacity(

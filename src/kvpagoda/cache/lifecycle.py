@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,16 @@ class Lifecycle:
         if count > left:
             request.append(ids)
         request.own_length = end
+        if request.opened_at and end >= request.prompt_length:
+            self._measure(request)
         self._publisher.settle(request)
+
+    def _measure(self, request: Request) -> None:
+        """The prompt of ``request`` is computed: tell how long that took, so that loading can be compared with it."""
+        if self._core.offloader is not None:
+            num_tokens = request.prompt_length - request.match.resumable
+            self._core.offloader.reader.computed(perf_counter() - request.opened_at, num_tokens)
+        request.opened_at = 0.0
 
     def settle(self, request: Request) -> None:
         """Do what follows from the commits of ``request``; see ``Publisher.settle``."""

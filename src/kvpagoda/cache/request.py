@@ -33,13 +33,14 @@ class Request:
     rings and states hold what came last. ``block_hashes``: names of its beginnings below the device, as far as anybody asked.
     ``num_fences``: steps and copies in flight. ``is_settled``: whether everything committed was published; if not, that is
     done when the last fence is lifted, or with the next commit. ``ends_with_fences``: it was closed inside a fence.
-    ``rows``: the persistent batch that is ahead of it, if any. ``resumed_at``: the cache's count of stopped requests when it
+    ``opened_at``: when its prompt began to be computed (``perf_counter``), 0.0 once that is measured. ``rows``: the persistent
+    batch that is ahead of it, if any. ``resumed_at``: the cache's count of stopped requests when it
     got its slot.
     """
 
     __slots__ = (
         "block_hashes", "ends_with_fences", "is_settled", "last_checkpoint", "lease", "match", "media_ids", "namespace",
-        "num_fences", "own_length", "priority", "prompt_length", "resumed_at", "rows", "slot", "state", "tokens", "written",
+        "num_fences", "opened_at", "own_length", "priority", "prompt_length", "resumed_at", "rows", "slot", "state", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +59,7 @@ class Request:
         self.num_fences, self.is_settled, self.ends_with_fences = 0, True, False
         self.last_checkpoint = -1
         self.block_hashes: list[bytes] = []
+        self.opened_at = 0.0
         self.rows: DecodeRows | None = None
 
     @property

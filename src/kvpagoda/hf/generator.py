@@ -12,7 +12,7 @@ import numpy as np
 from kvpagoda.cache.options import Identity, Limits
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
-from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.hf.compressed import CompressedRunner
 from kvpagoda.hf.lookup import propose
@@ -20,9 +20,9 @@ from kvpagoda.hf.runner import ModelRunner, Runner, Tensor
 from kvpagoda.hf.sampling import GREEDY, Sampling
 from kvpagoda.hf.weights import weights_digest
 from kvpagoda.kv_cache import KVCache
+from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.scheduling import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
 from kvpagoda.schema import Compressed, Schema
-from kvpagoda.cache.stats import CacheStats
 
 
 class Answer(Job):

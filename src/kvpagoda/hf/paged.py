@@ -93,7 +93,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         assert pool is not None
         self._context.last_stored = self._index
         pool.write(name, gather.write_index, rows.flatten(0, 1))
-        found = pool.read(name, (gather.blocks,)).flatten(1, 2).to(rows.dtype)
+        found: Tensor = pool.read(name, (gather.blocks,)).flatten(1, 2).to(rows.dtype)
         return found.masked_fill(gather.absent.view(*gather.absent.shape, *(1,) * (found.ndim - 2)), 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from kvpagoda import console
+from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput
 from kvpagoda.hf.embedded import PROMPTS, ByteTokenizer, embedded_model
 from kvpagoda.hf.generator import Generator
-from kvpagoda.cache.stats import CacheStats
 from kvpagoda.units import format_bytes
 
 Outputs = list[list[int]]

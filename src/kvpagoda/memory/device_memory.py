@@ -32,6 +32,8 @@ class DeviceMemory(NoMemory):
     may run on a stream of their own.
     """
 
+    has_memory = True
+
     def __init__(
         self,
         plan: Plan,

@@ -45,6 +45,7 @@ class NoMemory:
     """
 
     page_offset = 0
+    has_memory = False
 
     def __init__(self) -> None:
         self.arrays = HostArrays()

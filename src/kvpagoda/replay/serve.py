@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,7 @@ def serve(
     columns = Trace.read(trace)
     longest = int((columns.input_lengths + columns.output_lengths).max(initial=1))
     cache = KVCache(
-        schema, budget, device="none", max_requests=max_requests, block_size=block_size, policy=policy, tiers=tiers,
+        replace(schema, vocab_size=None), budget, device="none", max_requests=max_requests, block_size=block_size, policy=policy, tiers=tiers,
         retention=Retention(checkpoints, checkpoint_every), identity=Identity(weights="none: a trace"),
         limits=Limits(longest, step_tokens), order=None if shared else "layer",
     )  # fmt: skip
