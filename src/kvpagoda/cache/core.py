@@ -83,6 +83,7 @@ class Core:
         swap_nbytes = plan.nbytes if swap is None else 0 if swap == 0 else parse_bytes(swap)
         self.swap = Swap(swap_nbytes, self.groups, memory)
         identity, fingerprint = settings.identity, settings.fingerprint
+        records = RecordIdentity(identity.weights, fingerprint, plan.block_size, identity.rank, identity.num_ranks)
         self.namespaces, self.media = Namespaces(fingerprint, identity.weights.encode()), Media()
         self.running: dict[int, Request] = {}
         self.suspended: dict[Request, Suspended] = {}
@@ -91,17 +92,10 @@ class Core:
         self.counters, self.is_open = Counters(), True
         self.offloader: Offloader | None = None
         if settings.tiers:
-            if settings.tiers:
-            records = RecordIdentity(identity.weights, fingerprint, plan.block_size, identity.rank, identity.num_ranks)
             self.offloader = Offloader(settings.tiers, records, self.full, self.bounded, memory, identity.secret)
         self.capacity = Capacity(
             self.groups, self.sectors, self.prefix, self.offloader, memory, self.guard, self.running
         )
-
-    @property
-    def is_sharing(self) -> bool:
-        """Whether groups share one memory."""
-        return self.sectors is not None
 
     def extend_hashes(
         self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media_ids: Mapping[int, int]
