@@ -15,14 +15,14 @@ from kvpagoda.batch.step_buffers import StepBuffers
 from kvpagoda.blocks.ids import whole_number
 from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.core import Core, Settings
-from kvpagoda.cache.guard import Guard, either_way, exclusive
+from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.invariants import check
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.namespace import with_media
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import Pin
 from kvpagoda.cache.publishing import Publisher
-from kvpagoda.cache.request import Request
+from kvpagoda.cache.request import Request, State
 from kvpagoda.cache.reuse import AnyNamespace, Reuse
 from kvpagoda.cache.sequence import Calls, Fence, Sequence, requests_of
 from kvpagoda.cache.stats import CacheStats, stats_of
@@ -99,6 +99,7 @@ class KVCache:
             schema.vocab_size, self.schema.fingerprint, policy, retention, identity, limits, tuple(tiers)
         )
         self._core = Core(plan, memory, settings)
+        self._guard = self._core.guard
         self._publisher = Publisher(self._core)
         self._admission = Admission(self._core, self._publisher)
         self._lifecycle = Lifecycle(self._core, self._publisher)
@@ -106,10 +107,6 @@ class KVCache:
         self._calls = Calls(self._core, self._admission, self._lifecycle)
         self._tables = DeviceTables(self.schema, self._core.groups, memory.arrays)
         self._step_buffers = StepBuffers(memory.arrays)
-
-    @property
-    def _guard(self) -> Guard:
-        return self._core.guard
 
     @property
     def plan(self) -> Plan:
@@ -171,7 +168,9 @@ class KVCache:
         if not length:
             raise BadInput("a request needs at least one token, got none")
         first = length if capacity is None else whole_number(capacity, "capacity")
-        most = max(length, first if reserve is None else whole_number(reserve, "reserve"))
+        if reserve is not None and (type(reserve) is not int or reserve < 0):
+            reserve = whole_number(reserve, "reserve")
+        most = max(length, first if reserve is None else reserve)
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             priority = _priority(priority)
         if prefetch is not None and not isinstance(prefetch, Prefetch):
@@ -324,7 +323,7 @@ class KVCache:
         if core.guard.is_torn:
             core.clear()
         for request in [*core.running.values(), *core.suspended]:
-            if not request.ends_with_fences:
+            if request.state is not State.CLOSING:
                 self._lifecycle.close(request)
         if core.is_open and core.offloader is not None:
             core.offloader.close(timeout)

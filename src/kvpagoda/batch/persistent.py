@@ -10,7 +10,7 @@ from kvpagoda.batch.batch import Batch
 from kvpagoda.batch.step import StepRows
 from kvpagoda.batch.step_buffers import StepBuffers
 from kvpagoda.blocks.ids import whole_number
-from kvpagoda.cache.guard import Guard, either_way, exclusive
+from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import DecodeRows, Request, State
 from kvpagoda.cache.sequence import Sequence, requests_of
@@ -38,6 +38,7 @@ class PersistentBatch:
     def __init__(self, lifecycle: Lifecycle, tables: DeviceTables, num_rows: int) -> None:
         core = lifecycle.core
         self.num_rows, self._lifecycle, self._core, self._tables = num_rows, lifecycle, core, tables
+        self._guard = core.guard
         self._buffers = StepBuffers(core.memory.arrays)
         self._members: tuple[Sequence, ...] = ()
         self._requests: list[Request] = []
@@ -53,10 +54,6 @@ class PersistentBatch:
     def sequences(self) -> tuple[Sequence, ...]:
         """The sequence of each row that is not padded."""
         return self._members
-
-    @property
-    def _guard(self) -> Guard:
-        return self._core.guard
 
     @exclusive
     def add(self, *sequences: Sequence) -> None:
@@ -168,7 +165,7 @@ class PersistentBatch:
         if not rows.alone and self._steps:
             return
         for what, gone in (
-            ("were closed; remove", [one for one in rows.alone if one.state is State.CLOSED or one.ends_with_fences]),
+            ("were closed; remove", [one for one in rows.alone if one.state in (State.CLOSED, State.CLOSING)]),
             ("are suspended; resume or remove", [one for one in rows.alone if one.state is State.SUSPENDED]),
         ):
             if gone:

@@ -43,7 +43,8 @@ class BlockTable:
 
     def drop(self, slot: int, first: int, end: int) -> None:
         """Empty the cells ``first .. end - 1`` of ``slot``."""
-        self.drop_first(slot, first, end)
+        self.cells[slot, first:end] = self.empty
+        self.changed.add(slot)
         self.version[slot] += 1
 
     def clear(self) -> None:

@@ -105,7 +105,7 @@ class BlockGroup:
 
     def take(self, ids: Ids) -> None:
         """Hand out ``ids``, from ``peek``, to somebody who keeps account of them. O(1)."""
-        self.free.take(len(ids))
+        self.free.num_free -= len(ids)
         self.num_held += len(ids)
         if self.num_held > self.peak_held:
             self.peak_held = self.num_held
@@ -151,30 +151,30 @@ class BlockGroup:
             self.table.put(slot, columns - len(ids), ids)
         self.shared[slot] = columns
 
-    def slide(self, slot: int, first: int, ids: Ids) -> None:
-        """Let go of what ``leaving`` said. O(n)."""
+    def slide(self, slot: int, first: int) -> None:
+        """Let the row of ``slot`` begin at ``first``; what ``leaving`` said is to be released. O(n)."""
         self.table.drop_first(slot, self.first[slot], first)
         self._hold(slot, first, self.end[slot], self.reserved[slot])
-        self.release(ids)
 
-    def close(self, slot: int, own: Ids) -> None:
-        """Let go of everything that ``slot`` holds and reserved; ``own``: what ``own_ids`` said, which is free then. O(n)."""
+    def close(self, slot: int) -> None:
+        """Let go of everything that ``slot`` holds and reserved; what ``own_ids`` said is to be released. O(n)."""
         first, end = self.first[slot], self.end[slot]
-        self.outstanding -= self.outstanding_of(slot)
+        outstanding = self.reserved[slot] - end + first
+        if outstanding > 0:
+            self.outstanding -= outstanding
         self.first[slot] = self.end[slot] = self.shared[slot] = self.reserved[slot] = 0
         self.table.drop(slot, first, end)
-        self.release(own)
 
-    def cut(self, slot: int, columns: int, own: Ids, freed: Ids) -> None:
-        """End the row of ``slot`` after ``columns`` shared blocks and ``own``, which it holds or were taken for it; ``freed``:
-        its other blocks. What it reserved shrinks by the blocks that are shared no more, for they may not become free."""
+    def cut(self, slot: int, columns: int, own: Ids) -> None:
+        """End the row of ``slot`` after ``columns`` shared blocks and ``own``, which it holds or were taken for it; its other
+        blocks are to be released. What it reserved shrinks by the blocks that are shared no more, for they may not become
+        free."""
         lost = self.shared[slot] - columns
         reserved = self.reserved[slot] - lost
         self.table.drop(slot, columns, self.end[slot])
         self.table.put(slot, columns, own)
         self.shared[slot] = columns
         self._hold(slot, self.first[slot], columns + len(own), reserved if reserved > 0 else 0)
-        self.release(freed)
 
     def remap(self, new_ids: Ids, slots: list[int]) -> None:
         """Block ``i`` is now block ``new_ids[i]``; ``slots``: from ``slots_naming``. O(their cells)."""

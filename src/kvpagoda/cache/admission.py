@@ -186,14 +186,14 @@ class Admission:
             if pin is None:
                 raise RetryLater(core.capacity.shortage(wish.reserved, core.plan.budget))
             core.guard.change(core.prefix.unpin, pin)
+            wish = self._again(wish)
 
     def _start_from_most(self, wish: AdmissionRequest) -> bool:
         """Begin from what was suspended, else from what tiers have, else from what was found; else, since what would be copied
         may itself be what is in the way, from what needs no copy. False, with nothing kept, if none of it can be."""
         if wish.suspended is not None:
             return self._start(wish)
-        wish, size = self._again(wish), self._core.block_size
-        hit, found = wish.hit, wish.found
+        size, hit, found = self._core.block_size, wish.hit, wish.found
         if hit is not None:
             if hit.begin <= wish.match.num_blocks and hit.end * size > found.resumable:
                 if self._start(wish._replace(found=_with_hit(found, hit.end * size))):
@@ -362,7 +362,8 @@ class Admission:
         slot = core.free_slots.pop()
         for group, allotment in zip(core.groups, allotments):
             group.begin(slot, *allotment)
-        self._let_go(None, beyond, checkpoint)
+        if beyond is not None or checkpoint is not None:
+            self._let_go(None, beyond, checkpoint)
         if request.state is State.SUSPENDED:
             core.swap.drop(core.suspended.pop(request))
         if not is_same:

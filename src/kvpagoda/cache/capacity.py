@@ -47,6 +47,7 @@ class Capacity:
     ) -> None:
         self._groups, self._sectors, self._prefix = groups, sectors, prefix
         self._offloader, self._memory, self._guard, self._running = offloader, memory, guard, running
+        self._is_told = offloader is not None or memory.is_poisoning
         self._none = [0] * len(groups)
         self._fruitless = [0] * len(groups)  # idle sectors of a group when it last had none to give
         self.num_moves = 0
@@ -74,7 +75,10 @@ class Capacity:
     def fits(self, more: Many[int]) -> bool:
         """Whether every reservation can be kept if ``more[i]`` further blocks of group i are reserved."""
         if self._sectors is None:
-            return all(not n or n <= self.surplus(group) for group, n in zip(self._groups, more))
+            for group, n in zip(self._groups, more):
+                if n > group.free.num_free - group.outstanding and n > self.surplus(group):
+                    return False
+            return True
         slack = self._sectors.num_free
         for group, n in zip(self._groups, more):
             slack += (self.surplus(group) - n) // group.plan.per_sector
@@ -95,7 +99,8 @@ class Capacity:
                 if need > group.free.num_free:
                     break
             else:
-                self._memory.poison_freed()  # before anybody is given these blocks
+                if self._memory.is_poisoning:
+                    self._memory.poison_freed()  # before anybody is given these blocks
                 return
             short = need - group.free.num_free
             if not (self._evict(group, short) if self._sectors is None else self._make_room(group, short, more)):
@@ -155,57 +160,68 @@ class Capacity:
 
     def _evict(self, group: BlockGroup, n: int) -> bool:
         """Let the prefix cache give up ``n`` blocks of ``group``, at most; False if it has none to give."""
-        prefix = self._prefix
+        prefix, guard = self._prefix, self._guard
         if not prefix.num_evictable(group):
             return False
-        self._memory.finish_copies(group.index)
-        self.forget(lambda: prefix.evict(group, n), is_evicted=True)
+        if self._memory.is_copying:
+            self._memory.finish_copies(group.index)
+        guard.is_torn = True
+        try:
+            evicted = prefix.evict(group, n)
+        except Exception:
+            guard.is_torn = False
+            raise
+        self._free(evicted, is_evicted=True)
         return True
 
-    def evict_checkpoint(self) -> None:
-        """Let the prefix cache give up a checkpoint, if it has one that nobody needs."""
-        self.forget(self._prefix.evict_checkpoint, is_evicted=True)
-
     def forget(self, decide: Callable[[], Evicted], *, is_evicted: bool = False) -> None:
-        """Free what ``decide``, a method of the prefix cache, gives up; first store it below, where it goes to make room
-        (``is_evicted``)."""
-        guard, offloader = self._guard, self._offloader
+        """Free what ``decide``, a method of the prefix cache, gives up; ``is_evicted``: to make room."""
+        guard = self._guard
         guard.is_torn = True
         try:
             evicted = decide()
         except Exception:
             guard.is_torn = False
             raise
+        self._free(evicted, is_evicted=is_evicted)
+
+    def _free(self, evicted: Evicted, *, is_evicted: bool) -> None:
+        """Free what the prefix cache gave up; first store it below, where it goes to make room. The cache is torn until the
+        end of this."""
+        offloader, full, ids = self._offloader, self._prefix.full, evicted.ids
         try:
             if is_evicted and offloader is not None:
-                offloader.evicted(evicted.ids)
+                offloader.evicted(ids)
                 for name, copies in evicted.checkpoints:
                     offloader.store_checkpoint(name, copies, "evict")
         finally:
-            full = self._prefix.full
-            if full is not None and len(evicted.ids):
-                self._release(full, evicted.ids)
+            if full is not None and len(ids):
+                self.release(full, ids)
             for name, copies in evicted.checkpoints:
                 if offloader is not None:
                     offloader.checkpoint_dropped(name)
-                for bounded, ids in zip(self._prefix.bounded, copies):
-                    self._release(bounded, ids)
-            guard.is_torn = False
+                for bounded, some in zip(self._prefix.bounded, copies):
+                    self.release(bounded, some)
+            self._guard.is_torn = False
 
     def tidy(self) -> None:
         """Poison what was freed, where that is asked for. What fails is tried again before a block is handed out."""
-        with suppress(MemoryError, RuntimeError):
-            self._memory.poison_freed()
+        if self._memory.is_poisoning:
+            with suppress(MemoryError, RuntimeError):
+                self._memory.poison_freed()
+
+    def release(self, group: BlockGroup, ids: Ids) -> None:
+        """Nobody holds blocks ``ids`` any more: they are free, nothing below the device names them, and their bytes mean
+        nothing."""
+        group.release(ids)
+        if self._is_told:
+            self.freed(group, ids)
 
     def freed(self, group: BlockGroup, ids: Ids) -> None:
-        """Blocks ``ids`` were released: nothing below the device names them, and their bytes mean nothing."""
+        """Tell who must know that blocks ``ids`` were freed."""
         if self._offloader is not None and group is self._prefix.full:
             self._offloader.freed(ids)
         self._memory.freed(group.index, ids)
-
-    def _release(self, group: BlockGroup, ids: Ids) -> None:
-        group.release(ids)
-        self.freed(group, ids)
 
     def _grant(self, grant: Grant) -> None:
         """What another group left in a sector could read as NaN in this one: it is cleared first."""

@@ -118,12 +118,12 @@ class Core:
         ``suspended``, from ``Swap.copy_out``, it is set aside, else closed."""
         slot, guard = request.slot, self.guard
         owned = [group.own_ids(slot) for group in self.groups]
-        if self.full is not None:
-            self.memory.finish_copies(self.full.index)
+        if self.memory.is_copying:
+            self.memory.finish_copies()
         guard.is_torn = True
         for group, ids in zip(self.groups, owned):
-            group.close(slot, ids)
-            self.capacity.freed(group, ids)
+            group.close(slot)
+            self.capacity.release(group, ids)
         self.prefix.tree.unpin(request.lease)
         del self.running[slot]
         self.free_slots.append(slot)
@@ -140,7 +140,7 @@ class Core:
         self.guard.is_torn = True
         for request in (*self.running.values(), *self.suspended):
             request.state, request.rows, request.slot = State.CLOSED, None, -1
-            request.num_fences, request.ends_with_fences = 0, False
+            request.num_fences = 0
         self.running.clear()
         self.suspended.clear()
         self.stale.clear()

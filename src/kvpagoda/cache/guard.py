@@ -37,6 +37,13 @@ class Guard:
         self.is_torn = False
         return result
 
+    def raise_busy(self, call: str) -> None:
+        """Raises ConcurrentUse."""
+        raise ConcurrentUse(
+            f"another thread is inside this cache; {call} must wait for it: one owner at a time, or a lock of the caller's own "
+            f"around every call"
+        )
+
     def raise_torn(self) -> None:
         """Raises NeedsReset."""
         raise NeedsReset(
@@ -48,8 +55,7 @@ class Guard:
 class Guarded(Protocol):
     """An object whose public methods are ``exclusive``."""
 
-    @property
-    def _guard(self) -> Guard: ...
+    _guard: Guard
 
 
 G = TypeVar("G", bound=Guarded)
@@ -63,10 +69,7 @@ def exclusive(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G,
     def guarded(self: G, /, *args: P.args, **kwargs: P.kwargs) -> T:
         guard = self._guard
         if not guard.lock.acquire(False):
-            raise ConcurrentUse(
-                f"another thread is inside this cache; {method.__qualname__} must wait for it: one owner at a time, or a lock "
-                f"of the caller's own around every call"
-            )
+            guard.raise_busy(method.__qualname__)
         try:
             if guard.is_torn:
                 guard.raise_torn()
@@ -83,7 +86,7 @@ def either_way(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def guarded(self: Guarded, /, *args: Any, **kwargs: Any) -> Any:
         if not self._guard.lock.acquire(False):
-            raise ConcurrentUse(f"another thread is inside this cache; {method.__qualname__} must wait for it")
+            self._guard.raise_busy(method.__qualname__)
         try:
             return method(self, *args, **kwargs)
         finally:

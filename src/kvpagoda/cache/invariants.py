@@ -26,7 +26,7 @@ def _check_slots(core: Core) -> None:
     if sorted([*core.running, *core.free_slots]) != list(range(core.plan.max_requests)):
         raise CheckFailed(f"slots {sorted(core.running)} run, {sorted(core.free_slots)} are free")
     for slot, request in core.running.items():
-        if request.slot != slot or request.state is not State.RUNNING:
+        if request.slot != slot or request.state not in (State.RUNNING, State.CLOSING):
             raise CheckFailed(f"slot {slot} runs a request that is {request.state.value} in slot {request.slot}")
     for request in core.suspended:
         if request.slot != -1 or request.state is not State.SUSPENDED or request.rows is not None:
@@ -45,14 +45,14 @@ def _check_request(core: Core, request: Request) -> None:
         rows, row = request.rows, request.rows.row_of.get(request)
         if row is None or rows.lengths[row] < request.own_length or request in rows.alone:
             raise CheckFailed(f"{where}: its batch does not know it, or has fewer tokens than its {request.own_length}")
-    if request.num_fences < 0 or (request.ends_with_fences and not request.num_fences):
+    if request.num_fences < 0 or (request.state is State.CLOSING and not request.num_fences):
         raise CheckFailed(f"{where}: {request.num_fences} fences")
     if not 0 <= request.own_length <= len(request.tokens):
         raise CheckFailed(f"{where}: more tokens than its text of {len(request.tokens)}")
     most = request.length // core.block_size
     if len(request.block_hashes) > 1 + max(most, request.prompt_length // core.block_size):
         raise CheckFailed(f"{where}: names of {len(request.block_hashes) - 1} blocks, more than its text has")
-    if request.state is not State.RUNNING:
+    if request.state is State.SUSPENDED:
         return
     if not request.lease.is_open or request.lease.num_blocks > most:
         raise CheckFailed(f"{where}: its lease covers {request.lease.num_blocks} blocks")

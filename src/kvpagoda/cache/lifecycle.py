@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.publishing import Publisher
 from kvpagoda.cache.request import Request, State
@@ -36,30 +35,33 @@ class Lifecycle:
         core, furthest = self._core, max(ends.values())
         if furthest > core.max_context:
             raise BadInput(f"{furthest} tokens are more than the longest context of {core.max_context}")
-        growing: list[tuple[int, dict[int, int]]] = []
-        needs, more = [0] * len(core.groups), [0] * len(core.groups)
+        lacking: list[tuple[BlockGroup, int, int]] = []  # group, slot, blocks
+        needs, more, is_more = [0] * len(core.groups), [0] * len(core.groups), False
         for group in core.groups:
-            lacking = {slot: n for slot, end in ends.items() if (n := group.lacking(slot, end))}
-            if lacking:
-                growing.append((group.index, lacking))
-                needs[group.index] = sum(lacking.values())
-                more[group.index] = sum(max(0, n - group.outstanding_of(slot)) for slot, n in lacking.items())
-        if not growing:
+            size, held = group.block_size, group.end
+            for slot, end in ends.items():
+                n = -(-end // size) - held[slot]
+                if n > 0:
+                    lacking.append((group, slot, n))
+                    needs[group.index] += n
+                    beyond = n - group.outstanding_of(slot)
+                    if beyond > 0:
+                        more[group.index] += beyond
+                        is_more = True
+        if not lacking:
             return
-        if any(more) and not core.capacity.fits(more):
+        if is_more and not core.capacity.fits(more):
             raise OutOfBlocks(core.capacity.shortage(more, core.plan.budget))
         core.capacity.ensure_free(needs, more)
-        pieces: list[tuple[int, int, Ids]] = []
-        for index, lacking in growing:
-            ids, begin = core.groups[index].peek(needs[index]), 0
-            if core.groups[index] is core.states:
-                core.memory.reset(index, ids)
-            for slot, n in lacking.items():
-                pieces.append((index, slot, ids[begin : begin + n]))
-                begin += n
+        ids = [group.peek(need) for group, need in zip(core.groups, needs)]
+        if core.states is not None and needs[core.states.index]:
+            core.memory.reset(core.states.index, ids[core.states.index])
+        begin = [0] * len(core.groups)
         core.guard.is_torn = True
-        for index, slot, ids in pieces:
-            core.groups[index].append(slot, ids)
+        for group, slot, n in lacking:
+            first = begin[group.index]
+            group.append(slot, ids[group.index][first : first + n])
+            begin[group.index] = first + n
         core.guard.is_torn = False
 
     def capacity_of(self, request: Request) -> int:
@@ -73,7 +75,8 @@ class Lifecycle:
 
     def commit(self, request: Request, token_ids: Any) -> None:
         """The rows of the next tokens are written; see ``Sequence.commit``."""
-        request.detach()
+        if request.rows is not None:
+            request.detach()
         core, length, left = self._core, request.own_length, request.prompt_length - request.own_length
         if left > 0 and type(token_ids) is np.ndarray and token_ids.dtype == _INT32 and token_ids.ndim == 1:
             ids = token_ids  # what the prompt has was looked at when it came
@@ -177,8 +180,8 @@ class Lifecycle:
             reserved = full.reserved[slot]
             if is_taken:
                 full.take(own)
-            full.cut(slot, columns, own, freed)
-            core.capacity.freed(full, freed)
+            full.cut(slot, columns, own)
+            core.capacity.release(full, freed)
         core.prefix.tree.unpin(request.lease)
         request.lease = shorter
         if full is not None:
@@ -211,16 +214,16 @@ class Lifecycle:
         self.check_unfenced(request, "suspended")
         suspended = core.swap.copy_out(request.slot, request.own_length, self.capacity_of(request), whole)
         core.release(request, suspended)
-        core.capacity.tidy()
-        self.clear_stale()
+        self._tidy()
 
     def close(self, request: Request) -> None:
         """``request`` ends: its own blocks and its slot are free; what it published stays, unpinned. While a step or a copy of
         it is in flight all of that waits."""
         core, counters = self._core, self._core.counters
-        request.detach()
+        if request.rows is not None:
+            request.detach()
         if request.num_fences:
-            request.ends_with_fences = True
+            request.state = State.CLOSING
             return
         computed = request.own_length - request.match.resumable
         if request.state is State.SUSPENDED:
@@ -231,19 +234,23 @@ class Lifecycle:
         else:
             if not request.is_settled:
                 self._publisher.settle(request)
-            self._publisher.store_last_checkpoint(request)
+            if core.offloader is not None:
+                self._publisher.store_last_checkpoint(request)
             core.release(request)
         counters.closed += 1
         counters.computed += computed
-        request.ends_with_fences = False
-        core.capacity.tidy()
-        self.clear_stale()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """What may be done now that a request stopped."""
+        if self._core.memory.is_poisoning:
+            self._core.capacity.tidy()
+        if self._core.stale:
+            self.clear_stale()
 
     def clear_stale(self) -> None:
         """Of namespaces that were invalidated, drop what nobody uses any more."""
         core = self._core
-        if not core.stale:
-            return
         waiting = {one.namespace for one in core.suspended}  # they go on, and leave something behind again
         for namespace in [*core.stale]:
             with suppress(RetryLater):
@@ -274,7 +281,7 @@ class Lifecycle:
             requests.pop()
         for request in ended:
             try:
-                if request.ends_with_fences:
+                if request.state is State.CLOSING:
                     self.close(request)
                 elif request.state is State.RUNNING and not request.is_settled:
                     request.detach()

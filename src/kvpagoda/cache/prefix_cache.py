@@ -260,7 +260,7 @@ class PrefixCache:
         if group is self.full:
             evicted = self.tree.evict(n + self._at_once)
             self.num_evicted_blocks += evicted.ids.shape[1]
-            return Evicted(evicted.ids[0], self._forget(evicted.states))
+            return Evicted(evicted.ids[0], self._forget(evicted.states) if evicted.states else ())
         return self.evict_checkpoint()
 
     def evict_checkpoint(self) -> Evicted:

@@ -87,8 +87,7 @@ class Publisher:
             guard.is_torn = False
             raise
         if len(spared) and core.full is not None:
-            core.full.release(spared)
-            core.capacity.freed(core.full, spared)
+            core.capacity.release(core.full, spared)
         guard.is_torn = False
         if core.full is None:
             core.capacity.forget(prefix.evict_unbacked, is_evicted=True)
@@ -106,8 +105,8 @@ class Publisher:
             leaving = group.leaving(request.slot, request.own_length)
             if leaving is not None:
                 core.guard.is_torn = True
-                group.slide(request.slot, *leaving)
-                core.capacity.freed(group, leaving[1])
+                group.slide(request.slot, leaving[0])
+                core.capacity.release(group, leaving[1])
                 core.guard.is_torn = False
 
     def _keep_checkpoint(self, request: Request) -> None:
@@ -145,7 +144,7 @@ class Publisher:
         if not capacity.fits(needs):
             return None
         if prefix.is_full:
-            capacity.evict_checkpoint()
+            capacity.forget(prefix.evict_checkpoint, is_evicted=True)
             if prefix.is_full:
                 return None
         try:

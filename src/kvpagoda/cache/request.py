@@ -21,6 +21,8 @@ class State(Enum):
 
     NEW = "new"
     RUNNING = "running"
+    CLOSING = "closing"
+    """Closed inside a fence: it ends when the last one is lifted."""
     SUSPENDED = "suspended"
     CLOSED = "closed"
 
@@ -32,14 +34,13 @@ class Request:
     ``lease``: what it has published or started from. ``written``: the highest length that a batch or a commit went up to;
     rings and states hold what came last. ``block_hashes``: names of its beginnings below the device, as far as anybody asked.
     ``num_fences``: steps and copies in flight. ``is_settled``: whether everything committed was published; if not, that is
-    done when the last fence is lifted, or with the next commit. ``ends_with_fences``: it was closed inside a fence.
-    ``opened_at``: when its prompt began to be computed (``perf_counter``), 0.0 once that is measured. ``rows``: the persistent
+    done when the last fence is lifted, or with the next commit. ``opened_at``: when its prompt began to be computed (``perf_counter``), 0.0 once that is measured. ``rows``: the persistent
     batch that is ahead of it, if any. ``resumed_at``: the cache's count of stopped requests when it
     got its slot.
     """
 
     __slots__ = (
-        "block_hashes", "ends_with_fences", "is_settled", "last_checkpoint", "lease", "match", "media_ids", "namespace",
+        "block_hashes", "is_settled", "last_checkpoint", "lease", "match", "media_ids", "namespace",
         "num_fences", "opened_at", "own_length", "priority", "prompt_length", "resumed_at", "rows", "slot", "state", "tokens", "written",
     )  # fmt: skip
 
@@ -56,7 +57,7 @@ class Request:
         self.match = PrefixMatch(0, 0, "nothing")
         self.lease: Lease
         self.slot, self.state, self.resumed_at = -1, State.NEW, 0
-        self.num_fences, self.is_settled, self.ends_with_fences = 0, True, False
+        self.num_fences, self.is_settled = 0, True
         self.last_checkpoint = -1
         self.block_hashes: list[bytes] = []
         self.opened_at = 0.0
@@ -108,7 +109,7 @@ class Request:
 
     def check_running(self) -> None:
         """Raises StaleHandle."""
-        if self.state is not State.RUNNING or self.ends_with_fences:
+        if self.state is not State.RUNNING:
             is_aside = self.state is State.SUSPENDED
             raise StaleHandle(
                 f"this sequence is {'suspended; resume it first' if is_aside else 'closed; open a new one'}"

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import wraps
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 
 import numpy as np
 
 from kvpagoda.blocks.ids import whole_number
 from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.guard import Guard, either_way, exclusive
+from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, State, Tokens
 from kvpagoda.errors import BadInput
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def while_running(method: Callable[Concatenate[Sequence, P], T]) -> Callable[Concatenate[Sequence, P], T]:
+    """``method``, exclusive as in ``guard.exclusive``, for a sequence that runs. Raises StaleHandle."""
+
+    @wraps(method)
+    def guarded(self: Sequence, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        guard = self._guard
+        if not guard.lock.acquire(False):
+            guard.raise_busy(method.__qualname__)
+        try:
+            if guard.is_torn:
+                guard.raise_torn()
+            if self._request.state is not State.RUNNING:
+                self._request.check_running()
+            return method(self, *args, **kwargs)
+        finally:
+            guard.lock.release()
+
+    return guarded
 
 
 class Calls:
@@ -35,14 +59,10 @@ class Sequence:
     were written. Every call either does all it says or raises and changes nothing; after ``close`` all raise StaleHandle.
     """
 
-    __slots__ = ("__weakref__", "_calls", "_request")
+    __slots__ = ("__weakref__", "_calls", "_guard", "_request")
 
     def __init__(self, calls: Calls, request: Request) -> None:
-        self._calls, self._request = calls, request
-
-    @property
-    def _guard(self) -> Guard:
-        return self._calls.core.guard
+        self._calls, self._request, self._guard = calls, request, calls.core.guard
 
     # -- what it is --------------------------------------------------------------------------------------------------
 
@@ -55,7 +75,7 @@ class Sequence:
     @property
     def is_open(self) -> bool:
         """True until ``close``, while it is suspended too."""
-        return self._request.state in (State.RUNNING, State.SUSPENDED) and not self._request.ends_with_fences
+        return self._request.state in (State.RUNNING, State.SUSPENDED)
 
     @property
     def length(self) -> int:
@@ -95,36 +115,33 @@ class Sequence:
 
     # -- its steps ---------------------------------------------------------------------------------------------------
 
-    @exclusive
+    @while_running
     def extend(self, n: SupportsIndex) -> None:
         """Make room for the next ``n`` tokens after the committed ones, in every group or in none.
 
         Raises OutOfBlocks, and BadInput for an ``n`` that is no whole number of at least 0 or past the cache's longest
         context; nothing changed then.
         """
-        self._request.check_running()
         if type(n) is not int or n < 0:
             n = whole_number(n, "the number of tokens to extend by")
         self._calls.lifecycle.extend({self._request.slot: self._request.length + n})
 
-    @exclusive
+    @while_running
     def commit(self, token_ids: Any) -> None:
         """Say that the rows of the next ``len(token_ids)`` tokens are written: whole blocks become shareable, window
         groups free what slid out.
 
         Inside the prompt the ids must be the prompt's own. Raises BadInput (no room, other ids), StaleHandle.
         """
-        self._request.check_running()
         self._calls.lifecycle.commit(self._request, token_ids)
 
-    @exclusive
+    @while_running
     def fork(self, *, reserve: SupportsIndex | None = None) -> Sequence:
         """A second request with the same committed tokens, to go another way: whole blocks are shared, the partial block,
         windows and state rows copied. ``reserve``: tokens that it may come to hold (default: those committed).
 
         Raises RetryLater if there is no slot or no room, or while it is fenced; nothing changed then.
         """
-        self._request.check_running()
         wanted = 0 if reserve is None else whole_number(reserve, "reserve")
         request = self._request
         request.detach()
@@ -133,7 +150,7 @@ class Sequence:
         child._request = self._calls.admission.fork(request, max(request.own_length, wanted))
         return child
 
-    @exclusive
+    @while_running
     def rewind(self, n: SupportsIndex) -> None:
         """Take back the last ``n`` committed tokens; others may follow them, after ``extend``.
 
@@ -142,10 +159,9 @@ class Sequence:
         checkpoint, or the sequence it was forked from. Raises OutOfBlocks if a shared block must be copied and there is
         no room. Nothing changed then.
         """
-        self._request.check_running()
         self._calls.lifecycle.rewind(self._request, whole_number(n, "the number of tokens to rewind"))
 
-    @exclusive
+    @while_running
     def suspend(self, whole: bool = True) -> None:
         """Set this request aside: what it holds goes to host memory, and its blocks, its slot and what it reserved are free.
         Until ``resume`` or ``close`` everything but ``length``, ``tokens``, ``match`` raises StaleHandle.
@@ -154,7 +170,6 @@ class Sequence:
         it published stays in the cache, where it may be evicted. Waits until the bytes are there. Raises OutOfBlocks if
         that does not fit in the ``swap`` of the cache, RetryLater while it is fenced, StaleHandle; nothing changed then.
         """
-        self._request.check_running()
         if not isinstance(whole, bool | np.bool_):
             raise BadInput(f"whole is True or False, got {whole!r}")
         self._calls.lifecycle.suspend(self._request, bool(whole))
@@ -220,10 +235,7 @@ class Fence:
 
     def __init__(self, calls: Calls, requests: list[Request]) -> None:
         self._calls, self._requests, self._is_entered = calls, requests, False
-
-    @property
-    def _guard(self) -> Guard:
-        return self._calls.core.guard
+        self._guard = calls.core.guard
 
     @exclusive
     def __enter__(self) -> None:

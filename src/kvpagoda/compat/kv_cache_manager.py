@@ -151,7 +151,9 @@ class KVCacheManager:
         """Give back the slot and all its blocks in every layer. Raises NotOwned if the slot is not admitted."""
         self._check_slot(slot)
         for blocks in filter(None, self._blocks):
-            blocks.group.close(slot, blocks.group.own_ids(slot))
+            own = blocks.group.own_ids(slot)
+            blocks.group.close(slot)
+            blocks.group.release(own)
             blocks.table.upload()
         self._slots.release_id(slot)
 

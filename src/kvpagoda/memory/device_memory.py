@@ -55,7 +55,7 @@ class DeviceMemory(NoMemory):
         ]  # fmt: skip
         self._buffers = [shared] if plan.num_sectors else [arena.buffer for arena in self.arenas]
         self._growths = [group.demand.growth for group in plan.groups]
-        self._sector_nbytes, self._poison = plan.sector_nbytes, poison
+        self._sector_nbytes, self.is_poisoning = plan.sector_nbytes, poison
         self._to_poison: list[tuple[int, Ids]] = []
         self._copies: list[LayerwiseCopy] = []
         self._stream = side_stream(self.device) if copies_aside else None
@@ -76,6 +76,7 @@ class DeviceMemory(NoMemory):
             copy.wait(layer.index)
         if self._copies:
             self._copies = [copy for copy in self._copies if not copy.is_done]
+            self.is_copying = bool(self._copies)
         if layer.index not in self._pools:
             blocks = states = None
             for growth, arena in zip(self._growths, self.arenas):
@@ -87,7 +88,8 @@ class DeviceMemory(NoMemory):
         return self._pools[layer.index]
 
     def copy(self, group: int, sources: Ids, targets: Ids) -> None:
-        self.finish_copies(group)
+        if self.is_copying:
+            self.finish_copies(group)
         self.arenas[group].copy(sources, targets)
 
     def reset(self, group: int, ids: Ids) -> None:
@@ -97,10 +99,10 @@ class DeviceMemory(NoMemory):
         """They are zeroed, with ``poison`` NaN: what another group left there could read as NaN."""
         size = self._sector_nbytes
         for sector in sectors.tolist():
-            self._buffers[0][sector * size : (sector + 1) * size].fill_(POISON if self._poison else 0)
+            self._buffers[0][sector * size : (sector + 1) * size].fill_(POISON if self.is_poisoning else 0)
 
     def freed(self, group: int, ids: Ids) -> None:
-        if self._poison and len(ids):
+        if self.is_poisoning and len(ids):
             self._to_poison.append((group, ids))
 
     def poison_freed(self) -> None:
@@ -127,7 +129,8 @@ class DeviceMemory(NoMemory):
         return memory
 
     def to_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int]) -> None:
-        self.finish_copies(group)
+        if self.is_copying:
+            self.finish_copies(group)
         copy_to_host(self.arenas[group], ids, torch.from_numpy(table), rows)
 
     def from_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int]) -> None:
@@ -136,14 +139,17 @@ class DeviceMemory(NoMemory):
     def from_host_later(self, group: int, parts: Many[Part], done: Callable[[], None]) -> None:
         tables = [(ids, torch.from_numpy(table), rows) for ids, table, rows in parts]
         self._copies.append(LayerwiseCopy(self.arenas[group], tables, done, self._stream))
+        self.is_copying = True
 
     def finish_copies(self, group: int | None = None) -> None:
         for copy in [*self._copies]:
             if group is None or copy.arena is self.arenas[group]:
                 copy.finish()
                 self._copies.remove(copy)
+        self.is_copying = bool(self._copies)
 
     def forget_copies(self) -> None:
         copies, self._copies, self._to_poison = self._copies, [], []
+        self.is_copying = False
         for copy in copies:
             copy.cancel()

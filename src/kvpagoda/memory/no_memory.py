@@ -46,6 +46,10 @@ class NoMemory:
 
     page_offset = 0
     has_memory = False
+    is_poisoning = False
+    """Whether what was freed is overwritten."""
+    is_copying = False
+    """Whether ``from_host_later`` has something left to copy."""
 
     def __init__(self) -> None:
         self.arrays = HostArrays()
