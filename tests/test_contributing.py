@@ -1,0 +1,32 @@
+"""CONTRIBUTING says what is there: its rooms are those of the tree, and its drawing is made from the code."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from test_layering import LEVELS, SRC
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_the_drawing_is_what_a_run_shows() -> None:
+    spec = importlib.util.spec_from_file_location("request_path", ROOT / "tools" / "request_path.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    drawn = re.search(r"```text drawing\n(.*?)\n```", TEXT, re.S)
+    assert drawn is not None and drawn.group(1) == module.drawing(), "run python tools/request_path.py"
+
+
+def test_the_rooms_are_those_of_the_tree_in_their_order() -> None:
+    named = re.findall(r"^\| `(\w+)", TEXT, re.M)
+    assert named == LEVELS
+    there = {path.stem if path.suffix else path.name for path in SRC.iterdir() if not path.name.startswith("__")}
+    assert {*LEVELS} == there - {"py"}
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`([\w/]+\.(?:py|json))`", TEXT))))
+def test_files_that_are_named_exist(path: str) -> None:
+    assert (SRC / path).exists() or (ROOT / path).exists(), path
