@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.test_layering import LEVELS, SRC, module_of, room
 
-from kvpagoda import KVCache, Schema
+from kvpagoda import KVCache, Limits, Retention, Schema
 
 MOST_OF_OPEN, MOST_OF_COMMIT = 2, 1
 SIZE = 4
@@ -85,7 +85,7 @@ class Calls:
 def leave(cache: KVCache, first: int, length: int) -> None:
     """A request computes ``length`` tokens, a block at a time, and ends."""
     tokens = [first, *(i % 900 for i in range(1, length))]
-    with cache.open(tokens, room=0) as sequence:
+    with cache.open(tokens, capacity=0) as sequence:
         compute(sequence, tokens)
 
 
@@ -97,7 +97,7 @@ def compute(sequence: Any, tokens: list[int]) -> None:
 
 def pressured() -> KVCache:
     """A cache that is full: two requests run, and what others left of the group that keeps all tokens takes the rest."""
-    cache = KVCache(GEMMA, "24KiB", device="cpu", max_requests=4, block_size=SIZE, step_tokens=4 * SIZE, checkpoints=2)
+    cache = KVCache(GEMMA, "24KiB", device="cpu", max_requests=4, block_size=SIZE, limits=Limits(step_tokens=4 * SIZE), retention=Retention(2))
     for first in (1, 2):
         cache.open([first] * 3 * SIZE)
     for first in range(100, 160):

@@ -143,7 +143,7 @@ def _trial(seed: int, met: list[int]) -> list[str]:
                 try:
                     if chance < 0.3 and len(running) < 2:
                         tokens = scene.words(int(random.integers(4)), 2)
-                        running.append((call(partial(scene.cache.open, tokens, "one", room=0)), tokens))
+                        running.append((call(partial(scene.cache.open, tokens, "one", capacity=0)), tokens))
                     elif chance < 0.8 and running:
                         one, tokens = running[int(random.integers(len(running)))]
                         call(partial(one.extend, 1))

@@ -45,7 +45,7 @@ def invalidated(scene: Scene, *namespaces: str) -> Steps:
     scene.cache.check()
     if raised:
         call()
-    probe = scene.cache.open(scene.words(1, 3), "one", room=0)
+    probe = scene.cache.open(scene.words(1, 3), "one", capacity=0)
     assert probe.cached_tokens == 0, "what was invalidated is found"
     probe.close()
     scene.texts.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvpagoda import KVCache, Schema
+from kvpagoda import Identity, KVCache, Limits, Retention, Schema
 from kvpagoda.schema import Attention, Growth, IndexKeys, Latent, Layer, LayerKind, Recurrent, Rows, Shared
 from kvpagoda.tiers import TierSpec
 
@@ -88,10 +88,9 @@ SLOTS = 4
 def make_cache(kind: str, tiers: tuple[TierSpec, ...] = ()) -> KVCache:
     """The only place where a cache is made."""
     size = KINDS[kind].block_size
-    below = {"tiers": tiers, "weights": "w"} if tiers else {}
     return KVCache(
-        schemas(kind), device="cpu", max_requests=SLOTS, block_size=size, step_tokens=2 * size, poison=True,
-        checkpoints=4, checkpoint_every=1, **KINDS[kind].size, **below,
+        schemas(kind), device="cpu", max_requests=SLOTS, block_size=size, poison=True, tiers=tiers, identity=Identity("w"),
+        limits=Limits(step_tokens=2 * size), retention=Retention(4, 1), **KINDS[kind].size,
     )  # fmt: skip
 
 

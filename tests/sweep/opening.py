@@ -32,13 +32,13 @@ def opened(scene: Scene, tokens: list[int], least: int = 0, evicts: bool = False
 
 @operation("open, a miss")
 def open_a_miss(scene: Scene) -> Any:
-    return (yield from opened(scene, scene.words(1), room=scene.size))
+    return (yield from opened(scene, scene.words(1), capacity=scene.size))
 
 
 @operation("open, a hit")
 def open_a_hit(scene: Scene) -> Any:
     scene.leave(scene.words(1, 2))
-    return (yield from opened(scene, scene.words(1, 3), least=scene.size, room=2 * scene.size + 1))
+    return (yield from opened(scene, scene.words(1, 3), least=scene.size, capacity=2 * scene.size + 1))
 
 
 @operation("open, a part of a block", only=lambda kind: kind.partial)
@@ -50,7 +50,7 @@ def open_a_part_of_a_block(scene: Scene) -> Any:
 
 @operation("open, eviction", only=lambda kind: kind.evicts)
 def open_with_eviction(scene: Scene) -> Any:
-    return (yield from opened(scene, scene.words(1, 4.5), evicts=True, room=4 * scene.size))
+    return (yield from opened(scene, scene.words(1, 4.5), evicts=True, capacity=4 * scene.size))
 
 
 @operation("open, a tier", tier=True)
@@ -64,7 +64,7 @@ def open_from_a_tier(scene: Scene) -> Any:
 def open_from_a_tier_with_eviction(scene: Scene) -> Any:
     scene.leave(scene.words(1, 4))
     scene.forget()
-    return (yield from opened(scene, [*scene.words(1, 4), 5], scene.size, evicts=True, room=6 * scene.size))
+    return (yield from opened(scene, [*scene.words(1, 4), 5], scene.size, evicts=True, capacity=6 * scene.size))
 
 
 @operation("open, layer-wise", tier=True)

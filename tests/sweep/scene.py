@@ -85,7 +85,7 @@ class Scene:
 
     def opening(self, tokens: list[int], **settings: Any) -> Callable[[], Sequence]:
         """The call alone that opens a request."""
-        settings = {"room": 0, "reserve": len(tokens) + 3 * self.size, **settings}
+        settings = {"capacity": 0, "reserve": len(tokens) + 3 * self.size, **settings}
         return partial(self.cache.open, tokens, "one", **settings)
 
     def take(self, sequence: Sequence, tokens: list[int]) -> Request:
@@ -170,7 +170,7 @@ class Scene:
     def pass_by(self, number: int) -> None:
         """A request of four blocks comes and goes; nobody looks at its rows."""
         tokens = self.words(number, 4)
-        with self.cache.open(tokens, "other", room=0) as sequence:
+        with self.cache.open(tokens, "other", capacity=0) as sequence:
             for at in range(sequence.length, len(tokens), self.size):
                 sequence.extend(self.size)
                 sequence.commit(tokens[at : at + self.size])
@@ -192,7 +192,7 @@ class Scene:
     def is_found_as_ever(self, what: str, request: Request) -> None:
         """Another request finds as much of its text as where nothing fails: what a commit says was done, all of it."""
         text = request.text.tokens[: request.sequence.length]
-        with self.cache.open([*text, 996], "one", room=0) as probe:
+        with self.cache.open([*text, 996], "one", capacity=0) as probe:
             found = probe.cached_tokens
         key = (self.kind.schema, what)
         if self.is_undisturbed:
