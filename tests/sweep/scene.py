@@ -190,7 +190,8 @@ class Scene:
         return self.cache.stats().running
 
     def is_found_as_ever(self, what: str, request: Request) -> None:
-        """Another request finds as much of its text as where nothing fails: what a commit says was done, all of it."""
+        """Another request finds as much of its text as where nothing fails, after the next commit at the latest."""
+        request.sequence.commit([])
         text = request.text.tokens[: request.sequence.length]
         with self.cache.open([*text, 996], "one", capacity=0) as probe:
             found = probe.cached_tokens

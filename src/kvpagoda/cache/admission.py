@@ -365,7 +365,8 @@ class Admission:
         if beyond is not None or checkpoint is not None:
             self._let_go(None, beyond, checkpoint)
         if request.state is State.SUSPENDED:
-            core.swap.drop(core.suspended.pop(request))
+            core.swap.drop(core.suspended[request])
+            del core.suspended[request]
         if not is_same:
             request.start_at(found, core.block_size)
         request.lease, request.slot, request.state = lease, slot, State.RUNNING

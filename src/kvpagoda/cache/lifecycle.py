@@ -124,17 +124,15 @@ class Lifecycle:
         length = request.own_length - n
         self.check_unfenced(request, "rewound")
         self._check_rewindable(request, length)
-        tokens = request.tokens
+        media_ids = {at: one for at, one in request.media_ids.items() if at < length}
         columns = length // self._core.block_size
         if columns < request.lease.num_blocks:
-            tokens = tokens.copy()  # what was published may not be written over
             self._unshare(request, columns, length)
-        request.tokens = tokens
-        request.own_length = length
-        request.written = max(request.written, length + n)
+        request.written = max(request.written, request.own_length)
+        request.own_length, request.media_ids = length, media_ids
         request.prompt_length = min(request.prompt_length, length)
-        request.media_ids = {at: one for at, one in request.media_ids.items() if at < length}
         del request.block_hashes[columns + 1 :]
+        self._tidy()
 
     def _check_rewindable(self, request: Request, length: int) -> None:
         """Raises BadInput where a layer keeps something that cannot go back to ``length`` tokens."""
@@ -155,9 +153,10 @@ class Lifecycle:
                 raise BadInput(f"{group.name} no longer keeps positions before {furthest}; {length} tokens need them")
 
     def _unshare(self, request: Request, columns: int, length: int) -> None:
-        """Let the blocks behind the first ``columns`` be the request's own, for others will be written there. Raises
-        OutOfBlocks, changing nothing."""
+        """Let ``length`` tokens be committed, and the blocks behind the first ``columns`` be the request's own, for others will be
+        written there. Raises OutOfBlocks, changing nothing."""
         core, slot, full = self._core, request.slot, self._core.full
+        tokens = request.tokens.copy()  # what was published may not be written over
         own = freed = np.empty(0, np.int32)
         is_taken = False
         shorter = core.guard.change(core.prefix.tree.pin, request.lease, columns)
@@ -187,8 +186,9 @@ class Lifecycle:
         if full is not None:
             there = max(0, core.capacity.available(full))
             full.reserve(slot, min(reserved, full.reserved[slot] + there))
+        request.tokens, request.written = tokens, max(request.written, request.own_length)
+        request.own_length = length
         core.guard.is_torn = False
-        core.capacity.tidy()
 
     def _make_room_for_copy(self, group: BlockGroup, slot: int) -> bool:
         """Whether a free block of ``group`` can take the copy of a shared one; else ``slot`` has one of its own, which means
@@ -228,7 +228,8 @@ class Lifecycle:
         computed = request.own_length - request.match.resumable
         if request.state is State.SUSPENDED:
             core.guard.is_torn = True
-            core.swap.drop(core.suspended.pop(request))
+            core.swap.drop(core.suspended[request])
+            del core.suspended[request]
             request.state = State.CLOSED
             core.guard.is_torn = False
         else:
@@ -272,21 +273,29 @@ class Lifecycle:
 
     def leave_fence(self, requests: list[Request]) -> None:
         """One fence less around each of ``requests``; then do what waited. An error of one does not keep the others."""
-        ended, errors = list[Request](), list[Exception]()
+        ended, errors = list[Request](), list[BaseException]()
         while requests:
             request = requests[-1]
             if request.num_fences == 1:
                 ended.append(request)
-            request.num_fences = max(0, request.num_fences - 1)  # after a reset there is none
+            if request.num_fences:  # after a reset there is none
+                request.num_fences -= 1
             requests.pop()
         for request in ended:
             try:
-                if request.state is State.CLOSING:
-                    self.close(request)
-                elif request.state is State.RUNNING and not request.is_settled:
-                    request.detach()
-                    self._publisher.settle(request)
-            except Exception as error:
+                self._leave(request)
+            except BaseException as error:
                 errors.append(error)
+                if self._core.guard.is_torn:
+                    break
+                self._leave(request)  # whatever it was, a signal or memory: nobody else would do it
         if errors:
             raise errors[0]
+
+    def _leave(self, request: Request) -> None:
+        """Do what waited for the last fence around ``request``."""
+        if request.state is State.CLOSING:
+            self.close(request)
+        elif request.state is State.RUNNING and not request.is_settled:
+            request.detach()
+            self._publisher.settle(request)

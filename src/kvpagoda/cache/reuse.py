@@ -24,13 +24,16 @@ class Reuse:
         core = self._core
         match: Match = core.prefix.tree.match(keys, namespace)
         pin = core.guard.change(core.prefix.pin, match)
-        if not core.capacity.fits([0] * len(core.groups)):
-            core.guard.change(core.prefix.unpin, pin)
+        try:
+            if core.capacity.fits([0] * len(core.groups)):
+                return pin
             raise OutOfBlocks(
                 f"{match.num_blocks} blocks are cached of this text, and running requests have reserved what they would keep "
                 f"back; close a sequence first"
             )
-        return pin
+        except BaseException:
+            core.guard.change(core.prefix.unpin, pin)
+            raise
 
     def unpin(self, pin: Pin) -> None:
         """End ``pin``, if it is still held. Raises BadInput."""
