@@ -135,7 +135,7 @@ def _set_aside(options: Options, cache: KVCache, sequence: Sequence) -> float:
     taken = []
     for _ in range(options.runs + 1):
         out = seconds(sequence.suspend)
-        cache.core.prefix.clear()
+        cache.core.capacity.forget(cache.core.prefix.clear)
         taken.append(out + seconds(sequence.resume))
     return float(np.median(taken[1:]))  # the first round touches memory
 
@@ -149,10 +149,11 @@ def _sequence(options: Options, case: str, schema: Schema, tokens: int) -> Row:
         device="cpu",
         limits=Limits(step_tokens=tokens),
     )
-    for buffer in cache._buffers:
-        buffer.fill_(1)
-    sequence = cache.open(np.arange(tokens) % 1000)
-    sequence.commit(sequence._tokens)
+    for arena in cache.core.memory.arenas:
+        arena.buffer.fill_(1)
+    text = np.arange(tokens) % 1000
+    sequence = cache.open(text)
+    sequence.commit(text)
     return _row(options, case, cache, sequence)
 
 
@@ -188,11 +189,12 @@ def _computed(options: Options, tokens: int) -> Row:
     cache = KVCache(
         Schema.from_hf_config(config), num_blocks=tokens // 16 + 1, block_size=16, max_requests=1, device="cpu"
     )
-    runner, sequence = ModelRunner(model, cache), cache.open(np.arange(tokens) % 1000)
+    text = (np.arange(tokens) % 1000).astype(np.int32)
+    runner, sequence = ModelRunner(model, cache), cache.open(text)
 
     def compute() -> None:
         while sequence.length < tokens:
-            piece = sequence._tokens[sequence.length : sequence.length + 2048]
+            piece = text[sequence.length : sequence.length + 2048]
             runner.step([(sequence, piece)])
             sequence.commit(piece)
 

@@ -18,7 +18,7 @@ from kvpagoda import doctor
 from kvpagoda.cli import app
 from kvpagoda.doctor import EXTRAS, Finding, examine
 from kvpagoda.errors import BadInput
-from kvpagoda.kv_cache import KVCache
+from kvpagoda.memory.device_memory import DeviceMemory
 from kvpagoda.tiers import tier_from_text
 
 
@@ -70,11 +70,11 @@ def test_a_package_that_does_not_work_is(no_imports: dict[str, Exception], error
 
 
 def test_a_cache_that_loses_rows_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lose(cache: KVCache, *_: Any) -> None:
-        for buffer in cache._buffers:
-            buffer.zero_()
+    def lose(memory: DeviceMemory, *_: Any) -> None:
+        for arena in memory.arenas:
+            arena.buffer.zero_()
 
-    monkeypatch.setattr(KVCache, "blocks_in", lose)
+    monkeypatch.setattr(DeviceMemory, "from_host", lose)
     assert found()["cache on cpu"].state == "broken"
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 from test_generator import EXACT, model_of  # noqa: E402
 from test_generator_pressure import DRAWN, NEW, assert_empty, assert_greedy, prompts, run, small  # noqa: E402
 
+from kvpagoda import Limits  # noqa: E402
 from kvpagoda.hf import Generator  # noqa: E402
 from kvpagoda.scheduling import Costs, LeastComputed, PreemptionMode, Youngest  # noqa: E402
 
@@ -41,7 +42,8 @@ def test_all_ways_in_turn_with_forks_proposals_and_too_little_swap(name: str) ->
         return next(ways)
 
     arguments: dict[str, Any] = dict(preemption=LeastComputed(), lookup=3, preemption_mode=choose)
-    generator = small(name, **arguments, swap=small(name).cache.plan.nbytes // 4)
+    limits = Limits(swap=small(name).cache.plan.nbytes // 4)
+    generator = small(name, **arguments, limits=limits)
     found = generator.generate(prompts()[:4], NEW, lambda stats: generator.cache.check(), n=3, sampling=DRAWN)
     wide = Generator(model_of(name), num_blocks=200, max_requests=12)
     assert found == wide.generate(prompts()[:4], NEW, n=3, sampling=DRAWN)
