@@ -463,14 +463,17 @@ def test_rows_read_back_are_the_rows_written(name: str, checkpoints: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "budget", "least"), [("mixed", 24_000, 5), ("full and state", 24_000, 5), ("windows", 7_000, 0)]
+    ("name", "budget", "least", "seed"),
+    [("mixed", 24_000, 5, 4), ("full and state", 24_000, 5, 4), ("windows", 7_000, 0, 3)],
 )
-def test_rows_stay_right_when_groups_share_one_budget_and_blocks_move(name: str, budget: int, least: int) -> None:
+def test_rows_stay_right_when_groups_share_one_budget_and_blocks_move(
+    name: str, budget: int, least: int, seed: int
+) -> None:
     cache = KVCache(
         SHARING[name], budget, max_requests=6, block_size=4, device="cpu", poison=True, limits=Limits(step_tokens=9),
         retention=Retention(checkpoints=8, checkpoint_every=2),
     )  # fmt: skip
-    traffic(cache, 1500, seed=4, engine=FakeEngine(cache))
+    traffic(cache, 1500, seed=seed, engine=FakeEngine(cache))
     assert cache.core.capacity.num_moves >= least and cache.stats().cached_tokens > 5
 
 

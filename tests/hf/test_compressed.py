@@ -296,7 +296,7 @@ def test_a_rewind_too_far_names_the_layers_and_changes_nothing(width: int) -> No
     ids = tokens(37, seed=9)
     cache, runner, sequence = opened(model(), ids, verify_width=width)
     go(runner, sequence, ids[:32]), go(runner, sequence, ids[32:])
-    arenas = [buffer.clone() for buffer in cache._buffers]
+    arenas = [arena.buffer.clone() for arena in cache.core.memory.arenas]
     table = cache.core.groups[0].table.cells.copy()
     types = "sliding_attention compressed_sparse_attention heavily_compressed_attention".split()
     named = ".*".join(rf"layer {i} \({kind}\) {width}" for i, kind in enumerate([*types, types[1], types[2]]))
@@ -304,7 +304,7 @@ def test_a_rewind_too_far_names_the_layers_and_changes_nothing(width: int) -> No
         sequence.rewind(width + 1)
     assert sequence.length == 37 and sequence.tokens.tolist() == ids.tolist()
     assert np.array_equal(table, cache.core.groups[0].table.cells)
-    for buffer, before in zip(cache._buffers, arenas):
+    for buffer, before in zip([arena.buffer for arena in cache.core.memory.arenas], arenas):
         assert torch.equal(buffer, before)
     sequence.rewind(width)
     cache.check()

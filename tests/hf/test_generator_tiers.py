@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpagoda import Identity
+from kvpagoda import Identity, Retention
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -20,7 +20,7 @@ from kvpagoda.hf import Generator, weights_digest
 from kvpagoda.tiers import disk_tier, host_tier
 from test_below import Flaky
 
-SMALL = {"num_blocks": 14, "max_requests": 3, "prefill_chunk": 5, "checkpoints": 2, "poison": True}
+SMALL = {"num_blocks": 14, "max_requests": 3, "prefill_chunk": 5, "retention": Retention(2), "poison": True}
 
 
 def generate_twice(name: str, generator: Generator) -> int:

@@ -101,7 +101,7 @@ def test_models_with_recurrent_states_compute_token_by_token(name: str) -> None:
 
 def test_verifying_takes_one_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that repeats itself: all requests of one step that verify equally many tokens share a pass."""
-    model = model_of("llama")
+    model, expected = model_of("llama"), recomputed("llama")
     generator = Generator(model, num_blocks=60, max_requests=2, lookup=3)
     sizes: list[tuple[int, ...]] = []
     body = model.get_input_embeddings()
@@ -110,7 +110,7 @@ def test_verifying_takes_one_forward_pass(monkeypatch: pytest.MonkeyPatch) -> No
     requests = [generator.submit(prompt, 5) for prompt in prompts()[3:5]]
     while not all(request.done for request in requests):
         generator.step()
-    assert [request.output for request in requests] == [tokens[:5] for tokens in recomputed("llama")[3:5]]
+    assert [request.output for request in requests] == [tokens[:5] for tokens in expected[3:5]]
     assert sizes == [(1, 17), (1, 48), (2, 4), (2, 3), (2, 2), (2, 1)]
     assert (generator.num_proposed, generator.num_accepted) == (2 * (3 + 2 + 1), 0)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import replace
 from pathlib import Path
-
-import dataclasses
 
 import numpy as np
 import pytest

@@ -160,7 +160,7 @@ def test_a_plan_is_what_the_arenas_take_and_nothing_larger_fits(seed: int, share
     )
     order = None if shared else "layer"
     cache = KVCache(schema, budget, device="cpu", max_requests=requests, block_size=plan.block_size, order=order)
-    assert cache.nbytes == cache.plan.nbytes <= budget and plan.nbytes <= budget
+    assert cache.core.memory.nbytes == cache.plan.nbytes <= budget and plan.nbytes <= budget
     growing = [group for group in plan.groups if group.most_blocks is None]
     if growing:
         more = plan.sector_nbytes or sum(group.demand.layout.nbytes for group in plan.groups)

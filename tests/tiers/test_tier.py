@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from gc import collect
 from hashlib import sha256
-from math import inf
 from threading import Event, Lock, Thread
 from time import monotonic, sleep
 from typing import Any
@@ -205,14 +204,6 @@ def test_a_hung_driver_never_holds_anybody_up(bench: Bench) -> None:
     assert bench.load(1) == [OK]
     while bench.buffer.num_free < 16:
         sleep(0.01)
-
-
-def test_a_call_that_has_no_deadline_holds_no_other_up(bench: Bench) -> None:
-    bench.driver.is_well.clear()
-    future = bench.tier.lookup(KEYS[:1], inf)
-    assert bench.load(2, seconds=0.3) == [TIMEOUT]
-    bench.driver.is_well.set()
-    assert future.result(5).statuses == (MISS,)
 
 
 def test_a_late_read_reaches_nobody_elses_record(bench: Bench) -> None:

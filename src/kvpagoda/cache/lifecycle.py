@@ -33,8 +33,6 @@ class Lifecycle:
         """Make room for the first ``ends[slot]`` tokens of each of these slots, in every group, or for none. Raises OutOfBlocks,
         and BadInput past the longest context."""
         core, furthest = self._core, max(ends.values())
-        if furthest > core.max_context:
-            raise BadInput(f"{furthest} tokens are more than the longest context of {core.max_context}")
         lacking: list[tuple[BlockGroup, int, int]] = []  # group, slot, blocks
         needs, more, is_more = [0] * len(core.groups), [0] * len(core.groups), False
         for group in core.groups:
@@ -48,10 +46,12 @@ class Lifecycle:
                     if beyond > 0:
                         more[group.index] += beyond
                         is_more = True
-        if not lacking:
-            return
         if is_more and not core.capacity.fits(more):
             raise OutOfBlocks(core.capacity.shortage(more, core.plan.budget))
+        if furthest > core.max_context:
+            raise BadInput(f"{furthest} tokens are more than the longest context of {core.max_context}")
+        if not lacking:
+            return
         core.capacity.ensure_free(needs, more)
         ids = [group.peek(need) for group, need in zip(core.groups, needs)]
         if core.states is not None and needs[core.states.index]:

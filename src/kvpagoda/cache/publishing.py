@@ -141,8 +141,8 @@ class Publisher:
         for group in core.bounded:
             first = max(group.first[slot], group.growth.first_needed(length) // group.block_size)
             needs[group.index] = ceil_div(length, group.block_size) - first
-        if not capacity.fits(needs):
-            return None
+        if any(needs[group.index] > capacity.available(group) for group in core.bounded):
+            return None  # what is kept here can be evicted again, so that nothing is reserved for it
         if prefix.is_full:
             capacity.forget(prefix.evict_checkpoint, is_evicted=True)
             if prefix.is_full:
