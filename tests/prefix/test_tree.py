@@ -214,11 +214,11 @@ def test_checkpoints_go_by_use_and_alone_or_with_their_blocks() -> None:
     for depth in (2, 4, 6):
         tree.set_checkpoint(match, depth, 100 + depth)
     tree.touch(match, 3)  # uses the checkpoint at 2
-    assert tree.evict_checkpoint() == (104,)
-    assert tree.num_cached == 6 and tree.num_checkpoints == 2
+    assert tree.checkpoints.evict() == (104,)
+    assert tree.num_cached == 6 and len(tree.checkpoints.by_state) == 2
     evicted = tree.evict(3)
     assert evicted.states == (106,) and evicted.ids.tolist() == [[6, 5, 4]]
-    assert tree.evict_checkpoint(5) == (102,) and tree.evict_checkpoint() == ()
+    assert tree.checkpoints.evict(5) == (102,) and tree.checkpoints.evict() == ()
     tree.check()
 
 
@@ -234,8 +234,8 @@ def test_bad_checkpoints_are_refused() -> None:
     with pytest.raises(NotOwned, match="already"):
         tree.set_checkpoint(match, 8, 1)
     with pytest.raises(NotOwned, match="not a checkpoint"):
-        tree.drop_checkpoint(2)
-    tree.drop_checkpoint(1)
+        tree.checkpoints.drop(2)
+    tree.checkpoints.drop(1)
     assert tree.match(text).checkpoint is None
     tree.check()
 
@@ -395,7 +395,7 @@ def test_a_checkpoint_is_touched_alone() -> None:
         leases.append(tree.pin(tree.match(tokens(i, i, i))))
         assert tree.set_checkpoint(leases[-1], 1, 2 * i) and tree.set_checkpoint(leases[-1], 3, 2 * i + 1)
     tree.touch_checkpoint(leases[0])
-    assert tree.evict_checkpoint(3) == (2, 4, 5)
+    assert tree.checkpoints.evict(3) == (2, 4, 5)
     for lease in leases:
         tree.unpin(lease)
     with pytest.raises(StaleHandle):

@@ -158,11 +158,11 @@ class Pair:
                 self.free_states.pop()
         if self.rng.random() < 0.3 and self.oracle.states:
             if self.rng.random() < 0.5:
-                gone = self.tree.evict_checkpoint(2)
+                gone = self.tree.checkpoints.evict(2)
                 assert gone == tuple(list(self.oracle.states)[:2])
             else:
                 gone = (self.rng.choice(list(self.oracle.states)),)
-                self.tree.drop_checkpoint(gone[0])
+                self.tree.checkpoints.drop(gone[0])
             for state in gone:
                 self.oracle.at(*self.oracle.states.pop(state)).state = None
             self.free_states += gone
@@ -224,7 +224,7 @@ class Pair:
         assert self.tree.num_pinned == self.oracle.num_pinned
         assert self.tree.num_evictable == self.oracle.num_cached - self.oracle.num_pinned
         assert self.tree.num_leases == len(self.leases)
-        assert self.tree.num_checkpoints == len(self.oracle.states)
+        assert len(self.tree.checkpoints.by_state) == len(self.oracle.states)
 
     def check(self) -> None:
         """All books, and that every id is free or in the tree."""
@@ -265,7 +265,7 @@ def finish(pair: Pair) -> None:
     assert pair.tree.num_pinned == 0
     pair.evict(pair.tree.num_cached)
     pair.check()
-    assert pair.tree.num_cached == pair.tree.num_checkpoints == 0
+    assert pair.tree.num_cached == len(pair.tree.checkpoints.by_state) == 0
     assert not pair.tree._roots and not list(pair.tree._order.victims(1))
 
 

@@ -30,12 +30,12 @@ class Match:
     num_blocks: int
     ids: Ids
     partial_ids: Ids
-    checkpoint: tuple[int, int] | None
     namespace: bytes
     tokens: Ids = field(repr=False)
     node: Node | None = field(repr=False)  # where the whole blocks end
     removals: int = field(repr=False)  # of the tree, when this was found
-    beyond: Node | None = field(repr=False)  # where the block of ``partial_ids`` lies
+    checkpoint: tuple[int, int] | None = field(init=False, default=None)
+    beyond: Node | None = field(init=False, repr=False, default=None)  # where the block of ``partial_ids`` lies
 
 
 class Lease:
