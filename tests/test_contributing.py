@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from test_layering import LEVELS, SRC
 
 ROOT = Path(__file__).parent.parent

@@ -110,7 +110,7 @@ class OutOfMemory:
     def _seen(self) -> tuple[Any, ...]:
         tree = self.tree
         owned = [tree.owned_ids(group).tolist() for group in range(tree.num_groups)]
+        checkpoints = len(tree.checkpoints.by_state), tree.checkpoints.num_held
         return (
-            owned, tree.num_cached, tree.num_pinned, tree.num_leases, len(tree.checkpoints.by_state), tree.checkpoints.num_held,
-            tree.namespaces(),
+            owned, tree.num_cached, tree.num_pinned, tree.num_leases, checkpoints, tree.namespaces(),
         )  # fmt: skip

@@ -191,8 +191,8 @@ class PrefixCache:
         return len(self._copies) >= self._most_checkpoints
 
     def save(self, lease: Lease, num_tokens: int, copies: Copies) -> int:
-        """Keep a checkpoint at ``num_tokens``, the end of ``lease``, where there is none: ``copies`` have what is bounded there.
-        Returns its name, which none will have again."""
+        """Keep a checkpoint at ``num_tokens``, the end of ``lease``, where there is none: ``copies`` have what is bounded
+        there. Returns its name, which none will have again."""
         name = self._next_name
         self._next_name += 1
         self.tree.set_checkpoint(lease, num_tokens, name)
@@ -284,8 +284,8 @@ class PrefixCache:
         return Evicted(_NONE, self._forget((name,)))
 
     def clear(self, namespace: bytes | None = None) -> Evicted:
-        """Forget everything, or everything of one namespace. Raises RetryLater, changing nothing, while a request runs there or
-        something is pinned."""
+        """Forget everything, or everything of one namespace. Raises RetryLater, changing nothing, while a request runs there
+        or something is pinned."""
         dropped = self.tree.clear(namespace)
         return Evicted(_NONE if self.full is None else dropped.ids[0], self._forget(dropped.states))
 
