@@ -4,11 +4,12 @@ import random
 
 import numpy as np
 import pytest
+from partial_block import partial_ids
+from plain_lru import LRU
 from tree_oracle import Oracle, as_bytes
 
 from kvpagoda.errors import BadInput, NotOwned, RetryLater, StaleHandle
 from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
-from kvpagoda.prefix.policies.lru import LRU
 
 NAMESPACES = (b"", b"tenant", b"tenant/adapter")
 
@@ -55,7 +56,7 @@ class Pair:
         assert (match.num_tokens, match.num_blocks) == (num_tokens, len(keys))
         assert match.ids.T.tolist() == [block.ids for block in blocks]
         assert match.ids.shape == (self.groups, len(keys))
-        assert tuple(match.partial_ids.tolist()) in (partial or [(0,) * self.groups])
+        assert tuple(partial_ids(self.tree, match)) in (partial or [(0,) * self.groups])
         states = [((i + 1) * self.size, block.state) for i, block in enumerate(blocks) if block.state is not None]
         assert match.checkpoint == (states[-1] if states else None)
         depth = self.rng.randint(0, len(keys))

@@ -70,8 +70,6 @@ class PrefixTree:
         self._order: EvictionOrder = LRUOrder() if asked is None else PolicyOrder(asked)
         self._num_rows = num_groups + self._order.num_rows
         self._roots = Roots(block_size, self._num_rows)
-        self._nothing: Ids = np.zeros(num_groups, np.int32)  # what all matches have that end at a block
-        self._nothing.flags.writeable = False
         self._owned = OwnedIds(num_groups) if proves_ids else None
         self._inserter = Inserter(block_size, self._roots, self._order, self._owned)
         self._leases = Leases(self, self._order)
@@ -115,12 +113,9 @@ class PrefixTree:
         root = self._roots.get(namespace)
         way = Descent(self._roots.new(namespace), 0, 0, 0, []) if root is None else descend(root, 0, tokens)
         node, ids = None if root is None else way.node, way.ids(self.num_groups)
-        match = Match(way.num_tokens, way.depth, ids, self._nothing, namespace, tokens, node, self._removals)
+        match = Match(way.num_tokens, way.depth, ids, namespace, tokens, node, self._removals, way.beyond)
         if self.checkpoints.by_state and (last := self.checkpoints.last(way.node, way.depth)):
             match.checkpoint = last.depth * self.block_size, last.state_id
-        if way.partial:
-            match.beyond, block = way.partial
-            match.partial_ids = match.beyond.ids[: self.num_groups, block].copy()
         return match
 
     def is_current(self, match: Match) -> bool:
@@ -137,7 +132,8 @@ class PrefixTree:
         return self._open(node, depth)
 
     def pin_partial(self, match: Match) -> Lease | None:
-        """Pin the whole blocks of ``match`` and the block of its ``partial_ids``; None if there is none, or no longer."""
+        """Pin the whole blocks of ``match`` and the block that begins with the tokens after them; None if there is
+        none, or no longer. ``last_ids`` of the lease are that block's."""
         if match.beyond is None or match.removals != self._removals:
             return None
         depth = match.num_blocks + 1
