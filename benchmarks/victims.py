@@ -55,7 +55,7 @@ def measure(options: Options) -> list[Row]:
             count = min(CALLS, size // (4 * runs))
             calls: dict[str, Callable[[], object]] = {f"a block, {policy}": partial(tree.evict, 1)}
             if policy == "lru":  # the order of checkpoints is the same with all
-                calls["a checkpoint"] = tree.evict_checkpoint
+                calls["a checkpoint"] = tree.checkpoints.evict
             for case, call in calls.items():
                 us = 1e6 * median(_each(call, count) for _ in range(runs))
                 rows.append({"case": case, "cached": size, "us": us, "ratio": us / first.setdefault(case, us)})

@@ -97,7 +97,10 @@ def compute(sequence: Any, tokens: list[int]) -> None:
 
 def pressured() -> KVCache:
     """A cache that is full: two requests run, and what others left of the group that keeps all tokens takes the rest."""
-    cache = KVCache(GEMMA, "24KiB", device="cpu", max_requests=4, block_size=SIZE, limits=Limits(step_tokens=4 * SIZE), retention=Retention(2))
+    cache = KVCache(
+        GEMMA, "24KiB", device="cpu", max_requests=4, block_size=SIZE, limits=Limits(step_tokens=4 * SIZE),
+        retention=Retention(2),
+    )  # fmt: skip
     for first in (1, 2):
         cache.open([first] * 3 * SIZE)
     for first in range(100, 160):

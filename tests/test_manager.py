@@ -74,7 +74,8 @@ def test_the_plan_says_what_the_arenas_take() -> None:
     cache = KVCache(MIXED, "64KiB", max_requests=3, device="cpu")
     assert cache.core.memory.nbytes == cache.plan.nbytes <= 64 * 1024
     split = KVCache(MIXED, "64KiB", max_requests=3, device="cpu", order="layer")
-    assert split.core.memory.nbytes == split.plan.nbytes <= 64 * 1024 and not split.plan.num_sectors and cache.plan.num_sectors
+    assert split.core.memory.nbytes == split.plan.nbytes <= 64 * 1024
+    assert not split.plan.num_sectors and cache.plan.num_sectors
 
 
 def test_a_window_group_frees_what_slid_out() -> None:
@@ -455,8 +456,8 @@ def traffic(cache: KVCache, steps: int, seed: int, engine: FakeEngine | None) ->
 @pytest.mark.parametrize("checkpoints", [0, 2, 8])
 def test_rows_read_back_are_the_rows_written(name: str, checkpoints: int) -> None:
     cache = KVCache(
-        SCHEMAS[name], num_blocks=40, max_requests=6, block_size=4, device="cpu", poison=True, limits=Limits(step_tokens=9, max_context=160),
-        retention=Retention(checkpoints=checkpoints, checkpoint_every=2),
+        SCHEMAS[name], num_blocks=40, max_requests=6, block_size=4, device="cpu", poison=True,
+        limits=Limits(step_tokens=9, max_context=160), retention=Retention(checkpoints=checkpoints, checkpoint_every=2),
     )  # fmt: skip
     assert traffic(cache, 3000, seed=3, engine=FakeEngine(cache)) > 6_700  # in 15 cases: more than 100,000 operations
     assert checkpoints < 8 or cache.stats().cached_tokens > 20

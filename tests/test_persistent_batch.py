@@ -45,10 +45,8 @@ def cache_of(*kinds: LayerKind, **arguments: Any) -> KVCache:
     schema = Schema(
         tuple(Layer(i, type(kind).__name__, (kind,)) for i, kind in enumerate(kinds)), "test", vocab_size=100
     )
-    return KVCache(
-        schema,
-        **grouped(**{"max_requests": 8, "block_size": 4, "max_context": 80, "step_tokens": 8, "device": "cpu", **arguments}),
-    )
+    usual = {"max_requests": 8, "block_size": 4, "max_context": 80, "step_tokens": 8, "device": "cpu"}
+    return KVCache(schema, **grouped(**{**usual, **arguments}))
 
 
 def running(cache: KVCache, length: int, first: int = 0, **arguments: Any) -> Sequence:
@@ -318,7 +316,8 @@ def test_what_a_sequence_does_between_extend_and_commit_counts() -> None:
     first.extend(2)
     first.commit([7])
     together.commit([8, 9])
-    assert first.tokens[6:].tolist() == [7, 8] and second.tokens[9:].tolist() == [9] and first._request.lease.num_blocks == 2
+    assert first.tokens[6:].tolist() == [7, 8] and second.tokens[9:].tolist() == [9]
+    assert first._request.lease.num_blocks == 2
     batch = together.extend()
     move_blocks(cache, cache.core.groups[0], cache.core.groups[0].held_ids(first.slot)[:1])
     with pytest.raises(StaleHandle, match="batch is over"):

@@ -54,9 +54,7 @@ def books_of(name: str, num_blocks: int) -> KVCache:
 
 
 def books_with(num_blocks: int, max_requests: int = 4) -> KVCache:
-    return KVCache(
-        SCHEMAS["full"], num_blocks=num_blocks, max_requests=max_requests, block_size=BLOCK, device="none"
-    )
+    return KVCache(SCHEMAS["full"], num_blocks=num_blocks, max_requests=max_requests, block_size=BLOCK, device="none")
 
 
 def entered(queue: RunQueue[Job], *sizes: tuple[int, int]) -> list[Job]:

@@ -535,8 +535,9 @@ def traffic(cache: KVCache, steps: int, seed: int) -> dict[str, int]:
 @pytest.mark.parametrize("name", ["full", "window", "mixed", "state", "latent"])
 def test_rows_read_after_a_resume_are_the_rows_written(name: str) -> None:
     cache = KVCache(
-        SCHEMAS[name], num_blocks=40, max_requests=6, block_size=4, device="cpu", poison=True, limits=Limits(step_tokens=9, swap="12KB"),
-        retention=Retention(checkpoints=8, checkpoint_every=2), )  # fmt: skip
+        SCHEMAS[name], num_blocks=40, max_requests=6, block_size=4, device="cpu", poison=True,
+        limits=Limits(step_tokens=9, swap="12KB"), retention=Retention(checkpoints=8, checkpoint_every=2),
+    )  # fmt: skip
     seen = traffic(cache, 1200, seed=3)
     assert seen["resumed"] > 80 and seen["fenced"] > 60, seen
     assert name in ("window", "state") or seen["again"], seen
@@ -546,6 +547,7 @@ def test_rows_read_after_a_resume_are_the_rows_written(name: str) -> None:
 def test_rows_stay_right_when_blocks_move_and_requests_are_set_aside(name: str, budget: int) -> None:
     cache = KVCache(
         SHARING[name], budget, max_requests=6, block_size=4, device="cpu", poison=True, limits=Limits(step_tokens=9),
-        retention=Retention(checkpoints=8, checkpoint_every=2), )  # fmt: skip
+        retention=Retention(checkpoints=8, checkpoint_every=2),
+    )  # fmt: skip
     seen = traffic(cache, 1000, seed=4)
     assert seen["resumed"] > 50, seen

@@ -350,7 +350,7 @@ def test_checkpoints_stay_right_when_their_sequence_is_taken_back() -> None:
     cache, runner, sequence = opened(model(), ids[:33], verify_width=WIDTH)
     for token in ids[:32]:
         go(runner, sequence, [token])
-    assert cache.core.prefix.tree.num_checkpoints == 1
+    assert len(cache.core.prefix.tree.checkpoints.by_state) == 1
     sequence.rewind(4)
     for token in (ids[28:36] + 1) % VOCAB:
         go(runner, sequence, [token])

@@ -41,8 +41,8 @@ def assert_greedy(model: Any, prompt: list[int], new: list[int]) -> None:
 def small(name: str, num_blocks: int = 6, **arguments: Any) -> Generator:
     """A pool that just holds the longest of the requests."""
     return Generator(
-        model_of(name), num_blocks=num_blocks, max_requests=4, block_size=8, prefill_chunk=5, retention=Retention(checkpoints=2), poison=True,
-        **arguments,
+        model_of(name), num_blocks=num_blocks, max_requests=4, block_size=8, prefill_chunk=5,
+        retention=Retention(checkpoints=2), poison=True, **arguments,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from kvpagoda.prefix import Evicted, PrefixTree
 DISPATCHED = ("concatenate", "where", "zeros_like", "sort", "flatnonzero", "count_nonzero", "array_equal", "unique")
 METHODS = (
     "match", "pin", "pin_partial", "unpin", "touch", "touch_checkpoint", "insert", "evict", "clear", "remap",
-    "set_checkpoint", "drop_checkpoint", "evict_checkpoint", "hold_checkpoint", "release_checkpoint", "last_checkpoint",
+    "set_checkpoint", "last_checkpoint", "checkpoints.drop", "checkpoints.evict", "checkpoints.hold", "checkpoints.release",
 )  # fmt: skip
 
 
@@ -70,7 +70,16 @@ class OutOfMemory:
         self.num_parts = 0  # evictions that ended early
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.tree, name)
+        return self._swept(name, getattr(self.tree, name))
+
+    @property
+    def checkpoints(self) -> Any:
+        """Those of the tree, whose calls fail as those of the tree do."""
+        ours = self.tree.checkpoints
+        names = [name for name in dir(ours) if not name.startswith("_")]
+        return SimpleNamespace(**{name: self._swept(f"checkpoints.{name}", getattr(ours, name)) for name in names})
+
+    def _swept(self, name: str, found: Any) -> Any:
         return found if name not in METHODS else lambda *a, **k: self._sweep(name, found, a, k)
 
     def _sweep(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -101,7 +110,7 @@ class OutOfMemory:
     def _seen(self) -> tuple[Any, ...]:
         tree = self.tree
         owned = [tree.owned_ids(group).tolist() for group in range(tree.num_groups)]
+        checkpoints = len(tree.checkpoints.by_state), tree.checkpoints.num_held
         return (
-            owned, tree.num_cached, tree.num_pinned, tree.num_leases, tree.num_checkpoints, tree.num_held_checkpoints,
-            tree.namespaces(),
+            owned, tree.num_cached, tree.num_pinned, tree.num_leases, checkpoints, tree.namespaces(),
         )  # fmt: skip

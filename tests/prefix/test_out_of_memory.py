@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from out_of_memory import OutOfMemory
+from plain_lru import LRU
 from replay_model import tree_replay
 from test_tree_oracle import Pair, finish
 
 from kvpagoda.prefix import POLICY_NAMES, PrefixTree
-from kvpagoda.prefix.policies.lru import LRU
 
 
 @pytest.mark.parametrize("policy", ["lru", LRU])

@@ -4,12 +4,12 @@ import random
 
 import numpy as np
 import pytest
+from plain_lru import LRU
 
 from kvpagoda import EvictionPolicy, Schema
 from kvpagoda.errors import BadInput
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.prefix import POLICY_NAMES, PrefixTree, as_policy
-from kvpagoda.prefix.policies.lru import LRU
 from kvpagoda.replay import hit_rate_curve, replay
 from kvpagoda.schema import Attention, Layer
 

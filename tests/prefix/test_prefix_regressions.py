@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from plain_lru import LRU
 
 from kvpagoda.blocks import FreeList
 from kvpagoda.errors import StaleHandle
 from kvpagoda.prefix import PrefixTree
-from kvpagoda.prefix.policies.lru import LRU
 
 
 def text(*values: int) -> np.ndarray:

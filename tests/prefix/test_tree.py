@@ -4,12 +4,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from partial_block import partial_ids
+from plain_lru import LRU
 
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned, RetryLater, StaleHandle
 from kvpagoda.prefix import EvictionPolicy, PrefixTree
 from kvpagoda.prefix.children import Children
 from kvpagoda.prefix.node import Node
-from kvpagoda.prefix.policies.lru import LRU
 
 
 def tokens(*values: int) -> np.ndarray:
@@ -35,12 +36,12 @@ def test_match_is_to_the_token_and_sharing_by_the_block() -> None:
     store(tree, np.arange(12, dtype=np.int32), 1)
     match = tree.match(tokens(0, 1, 2, 3, 4, 5, 6, 99, 8))
     assert (match.num_tokens, match.num_blocks) == (7, 1)
-    assert match.ids.tolist() == [[1]] and match.partial_ids.tolist() == [2]
+    assert match.ids.tolist() == [[1]] and partial_ids(tree, match) == [2]
     inside_the_first_block = tree.match(tokens(0, 1, 7))
     assert (inside_the_first_block.num_tokens, inside_the_first_block.num_blocks) == (2, 0)
-    assert inside_the_first_block.partial_ids.tolist() == [1]
+    assert partial_ids(tree, inside_the_first_block) == [1]
     nothing = tree.match(tokens(5))
-    assert (nothing.num_tokens, nothing.ids.shape, nothing.partial_ids.tolist()) == (0, (1, 0), [0])
+    assert (nothing.num_tokens, nothing.ids.shape, partial_ids(tree, nothing)) == (0, (1, 0), [0])
 
 
 def test_a_limit_keeps_a_token_to_compute() -> None:
@@ -48,7 +49,7 @@ def test_a_limit_keeps_a_token_to_compute() -> None:
     text = np.arange(12, dtype=np.int32)
     store(tree, text, 1)
     match = tree.match(text, limit=len(text) - 1)
-    assert (match.num_tokens, match.num_blocks, match.partial_ids.tolist()) == (11, 2, [3])
+    assert (match.num_tokens, match.num_blocks, partial_ids(tree, match)) == (11, 2, [3])
     assert tree.match(text, limit=0).num_tokens == tree.match(text, limit=-3).num_tokens == 0
 
 
@@ -63,7 +64,7 @@ def test_the_best_partial_block_is_found_among_many(width: int) -> None:
         same = (np.cumprod(unique[:, :7] == text[:7], axis=1)).sum(axis=1)
         match = tree.match(text, limit=7)
         assert match.num_tokens == same.max()
-        assert same[match.partial_ids[0] - 1] == same.max() or not same.max()
+        assert same[partial_ids(tree, match)[0] - 1] == same.max() or not same.max()
     assert tree.evict(width).shortfall == width - len(unique)
     tree.check()
 
@@ -214,11 +215,11 @@ def test_checkpoints_go_by_use_and_alone_or_with_their_blocks() -> None:
     for depth in (2, 4, 6):
         tree.set_checkpoint(match, depth, 100 + depth)
     tree.touch(match, 3)  # uses the checkpoint at 2
-    assert tree.evict_checkpoint() == (104,)
-    assert tree.num_cached == 6 and tree.num_checkpoints == 2
+    assert tree.checkpoints.evict() == (104,)
+    assert tree.num_cached == 6 and len(tree.checkpoints.by_state) == 2
     evicted = tree.evict(3)
     assert evicted.states == (106,) and evicted.ids.tolist() == [[6, 5, 4]]
-    assert tree.evict_checkpoint(5) == (102,) and tree.evict_checkpoint() == ()
+    assert tree.checkpoints.evict(5) == (102,) and tree.checkpoints.evict() == ()
     tree.check()
 
 
@@ -234,8 +235,8 @@ def test_bad_checkpoints_are_refused() -> None:
     with pytest.raises(NotOwned, match="already"):
         tree.set_checkpoint(match, 8, 1)
     with pytest.raises(NotOwned, match="not a checkpoint"):
-        tree.drop_checkpoint(2)
-    tree.drop_checkpoint(1)
+        tree.checkpoints.drop(2)
+    tree.checkpoints.drop(1)
     assert tree.match(text).checkpoint is None
     tree.check()
 
@@ -395,7 +396,7 @@ def test_a_checkpoint_is_touched_alone() -> None:
         leases.append(tree.pin(tree.match(tokens(i, i, i))))
         assert tree.set_checkpoint(leases[-1], 1, 2 * i) and tree.set_checkpoint(leases[-1], 3, 2 * i + 1)
     tree.touch_checkpoint(leases[0])
-    assert tree.evict_checkpoint(3) == (2, 4, 5)
+    assert tree.checkpoints.evict(3) == (2, 4, 5)
     for lease in leases:
         tree.unpin(lease)
     with pytest.raises(StaleHandle):

@@ -4,11 +4,12 @@ import random
 
 import numpy as np
 import pytest
+from partial_block import partial_ids
+from plain_lru import LRU
 from tree_oracle import Oracle, as_bytes
 
 from kvpagoda.errors import BadInput, NotOwned, RetryLater, StaleHandle
 from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
-from kvpagoda.prefix.policies.lru import LRU
 
 NAMESPACES = (b"", b"tenant", b"tenant/adapter")
 
@@ -55,7 +56,7 @@ class Pair:
         assert (match.num_tokens, match.num_blocks) == (num_tokens, len(keys))
         assert match.ids.T.tolist() == [block.ids for block in blocks]
         assert match.ids.shape == (self.groups, len(keys))
-        assert tuple(match.partial_ids.tolist()) in (partial or [(0,) * self.groups])
+        assert tuple(partial_ids(self.tree, match)) in (partial or [(0,) * self.groups])
         states = [((i + 1) * self.size, block.state) for i, block in enumerate(blocks) if block.state is not None]
         assert match.checkpoint == (states[-1] if states else None)
         depth = self.rng.randint(0, len(keys))
@@ -158,11 +159,11 @@ class Pair:
                 self.free_states.pop()
         if self.rng.random() < 0.3 and self.oracle.states:
             if self.rng.random() < 0.5:
-                gone = self.tree.evict_checkpoint(2)
+                gone = self.tree.checkpoints.evict(2)
                 assert gone == tuple(list(self.oracle.states)[:2])
             else:
                 gone = (self.rng.choice(list(self.oracle.states)),)
-                self.tree.drop_checkpoint(gone[0])
+                self.tree.checkpoints.drop(gone[0])
             for state in gone:
                 self.oracle.at(*self.oracle.states.pop(state)).state = None
             self.free_states += gone
@@ -224,7 +225,7 @@ class Pair:
         assert self.tree.num_pinned == self.oracle.num_pinned
         assert self.tree.num_evictable == self.oracle.num_cached - self.oracle.num_pinned
         assert self.tree.num_leases == len(self.leases)
-        assert self.tree.num_checkpoints == len(self.oracle.states)
+        assert len(self.tree.checkpoints.by_state) == len(self.oracle.states)
 
     def check(self) -> None:
         """All books, and that every id is free or in the tree."""
@@ -265,7 +266,7 @@ def finish(pair: Pair) -> None:
     assert pair.tree.num_pinned == 0
     pair.evict(pair.tree.num_cached)
     pair.check()
-    assert pair.tree.num_cached == pair.tree.num_checkpoints == 0
+    assert pair.tree.num_cached == len(pair.tree.checkpoints.by_state) == 0
     assert not pair.tree._roots and not list(pair.tree._order.victims(1))
 
 

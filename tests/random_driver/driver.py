@@ -174,7 +174,9 @@ class Driver:
             f"stats() says {stats.running} run and {stats.suspended} are suspended, not {running} and {suspended}",
         )
         for group in stats.groups:
-            self.require(group.free + group.held == group.total and group.outstanding >= 0, f"stats() of a group: {group}")
+            self.require(
+                group.free + group.held == group.total and group.outstanding >= 0, f"stats() of a group: {group}"
+            )
         for handle, request in self.requests.items():
             self.right_length(handle, request)
 

@@ -72,8 +72,8 @@ def test_checkpoints_of_a_long_prompt_stay_inside_their_budget() -> None:
     schema = schema_of("Qwen3-Next-80B")
     for shared, checkpoints in ((True, None), (True, 5), (False, 5)):
         books = KVCache(
-            dataclasses.replace(schema, vocab_size=None), "30GiB", max_requests=4, device="none", order=None if shared else "layer",
-            limits=Limits(max_context=1_000_000), retention=Retention(checkpoints, 64),
+            dataclasses.replace(schema, vocab_size=None), "30GiB", max_requests=4, device="none",
+            order=None if shared else "layer", limits=Limits(max_context=1_000_000), retention=Retention(checkpoints, 64),
         )  # fmt: skip
         plan = books.plan
         tokens = np.arange(900_000 if shared else 400_000, dtype=np.int32)
@@ -95,9 +95,7 @@ def test_checkpoints_of_a_long_prompt_stay_inside_their_budget() -> None:
 
 def test_a_pool_with_nothing_free_gives_a_verdict() -> None:
     """Window group, full group and states all taken: another request is told so at once, and runs when there is room."""
-    books = KVCache(
-        schema_of("gpt-oss-120b"), "64MiB", max_requests=8, device="none", limits=Limits(step_tokens=16)
-    )
+    books = KVCache(schema_of("gpt-oss-120b"), "64MiB", max_requests=8, device="none", limits=Limits(step_tokens=16))
     running = [books.open(range(i * 100, i * 100 + 20), reserve=400, capacity=0) for i in range(2)]
     with pytest.raises(Exception, match=r"more must be freed|at once") as error:
         for i in range(2, 8):

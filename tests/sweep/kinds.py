@@ -70,7 +70,9 @@ KINDS = {
         lambda: schema_of(WINDOW, WINDOW).rewindable(WIDTH), {"num_blocks": 20}, shares=False, evicts=False
     ),
     "gemma": Kind(lambda: of_config(GEMMA, verify_width=WIDTH), {"budget": "16KiB"}),
-    "mla": Kind(lambda: schema_of(*[Latent(8, 4, "float32", indexer=IndexKeys(4))] * 2), {"num_blocks": 24}, partial=True),
+    "mla": Kind(
+        lambda: schema_of(*[Latent(8, 4, "float32", indexer=IndexKeys(4))] * 2), {"num_blocks": 24}, partial=True
+    ),
     "qwen3_next": Kind(lambda: of_config(QWEN3_NEXT), {"budget": "24KiB"}, rewinds=False),
     "deepseek_v4": Kind(lambda: of_config(DEEPSEEK_V4, verify_width=WIDTH), {"budget": "420KiB"}, block_size=8),
     "mamba": Kind(lambda: of_config(MAMBA), {"budget": "16KiB"}, rewinds=False, shares=False, evicts=False),

@@ -95,9 +95,9 @@ _ARRAYS = frozenset(name for name in vars(GroupArrays) if not name.startswith("_
 class LayerView:
     """What one layer's kernels need for one step: its memory, its group's arrays, and who the tokens belong to.
 
-    ``view["k"]`` is a field of the layer's blocks ``[blocks, rows, *shape]`` or of its states, by ``state_indices``. ``blocks``
-    and ``state``: their pools, None for what the layer does not keep. Valid until the next ``KVCache.batch`` or the close of
-    one of its sequences; makes no copies.
+    ``view["k"]`` is a field of the layer's blocks ``[blocks, rows, *shape]`` or of its states, by ``state_indices``.
+    ``blocks`` and ``state``: their pools, None for what the layer does not keep. Valid until the next ``KVCache.batch`` or the
+    close of one of its sequences; makes no copies.
     """
 
     def __init__(self, batch: Batch, layer: Layer, group: BlockGroup | None, tables: DeviceTables) -> None:
@@ -116,8 +116,8 @@ class LayerView:
 
     @property
     def slot_table(self) -> Any:
-        """int32 ``[slots + 1, columns]``, the group's block table by request slot (None: a layer without blocks), brought up to
-        date."""
+        """int32 ``[slots + 1, columns]``, the group's block table by request slot (None: a layer without blocks), brought up
+        to date."""
         return None if self._group is None else self._tables.upload(self._group)
 
     def __getattr__(self, name: str) -> Any:

@@ -95,8 +95,10 @@ class StepBuffers:
         delta, total = shown.since(held, table), int(shown.starts[-1])
         if delta.grown is None:
             row = shown.first_change(held)
+        elif len(delta.grown):
+            row = int(delta.grown[0])
         else:
-            row = int(delta.grown[0]) if len(delta.grown) else len(shown)
+            row = len(shown)
         begin = int(shown.starts[row])
         self._held.pop(name, None)  # until all of it is there
         if delta.grown is not None:

@@ -41,7 +41,7 @@ class FreeStack:
         return self.peek(n)
 
     def peek(self, n: int) -> Ids:
-        """The ids that the next ``take(n)`` hands out: int32 ``[n]``, the caller's copy; they stay free. ``n`` <= ``num_free``."""
+        """The ids that the next ``take(n)`` hands out: int32 ``[n]``, a copy; they stay free. ``n`` <= ``num_free``."""
         end = self.num_free
         ids: Ids = self._stack[end - n : end][::-1].copy()
         return ids

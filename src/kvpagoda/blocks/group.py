@@ -53,11 +53,6 @@ class BlockGroup:
 
     # -- what is, and what would be needed ---------------------------------------------------------------------------
 
-    def lacking(self, slot: int, num_tokens: int) -> int:
-        """Blocks that ``slot`` lacks to have room for its first ``num_tokens`` tokens."""
-        lacking = -(-num_tokens // self.block_size) - self.end[slot]
-        return lacking if lacking > 0 else 0
-
     def outstanding_of(self, slot: int) -> int:
         """Blocks that ``slot`` reserved and does not hold yet."""
         outstanding = self.reserved[slot] - self.end[slot] + self.first[slot]

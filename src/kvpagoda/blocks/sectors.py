@@ -35,8 +35,8 @@ class Grant(NamedTuple):
 
 
 class Vacating(NamedTuple):
-    """``group`` gives up ``sectors``. Its blocks ``sources`` move to ``targets``, which are free; ``free``: what is free in its
-    other sectors then. int32 each."""
+    """``group`` gives up ``sectors``. Its blocks ``sources`` move to ``targets``, which are free; ``free``: what is free in
+    its other sectors then. int32 each."""
 
     group: BlockGroup
     sectors: Ids

@@ -4,45 +4,16 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from time import perf_counter
-from typing import NamedTuple
 
-import numpy as np
-
-from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.publishing import Publisher
 from kvpagoda.cache.request import Request, State
-from kvpagoda.cache.swap import Suspended
+from kvpagoda.cache.start import AdmissionRequest, Allotment, allot, fill, make_room
 from kvpagoda.cache.tier_hit import Prefetch, TierHit
-from kvpagoda.errors import OutOfBlocks, RetryLater
+from kvpagoda.errors import RetryLater
 from kvpagoda.prefix import Lease, Match
 from kvpagoda.units import ceil_div
-
-_NONE: Ids = np.empty(0, np.int32)
-
-
-class AdmissionRequest(NamedTuple):
-    """``request`` wants to reserve ``reserved[i]`` blocks of group i, room for its first ``capacity`` tokens, and to start from
-    what was ``found``, or from more: what tiers have (``hit``), or what was ``suspended`` of it."""
-
-    request: Request
-    reserved: list[int]
-    capacity: int
-    match: Match
-    found: PrefixMatch
-    hit: TierHit | None = None
-    suspended: Suspended | None = None
-
-
-class Allotment(NamedTuple):
-    """What one group gives a request that begins: its row starts at column ``begin`` with ``shared`` blocks, which the prefix
-    cache keeps for it, and then ``own`` ones, which are still free; it reserves ``reserved`` in all."""
-
-    begin: int
-    shared: Ids
-    own: Ids
-    reserved: int
 
 
 class Admission:
@@ -50,7 +21,6 @@ class Admission:
 
     def __init__(self, core: Core, publisher: Publisher) -> None:
         self._core, self._publisher = core, publisher
-        self._none = [0] * len(core.groups)
 
     # -- three ways to begin -----------------------------------------------------------------------------------------
 
@@ -104,7 +74,8 @@ class Admission:
         shared = [begin - group.first[slot] for group, begin in zip(core.groups, begins)]
         lease = core.guard.change(core.prefix.tree.pin, parent.lease)
         try:
-            if not self._make_room(needs, [max(n - kept, need) for n, kept, need in zip(reserved, shared, needs)]):
+            more = [max(n - kept, need) for n, kept, need in zip(reserved, shared, needs)]
+            if not make_room(core.capacity, needs, more):
                 raise RetryLater(core.capacity.shortage(reserved, core.plan.budget))
             allotments = []
             for group, begin, end, n in zip(core.groups, begins, ends, reserved):
@@ -195,9 +166,9 @@ class Admission:
             return self._start(wish)
         size, hit, found = self._core.block_size, wish.hit, wish.found
         if hit is not None:
-            if hit.begin <= wish.match.num_blocks and hit.end * size > found.resumable:
-                if self._start(wish._replace(found=_with_hit(found, hit.end * size))):
-                    return True
+            is_more = hit.begin <= wish.match.num_blocks and hit.end * size > found.resumable
+            if is_more and self._start(wish._replace(found=_with_hit(found, hit.end * size))):
+                return True
             wish = self._again(wish._replace(hit=None))  # room was made for what did not come
         if self._start(wish):
             return True
@@ -227,10 +198,10 @@ class Admission:
             if found.checkpoint is not None:
                 change(prefix.hold, found.checkpoint)
                 checkpoint = found.checkpoint
-            allotments = self._allot(wish, whole)
+            allotments = allot(core, wish, whole)
             if allotments is not None and whole:
                 change(tree.touch, lease, priority=wish.request.priority)
-            filled = None if allotments is None else self._fill(wish, whole, allotments, beyond)
+            filled = None if allotments is None else fill(core, wish, whole, allotments, beyond)
         except BaseException:
             self._undo(lease, beyond, checkpoint)
             raise
@@ -239,98 +210,6 @@ class Admission:
             return False
         self._commit(wish.request, filled, lease, allotments, beyond, checkpoint, is_same=wish.suspended is not None)
         return True
-
-    def _allot(self, wish: AdmissionRequest, whole: int) -> list[Allotment] | None:
-        """What each group gives the request, whose first ``whole`` blocks of the full group are shared; None if there is no
-        room for it."""
-        core, match = self._core, wish.match
-        begins, needs, more = self._needs(wish, whole)
-        moves = core.capacity.num_moves
-        if not self._make_room(needs, more):
-            return None
-        shared = match.ids[0, :whole] if core.full is not None else _NONE
-        if whole and moves != core.capacity.num_moves:
-            shared = core.prefix.tree.match(match.tokens[: whole * core.block_size], match.namespace).ids[0]
-        return [
-            Allotment(begin, shared if group is core.full else _NONE, group.peek(need), reserved)
-            for group, begin, need, reserved in zip(core.groups, begins, needs, wish.reserved)
-        ]
-
-    def _needs(self, wish: AdmissionRequest, whole: int) -> tuple[list[int], list[int], list[int]]:
-        """For each group the first column of the row, the blocks to be taken at once, and those to be reserved beyond the
-        shared ones: where the first ``whole`` blocks of the full group are shared."""
-        core, found = self._core, wish.found
-        capacity = max(wish.capacity, found.resumable) if wish.suspended is None else wish.capacity
-        begins, needs, more = [], [], []
-        for group, reserved in zip(core.groups, wish.reserved):
-            begin = 0
-            end = ceil_div(capacity, group.block_size)
-            if group is core.full:
-                need, more_needed = max(0, end - whole), reserved - whole
-            else:
-                if wish.suspended is not None:
-                    begin = wish.suspended.parts[group.index].begin
-                elif wish.hit is not None or found.checkpoint is not None:
-                    begin = group.growth.first_needed(found.resumable) // group.block_size
-                need, more_needed = max(0, end - begin), reserved
-            begins.append(begin)
-            needs.append(need)
-            more.append(max(need, more_needed))
-        return begins, needs, more
-
-    def _make_room(self, needs: list[int], more: list[int]) -> bool:
-        """Whether ``more`` can be reserved; ``needs`` of it are free then."""
-        capacity = self._core.capacity
-        if not capacity.fits(more):
-            return False
-        try:
-            capacity.ensure_free(needs, more)
-        except OutOfBlocks:
-            return False
-        return True
-
-    def _fill(
-        self, wish: AdmissionRequest, whole: int, allotments: list[Allotment], beyond: Lease | None
-    ) -> PrefixMatch | None:
-        """Copy to each group's own blocks, which nobody holds yet, what the request starts from beyond the shared ones; what it
-        can start from then, or None if tiers had no more than is cached."""
-        core, memory, found, own = self._core, self._core.memory, wish.found, [one.own for one in allotments]
-        states, copies = core.states, None
-        if wish.suspended is not None:
-            parts = zip(core.groups, wish.suspended.parts)
-            counts = [part.end - (whole if group is core.full else part.begin) for group, part in parts]
-            core.swap.copy_in(wish.suspended, [ids[: max(0, count)] for ids, count in zip(own, counts)])
-            is_new = states is not None and not counts[states.index]
-        elif wish.hit is not None:
-            return self._load(wish, whole, own)
-        else:
-            if beyond is not None and core.full is not None:
-                memory.copy(core.full.index, core.prefix.tree.last_ids(beyond), own[core.full.index][:1])
-            copies = None if found.checkpoint is None else core.prefix.copies_of(found.checkpoint)
-            for group, ids in zip(core.bounded, copies or ()):
-                memory.copy(group.index, ids, own[group.index][: len(ids)])
-            is_new = copies is None
-        if is_new and states is not None and len(own[states.index]):
-            memory.reset(states.index, own[states.index])
-        return found
-
-    def _load(self, wish: AdmissionRequest, whole: int, own: list[Ids]) -> PrefixMatch | None:
-        """Load what tiers have from block ``whole`` on; what can be started from then, None if that is no more than before."""
-        core, found, hit = self._core, wish.found, wish.hit
-        assert core.offloader is not None and hit is not None
-        reader = core.offloader.reader
-        for number, group in enumerate(core.bounded):
-            end = ceil_div(found.resumable, group.block_size)
-            count = end - group.growth.first_needed(found.resumable) // group.block_size
-            if count:
-                reader.load_checkpoint(hit, number, own[group.index][:count])
-        if core.full is not None:  # last, for layers may go on coming in afterwards
-            lacking = hit.end - whole - reader.load(hit, own[core.full.index][: hit.end - whole], whole)
-            lost = lacking * core.block_size
-            if lacking and (core.bounded or found.loaded <= lost):
-                return None
-            found = found._replace(resumable=found.resumable - lost, loaded=found.loaded - lost)
-        return found
 
     def _undo(self, lease: Lease, beyond: Lease | None, checkpoint: int | None) -> None:
         """Let go of what a start was prepared from, unless a signal came in the middle of a change."""

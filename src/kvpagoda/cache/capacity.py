@@ -87,9 +87,9 @@ class Capacity:
     # -- making room -------------------------------------------------------------------------------------------------
 
     def ensure_free(self, needs: Many[int], more: Many[int] | None = None) -> None:
-        """See to it that ``needs[i]`` blocks of group i are free, all at once; they come out of what is reserved, or of ``more``
-        that is about to be. Raises OutOfBlocks if that cannot be, and whatever a copy raises; what was evicted until then
-        stays so, and nothing else changed.
+        """See to it that ``needs[i]`` blocks of group i are free, all at once; they come out of what is reserved, or of
+        ``more`` that is about to be. Raises OutOfBlocks if that cannot be, and whatever a copy raises; what was evicted until
+        then stays so, and nothing else changed.
 
         Blocks may move: ids that were read before, and are in no table, may have changed their meaning.
         """
@@ -124,8 +124,8 @@ class Capacity:
         return True
 
     def _take_idle(self, groups: Many[BlockGroup], wanted: int, more: Many[int]) -> bool:
-        """Take sectors away from the one of ``groups`` that has most of them idle: whole sectors' worth of blocks that are free
-        and not outstanding. Empty ones, or if much is idle any. False if there are none."""
+        """Take sectors away from the one of ``groups`` that has most of them idle: whole sectors' worth of blocks that are
+        free and not outstanding. Empty ones, or if much is idle any. False if there are none."""
         idle = [(one.free.num_free - one.outstanding - more[one.index]) // one.plan.per_sector for one in groups]
         most = max(0, *idle)
         group, sectors = groups[idle.index(max(idle))], self._sectors
@@ -140,8 +140,8 @@ class Capacity:
         return False
 
     def _take_kept(self, groups: Many[BlockGroup], wanted: int, more: Many[int]) -> bool:
-        """Take sectors away from the one of ``groups`` that could give up most, after evicting what it keeps there. False if none
-        could, or none may be emptied now."""
+        """Take sectors away from the one of ``groups`` that could give up most, after evicting what it keeps there. False if
+        none could, or none may be emptied now."""
         left_over = [(self.surplus(one) - more[one.index]) // one.plan.per_sector for one in groups]
         count, group = min(wanted, max(left_over)), groups[left_over.index(max(left_over))]
         if count <= 0 or self._sectors is None:

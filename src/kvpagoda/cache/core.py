@@ -100,8 +100,8 @@ class Core:
     def extend_hashes(
         self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media_ids: Mapping[int, int]
     ) -> None:
-        """Append to ``block_hashes``, of the beginning of a text, what it lacks up to the last whole block of ``tokens``, which are
-        all tokens of the text from the first on. There are tiers. O(new tokens)."""
+        """Append to ``block_hashes``, of the beginning of a text, what it lacks up to the last whole block of ``tokens``,
+        which are all tokens of the text from the first on. There are tiers. O(new tokens)."""
         assert self.offloader is not None
         media = self.media.digests(media_ids, self.block_size) if media_ids else None
         self.offloader.extend_hashes(block_hashes, namespace, tokens, media)

@@ -40,8 +40,8 @@ class Guard:
     def raise_busy(self, call: str) -> None:
         """Raises ConcurrentUse."""
         raise ConcurrentUse(
-            f"another thread is inside this cache; {call} must wait for it: one owner at a time, or a lock of the caller's own "
-            f"around every call"
+            f"another thread is inside this cache; {call} must wait for it: one owner at a time, or a lock of the caller's "
+            f"own around every call"
         )
 
     def raise_torn(self) -> None:

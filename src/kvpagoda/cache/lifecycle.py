@@ -30,8 +30,8 @@ class Lifecycle:
     # -- growing -----------------------------------------------------------------------------------------------------
 
     def extend(self, ends: Mapping[int, int]) -> None:
-        """Make room for the first ``ends[slot]`` tokens of each of these slots, in every group, or for none. Raises OutOfBlocks,
-        and BadInput past the longest context."""
+        """Make room for the first ``ends[slot]`` tokens of each of these slots, in every group, or for none. Raises
+        OutOfBlocks, and BadInput past the longest context."""
         core, furthest = self._core, max(ends.values())
         lacking: list[tuple[BlockGroup, int, int]] = []  # group, slot, blocks
         needs, more, is_more = [0] * len(core.groups), [0] * len(core.groups), False
@@ -153,8 +153,8 @@ class Lifecycle:
                 raise BadInput(f"{group.name} no longer keeps positions before {furthest}; {length} tokens need them")
 
     def _unshare(self, request: Request, columns: int, length: int) -> None:
-        """Let ``length`` tokens be committed, and the blocks behind the first ``columns`` be the request's own, for others will be
-        written there. Raises OutOfBlocks, changing nothing."""
+        """Let ``length`` tokens be committed, and the blocks behind the first ``columns`` be the request's own, for others
+        will be written there. Raises OutOfBlocks, changing nothing."""
         core, slot, full = self._core, request.slot, self._core.full
         tokens = request.tokens.copy()  # what was published may not be written over
         own = freed = np.empty(0, np.int32)

@@ -191,8 +191,8 @@ class PrefixCache:
         return len(self._copies) >= self._most_checkpoints
 
     def save(self, lease: Lease, num_tokens: int, copies: Copies) -> int:
-        """Keep a checkpoint at ``num_tokens``, the end of ``lease``, where there is none: ``copies`` have what is bounded there.
-        Returns its name, which none will have again."""
+        """Keep a checkpoint at ``num_tokens``, the end of ``lease``, where there is none: ``copies`` have what is bounded
+        there. Returns its name, which none will have again."""
         name = self._next_name
         self._next_name += 1
         self.tree.set_checkpoint(lease, num_tokens, name)
@@ -204,17 +204,17 @@ class PrefixCache:
     def hold(self, name: int | None) -> None:
         """One more needs the checkpoint ``name``, if any: it is not evicted."""
         if name is not None:
-            before = self.tree.num_held_checkpoints
-            self.tree.hold_checkpoint(name)
-            if self.tree.num_held_checkpoints > before:
+            before = self.tree.checkpoints.num_held
+            self.tree.checkpoints.hold(name)
+            if self.tree.checkpoints.num_held > before:
                 self._count_loose(name, -1)
 
     def let_go(self, name: int | None) -> None:
         """One less needs it."""
         if name is not None:
-            before = self.tree.num_held_checkpoints
-            self.tree.release_checkpoint(name)
-            if self.tree.num_held_checkpoints < before:
+            before = self.tree.checkpoints.num_held
+            self.tree.checkpoints.release(name)
+            if self.tree.checkpoints.num_held < before:
                 self._count_loose(name, 1)
 
     def _count_loose(self, name: int, change: int) -> None:
@@ -265,7 +265,7 @@ class PrefixCache:
 
     def evict_checkpoint(self) -> Evicted:
         """Give up the least recently used checkpoint that nobody needs, if there is one."""
-        names = self.tree.evict_checkpoint()
+        names = self.tree.checkpoints.evict()
         self.num_evicted_checkpoints += len(names)
         return Evicted(_NONE, self._forget(names))
 
@@ -278,14 +278,14 @@ class PrefixCache:
 
     def drop(self, name: int) -> Evicted:
         """Forget checkpoint ``name``, if it is still kept and nobody needs it."""
-        if name not in self._copies or self.tree.is_held(name):
+        if name not in self._copies or self.tree.checkpoints.is_held(name):
             return Evicted()
-        self.tree.drop_checkpoint(name)
+        self.tree.checkpoints.drop(name)
         return Evicted(_NONE, self._forget((name,)))
 
     def clear(self, namespace: bytes | None = None) -> Evicted:
-        """Forget everything, or everything of one namespace. Raises RetryLater, changing nothing, while a request runs there or
-        something is pinned."""
+        """Forget everything, or everything of one namespace. Raises RetryLater, changing nothing, while a request runs there
+        or something is pinned."""
         dropped = self.tree.clear(namespace)
         return Evicted(_NONE if self.full is None else dropped.ids[0], self._forget(dropped.states))
 
@@ -328,12 +328,12 @@ class PrefixCache:
         missing = namespaces - self.tree.namespaces()
         if missing:
             raise CheckFailed(f"{len(missing)} namespaces in which requests run are not in the tree")
-        if self.tree.num_checkpoints != len(self._copies) or len(self._copies) > self._most_checkpoints:
+        if len(self.tree.checkpoints.by_state) != len(self._copies) or len(self._copies) > self._most_checkpoints:
             raise CheckFailed(
-                f"checkpoints: {self.tree.num_checkpoints} in the tree, {len(self._copies)} with copies, at most "
+                f"checkpoints: {len(self.tree.checkpoints.by_state)} in the tree, {len(self._copies)} with copies, at most "
                 f"{self._most_checkpoints} asked for"
             )
-        held = {name for name in self._copies if self.tree.is_held(name)}
+        held = {name for name in self._copies if self.tree.checkpoints.is_held(name)}
         pinned = {pin.checkpoint for pin in self._pins if pin.checkpoint is not None}
         if held != pinned:
             raise CheckFailed(f"checkpoints {sorted(held)[:16]} are held, pins hold {sorted(pinned)[:16]}")

@@ -34,14 +34,14 @@ class Request:
     ``lease``: what it has published or started from. ``written``: the highest length that a batch or a commit went up to;
     rings and states hold what came last. ``block_hashes``: names of its beginnings below the device, as far as anybody asked.
     ``num_fences``: steps and copies in flight. ``is_settled``: whether everything committed was published; if not, that is
-    done when the last fence is lifted, or with the next commit. ``opened_at``: when its prompt began to be computed (``perf_counter``), 0.0 once that is measured. ``rows``: the persistent
-    batch that is ahead of it, if any. ``resumed_at``: the cache's count of stopped requests when it
-    got its slot.
+    done when the last fence is lifted, or with the next commit. ``opened_at``: when its prompt began to be computed
+    (``perf_counter``), 0.0 once that is measured. ``rows``: the persistent batch that is ahead of it, if any.
+    ``resumed_at``: the cache's count of stopped requests when it got its slot.
     """
 
     __slots__ = (
-        "block_hashes", "is_settled", "last_checkpoint", "lease", "match", "media_ids", "namespace",
-        "num_fences", "opened_at", "own_length", "priority", "prompt_length", "resumed_at", "rows", "slot", "state", "tokens", "written",
+        "block_hashes", "is_settled", "last_checkpoint", "lease", "match", "media_ids", "namespace", "num_fences",
+        "opened_at", "own_length", "priority", "prompt_length", "resumed_at", "rows", "slot", "state", "tokens", "written",
     )  # fmt: skip
 
     def __init__(

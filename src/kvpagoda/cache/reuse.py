@@ -76,8 +76,8 @@ class Reuse:
             return
         if core.suspended or core.running:
             raise RetryLater(
-                f"{len(core.running)} requests run, in slots {sorted(core.running)[:16]}, {len(core.suspended)} are suspended; "
-                f"close them first"
+                f"{len(core.running)} requests run, in slots {sorted(core.running)[:16]}, {len(core.suspended)} are "
+                f"suspended; close them first"
             )
         for pin in core.prefix.pins_of():
             core.guard.change(core.prefix.unpin, pin)

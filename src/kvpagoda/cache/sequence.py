@@ -199,8 +199,8 @@ class Sequence:
 
     @either_way
     def close(self) -> None:
-        """Give everything back; whole blocks stay for others to find. Inside a fence that waits for its end. Raises StaleHandle
-        the second time."""
+        """Give everything back; whole blocks stay for others to find. Inside a fence that waits for its end. Raises
+        StaleHandle the second time."""
         request = self._request
         if request.state is not State.SUSPENDED:
             request.check_running()

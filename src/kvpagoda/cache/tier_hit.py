@@ -27,20 +27,20 @@ class TierHit:
     end: int
     started: float | None = None
     """When the request began for which this is; None while nobody waits for it."""
-    layerwise: bool = False
+    layerwise: bool = field(init=False, default=False)
     """Whether blocks may come in layer after layer, when they are asked for."""
-    records: list[Record] = field(default_factory=list)
+    records: list[Record] = field(init=False, default_factory=list)
     """In the order of the text."""
-    leases: list[Lease] = field(default_factory=list)
-    checkpoint: tuple[Level, list[int]] | None = None
+    leases: list[Lease] = field(init=False, default_factory=list)
+    checkpoint: tuple[Level, list[int]] | None = field(init=False, default=None)
     """The staging rows that hold the checkpoint at ``end``."""
-    held: dict[Record, int] = field(default_factory=dict)
+    held: dict[Record, int] = field(init=False, default_factory=dict)
     """The staging rows of records that are read."""
-    is_arriving: bool = False
+    is_arriving: bool = field(init=False, default=False)
     """Whether layers are still copied from its staging rows."""
-    is_released: bool = False
+    is_released: bool = field(init=False, default=False)
     """Whether it owns nothing any more."""
-    _is_over: bool = False
+    _is_over: bool = field(init=False, default=False)
 
     def __enter__(self) -> TierHit:
         return self

@@ -42,8 +42,8 @@ class DeviceTables:
         self._tables: dict[int, DeviceTable] = {}
 
     def owner_of(self, index: int) -> tuple[Layer, BlockGroup | None]:
-        """The layer whose rows layer ``index`` reads (its own, or another's that it shares), and the group of its blocks. Raises
-        BadInput."""
+        """The layer whose rows layer ``index`` reads (its own, or another's that it shares), and the group of its blocks.
+        Raises BadInput."""
         layer = self._schema.by_index.get(index)
         if layer is None:
             raise BadInput(f"layer {index} is not in this schema; it has {sorted(self._schema.by_index)}")

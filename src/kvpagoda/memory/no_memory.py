@@ -102,8 +102,8 @@ class NoMemory:
         done()
 
     def finish_copies(self, group: int | None = None) -> None:
-        """Wait for what ``from_host_later`` has not copied yet, to blocks of ``group`` or of all: they are about to be copied, or
-        to be somebody else's."""
+        """Wait for what ``from_host_later`` has not copied yet, to blocks of ``group`` or of all: they are about to be copied,
+        or to be somebody else's."""
 
     def forget_copies(self) -> None:
         """Give up what ``from_host_later`` has not copied yet, and what is to be poisoned: nobody holds these blocks now."""

@@ -12,8 +12,9 @@ from kvpagoda.prefix.node_checkpoints import Checkpoint
 class Checkpoints:
     """State ids at depths of nodes, ordered by use; those that somebody holds are outside of the order.
 
-    ``by_state``: all of them by state id. A node has those that lie in it, also after splits and merges. All calls are
-    amortised O(log n), and O(nodes) where they look along a path.
+    ``by_state``: all of them by state id; ``num_held``: of these, those that somebody holds. A node has those that lie in
+    it, also after splits and merges. All calls are amortised O(log n), and O(nodes) where they look along a path. Those
+    with a node are the tree's; leases do not hold checkpoints.
     """
 
     def __init__(self) -> None:
@@ -40,6 +41,10 @@ class Checkpoints:
             raise NotOwned(f"state {state_id} is not a checkpoint of this tree")
         return self.by_state[state_id]
 
+    def is_held(self, state_id: int) -> bool:
+        """Whether somebody holds the checkpoint with this state id. Raises NotOwned. O(1)."""
+        return self.find(state_id).num_holds > 0
+
     def last(self, node: Node, depth: int) -> Checkpoint | None:
         """The deepest checkpoint of ``node``, and what lies above it, up to ``depth``."""
         while node.parent is not None:
@@ -54,7 +59,8 @@ class Checkpoints:
             found.used = self._tick()
 
     def hold(self, state_id: int) -> None:
-        """One more needs it. Raises NotOwned."""
+        """Let nobody evict or drop the checkpoint with this state id until ``release``, as often as it is held; only with its
+        blocks it may still go. Raises NotOwned."""
         checkpoint = self.find(state_id)
         checkpoint.num_holds += 1
         if checkpoint.num_holds == 1:
@@ -62,7 +68,7 @@ class Checkpoints:
             self._loose.discard(state_id)
 
     def release(self, state_id: int) -> None:
-        """One that held it does not need it any more. Raises NotOwned, and BadInput if nobody holds it."""
+        """End one hold; where it was last used has not changed. Raises NotOwned, and BadInput if nobody holds it."""
         checkpoint = self.find(state_id)
         if not checkpoint.num_holds:
             raise BadInput(f"checkpoint {state_id} is released more often than it was held")
@@ -72,7 +78,7 @@ class Checkpoints:
             self._loose.add(state_id)
 
     def drop(self, state_id: int) -> None:
-        """Take out a checkpoint. Raises NotOwned for an id that is not in, and BadInput for one that is held."""
+        """Take out a checkpoint: its id is the caller's again. Raises NotOwned, and BadInput for one that is held."""
         checkpoint = self.find(state_id)
         if checkpoint.num_holds:
             raise BadInput(f"{checkpoint.num_holds} hold checkpoint {state_id}; release it first")
@@ -86,8 +92,9 @@ class Checkpoints:
             states.append(last.state_id)
         return states
 
-    def evict(self, count: int) -> tuple[int, ...]:
-        """Take out the ``count`` least recently used, fewer if fewer are loose; returns their state ids."""
+    def evict(self, count: int = 1) -> tuple[int, ...]:
+        """Take out the ``count`` least recently used (put or touched) that nobody holds; returns their state ids, fewer if
+        there are fewer. Their blocks stay."""
         states: list[int] = []
         while len(states) < count and (first := self._loose.first()):
             states.append(first[2])

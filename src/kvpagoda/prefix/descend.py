@@ -11,11 +11,11 @@ from kvpagoda.prefix.node import Node
 class Descent:
     """Where a descent ended: at ``depth`` blocks from the root, in ``node``, ``num_tokens`` tokens after its start.
 
-    ``path``: the nodes that it went through; ``begin``: the depth at which it began, in the first of them. ``partial``:
-    (node, block) whose first tokens go on from there, if any do.
+    ``path``: the nodes that it went through; ``begin``: the depth at which it began, in the first of them. ``beyond``:
+    where the block lies whose first tokens go on from there, if there is one.
     """
 
-    __slots__ = ("begin", "depth", "node", "num_tokens", "partial", "path")
+    __slots__ = ("begin", "beyond", "depth", "node", "num_tokens", "path")
 
     def __init__(
         self,
@@ -24,10 +24,10 @@ class Descent:
         depth: int,
         num_tokens: int,
         path: list[Node],
-        partial: tuple[Node, int] | None = None,
+        beyond: Node | None = None,
     ) -> None:
         self.node, self.begin, self.depth, self.num_tokens = node, begin, depth, num_tokens
-        self.path, self.partial = path, partial
+        self.path, self.beyond = path, beyond
 
     def ids(self, num_groups: int) -> Ids:
         """The ids of all blocks on the way, int32 ``[num_groups, blocks]``, a copy."""
@@ -72,14 +72,14 @@ def descend(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -
         while path[-1].start >= end and len(path) > 1:
             path.pop()
         node = path[-1]
-        return Descent(node, depth, end, same, path, (node, end - node.start) if same % size else None)
-    partial, longest = None, 0
+        return Descent(node, depth, end, same, path, node if same % size else None)
+    beyond, longest = None, 0
     if to_the_token and at < length and size > 1:
         for child in node.children.nearest(block):
             more = _num_same_bytes(child.first, block) // 4
             if more > longest:
-                partial, longest = (child, 0), more
-    return Descent(node, depth, end, same + longest, path, partial)
+                beyond, longest = child, more
+    return Descent(node, depth, end, same + longest, path, beyond)
 
 
 def _num_same(a: Ids, b: Ids) -> int:

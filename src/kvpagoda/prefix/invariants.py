@@ -39,6 +39,12 @@ def prove_shape(nodes: Iterable[Node], num_rows: int) -> None:
             expect(child.block(0) == block == child.first, f"{where}: a child is filed under another block")
 
 
+def prove_counts(nodes: list[Node], num_cached: int, num_pinned: int) -> None:
+    """So many blocks are cached and pinned as was counted."""
+    counted = sum(node.num_blocks for node in nodes), sum(node.num_pinned for node in nodes)
+    expect((num_cached, num_pinned) == counted, f"{num_cached, num_pinned} is not {counted}")
+
+
 def prove_pins(nodes: Iterable[Node], num_leases: int, tree: object) -> None:
     """Leases lie in their node, are open, and so many; pins count them and the pinned children; what they cover is right."""
     counted = 0

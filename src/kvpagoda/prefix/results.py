@@ -21,21 +21,20 @@ class Match:
     """What is cached of a text. The text must not change while the match is in use.
 
     ``num_tokens`` leading tokens match, ``num_blocks`` whole blocks of them; ``ids`` int32 ``[num_groups, num_blocks]``
-    are those blocks, 0 where a group keeps nothing. ``partial_ids`` int32 ``[num_groups]``: the block that begins with
-    the tokens after them, to be copied and not shared; 0 where there is none. ``checkpoint``: (num_tokens, state id) of
-    the deepest one within the whole blocks.
+    are those blocks, 0 where a group keeps nothing. ``checkpoint``: (num_tokens, state id) of the deepest one within them.
+    ``beyond``: where the block lies that begins with the tokens after them, to be copied and not shared (see
+    ``PrefixTree.pin_partial``), if there is one.
     """
 
     num_tokens: int
     num_blocks: int
     ids: Ids
-    partial_ids: Ids
-    checkpoint: tuple[int, int] | None
     namespace: bytes
     tokens: Ids = field(repr=False)
     node: Node | None = field(repr=False)  # where the whole blocks end
     removals: int = field(repr=False)  # of the tree, when this was found
-    beyond: Node | None = field(repr=False)  # where the block of ``partial_ids`` lies
+    beyond: Node | None = field(repr=False)
+    checkpoint: tuple[int, int] | None = field(init=False, default=None)
 
 
 class Lease:

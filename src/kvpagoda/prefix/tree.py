@@ -9,16 +9,17 @@ from kvpagoda.errors import BadInput, RetryLater, StaleHandle
 from kvpagoda.prefix import eviction
 from kvpagoda.prefix.checkpoints import Checkpoints
 from kvpagoda.prefix.descend import Descent, descend
-from kvpagoda.prefix.edge_arrays import arrays_of
 from kvpagoda.prefix.eviction_order import EvictionOrder, PolicyOrder
-from kvpagoda.prefix.invariants import expect, nodes_below, prove_ids, prove_pins, prove_shape
+from kvpagoda.prefix.insertion import Inserter
+from kvpagoda.prefix.invariants import nodes_below, prove_counts, prove_ids, prove_pins, prove_shape
 from kvpagoda.prefix.leases import Leases
 from kvpagoda.prefix.lru import LRUOrder
-from kvpagoda.prefix.node import Node, new_root
+from kvpagoda.prefix.node import Node
 from kvpagoda.prefix.owned_ids import OwnedIds
 from kvpagoda.prefix.policies.by_name import as_policy
 from kvpagoda.prefix.policies.protocol import EvictionPolicy
-from kvpagoda.prefix.results import Evicted, Inserted, Lease, Mask, Match
+from kvpagoda.prefix.results import Evicted, Inserted, Lease, Match
+from kvpagoda.prefix.roots import Roots
 
 _INT32 = np.dtype(np.int32)
 _TO_EVICT = "the number of blocks to evict"
@@ -65,14 +66,12 @@ class PrefixTree:
         asked = as_policy(policy, capacity)
         self.block_size, self.num_groups = block_size, num_groups
         self.num_cached = 0  #: blocks that are cached
-        self._roots: dict[bytes, Node] = {}
-        self._num_roots = 0  # that there ever were
+        self.checkpoints = Checkpoints()  #: of its blocks; hold, release, drop and evict them here
         self._order: EvictionOrder = LRUOrder() if asked is None else PolicyOrder(asked)
         self._num_rows = num_groups + self._order.num_rows
-        self._is_keyed = self._order.num_rows > 0
-        self._nothing: Ids = np.zeros(num_groups, np.int32)  # what all matches have that end at a block
-        self._nothing.flags.writeable = False
-        self._checkpoints, self._owned = Checkpoints(), OwnedIds(num_groups) if proves_ids else None
+        self._roots = Roots(block_size, self._num_rows)
+        self._owned = OwnedIds(num_groups) if proves_ids else None
+        self._inserter = Inserter(block_size, self._roots, self._order, self._owned)
         self._leases = Leases(self, self._order)
         self._removals = 0  # how often something went: a match from before must look again
 
@@ -91,16 +90,6 @@ class PrefixTree:
         """Blocks that ``evict`` could free now: cached and not pinned. O(1)."""
         return self.num_cached - self._leases.num_pinned
 
-    @property
-    def num_checkpoints(self) -> int:
-        """Checkpoints in the tree. O(1)."""
-        return len(self._checkpoints.by_state)
-
-    @property
-    def num_held_checkpoints(self) -> int:
-        """Of these, checkpoints that somebody holds. O(1)."""
-        return self._checkpoints.num_held
-
     def namespaces(self) -> set[bytes]:
         """The namespaces in which something is cached or pinned."""
         return set(self._roots)
@@ -109,8 +98,7 @@ class PrefixTree:
         """All block ids of ``group`` that the tree owns, ascending. O(largest id); O(blocks) if it proves no ids."""
         if self._owned is not None:
             return np.flatnonzero(self._owned.flags[group]).astype(np.int32)
-        nodes = [node for root in self._roots.values() for node in nodes_below(root)]
-        ids: Ids = np.sort(np.concatenate([np.empty(0, np.int32), *(node.ids[group] for node in nodes)]))
+        ids: Ids = np.sort(np.concatenate([np.empty(0, np.int32), *(node.ids[group] for node in self._roots.nodes())]))
         return ids[ids > 0]
 
     def match(self, tokens: Ids, namespace: bytes = b"", limit: int | None = None) -> Match:
@@ -123,18 +111,12 @@ class PrefixTree:
         if limit is not None and limit < len(tokens):
             tokens = tokens[: max(0, limit)]
         root = self._roots.get(namespace)
-        way = Descent(self._new_root(namespace), 0, 0, 0, []) if root is None else descend(root, 0, tokens)
-        checkpoint = None
-        if self._checkpoints.by_state and (last := self._checkpoints.last(way.node, way.depth)):
-            checkpoint = last.depth * self.block_size, last.state_id
-        partial, beyond = self._nothing, None
-        if way.partial:
-            beyond, block = way.partial
-            partial = beyond.ids[: self.num_groups, block].copy()
-        return Match(
-            way.num_tokens, way.depth, way.ids(self.num_groups), partial, checkpoint, namespace, tokens,
-            None if root is None else way.node, self._removals, beyond,
-        )  # fmt: skip
+        way = Descent(self._roots.new(namespace), 0, 0, 0, []) if root is None else descend(root, 0, tokens)
+        node, ids = None if root is None else way.node, way.ids(self.num_groups)
+        match = Match(way.num_tokens, way.depth, ids, namespace, tokens, node, self._removals, way.beyond)
+        if self.checkpoints.by_state and (last := self.checkpoints.last(way.node, way.depth)):
+            match.checkpoint = last.depth * self.block_size, last.state_id
+        return match
 
     def is_current(self, match: Match) -> bool:
         """Whether nothing was evicted or moved since ``match`` was found."""
@@ -150,7 +132,8 @@ class PrefixTree:
         return self._open(node, depth)
 
     def pin_partial(self, match: Match) -> Lease | None:
-        """Pin the whole blocks of ``match`` and the block of its ``partial_ids``; None if there is none, or no longer."""
+        """Pin the whole blocks of ``match`` and the block that begins with the tokens after them; None if there is
+        none, or no longer. ``last_ids`` of the lease are that block's."""
         if match.beyond is None or match.removals != self._removals:
             return None
         depth = match.num_blocks + 1
@@ -166,8 +149,8 @@ class PrefixTree:
         """End a lease. Raises StaleHandle, changing nothing, for one that is not open in this tree. O(nodes on the path)."""
         node = lease.node if lease.is_open and lease.tree is self else self._locate(lease)[0]
         root = self._leases.close(lease, node)
-        if root is not None:
-            self._drop_root(root)
+        if root is not None and self._roots.drop(root):
+            self._removals += 1
 
     def touch(self, at: Match | Lease, num_blocks: int | None = None, priority: int = 0) -> None:
         """Say that the first ``num_blocks`` blocks (None: all) of what ``at`` covers were used once, the deepest first,
@@ -176,11 +159,11 @@ class PrefixTree:
         node, depth = self._locate(at, num_blocks)
         if depth:
             self._order.touch(node, depth, priority)
-            self._checkpoints.touch(node, depth)
+            self.checkpoints.touch(node, depth)
 
     def touch_checkpoint(self, lease: Lease) -> None:
         """Say that the last checkpoint of what ``lease`` covers was used. O(nodes behind it). Raises StaleHandle."""
-        self._checkpoints.touch(*self._locate(lease))
+        self.checkpoints.touch(*self._locate(lease))
 
     def insert(
         self,
@@ -207,10 +190,7 @@ class PrefixTree:
         n, rest = divmod(len(tokens), size)
         fits = isinstance(blocks, np.ndarray) and blocks.dtype == _INT32 and blocks.shape == (self.num_groups, n)
         if rest or not fits:
-            raise BadInput(
-                f"{len(tokens)} tokens in blocks of {size} do not go with ids {getattr(blocks, 'dtype', None)} "
-                f"{list(np.shape(blocks))}; ids are int32 [{self.num_groups} groups, blocks]"
-            )
+            raise BadInput(_misfit(tokens, size, blocks, self.num_groups))
         node, covered = self._locate(at)
         lease = at if isinstance(at, Lease) and pin is not False else None
         first, added, own, duplicates = tokens[:size].tobytes(), n, blocks, None
@@ -218,11 +198,12 @@ class PrefixTree:
             if self._owned is not None:
                 self._owned.prove_new(blocks)
             if n:
-                node = self._attach(node, covered, first, tokens, blocks, text, priority)
+                node = self._inserter.attach(node, covered, first, tokens, blocks, text, priority)
             if self._owned is not None:
                 self._owned.add(blocks)
         else:
-            node, added, own, duplicates = self._insert_along(node, covered, tokens, blocks, text, priority)
+            node, added, own, duplicates = self._inserter.along(node, covered, tokens, blocks, text, priority)
+        self.num_cached += added
         if lease is not None:
             self._leases.extend(lease, node, covered + n)
         elif pin:
@@ -240,17 +221,17 @@ class PrefixTree:
         asked = num_blocks if type(num_blocks) is int and num_blocks >= 0 else whole_number(num_blocks, _TO_EVICT)
         evictable = self.num_cached - self._leases.num_pinned
         ids = np.empty((self._num_rows, asked if asked < evictable else evictable), np.int32)
-        done, states, bare = eviction.evict(self._order, self._checkpoints, ids)
+        done, states, bare = eviction.evict(self._order, self.checkpoints, ids)
         if done:
             self.num_cached -= done
             self._removals += 1
             for root in bare:
-                self._drop_root(root)
+                self._roots.drop(root)
         return self._gone(ids if done == ids.shape[1] else ids[:, :done], states, asked - done)
 
     def remap(self, group: int, names: Ids) -> None:
         """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
-        rows = [node.ids[group] for root in self._roots.values() for node in nodes_below(root)]
+        rows = [node.ids[group] for node in self._roots.nodes()]
         after = [names[row] for row in rows]
         if self._owned is not None:
             self._owned.remap(group, names)
@@ -267,10 +248,10 @@ class PrefixTree:
         if any(root.pins for root in roots):
             num_open = sum(len(node.leases) for root in roots for node in nodes_below(root))
             raise RetryLater(f"{num_open} leases are open in what is to be cleared; unpin them first")
-        ids, states = eviction.clear(self._order, self._checkpoints, roots, self._num_rows)
+        ids, states = eviction.clear(self._order, self.checkpoints, roots, self._num_rows)
         self.num_cached -= ids.shape[1]
         for root in roots:
-            self._drop_root(root)
+            self._roots.drop(root)
         self._removals += 1
         return self._gone(ids, states, 0)
 
@@ -282,59 +263,30 @@ class PrefixTree:
         depth, rest = divmod(num_tokens, self.block_size)
         if rest or depth < 1:
             raise BadInput(f"a checkpoint lies at a multiple of {self.block_size} tokens, not at {num_tokens}")
-        return self._checkpoints.put(*self._locate(at, depth), state_id)
+        return self.checkpoints.put(*self._locate(at, depth), state_id)
 
     def has_checkpoint(self, at: Match | Lease, num_tokens: int) -> bool:
-        """Whether there is a checkpoint after ``num_tokens`` tokens, a block boundary, of what ``at`` covers. Raises as ``pin``
-        does."""
+        """Whether ``at`` covers a checkpoint after ``num_tokens`` tokens, a block boundary. Raises as ``pin`` does."""
         node, depth = self._locate(at, num_tokens // self.block_size)
         return node.checkpoints is not None and depth in node.checkpoints
 
     def last_checkpoint(self, at: Match | Lease, num_blocks: int | None = None) -> tuple[int, int] | None:
         """(num_tokens, state id) of the deepest checkpoint within the first ``num_blocks`` blocks (None: all) of what ``at``
         covers, if there is one. O(nodes behind it). Raises as ``pin`` does."""
-        found = self._checkpoints.last(*self._locate(at, num_blocks))
+        found = self.checkpoints.last(*self._locate(at, num_blocks))
         return None if found is None else (found.depth * self.block_size, found.state_id)
-
-    def hold_checkpoint(self, state_id: int) -> None:
-        """Let nobody evict or drop the checkpoint with this state id until ``release_checkpoint``, as often as it is held;
-        only with its blocks it may still go. Raises NotOwned. Amortised O(log checkpoints)."""
-        self._checkpoints.hold(state_id)
-
-    def is_held(self, state_id: int) -> bool:
-        """Whether somebody holds the checkpoint with this state id. Raises NotOwned. O(1)."""
-        return self._checkpoints.find(state_id).num_holds > 0
-
-    def release_checkpoint(self, state_id: int) -> None:
-        """End one hold; where it was last used has not changed. Raises NotOwned, and BadInput if nobody holds it. Amortised
-        O(log checkpoints)."""
-        self._checkpoints.release(state_id)
-
-    def drop_checkpoint(self, state_id: int) -> None:
-        """Forget the checkpoint with this state id, which is the caller's again. Raises NotOwned, and BadInput for one that is
-        held. Amortised O(1)."""
-        self._checkpoints.drop(state_id)
-
-    def evict_checkpoint(self, num_checkpoints: int = 1) -> tuple[int, ...]:
-        """Forget the least recently used checkpoints (set or touched) that nobody holds; returns their state ids, fewer if
-        there are fewer.
-
-        Blocks stay; leases do not hold checkpoints. Amortised O(log checkpoints) for each.
-        """
-        return self._checkpoints.evict(num_checkpoints)
 
     def check(self) -> None:
         """Prove everything from scratch: links, edges, pins, ids, counters, leaves, checkpoints. O(blocks).
 
         Raises CheckFailed with what does not hold.
         """
-        nodes = [node for root in self._roots.values() for node in nodes_below(root)]
+        nodes = self._roots.nodes()
         prove_shape(nodes, self._num_rows)
         prove_pins(nodes, self.num_leases, self)
         prove_ids(nodes, self.num_groups, None if self._owned is None else self._owned.flags)
-        counted = sum(node.num_blocks for node in nodes), sum(node.num_pinned for node in nodes)
-        expect((self.num_cached, self.num_pinned) == counted, f"{self.num_cached, self.num_pinned} is not {counted}")
-        self._checkpoints.check(nodes)
+        prove_counts(nodes, self.num_cached, self.num_pinned)
+        self.checkpoints.check(nodes)
         self._order.check(nodes)
 
     def _locate(self, at: Match | Lease, num_blocks: int | None = None) -> tuple[Node, int]:
@@ -351,85 +303,16 @@ class PrefixTree:
             return at.node if depth == at.num_blocks else at.node.up_to(depth), depth
         if at.node is not None and at.removals == self._removals:
             return at.node.up_to(depth), depth
-        root = self._roots.get(at.namespace) or self._new_root(at.namespace)
-        way = descend(root, 0, at.tokens[: at.num_blocks * self.block_size])
-        if way.depth < at.num_blocks or not np.array_equal(way.ids(self.num_groups), at.ids):
-            raise StaleHandle("blocks of this match were evicted since; match again")
-        return way.node.up_to(depth), depth
-
-    def _new_root(self, namespace: bytes) -> Node:
-        """A root that is in the tree only once something is pinned or hangs there."""
-        if not isinstance(namespace, bytes):
-            raise BadInput(f"a namespace is bytes, got {namespace!r}")
-        self._num_roots += 1
-        return new_root(self.block_size, self._num_rows, -self._num_roots, namespace)
-
-    def _drop_root(self, node: Node) -> None:
-        if node.root and not node.pins and not node.children:
-            del self._roots[node.root[1]]
-            self._removals += 1
+        root = self._roots.get(at.namespace) or self._roots.new(at.namespace)
+        return _found_again(root, at, self.num_groups).up_to(depth), depth
 
     def _open(self, node: Node, depth: int) -> Lease:
         if node.root is not None:
             self._roots[node.root[1]] = node
         return self._leases.open(node, depth)
 
-    def _insert_along(
-        self, node: Node, covered: int, tokens: Ids, blocks: Ids, text: Ids | None, priority: int
-    ) -> tuple[Node, int, Ids, Mask]:
-        """``insert`` where something is already: (the node that ends with it, blocks added, the tree's ids, duplicates).
-
-        Of the blocks that are there, holes of single groups are filled.
-        """
-        way = descend(node, covered, tokens, to_the_token=False)
-        node, have = way.node, way.depth - covered
-        there = np.zeros_like(blocks)
-        there[:, :have] = way.ids(self.num_groups)
-        given = np.where(blocks == there, 0, blocks)
-        if self._owned is not None:
-            self._owned.prove_new(given)
-        duplicates = (given != 0) & (there != 0)
-        own, given = np.where(there == 0, blocks, there), np.where(duplicates, 0, given)
-        if have < blocks.shape[1]:
-            if way.depth < node.end:
-                node = way.path[-1] = node.split(way.depth)
-            rest = tokens[have * self.block_size :]
-            first = rest[: self.block_size].tobytes()
-            node = self._attach(node, way.depth, first, rest, own[:, have:], text, priority)
-        if self._owned is not None:  # from here on nothing can fail
-            self._owned.add(given)
-        way.put_ids(own)
-        return node, blocks.shape[1] - have, own, duplicates
-
-    def _attach(
-        self, node: Node, depth: int, first: bytes, tokens: Ids, ids: Ids, text: Ids | None, priority: int
-    ) -> Node:
-        """Put new blocks, the first of them ``first``, below ``node``, which ends at ``depth``; returns the node that ends
-        with them. All or nothing."""
-        order, n, size = self._order, ids.shape[1], self.block_size
-        if self._is_keyed:
-            ids = np.concatenate((ids, order.prepare(node, tokens, n)))
-        if node.children or node.root is not None or not node.has_room(n, text):
-            child = Node(node, depth, size, *arrays_of(tokens, ids, text, depth * size), n, first)
-            if self._is_keyed:
-                order.add(ids, priority)
-            if node.root is not None and not node.pins:  # from here on nothing can fail
-                self._roots[node.root[1]] = node
-            node.put_child(child)
-            if node.leaf >= 0:
-                order.mark(node)
-            node = child
-        else:
-            if self._is_keyed:
-                node.make_room(n)
-                order.add(ids, priority)
-            node.append(tokens, ids, text)
-        self.num_cached += n
-        order.added(node, n)
-        return node
-
     def _gone(self, ids: Ids, states: list[int], shortfall: int) -> Evicted:
-        if self._is_keyed:
+        if self._num_rows > self.num_groups:  # the order has rows of its own
             ids = ids[: self.num_groups]
         if self._owned is not None:
             self._owned.remove(ids)
@@ -440,3 +323,18 @@ def _vector(tokens: Ids) -> Ids:
     if not isinstance(tokens, np.ndarray) or tokens.dtype != _INT32 or tokens.ndim != 1:
         raise BadInput(f"tokens are an int32 vector, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
     return tokens if tokens.flags.c_contiguous else np.ascontiguousarray(tokens)
+
+
+def _misfit(tokens: Ids, block_size: int, blocks: Ids, num_groups: int) -> str:
+    return (
+        f"{len(tokens)} tokens in blocks of {block_size} do not go with ids {getattr(blocks, 'dtype', None)} "
+        f"{list(np.shape(blocks))}; ids are int32 [{num_groups} groups, blocks]"
+    )
+
+
+def _found_again(root: Node, match: Match, num_groups: int) -> Node:
+    """Where the whole blocks of ``match`` end now, below ``root``. Raises StaleHandle if they are not all there."""
+    way = descend(root, 0, match.tokens[: match.num_blocks * root.block_size])
+    if way.depth < match.num_blocks or not np.array_equal(way.ids(num_groups), match.ids):
+        raise StaleHandle("blocks of this match were evicted since; match again")
+    return way.node

@@ -92,9 +92,9 @@ def serve(
     columns = Trace.read(trace)
     longest = int((columns.input_lengths + columns.output_lengths).max(initial=1))
     cache = KVCache(
-        replace(schema, vocab_size=None), budget, device="none", max_requests=max_requests, block_size=block_size, policy=policy, tiers=tiers,
-        retention=Retention(checkpoints, checkpoint_every), identity=Identity(weights="none: a trace"),
-        limits=Limits(longest, step_tokens), order=None if shared else "layer",
+        replace(schema, vocab_size=None), budget, device="none", max_requests=max_requests, block_size=block_size,
+        policy=policy, tiers=tiers, retention=Retention(checkpoints, checkpoint_every),
+        identity=Identity(weights="none: a trace"), limits=Limits(longest, step_tokens), order=None if shared else "layer",
     )  # fmt: skip
     run = _Run(cache, columns, tokens_per_id, step_tokens, range(len(columns)) if part is None else part)
     while run.step():

@@ -41,9 +41,9 @@ class _Operation:
     deadline: float
     nbytes: int
     work: Callable[[], list[Status] | Lease]
-    begun: float = field(default_factory=monotonic)
-    future: Future[Any] = field(default_factory=Future)
-    is_over: bool = False
+    begun: float = field(init=False, default_factory=monotonic)
+    future: Future[Any] = field(init=False, default_factory=Future)
+    is_over: bool = field(init=False, default=False)
     """Whether its future has its result; the driver may still be at work."""
     is_probe: bool = False
 

@@ -1,4 +1,4 @@
-"""LRU block by block: the plain form of what trees have built in, and its reference in tests."""
+"""LRU block by block, as a policy: the plain form of what trees have built in, and its reference."""
 
 from __future__ import annotations
 

@@ -1,0 +1,74 @@
+"""Blocks come into the tree: below a node, or along what is there already."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.prefix.descend import descend
+from kvpagoda.prefix.edge_arrays import arrays_of
+from kvpagoda.prefix.eviction_order import EvictionOrder
+from kvpagoda.prefix.node import Node
+from kvpagoda.prefix.owned_ids import OwnedIds
+from kvpagoda.prefix.results import Mask
+from kvpagoda.prefix.roots import Roots
+
+
+class Inserter:
+    """Puts blocks into the tree of ``roots``, whose blocks go in ``order``; ``owned``: its ids, if it proves them."""
+
+    def __init__(self, block_size: int, roots: Roots, order: EvictionOrder, owned: OwnedIds | None) -> None:
+        self._block_size, self._roots, self._order, self._owned = block_size, roots, order, owned
+        self._is_keyed = order.num_rows > 0
+
+    def attach(
+        self, node: Node, depth: int, first: bytes, tokens: Ids, ids: Ids, text: Ids | None, priority: int
+    ) -> Node:
+        """Put new blocks, the first of them ``first``, below ``node``, which ends at ``depth``; returns the node that ends
+        with them. All or nothing."""
+        order, n, size = self._order, ids.shape[1], self._block_size
+        if self._is_keyed:
+            ids = np.concatenate((ids, order.prepare(node, tokens, n)))
+        if node.children or node.root is not None or not node.has_room(n, text):
+            child = Node(node, depth, size, *arrays_of(tokens, ids, text, depth * size), n, first)
+            if self._is_keyed:
+                order.add(ids, priority)
+            if node.root is not None and not node.pins:  # from here on nothing can fail
+                self._roots[node.root[1]] = node
+            node.put_child(child)
+            if node.leaf >= 0:
+                order.mark(node)
+            node = child
+        else:
+            if self._is_keyed:
+                node.make_room(n)
+                order.add(ids, priority)
+            node.append(tokens, ids, text)
+        order.added(node, n)
+        return node
+
+    def along(
+        self, node: Node, covered: int, tokens: Ids, blocks: Ids, text: Ids | None, priority: int
+    ) -> tuple[Node, int, Ids, Mask]:
+        """Insert where something is already, behind the ``covered`` blocks that end in ``node``: (the node that ends with
+        it, blocks added, the tree's ids, duplicates). Of the blocks that are there, holes of single groups are filled.
+        """
+        way = descend(node, covered, tokens, to_the_token=False)
+        node, have = way.node, way.depth - covered
+        there = np.zeros_like(blocks)
+        there[:, :have] = way.ids(len(blocks))
+        given = np.where(blocks == there, 0, blocks)
+        if self._owned is not None:
+            self._owned.prove_new(given)
+        duplicates = (given != 0) & (there != 0)
+        own, given = np.where(there == 0, blocks, there), np.where(duplicates, 0, given)
+        if have < blocks.shape[1]:
+            if way.depth < node.end:
+                node = way.path[-1] = node.split(way.depth)
+            rest = tokens[have * self._block_size :]
+            first = rest[: self._block_size].tobytes()
+            node = self.attach(node, way.depth, first, rest, own[:, have:], text, priority)
+        if self._owned is not None:  # from here on nothing can fail
+            self._owned.add(given)
+        way.put_ids(own)
+        return node, blocks.shape[1] - have, own, duplicates
