@@ -281,7 +281,7 @@ class Lifecycle:
             if request.num_fences:  # after a reset there is none
                 request.num_fences -= 1
             requests.pop()
-        for request in ended:
+        for request in () if self._core.guard.is_torn else ended:  # reset will end them
             try:
                 self._leave(request)
             except BaseException as error:
