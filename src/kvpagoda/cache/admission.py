@@ -84,10 +84,10 @@ class Admission:
                     core.memory.copy(group.index, cells[begin:end].copy(), own)
                 first = 0 if group is core.full else begin
                 allotments.append(Allotment(first, cells[first:begin].copy(), own, n))
+            self._commit(child, PrefixMatch(length, length, "nothing"), lease, allotments)
         except BaseException:
             self._undo(lease, None, None)
             raise
-        self._commit(child, PrefixMatch(length, length, "nothing"), lease, allotments)
         core.counters.opened += 1
         return child
 
@@ -202,13 +202,14 @@ class Admission:
             if allotments is not None and whole:
                 change(tree.touch, lease, priority=wish.request.priority)
             filled = None if allotments is None else fill(core, wish, whole, allotments, beyond)
+            if allotments is None or filled is None:
+                self._undo(lease, beyond, checkpoint)
+                return False
+            is_same = wish.suspended is not None
+            self._commit(wish.request, filled, lease, allotments, beyond, checkpoint, is_same=is_same)
         except BaseException:
             self._undo(lease, beyond, checkpoint)
             raise
-        if allotments is None or filled is None:
-            self._undo(lease, beyond, checkpoint)
-            return False
-        self._commit(wish.request, filled, lease, allotments, beyond, checkpoint, is_same=wish.suspended is not None)
         return True
 
     def _undo(self, lease: Lease, beyond: Lease | None, checkpoint: int | None) -> None:
