@@ -244,13 +244,15 @@ class Admission:
             group.begin(slot, *allotment)
         if beyond is not None or checkpoint is not None:
             self._let_go(None, beyond, checkpoint)
-        if request.state is State.SUSPENDED:
+        is_resumed = request.state is State.SUSPENDED
+        if is_resumed:
             core.swap.drop(core.suspended[request])
-            del core.suspended[request]
         if not is_same:
             request.start_at(found, core.block_size)
         request.lease, request.slot, request.state = lease, slot, State.RUNNING
         request.resumed_at = core.counters.stopped
+        if is_resumed:
+            del core.suspended[request]
         core.running[slot] = request
         core.guard.is_torn = False
 
