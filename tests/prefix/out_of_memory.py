@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+import kvpagoda
 from kvpagoda.prefix import Evicted, PrefixTree
+
+PACKAGE = str(Path(kvpagoda.__file__).parent)
+"""The folder and not the name, which a checkout with numpy in its ``.venv`` may have too."""
 
 DISPATCHED = ("concatenate", "where", "zeros_like", "sort", "flatnonzero", "count_nonzero", "array_equal", "unique")
 METHODS = (
@@ -45,7 +50,7 @@ class Failing:
         return call
 
     def _profile(self, frame: FrameType, event: str, function: Any) -> None:
-        if event == "c_call" and "kvpagoda" in frame.f_code.co_filename:
+        if event == "c_call" and frame.f_code.co_filename.startswith(PACKAGE):
             of = getattr(function, "__self__", None)
             if isinstance(of, np.ndarray | np.generic) or (getattr(function, "__module__", "") or "").startswith(
                 "numpy"

@@ -75,8 +75,10 @@ def failing_functions() -> dict[CodeType, str]:
 
 
 def any_call(frame: FrameType, event: str, argument: Any) -> str:
-    """Every function of the library that is entered, and every generator of it that goes on."""
-    if event != "call" or not is_ours(frame.f_code) or frame.f_code.co_name == "__del__":  # Python ignores what that raises
+    """Every function of the library that is entered but a ``__del__``, whose errors Python ignores, and every generator of
+    it that goes on.
+    """
+    if event != "call" or not is_ours(frame.f_code) or frame.f_code.co_name == "__del__":
         return ""
     return getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
 
