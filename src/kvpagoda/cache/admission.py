@@ -216,11 +216,11 @@ class Admission:
         """Let go of what a start was prepared from, unless a signal came in the middle of a change."""
         core = self._core
         if not core.guard.is_torn:
-            core.guard.change(self._let_go, lease, beyond, checkpoint)
+            core.guard.change(self._release, lease, beyond, checkpoint)
 
-    def _let_go(self, lease: Lease | None, beyond: Lease | None, checkpoint: int | None) -> None:
+    def _release(self, lease: Lease | None, beyond: Lease | None, checkpoint: int | None) -> None:
         prefix = self._core.prefix
-        prefix.let_go(checkpoint)
+        prefix.release(checkpoint)
         for one in (beyond, lease):
             if one is not None:
                 prefix.tree.unpin(one)
@@ -243,7 +243,7 @@ class Admission:
         for group, allotment in zip(core.groups, allotments):
             group.begin(slot, *allotment)
         if beyond is not None or checkpoint is not None:
-            self._let_go(None, beyond, checkpoint)
+            self._release(None, beyond, checkpoint)
         is_resumed = request.state is State.SUSPENDED
         if is_resumed:
             core.swap.drop(core.suspended[request])

@@ -201,21 +201,21 @@ class PrefixCache:
             self._num_loose[number] += len(ids)
         return name
 
-    def hold(self, name: int | None) -> None:
-        """One more needs the checkpoint ``name``, if any: it is not evicted."""
-        if name is not None:
+    def hold(self, checkpoint: int | None) -> None:
+        """One more request needs ``checkpoint``, if any: it is not evicted."""
+        if checkpoint is not None:
             before = self.tree.checkpoints.num_held
-            self.tree.checkpoints.hold(name)
+            self.tree.checkpoints.hold(checkpoint)
             if self.tree.checkpoints.num_held > before:
-                self._count_loose(name, -1)
+                self._count_loose(checkpoint, -1)
 
-    def let_go(self, name: int | None) -> None:
-        """One less needs it."""
-        if name is not None:
+    def release(self, checkpoint: int | None) -> None:
+        """One request less needs it."""
+        if checkpoint is not None:
             before = self.tree.checkpoints.num_held
-            self.tree.checkpoints.release(name)
+            self.tree.checkpoints.release(checkpoint)
             if self.tree.checkpoints.num_held < before:
-                self._count_loose(name, 1)
+                self._count_loose(checkpoint, 1)
 
     def _count_loose(self, name: int, change: int) -> None:
         for number, ids in enumerate(self._copies[name]):
@@ -241,7 +241,7 @@ class PrefixCache:
         """End ``pin``, if it is still held."""
         if pin in self._pins:
             del self._pins[pin]
-            self.let_go(pin.checkpoint)
+            self.release(pin.checkpoint)
             self.tree.unpin(pin.lease)
 
     def oldest_pin(self) -> Pin | None:
