@@ -106,7 +106,7 @@ def test_out_of_blocks_changes_nothing() -> None:
     first.extend(16)
     with pytest.raises(OutOfBlocks, match="need 123 blocks"):
         first.extend(1000)
-    with pytest.raises(BadInput, match="must not be negative, got -1"):
+    with pytest.raises(BadInput, match="must be a whole number of at least 0, got -1"):
         first.extend(-1)
     second.close()
     first.extend(24)

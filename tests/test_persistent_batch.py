@@ -291,9 +291,9 @@ def test_what_cannot_be_is_refused_before_anything_changed() -> None:
     with pytest.raises(BadInput, match="not all 2 sequences"):
         together.remove(first, second)
     assert together.sequences == (first,)
-    with pytest.raises(BadInput, match="at least 1, got 0"):
+    with pytest.raises(BadInput, match="must be a positive whole number, got 0"):
         together.extend(0)
-    with pytest.raises(BadInput, match="at least 1, got 0"):
+    with pytest.raises(BadInput, match="must be a positive whole number, got 0"):
         cache.persistent_batch(num_rows=0)
     closed = running(cache, 3, 80)
     closed.close()

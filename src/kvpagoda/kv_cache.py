@@ -12,7 +12,6 @@ from kvpagoda.batch.batch import Batch
 from kvpagoda.batch.persistent import PersistentBatch
 from kvpagoda.batch.step import StepRows
 from kvpagoda.batch.step_buffers import StepBuffers
-from kvpagoda.blocks.ids import whole_number
 from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.core import Core, Settings
 from kvpagoda.cache.guard import either_way, exclusive
@@ -34,6 +33,7 @@ from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.schema import Plan, Schema
 from kvpagoda.tiers.spec import TierSpec
+from kvpagoda.units import whole_number
 
 NO_DEVICE = "none"
 
@@ -345,11 +345,9 @@ def _memory(plan: Plan, device: Any, order: str | None, poison: bool, has_tiers:
     return DeviceMemory(plan, device, order, poison=poison, copies_aside=has_tiers)
 
 
-def _priority(priority: Any) -> int:
+def _priority(priority: SupportsIndex) -> int:
     """``priority`` as an int of 64 bits. Raises BadInput."""
-    if isinstance(priority, bool | np.bool_) or not hasattr(priority, "__index__"):
-        raise BadInput(f"priority is a whole number of 64 bits, got {priority!r}")
-    number = int(priority.__index__())
-    if not -(2**63) <= number < 2**63:
+    number = whole_number(priority, "priority", -(2**63))
+    if number >= 2**63:
         raise BadInput(f"priority is a whole number of 64 bits, got {number}")
     return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from numbers import Integral
 
@@ -51,12 +52,16 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
-def whole_number(value: object, what: str, at_least: int = 1, error: type[BadInput] = BadInput) -> int:
+def whole_number(value: object, what: str, at_least: int = 0, error: type[BadInput] = BadInput) -> int:
     """``value`` as an int, if it is a whole number of at least ``at_least``: Python's or numpy's, but no bool and no float.
 
     Raises ``error``, which names ``what`` and the value. ``whole_number(np.int64(64), "max_requests")`` is 64.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or number < at_least:
         wanted = "positive whole number" if at_least == 1 else f"whole number of at least {at_least}"
         raise error(f"{what} must be a {wanted}, got {value!r}")
-    return int(value)
+    return number

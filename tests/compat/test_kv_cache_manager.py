@@ -178,7 +178,7 @@ def test_a_request_cannot_outgrow_the_model() -> None:
 )
 def test_manager_refuses_nonsense_sizes(change: dict[str, int]) -> None:
     sizes = {"max_concurrent_requests": 2, "num_blocks_per_csa_layer": 2, "num_blocks_per_hca_layer": 2, **change}
-    with pytest.raises(BadInput, match="at least 1"):
+    with pytest.raises(BadInput, match="must be a positive whole number"):
         KVCacheManager(SMALL, build_schedule(SMALL), device="cpu", **sizes)
 
 

@@ -181,7 +181,7 @@ def test_a_number_that_is_not_whole_raises(bad):
         make(bad)
     with pytest.raises(BadInput):
         make(4, bad)
-    with pytest.raises(BadInput, match="at least 1"):
+    with pytest.raises(BadInput, match="must be a positive whole number, got 0"):
         make(4, 0)
     assert tokens.available_size() == 4
 

@@ -120,5 +120,5 @@ def test_whole_numbers() -> None:
     with pytest.raises(BadInput, match="n must be a whole number of at least 0, got -1"):
         whole_number(-1, "n", at_least=0)
     with pytest.raises(SchemaError, match=r"n must be a positive whole number, got 1\.0"):
-        whole_number(1.0, "n", error=SchemaError)
+        whole_number(1.0, "n", at_least=1, error=SchemaError)
     assert parse_bytes(np.int64(4096)) == 4096 and type(parse_bytes(np.int64(4096))) is int  # type: ignore[arg-type]

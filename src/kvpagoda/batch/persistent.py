@@ -9,7 +9,6 @@ import numpy as np
 from kvpagoda.batch.batch import Batch
 from kvpagoda.batch.step import StepRows
 from kvpagoda.batch.step_buffers import StepBuffers
-from kvpagoda.blocks.ids import whole_number
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import DecodeRows, Request, State
@@ -17,6 +16,7 @@ from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.memory.device_table import DeviceTables
 from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.units import whole_number
 
 
 class PersistentBatch:

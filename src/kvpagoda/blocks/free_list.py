@@ -7,8 +7,9 @@ from typing import SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.blocks.ids import AnyIds, Ids, IdSet, whole_number
+from kvpagoda.blocks.ids import AnyIds, Ids, IdSet
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned, OutOfBlocks
+from kvpagoda.units import whole_number
 
 
 class FreeStack:

@@ -9,27 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.units import whole_number
 
 Ids = npt.NDArray[np.int32]
 AnyIds = npt.NDArray[np.integer[Any]]
 
 
-def whole_number(n: SupportsIndex, what: str, least: int = 0) -> int:
-    """``n`` as an int of at least ``least``. Raises BadInput for a bool, a float or a smaller number."""
-    if isinstance(n, bool | np.bool_):
-        raise BadInput(f"{what} must be a whole number, got {n!r}")
-    try:
-        number = operator.index(n)
-    except TypeError:
-        raise BadInput(f"{what} must be a whole number, got {n!r}") from None
-    if number < least:
-        raise BadInput(f"{what} must {f'be at least {least}' if least else 'not be negative'}, got {number}")
-    return number
-
-
 def positive_numbers(**numbers: SupportsIndex) -> list[int]:
     """The arguments, in their order, as ints of at least 1. Raises BadInput naming the first that is not one."""
-    return [whole_number(n, what, least=1) for what, n in numbers.items()]
+    return [whole_number(n, what, at_least=1) for what, n in numbers.items()]
 
 
 class IdSet:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
@@ -160,26 +161,19 @@ class Capacity:
 
     def _evict(self, group: BlockGroup, n: int) -> bool:
         """Let the prefix cache give up ``n`` blocks of ``group``, at most; False if it has none to give."""
-        prefix, guard = self._prefix, self._guard
-        if not prefix.num_evictable(group):
+        if not self._prefix.num_evictable(group):
             return False
         if self._memory.is_copying:
             self._memory.finish_copies(group.index)
-        guard.is_torn = True
-        try:
-            evicted = prefix.evict(group, n)
-        except Exception:
-            guard.is_torn = False
-            raise
-        self._free(evicted, is_evicted=True)
+        self.forget(self._prefix.evict, group, n, is_evicted=True)
         return True
 
-    def forget(self, decide: Callable[[], Evicted], *, is_evicted: bool = False) -> None:
-        """Free what ``decide``, a method of the prefix cache, gives up; ``is_evicted``: to make room."""
+    def forget(self, decide: Callable[..., Evicted], *args: Any, is_evicted: bool = False) -> None:
+        """Free what ``decide(*args)``, a method of the prefix cache, gives up; ``is_evicted``: to make room."""
         guard = self._guard
         guard.is_torn = True
         try:
-            evicted = decide()
+            evicted = decide(*args)
         except Exception:
             guard.is_torn = False
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -24,7 +23,7 @@ class Lifecycle:
     """What happens to the running requests of ``core``."""
 
     def __init__(self, core: Core, publisher: Publisher) -> None:
-        self.core = self._core = core
+        self.core = core
         self._publisher = publisher
 
     # -- growing -----------------------------------------------------------------------------------------------------
@@ -32,7 +31,7 @@ class Lifecycle:
     def extend(self, ends: Mapping[int, int]) -> None:
         """Make room for the first ``ends[slot]`` tokens of each of these slots, in every group, or for none. Raises
         OutOfBlocks, and BadInput past the longest context."""
-        core, furthest = self._core, max(ends.values())
+        core, furthest = self.core, max(ends.values())
         lacking: list[tuple[BlockGroup, int, int]] = []  # group, slot, blocks
         needs, more, is_more = [0] * len(core.groups), [0] * len(core.groups), False
         for group in core.groups:
@@ -66,8 +65,8 @@ class Lifecycle:
 
     def capacity_of(self, request: Request) -> int:
         """Tokens, the committed ones included, that every group has room for."""
-        capacity, slot = self._core.max_context, request.slot
-        for group in self._core.groups:
+        capacity, slot = self.core.max_context, request.slot
+        for group in self.core.groups:
             here = group.end[slot] * group.block_size
             if here < capacity:
                 capacity = here
@@ -77,7 +76,7 @@ class Lifecycle:
         """The rows of the next tokens are written; see ``Sequence.commit``."""
         if request.rows is not None:
             request.detach()
-        core, length, left = self._core, request.own_length, request.prompt_length - request.own_length
+        core, length, left = self.core, request.own_length, request.prompt_length - request.own_length
         if left > 0 and type(token_ids) is np.ndarray and token_ids.dtype == _INT32 and token_ids.ndim == 1:
             ids = token_ids  # what the prompt has was looked at when it came
             if len(ids) > left:
@@ -103,9 +102,9 @@ class Lifecycle:
 
     def _measure(self, request: Request) -> None:
         """The prompt of ``request`` is computed: tell how long that took, so that loading can be compared with it."""
-        if self._core.offloader is not None:
+        if self.core.offloader is not None:
             num_tokens = request.prompt_length - request.match.resumable
-            self._core.offloader.reader.computed(perf_counter() - request.opened_at, num_tokens)
+            self.core.offloader.reader.computed(perf_counter() - request.opened_at, num_tokens)
         request.opened_at = 0.0
 
     def settle(self, request: Request) -> None:
@@ -125,7 +124,7 @@ class Lifecycle:
         self.check_unfenced(request, "rewound")
         self._check_rewindable(request, length)
         media_ids = {at: one for at, one in request.media_ids.items() if at < length}
-        columns = length // self._core.block_size
+        columns = length // self.core.block_size
         if columns < request.lease.num_blocks:
             self._unshare(request, columns, length)
         request.written = max(request.written, request.own_length)
@@ -136,7 +135,7 @@ class Lifecycle:
 
     def _check_rewindable(self, request: Request, length: int) -> None:
         """Raises BadInput where a layer keeps something that cannot go back to ``length`` tokens."""
-        core, slot = self._core, request.slot
+        core, slot = self.core, request.slot
         written, given = max(request.written, request.own_length), request.match.resumable
         short = [(layer, label, n) for layer, label, n in core.plan.rewinds if length < max(given, written - n)]
         if short:
@@ -155,7 +154,7 @@ class Lifecycle:
     def _unshare(self, request: Request, columns: int, length: int) -> None:
         """Let ``length`` tokens be committed, and the blocks behind the first ``columns`` be the request's own, for others
         will be written there. Raises OutOfBlocks, changing nothing."""
-        core, slot, full = self._core, request.slot, self._core.full
+        core, slot, full = self.core, request.slot, self.core.full
         tokens = request.tokens.copy()  # what was published may not be written over
         own = freed = np.empty(0, np.int32)
         is_taken = False
@@ -193,7 +192,7 @@ class Lifecycle:
     def _make_room_for_copy(self, group: BlockGroup, slot: int) -> bool:
         """Whether a free block of ``group`` can take the copy of a shared one; else ``slot`` has one of its own, which means
         nothing afterwards: they are freed in return for it. Raises OutOfBlocks."""
-        capacity, needs = self._core.capacity, [0] * len(self._core.groups)
+        capacity, needs = self.core.capacity, [0] * len(self.core.groups)
         needs[group.index] = 1
         has_own = group.end[slot] > group.shared[slot]
         try:
@@ -209,7 +208,7 @@ class Lifecycle:
 
     def suspend(self, request: Request, whole: bool) -> None:
         """``request`` goes to host memory; see ``Sequence.suspend``."""
-        core = self._core
+        core = self.core
         request.detach()
         self.check_unfenced(request, "suspended")
         suspended = core.swap.copy_out(request.slot, request.own_length, self.capacity_of(request), whole)
@@ -219,7 +218,7 @@ class Lifecycle:
     def close(self, request: Request) -> None:
         """``request`` ends: its own blocks and its slot are free; what it published stays, unpinned. While a step or a copy of
         it is in flight all of that waits."""
-        core, counters = self._core, self._core.counters
+        core, counters = self.core, self.core.counters
         if request.rows is not None:
             request.detach()
         if request.num_fences:
@@ -244,18 +243,18 @@ class Lifecycle:
 
     def _tidy(self) -> None:
         """What may be done now that a request stopped."""
-        if self._core.memory.is_poisoning:
-            self._core.capacity.tidy()
-        if self._core.stale:
+        if self.core.memory.is_poisoning:
+            self.core.capacity.tidy()
+        if self.core.stale:
             self.clear_stale()
 
     def clear_stale(self) -> None:
         """Of namespaces that were invalidated, drop what nobody uses any more."""
-        core = self._core
+        core = self.core
         waiting = {one.namespace for one in core.suspended}  # they go on, and leave something behind again
         for namespace in [*core.stale]:
             with suppress(RetryLater):
-                core.capacity.forget(partial(core.prefix.clear, namespace))
+                core.capacity.forget(core.prefix.clear, namespace)
                 core.stale -= {namespace} - waiting
 
     def check_unfenced(self, request: Request, what: str) -> None:
@@ -281,12 +280,12 @@ class Lifecycle:
             if request.num_fences:  # after a reset there is none
                 request.num_fences -= 1
             requests.pop()
-        for request in () if self._core.guard.is_torn else ended:  # reset will end them
+        for request in () if self.core.guard.is_torn else ended:  # reset will end them
             try:
                 self._leave(request)
             except BaseException as error:
                 errors.append(error)
-                if self._core.guard.is_torn:
+                if self.core.guard.is_torn:
                     break
                 self._leave(request)  # whatever it was, a signal or memory: nobody else would do it
         if errors:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.blocks.ids import Ids, whole_number
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput
+from kvpagoda.units import whole_number
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class Publisher:
             return
         core, last = self._core, request.last_checkpoint
         request.last_checkpoint = name
-        core.capacity.forget(lambda: core.prefix.drop(last))
+        core.capacity.forget(core.prefix.drop, last)
 
     def _save(self, request: Request, length: int) -> int | None:
         """Keep a checkpoint at ``length``, the end of what is published; returns its name. None if there is one already, or no

@@ -10,7 +10,6 @@ from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 
 import numpy as np
 
-from kvpagoda.blocks.ids import whole_number
 from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.guard import either_way, exclusive
@@ -18,6 +17,7 @@ from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, State, Tokens
 from kvpagoda.errors import BadInput
+from kvpagoda.units import whole_number
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvpagoda.blocks.ids import positive_numbers, whole_number
+from kvpagoda.blocks.ids import positive_numbers
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.kernels.copy_rows import copy_rows
 from kvpagoda.memory.arena import Arena, Device, Tensor, dtype_name
 from kvpagoda.schema import Field, RowLayout
 from kvpagoda.schema.fields import itemsize
+from kvpagoda.units import whole_number
 
 Shape = tuple[int, ...]
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from kvpagoda.blocks.free_list import FreeList
-from kvpagoda.blocks.ids import IdSet, whole_number
+from kvpagoda.blocks.ids import IdSet
 from kvpagoda.errors import BadInput, CheckFailed
 from kvpagoda.memory.id_tensors import Device, IdsLike, default_device, ids_from, ids_to
-from kvpagoda.units import ceil_div
+from kvpagoda.units import ceil_div, whole_number
 
 
 class TokenToKVPoolAllocator:
@@ -39,7 +39,7 @@ class TokenToKVPoolAllocator:
     """
 
     def __init__(self, size: int, device: Device = None, page_size: int = 1, need_sort: bool = True) -> None:
-        self.size, self.page_size = whole_number(size, "size"), whole_number(page_size, "page_size", least=1)
+        self.size, self.page_size = whole_number(size, "size"), whole_number(page_size, "page_size", at_least=1)
         if self.size >= 2**31:
             raise BadInput(f"KV indices are int32: size must be below 2^31, got {size}")
         self.device, self.need_sort = default_device(device), need_sort

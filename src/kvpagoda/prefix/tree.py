@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpagoda.blocks.ids import Ids, whole_number
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, RetryLater, StaleHandle
 from kvpagoda.prefix import eviction
 from kvpagoda.prefix.checkpoints import Checkpoints
@@ -20,6 +20,7 @@ from kvpagoda.prefix.policies.by_name import as_policy
 from kvpagoda.prefix.policies.protocol import EvictionPolicy
 from kvpagoda.prefix.results import Evicted, Inserted, Lease, Match
 from kvpagoda.prefix.roots import Roots
+from kvpagoda.units import whole_number
 
 _INT32 = np.dtype(np.int32)
 _TO_EVICT = "the number of blocks to evict"

@@ -42,9 +42,9 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_requests", "step_tokens"):
-            object.__setattr__(self, name, whole_number(getattr(self, name), name))
+            object.__setattr__(self, name, whole_number(getattr(self, name), name, at_least=1))
         object.__setattr__(self, "num_checkpoints", whole_number(self.num_checkpoints, "checkpoints", at_least=0))
-        lengths = tuple(whole_number(length, "each of lengths") for length in self.lengths)
+        lengths = tuple(whole_number(length, "each of lengths", at_least=1) for length in self.lengths)
         object.__setattr__(self, "lengths", lengths)
 
 

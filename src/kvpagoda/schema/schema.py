@@ -107,7 +107,7 @@ class Schema:
         unit = self.tokens_per_row
         if wanted is None:
             return align_up(DEFAULT_BLOCK_SIZE, unit)
-        wanted = whole_number(wanted, "block_size")
+        wanted = whole_number(wanted, "block_size", at_least=1)
         if wanted % unit:
             raise BadInput(f"block_size must be a positive multiple of {unit} for {self.name}, got {wanted}")
         return wanted
@@ -162,7 +162,7 @@ class Schema:
         Stages take equal runs of layers, the first ones one more where they do not divide evenly. Raises BadInput for
         numbers out of range, SchemaError for heads that do not divide.
         """
-        tp, pp = whole_number(tp, "tp"), whole_number(pp, "pp")
+        tp, pp = whole_number(tp, "tp", at_least=1), whole_number(pp, "pp", at_least=1)
         rank = whole_number(rank, "rank", at_least=0)
         if pp > len(self.layers) or rank >= pp:
             raise BadInput(f"cannot split {len(self.layers)} layers into tp={tp}, pp={pp}, stage {rank}")
@@ -197,7 +197,7 @@ class Schema:
         if (budget is None) == (num_blocks is None):
             raise BadInput("give either a budget in bytes or num_blocks, not both and not neither")
         size, nbytes = self.block_size(block_size), None if budget is None else parse_bytes(budget)
-        blocks = None if num_blocks is None else whole_number(num_blocks, "num_blocks")
+        blocks = None if num_blocks is None else whole_number(num_blocks, "num_blocks", at_least=1)
         is_shared = shared and blocks is None and len(self.groups) + bool(self.state_layout.nbytes) > 1
         if checkpoints is None:
             is_bounded = bool(self.state_layout.nbytes) or any(group.growth.is_bounded for group in self.groups)

@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.blocks.free_list import FreeStack
-from kvpagoda.blocks.ids import whole_number
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned
 from kvpagoda.memory.pages import PAGE, Bytes, pages
 from kvpagoda.tiers.checksum import xxh3_128
 from kvpagoda.tiers.forks import watch_forks
 from kvpagoda.tiers.keys import KEY_NBYTES
-from kvpagoda.units import align_up
+from kvpagoda.units import align_up, whole_number
 
 HEADER_NBYTES = 128
 _MAGIC = b"KVPAGODA"

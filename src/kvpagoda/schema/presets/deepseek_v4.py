@@ -254,7 +254,8 @@ def compute_block_budget(
     >>> budget["csa"], budget["hca"]
     (7828, 7813)
     """
-    max_tokens, max_requests = whole_number(max_tokens, "max_tokens"), whole_number(max_requests, "max_requests")
+    max_tokens = whole_number(max_tokens, "max_tokens", at_least=1)
+    max_requests = whole_number(max_requests, "max_requests", at_least=1)
     budget = {"csa": 0, "hca": 0, "csa_bytes": 0, "hca_bytes": 0, "state_bytes": 0}
     for name, ratio in (("csa", config.csa_ratio), ("hca", config.hca_ratio)):
         budget[name] = most_blocks(ratio, max_tokens, max_requests)
