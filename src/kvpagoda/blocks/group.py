@@ -58,10 +58,6 @@ class BlockGroup:
         outstanding = self.reserved[slot] - self.end[slot] + self.first[slot]
         return outstanding if outstanding > 0 else 0
 
-    def available(self) -> int:
-        """Free blocks that no request has reserved."""
-        return self.free.num_free - self.outstanding
-
     def held_ids(self, slot: int) -> Ids:
         """The ids that ``slot`` holds, shared and own, in the order of the text: int32, the caller's copy."""
         ids: Ids = self.table.cells[slot, self.first[slot] : self.end[slot]].copy()

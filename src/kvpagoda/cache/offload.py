@@ -3,7 +3,7 @@
     commit   new blocks, checkpoints of prompts ──► backlog ──► staging memory ──► level that writes at commit
     evict    blocks and checkpoints that go     ────────────► staging memory ──► level that writes at eviction
 
-``finding`` is the way back up.
+``tier_reader`` is the way back up.
 """
 
 from __future__ import annotations

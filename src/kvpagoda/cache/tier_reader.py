@@ -196,8 +196,8 @@ class TierReader:
     def _checkpoint_rows(self, level: Level, end: int) -> list[int]:
         """How many staging rows each bounded group takes in a checkpoint after ``end`` blocks."""
         return [
-            table_rows(count, self._memory.record_nbytes(ledger.index), level.payload_nbytes)
-            for ledger, count in self._counts(end)
+            table_rows(count, self._memory.record_nbytes(group.index), level.payload_nbytes)
+            for group, count in self._counts(end)
         ]
 
     def _is_worth_it(self, hit: TierHit, resumable: int) -> bool:
