@@ -32,7 +32,9 @@ def plan(**arguments: Any) -> Plan:
 @pytest.mark.parametrize("value", ABSURD, ids=repr)
 def test_a_plan_refuses(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is computed: no layout is made."""
-    monkeypatch.setattr(Schema, "_demands", lambda *_: pytest.fail("computed before the arguments were looked at"))
+    monkeypatch.setattr(
+        Schema, "_largest_groups", lambda *_: pytest.fail("computed before the arguments were looked at")
+    )
     with pytest.raises(BadInput, match=f"{name} must be a"):
         plan(**{name: value})
 

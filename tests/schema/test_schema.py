@@ -163,7 +163,7 @@ def test_a_plan_is_what_the_arenas_take_and_nothing_larger_fits(seed: int, share
     assert cache.core.memory.nbytes == cache.plan.nbytes <= budget and plan.nbytes <= budget
     growing = [group for group in plan.groups if group.most_blocks is None]
     if growing:
-        more = plan.sector_nbytes or sum(group.demand.layout.nbytes for group in plan.groups)
+        more = plan.sector_nbytes or sum(group.layout.nbytes for group in plan.groups)
         assert plan.nbytes + more > budget
     for length in (1, 100, 1000):
         fit = plan.requests_at(length)

@@ -39,7 +39,7 @@ class BlockGroup:
         first_id: int | None = None,
         name: str | None = None,
     ) -> None:
-        self.plan, self.growth, self.block_size, self.index = plan, plan.demand.growth, plan.block_size, index
+        self.plan, self.growth, self.block_size, self.index = plan, plan.growth, plan.block_size, index
         self.name = f"group {plan.name!r}" if name is None else name
         first_id = plan.first_id if first_id is None else first_id
         self.free = FreeStack(plan.num_blocks, first=first_id, what=f"blocks of {self.name}")

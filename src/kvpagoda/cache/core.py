@@ -70,7 +70,7 @@ class Core:
         self.max_context = min([limit for limit in limits if limit is not None], default=DEFAULT_CONTEXT)
         columns = ceil_div(self.max_context, plan.block_size)
         self.groups = tuple(
-            BlockGroup(group, plan.max_requests, 1 if group.demand.growth.is_state else columns, index=index)
+            BlockGroup(group, plan.max_requests, 1 if group.growth.is_state else columns, index=index)
             for index, group in enumerate(plan.groups)
         )
         self.states = next((group for group in self.groups if group.growth.is_state), None)
@@ -174,7 +174,7 @@ class Core:
             idle, plan = max(0, group.free.num_free - group.outstanding), group.plan
             if self.sectors is not None:
                 idle %= plan.per_sector
-                nbytes += self.num_blocks(group) * (plan.row_nbytes - plan.demand.layout.nbytes)
+                nbytes += self.num_blocks(group) * (plan.row_nbytes - plan.layout.nbytes)
             nbytes += idle * plan.row_nbytes
         return nbytes
 

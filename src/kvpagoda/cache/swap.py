@@ -169,4 +169,4 @@ class Swap:
 
 
 def _width(group: BlockGroup) -> int:
-    return group.plan.demand.layout.nbytes
+    return group.plan.layout.nbytes

@@ -26,7 +26,7 @@ from kvpagoda.memory.arena import Device, default_device
 from kvpagoda.memory.device_arrays import DeviceArrays
 from kvpagoda.memory.device_table import DeviceTable
 from kvpagoda.schema import FULL
-from kvpagoda.schema.plan import Demand, GroupPlan
+from kvpagoda.schema.plan import GroupPlan
 from kvpagoda.schema.presets.deepseek_v4 import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
     AttentionType,
@@ -96,8 +96,8 @@ class KVCacheManager:
 
     def _layer_blocks(self, schema: LayerSchema, num_blocks: int) -> LayerBlocks:
         """The blocks of one layer: ids from 0, and -1, the pool's hidden last block, for an empty cell."""
-        demand = Demand(FULL, (schema.layer_idx,), schema.block_layout())
-        plan = GroupPlan(demand, BLOCK_SIZE_ORIGINAL_TOKENS, num_blocks, None, demand.layout.nbytes)
+        layout = schema.block_layout()
+        plan = GroupPlan(FULL, (schema.layer_idx,), layout, BLOCK_SIZE_ORIGINAL_TOKENS, num_blocks, None, layout.nbytes)
         columns = min(num_blocks, ceil_div(self.config.max_positions, BLOCK_SIZE_ORIGINAL_TOKENS))
         name = f"layer {schema.layer_idx} ({schema.attn.name})"
         group = BlockGroup(plan, self._slots.num_ids, columns, first_id=0, name=name)

@@ -48,13 +48,13 @@ class DeviceMemory(NoMemory):
         shared = torch.zeros(plan.num_sectors * plan.sector_nbytes, dtype=torch.uint8, device=self.device)
         self.arenas = [
             Arena(
-                group.demand.layout, group.num_rows, device=self.device, order=order,
+                group.layout, group.num_rows, device=self.device, order=order,
                 within=(shared, group.row_nbytes) if plan.num_sectors else None,
             )
             for group in plan.groups
         ]  # fmt: skip
         self._buffers = [shared] if plan.num_sectors else [arena.buffer for arena in self.arenas]
-        self._growths = [group.demand.growth for group in plan.groups]
+        self._growths = [group.growth for group in plan.groups]
         self._sector_nbytes, self.is_poisoning = plan.sector_nbytes, poison
         self._to_poison: list[tuple[int, Ids]] = []
         self._copies: list[LayerwiseCopy] = []

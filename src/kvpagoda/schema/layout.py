@@ -55,7 +55,3 @@ class RowLayout:
     def payload_nbytes(self) -> int:
         """Bytes that carry data."""
         return sum(place.nbytes for place in self.places)
-
-    def layer_nbytes(self, layer: int) -> int:
-        """Bytes that carry data of one layer."""
-        return sum(place.nbytes for place in self.places if place.layer == layer)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,49 +15,21 @@ from kvpagoda.errors import NeverFits
 from kvpagoda.schema.fields import Growth, itemsize
 from kvpagoda.schema.layers import Layer
 from kvpagoda.schema.layout import RowLayout
-from kvpagoda.units import ceil_div, format_bytes, whole_number
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What one group asks for: its growth law, the indices of its layers and the record of one block."""
-
-    growth: Growth
-    layers: tuple[int, ...]
-    layout: RowLayout
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What a plan must serve: ``max_requests`` at once, of each at most ``step_tokens`` tokens written between two commits,
-    and ``num_checkpoints`` copies of states and windows. ``lengths`` in tokens: for which to count the requests that fit.
-
-    Whole numbers, numpy's too. Raises BadInput for any other, and for numbers out of range.
-    """
-
-    block_size: int
-    max_requests: int
-    step_tokens: int
-    num_checkpoints: int
-    lengths: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        for name in ("block_size", "max_requests", "step_tokens"):
-            object.__setattr__(self, name, whole_number(getattr(self, name), name, at_least=1))
-        object.__setattr__(self, "num_checkpoints", whole_number(self.num_checkpoints, "checkpoints", at_least=0))
-        lengths = tuple(whole_number(length, "each of lengths", at_least=1) for length in self.lengths)
-        object.__setattr__(self, "lengths", lengths)
+from kvpagoda.units import ceil_div, format_bytes
 
 
 @dataclass(frozen=True)
 class GroupPlan:
     """The share of one group: ``num_blocks`` usable blocks of ``block_size`` tokens, ``row_nbytes`` bytes each in the arena.
 
-    ``most_blocks``: the most that one request holds (None: no bound). ``per_sector``: blocks in one sector; then
-    ``num_blocks`` is what all sectors together would make, of which the group has some (0: the blocks are its own).
+    ``growth``: its law. ``layers``: their indices. ``layout``: the record of one block. ``most_blocks``: the most that one
+    request holds (None: no bound). ``per_sector``: blocks in one sector; then ``num_blocks`` is what all sectors together
+    would make, of which the group has some (0: the blocks are its own).
     """
 
-    demand: Demand
+    growth: Growth
+    layers: tuple[int, ...]
+    layout: RowLayout
     block_size: int
     num_blocks: int
     most_blocks: int | None
@@ -66,7 +39,7 @@ class GroupPlan:
     @property
     def name(self) -> str:
         """``full``, ``window(1024)``, ``chunk(8192)`` or ``state``."""
-        return self.demand.growth.name
+        return self.growth.name
 
     @property
     def num_rows(self) -> int:
@@ -87,7 +60,7 @@ class GroupPlan:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of data that one more token adds, without padding."""
-        return 0.0 if self.demand.growth.is_state else self.demand.layout.payload_nbytes / self.block_size
+        return 0.0 if self.growth.is_state else self.layout.payload_nbytes / self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         """The most blocks that one request of ``num_tokens`` tokens ever holds at once."""
@@ -97,15 +70,14 @@ class GroupPlan:
     @property
     def index_dtype(self) -> str:
         """``int64`` where an element offset into one field (block id times stride) could pass 2^31, else ``int32``."""
-        places = self.demand.layout.places
-        largest = max((self.nbytes // itemsize(place.field.dtype) for place in places), default=0)
-        return "int64" if largest >= 2**31 else "int32"
+        smallest = min((itemsize(place.field.dtype) for place in self.layout.places), default=1)
+        return "int64" if self.nbytes // smallest >= 2**31 else "int32"
 
     def to_dict(self) -> dict[str, Any]:
         """Its figures as plain data."""
         return {
             "name": self.name,
-            "num_layers": len(self.demand.layers),
+            "num_layers": len(self.layers),
             "bytes_per_token": round(self.bytes_per_token, 3),
             "block_bytes": self.row_nbytes,
             "num_blocks": self.num_blocks,
@@ -121,8 +93,9 @@ class Plan:
     table of its figures, ``to_dict()`` the same as plain data.
 
     ``schema_name``, ``layers`` and ``max_positions`` (tokens of the longest text; None: no limit known) are the schema's.
-    ``budget`` in bytes. Where groups share memory, it is ``num_sectors`` sectors of ``sector_nbytes`` bytes; both are 0
-    where each group has its own share.
+    ``block_size``: tokens of one block. ``max_requests``: that run at once. ``num_checkpoints``: the most copies of states and
+    windows. ``lengths``: tokens, for which ``to_dict`` counts the requests that fit. ``budget`` in bytes. Where groups share
+    memory, it is ``num_sectors`` sectors of ``sector_nbytes`` bytes; both are 0 where each group has its own share.
 
     >>> from kvpagoda.schema import Attention, Layer, Schema
     >>> plan = Schema((Layer(0, "attention", (Attention(2, 16, 16, "float32"),)),)).plan(num_blocks=100, max_requests=4)
@@ -135,26 +108,14 @@ class Plan:
     schema_name: str
     layers: tuple[Layer, ...]
     max_positions: int | None
-    workload: Workload
+    block_size: int
+    max_requests: int
+    num_checkpoints: int
+    lengths: tuple[int, ...]
     budget: int
     groups: tuple[GroupPlan, ...]
     num_sectors: int = 0
     sector_nbytes: int = 0
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of one block."""
-        return self.workload.block_size
-
-    @property
-    def max_requests(self) -> int:
-        """Requests that run at once."""
-        return self.workload.max_requests
-
-    @property
-    def num_checkpoints(self) -> int:
-        """The most copies of states and windows."""
-        return self.workload.num_checkpoints
 
     @cached_property
     def rewinds(self) -> tuple[tuple[int, str, int], ...]:
@@ -164,7 +125,7 @@ class Plan:
     @property
     def state_nbytes(self) -> int:
         """Bytes of one request's state."""
-        return sum(group.demand.layout.nbytes for group in self.groups if group.demand.growth.is_state)
+        return sum(group.layout.nbytes for group in self.groups if group.growth.is_state)
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +140,7 @@ class Plan:
     @property
     def padding_percent(self) -> float:
         """Percent of the arenas' bytes that are padding; with sectors, of the group that has most of it."""
-        rows = [(g.num_rows * g.demand.layout.payload_nbytes, g.nbytes) for g in self.groups if g.nbytes]
+        rows = [(g.num_rows * g.layout.payload_nbytes, g.nbytes) for g in self.groups if g.nbytes]
         if self.num_sectors:
             return 100 * max(1 - payload / nbytes for payload, nbytes in rows)
         return 100 * (1 - sum(payload for payload, _ in rows) / max(1, self.nbytes)) if rows else 0.0
@@ -195,11 +156,6 @@ class Plan:
         if not self.num_sectors:
             return self.nbytes
         return (1 + self._sectors([self.max_requests] * len(self.groups))) * self.sector_nbytes
-
-    @property
-    def hit_granularity(self) -> int:
-        """Tokens: a cached prefix is found at multiples of this."""
-        return self.block_size
 
     def holds(self, num_blocks: Sequence[int]) -> bool:
         """Whether so many blocks of each group fit the empty cache together."""
@@ -218,7 +174,7 @@ class Plan:
     @property
     def longest_context(self) -> int | None:
         """Tokens of the longest single request, at most the model's own limit; None if nothing grows with its length."""
-        growing = [group.num_blocks for group in self.groups if not group.demand.growth.is_state]
+        growing = [group.num_blocks for group in self.groups if not group.growth.is_state]
         top = max(growing, default=0) * self.block_size + 1
         if self.fits(1, top):
             return None
@@ -261,29 +217,26 @@ class Plan:
         """How many bytes would hold a request of that length, as the end of an error."""
         need = self.nbytes if self.num_sectors else 0
         for group in self.groups:
-            blocks = group.num_blocks if group.demand.growth.is_state else group.blocks_for(num_tokens)
+            blocks = group.num_blocks if group.growth.is_state else group.blocks_for(num_tokens)
             need += (blocks + 1) * group.row_nbytes
         return f"a budget of at least {format_bytes(need)} would hold it (now {format_bytes(self.budget)})"
 
     def _by_label(self) -> list[dict[str, Any]]:
         """What the layers of each label take together, in bytes of data, in the order of their first layer."""
-        labels: dict[str, list[int]] = {}
-        for layer in self.layers:
-            labels.setdefault(layer.label, []).append(layer.index)
+        labels = {layer.index: layer.label for layer in self.layers}
+        of_blocks, of_states = Counter[str](), Counter[str]()
+        for group in self.groups:
+            for place in group.layout.places:
+                (of_states if group.growth.is_state else of_blocks)[labels[place.layer]] += place.nbytes
         return [
             {
                 "label": label,
-                "num_layers": len(layers),
-                "bytes_per_token": round(self._layer_nbytes(layers, of_states=False) / self.block_size, 3),
-                "state_bytes_per_request": self._layer_nbytes(layers, of_states=True),
+                "num_layers": num_layers,
+                "bytes_per_token": round(of_blocks[label] / self.block_size, 3),
+                "state_bytes_per_request": of_states[label],
             }
-            for label, layers in labels.items()
+            for label, num_layers in Counter(labels.values()).items()
         ]
-
-    def _layer_nbytes(self, layers: list[int], of_states: bool) -> int:
-        """Bytes of data that ``layers`` have in one block of every group, or in the state of one request."""
-        layouts = [group.demand.layout for group in self.groups if group.demand.growth.is_state == of_states]
-        return sum(layout.layer_nbytes(layer) for layout in layouts for layer in layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure as plain data, for JSON."""
@@ -295,7 +248,7 @@ class Plan:
             "sectors": self.num_sectors,
             "sector_bytes": self.sector_nbytes,
             "block_size": self.block_size,
-            "hit_granularity": self.hit_granularity,
+            "hit_granularity": self.block_size,
             "max_requests": self.max_requests,
             "checkpoints": self.num_checkpoints,
             "bytes_per_token": round(self.bytes_per_token, 3),
@@ -303,7 +256,7 @@ class Plan:
             "padding_percent": round(self.padding_percent, 4),
             "unused_percent": round(self.unused_percent, 4),
             "longest_context": self.longest_context,
-            "requests_at": {str(length): self.requests_at(length) for length in self.workload.lengths},
+            "requests_at": {str(length): self.requests_at(length) for length in self.lengths},
             "layer_kinds": self._by_label(),
             "groups": [group.to_dict() for group in self.groups],
         }
@@ -339,8 +292,8 @@ class Plan:
         figures = [
             ("bytes per token", f"{self.bytes_per_token:,.0f} (+ {self.state_nbytes:,} per request)"),
             ("longest context", context),
-            *((f"requests of {length:,}", f"{self.requests_at(length):,}") for length in self.workload.lengths),
-            ("hit granularity", f"{self.hit_granularity} tokens"),
+            *((f"requests of {length:,}", f"{self.requests_at(length):,}") for length in self.lengths),
+            ("hit granularity", f"{self.block_size} tokens"),
         ]
         if self.num_sectors:
             floating = format_bytes(max(0, self.nbytes - self.floor_nbytes))

@@ -10,12 +10,12 @@ from functools import cached_property
 from typing import Any
 
 from kvpagoda.errors import BadInput, SchemaError
-from kvpagoda.schema.fields import STATE, Growth, itemsize
+from kvpagoda.schema.fields import STATE, WHOLE_TEXT, Growth, itemsize
 from kvpagoda.schema.from_hf import read_config
 from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind
 from kvpagoda.schema.layers import Group, Layer, state_layout
 from kvpagoda.schema.layout import RowLayout
-from kvpagoda.schema.plan import Demand, Plan, Workload
+from kvpagoda.schema.plan import GroupPlan, Plan
 from kvpagoda.schema.planning import equal_groups, fixed_groups, groups_nbytes, shared_groups
 from kvpagoda.units import align_up, parse_bytes, whole_number
 
@@ -196,29 +196,42 @@ class Schema:
         """
         if (budget is None) == (num_blocks is None):
             raise BadInput("give either a budget in bytes or num_blocks, not both and not neither")
-        size, nbytes = self.block_size(block_size), None if budget is None else parse_bytes(budget)
-        blocks = None if num_blocks is None else whole_number(num_blocks, "num_blocks", at_least=1)
-        is_shared = shared and blocks is None and len(self.groups) + bool(self.state_layout.nbytes) > 1
+        size, max_requests = self.block_size(block_size), whole_number(max_requests, "max_requests", at_least=1)
+        step_tokens = whole_number(step_tokens, "step_tokens", at_least=1)
+        lengths = tuple(whole_number(length, "each of lengths", at_least=1) for length in lengths)
+        nbytes = 0 if budget is None else parse_bytes(budget)
+        blocks = 0 if num_blocks is None else whole_number(num_blocks, "num_blocks", at_least=1)
+        has_states = bool(self.state_layout.nbytes)
+        is_shared = shared and not blocks and len(self.groups) + has_states > 1
         if checkpoints is None:
-            is_bounded = bool(self.state_layout.nbytes) or any(group.growth.is_bounded for group in self.groups)
+            is_bounded = has_states or any(group.growth.is_bounded for group in self.groups)
             checkpoints = (MAX_SHARED_CHECKPOINTS if is_shared else max_requests) if is_bounded else 0
-        workload = Workload(size, max_requests, step_tokens, checkpoints, lengths)
-        demands, given = self._demands(size), (self.name, self.layers, self.max_positions, workload)
-        if blocks is not None:
-            groups = equal_groups(demands, workload, blocks)
-            return Plan(*given, groups_nbytes(groups), groups)
-        assert nbytes is not None
-        if is_shared:
-            return Plan(*given, nbytes, *shared_groups(demands, workload, nbytes))
-        return Plan(*given, nbytes, fixed_groups(demands, workload, nbytes))
+        checkpoints = whole_number(checkpoints, "checkpoints", at_least=0)
+        groups = self._largest_groups(size, step_tokens, max_requests, checkpoints)
+        num_sectors = sector_nbytes = 0
+        if blocks:
+            groups = equal_groups(groups, blocks)
+            nbytes = groups_nbytes(groups)
+        elif is_shared:
+            groups, num_sectors, sector_nbytes = shared_groups(groups, nbytes)
+        else:
+            groups = fixed_groups(groups, nbytes)
+        given = self.name, self.layers, self.max_positions, size, max_requests, checkpoints, lengths
+        return Plan(*given, nbytes, groups, num_sectors, sector_nbytes)
 
-    def _demands(self, block_size: int) -> tuple[Demand, ...]:
-        """What every group asks for, and the states as one more."""
-        demands = [
-            Demand(group.growth, tuple(layer.index for layer in group.layers), group.block_layout(block_size))
-            for group in self.groups
-        ]
+    def _largest_groups(
+        self, block_size: int, step_tokens: int, max_requests: int, checkpoints: int
+    ) -> tuple[GroupPlan, ...]:
+        """Every group, and the states as one more, with as many blocks as all requests and checkpoints hold at once: without
+        a bound where a group has none. A state is one block, however long the text is."""
+        groups = [(group.growth, group.layers, group.block_layout(block_size)) for group in self.groups]
         if self.state_layout.nbytes:
-            layers = tuple(layer.index for layer in self.layers if layer.state_rows())
-            demands.append(Demand(STATE, layers, self.state_layout))
-        return tuple(demands)
+            groups.append((STATE, tuple(layer for layer in self.layers if layer.state_rows()), self.state_layout))
+        largest = []
+        for law, layers, layout in groups:
+            size = WHOLE_TEXT if law.is_state else block_size
+            most, kept = law.most_blocks(size, step_tokens), law.most_blocks(size, 1)
+            blocks = WHOLE_TEXT if most is None or kept is None else max_requests * most + checkpoints * kept
+            indices = tuple(layer.index for layer in layers)
+            largest.append(GroupPlan(law, indices, layout, size, blocks, most, layout.nbytes))
+        return tuple(largest)
