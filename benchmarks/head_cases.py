@@ -311,7 +311,7 @@ def loaded(texts: int, tokens: int) -> Slices:
 
 
 def _hybrid(config: dict[str, Any] | None) -> Schema:
-    from kvpagoda.schema.presets import PRESETS
+    from kvpagoda.compat.deepseek_v4 import PRESETS
 
     schema = PRESETS["deepseek-v4-flash"]("raw") if config is None else Schema.from_hf_config(config)
     return replace(schema, max_positions=None, vocab_size=None)

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.timing import Options, Row, tell
+from kvpagoda.compat.deepseek_v4 import PRESETS
 from kvpagoda.replay import serve, synthetic
 from kvpagoda.schema import Schema
-from kvpagoda.schema.presets import PRESETS
 
 QUESTION = "How much memory is of no use where it lies?"
 GEMMA3_27B = {

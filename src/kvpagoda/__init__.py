@@ -13,7 +13,7 @@ _PUBLIC = {
         "NotOwned", "OutOfBlocks", "RetryLater", "SchemaError", "StaleHandle",
     ),
     "kvpagoda.schema": ("Plan", "Schema"),
-    "kvpagoda.schema.presets.deepseek_v4": (
+    "kvpagoda.compat.deepseek_v4": (
         "BLOCK_SIZE_ORIGINAL_TOKENS", "AttentionType", "DSV4Config", "FFNType", "LayerSchema", "LayerSpec", "RouterMode",
         "build_schedule", "build_schema", "compute_block_budget",
     ),

@@ -14,9 +14,9 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
+from kvpagoda.compat.deepseek_v4 import PRESETS
 from kvpagoda.errors import BadInput, KVPagodaError
 from kvpagoda.schema import Schema
-from kvpagoda.schema.presets import PRESETS
 
 try:
     import typer

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from kvpagoda.compat.compressed_pools import PagedKVPool, StateCachePool
-from kvpagoda.errors import BadInput, NotOwned
-from kvpagoda.schema import NVFP4, RAW
-from kvpagoda.schema.presets.deepseek_v4 import (
+from kvpagoda.compat.deepseek_v4 import (
     FP8_UE8M0,
     AttentionType,
     DSV4Config,
@@ -18,6 +16,8 @@ from kvpagoda.schema.presets.deepseek_v4 import (
     build_schedule,
     build_schema,
 )
+from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.schema import NVFP4, RAW
 
 Tensor = torch.Tensor
 FLASH = DSV4Config.flash()

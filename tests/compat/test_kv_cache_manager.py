@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvpagoda.compat.deepseek_v4 import (
+    DSV4Config,
+    build_schedule,
+    compute_block_budget,
+)
 from kvpagoda.compat.kv_cache_manager import KVCacheManager
 from kvpagoda.compat.layer_handle import dequantize_entries, dequantize_swa
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, NotOwned, OutOfBlocks, RetryLater
 from kvpagoda.formats import decode, encode
 from kvpagoda.schema import NVFP4, RAW, Encoding
-from kvpagoda.schema.presets.deepseek_v4 import (
-    DSV4Config,
-    build_schedule,
-    compute_block_budget,
-)
 
 Tensor = torch.Tensor
 SMALL = DSV4Config(

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.one_budget import MODELS
 
 from kvpagoda import KVCache, Limits, Retention
+from kvpagoda.compat.deepseek_v4 import PRESETS
 from kvpagoda.errors import BadInput, NeverFits
 from kvpagoda.replay import serve, synthetic
 from kvpagoda.schema import Attention, Layer, Recurrent, Rows, Schema
-from kvpagoda.schema.presets import PRESETS
 
 
 def schema_of(name: str) -> Schema:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpagoda.compat.deepseek_v4 import DSV4Config, build_schedule, compute_block_budget
 from kvpagoda.errors import BadInput, SchemaError
 from kvpagoda.schema import Attention, Growth, Layer, Plan, Recurrent, Rows, Schema
-from kvpagoda.schema.presets.deepseek_v4 import DSV4Config, build_schedule, compute_block_budget
 from kvpagoda.units import parse_bytes, whole_number
 
 FULL = Attention(2, 16, 16, "float32")

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import torch
 
 from kvpagoda.blocks.ids import positive_numbers
+from kvpagoda.compat.deepseek_v4 import LayerSchema
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.memory.arena import Arena, Device
 from kvpagoda.memory.pool import Pool
-from kvpagoda.schema.presets.deepseek_v4 import LayerSchema
 
 Tensor = torch.Tensor
 

@@ -20,14 +20,7 @@ from kvpagoda.blocks import FreeList, FreeStack
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import positive_numbers
 from kvpagoda.compat.compressed_pools import PagedKVPool, StateCachePool
-from kvpagoda.compat.layer_handle import LayerCacheHandle
-from kvpagoda.errors import BadInput, CheckFailed, NeverFits, NotOwned, OutOfBlocks, RetryLater
-from kvpagoda.memory.arena import Device, default_device
-from kvpagoda.memory.device_arrays import DeviceArrays
-from kvpagoda.memory.device_table import DeviceTable
-from kvpagoda.schema import FULL
-from kvpagoda.schema.plan import GroupPlan
-from kvpagoda.schema.presets.deepseek_v4 import (
+from kvpagoda.compat.deepseek_v4 import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
     AttentionType,
     DSV4Config,
@@ -35,6 +28,13 @@ from kvpagoda.schema.presets.deepseek_v4 import (
     LayerSpec,
     build_schema,
 )
+from kvpagoda.compat.layer_handle import LayerCacheHandle
+from kvpagoda.errors import BadInput, CheckFailed, NeverFits, NotOwned, OutOfBlocks, RetryLater
+from kvpagoda.memory.arena import Device, default_device
+from kvpagoda.memory.device_arrays import DeviceArrays
+from kvpagoda.memory.device_table import DeviceTable
+from kvpagoda.schema import FULL
+from kvpagoda.schema.plan import GroupPlan
 from kvpagoda.units import ceil_div
 
 Tensor = torch.Tensor

@@ -8,17 +8,15 @@ SWA         none                  window                                 2      
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import ClassVar
 
-from kvpagoda.errors import SchemaError
-from kvpagoda.schema.fields import MXFP4, Encoding
-from kvpagoda.schema.kinds import Compressed, IndexKeys
-from kvpagoda.schema.layers import Layer, block_layout, state_layout
-from kvpagoda.schema.layout import RowLayout
-from kvpagoda.schema.schema import Schema
+from kvpagoda.errors import BadInput, SchemaError
+from kvpagoda.schema import MXFP4, RAW, Compressed, Encoding, IndexKeys, Layer, RowLayout, Schema
+from kvpagoda.schema.layers import block_layout, state_layout
 from kvpagoda.units import ceil_div, whole_number
 
 BLOCK_SIZE_ORIGINAL_TOKENS = 128
@@ -33,7 +31,11 @@ model was trained with and what FlashMLA reads."""
 
 
 class AttentionType(Enum):
-    """What a layer attends to; the value is the layer type in transformers."""
+    """What a layer attends to; the value is the layer type in transformers.
+
+    >>> AttentionType("sliding_attention").name
+    'SWA'
+    """
 
     CSA = "compressed_sparse_attention"
     HCA = "heavily_compressed_attention"
@@ -41,14 +43,22 @@ class AttentionType(Enum):
 
 
 class FFNType(Enum):
-    """What stands beside the attention: experts, or one dense network."""
+    """What stands beside the attention: experts, or one dense network.
+
+    >>> {spec.ffn.name for spec in build_schedule(DSV4Config.pro())}
+    {'MOE'}
+    """
 
     MOE = "moe"
     DENSE = "dense"
 
 
 class RouterMode(Enum):
-    """How tokens find their experts: by a hash of the token id, or by a learned dense router."""
+    """How tokens find their experts: by a hash of the token id, or by a learned dense router.
+
+    >>> [spec.router_mode.name for spec in build_schedule(DSV4Config.flash())[2:4]]
+    ['HASH', 'DENSE']
+    """
 
     HASH = "hash"
     DENSE = "dense"
@@ -60,6 +70,9 @@ class DSV4Config:
 
     ``encoding`` is that of entries and window rows; its ``kept`` part is always ``rope_dim``, whatever is given.
     ``index_encoding`` is that of the indexer's keys. Raises SchemaError.
+
+    >>> DSV4Config.flash().num_layers, DSV4Config.pro().schema(encoding=FP8_UE8M0).bytes_per_token
+    (43, 5031.4375)
     """
 
     compress_ratios: tuple[int, ...]
@@ -114,18 +127,19 @@ class DSV4Config:
 
     def schema(self, *, encoding: Encoding | None = None, index_encoding: Encoding | None = None) -> Schema:
         """The schema of the whole model; an encoding given here takes the place of the config's."""
-        config = replace(
-            self,
-            encoding=self.encoding if encoding is None else encoding,
-            index_encoding=self.index_encoding if index_encoding is None else index_encoding,
-        )
+        config = replace(self, encoding=encoding or self.encoding, index_encoding=index_encoding or self.index_encoding)
         layers = tuple(build_schema(config, spec).layer for spec in build_schedule(config))
         return Schema(layers, self.name, self.max_positions, self.vocab_size)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer of the model: its attention, its feed-forward part and how that one is routed."""
+    """One layer of the model: its attention, its feed-forward part and how that one is routed.
+
+    >>> spec = build_schedule(DSV4Config.flash())[2]
+    >>> spec.layer_idx, spec.attn.name, spec.ffn.name, spec.router_mode.name
+    (2, 'CSA', 'MOE', 'HASH')
+    """
 
     layer_idx: int
     attn: AttentionType
@@ -134,7 +148,11 @@ class LayerSpec:
 
 
 def build_schedule(config: DSV4Config) -> list[LayerSpec]:
-    """The layers in order. All have experts; the first ``num_hash_layers`` route by hash."""
+    """The layers in order. All have experts; the first ``num_hash_layers`` route by hash.
+
+    >>> "".join(spec.attn.name[0] for spec in build_schedule(DSV4Config.flash())[:6])
+    'SSCHCH'
+    """
     by_ratio = {0: AttentionType.SWA, config.csa_ratio: AttentionType.CSA, config.hca_ratio: AttentionType.HCA}
     return [
         LayerSpec(i, by_ratio[ratio], FFNType.MOE, RouterMode.HASH if i < config.num_hash_layers else RouterMode.DENSE)
@@ -218,18 +236,17 @@ class LayerSchema:
 
 
 def build_schema(config: DSV4Config, layer_spec: LayerSpec) -> LayerSchema:
-    """What layer ``layer_spec`` keeps."""
-    attn = layer_spec.attn
+    """What layer ``layer_spec`` keeps.
+
+    >>> config = DSV4Config.pro()
+    >>> build_schema(config, build_schedule(config)[0]).tail_buffer_size
+    127
+    """
+    attn, indexer = layer_spec.attn, None
+    if attn is AttentionType.CSA:
+        indexer = IndexKeys(config.index_dim, config.index_encoding)
     ratio = {AttentionType.CSA: config.csa_ratio, AttentionType.HCA: config.hca_ratio, AttentionType.SWA: 0}[attn]
-    kind = Compressed(
-        config.head_dim,
-        config.window,
-        "bfloat16",
-        ratio,
-        IndexKeys(config.index_dim, config.index_encoding) if attn is AttentionType.CSA else None,
-        config.encoding,
-        config.tail_dtype,
-    )
+    kind = Compressed(config.head_dim, config.window, "bfloat16", ratio, indexer, config.encoding, config.tail_dtype)
     return LayerSchema(layer_spec.layer_idx, attn, kind)
 
 
@@ -275,3 +292,16 @@ def most_blocks(ratio: int, max_tokens: int, max_requests: int) -> int:
     requests = min(max_requests, max_tokens // ratio)
     worst = requests + (max_tokens - ratio * requests) // BLOCK_SIZE_ORIGINAL_TOKENS
     return max(worst, ceil_div(max_tokens, BLOCK_SIZE_ORIGINAL_TOKENS))
+
+
+def _preset(config: DSV4Config, kv_format: str) -> Schema:
+    if kv_format not in ("raw", "fp8"):
+        raise BadInput(f"kv_format is 'raw' or 'fp8', got {kv_format!r}")
+    is_raw = kv_format == "raw"
+    return config.schema(encoding=RAW if is_raw else FP8_UE8M0, index_encoding=RAW if is_raw else MXFP4)
+
+
+PRESETS: dict[str, Callable[[str], Schema]] = {
+    config.name: partial(_preset, config) for config in (DSV4Config.flash(), DSV4Config.pro())
+}
+"""Models by name: the schema for a ``kv_format``, ``raw`` (bfloat16 rows) or ``fp8`` (584-byte entries, MXFP4 index keys)."""

@@ -9,10 +9,8 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from kvpagoda.errors import BadInput, SchemaError
-from kvpagoda.schema import NVFP4, RAW, Compressed, Encoding, IndexKeys
-from kvpagoda.schema.presets import deepseek_v4
-from kvpagoda.schema.presets.deepseek_v4 import (
+from kvpagoda.compat import deepseek_v4
+from kvpagoda.compat.deepseek_v4 import (
     BLOCK_SIZE_ORIGINAL_TOKENS,
     FP8_UE8M0,
     AttentionType,
@@ -24,6 +22,8 @@ from kvpagoda.schema.presets.deepseek_v4 import (
     compute_block_budget,
     most_blocks,
 )
+from kvpagoda.errors import BadInput, SchemaError
+from kvpagoda.schema import NVFP4, RAW, Compressed, Encoding, IndexKeys
 
 CSA, HCA, SWA = AttentionType.CSA, AttentionType.HCA, AttentionType.SWA
 MODELS = [DSV4Config.pro(), DSV4Config.flash()]
@@ -216,7 +216,7 @@ def test_budget_refuses_nonsense(tokens: object, requests: object) -> None:
 
 
 def test_the_preset_needs_no_torch() -> None:
-    code = "import sys, kvpagoda.schema.presets.deepseek_v4; sys.exit('torch' in sys.modules)"
+    code = "import sys, kvpagoda.compat.deepseek_v4; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
