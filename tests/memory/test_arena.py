@@ -44,10 +44,13 @@ def codes(view):
 
 
 @settings(max_examples=60, deadline=None)
-@given(FIELDS, st.integers(1, 6), st.sampled_from([16, 64, 256]), st.randoms(use_true_random=False))
-def test_pack_and_unpack_are_bit_exact_between_the_orders(specs, rows, align, random):
+@given(FIELDS, st.integers(1, 6), st.booleans(), st.randoms(use_true_random=False))
+def test_pack_and_unpack_are_bit_exact_between_the_orders(specs, rows, packed, random):
+    if packed:  # the widest elements first: then no field needs padding
+        specs = sorted(specs, key=lambda spec: -getattr(torch, spec[3]).itemsize)
     layout = layout_of(specs)
-    block, layer = arena(layout, rows, "block"), arena(layout, rows, "layer", field_align=align)
+    block, layer = arena(layout, rows, "block"), arena(layout, rows, "layer", packed=packed)
+    assert layer.nbytes == rows * (layout.payload_nbytes if packed else layout.nbytes)
     fill_with_noise(block, random.randint(0, 1000))
     ids = torch.tensor(random.sample(range(rows), random.randint(0, rows)), dtype=torch.int32)
     targets = torch.tensor(random.sample(range(rows), len(ids)), dtype=torch.int64)
@@ -59,9 +62,6 @@ def test_pack_and_unpack_are_bit_exact_between_the_orders(specs, rows, align, ra
     layer.unpack(targets, records)
     assert torch.equal(layer.pack(targets), records)
     assert torch.equal(layer.pack(torch.tensor(untouched, dtype=torch.int64)), before)
-    out = torch.full_like(records, 7)
-    assert layer.pack(targets, out=out) is out and torch.equal(out, records)
-    assert torch.equal(block.pack(ids, out=torch.full_like(records, 7)), records)
     for place in layout.places:
         here, there = (memory.layer(place.layer)[place.field.name] for memory in (block, layer))
         assert here.shape == there.shape == (rows, place.field.count, *place.field.shape)
@@ -104,7 +104,7 @@ def test_padding_stays_zero_in_records():
     for order in ("block", "layer"):
         memory = arena(layout, 2, order)
         fill_with_noise(memory, 0)
-        records = memory.pack(torch.tensor([0, 1]), out=torch.full((2, layout.nbytes), 255, dtype=torch.uint8))
+        records = memory.pack(torch.tensor([0, 1]))
         assert not records[:, 3:16].any() and not records[:, 21:].any()
 
 
@@ -139,8 +139,6 @@ def test_other_bad_input_raises():
     for bad in (row[:1], row[:, :8], row.float()):
         with pytest.raises(BadInput, match="records must be"):
             memory.unpack(torch.tensor([0, 1]), bad)
-        with pytest.raises(BadInput, match="records must be"):
-            memory.pack(torch.tensor([0, 1]), out=bad)
     for bad_id in (3, -1, True):
         with pytest.raises(BadInput):
             memory.reset(bad_id)
@@ -149,8 +147,8 @@ def test_other_bad_input_raises():
     with pytest.raises(BadInput):
         arena(layout, -1, "layer")
     mixed = RowLayout.build([(0, Field("a", 1, (3,), "uint8")), (0, Field("b", 1, (4,), "int32"))])
-    with pytest.raises(BadInput, match="field_align"):
-        arena(mixed, 1, "layer", field_align=1)
+    with pytest.raises(BadInput, match="packed memory would have 'b'"):
+        arena(mixed, 1, "layer", packed=True)
     assert not memory.buffer.any()
 
 

@@ -191,7 +191,7 @@ class CacheEngine:
             num_planes * num_blocks,
             device=device,
             order="layer",
-            field_align=self.dtype.itemsize,
+            packed=True,
             pin_memory=True,
         )
         back = [order.index(axis) for axis in range(len(order))]

@@ -73,7 +73,7 @@ class GDNPool:
         # The widest elements first: then every region starts aligned to its element without a byte of padding.
         fields.sort(key=lambda field: -itemsize(field.dtype))
         layout = RowLayout.build((layer, field) for field in fields for layer in range(self.num_gdn_layers))
-        self.arena = Arena(layout, self.num_slots, device=device, order="layer", field_align=1)
+        self.arena = Arena(layout, self.num_slots, device=device, order="layer", packed=True)
         self.device = self.arena.device
         self.recurrent_state, self.conv_state = (self.arena.all_layers(name)[:, :, 0] for name in ("recurrent", "conv"))
 

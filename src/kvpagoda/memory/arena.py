@@ -19,12 +19,12 @@ from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.memory.id_tensors import Device, default_device, integers
 from kvpagoda.schema import Place, RowLayout
 from kvpagoda.schema.fields import itemsize
-from kvpagoda.schema.layout import ALIGN
-from kvpagoda.units import align_up
 
 __all__ = ["Arena", "Device", "default_device", "dtype_name"]
 
 Tensor = torch.Tensor
+Region = tuple[slice, Tensor]
+"""Bytes of a record, and the same bytes of every row."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -36,9 +36,9 @@ class Arena:
     """Memory for ``num_rows`` records of ``layout``. One allocation, made here and never again.
 
     ``order``: ``"block"`` or ``"layer"``; default layer-major on a GPU, block-major on the CPU. In either order it takes
-    exactly ``num_rows * layout.nbytes`` bytes; with ``field_align`` the regions of a layer-major arena start at multiples
-    of that many bytes instead, and it ends with the last one. New memory is zero; ``reset`` writes the initial values.
-    ``within``: uint8 memory that others use too, and the bytes from one record to the next: block-major then.
+    exactly ``num_rows * layout.nbytes`` bytes; a layer-major arena that is ``packed`` has no padding, so that it takes
+    ``num_rows * layout.payload_nbytes``. New memory is zero; ``reset`` writes the initial values. ``within``: uint8 memory
+    that others use too, and the bytes from one record to the next: block-major then.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Arena:
         *,
         device: Device = None,
         order: str | None = None,
-        field_align: int | None = None,
+        packed: bool = False,
         pin_memory: bool = False,
         within: tuple[Tensor, int] | None = None,
     ) -> None:
@@ -58,25 +58,27 @@ class Arena:
         if self.order not in ("block", "layer") or num_rows < 0:
             raise BadInput(f"order is 'block' or 'layer' and num_rows >= 0, got {order!r} and {num_rows}")
         self.row_nbytes = layout.nbytes if within is None else within[1]
-        self._starts: list[tuple[Place, int, int]] = []
-        end = 0
-        for place in layout.places:
-            start, stride = (place.offset, self.row_nbytes) if self.order == "block" else (end, place.nbytes)
-            if start % itemsize(place.field.dtype):
-                raise BadInput(
-                    f"field_align {field_align} puts {place.field.name!r} ({place.field.dtype}) at byte {start}"
-                )
-            self._starts.append((place, start, stride))
-            end = align_up(end + num_rows * place.nbytes, ALIGN if field_align is None else field_align)
-        nbytes = num_rows * layout.nbytes if self.order == "block" or field_align is None else end
-        pin = pin_memory and self.device.type == "cpu" and torch.cuda.is_available()
         if within is None:
+            pin = pin_memory and self.device.type == "cpu" and torch.cuda.is_available()
+            nbytes = num_rows * (layout.payload_nbytes if packed else layout.nbytes)
             self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device, pin_memory=pin)
         else:
             self.buffer = within[0][: num_rows * self.row_nbytes]
+        self._regions: list[tuple[Place, Region]] = []
         self._views: dict[int, dict[str, Tensor]] = {}
-        for place, start, stride in self._starts:
-            self._views.setdefault(place.layer, {})[place.field.name] = self._view(place, start, stride)
+        end = 0
+        for place in layout.places:
+            field, inside = place.field, slice(place.offset, place.offset + place.nbytes)
+            start, stride = num_rows * (end if packed else place.offset), place.nbytes
+            if self.order == "block":
+                start, stride = place.offset, self.row_nbytes
+            if start % itemsize(field.dtype):
+                raise BadInput(f"packed memory would have {field.name!r} ({field.dtype}) at byte {start}")
+            rows = self.buffer[start:].as_strided((num_rows, place.nbytes), (stride, 1))
+            self._regions.append((place, (inside, rows)))
+            view = rows.view(getattr(torch, field.dtype)).view(num_rows, field.count, *field.shape)
+            self._views.setdefault(place.layer, {})[field.name] = view
+            end += place.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -101,72 +103,56 @@ class Arena:
         )
         return views[0].as_strided((len(views), *views[0].shape), (step, *views[0].stride()))
 
-    def layer_bytes(self, layer: int) -> list[tuple[slice, Tensor]]:
-        """What ``layer`` keeps, as bytes: (where it lies in a record, uint8 ``[num_rows, bytes]``), a few of them."""
-        mine = [(place, start, stride) for place, start, stride in self._starts if place.layer == layer]
+    def regions(self, layer: int | None = None) -> list[Region]:
+        """What ``layer`` keeps, or all layers do, as bytes, a few of them: where it lies in a record, and uint8
+        ``[num_rows, bytes]``, a strided view."""
+        mine = [region for place, region in self._regions if layer in (None, place.layer)]
         if self.order == "block" and mine:
-            inside = slice(mine[0][0].offset, mine[-1][0].offset + mine[-1][0].nbytes)
+            inside = slice(mine[0][0].start, mine[-1][0].stop)
             return [(inside, self.records[:, inside])]
-        return [
-            (slice(place.offset, place.offset + place.nbytes), self._bytes(place, start, stride))
-            for place, start, stride in mine
-        ]
+        return mine
 
-    def pack(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+    def pack(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` (int ``[n]``) as records ``[n, layout.nbytes]`` uint8, the same bytes in either order.
 
-        Padding is zero. The result, ``out`` if given, is the caller's and on the arena's device. Raises NotOwned for an
-        id out of range and BadInput for an ``out`` of another shape, dtype or device, before anything is read.
+        Padding is zero. The result is the caller's and on the arena's device. Raises NotOwned for an id out of range.
         """
         index = self.row_index(ids)
-        if out is not None:
-            self._check_records(out, len(index))
-            if out.device != self.buffer.device:
-                raise BadInput(f"out must be on {self.buffer.device}, got {out.device}")
-        if self.order == "block":
-            rows = self.records
-            return torch.index_select(rows, 0, index, out=out) if out is not None else rows[index]
-        if out is None:
-            out = torch.zeros(len(index), self.layout.nbytes, dtype=torch.uint8, device=self.device)
-        elif self.layout.payload_nbytes < self.layout.nbytes:
-            out.zero_()
-        for place, start, stride in self._starts:
-            out[:, place.offset : place.offset + place.nbytes] = self._bytes(place, start, stride)[index]
-        return out
+        records = torch.zeros(len(index), self.layout.nbytes, dtype=torch.uint8, device=self.device)
+        for inside, rows in self.regions():
+            records[:, inside] = rows[index]
+        return records
 
     def unpack(self, ids: Tensor, records: Tensor) -> None:
         """Write ``records`` (uint8 ``[n, layout.nbytes]``, from ``pack``) to rows ``ids``. Raises before writing."""
         index = self.row_index(ids)
-        self._check_records(records, len(index))
+        if records.dtype != torch.uint8 or tuple(records.shape) != (len(index), self.layout.nbytes):
+            raise BadInput(
+                f"records must be uint8 {[len(index), self.layout.nbytes]}, got {records.dtype} {list(records.shape)}"
+            )
         if len(torch.unique(index)) != len(index):
             raise NotOwned(f"unpack would write a row twice: {index.tolist()[:16]}")
-        records = records.to(self.device)
-        if self.order == "block":
-            self.records[index] = records
-            return
-        for place, start, stride in self._starts:
-            self._bytes(place, start, stride)[index] = records[:, place.offset : place.offset + place.nbytes]
+        for inside, rows in self.regions():
+            rows[index] = records[:, inside].to(self.device)
 
     def reset(self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int] | int) -> None:
         """Set rows ``ids`` of every field to the field's initial value. Raises NotOwned for an id out of range."""
-        one = isinstance(ids, int)
         index = self.row_index([ids] if isinstance(ids, int) else ids)
-        for place, _, _ in self._starts:
-            self._views[place.layer][place.field.name][ids if one else index] = place.field.fill
+        for place, _ in self._regions:
+            self._views[place.layer][place.field.name][index] = place.field.fill
 
     def copy(self, sources: Tensor | npt.NDArray[np.int32], targets: Tensor | npt.NDArray[np.int32]) -> None:
         """Copy rows ``sources`` to rows ``targets``, all fields, bit for bit; of a field all sources are read before one is
         written. The ids are the caller's to have proven."""
         source, target = (torch.as_tensor(ids).to(self.device, torch.int64) for ids in (sources, targets))
-        for place, start, stride in self._starts:
-            rows = self._bytes(place, start, stride)
+        for _, rows in self.regions():
             rows[target] = rows[source]
 
     def poison(self, ids: npt.NDArray[np.int32]) -> None:
         """Set every byte of rows ``ids`` to 0xFF: NaN in all float formats, -1 in the integers."""
-        rows = torch.from_numpy(ids).to(self.device, torch.int64)
-        for place, start, stride in self._starts:
-            self._bytes(place, start, stride)[rows] = 0xFF
+        index = torch.from_numpy(ids).to(self.device, torch.int64)
+        for _, rows in self.regions():
+            rows[index] = 0xFF
 
     def row_index(
         self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int], *, is_proven: bool = False
@@ -176,36 +162,14 @@ class Arena:
         Raises NotOwned for an id out of range and BadInput for anything but a vector of whole numbers. Ids on a GPU are
         waited for; ``is_proven`` skips the range and the wait.
         """
-        index = integers(ids, "row ids")
+        index = integers(ids, "row ids").to(torch.int64)
         if index.ndim != 1:
             raise BadInput(f"row ids must be a vector, got shape {list(index.shape)}")
-        index = index.to(torch.int64)
         if len(index) and not is_proven and not 0 <= int(index.min()) <= int(index.max()) < self.num_rows:
             raise NotOwned(f"row ids {int(index.min())}..{int(index.max())} are not all in 0..{self.num_rows - 1}")
         return index.to(self.device)
-
-    def _check_records(self, records: Tensor, n: int) -> None:
-        if records.dtype != torch.uint8 or tuple(records.shape) != (n, self.layout.nbytes):
-            raise BadInput(
-                f"records must be uint8 [{n}, {self.layout.nbytes}], got {records.dtype} {list(records.shape)}"
-            )
 
     @property
     def records(self) -> Tensor:
         """uint8 ``[num_rows, layout.nbytes]``: the records of a block-major arena, a strided view."""
         return self.buffer.as_strided((self.num_rows, self.layout.nbytes), (self.row_nbytes, 1))
-
-    def _bytes(self, place: Place, start: int, stride: int) -> Tensor:
-        return self.buffer[start:].as_strided((self.num_rows, place.nbytes), (stride, 1))
-
-    def _view(self, place: Place, start: int, stride: int) -> Tensor:
-        field = place.field
-        dtype: torch.dtype = getattr(torch, field.dtype)
-        size = dtype.itemsize
-        shape = (self.num_rows, field.count, *field.shape)
-        inner = [1]
-        for extent in reversed(shape[2:]):
-            inner.append(inner[-1] * extent)
-        strides = (stride // size, *reversed(inner))
-        whole = self.buffer[: self.nbytes // size * size].view(dtype)
-        return whole.as_strided(shape, strides, start // size)

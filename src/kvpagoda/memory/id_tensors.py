@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -25,8 +24,13 @@ def default_device(device: Device = None) -> torch.device:
 
 def integers(values: IdsLike, what: str) -> torch.Tensor:
     """``values`` as a tensor, where it is. Raises BadInput unless they are whole numbers, or none."""
-    tensor = torch.as_tensor(values)
-    if tensor.numel() and (tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex()):
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise BadInput(f"{what} must be one tensor, array or flat sequence of whole numbers, got {values!r}") from None
+    if not tensor.numel():
+        return tensor.to(torch.int32)
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise BadInput(f"{what} must be whole numbers, got {tensor.dtype}")
     return tensor
 
@@ -36,19 +40,7 @@ def ids_from(ids: IdsLike) -> AnyIds:
 
     Raises BadInput for floats, bools and anything else. A tensor on a GPU is waited for.
     """
-    if isinstance(ids, torch.Tensor):
-        if ids.dtype == torch.bool or ids.dtype.is_floating_point or ids.dtype.is_complex:
-            raise BadInput(f"ids must be whole numbers, got a tensor of {ids.dtype}")
-        array: npt.NDArray[Any] = ids.detach().cpu().numpy()
-    else:
-        try:
-            array = np.asarray(ids)
-        except ValueError:
-            raise BadInput(f"ids must be one tensor, array or flat sequence of whole numbers, got {ids!r}") from None
-        if array.size == 0 and not isinstance(ids, np.ndarray):
-            array = array.astype(np.int32)
-    if array.dtype.kind not in "iu":
-        raise BadInput(f"ids must be whole numbers, got {array.dtype}")
+    array: AnyIds = integers(ids, "ids").detach().cpu().numpy()
     return array.reshape(-1)
 
 

@@ -76,5 +76,5 @@ class LayerwiseCopy:
     def _copy(self, layer: int) -> None:
         for ids, table, rows in self._parts:
             pairs = torch.from_numpy(np.stack((np.asarray(rows, np.int64), np.asarray(ids, np.int64)), axis=1))
-            for inside, target in self.arena.layer_bytes(layer):
+            for inside, target in self.arena.regions(layer):
                 copy_rows(table[:, inside], target, pairs)
