@@ -38,17 +38,18 @@ class DeviceTables:
     """The tables of all ``groups`` of ``schema``; each is made when it is first asked for."""
 
     def __init__(self, schema: Schema, groups: tuple[BlockGroup, ...], arrays: HostArrays) -> None:
-        self._schema, self._groups, self._arrays = schema, groups, arrays
+        self._arrays = arrays
         self._tables: dict[int, DeviceTable] = {}
+        of_law: dict[object, BlockGroup] = {group.growth: group for group in groups}
+        owners = {index: schema.by_index[layer.owner] for index, layer in schema.by_index.items()}
+        self._owners = {index: (layer, of_law.get(layer.growth)) for index, layer in owners.items()}
 
     def owner_of(self, index: int) -> tuple[Layer, BlockGroup | None]:
         """The layer whose rows layer ``index`` reads (its own, or another's that it shares), and the group of its blocks.
         Raises BadInput."""
-        layer = self._schema.by_index.get(index)
-        if layer is None:
-            raise BadInput(f"layer {index} is not in this schema; it has {sorted(self._schema.by_index)}")
-        layer = self._schema.by_index[layer.owner]
-        return layer, next((group for group in self._groups if group.growth == layer.growth), None)
+        if index not in self._owners:
+            raise BadInput(f"layer {index} is not in this schema; it has {sorted(self._owners)}")
+        return self._owners[index]
 
     def upload(self, group: BlockGroup) -> Any:
         """The table of ``group`` on the device, up to date: int32 ``[slots + 1, columns]``."""

@@ -42,18 +42,16 @@ def _copy(arena: Arena, ids: Ids, table: Tensor, rows: Sequence[int], *, is_out:
     if not n or not width:
         return
     index, there = np.asarray(ids, np.int64), np.asarray(rows, np.int64)
-    if arena.order == "block":
-        records = arena.records
-    elif is_out:
-        records, index = arena.pack(torch.from_numpy(index)), np.arange(n)
-    else:
-        records, index = torch.empty((n, width), dtype=torch.uint8, device=arena.device), np.arange(n)
-    for inside, outside, some, targets in _pieces(width, table.shape[1], index, there):
-        ours, theirs = records[:, inside], table[:, outside]
-        pairs = torch.from_numpy(np.stack((some, targets) if is_out else (targets, some), axis=1))
-        copy_rows(*((ours, theirs) if is_out else (theirs, ours)), pairs)
-    if arena.order != "block" and not is_out:
-        arena.unpack(torch.as_tensor(np.asarray(ids, np.int64)), records)
+    records, of_records = arena.records, index
+    if arena.order == "layer":
+        of_records = np.arange(n)
+        records = arena.pack(torch.from_numpy(index)) if is_out else records.new_empty((n, width))
+    for inside, outside, some, others in _pieces(width, table.shape[1], of_records, there):
+        ours, theirs = (records[:, inside], some), (table[:, outside], others)
+        (source, sources), (target, targets) = (ours, theirs) if is_out else (theirs, ours)
+        copy_rows(source, target, torch.from_numpy(np.stack((sources, targets), axis=1)))
+    if arena.order == "layer" and not is_out:
+        arena.unpack(torch.from_numpy(index), records)
     if arena.device.type == "cuda":
         torch.cuda.current_stream(arena.device).synchronize()
 

@@ -33,14 +33,14 @@ class LayerwiseCopy:
     ) -> None:
         self.arena, self._parts, self._stream = arena, parts, stream
         self._done: Callable[[], None] | None = done
-        self._waiting = list(dict.fromkeys(place.layer for place in arena.layout.places))  # layers that are not in yet
-        self._events: dict[int, torch.cuda.Event] = {}
+        layers = [place.layer for place in arena.layout.places]
+        self._waiting: dict[int, torch.cuda.Event | None] = dict.fromkeys(layers)  # that are not in yet
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(arena.device))
             with torch.cuda.stream(stream):
                 for layer in self._waiting:
                     self._copy(layer)
-                    self._events[layer] = stream.record_event()
+                    self._waiting[layer] = stream.record_event()
 
     @property
     def is_done(self) -> bool:
@@ -50,11 +50,11 @@ class LayerwiseCopy:
     def wait(self, layer: int) -> None:
         """Whoever reads ``layer`` from now on, on this thread and stream, finds it filled. Does no harm twice."""
         if layer in self._waiting:
-            if self._stream is None:
+            if (event := self._waiting[layer]) is None:
                 self._copy(layer)
             else:
-                torch.cuda.current_stream(self.arena.device).wait_event(self._events[layer])
-            self._waiting.remove(layer)
+                torch.cuda.current_stream(self.arena.device).wait_event(event)
+            del self._waiting[layer]
         if not self._waiting:
             self.cancel()
 
