@@ -82,19 +82,17 @@ class PersistentBatch:
         that is not here."""
         if len({*sequences} & {*self._members}) < len(sequences):
             raise BadInput(f"not all {len(sequences)} sequences to be removed are among the {len(self._members)} here")
-        rows, gone = self._rows, requests_of(sequences, self._core)
-        members, requests, row_of, moved = [*self._members], [*self._requests], dict(rows.row_of), set[Request]()
-        for request in gone:
-            row, last = row_of.pop(request), requests[-1]
-            if last is not request:
-                members[row], requests[row], row_of[last] = members[-1], last, row
-                moved.add(last)
-            del members[-1], requests[-1]
-        for request in {*gone, *moved}:
-            if request.rows is rows:
+        rows, members = self._rows, [*self._members]
+        for sequence in sequences:
+            members[members.index(sequence)] = members[-1]
+            del members[-1]
+        requests = requests_of(members, self._core)
+        row_of = {request: row for row, request in enumerate(requests)}
+        for request, row in rows.row_of.items():
+            if request.rows is rows and row_of.get(request) != row:
                 rows.detach(request)
         self._steps.clear()
-        rows.alone.difference_update(gone)
+        rows.alone.intersection_update(row_of)
         rows.row_of, self._members, self._requests = row_of, tuple(members), requests
 
     @exclusive

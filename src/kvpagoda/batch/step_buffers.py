@@ -6,12 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.batch.table_snapshot import EMPTY, Array, TableSnapshot, cells_between
+from kvpagoda.batch.table_snapshot import EMPTY, Array, TableSnapshot
 from kvpagoda.blocks.block_table import BlockTable
 from kvpagoda.memory.no_memory import HostArrays
-
-LONG = 64
-"""Cells of a row from which on rows are copied one by one rather than all in one go."""
 
 
 class StepBuffers:
@@ -76,9 +73,7 @@ class StepBuffers:
         host[delta.rows, delta.columns] = delta.values
         if not self._arrays.is_host and len(delta.rows):
             self._arrays.upload(target, delta.values, (delta.rows, delta.columns))
-        shape = len(shown), int(shown.end.max())
-        if part is None or tuple(part.shape) != shape:
-            part = target[: shape[0], : shape[1]]
+        part = target[: len(shown), : int(shown.end.max())]
         if len(held) > len(shown):  # rows behind these are still there
             rest = tuple(np.concatenate((now, old[len(now) :])) for now, old in zip(shown.columns, held.columns))
             shown = TableSnapshot(rest, [])
@@ -86,30 +81,21 @@ class StepBuffers:
         return part
 
     def put_runs(self, name: str, table: BlockTable, shown: TableSnapshot) -> Any:
-        """The cells that are ``shown``, row behind row: int32 ``[starts[-1]]``. O(B + cells from the first change on); where
-        rows only grew these are moved, not read again."""
+        """The cells that are ``shown``, row behind row: int32 ``[starts[-1]]``. O(B + cells). Where rows only grew,
+        what lies behind the first of these is moved and not read again."""
         host, target = self._buffer(name, (len(shown) * table.cells.shape[1],), np.int32)
         held, part = self._held.get(name, (EMPTY, None))
         if part is not None and shown is held:
             return part
-        delta, total = shown.since(held, table), int(shown.starts[-1])
-        if delta.grown is None:
-            row = shown.first_change(held)
-        elif len(delta.grown):
-            row = int(delta.grown[0])
-        else:
-            row = len(shown)
-        begin = int(shown.starts[row])
+        delta, begin, total = shown.since(held, table), 0, int(shown.starts[-1])
         self._held.pop(name, None)  # until all of it is there
-        if delta.grown is not None:
+        if delta.grown is None:
+            runs = zip(shown.slots.tolist(), shown.first.tolist(), shown.end.tolist())
+            np.concatenate([table.cells[slot, left:right] for slot, left, right in runs], out=host[:total])
+        elif len(delta.grown):
+            begin = int(shown.starts[delta.grown[0]])
             _insert(host, held.starts, shown, delta.grown)
             host[shown.starts[delta.rows] + delta.columns - shown.first[delta.rows]] = delta.values
-        elif total - begin < LONG * (len(shown) - row):
-            rows, columns = cells_between(shown.first[row:], shown.end[row:])
-            host[begin:total] = table.cells[shown.slots[row:][rows], columns]
-        elif row < len(shown):
-            runs = zip(shown.slots[row:].tolist(), shown.first[row:].tolist(), shown.end[row:].tolist())
-            np.concatenate([table.cells[slot, left:right] for slot, left, right in runs], out=host[begin:total])
         if not self._arrays.is_host:
             self._arrays.upload(target, host[begin:total], slice(begin, total))
         part = target[:total]

@@ -58,15 +58,6 @@ class TableSnapshot:
         only_grew = len(self) == len(before) and same[2] and bool(goes_on.all()) and not (end < begin).any()
         return TableDelta(np.flatnonzero(~goes_on), rows, columns, values, grown if only_grew else None)
 
-    def first_change(self, before: TableSnapshot) -> int:
-        """The first row that is not just as in ``before``."""
-        n = min(len(self), len(before))
-        same = np.zeros(n + 1, np.bool_)
-        same[:n] = True
-        for now, old in zip(self.columns, before.columns):
-            same[:n] &= now[:n] == old[:n]
-        return int(same.argmin())
-
 
 class TableDelta(NamedTuple):
     """How a table is shown differently from before."""
