@@ -5,8 +5,15 @@ import pytest
 import torch
 from exact_floats import E2M1, E4M3, every_bf16, hard_floats, nearest_even
 
-from kvpagoda.formats.float4 import e2m1_from_float32, e2m1_pair_table, pack_nibbles
-from kvpagoda.formats.float8 import e4m3_from_float32, e4m3_table, e8m0_table, look_up
+from kvpagoda.formats.small_floats import (
+    e2m1_from_float32,
+    e2m1_pair_table,
+    e4m3_from_float32,
+    e4m3_table,
+    e8m0_table,
+    look_up,
+    pack_nibbles,
+)
 
 CPU = torch.device("cpu")
 

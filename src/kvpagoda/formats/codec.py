@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kvpagoda.errors import BadInput
-from kvpagoda.formats.float4 import e2m1_from_float32, e2m1_pair_table, pack_nibbles
-from kvpagoda.formats.float8 import e4m3_from_float32, e4m3_table, e8m0_table, look_up
+from kvpagoda.formats import small_floats as floats
 from kvpagoda.formats.scales import INFINITY_BITS, amax_bits, e4m3_for_e2m1, e8m0_for_e2m1, e8m0_for_e4m3, fp8_scales
+from kvpagoda.formats.small_floats import look_up
 from kvpagoda.schema import Encoding
 from kvpagoda.units import align_up
 
@@ -105,18 +105,18 @@ def _encode_rows(encoding: Encoding, x: Tensor) -> tuple[Tensor, Tensor]:
     y.view(torch.int32).bitwise_and_(((bits - INFINITY_BITS) >> 31)[..., None])  # broken: every bit to 0
     y = y.view(x.shape)
     if encoding.is_fp4:
-        return pack_nibbles(e2m1_from_float32(y)), scales
+        return floats.pack_nibbles(floats.e2m1_from_float32(y)), scales
     if encoding.name == "fp8_ue8m0":
         scales = torch.nn.functional.pad(scales, (0, align_up(scales.shape[1], 8) - scales.shape[1]))
-    return e4m3_from_float32(y), scales
+    return floats.e4m3_from_float32(y), scales
 
 
 def _decode_rows(encoding: Encoding, codes: Tensor, scales: Tensor) -> Tensor:
     """codes ``[n, k]`` and their scales -> float32 ``[n, coded]``."""
     if encoding.is_fp4:
-        values = look_up(e2m1_pair_table(codes.device), codes).flatten(1)
+        values = look_up(floats.e2m1_pair_table(codes.device), codes).flatten(1)
     else:
-        values = look_up(e4m3_table(codes.device), codes)
+        values = look_up(floats.e4m3_table(codes.device), codes)
     groups = values.view(len(values), -1, encoding.group or values.shape[1])
     if encoding.name == "fp8":
         scale = scales.view(groups.shape[:2])
@@ -127,7 +127,7 @@ def _decode_rows(encoding: Encoding, codes: Tensor, scales: Tensor) -> Tensor:
 
 def _scale_table(encoding: Encoding, device: torch.device) -> Tensor:
     """float32 ``[256]``: the value of every scale byte."""
-    return e4m3_table(device) if encoding.name == "nvfp4" else e8m0_table(device)
+    return floats.e4m3_table(device) if encoding.name == "nvfp4" else floats.e8m0_table(device)
 
 
 def _check_parts(encoding: Encoding, parts: Sequence[Tensor]) -> tuple[torch.Size, int]:

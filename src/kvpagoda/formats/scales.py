@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpagoda.formats.float4 import E2M1_MAX
-from kvpagoda.formats.float8 import E4M3_MAX, E8M0_NAN, e4m3_from_float32
+from kvpagoda.formats.small_floats import E2M1_MAX, E4M3_MAX, E8M0_NAN, e4m3_from_float32
 
 Tensor = torch.Tensor
 
@@ -48,8 +47,7 @@ def e8m0_for_e4m3(bits: Tensor) -> Tensor:
     >>> e8m0_for_e4m3(amax_bits(torch.tensor([[1.0, -448.0], [449.0, 0.0]]))).tolist()
     [127, 128]
     """
-    byte = ((bits.clamp(0x38D1B717, INFINITY_BITS) + 0x1FFFFF) >> 23) - 8
-    return byte.masked_fill_(bits >= INFINITY_BITS, E8M0_NAN).to(torch.uint8)
+    return _e8m0(bits, 0x38D1B717, 0x1FFFFF, 8)
 
 
 def e8m0_for_e2m1(bits: Tensor) -> Tensor:
@@ -57,7 +55,13 @@ def e8m0_for_e2m1(bits: Tensor) -> Tensor:
 
     6 = 1.5 * 2^2, so the exponent is amax's own less 2, and one more when amax's mantissa is above 1.5.
     """
-    byte = ((bits.clamp(0x01C00000, INFINITY_BITS) + 0x3FFFFF) >> 23) - 2
+    return _e8m0(bits, 0x01C00000, 0x3FFFFF, 2)
+
+
+def _e8m0(bits: Tensor, floor: int, carry: int, less: int) -> Tensor:
+    """The exponent byte of amax, taken to be at least ``floor``, ``less`` so much; one more where the mantissa and ``carry``
+    overflow."""
+    byte = ((bits.clamp(floor, INFINITY_BITS) + carry) >> 23) - less
     return byte.masked_fill_(bits >= INFINITY_BITS, E8M0_NAN).to(torch.uint8)
 
 

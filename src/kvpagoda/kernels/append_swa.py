@@ -161,7 +161,7 @@ def append_swa_kernel(  # type: ignore[no-untyped-def]
     amax = tl.maximum(tl.where(broken, 0, amax_bits), 0x2EDBE6FF).to(tl.float32, bitcast=True)  # at least 1e-10
     y = (bits << 16).to(tl.float32, bitcast=True) * tl.div_rn(448.0, amax)
 
-    # float32 to E4M3 in integers: see formats/float8.py.
+    # float32 to E4M3 in integers: see formats/small_floats.py.
     y_bits = y.to(tl.int32, bitcast=True)
     a = y_bits & 0x7FFFFFFF
     subnormal = (a.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
