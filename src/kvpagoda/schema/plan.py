@@ -57,11 +57,6 @@ class GroupPlan:
         """Bytes of all its records."""
         return self.num_rows * self.row_nbytes
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes of data that one more token adds, without padding."""
-        return 0.0 if self.growth.is_state else self.layout.payload_nbytes / self.block_size
-
     def blocks_for(self, num_tokens: int) -> int:
         """The most blocks that one request of ``num_tokens`` tokens ever holds at once."""
         blocks = -(-num_tokens // self.block_size)
@@ -78,7 +73,7 @@ class GroupPlan:
         return {
             "name": self.name,
             "num_layers": len(self.layers),
-            "bytes_per_token": round(self.bytes_per_token, 3),
+            "bytes_per_token": 0.0 if self.growth.is_state else round(self.layout.payload_nbytes / self.block_size, 3),
             "block_bytes": self.row_nbytes,
             "num_blocks": self.num_blocks,
             "blocks_per_sector": self.per_sector,
@@ -123,11 +118,6 @@ class Plan:
         return tuple((x.index, x.label, x.rewinds) for x in self.layers if x.rewinds is not None)
 
     @property
-    def state_nbytes(self) -> int:
-        """Bytes of one request's state."""
-        return sum(group.layout.nbytes for group in self.groups if group.growth.is_state)
-
-    @property
     def nbytes(self) -> int:
         """Bytes that the arenas take: exactly what ``KVCache`` allocates."""
         return self.num_sectors * self.sector_nbytes or sum(group.nbytes for group in self.groups)
@@ -135,27 +125,7 @@ class Plan:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of data that one more token of context adds, over all groups."""
-        return sum(group.bytes_per_token for group in self.groups)
-
-    @property
-    def padding_percent(self) -> float:
-        """Percent of the arenas' bytes that are padding; with sectors, of the group that has most of it."""
-        rows = [(g.num_rows * g.layout.payload_nbytes, g.nbytes) for g in self.groups if g.nbytes]
-        if self.num_sectors:
-            return 100 * max(1 - payload / nbytes for payload, nbytes in rows)
-        return 100 * (1 - sum(payload for payload, _ in rows) / max(1, self.nbytes)) if rows else 0.0
-
-    @property
-    def unused_percent(self) -> float:
-        """Percent of the budget that are left over, because they are too few for another block."""
-        return 100 * (1 - self.nbytes / self.budget)
-
-    @property
-    def floor_nbytes(self) -> int:
-        """Bytes that ``max_requests`` requests of one token need. All other bytes go to the groups that need them."""
-        if not self.num_sectors:
-            return self.nbytes
-        return (1 + self._sectors([self.max_requests] * len(self.groups))) * self.sector_nbytes
+        return sum(group.layout.payload_nbytes for group in self.groups if not group.growth.is_state) / self.block_size
 
     def holds(self, num_blocks: Sequence[int]) -> bool:
         """Whether so many blocks of each group fit the empty cache together."""
@@ -239,12 +209,25 @@ class Plan:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure as plain data, for JSON."""
+        """Every figure as plain data, for JSON.
+
+        ``floor_bytes``: what ``max_requests`` requests of one token need; all other bytes go to the groups that need them.
+        ``padding_percent``: of the arenas' bytes; with sectors, of the group that has most of it. ``unused_percent``: of the
+        budget, too few bytes for another block. A cached prefix is found at multiples of ``hit_granularity`` tokens.
+        """
+        filled, floor = (
+            [(group.num_rows * group.layout.payload_nbytes, group.nbytes) for group in self.groups],
+            self.nbytes,
+        )
+        if self.num_sectors:
+            floor = (1 + self._sectors([self.max_requests] * len(self.groups))) * self.sector_nbytes
+        else:
+            filled = [(sum(data for data, _ in filled), self.nbytes)]
         return {
             "schema": self.schema_name,
             "budget_bytes": self.budget,
             "allocated_bytes": self.nbytes,
-            "floor_bytes": self.floor_nbytes,
+            "floor_bytes": floor,
             "sectors": self.num_sectors,
             "sector_bytes": self.sector_nbytes,
             "block_size": self.block_size,
@@ -252,9 +235,9 @@ class Plan:
             "max_requests": self.max_requests,
             "checkpoints": self.num_checkpoints,
             "bytes_per_token": round(self.bytes_per_token, 3),
-            "state_bytes_per_request": self.state_nbytes,
-            "padding_percent": round(self.padding_percent, 4),
-            "unused_percent": round(self.unused_percent, 4),
+            "state_bytes_per_request": sum(group.layout.nbytes for group in self.groups if group.growth.is_state),
+            "padding_percent": round(max(100 * (1 - data / nbytes) if nbytes else 0.0 for data, nbytes in filled), 4),
+            "unused_percent": round(100 * (1 - self.nbytes / self.budget), 4),
             "longest_context": self.longest_context,
             "requests_at": {str(length): self.requests_at(length) for length in self.lengths},
             "layer_kinds": self._by_label(),
@@ -262,50 +245,48 @@ class Plan:
         }
 
     def __str__(self) -> str:
+        figures = self.to_dict()
         kinds = {"layer kind": "label", "layers": "num_layers", "B/token": "bytes_per_token"}
         groups = {"group": "name", "layers": "num_layers"}
         if self.num_sectors:
             groups |= {"at most": "num_blocks", "B/block": "block_bytes", "in a sector": "blocks_per_sector"}
         else:
             groups |= {"blocks": "num_blocks", "B/block": "block_bytes", "bytes": "total"}
-        rows = [{**group, "total": format_bytes(group["bytes"])} for group in map(GroupPlan.to_dict, self.groups)]
+        rows = [{**group, "total": format_bytes(group["bytes"])} for group in figures["groups"]]
         checkpoints = f", at most {self.num_checkpoints:,} checkpoints" if self.num_checkpoints else ""
         return "\n".join(
             [
                 f"{self.schema_name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}",
                 f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}",
                 "",
-                *_table(self._by_label(), {**kinds, "B/request": "state_bytes_per_request"}),
+                *_table(figures["layer_kinds"], {**kinds, "B/request": "state_bytes_per_request"}),
                 "",
                 *_table(rows, groups),
                 "",
-                *(f"{label:<19} {text}" for label, text in self._figures()),
+                *(f"{label:<19} {text}" for label, text in self._lines(figures).items()),
             ]
         )
 
-    def _figures(self) -> list[tuple[str, str]]:
-        """The lines below the tables, as (label, text)."""
-        longest = self.longest_context
+    def _lines(self, figures: Mapping[str, Any]) -> dict[str, str]:
+        """The lines below the tables of ``str``, as label -> text."""
+        longest, floor = figures["longest_context"], figures["floor_bytes"]
         context = "not limited by memory" if longest is None else f"{longest:,} tokens"
         if longest is not None and longest == self.max_positions:
             context += " (the model's own limit)"
-        figures = [
-            ("bytes per token", f"{self.bytes_per_token:,.0f} (+ {self.state_nbytes:,} per request)"),
-            ("longest context", context),
-            *((f"requests of {length:,}", f"{self.requests_at(length):,}") for length in self.lengths),
-            ("hit granularity", f"{self.block_size} tokens"),
-        ]
+        lines = {
+            "bytes per token": f"{self.bytes_per_token:,.0f} (+ {figures['state_bytes_per_request']:,} per request)",
+            "longest context": context,
+        }
+        lines |= {f"requests of {int(length):,}": f"{number:,}" for length, number in figures["requests_at"].items()}
+        lines["hit granularity"] = f"{self.block_size} tokens"
         if self.num_sectors:
-            floating = format_bytes(max(0, self.nbytes - self.floor_nbytes))
-            figures += [
-                ("one budget", f"{self.num_sectors:,} sectors of {format_bytes(self.sector_nbytes)}"),
-                ("floor", f"{format_bytes(self.floor_nbytes)} for {self.max_requests} short requests"),
-                ("floats", f"{floating}, to the groups that need it"),
-            ]
-        figures.append(("waste", f"{self.padding_percent:.2f} % padding, {self.unused_percent:.2f} % unused"))
+            lines["one budget"] = f"{self.num_sectors:,} sectors of {format_bytes(self.sector_nbytes)}"
+            lines["floor"] = f"{format_bytes(floor)} for {self.max_requests} short requests"
+            lines["floats"] = f"{format_bytes(max(0, self.nbytes - floor))}, to the groups that need it"
+        lines["waste"] = f"{figures['padding_percent']:.2f} % padding, {figures['unused_percent']:.2f} % unused"
         if wide := [group.name for group in self.groups if group.index_dtype == "int64"]:
-            figures.append(("int64 offsets", f"{', '.join(wide)}: element offsets pass 2^31"))
-        return figures
+            lines["int64 offsets"] = f"{', '.join(wide)}: element offsets pass 2^31"
+        return lines
 
 
 def largest_below(end: int, fits: Callable[[int], bool]) -> int:
