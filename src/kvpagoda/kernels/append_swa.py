@@ -14,7 +14,7 @@ import torch
 
 from kvpagoda.errors import BadInput
 from kvpagoda.formats import encode
-from kvpagoda.kernels.dispatch import TRITON, backend, jit, tl
+from kvpagoda.kernels.dispatch import backend, jit, tl, triton
 from kvpagoda.kernels.int_views import as_ints
 from kvpagoda.schema import Encoding
 
@@ -58,7 +58,7 @@ def append_swa(
     _check(kv, slots, positions, swa_fp8, swa_rope, swa_inv_scale, swa_pos)
     if len(kv) == 0:
         return
-    run = _triton if backend(kv.device.type) == TRITON else _reference
+    run = _triton if backend(kv.device.type) == "triton" else _reference
     last = len(swa_fp8) - 1
     if dummy is not None and not 0 <= dummy <= last:
         raise BadInput(f"append_swa: dummy row {dummy} is not one of 0..{last}")
@@ -122,14 +122,9 @@ def _triton(
             len(kv), len(fp8), dummy, fp8.shape[1],
             kv.stride(0), *fp8.stride()[:2], *rope.stride()[:2], *inv_scale.stride(), *pos.stride(),
             CODED=fp8.shape[2], ROPE=rope.shape[2],
-            CODED_BLOCK=_power_of_two(fp8.shape[2]), ROPE_BLOCK=_power_of_two(rope.shape[2]),
+            CODED_BLOCK=triton.next_power_of_2(fp8.shape[2]), ROPE_BLOCK=triton.next_power_of_2(rope.shape[2]),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-def _power_of_two(n: int) -> int:
-    """The least power of two that is at least ``n``: Triton's vectors have no other length."""
-    return 1 << (n - 1).bit_length()
 
 
 @jit(do_not_specialize=["n"])

@@ -22,8 +22,7 @@ RUN_NBYTES = 2048
 CROSSING_NBYTES = 28 << 10
 """The same between two devices (arithmetic, not measured)."""
 STAGE_NBYTES = {"cpu": 512 << 10}
-"""Bytes gathered at a time, by device type of the source; elsewhere DEVICE_STAGE_NBYTES."""
-DEVICE_STAGE_NBYTES = 64 << 20
+"""Bytes gathered at a time, by device type of the source; elsewhere 64 MiB."""
 
 
 def copy_rows(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
@@ -93,7 +92,7 @@ def _copy_slices(src: Tensor, dst: Tensor, runs: NDArray[np.int64]) -> None:
 
 def _copy_indexed(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
     """Gather rows of ``src``, at most ``STAGE_NBYTES`` at a time, and scatter them to ``dst``."""
-    step = max(1, STAGE_NBYTES.get(src.device.type, DEVICE_STAGE_NBYTES) // src.shape[1])
+    step = max(1, STAGE_NBYTES.get(src.device.type, 64 << 20) // src.shape[1])
     from_ids, to_ids = pairs[:, 0].contiguous().to(src.device), pairs[:, 1].contiguous().to(dst.device)
     source, target = as_ints(src, dst)
     for start in range(0, len(pairs), step):

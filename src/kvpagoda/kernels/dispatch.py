@@ -1,6 +1,6 @@
-"""Which implementation of an operation runs: a plain table by device type, and one environment variable to force one.
+"""Which implementation of an operation runs: Triton on a GPU, the reference elsewhere; an environment variable forces one.
 
-The only file that imports Triton, which is optional. ``KVPAGODA_KERNELS=reference`` or ``=triton`` overrides the table.
+The only file that imports Triton, which is optional. ``KVPAGODA_KERNELS=reference`` or ``=triton`` forces one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["BACKENDS", "REFERENCE", "TRITON", "VARIABLE", "backend", "jit", "tl", "triton"]
+__all__ = ["VARIABLE", "backend", "jit", "tl", "triton"]
 
 VARIABLE = "KVPAGODA_KERNELS"
-REFERENCE, TRITON = "reference", "triton"
-BACKENDS = {"cuda": TRITON if triton is not None else REFERENCE}
-"""Device type -> implementation; every other device runs the reference."""
 
 
 def jit(**options: Any) -> Callable[[Any], Any]:
@@ -38,11 +35,10 @@ def backend(device_type: str) -> str:
     >>> backend("cpu")
     'reference'
     """
-    forced = os.environ.get(VARIABLE)
-    if not forced:
-        return BACKENDS.get(device_type, REFERENCE)
-    if forced not in (REFERENCE, TRITON):
-        raise BadInput(f"{VARIABLE} is {REFERENCE!r} or {TRITON!r}, got {forced!r}")
-    if forced == TRITON and triton is None:
-        raise BadInput(f"{VARIABLE}={TRITON}, but Triton is not installed; pip install 'kvpagoda[triton]'")
-    return forced
+    usual = "triton" if device_type == "cuda" and triton is not None else "reference"
+    chosen = os.environ.get(VARIABLE) or usual
+    if chosen not in ("reference", "triton"):
+        raise BadInput(f"{VARIABLE} is 'reference' or 'triton', got {chosen!r}")
+    if chosen == "triton" and triton is None:
+        raise BadInput(f"{VARIABLE}=triton, but Triton is not installed; pip install 'kvpagoda[triton]'")
+    return chosen
