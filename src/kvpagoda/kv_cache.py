@@ -27,7 +27,6 @@ from kvpagoda.cache.sequence import Calls, Fence, Sequence, requests_of
 from kvpagoda.cache.stats import CacheStats, stats_of
 from kvpagoda.cache.tier_hit import Prefetch
 from kvpagoda.errors import BadInput, MissingExtra, StaleHandle
-from kvpagoda.memory.device_table import DeviceTables
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.prefix.tokens import as_tokens
@@ -105,7 +104,6 @@ class KVCache:
         self._lifecycle = Lifecycle(self._core, self._publisher)
         self._reuse = Reuse(self._core, self._lifecycle)
         self._calls = Calls(self._core, self._admission, self._lifecycle)
-        self._tables = DeviceTables(self.schema, self._core.groups, memory.arrays)
         self._step_buffers = StepBuffers(memory.arrays)
 
     @property
@@ -249,7 +247,7 @@ class KVCache:
         step = StepRows(slots, np.array([*counts] + [1] * padding, np.int64), len(requests))
         for request, new in zip(requests, counts):
             request.written = max(request.written, request.length + new)
-        return Batch(core, self._step_buffers, self._tables, requests, step, before)
+        return Batch(core, self._step_buffers, self.schema, requests, step, before)
 
     @exclusive
     def persistent_batch(
@@ -259,7 +257,7 @@ class KVCache:
         (default: as many as there are sequences, at least one), padded as ``batch`` does. Raises BadInput, StaleHandle."""
         members = tuple(sequences)
         rows = max(1, len(members)) if num_rows is None else whole_number(num_rows, "num_rows", 1)
-        running = PersistentBatch(self._lifecycle, self._tables, rows)
+        running = PersistentBatch(self._lifecycle, self.schema, rows)
         running.add(*members)
         return running
 

@@ -15,8 +15,7 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.request import Request, State
 from kvpagoda.errors import BadInput, StaleHandle
-from kvpagoda.memory.device_table import DeviceTables
-from kvpagoda.schema import Layer
+from kvpagoda.schema import Layer, Schema
 
 
 class GroupArrays:
@@ -100,11 +99,10 @@ class LayerView:
     close of one of its sequences; makes no copies.
     """
 
-    def __init__(self, batch: Batch, layer: Layer, group: BlockGroup | None, tables: DeviceTables) -> None:
+    def __init__(self, batch: Batch, layer: Layer, group: BlockGroup | None) -> None:
         self.layer, self.block_size = layer, batch.block_size
         self.blocks, self.state = batch.core.memory.pools(layer)
         self.step, self.state_indices, self.qo_indptr = batch.step, batch.state_indices, batch.qo_indptr
-        self._group, self._tables = group, tables
         self._arrays = None if group is None else batch.arrays(group)
 
     @property
@@ -113,12 +111,6 @@ class LayerView:
         if self._arrays is None:
             raise BadInput(f"layer {self.layer.index} ({self.layer.label}) keeps no blocks, so it has no block table")
         return self._arrays
-
-    @property
-    def slot_table(self) -> Any:
-        """int32 ``[slots + 1, columns]``, the group's block table by request slot (None: a layer without blocks), brought up
-        to date."""
-        return None if self._group is None else self._tables.upload(self._group)
 
     def __getattr__(self, name: str) -> Any:
         if name in _ARRAYS:
@@ -143,13 +135,13 @@ class Batch:
         self,
         core: Core,
         buffers: StepBuffers,
-        tables: DeviceTables,
+        schema: Schema,
         requests: Many[Request],
         rows: StepRows,
         before: Array,
     ) -> None:
         buffers.number += 1
-        self.core, self._tables, self._requests = core, tables, requests
+        self.core, self._schema, self._requests = core, schema, requests
         self._current = buffers.number, core.capacity.num_moves
         self._stopped, self.block_size = core.counters.stopped, core.block_size
         self.buffers, self.rows, self.before = buffers, rows, before
@@ -169,6 +161,7 @@ class Batch:
             buffers.put("positions", positions),
             buffers.put("request_ids", rows.row_of),
             buffers.put("state_rows", states if rows.one_each else states[rows.row_of]),
+            is_by_id=True,
         )
         self._arrays: dict[str, GroupArrays] = {}
 
@@ -180,8 +173,8 @@ class Batch:
     def layer(self, index: int) -> LayerView:
         """Views and index arrays of layer ``index`` (of its owner, if it shares one). Raises BadInput, StaleHandle."""
         self.check_current()
-        layer, group = self._tables.owner_of(index)
-        return LayerView(self, layer, group, self._tables)
+        layer = self._schema.owner_of(index)
+        return LayerView(self, layer, next((one for one in self.core.groups if one.growth == layer.growth), None))
 
     def check_current(self) -> None:
         """Raises StaleHandle when the batch is over."""

@@ -14,8 +14,8 @@ from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import DecodeRows, Request, State
 from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.errors import BadInput, StaleHandle
-from kvpagoda.memory.device_table import DeviceTables
 from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.schema import Schema
 from kvpagoda.units import whole_number
 
 
@@ -35,9 +35,9 @@ class PersistentBatch:
     suspended removed or resumed.
     """
 
-    def __init__(self, lifecycle: Lifecycle, tables: DeviceTables, num_rows: int) -> None:
+    def __init__(self, lifecycle: Lifecycle, schema: Schema, num_rows: int) -> None:
         core = lifecycle.core
-        self.num_rows, self._lifecycle, self._core, self._tables = num_rows, lifecycle, core, tables
+        self.num_rows, self._lifecycle, self._core, self._schema = num_rows, lifecycle, core, schema
         self._guard = core.guard
         self._buffers = StepBuffers(core.memory.arrays)
         self._members: tuple[Sequence, ...] = ()
@@ -119,7 +119,7 @@ class PersistentBatch:
             counts = np.where(self._one, n, 1)
             self._steps = {n: StepRows(self._slots, counts, len(self._members))}
         steps = self._steps[n]
-        self._batch = Batch(self._core, self._buffers, self._tables, self._requests, steps, rows.lengths)
+        self._batch = Batch(self._core, self._buffers, self._schema, self._requests, steps, rows.lengths)
         return self._batch
 
     @exclusive

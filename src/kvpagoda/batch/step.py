@@ -34,9 +34,10 @@ class Step:
     """Which tokens a step computes: int32 ``[n]`` each, tensors on the cache's device (numpy arrays where it
     has no memory). Shared by all layers of the step.
 
-    The tokens of one request lie together, in ascending order of position. ``request_slots``: the row of each token's
-    request in the block tables; below 0 for a padded row. ``state_rows``: its record in the state pools. ``dummy``: the
-    record of the state pools that takes what padded rows write, and that nobody reads: the first, or the last (-1).
+    The tokens of one request lie together, in ascending order of position. ``request_slots``: the slot of each token's
+    request; below 0 for a padded row. ``state_rows``: its record in the state pools. ``dummy``: the record of the state pools
+    that takes what padded rows write, and that nobody reads: the first, or the last (-1). ``is_by_id``: whether block tables
+    have a row for each of ``request_ids``, or for each slot and one more.
     """
 
     request_slots: Any
@@ -44,11 +45,17 @@ class Step:
     request_ids: Any
     state_rows: Any
     dummy: int = 0
+    is_by_id: bool = False
 
     @cached_property
     def slots(self) -> Any:
         """int64 ``[n]``: ``request_slots``, -1 for whatever is negative: the last row of a table."""
         return self.request_slots.long().clamp(min=-1)
+
+    @cached_property
+    def table_rows(self) -> Any:
+        """int64 ``[n]``: the row of each token's request in the block tables."""
+        return self.request_ids.long() if self.is_by_id else self.slots
 
     @cached_property
     def rows(self) -> Any:

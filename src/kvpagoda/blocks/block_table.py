@@ -11,8 +11,8 @@ class BlockTable:
     """``cells``: int32 ``[num_slots + 1, num_columns]`` block ids; ``empty`` marks a cell without a block. The last row is
     that of padded rows and stays empty.
 
-    ``changed``: the slots whose row was written since somebody last cleared it. ``version`` int64 ``[num_slots + 1]``: how
-    often cells of a row came to mean something else; that a row got longer, or lost cells at its beginning, does not count.
+    ``version`` int64 ``[num_slots + 1]``: how often cells of a row came to mean something else; that a row got longer, or lost
+    cells at its beginning, does not count.
 
     >>> table = BlockTable(num_slots=2, num_columns=4)
     >>> table.append(0, 0, np.array([7, 9], np.int32))
@@ -23,13 +23,11 @@ class BlockTable:
     def __init__(self, num_slots: int, num_columns: int, empty: int = 0) -> None:
         self.empty = empty
         self.cells: Ids = np.full((num_slots + 1, num_columns), empty, np.int32)
-        self.changed: set[int] = set()
         self.version = np.zeros(num_slots + 1, np.int64)
 
     def append(self, slot: int, column: int, ids: Ids) -> None:
         """Write ``ids`` into the row of ``slot`` from ``column`` on, where it ended."""
         self.cells[slot, column : column + len(ids)] = ids
-        self.changed.add(slot)
 
     def put(self, slot: int, column: int, ids: Ids) -> None:
         """Write ``ids`` into the row of ``slot`` from ``column`` on, in place of others."""
@@ -39,23 +37,19 @@ class BlockTable:
     def drop_first(self, slot: int, first: int, end: int) -> None:
         """Empty the cells ``first .. end - 1``, where the row of ``slot`` began."""
         self.cells[slot, first:end] = self.empty
-        self.changed.add(slot)
 
     def drop(self, slot: int, first: int, end: int) -> None:
         """Empty the cells ``first .. end - 1`` of ``slot``."""
         self.cells[slot, first:end] = self.empty
-        self.changed.add(slot)
         self.version[slot] += 1
 
     def clear(self) -> None:
         """Empty every cell."""
         self.cells[:] = self.empty
         self.version += 1
-        self.changed.update(range(len(self.cells)))
 
     def remap(self, slot: int, end: int, new_ids: Ids) -> None:
         """Let the cells up to ``end`` of ``slot`` name ``new_ids[cell]`` from now on. O(end)."""
         row = self.cells[slot, :end]
         row[:] = new_ids[row]
         self.version[slot] += 1
-        self.changed.add(slot)

@@ -17,6 +17,7 @@ import torch
 
 from kvpagoda.batch.step import Step
 from kvpagoda.blocks import FreeList, FreeStack
+from kvpagoda.blocks.block_table import BlockTable
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import positive_numbers
 from kvpagoda.compat.compressed_pools import PagedKVPool, StateCachePool
@@ -32,12 +33,28 @@ from kvpagoda.compat.layer_handle import LayerCacheHandle
 from kvpagoda.errors import BadInput, CheckFailed, NeverFits, NotOwned, OutOfBlocks, RetryLater
 from kvpagoda.memory.arena import Device, default_device
 from kvpagoda.memory.device_arrays import DeviceArrays
-from kvpagoda.memory.device_table import DeviceTable
 from kvpagoda.schema import FULL
 from kvpagoda.schema.plan import GroupPlan
 from kvpagoda.units import ceil_div
 
 Tensor = torch.Tensor
+
+
+class DeviceTable:
+    """``array``: the cells of ``table`` as int32 where kernels read them: on the CPU the same memory.
+
+    The host's memory is not page-locked: a copy from such memory has read its source when it returns, so that the host
+    may write on at once.
+    """
+
+    def __init__(self, table: BlockTable, device: torch.device) -> None:
+        self._table, self._arrays = table, DeviceArrays(device)
+        self.array: Tensor = self._arrays.twin(table.cells)
+
+    def upload(self, slot: int) -> None:
+        """Bring the row of ``slot`` up to date; nothing to copy on the CPU."""
+        if not self._arrays.is_host:
+            self._arrays.upload(self.array, self._table.cells[slot], slot)
 
 
 class LayerBlocks(NamedTuple):
@@ -101,7 +118,7 @@ class KVCacheManager:
         columns = min(num_blocks, ceil_div(self.config.max_positions, BLOCK_SIZE_ORIGINAL_TOKENS))
         name = f"layer {schema.layer_idx} ({schema.attn.name})"
         group = BlockGroup(plan, self._slots.num_ids, columns, first_id=0, name=name)
-        return LayerBlocks(name, num_blocks, group, DeviceTable(group.table, DeviceArrays(self.device)))
+        return LayerBlocks(name, num_blocks, group, DeviceTable(group.table, self.device))
 
     @property
     def allocators(self) -> list[FreeStack | None]:
@@ -154,7 +171,7 @@ class KVCacheManager:
             own = blocks.group.own_ids(slot)
             blocks.group.close(slot)
             blocks.group.release(own)
-            blocks.table.upload()
+            blocks.table.upload(slot)
         self._slots.release_id(slot)
 
     def allocate_block(self, layer_idx: int, slot: int) -> int:
@@ -178,7 +195,7 @@ class KVCacheManager:
                 f"it asks for one more"
             )
         group.grow(slot, 1)
-        table.upload()
+        table.upload(slot)
         return int(group.table.cells[slot, held])
 
     def blocks_of(self, layer_idx: int, slot: int) -> list[int]:

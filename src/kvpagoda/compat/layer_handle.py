@@ -58,11 +58,12 @@ class SWAView:
 
 @dataclass(frozen=True)
 class BlockView:
-    """Rows of a layer by block: row w of a request is row ``w % per_block`` of block ``block_table[slot, w // per_block]``.
+    """Rows of a layer by block: row w of a request is row ``w % per_block`` of block ``block_table[i, w // per_block]``.
 
     ``parts``: the fields ``[blocks, per_block, ...]`` of ``encoding``, in its order. ``block_table``: int32 ``[requests,
-    max_blocks]`` by slot; ``num_entries``: int32 ``[state rows]``, exact after ``close_windows`` for the requests of
-    the step: entries beyond it belong to tokens that were taken back. All alias the pools.
+    max_blocks]`` by slot, or, in a batch of a ``KVCache``, by the rows of the batch. ``num_entries``: int32 ``[state rows]``,
+    exact after ``close_windows`` for the requests of the step: entries beyond it belong to tokens that were taken back. All
+    alias the pools.
     """
 
     encoding: Encoding
@@ -165,7 +166,7 @@ class LayerCacheHandle:
         kind = next((kind for kind in view.layer.kinds if isinstance(kind, Compressed)), None)
         if kind is None or view.state is None:
             raise BadInput(f"layer {view.layer.index} ({view.layer.label}) has no compressed attention")
-        return cls(kind, view.blocks, view.state, view.slot_table, view.step)
+        return cls(kind, view.blocks, view.state, view.block_table if kind.ratio else None, view.step)
 
     # -- the sliding window -----------------------------------------------------------------------------------------
 
@@ -249,12 +250,12 @@ class LayerCacheHandle:
     def write_entries(self, closed: ClosedWindows, entries: Tensor) -> None:
         """Store one compressed entry ``[c, dim]`` for every closed window, in the request's blocks."""
         _check_rows("entries", entries, len(closed.tokens), self.kind.dim)
-        self._paged.write("entries", self._block_rows(self.step.slots[closed.tokens], closed.windows), entries)
+        self._paged.write("entries", self._block_rows(self.step.table_rows[closed.tokens], closed.windows), entries)
 
     def write_indexer_keys(self, closed: ClosedWindows, keys: Tensor) -> None:
         """Store one indexer key ``[c, index_dim]`` for every closed window, beside its entry."""
         _check_rows("keys", keys, len(closed.tokens), self._indexer.rows["indexer_keys"].shape[0])
-        index = self._block_rows(self.step.slots[closed.tokens], closed.windows)
+        index = self._block_rows(self.step.table_rows[closed.tokens], closed.windows)
         self._paged.write("indexer_keys", index, keys)
 
     def read_entries(self, windows: Tensor) -> Tensor:
@@ -291,9 +292,9 @@ class LayerCacheHandle:
 
     @property
     def _addresses(self) -> tuple[Tensor, Tensor]:
-        """``block_table`` by slot and ``num_entries`` by state row of all requests, without the dummy row where that is the
-        last."""
-        return self._table[:-1], self.state.shown("num_entries")[0][:, 0]
+        """``block_table`` and, by state row, ``num_entries`` of all requests, without the dummy row where that is the last."""
+        table = self._table if self.step.is_by_id else self._table[:-1]
+        return table, self.state.shown("num_entries")[0][:, 0]
 
     @property
     def _table(self) -> Tensor:
@@ -305,7 +306,7 @@ class LayerCacheHandle:
         return self._table[slots, windows // per_block].long(), windows % per_block
 
     def _read_blocks(self, pool: Pool, name: str, windows: Tensor) -> Tensor:
-        rows = pool.read(name, self._block_rows(self.step.slots[:, None], windows.clamp(min=0)))
+        rows = pool.read(name, self._block_rows(self.step.table_rows[:, None], windows.clamp(min=0)))
         return rows.masked_fill((windows < 0)[..., None], 0)
 
     def _ring(self, name: str) -> int:

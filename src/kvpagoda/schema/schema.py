@@ -89,6 +89,12 @@ class Schema:
         """Layers by their index in the model (a pipeline stage has only some of them)."""
         return {layer.index: layer for layer in self.layers}
 
+    def owner_of(self, index: int) -> Layer:
+        """The layer whose rows layer ``index`` reads: its own, or another's that it shares. Raises BadInput."""
+        if index not in self.by_index:
+            raise BadInput(f"layer {index} is not in this schema; it has {sorted(self.by_index)}")
+        return self.by_index[self.by_index[index].owner]
+
     @cached_property
     def state_layout(self) -> RowLayout:
         """The record of one request's state: all layers. 0 bytes for models without state."""
