@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import operator
 import re
-from numbers import Integral
 
 from kvpagoda.errors import BadInput
 
 _SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
-_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -19,7 +17,7 @@ def ceil_div(a: int, b: int) -> int:
 
 def align_up(n: int, to: int) -> int:
     """The smallest multiple of ``to`` that is at least ``n``."""
-    return -(-n // to) * to
+    return ceil_div(n, to) * to
 
 
 def table_rows(n: int, width: int, table_width: int) -> int:
@@ -30,17 +28,13 @@ def table_rows(n: int, width: int, table_width: int) -> int:
 
 def parse_bytes(size: int | str) -> int:
     """``"40GiB"``, ``"1.5 MB"`` or a whole number of bytes (numpy's too) -> bytes. Raises BadInput."""
-    if isinstance(size, bool) or not isinstance(size, Integral | str):
-        raise BadInput(f"a size is a number of bytes or text such as '2GiB', got {size!r}")
     if isinstance(size, str):
         match = _SIZE.match(size)
         if match is None:
             raise BadInput(f"cannot read {size!r} as a size; write '512MiB', '2GiB' or a number of bytes")
         number, prefix, binary = match.groups()
-        size = int(float(number) * (1024 if binary else 1000) ** _POWER[prefix.lower()])
-    if size <= 0:
-        raise BadInput(f"a size must be positive, got {size} bytes")
-    return int(size)
+        size = int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
+    return whole_number(size, "a size (bytes, or text such as '2GiB')", at_least=1)
 
 
 def format_bytes(nbytes: float) -> str:

@@ -103,8 +103,7 @@ class PersistentBatch:
         Raises OutOfBlocks, BadInput past the cache's longest context, StaleHandle if a sequence was closed or suspended and
         is still here; nothing changed then.
         """
-        if type(n) is not int or n < 1:
-            n = whole_number(n, "the number of tokens that a step computes of each sequence", 1)
+        n = whole_number(n, "the number of tokens that a step computes of each sequence", 1)
         self._publish_due()
         self._read()
         rows = self._rows
