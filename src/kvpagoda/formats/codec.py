@@ -48,16 +48,15 @@ def encode(encoding: Encoding, x: Tensor) -> tuple[Tensor, ...]:
     layout = encoding.parts((dim,), "bfloat16")
     coded = dim - encoding.kept
     rows = x[..., :coded].reshape(lead.numel(), coded)
-    codes, scales = (
-        torch.empty(len(rows), *shape, dtype=getattr(torch, dtype), device=x.device)
-        for _, shape, dtype in (layout[0], layout[-1])
+    parts = tuple(
+        torch.empty((*lead, *shape), dtype=getattr(torch, dtype), device=x.device) for _, shape, dtype in layout
     )
+    codes, scales = (parts[i].view(len(rows), *layout[i][1]) for i in (0, -1))
     for chunk in _chunks(rows):
         codes[chunk], scales[chunk] = _encode_rows(encoding, rows[chunk].to(torch.float32))
-    first, last = codes.view((*lead, *codes.shape[1:])), scales.view((*lead, *scales.shape[1:]))
-    if not encoding.kept:
-        return first, last
-    return first, x[..., coded:].to(torch.bfloat16, copy=True), last
+    if encoding.kept:
+        parts[1].copy_(x[..., coded:])
+    return parts
 
 
 def decode(encoding: Encoding, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -133,15 +132,11 @@ def _scale_table(encoding: Encoding, device: torch.device) -> Tensor:
 def _check_parts(encoding: Encoding, parts: Sequence[Tensor]) -> tuple[torch.Size, int]:
     """(leading axes, number of coded elements) of ``parts``; raises BadInput unless they are one encoded tensor."""
     given = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
-    if encoding.name == "raw":
-        if len(parts) != 1:
-            raise BadInput(f"raw has one part, got {len(parts)}: {given}")
-        return parts[0].shape[:-1], parts[0].shape[-1]
     if not parts or parts[0].ndim == 0:
         raise BadInput(f"decode needs the parts that encode gave, got: {given or 'none'}")
     lead = parts[0].shape[:-1]
     coded = parts[0].shape[-1] * (2 if encoding.is_fp4 else 1)
-    layout = encoding.parts((coded + encoding.kept,), "bfloat16")
+    layout = encoding.parts((coded + encoding.kept,), str(parts[0].dtype).removeprefix("torch."))
     wanted = [(getattr(torch, dtype), (*lead, *shape)) for _, shape, dtype in layout]
     if wanted != [(part.dtype, tuple(part.shape)) for part in parts]:
         expected = ", ".join(f"{dtype} {list(shape)}" for dtype, shape in wanted)
