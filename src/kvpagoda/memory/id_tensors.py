@@ -46,5 +46,4 @@ def ids_from(ids: IdsLike) -> AnyIds:
 
 def ids_to(ids: AnyIds, device: torch.device) -> torch.Tensor:
     """``ids`` as a tensor of the same dtype on ``device``; on the CPU it takes over the array's memory."""
-    tensor = torch.from_numpy(ids)
-    return tensor if device.type == "cpu" else tensor.to(device)
+    return torch.from_numpy(ids).to(device)
