@@ -73,7 +73,9 @@ class StepBuffers:
         host[delta.rows, delta.columns] = delta.values
         if not self._arrays.is_host and len(delta.rows):
             self._arrays.upload(target, delta.values, (delta.rows, delta.columns))
-        part = target[: len(shown), : int(shown.end.max())]
+        shape = len(shown), int(shown.end.max())
+        if part is None or part.shape != shape:
+            part = target[: shape[0], : shape[1]]
         if len(held) > len(shown):  # rows behind these are still there
             rest = tuple(np.concatenate((now, old[len(now) :])) for now, old in zip(shown.columns, held.columns))
             shown = TableSnapshot(rest, [])
