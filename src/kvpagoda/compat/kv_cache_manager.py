@@ -114,7 +114,7 @@ class KVCacheManager:
     def _layer_blocks(self, schema: LayerSchema, num_blocks: int) -> LayerBlocks:
         """The blocks of one layer: ids from 0, and -1, the pool's hidden last block, for an empty cell."""
         layout = schema.block_layout()
-        plan = GroupPlan(FULL, (schema.layer_idx,), layout, BLOCK_SIZE_ORIGINAL_TOKENS, num_blocks, None, layout.nbytes)
+        plan = GroupPlan(FULL, layout, BLOCK_SIZE_ORIGINAL_TOKENS, num_blocks, None, layout.nbytes)
         columns = min(num_blocks, ceil_div(self.config.max_positions, BLOCK_SIZE_ORIGINAL_TOKENS))
         name = f"layer {schema.layer_idx} ({schema.attn.name})"
         group = BlockGroup(plan, self._slots.num_ids, columns, first_id=0, name=name)

@@ -22,13 +22,12 @@ from kvpagoda.units import ceil_div, format_bytes
 class GroupPlan:
     """The share of one group: ``num_blocks`` usable blocks of ``block_size`` tokens, ``row_nbytes`` bytes each in the arena.
 
-    ``growth``: its law. ``layers``: their indices. ``layout``: the record of one block. ``most_blocks``: the most that one
+    ``growth``: its law. ``layout``: the record of one block. ``most_blocks``: the most that one
     request holds (None: no bound). ``per_sector``: blocks in one sector; then ``num_blocks`` is what all sectors together
     would make, of which the group has some (0: the blocks are its own).
     """
 
     growth: Growth
-    layers: tuple[int, ...]
     layout: RowLayout
     block_size: int
     num_blocks: int
@@ -72,7 +71,7 @@ class GroupPlan:
         """Its figures as plain data."""
         return {
             "name": self.name,
-            "num_layers": len(self.layers),
+            "num_layers": len({place.layer for place in self.layout.places}),
             "bytes_per_token": 0.0 if self.growth.is_state else round(self.layout.payload_nbytes / self.block_size, 3),
             "block_bytes": self.row_nbytes,
             "num_blocks": self.num_blocks,

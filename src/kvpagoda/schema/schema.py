@@ -64,12 +64,11 @@ class Schema:
         for layer in self.layers:
             if layer.index in before:
                 raise SchemaError(f"two layers have the index {layer.index}; give each its own")
-            owner = layer.owner
-            if owner != layer.index and owner not in before:
-                raise SchemaError(
-                    f"layer {layer.index} ({layer.label}) shares layer {owner}, which does not come before"
-                )
             before.add(layer.index)
+            if layer.owner not in before:
+                raise SchemaError(
+                    f"layer {layer.index} ({layer.label}) shares layer {layer.owner}, which does not come before"
+                )
         if not self.layers:
             raise SchemaError("a schema needs at least one layer")
         _ = self.groups  # raises for a layer that mixes growth laws
@@ -230,14 +229,13 @@ class Schema:
     ) -> tuple[GroupPlan, ...]:
         """Every group, and the states as one more, with as many blocks as all requests and checkpoints hold at once: without
         a bound where a group has none. A state is one block, however long the text is."""
-        groups = [(group.growth, group.layers, group.block_layout(block_size)) for group in self.groups]
+        layouts = {group.growth: group.block_layout(block_size) for group in self.groups}
         if self.state_layout.nbytes:
-            groups.append((STATE, tuple(layer for layer in self.layers if layer.state_rows()), self.state_layout))
+            layouts[STATE] = self.state_layout
         largest = []
-        for law, layers, layout in groups:
+        for law, layout in layouts.items():
             size = WHOLE_TEXT if law.is_state else block_size
             most, kept = law.most_blocks(size, step_tokens), law.most_blocks(size, 1)
             blocks = WHOLE_TEXT if most is None or kept is None else max_requests * most + checkpoints * kept
-            indices = tuple(layer.index for layer in layers)
-            largest.append(GroupPlan(law, indices, layout, size, blocks, most, layout.nbytes))
+            largest.append(GroupPlan(law, layout, size, blocks, most, layout.nbytes))
         return tuple(largest)
