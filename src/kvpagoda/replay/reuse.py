@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +98,15 @@ class WorkingSet:
     requests: Ints
     blocks: Ints
     fresh: Ints
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures of each window, for JSON."""
+        return {
+            "window_seconds": self.window,
+            "requests": self.requests.tolist(),
+            "blocks": self.blocks.tolist(),
+            "fresh_blocks": self.fresh.tolist(),
+        }
 
 
 def working_set(trace: Trace, window: float) -> WorkingSet:
