@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -186,16 +187,15 @@ def replay_trace(
             raise BadInput("--workers needs --schema, and takes one --budget, --policy and --checkpoint-every")
         if schema is not None and (capacity is not None or plot is not None):
             raise BadInput("--capacity and --plot count blocks of one kind; with --schema give --budget")
-        source = report.Source(trace, limit, by_arrival, seed)
+        source = partial(report.read, trace, limit, by_arrival, seed)
         policies = _words(policy or ("lru,s3fifo,opt" if workers is None else "lru"))
         if schema is None:
             sizes = None if capacity is None else _numbers(capacity, "--capacity")
             report.run(source, sizes, policies, plot, as_json)
             return
         layers, every = _schema(schema, None, "raw"), _numbers(checkpoint_every, "--checkpoint-every")
-        settings: dict[str, Any] = dict(
-            max_requests=max_requests, tokens_per_id=source.tokens_per_id if tokens_per_id is None else tokens_per_id
-        )
+        each = (64 if trace is None else 512) if tokens_per_id is None else tokens_per_id
+        settings: dict[str, Any] = dict(max_requests=max_requests, tokens_per_id=each)
         if workers is None:
             report.run_schema(source, layers, product(_words(budget), policies, every), settings, as_json)
         else:

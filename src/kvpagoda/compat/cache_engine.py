@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -11,11 +12,11 @@ import torch
 from kvpagoda.blocks.ids import positive_numbers
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.kernels.copy_rows import copy_rows
-from kvpagoda.memory.arena import Arena, Device, Tensor, dtype_name
-from kvpagoda.schema import Field, RowLayout
+from kvpagoda.memory.arena import Device, default_device, dtype_name
 from kvpagoda.schema.fields import itemsize
 from kvpagoda.units import whole_number
 
+Tensor = torch.Tensor
 Shape = tuple[int, ...]
 
 NAMED_DTYPES = {
@@ -159,17 +160,15 @@ class CacheEngine:
         return (*sizes[:2], self.num_kv_heads * self.head_size) if self.use_mla else (2, *sizes)
 
     def _stride_order(self, ndim: int) -> Shape:
-        ask = getattr(self.attn_backend, "get_kv_cache_stride_order", None)
-        try:
-            order = tuple(range(ndim)) if ask is None else tuple(ask())
-        except NotImplementedError:  # a base class that leaves it open
-            order = tuple(range(ndim))
+        order = tuple(range(ndim))
+        with suppress(AttributeError, NotImplementedError):  # no backend, none of that name, or a base class's
+            order = tuple(self.attn_backend.get_kv_cache_stride_order())
         if sorted(order) != list(range(ndim)):
             raise BadInput(f"stride order {order} is not an order of the {ndim} axes of the cache shape")
         return order
 
     def _allocate(self, num_blocks: int | None, device: Device) -> Side:
-        """An arena with a record for each block of each plane, and the views of it in the backend's shape.
+        """Memory with a row for each block of each plane of each layer, and the views of it in the backend's shape.
 
         A layer in memory, planes being the axes outside of the block axis (K and V, or heads):
 
@@ -183,21 +182,16 @@ class CacheEngine:
         axes = [place for place, axis in enumerate(order) if shape[axis] != longer[axis]]
         if len(axes) != 1 or in_memory[axes[0]] != num_blocks:
             raise BadInput(f"cache shape {shape} for {num_blocks} blocks and {longer} for one more: no one block axis")
-        num_planes, inner = math.prod(in_memory[: axes[0]]), tuple(in_memory[axes[0] + 1 :])
-        field = Field("rows", 1, inner, dtype_name(self.dtype))
-        layout = RowLayout.build((layer, field) for layer in range(self.num_attention_layers))
-        arena = Arena(
-            layout,
-            num_planes * num_blocks,
-            device=device,
-            order="layer",
-            field_align=self.dtype.itemsize,
-            pin_memory=True,
+        device = default_device(device)
+        is_pinned = device.type == "cpu" and torch.cuda.is_available()
+        layers = torch.zeros(
+            (self.num_attention_layers, *in_memory), dtype=self.dtype, device=device, pin_memory=is_pinned
         )
+        row_nbytes = math.prod(in_memory[axes[0] + 1 :]) * self.dtype.itemsize
         back = [order.index(axis) for axis in range(len(order))]
-        layers = (arena.layer(layer)["rows"] for layer in range(self.num_attention_layers))
-        tensors = [rows.view(in_memory).permute(back) for rows in layers]
-        return Side(num_blocks, arena.buffer.view(-1, max(1, field.nbytes)), tensors)
+        return Side(
+            num_blocks, layers.view(torch.uint8).view(-1, max(1, row_nbytes)), [layer.permute(back) for layer in layers]
+        )
 
     def _move(self, source: Side, target: Side, pairs: Tensor, wait: bool) -> None:
         """Copy the blocks ``pairs`` of every plane of every layer, in one call."""

@@ -43,8 +43,6 @@ Tensor = torch.Tensor
 class LayerBlocks(NamedTuple):
     """Who holds the blocks of one layer, and where kernels read it."""
 
-    name: str
-    num_blocks: int
     group: BlockGroup
     table: DeviceTable
 
@@ -101,7 +99,7 @@ class KVCacheManager:
         columns = min(num_blocks, ceil_div(self.config.max_positions, BLOCK_SIZE_ORIGINAL_TOKENS))
         name = f"layer {schema.layer_idx} ({schema.attn.name})"
         group = BlockGroup(plan, self._slots.num_ids, columns, first_id=0, name=name)
-        return LayerBlocks(name, num_blocks, group, DeviceTable(group.table, DeviceArrays(self.device)))
+        return LayerBlocks(group, DeviceTable(group.table, DeviceArrays(self.device)))
 
     @property
     def allocators(self) -> list[FreeStack | None]:
@@ -138,23 +136,19 @@ class KVCacheManager:
                 f"cannot admit another request: all {self._slots.num_ids} concurrent requests are running; "
                 f"release one or raise max_concurrent_requests"
             )
-        slot = int(self._slots.acquire(1)[0])
-        try:
-            for pool in self.state_pools:
-                pool.reset_slot(slot)
-        except BaseException:
-            self._slots.release_id(slot)
-            raise
-        return slot
+        slot = int(self._slots.peek(1)[0])
+        for pool in self.state_pools:
+            pool.reset_slot(slot)
+        return self._slots.acquire_id(slot)
 
     def release_request(self, slot: int) -> None:
         """Give back the slot and all its blocks in every layer. Raises NotOwned if the slot is not admitted."""
         self._check_slot(slot)
-        for blocks in filter(None, self._blocks):
-            own = blocks.group.own_ids(slot)
-            blocks.group.close(slot)
-            blocks.group.release(own)
-            blocks.table.upload()
+        for group, table in filter(None, self._blocks):
+            own = group.own_ids(slot)
+            group.close(slot)
+            group.release(own)
+            table.upload()
         self._slots.release_id(slot)
 
     def allocate_block(self, layer_idx: int, slot: int) -> int:
@@ -164,17 +158,17 @@ class KVCacheManager:
         Raises BadInput for a layer without entries, NotOwned if the slot is not admitted, NeverFits past the model's
         longest text and OutOfBlocks, having changed nothing.
         """
-        name, num_blocks, group, table = self._blocks_of(layer_idx)
+        group, table = self._blocks_of(layer_idx)
         self._check_slot(slot)
         held = len(group.held_ids(slot))
         if not group.free.num_free:
             raise OutOfBlocks(
-                f"OOM: need 1 block in {name} for slot {slot}, which holds {held}; "
-                f"0 free of {num_blocks}; release a request"
+                f"OOM: need 1 block in {group.name} for slot {slot}, which holds {held}; "
+                f"0 free of {group.free.num_ids}; release a request"
             )
         if held == group.table.cells.shape[1]:
             raise NeverFits(
-                f"slot {slot} holds {held} blocks in {name}: the model's {self.config.max_positions:,} tokens, and "
+                f"slot {slot} holds {held} blocks in {group.name}: the model's {self.config.max_positions:,} tokens, and "
                 f"it asks for one more"
             )
         group.grow(slot, 1)
@@ -185,8 +179,7 @@ class KVCacheManager:
         """The blocks that ``slot`` holds in one layer, in the order of the text. Raises BadInput and NotOwned."""
         group = self._blocks_of(layer_idx).group
         self._check_slot(slot)
-        ids: list[int] = group.held_ids(slot).tolist()
-        return ids
+        return [int(block) for block in group.held_ids(slot)]
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -202,8 +195,8 @@ class KVCacheManager:
         """
         self._check_layer(layer_idx)
         there = self.state_pools[layer_idx]["swa_pos"].device  # with its index, which ``device`` may lack
-        given = (("request_slots", request_slots), ("positions", positions), ("request_ids", request_ids))
-        for name, tensor in given:
+        given = {"request_slots": request_slots, "positions": positions, "request_ids": request_ids}
+        for name, tensor in given.items():
             if tensor.dtype != torch.int32 or tensor.shape != request_slots.shape or tensor.ndim != 1:
                 raise BadInput(
                     f"{name} must be int32 [n] like request_slots, got {tensor.dtype} {list(tensor.shape)} "
@@ -226,14 +219,14 @@ class KVCacheManager:
         ids that break it. O(slots x blocks); reads the device."""
         self._slots.check()
         idle = np.setdiff1d(np.arange(self._slots.num_ids), self._slots.held_ids()).tolist()
-        for name, _, group, table in filter(None, self._blocks):
+        for group, table in filter(None, self._blocks):
             group.check()
             holding = [slot for slot in idle if len(group.held_ids(slot))]
             if holding:
-                raise CheckFailed(f"{name}: slots {holding} hold blocks but are not admitted")
+                raise CheckFailed(f"{group.name}: slots {holding} hold blocks but are not admitted")
             differs = np.flatnonzero((table.array.cpu().numpy() != group.table.cells).any(axis=1))
             if len(differs):
-                raise CheckFailed(f"{name}: the device's table of slots {differs.tolist()} is not the host's")
+                raise CheckFailed(f"{group.name}: the device's table of slots {differs.tolist()} is not the host's")
 
     def _check_layer(self, layer_idx: int) -> None:
         if isinstance(layer_idx, bool) or not isinstance(layer_idx, int) or not 0 <= layer_idx < self.num_layers:

@@ -111,8 +111,8 @@ class ClosedWindows:
 class LayerCacheHandle:
     """What one layer reads and writes in one step. Making one allocates no device memory; it is valid for that step.
 
-    ``paged`` and ``block_table`` are None on layers without compressed entries. All writes go to the rows of ``step``'s own requests, whose
-    ``request_slots``, ``positions`` and ``request_ids`` are attributes of the handle too.
+    ``paged`` and ``block_table`` are None on layers without compressed entries. All writes go to the rows of ``step``'s
+    own requests, whose ``request_slots``, ``positions`` and ``request_ids`` are attributes of the handle too.
 
     >>> from kvpagoda import DSV4Config, KVCache
     >>> config = DSV4Config((4,), head_dim=64, rope_dim=16, window=8, index_dim=32)     # one CSA layer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,34 +23,21 @@ from kvpagoda.replay.workload import synthetic
 from kvpagoda.schema import Schema
 
 T = TypeVar("T")
+Source = Callable[[int], Trace]
+"""Gives the trace; the number is how many requests a synthetic workload has if no limit was set."""
 DEFAULT_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the different blocks
 WINDOWS = 12
 
 
-@dataclass(frozen=True)
-class Source:
-    """Which requests are replayed: those of the file ``path``, or, where that is None, of the synthetic workload ``seed``.
+def read(path: Path | None, limit: int | None, by_arrival: bool, seed: int, made_up: int) -> Trace:
+    """The requests that are replayed: those of the file ``path``, or, where that is None, of the synthetic workload ``seed``.
 
-    ``limit``: the first so many only. ``by_arrival``: in the order of their arrivals.
+    ``limit``: the first so many only; without one, a workload has ``made_up``. ``by_arrival``: in the order of their
+    arrivals. Raises BadInput, OSError.
     """
-
-    path: Path | None
-    limit: int | None = None
-    by_arrival: bool = False
-    seed: int = 0
-
-    def read(self, made_up: int) -> Trace:
-        """The trace; ``made_up`` requests, if there is neither a file nor a limit. Raises BadInput, OSError."""
-        if self.path is not None:
-            trace = Trace.read(self.path, self.limit)
-        else:
-            trace = synthetic(made_up if self.limit is None else self.limit, self.seed)
-        return trace.by_arrival() if self.by_arrival else trace
-
-    @property
-    def tokens_per_id(self) -> int:
-        """How many tokens a block id stands for: 512 in the public traces."""
-        return 64 if self.path is None else 512
+    num_requests = made_up if limit is None else limit
+    trace = synthetic(num_requests, seed) if path is None else Trace.read(path, limit)
+    return trace.by_arrival() if by_arrival else trace
 
 
 def run(
@@ -61,7 +47,7 @@ def run(
     chosen = [known_policy(name) for name in policies]
     sizes = [possible_capacity(size) for size in capacities or ()]
     figure = None if plot is None else new_figure(plot)
-    trace = source.read(2_000)
+    trace = source(2_000)
     if not trace.num_refs:
         raise BadInput(f"{trace.name} names no blocks (lengths and arrivals only): there is nothing to look up")
     if not sizes:
@@ -111,7 +97,7 @@ def run_schema(
     ``settings``: what else ``serve`` takes. The bound is no policy to serve with: it is left out.
     """
     jobs = [job for job in grid if known_policy(job[1]) != BOUND]
-    trace = source.read(500)
+    trace = source(500)
     results = _each(
         trace,
         [
@@ -148,7 +134,7 @@ def run_workers(
     ``settings``: what else ``serve`` takes.
     """
     known_policy(settings["policy"])
-    trace = source.read(500)
+    trace = source(500)
     work = partial(serve_multi_worker, trace, schema, budget, workers=workers, store=store, **settings)
     (results,) = _each(trace, [(f"{workers} workers", work)])
     hits, loaded = _shares(results)
