@@ -12,16 +12,15 @@ import torch
 from kvpagoda.blocks.ids import positive_numbers
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.kernels.copy_rows import copy_rows
-from kvpagoda.memory.arena import Device, default_device, dtype_name
-from kvpagoda.schema.fields import itemsize
+from kvpagoda.memory.id_tensors import Device, default_device
 from kvpagoda.units import whole_number
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
 
 NAMED_DTYPES = {
-    "half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32",
-    "int8": "int8", "fp8": "uint8", "fp8_e4m3": "uint8", "fp8_e5m2": "uint8",
+    "half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
+    "float32": torch.float32, "int8": torch.int8, "fp8": torch.uint8, "fp8_e4m3": torch.uint8, "fp8_e5m2": torch.uint8,
 }  # fmt: skip
 """``cache_dtype`` -> the dtype of the tensors. FP8 is kept as bytes: the attention backend views them as its format."""
 
@@ -108,7 +107,7 @@ class CacheEngine:
             for n in (cache_config.num_gpu_blocks, cache_config.num_cpu_blocks)
         )
         self.use_mla = bool(model_config.use_mla)
-        self.dtype: torch.dtype = getattr(torch, _cache_dtype(cache_config, model_config))
+        self.dtype = _cache_dtype(cache_config, model_config)
         self._gpu = self._allocate(self.num_gpu_blocks, device_config.device_type)
         self._cpu = self._allocate(self.num_cpu_blocks, "cpu")
         self.gpu_cache, self.cpu_cache = self._gpu.tensors, self._cpu.tensors
@@ -151,7 +150,7 @@ class CacheEngine:
         parts = 1 if model_config.use_mla else 2
         num_layers = model_config.get_num_layers_by_block_type(parallel_config, layer_type)
         elements: int = num_layers * cache_config.block_size * parts * row
-        return elements * itemsize(_cache_dtype(cache_config, model_config))
+        return elements * _cache_dtype(cache_config, model_config).itemsize
 
     def _shape(self, num_blocks: int) -> Shape:
         sizes = (num_blocks, self.block_size, self.num_kv_heads, self.head_size)
@@ -161,8 +160,9 @@ class CacheEngine:
 
     def _stride_order(self, ndim: int) -> Shape:
         order = tuple(range(ndim))
-        with suppress(AttributeError, NotImplementedError):  # no backend, none of that name, or a base class's
-            order = tuple(self.attn_backend.get_kv_cache_stride_order())
+        ask = getattr(self.attn_backend, "get_kv_cache_stride_order", None)
+        with suppress(NotImplementedError):  # a base class that leaves it open
+            order = order if ask is None else tuple(ask())
         if sorted(order) != list(range(ndim)):
             raise BadInput(f"stride order {order} is not an order of the {ndim} axes of the cache shape")
         return order
@@ -208,10 +208,10 @@ class CacheEngine:
             torch.cuda.current_stream(self._gpu.rows.device).synchronize()
 
 
-def _cache_dtype(cache_config: Any, model_config: Any) -> str:
+def _cache_dtype(cache_config: Any, model_config: Any) -> torch.dtype:
     name = model_config.dtype if cache_config.cache_dtype == "auto" else cache_config.cache_dtype
     if isinstance(name, torch.dtype):
-        return dtype_name(name)
+        return name
     if name not in NAMED_DTYPES:
         raise BadInput(f"unknown cache dtype {name!r}; known: auto, {', '.join(NAMED_DTYPES)}")
     return NAMED_DTYPES[name]

@@ -51,7 +51,9 @@ class KVCacheManager:
     """Schemas, pools, allocators and block tables of every layer in ``schedule`` (layer i at position i).
 
     ``max_concurrent_requests`` state rows; blocks of 128 tokens for each layer: ``compute_block_budget`` says how many.
-    ``paged_pools[i]`` is None for SWA layers. All memory is taken here. Raises BadInput.
+    Of layer i: ``schemas[i]``; ``state_pools[i]``; and, None for SWA layers, ``paged_pools[i]``, ``allocators[i]``, who owns
+    its blocks, and ``block_tables[i]``, int32 ``[slots + 1, max_blocks]`` on the device, -1 = empty. All memory is taken
+    here. Raises BadInput.
 
     >>> from kvpagoda import DSV4Config, build_schedule
     >>> config = DSV4Config((0, 4, 128), head_dim=64, rope_dim=16, index_dim=32)    # an SWA, a CSA and an HCA layer
@@ -91,6 +93,9 @@ class KVCacheManager:
         self.state_pools = [StateCachePool(schema, num_slots, self.device) for schema in self.schemas]
         self.paged_pools = [PagedKVPool(s, n, self.device) if n else None for s, n in zip(self.schemas, num_blocks)]
         self._blocks = [self._layer_blocks(s, n) if n else None for s, n in zip(self.schemas, num_blocks)]
+        self.allocators: list[FreeStack | None] = [blocks and blocks.group.free for blocks in self._blocks]
+        self.block_tables: list[Tensor | None] = [blocks and blocks.table.array for blocks in self._blocks]
+        self.num_layers = len(schedule)
 
     def _layer_blocks(self, schema: LayerSchema, num_blocks: int) -> LayerBlocks:
         """The blocks of one layer: ids from 0, and -1, the pool's hidden last block, for an empty cell."""
@@ -100,20 +105,6 @@ class KVCacheManager:
         name = f"layer {schema.layer_idx} ({schema.attn.name})"
         group = BlockGroup(plan, self._slots.num_ids, columns, first_id=0, name=name)
         return LayerBlocks(group, DeviceTable(group.table, DeviceArrays(self.device)))
-
-    @property
-    def allocators(self) -> list[FreeStack | None]:
-        """Who owns the blocks of each layer; None for SWA layers."""
-        return [blocks and blocks.group.free for blocks in self._blocks]
-
-    @property
-    def block_tables(self) -> list[Tensor | None]:
-        """int32 ``[slots + 1, max_blocks]`` on the device for each layer, -1 = empty; None for SWA layers."""
-        return [blocks and blocks.table.array for blocks in self._blocks]
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.schemas)
 
     @property
     def num_free_slots(self) -> int:
@@ -208,7 +199,7 @@ class KVCacheManager:
             self.schemas[layer_idx].kind,
             self.paged_pools[layer_idx],
             self.state_pools[layer_idx],
-            (blocks := self._blocks[layer_idx]) and blocks.table.array,
+            self.block_tables[layer_idx],
             Step(request_slots, positions, request_ids, state_rows=request_slots, dummy=-1),
         )
 
