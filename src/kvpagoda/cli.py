@@ -25,6 +25,10 @@ except ImportError:
     print("kvpagoda: the command line needs the cli extra: pip install 'kvpagoda[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
 
+CONFIG = "config.json, a folder that holds one, or a preset: " + ", ".join(PRESETS)
+Tiers = Annotated[
+    list[str] | None, typer.Option(help="host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT; again for more")
+]
 UNITS = {"--lengths": "tokens", "--capacity": "blocks", "--checkpoint-every": "blocks"}
 app = typer.Typer(
     no_args_is_help=True,
@@ -51,9 +55,7 @@ def one_line_errors() -> Iterator[None]:
 
 @app.command()
 def plan(
-    config: Annotated[
-        str, typer.Argument(help="config.json, a folder that holds one, or a preset: " + ", ".join(PRESETS))
-    ],
+    config: Annotated[str, typer.Argument(help=CONFIG)],
     budget: Annotated[str, typer.Option(help="memory for the cache, e.g. 40GiB")] = "40GiB",
     max_requests: Annotated[int, typer.Option(help="requests that run at once")] = 256,
     block_size: Annotated[int | None, typer.Option(help="tokens of a block (default: what the layers need)")] = None,
@@ -107,11 +109,9 @@ def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
 @app.command()
 def generate(
     model: Annotated[
-        str | None, typer.Option(help="a transformers model: name or folder (default: a tiny embedded one)")
+        str | None, typer.Option(help="a transformers model: name or folder (default: a tiny one)")
     ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="a text file, one prompt a line (default: embedded ones)")
-    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="a file, one prompt a line (default: embedded ones)")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt")] = 48,
     budget: Annotated[str, typer.Option(help="memory for the cache")] = "64MiB",
     max_requests: Annotated[int, typer.Option(help="requests that run at once; more wait")] = 4,
@@ -121,14 +121,14 @@ def generate(
     seed: Annotated[int, typer.Option(help="of the drawn tokens")] = 0,
     lookup: Annotated[int, typer.Option(help="next tokens proposed from the text so far, verified at once")] = 0,
     kv_format: Annotated[str, typer.Option(help="raw, or fp8 where the layers have packed rows")] = "raw",
-    tier: Annotated[
-        list[str] | None,
-        typer.Option(help="below the cache, the fastest first: host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT, .."),
-    ] = None,
+    tier: Tiers = None,
     dtype: Annotated[str, typer.Option(help="dtype to load a --model in")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print results and counters as JSON")] = False,
 ) -> None:
-    """Generate text for many prompts at once, with the model's whole cache in kvpagoda."""
+    """Generate text for many prompts at once, with the model's whole cache in kvpagoda.
+
+    Tiers lie below the cache, the fastest first.
+    """
     with one_line_errors():
         try:
             from kvpagoda.hf import Sampling, report
@@ -150,30 +150,24 @@ def replay_trace(
     trace: Annotated[
         Path | None, typer.Argument(help="a trace, plain or gzip (default: a synthetic workload)", show_default=False)
     ] = None,
-    capacity: Annotated[
-        str | None, typer.Option(help="blocks, with commas between (default: 1 to 50 % of the different blocks)")
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="with commas between; opt is the bound (default: lru,s3fifo,opt, of workers lru)")
-    ] = None,
+    capacity: Annotated[str | None, typer.Option(help="blocks, with commas (default: 1 to 50 % of all)")] = None,
+    policy: Annotated[str | None, typer.Option(help="with commas (default: lru,s3fifo,opt; workers: lru)")] = None,
     plot: Annotated[Path | None, typer.Option(help="write a picture to this file, e.g. rates.png")] = None,
     limit: Annotated[int | None, typer.Option(help="the first so many requests only")] = None,
     by_arrival: Annotated[bool, typer.Option("--by-arrival", help="run in the order of arrival")] = False,
     seed: Annotated[int, typer.Option(help="of the synthetic workload")] = 0,
-    schema: Annotated[
-        str | None, typer.Option(help="serve the trace with this model's layers: a config, or " + ", ".join(PRESETS))
-    ] = None,
+    schema: Annotated[str | None, typer.Option(help="serve the trace with a model's layers: " + CONFIG)] = None,
     budget: Annotated[str, typer.Option(help="with --schema: memory of the cache; several with commas")] = "40GiB",
     max_requests: Annotated[int, typer.Option(help="with --schema: requests that run at once")] = 64,
     checkpoint_every: Annotated[str, typer.Option(help="with --schema: also keep one every so many blocks")] = "0",
     tokens_per_id: Annotated[int | None, typer.Option(help="with --schema: default 512, synthetic 64")] = None,
     workers: Annotated[int | None, typer.Option(help="with --schema: processes with such a cache each")] = None,
-    store: Annotated[
-        str | None, typer.Option(help="with --workers: what they share, e.g. redis://HOST:PORT or mooncake://HOST:PORT")
-    ] = None,
+    store: Annotated[str | None, typer.Option(help="with --workers: what they share: redis://HOST:PORT, ..")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """What a prefix cache would hit: hit rate against capacity, evictions, reuse distances and working set.
+
+    The policy opt is a bound: it knows the future.
 
     With --schema the trace runs through the whole life of requests, checkpoints and all, with no memory behind them; with
     --workers several processes share the trace, and the store below their caches.
@@ -219,12 +213,13 @@ def bench(context: typer.Context) -> None:
 
 @app.command()
 def doctor(
-    tier: Annotated[
-        list[str] | None, typer.Option(help="also try this tier, written as for generate; several times for several")
-    ] = None,
+    tier: Tiers = None,
     as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> None:
-    """Try what of the library works on this machine: every device, what is optional, tiers. Exit 1 if something is broken."""
+    """Try what of the library works on this machine: every device, what is optional, and the tiers that are given.
+
+    Exit 1 if something is broken.
+    """
     with one_line_errors():
         from kvpagoda.doctor import examine
 
