@@ -29,7 +29,6 @@ CONFIG = "config.json, a folder that holds one, or a preset: " + ", ".join(PRESE
 Tiers = Annotated[
     list[str] | None, typer.Option(help="host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT; again for more")
 ]
-UNITS = {"--lengths": "tokens", "--capacity": "blocks", "--checkpoint-every": "blocks"}
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -70,7 +69,7 @@ def plan(
     """What a budget holds: bytes per token and request, blocks, states, and how many requests of which length fit."""
     with one_line_errors():
         schema = _schema(config, dtype, kv_format).split(tp=tp, pp=pp, rank=stage)
-        made = schema.plan(budget, max_requests, block_size, lengths=_numbers(lengths, "--lengths"))
+        made = schema.plan(budget, max_requests, block_size, lengths=_numbers(lengths, "--lengths", "tokens"))
         typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
 
 
@@ -79,12 +78,12 @@ def _words(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
-def _numbers(text: str, option: str) -> tuple[int, ...]:
+def _numbers(text: str, option: str, unit: str = "blocks") -> tuple[int, ...]:
     """'1024,8192' -> (1024, 8192)."""
     try:
         return tuple(map(int, _words(text)))
     except ValueError:
-        raise BadInput(f"{option} takes whole numbers of {UNITS[option]} with commas between, got {text!r}") from None
+        raise BadInput(f"{option} takes whole numbers of {unit} with commas between, got {text!r}") from None
 
 
 def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
