@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,10 @@ except ImportError:
     print("kvpagoda: the command line needs the cli extra: pip install 'kvpagoda[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
 
-UNITS = {"--lengths": "tokens", "--capacity": "blocks", "--checkpoint-every": "blocks"}
+CONFIG = "config.json, a folder that holds one, or a preset: " + ", ".join(PRESETS)
+Tiers = Annotated[
+    list[str] | None, typer.Option(help="host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT; again for more")
+]
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -50,9 +54,7 @@ def one_line_errors() -> Iterator[None]:
 
 @app.command()
 def plan(
-    config: Annotated[
-        str, typer.Argument(help="config.json, a folder that holds one, or a preset: " + ", ".join(PRESETS))
-    ],
+    config: Annotated[str, typer.Argument(help=CONFIG)],
     budget: Annotated[str, typer.Option(help="memory for the cache, e.g. 40GiB")] = "40GiB",
     max_requests: Annotated[int, typer.Option(help="requests that run at once")] = 256,
     block_size: Annotated[int | None, typer.Option(help="tokens of a block (default: what the layers need)")] = None,
@@ -67,7 +69,7 @@ def plan(
     """What a budget holds: bytes per token and request, blocks, states, and how many requests of which length fit."""
     with one_line_errors():
         schema = _schema(config, dtype, kv_format).split(tp=tp, pp=pp, rank=stage)
-        made = schema.plan(budget, max_requests, block_size, lengths=_numbers(lengths, "--lengths"))
+        made = schema.plan(budget, max_requests, block_size, lengths=_numbers(lengths, "--lengths", "tokens"))
         typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
 
 
@@ -76,12 +78,12 @@ def _words(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
-def _numbers(text: str, option: str) -> tuple[int, ...]:
+def _numbers(text: str, option: str, unit: str = "blocks") -> tuple[int, ...]:
     """'1024,8192' -> (1024, 8192)."""
     try:
         return tuple(map(int, _words(text)))
     except ValueError:
-        raise BadInput(f"{option} takes whole numbers of {UNITS[option]} with commas between, got {text!r}") from None
+        raise BadInput(f"{option} takes whole numbers of {unit} with commas between, got {text!r}") from None
 
 
 def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
@@ -106,11 +108,9 @@ def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
 @app.command()
 def generate(
     model: Annotated[
-        str | None, typer.Option(help="a transformers model: name or folder (default: a tiny embedded one)")
+        str | None, typer.Option(help="a transformers model: name or folder (default: a tiny one)")
     ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="a text file, one prompt a line (default: embedded ones)")
-    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="a file, one prompt a line (default: embedded ones)")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt")] = 48,
     budget: Annotated[str, typer.Option(help="memory for the cache")] = "64MiB",
     max_requests: Annotated[int, typer.Option(help="requests that run at once; more wait")] = 4,
@@ -120,14 +120,14 @@ def generate(
     seed: Annotated[int, typer.Option(help="of the drawn tokens")] = 0,
     lookup: Annotated[int, typer.Option(help="next tokens proposed from the text so far, verified at once")] = 0,
     kv_format: Annotated[str, typer.Option(help="raw, or fp8 where the layers have packed rows")] = "raw",
-    tier: Annotated[
-        list[str] | None,
-        typer.Option(help="below the cache, the fastest first: host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT, .."),
-    ] = None,
+    tier: Tiers = None,
     dtype: Annotated[str, typer.Option(help="dtype to load a --model in")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print results and counters as JSON")] = False,
 ) -> None:
-    """Generate text for many prompts at once, with the model's whole cache in kvpagoda."""
+    """Generate text for many prompts at once, with the model's whole cache in kvpagoda.
+
+    Tiers lie below the cache, the fastest first.
+    """
     with one_line_errors():
         try:
             from kvpagoda.hf import Sampling, report
@@ -149,30 +149,24 @@ def replay_trace(
     trace: Annotated[
         Path | None, typer.Argument(help="a trace, plain or gzip (default: a synthetic workload)", show_default=False)
     ] = None,
-    capacity: Annotated[
-        str | None, typer.Option(help="blocks, with commas between (default: 1 to 50 % of the different blocks)")
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="with commas between; opt is the bound (default: lru,s3fifo,opt, of workers lru)")
-    ] = None,
+    capacity: Annotated[str | None, typer.Option(help="blocks, with commas (default: 1 to 50 % of all)")] = None,
+    policy: Annotated[str | None, typer.Option(help="with commas (default: lru,s3fifo,opt; workers: lru)")] = None,
     plot: Annotated[Path | None, typer.Option(help="write a picture to this file, e.g. rates.png")] = None,
     limit: Annotated[int | None, typer.Option(help="the first so many requests only")] = None,
     by_arrival: Annotated[bool, typer.Option("--by-arrival", help="run in the order of arrival")] = False,
     seed: Annotated[int, typer.Option(help="of the synthetic workload")] = 0,
-    schema: Annotated[
-        str | None, typer.Option(help="serve the trace with this model's layers: a config, or " + ", ".join(PRESETS))
-    ] = None,
+    schema: Annotated[str | None, typer.Option(help="serve the trace with a model's layers: " + CONFIG)] = None,
     budget: Annotated[str, typer.Option(help="with --schema: memory of the cache; several with commas")] = "40GiB",
     max_requests: Annotated[int, typer.Option(help="with --schema: requests that run at once")] = 64,
     checkpoint_every: Annotated[str, typer.Option(help="with --schema: also keep one every so many blocks")] = "0",
     tokens_per_id: Annotated[int | None, typer.Option(help="with --schema: default 512, synthetic 64")] = None,
     workers: Annotated[int | None, typer.Option(help="with --schema: processes with such a cache each")] = None,
-    store: Annotated[
-        str | None, typer.Option(help="with --workers: what they share, e.g. redis://HOST:PORT or mooncake://HOST:PORT")
-    ] = None,
+    store: Annotated[str | None, typer.Option(help="with --workers: what they share: redis://HOST:PORT, ..")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
     """What a prefix cache would hit: hit rate against capacity, evictions, reuse distances and working set.
+
+    The policy opt is a bound: it knows the future.
 
     With --schema the trace runs through the whole life of requests, checkpoints and all, with no memory behind them; with
     --workers several processes share the trace, and the store below their caches.
@@ -186,16 +180,15 @@ def replay_trace(
             raise BadInput("--workers needs --schema, and takes one --budget, --policy and --checkpoint-every")
         if schema is not None and (capacity is not None or plot is not None):
             raise BadInput("--capacity and --plot count blocks of one kind; with --schema give --budget")
-        source = report.Source(trace, limit, by_arrival, seed)
+        source = partial(report.read, trace, limit, by_arrival, seed)
         policies = _words(policy or ("lru,s3fifo,opt" if workers is None else "lru"))
         if schema is None:
             sizes = None if capacity is None else _numbers(capacity, "--capacity")
             report.run(source, sizes, policies, plot, as_json)
             return
         layers, every = _schema(schema, None, "raw"), _numbers(checkpoint_every, "--checkpoint-every")
-        settings: dict[str, Any] = dict(
-            max_requests=max_requests, tokens_per_id=source.tokens_per_id if tokens_per_id is None else tokens_per_id
-        )
+        each = (64 if trace is None else 512) if tokens_per_id is None else tokens_per_id
+        settings: dict[str, Any] = dict(max_requests=max_requests, tokens_per_id=each)
         if workers is None:
             report.run_schema(source, layers, product(_words(budget), policies, every), settings, as_json)
         else:
@@ -219,12 +212,13 @@ def bench(context: typer.Context) -> None:
 
 @app.command()
 def doctor(
-    tier: Annotated[
-        list[str] | None, typer.Option(help="also try this tier, written as for generate; several times for several")
-    ] = None,
+    tier: Tiers = None,
     as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> None:
-    """Try what of the library works on this machine: every device, what is optional, tiers. Exit 1 if something is broken."""
+    """Try what of the library works on this machine: every device, what is optional, and the tiers that are given.
+
+    Exit 1 if something is broken.
+    """
     with one_line_errors():
         from kvpagoda.doctor import examine
 

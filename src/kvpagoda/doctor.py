@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from time import monotonic
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,6 +34,10 @@ EXTRAS = {
 }
 """Packages that are not needed by the core: the extra that brings each, and what it is for."""
 _RECORDS, _PAYLOAD = 4, 1 << 20
+
+
+class _Absent(Exception):
+    """An extra that is not installed."""
 
 
 @dataclass(frozen=True)
@@ -61,40 +65,36 @@ def examine(tiers: Sequence[str] = ()) -> Iterator[Finding]:
     yield Finding("kvpagoda", "ok", f"{version('kvpagoda')}, torch {torch.__version__}, numpy {np.__version__}")
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     for device in devices:
-        yield _tried(f"cache on {device}", lambda device=device: _serve(torch.device(device)))  # type: ignore[misc]
+        yield _tried(f"cache on {device}", _serve, torch.device(device))
     for name, (extra, purpose) in EXTRAS.items():
-        yield (package := _installed(name, extra, purpose))
+        yield (package := _tried(name, _import, name, extra, purpose))
         if name == "xxhash" and package.state == "ok":
             yield _tried("file", _try_file)
     for text, spec in specs:
-        yield _tried(text, lambda text=text, spec=spec: _try_tier(text, spec))  # type: ignore[misc]
+        yield _tried(text, _try_tier, text, spec)
 
 
-def _tried(name: str, what: Callable[[], str]) -> Finding:
+def _tried(name: str, what: Callable[..., str], *arguments: Any) -> Finding:
+    """What ``what(*arguments)`` says, or how it failed."""
     try:
-        return Finding(name, "ok", what())
+        return Finding(name, "ok", what(*arguments))
+    except _Absent as error:
+        return Finding(name, "absent", str(error))
     except Exception as error:  # whatever it is, a person wants to know, and the rest is tried too
-        return _broken(name, error)
+        return Finding(name, "broken", " ".join(f"{type(error).__name__}: {error}".split()))
 
 
-def _installed(name: str, extra: str, purpose: str) -> Finding:
-    """Import it: a package may lie there and not work."""
+def _import(name: str, extra: str, purpose: str) -> str:
+    """A package may lie there and not work."""
     top = name.partition(".")[0]
-
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name in (name, top):
-            return Finding(name, "absent", f"{purpose}: pip install 'kvpagoda[{extra}]'")
-        return _broken(name, error)
-    except Exception as error:  # whatever a package does when it is imported
-        return _broken(name, error)
+            raise _Absent(f"{purpose}: pip install 'kvpagoda[{extra}]'") from None
+        raise
     packages = packages_distributions().get(top)
-    return Finding(name, "ok", f"{version(packages[0]) if packages else 'of unknown version'}: {purpose}")
-
-
-def _broken(name: str, error: Exception) -> Finding:
-    return Finding(name, "broken", " ".join(f"{type(error).__name__}: {error}".split()))
+    return f"{version(packages[0]) if packages else 'of unknown version'}: {purpose}"
 
 
 def _serve(device: torch.device) -> str:

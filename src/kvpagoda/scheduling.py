@@ -263,16 +263,13 @@ class RunQueue(Generic[J]):
 
     def remove(self, job: J) -> None:
         """Take ``job`` out, whether it waits or runs, and free what it holds. Does nothing for a job that is not here."""
-        if job.sequence is not None:
-            self.running.remove(job)
-            job.sequence.close()
-            job.sequence = None
-        elif job in self.waiting:
-            self.waiting.remove(job)
-            for held in (job.suspended, job.prefetch):
-                if held is not None:
-                    held.close()
-            job.suspended = job.prefetch = None
+        for queue in (self.running, self.waiting):
+            if job in queue:
+                queue.remove(job)
+                for held in (job.sequence, job.suspended, job.prefetch):
+                    if held is not None:
+                        held.close()
+                job.sequence = job.suspended = job.prefetch = None
 
     def _begin(self, job: J) -> Sequence:
         """Open a sequence for ``job``, or resume what it has."""

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvpagoda.compat.factories import make_full_attention_net_mem_pool, make_req_to_token_pool
-from kvpagoda.compat.kv_pool import KVPool
+from kvpagoda.compat.kv_pool import KVPool, make_full_attention_net_mem_pool
+from kvpagoda.compat.req_pool import make_req_to_token_pool
 from kvpagoda.errors import BadInput, NotOwned
 
 SHAPES = {"mha": (4, 8, 4, 8), "gqa": (2, 8, 2, 8), "mqa": (1, 16, 1, 16), "mla": (1, 24, 1, 16), "odd": (3, 5, 2, 7)}

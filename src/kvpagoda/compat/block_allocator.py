@@ -6,6 +6,7 @@ import torch
 
 from kvpagoda.blocks.free_list import FreeList
 from kvpagoda.memory.id_tensors import Device, IdsLike, default_device, ids_from, ids_to
+from kvpagoda.units import whole_number
 
 
 class BlockAllocator:
@@ -40,12 +41,10 @@ class BlockAllocator:
         Raises OutOfBlocks (a RuntimeError; the text holds ``OOM``, the request, what is free and the total), taking
         nothing, and BadInput for an ``n`` that is not a whole number of at least 0.
         """
-        ids = self._blocks.acquire(n)
-        try:
-            return ids_to(ids, self.device)
-        except BaseException:
-            self._blocks.release(ids[::-1])
-            raise
+        count = whole_number(n, "the number of blocks to take")
+        ids = ids_to(self._blocks.require(count), self.device)
+        self._blocks.acquire(count)
+        return ids
 
     def release(self, ids: IdsLike) -> None:
         """Give back blocks: a tensor on any device, an array or a sequence of whole numbers, of any shape. O(n).

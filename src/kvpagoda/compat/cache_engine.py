@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -11,16 +12,15 @@ import torch
 from kvpagoda.blocks.ids import positive_numbers
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.kernels.copy_rows import copy_rows
-from kvpagoda.memory.arena import Arena, Device, Tensor, dtype_name
-from kvpagoda.schema import Field, RowLayout
-from kvpagoda.schema.fields import itemsize
+from kvpagoda.memory.id_tensors import Device, default_device
 from kvpagoda.units import whole_number
 
+Tensor = torch.Tensor
 Shape = tuple[int, ...]
 
 NAMED_DTYPES = {
-    "half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32", "float32": "float32",
-    "int8": "int8", "fp8": "uint8", "fp8_e4m3": "uint8", "fp8_e5m2": "uint8",
+    "half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
+    "float32": torch.float32, "int8": torch.int8, "fp8": torch.uint8, "fp8_e4m3": torch.uint8, "fp8_e5m2": torch.uint8,
 }  # fmt: skip
 """``cache_dtype`` -> the dtype of the tensors. FP8 is kept as bytes: the attention backend views them as its format."""
 
@@ -107,7 +107,7 @@ class CacheEngine:
             for n in (cache_config.num_gpu_blocks, cache_config.num_cpu_blocks)
         )
         self.use_mla = bool(model_config.use_mla)
-        self.dtype: torch.dtype = getattr(torch, _cache_dtype(cache_config, model_config))
+        self.dtype = _cache_dtype(cache_config, model_config)
         self._gpu = self._allocate(self.num_gpu_blocks, device_config.device_type)
         self._cpu = self._allocate(self.num_cpu_blocks, "cpu")
         self.gpu_cache, self.cpu_cache = self._gpu.tensors, self._cpu.tensors
@@ -150,7 +150,7 @@ class CacheEngine:
         parts = 1 if model_config.use_mla else 2
         num_layers = model_config.get_num_layers_by_block_type(parallel_config, layer_type)
         elements: int = num_layers * cache_config.block_size * parts * row
-        return elements * itemsize(_cache_dtype(cache_config, model_config))
+        return elements * _cache_dtype(cache_config, model_config).itemsize
 
     def _shape(self, num_blocks: int) -> Shape:
         sizes = (num_blocks, self.block_size, self.num_kv_heads, self.head_size)
@@ -159,17 +159,16 @@ class CacheEngine:
         return (*sizes[:2], self.num_kv_heads * self.head_size) if self.use_mla else (2, *sizes)
 
     def _stride_order(self, ndim: int) -> Shape:
+        order = tuple(range(ndim))
         ask = getattr(self.attn_backend, "get_kv_cache_stride_order", None)
-        try:
-            order = tuple(range(ndim)) if ask is None else tuple(ask())
-        except NotImplementedError:  # a base class that leaves it open
-            order = tuple(range(ndim))
+        with suppress(NotImplementedError):  # a base class that leaves it open
+            order = order if ask is None else tuple(ask())
         if sorted(order) != list(range(ndim)):
             raise BadInput(f"stride order {order} is not an order of the {ndim} axes of the cache shape")
         return order
 
     def _allocate(self, num_blocks: int | None, device: Device) -> Side:
-        """An arena with a record for each block of each plane, and the views of it in the backend's shape.
+        """Memory with a row for each block of each plane of each layer, and the views of it in the backend's shape.
 
         A layer in memory, planes being the axes outside of the block axis (K and V, or heads):
 
@@ -183,21 +182,16 @@ class CacheEngine:
         axes = [place for place, axis in enumerate(order) if shape[axis] != longer[axis]]
         if len(axes) != 1 or in_memory[axes[0]] != num_blocks:
             raise BadInput(f"cache shape {shape} for {num_blocks} blocks and {longer} for one more: no one block axis")
-        num_planes, inner = math.prod(in_memory[: axes[0]]), tuple(in_memory[axes[0] + 1 :])
-        field = Field("rows", 1, inner, dtype_name(self.dtype))
-        layout = RowLayout.build((layer, field) for layer in range(self.num_attention_layers))
-        arena = Arena(
-            layout,
-            num_planes * num_blocks,
-            device=device,
-            order="layer",
-            packed=True,
-            pin_memory=True,
+        device = default_device(device)
+        is_pinned = device.type == "cpu" and torch.cuda.is_available()
+        layers = torch.zeros(
+            (self.num_attention_layers, *in_memory), dtype=self.dtype, device=device, pin_memory=is_pinned
         )
+        row_nbytes = math.prod(in_memory[axes[0] + 1 :]) * self.dtype.itemsize
         back = [order.index(axis) for axis in range(len(order))]
-        layers = (arena.layer(layer)["rows"] for layer in range(self.num_attention_layers))
-        tensors = [rows.view(in_memory).permute(back) for rows in layers]
-        return Side(num_blocks, arena.buffer.view(-1, max(1, field.nbytes)), tensors)
+        return Side(
+            num_blocks, layers.view(torch.uint8).view(-1, max(1, row_nbytes)), [layer.permute(back) for layer in layers]
+        )
 
     def _move(self, source: Side, target: Side, pairs: Tensor, wait: bool) -> None:
         """Copy the blocks ``pairs`` of every plane of every layer, in one call."""
@@ -214,10 +208,10 @@ class CacheEngine:
             torch.cuda.current_stream(self._gpu.rows.device).synchronize()
 
 
-def _cache_dtype(cache_config: Any, model_config: Any) -> str:
+def _cache_dtype(cache_config: Any, model_config: Any) -> torch.dtype:
     name = model_config.dtype if cache_config.cache_dtype == "auto" else cache_config.cache_dtype
     if isinstance(name, torch.dtype):
-        return dtype_name(name)
+        return name
     if name not in NAMED_DTYPES:
         raise BadInput(f"unknown cache dtype {name!r}; known: auto, {', '.join(NAMED_DTYPES)}")
     return NAMED_DTYPES[name]

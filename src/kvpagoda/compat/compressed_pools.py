@@ -19,7 +19,7 @@ from kvpagoda.memory.pool import Pool
 Tensor = torch.Tensor
 
 _ENTRIES = "entries entries_fp8 entries_rope entries_scales indexer_keys indexer_keys_fp4 indexer_keys_scales".split()
-_SWA = "swa swa_fp8 swa_rope swa_inv_scale swa_scales".split()
+_SWA = "swa swa_fp8 swa_rope swa_inv_scale swa_scales swa_pos".split()
 _TAILS = "tail_ka tail_za tail_kb tail_zb overlap_k overlap_z".split()
 ENTRY_FIELDS = {name: name for name in _ENTRIES} | {"inv_scale": "entries_inv_scale"}
 """Attribute of ``PagedKVPool`` -> the field that it shows."""
@@ -106,14 +106,9 @@ class StateCachePool(Pool):
         return _shown(self, name, STATE_FIELDS)
 
     @property
-    def swa_pos(self) -> Tensor:
-        """int32 ``[requests, window]``: the position each ring row holds, -1 where nothing was written. An alias."""
-        return self["swa_pos"][: self.max_requests]
-
-    @property
     def swa_head(self) -> Tensor:
         """int32 ``[requests]``: one past the highest position written. Derived from ``swa_pos``; the caller's own."""
-        return self.swa_pos.amax(dim=1) + 1
+        return self["swa_pos"][: self.max_requests].amax(dim=1) + 1
 
     @property
     def tail_len(self) -> Tensor | None:

@@ -60,8 +60,6 @@ class DeviceTable:
 class LayerBlocks(NamedTuple):
     """Who holds the blocks of one layer, and where kernels read it."""
 
-    name: str
-    num_blocks: int
     group: BlockGroup
     table: DeviceTable
 
@@ -70,7 +68,9 @@ class KVCacheManager:
     """Schemas, pools, allocators and block tables of every layer in ``schedule`` (layer i at position i).
 
     ``max_concurrent_requests`` state rows; blocks of 128 tokens for each layer: ``compute_block_budget`` says how many.
-    ``paged_pools[i]`` is None for SWA layers. All memory is taken here. Raises BadInput.
+    Of layer i: ``schemas[i]``; ``state_pools[i]``; and, None for SWA layers, ``paged_pools[i]``, ``allocators[i]``, who owns
+    its blocks, and ``block_tables[i]``, int32 ``[slots + 1, max_blocks]`` on the device, -1 = empty. All memory is taken
+    here. Raises BadInput.
 
     >>> from kvpagoda import DSV4Config, build_schedule
     >>> config = DSV4Config((0, 4, 128), head_dim=64, rope_dim=16, index_dim=32)    # an SWA, a CSA and an HCA layer
@@ -110,6 +110,9 @@ class KVCacheManager:
         self.state_pools = [StateCachePool(schema, num_slots, self.device) for schema in self.schemas]
         self.paged_pools = [PagedKVPool(s, n, self.device) if n else None for s, n in zip(self.schemas, num_blocks)]
         self._blocks = [self._layer_blocks(s, n) if n else None for s, n in zip(self.schemas, num_blocks)]
+        self.allocators: list[FreeStack | None] = [blocks and blocks.group.free for blocks in self._blocks]
+        self.block_tables: list[Tensor | None] = [blocks and blocks.table.array for blocks in self._blocks]
+        self.num_layers = len(schedule)
 
     def _layer_blocks(self, schema: LayerSchema, num_blocks: int) -> LayerBlocks:
         """The blocks of one layer: ids from 0, and -1, the pool's hidden last block, for an empty cell."""
@@ -118,21 +121,7 @@ class KVCacheManager:
         columns = min(num_blocks, ceil_div(self.config.max_positions, BLOCK_SIZE_ORIGINAL_TOKENS))
         name = f"layer {schema.layer_idx} ({schema.attn.name})"
         group = BlockGroup(plan, self._slots.num_ids, columns, first_id=0, name=name)
-        return LayerBlocks(name, num_blocks, group, DeviceTable(group.table, self.device))
-
-    @property
-    def allocators(self) -> list[FreeStack | None]:
-        """Who owns the blocks of each layer; None for SWA layers."""
-        return [blocks and blocks.group.free for blocks in self._blocks]
-
-    @property
-    def block_tables(self) -> list[Tensor | None]:
-        """int32 ``[slots + 1, max_blocks]`` on the device for each layer, -1 = empty; None for SWA layers."""
-        return [blocks and blocks.table.array for blocks in self._blocks]
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.schemas)
+        return LayerBlocks(group, DeviceTable(group.table, self.device))
 
     @property
     def num_free_slots(self) -> int:
@@ -155,23 +144,19 @@ class KVCacheManager:
                 f"cannot admit another request: all {self._slots.num_ids} concurrent requests are running; "
                 f"release one or raise max_concurrent_requests"
             )
-        slot = int(self._slots.acquire(1)[0])
-        try:
-            for pool in self.state_pools:
-                pool.reset_slot(slot)
-        except BaseException:
-            self._slots.release_id(slot)
-            raise
-        return slot
+        slot = int(self._slots.peek(1)[0])
+        for pool in self.state_pools:
+            pool.reset_slot(slot)
+        return self._slots.acquire_id(slot)
 
     def release_request(self, slot: int) -> None:
         """Give back the slot and all its blocks in every layer. Raises NotOwned if the slot is not admitted."""
         self._check_slot(slot)
-        for blocks in filter(None, self._blocks):
-            own = blocks.group.own_ids(slot)
-            blocks.group.close(slot)
-            blocks.group.release(own)
-            blocks.table.upload(slot)
+        for group, table in filter(None, self._blocks):
+            own = group.own_ids(slot)
+            group.close(slot)
+            group.release(own)
+            table.upload(slot)
         self._slots.release_id(slot)
 
     def allocate_block(self, layer_idx: int, slot: int) -> int:
@@ -181,17 +166,17 @@ class KVCacheManager:
         Raises BadInput for a layer without entries, NotOwned if the slot is not admitted, NeverFits past the model's
         longest text and OutOfBlocks, having changed nothing.
         """
-        name, num_blocks, group, table = self._blocks_of(layer_idx)
+        group, table = self._blocks_of(layer_idx)
         self._check_slot(slot)
         held = len(group.held_ids(slot))
         if not group.free.num_free:
             raise OutOfBlocks(
-                f"OOM: need 1 block in {name} for slot {slot}, which holds {held}; "
-                f"0 free of {num_blocks}; release a request"
+                f"OOM: need 1 block in {group.name} for slot {slot}, which holds {held}; "
+                f"0 free of {group.free.num_ids}; release a request"
             )
         if held == group.table.cells.shape[1]:
             raise NeverFits(
-                f"slot {slot} holds {held} blocks in {name}: the model's {self.config.max_positions:,} tokens, and "
+                f"slot {slot} holds {held} blocks in {group.name}: the model's {self.config.max_positions:,} tokens, and "
                 f"it asks for one more"
             )
         group.grow(slot, 1)
@@ -202,8 +187,7 @@ class KVCacheManager:
         """The blocks that ``slot`` holds in one layer, in the order of the text. Raises BadInput and NotOwned."""
         group = self._blocks_of(layer_idx).group
         self._check_slot(slot)
-        ids: list[int] = group.held_ids(slot).tolist()
-        return ids
+        return [int(block) for block in group.held_ids(slot)]
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -219,8 +203,8 @@ class KVCacheManager:
         """
         self._check_layer(layer_idx)
         there = self.state_pools[layer_idx]["swa_pos"].device  # with its index, which ``device`` may lack
-        given = (("request_slots", request_slots), ("positions", positions), ("request_ids", request_ids))
-        for name, tensor in given:
+        given = {"request_slots": request_slots, "positions": positions, "request_ids": request_ids}
+        for name, tensor in given.items():
             if tensor.dtype != torch.int32 or tensor.shape != request_slots.shape or tensor.ndim != 1:
                 raise BadInput(
                     f"{name} must be int32 [n] like request_slots, got {tensor.dtype} {list(tensor.shape)} "
@@ -232,7 +216,7 @@ class KVCacheManager:
             self.schemas[layer_idx].kind,
             self.paged_pools[layer_idx],
             self.state_pools[layer_idx],
-            (blocks := self._blocks[layer_idx]) and blocks.table.array,
+            self.block_tables[layer_idx],
             Step(request_slots, positions, request_ids, state_rows=request_slots, dummy=-1),
         )
 
@@ -243,14 +227,14 @@ class KVCacheManager:
         ids that break it. O(slots x blocks); reads the device."""
         self._slots.check()
         idle = np.setdiff1d(np.arange(self._slots.num_ids), self._slots.held_ids()).tolist()
-        for name, _, group, table in filter(None, self._blocks):
+        for group, table in filter(None, self._blocks):
             group.check()
             holding = [slot for slot in idle if len(group.held_ids(slot))]
             if holding:
-                raise CheckFailed(f"{name}: slots {holding} hold blocks but are not admitted")
+                raise CheckFailed(f"{group.name}: slots {holding} hold blocks but are not admitted")
             differs = np.flatnonzero((table.array.cpu().numpy() != group.table.cells).any(axis=1))
             if len(differs):
-                raise CheckFailed(f"{name}: the device's table of slots {differs.tolist()} is not the host's")
+                raise CheckFailed(f"{group.name}: the device's table of slots {differs.tolist()} is not the host's")
 
     def _check_layer(self, layer_idx: int) -> None:
         if isinstance(layer_idx, bool) or not isinstance(layer_idx, int) or not 0 <= layer_idx < self.num_layers:

@@ -7,6 +7,7 @@ import os
 import torch
 
 from kvpagoda.blocks.ids import positive_numbers
+from kvpagoda.compat.token_allocator import TokenToKVPoolAllocator
 from kvpagoda.errors import BadInput
 from kvpagoda.memory.arena import Arena, Device, Tensor, dtype_name
 from kvpagoda.schema import Field, RowLayout
@@ -120,3 +121,29 @@ class KVPool:
 def _as_codes(x: Tensor) -> Tensor:
     """One-byte floats as bytes: torch has no ``index_copy_`` for them on the CPU."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def make_full_attention_net_mem_pool(
+    size: int,
+    layer_num: int,
+    k_head_num: int,
+    k_head_dim: int,
+    v_head_num: int | None = None,
+    v_head_dim: int | None = None,
+    device: Device = None,
+    dtype: torch.dtype = torch.float16,
+    page_size: int = 1,
+    need_sort: bool = True,
+    pin_memory: bool = True,
+) -> tuple[KVPool, TokenToKVPoolAllocator]:
+    """The pool of a model whose layers all attend to everything, and the allocator of its ``size`` usable indices.
+
+    Arguments as of ``KVPool`` and ``TokenToKVPoolAllocator``. Raises BadInput.
+
+    >>> pool, tokens = make_full_attention_net_mem_pool(64, layer_num=2, k_head_num=4, k_head_dim=8, device="cpu")
+    >>> indices = tokens.alloc(3)
+    >>> pool.set_kv_buffer(1, indices, torch.ones(3, 4, 8).half(), torch.ones(3, 4, 8).half())
+    """
+    allocator = TokenToKVPoolAllocator(size, device, page_size=page_size, need_sort=need_sort)
+    pool = KVPool(size, layer_num, k_head_num, k_head_dim, device, dtype, v_head_num, v_head_dim, pin_memory)
+    return pool, allocator

@@ -21,6 +21,11 @@ from kvpagoda.schema import Compressed, Encoding
 Tensor = torch.Tensor
 
 
+def _part(number: int) -> property:
+    """An attribute of a view that shows one of its ``parts``."""
+    return property(lambda view: view.parts[number])
+
+
 @dataclass(frozen=True)
 class SWAView:
     """The sliding-window rings of all requests. Aliases the pool; ``swa_pos`` is -1 where nothing was ever written.
@@ -43,17 +48,7 @@ class SWAView:
     request_slots: Tensor
     positions: Tensor
 
-    @property
-    def swa_fp8(self) -> Tensor:
-        return self.parts[0]
-
-    @property
-    def swa_rope(self) -> Tensor:
-        return self.parts[1]
-
-    @property
-    def swa_inv_scale(self) -> Tensor:
-        return self.parts[-1]
+    swa_fp8, swa_rope, swa_inv_scale = _part(0), _part(1), _part(-1)
 
 
 @dataclass(frozen=True)
@@ -83,17 +78,7 @@ class ClassicalView(BlockView):
     [[16.0, 17.0], [18.0, 19.0], [20.0, 21.0], [22.0, 23.0], [0.0, 1.0]]
     """
 
-    @property
-    def entries_fp8(self) -> Tensor:
-        return self.parts[0]
-
-    @property
-    def entries_rope(self) -> Tensor:
-        return self.parts[1]
-
-    @property
-    def inv_scale(self) -> Tensor:
-        return self.parts[-1]
+    entries_fp8, entries_rope, inv_scale = _part(0), _part(1), _part(-1)
 
 
 class IndexerView(BlockView):
@@ -107,13 +92,7 @@ class IndexerView(BlockView):
     (torch.Size([2, 32, 64]), torch.Size([2, 32, 4]))
     """
 
-    @property
-    def keys_fp4(self) -> Tensor:
-        return self.parts[0]
-
-    @property
-    def key_scales(self) -> Tensor:
-        return self.parts[-1]
+    keys_fp4, key_scales = _part(0), _part(-1)
 
 
 @dataclass(frozen=True)
@@ -133,8 +112,8 @@ class ClosedWindows:
 class LayerCacheHandle:
     """What one layer reads and writes in one step. Making one allocates no device memory; it is valid for that step.
 
-    ``paged`` is None on layers without compressed entries. All writes go to the rows of ``step``'s own requests, whose
-    ``request_slots``, ``positions`` and ``request_ids`` are attributes of the handle too.
+    ``paged`` and ``block_table`` are None on layers without compressed entries. All writes go to the rows of ``step``'s
+    own requests, whose ``request_slots``, ``positions`` and ``request_ids`` are attributes of the handle too.
 
     >>> from kvpagoda import DSV4Config, KVCache
     >>> config = DSV4Config((4,), head_dim=64, rope_dim=16, window=8, index_dim=32)     # one CSA layer
@@ -151,9 +130,7 @@ class LayerCacheHandle:
     [64.0, 64.0, 0.0]
     """
 
-    def __init__(
-        self, kind: Compressed, paged: Pool | None, state: Pool, block_table: Tensor | None, step: Step
-    ) -> None:
+    def __init__(self, kind: Compressed, paged: Pool | None, state: Pool, block_table: Any, step: Step) -> None:
         self.kind, self.paged, self.state, self.block_table, self.step = kind, paged, state, block_table, step
         self.request_slots, self.positions, self.request_ids = step.request_slots, step.positions, step.request_ids
 
@@ -217,96 +194,88 @@ class LayerCacheHandle:
         overlap the first half is stream a (for the next window), the second half stream b.
         """
         ratio, step, overlap = self.kind.ratio, self.step, self.kind.overlap
-        dim = (self._indexer if prefix else self._paged).rows["indexer_keys" if prefix else "entries"].shape[0]
-        for name, rows in (("keys", keys), ("scores", scores)):
-            _check_rows(name, rows, len(self.positions), 2 * dim if overlap else dim)
+        name = "indexer_keys" if prefix else "entries"
+        dim = self._blocks(name).rows[name].shape[0]
+        for what, rows in (("keys", keys), ("scores", scores)):
+            _check_rows(what, rows, len(self.positions), 2 * dim if overlap else dim)
         positions = step.positions.long()
         closing = (((positions + 1) % ratio == 0) & (step.slots >= 0)).nonzero()[:, 0]
         closed_at = positions[closing][:, None]
         current = closed_at + torch.arange(1 - ratio, 1, device=keys.device)
         pooled: list[Tensor] = []
         for stream, rows, nothing in (("k", keys, 0.0), ("z", scores, float("-inf"))):
-            a, b = rows.chunk(2, dim=-1) if overlap else (rows, rows)
-            tail_a, overlap_name = f"{prefix}tail_{stream}a", f"{prefix}overlap_{stream}"
-            if not overlap:
-                pooled.append(self._gather(tail_a, a, current, closing))
-                continue
-            before = current - ratio
-            closed_earlier = (closed_at - ratio < step.starts[closing][:, None])[..., None]
-            older = self._gather(overlap_name, a, before, closing)
-            rows_before = torch.where(closed_earlier, older, self._gather(tail_a, a, before, closing))
-            rows_before = rows_before.masked_fill((before < 0)[..., None], nothing)
-            pooled.append(torch.cat([rows_before, self._gather(f"{prefix}tail_{stream}b", b, current, closing)], dim=1))
-            ring = self._ring(overlap_name)
-            writers = step.writers(ring // ratio, closing)[:, None]
-            self.state.write(overlap_name, (writers, current % ring), self._gather(tail_a, a, current, closing))
-        for stream, rows in (("k", keys), ("z", scores)):
-            for name, part in zip("ab", rows.chunk(2, dim=-1) if overlap else (rows,)):
-                self._write_ring(f"{prefix}tail_{stream}{name}", part)
+            parts = rows.chunk(2, dim=-1) if overlap else (rows,)
+            tails = [f"{prefix}tail_{stream}{letter}" for letter in "ab"[: len(parts)]]
+            window = [self._gather(tail, part, current, closing) for tail, part in zip(tails, parts)]
+            if overlap:
+                kept, before = f"{prefix}overlap_{stream}", current - ratio
+                closed_earlier = (closed_at - ratio < step.starts[closing][:, None])[..., None]
+                older = self._gather(kept, parts[0], before, closing)
+                older = torch.where(closed_earlier, older, self._gather(tails[0], parts[0], before, closing))
+                ring = self._ring(kept)
+                writers = step.writers(ring // ratio, closing)[:, None]
+                self.state.write(kept, (writers, current % ring), window[0])
+                window[0] = older.masked_fill((before < 0)[..., None], nothing)
+            pooled.append(torch.cat(window, dim=1))
+            for tail, part in zip(tails, parts):
+                self._write_ring(tail, part)
         if not prefix:
             self._write_ring("num_entries", (positions + 1) // ratio)
         return ClosedWindows(closing, closed_at[:, 0] // ratio, *pooled)
 
     def write_entries(self, closed: ClosedWindows, entries: Tensor) -> None:
         """Store one compressed entry ``[c, dim]`` for every closed window, in the request's blocks."""
-        _check_rows("entries", entries, len(closed.tokens), self.kind.dim)
-        self._paged.write("entries", self._block_rows(self.step.table_rows[closed.tokens], closed.windows), entries)
+        self._write_blocks("entries", closed, entries)
 
     def write_indexer_keys(self, closed: ClosedWindows, keys: Tensor) -> None:
         """Store one indexer key ``[c, index_dim]`` for every closed window, beside its entry."""
-        _check_rows("keys", keys, len(closed.tokens), self._indexer.rows["indexer_keys"].shape[0])
-        index = self._block_rows(self.step.table_rows[closed.tokens], closed.windows)
-        self._paged.write("indexer_keys", index, keys)
+        self._write_blocks("indexer_keys", closed, keys)
 
     def read_entries(self, windows: Tensor) -> Tensor:
         """Entries ``windows`` (int64 ``[n, k]``, -1 = none) of each token's request: ``[n, k, dim]``, zero for -1."""
-        return self._read_blocks(self._paged, "entries", windows)
+        return self._read_blocks("entries", windows)
 
     def read_indexer_keys(self, windows: Tensor) -> Tensor:
         """Indexer keys of ``windows`` (int64 ``[n, k]``, -1 = none): ``[n, k, index_dim]``, zero for -1."""
-        return self._read_blocks(self._indexer, "indexer_keys", windows)
+        return self._read_blocks("indexer_keys", windows)
 
     def read_classical_view(self) -> ClassicalView:
-        """The blocks of entries, with the table that says whose they are."""
-        entries = self._paged.shown("entries")
-        return ClassicalView(self.kind.encoding, getattr(torch, self.kind.dtype), entries, *self._addresses)
+        """The blocks of entries, with the table that says whose they are. Raises BadInput on a layer without them."""
+        return ClassicalView(self.kind.encoding, *self._shown("entries"))
 
     def read_indexer_view(self) -> IndexerView:
         """The blocks of indexer keys. Raises BadInput on a layer without an indexer."""
-        keys = self._indexer.shown("indexer_keys")
-        return IndexerView(self.kind.index_encoding, getattr(torch, self.kind.dtype), keys, *self._addresses)
+        return IndexerView(self.kind.index_encoding, *self._shown("indexer_keys"))
 
     # -- addresses ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _paged(self) -> Pool:
+    def _blocks(self, name: str) -> Pool:
+        """The pool that keeps rows ``name`` by block. Raises BadInput if this layer has none."""
         if self.paged is None:
             raise BadInput("this layer keeps a sliding window only; it has no compressed entries")
+        if name not in self.paged:
+            raise BadInput("this layer has no indexer; only layers with index_dim keep indexer keys")
         return self.paged
 
-    @property
-    def _indexer(self) -> Pool:
-        if "indexer_keys" not in self._paged:
-            raise BadInput("this layer has no indexer; only layers with index_dim keep indexer keys")
-        return self._paged
+    def _shown(self, name: str) -> tuple[torch.dtype, tuple[Tensor, ...], Tensor, Tensor]:
+        """Rows ``name``, the table and, by state row, ``num_entries`` of all requests, without the dummy row where that is the
+        last."""
+        parts, (num_entries,) = self._blocks(name).shown(name), self.state.shown("num_entries")
+        table = self.block_table if self.step.is_by_id else self.block_table[:-1]
+        return getattr(torch, self.kind.dtype), parts, table, num_entries[:, 0]
 
-    @property
-    def _addresses(self) -> tuple[Tensor, Tensor]:
-        """``block_table`` and, by state row, ``num_entries`` of all requests, without the dummy row where that is the last."""
-        table = self._table if self.step.is_by_id else self._table[:-1]
-        return table, self.state.shown("num_entries")[0][:, 0]
+    def _block_rows(self, pool: Pool, slots: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
+        per_block = pool.parts("entries")[0].shape[1]
+        return self.block_table[slots, windows // per_block].long(), windows % per_block
 
-    @property
-    def _table(self) -> Tensor:
-        assert self.block_table is not None
-        return self.block_table
+    def _write_blocks(self, name: str, closed: ClosedWindows, rows: Tensor) -> None:
+        pool = self._blocks(name)
+        _check_rows(name, rows, len(closed.tokens), pool.rows[name].shape[0])
+        pool.write(name, self._block_rows(pool, self.step.table_rows[closed.tokens], closed.windows), rows)
 
-    def _block_rows(self, slots: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
-        per_block = self._paged.parts("entries")[0].shape[1]
-        return self._table[slots, windows // per_block].long(), windows % per_block
-
-    def _read_blocks(self, pool: Pool, name: str, windows: Tensor) -> Tensor:
-        rows = pool.read(name, self._block_rows(self.step.table_rows[:, None], windows.clamp(min=0)))
+    def _read_blocks(self, name: str, windows: Tensor) -> Tensor:
+        pool = self._blocks(name)
+        rows = pool.read(name, self._block_rows(pool, self.step.table_rows[:, None], windows.clamp(min=0)))
         return rows.masked_fill((windows < 0)[..., None], 0)
 
     def _ring(self, name: str) -> int:

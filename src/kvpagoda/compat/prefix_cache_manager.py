@@ -39,7 +39,7 @@ class PrefixCacheManager:
         self.max_capacity = whole_number(max_capacity, "the capacity in tokens")
         self._tree = PrefixTree(block_size=1)
         self._entries = IdPool(first=1)  # one for each cached token: the tree's block ids
-        self._slots, self._versions = np.zeros(0, np.int64), np.zeros(0, np.int64)  # by entry
+        self._places = np.zeros((2, 0), np.int64)  # by entry: slot, version
         self._leases: dict[bytes, list[Lease]] = {}
 
     @property
@@ -67,13 +67,10 @@ class PrefixCacheManager:
         match = self._tree.match(tokens)
         entries = self._entries.take(len(tokens) - match.num_tokens)[None]
         path = np.concatenate((match.ids[0], entries[0]))
-        self._slots = grown(self._slots, int(path.max(initial=0)) + 1)
-        self._versions = grown(self._versions, len(self._slots))
-        lease = self._tree.insert(match, tokens[match.num_tokens :], entries, pin=True).lease
-        assert lease is not None
-        self._tree.touch(match)
-        self._slots[path], self._versions[path] = slot, version
-        self._leases.setdefault(tokens.tobytes(), []).append(lease)
+        self._places = grown(self._places, int(path.max(initial=0)) + 1)
+        self._tree.insert(match, tokens[match.num_tokens :], entries)
+        self._places[:, path] = [[slot], [version]]
+        self.pin(tokens)
         self._shrink()
 
     def find(self, token_ids: Text) -> tuple[int, int, int]:
@@ -151,5 +148,5 @@ class PrefixCacheManager:
         return match
 
     def _place(self, match: Match) -> tuple[int, int]:
-        entry = match.ids[0, -1]
-        return int(self._slots[entry]), int(self._versions[entry])
+        slot, version = self._places[:, match.ids[0, -1]].tolist()
+        return slot, version

@@ -87,3 +87,12 @@ class ReqToTokenPool:
         if not start <= stop <= self.max_context_len:
             raise BadInput(f"positions {start}..{stop - 1} are not all in 0..{self.max_context_len - 1}")
         return start, stop
+
+
+def make_req_to_token_pool(max_reqs: int, max_context_len: int, device: Device = None) -> ReqToTokenPool:
+    """The table of ``max_reqs`` requests of at most ``max_context_len`` tokens. Raises BadInput.
+
+    >>> make_req_to_token_pool(4, 100, device="cpu").req_to_token.shape
+    torch.Size([5, 100])
+    """
+    return ReqToTokenPool(max_reqs, max_context_len, device)

@@ -66,15 +66,12 @@ class TokenToKVPoolAllocator:
             if num_pages > self._pages.num_free + self._num_mergeable():
                 return None
             self.merge_and_sort_free()
-        indices = pages = self._pages.acquire(num_pages)
-        try:
-            if self.page_size > 1:
-                offsets = np.arange(1 - self.page_size, 1, dtype=np.int32)
-                indices = (pages[:, None] * np.int32(self.page_size) + offsets).reshape(-1)
-            out = ids_to(indices, self.device)
-        except BaseException:
-            self._pages.release(pages[::-1])
-            raise
+        indices = self._pages.peek(num_pages)
+        if self.page_size > 1:
+            offsets = np.arange(1 - self.page_size, 1, dtype=np.int32)
+            indices = (indices[:, None] * np.int32(self.page_size) + offsets).reshape(-1)
+        out = ids_to(indices, self.device)
+        self._pages.acquire(num_pages)
         if self.page_size > 1:
             self._unfreed.flags[indices] = True
         return out

@@ -1,8 +1,7 @@
 """Traces in, hit rates out: a workload through the prefix tree with no memory behind it. numpy alone."""
 
 from kvpagoda.replay.multi_worker import serve_multi_worker
-from kvpagoda.replay.readers import read_requests
-from kvpagoda.replay.request import Request
+from kvpagoda.replay.readers import Request, read_requests
 from kvpagoda.replay.reuse import lru_hits, reuse_distances, reuse_histogram, working_set
 from kvpagoda.replay.serve import ServeResult, serve
 from kvpagoda.replay.simulate import POLICIES, ReplayResult, hit_rate_curve, replay

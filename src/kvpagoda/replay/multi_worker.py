@@ -62,8 +62,5 @@ def _begin(counts: Any) -> None:
 def _serve(
     trace: Trace, schema: Schema, budget: int | str, store: str | None, workers: int, settings: dict[str, Any], worker: int
 ) -> ServeResult:  # fmt: skip
-    def count(done: int) -> None:
-        _counts[worker] = done
-
-    part = range(worker, len(trace), workers)
+    part, count = range(worker, len(trace), workers), partial(_counts.__setitem__, worker)
     return serve(trace, schema, budget, tiers=_tiers(store), part=part, on_request=count, **settings)

@@ -50,18 +50,12 @@ def _hit_rates(axes: Any, trace: Trace, distances: Ints, results: Sequence[Repla
     axes.plot(every, rates, color="0.75", linewidth=5, label="lru, every capacity", zorder=1)
     for number, policy in enumerate(dict.fromkeys(result.policy for result in results)):
         mine = sorted((r.capacity_blocks, r.hit_rate * 100) for r in results if r.policy == policy)
-        style = dict(color="black", linestyle="--") if policy == BOUND else dict(color=f"C{number % 10}")
-        style |= dict(linestyle="none") if policy == "lru" else {}  # its line is there, at every capacity
-        name = "opt (bound)" if policy == BOUND else policy
-        axes.plot(
-            *zip(*mine),
-            marker="osD^vPX*"[number % 8],
-            markersize=6,
-            markerfacecolor="none",
-            linewidth=1.4,
-            label=name,
-            **style,
-        )
+        style = dict(color=f"C{number % 10}", marker="osD^vPX*"[number % 8], label=policy)
+        if policy == "lru":  # its line is there, at every capacity
+            style |= dict(linestyle="none")
+        if policy == BOUND:
+            style |= dict(linestyle="--", color="black", label="opt (bound)")
+        axes.plot(*zip(*mine), markersize=6, markerfacecolor="none", linewidth=1.4, **style)
     axes.axhline(rates[-1], color="0.5", linewidth=0.8, linestyle=":")
     axes.annotate(f"all reuse {rates[-1]:.1f} %", (low, rates[-1]), (2, 3), textcoords="offset points", color="0.35")
     axes.set(xscale="log", xlabel="capacity, blocks", ylabel="hit rate, % of block references", xlim=(low, high * 1.1))

@@ -20,6 +20,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,14 +29,30 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpagoda.errors import BadInput
-from kvpagoda.replay.request import Request
 
 Ids: TypeAlias = npt.NDArray[np.int64]
-Source: TypeAlias = "str | Path | Iterable[Request | Mapping[str, Any]]"
 LCP_BLOCK = 64  # bytes: about 16 tokens of English or code
 LENGTHS_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 LENGTHS_LINE = re.compile(r"[0-9]{4}-[0-9-]+[ T][0-9:.]+,[0-9]{1,9},[0-9]{1,9}")
 KNOWN = "JSON lines with 'hash_ids', weka-rle-v1, lcp-v1, or csv with the header " + LENGTHS_HEADER
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What one request asks of a cache.
+
+    ``arrival``: seconds since the trace began. ``input_length``, ``output_length``: tokens (bytes in the lcp form).
+    ``block_ids``: int64 ``[n]``, the chain of blocks of its prompt; equal ids behind equal chains are equal blocks;
+    empty where the trace holds lengths only. The array is the holder's to keep.
+    """
+
+    arrival: float
+    input_length: int
+    output_length: int
+    block_ids: Ids
+
+
+Source: TypeAlias = str | Path | Iterable[Request | Mapping[str, Any]]
 
 
 def read_requests(source: Source) -> Iterator[Request]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,40 +17,27 @@ from kvpagoda.replay.multi_worker import serve_multi_worker
 from kvpagoda.replay.plot import draw, new_figure
 from kvpagoda.replay.reuse import WorkingSet, reuse_distances, reuse_histogram, working_set
 from kvpagoda.replay.serve import ServeResult, serve
-from kvpagoda.replay.simulate import BOUND, ReplayResult, known_policy, possible_capacity, replay
+from kvpagoda.replay.simulate import BOUND, known_policy, possible_capacity, replay
 from kvpagoda.replay.trace import Ints, Trace
 from kvpagoda.replay.workload import synthetic
 from kvpagoda.schema import Schema
 
 T = TypeVar("T")
+Source = Callable[[int], Trace]
+"""Gives the trace; the number is how many requests a synthetic workload has if no limit was set."""
 DEFAULT_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the different blocks
 WINDOWS = 12
 
 
-@dataclass(frozen=True)
-class Source:
-    """Which requests are replayed: those of the file ``path``, or, where that is None, of the synthetic workload ``seed``.
+def read(path: Path | None, limit: int | None, by_arrival: bool, seed: int, made_up: int) -> Trace:
+    """The requests that are replayed: those of the file ``path``, or, where that is None, of the synthetic workload ``seed``.
 
-    ``limit``: the first so many only. ``by_arrival``: in the order of their arrivals.
+    ``limit``: the first so many only; without one, a workload has ``made_up``. ``by_arrival``: in the order of their
+    arrivals. Raises BadInput, OSError.
     """
-
-    path: Path | None
-    limit: int | None = None
-    by_arrival: bool = False
-    seed: int = 0
-
-    def read(self, made_up: int) -> Trace:
-        """The trace; ``made_up`` requests, if there is neither a file nor a limit. Raises BadInput, OSError."""
-        if self.path is not None:
-            trace = Trace.read(self.path, self.limit)
-        else:
-            trace = synthetic(made_up if self.limit is None else self.limit, self.seed)
-        return trace.by_arrival() if self.by_arrival else trace
-
-    @property
-    def tokens_per_id(self) -> int:
-        """How many tokens a block id stands for: 512 in the public traces."""
-        return 64 if self.path is None else 512
+    num_requests = made_up if limit is None else limit
+    trace = synthetic(num_requests, seed) if path is None else Trace.read(path, limit)
+    return trace.by_arrival() if by_arrival else trace
 
 
 def run(
@@ -60,7 +47,7 @@ def run(
     chosen = [known_policy(name) for name in policies]
     sizes = [possible_capacity(size) for size in capacities or ()]
     figure = None if plot is None else new_figure(plot)
-    trace = source.read(2_000)
+    trace = source(2_000)
     if not trace.num_refs:
         raise BadInput(f"{trace.name} names no blocks (lengths and arrivals only): there is nothing to look up")
     if not sizes:
@@ -68,9 +55,11 @@ def run(
     began = time.perf_counter()
     results = _each(
         trace,
-        [(size, policy) for size in sizes for policy in chosen],
-        lambda job: f"{job[1]}, {job[0]:,} blocks",
-        lambda job, done: replay(trace, capacity_blocks=job[0], policy=job[1], on_request=done),
+        [
+            (f"{policy}, {size:,} blocks", partial(replay, trace, capacity_blocks=size, policy=policy))
+            for size in sizes
+            for policy in chosen
+        ],
     )
     seconds = time.perf_counter() - began
     distances = reuse_distances(trace)
@@ -78,10 +67,26 @@ def run(
     windows = working_set(trace, span / WINDOWS * (1 + 1e-9) if span > 0 else 1.0)
     if figure is not None and plot is not None:
         draw(figure, plot, trace, distances, results)
-    if as_json:
-        print(json.dumps(_figures(trace, distances, windows, results, seconds), indent=2))
-    else:
-        _print(trace, distances, windows, results, seconds)
+    histogram = [{"from": low, "below": high, "references": n} for low, high, n in reuse_histogram(distances)]
+    figures = {
+        "trace": trace.name,
+        "requests": len(trace),
+        "block_refs": trace.num_refs,
+        "distinct_blocks": trace.num_distinct,
+        "results": [result.to_dict() for result in results],
+        "reuse_distance": histogram,
+        "working_set": windows.to_dict(),
+        "seconds": round(seconds, 3),
+    }
+    lines = [*_asked(trace, distances, windows), f"{len(results)} replays in {seconds:.1f} s", ""]
+    cells = [
+        (
+            r.policy, f"{r.capacity_blocks:,}", f"{r.capacity_blocks / trace.num_distinct:.1%}", f"{r.hit_rate:.2%}",
+            f"{r.block_hits:,}", f"{r.evictions:,}",
+        )
+        for r in results
+    ]  # fmt: skip
+    _show(as_json, figures, lines, ("policy", "capacity", "of all", "hit rate", "hits", "evictions"), cells)
 
 
 def run_schema(
@@ -92,19 +97,19 @@ def run_schema(
     ``settings``: what else ``serve`` takes. The bound is no policy to serve with: it is left out.
     """
     jobs = [job for job in grid if known_policy(job[1]) != BOUND]
-    trace = source.read(500)
+    trace = source(500)
     results = _each(
         trace,
-        jobs,
-        lambda job: f"{job[0]}, {job[1]}",
-        lambda job, done: serve(
-            trace, schema, job[0], policy=job[1], checkpoint_every=job[2], on_request=done, **settings
-        ),
+        [
+            (f"{size}, {policy}", partial(serve, trace, schema, size, policy=policy, checkpoint_every=n, **settings))
+            for size, policy, n in jobs
+        ],
     )
-    if as_json:
-        rows = [{"budget": b, "checkpoint_every": every, **r.to_dict()} for (b, _, every), r in zip(jobs, results)]
-        print(json.dumps({"trace": trace.name, "schema": schema.name, "results": rows}, indent=2))
-        return
+    rows = [{"budget": b, "checkpoint_every": every, **r.to_dict()} for (b, _, every), r in zip(jobs, results)]
+    figures = {"trace": trace.name, "schema": schema.name, "results": rows}
+    lines = [_title(trace, schema)]
+    if results and results[0].never_fit:
+        lines.append(f"{results[0].never_fit:,} requests are larger than the smallest cache")
     cells = [
         (
             budget, policy, str(every or "-"), f"{r.hit_rate:.1%}", f"{r.matched_tokens / max(1, r.prompt_tokens):.1%}",
@@ -112,12 +117,7 @@ def run_schema(
         )
         for (budget, policy, every), r in zip(jobs, results)
     ]  # fmt: skip
-    out = console.output()
-    out.print(_title(trace, schema))
-    if results and results[0].never_fit:
-        out.print(f"{results[0].never_fit:,} requests are larger than the smallest cache")
-    names = ("budget", "policy", "every", "hits", "found", "runs", "evicted", "unused")
-    out.print(console.table(names, cells, left=names[:2]))
+    _show(as_json, figures, lines, ("budget", "policy", "every", "hits", "found", "runs", "evicted", "unused"), cells)
 
 
 def run_workers(
@@ -134,21 +134,14 @@ def run_workers(
     ``settings``: what else ``serve`` takes.
     """
     known_policy(settings["policy"])
-    trace = source.read(500)
-    (results,) = _each(
-        trace,
-        [workers],
-        lambda job: f"{job} workers",
-        lambda job, done: serve_multi_worker(
-            trace, schema, budget, workers=job, store=store, on_request=done, **settings
-        ),
-    )
-    if as_json:
-        hits, loaded = _shares(results)
-        figures = {"trace": trace.name, "schema": schema.name, "budget": budget, "workers": workers}
-        rows = [result.to_dict() for result in results]
-        print(json.dumps({**figures, "hit_rate": hits, "from_store": loaded, "results": rows}, indent=2))
-        return
+    trace = source(500)
+    work = partial(serve_multi_worker, trace, schema, budget, workers=workers, store=store, **settings)
+    (results,) = _each(trace, [(f"{workers} workers", work)])
+    hits, loaded = _shares(results)
+    figures = {
+        "trace": trace.name, "schema": schema.name, "budget": budget, "workers": workers, "hit_rate": hits,
+        "from_store": loaded, "results": [result.to_dict() for result in results],
+    }  # fmt: skip
     parts = {**{str(number): [result] for number, result in enumerate(results)}, "together": results}
     cells = [
         (
@@ -157,9 +150,8 @@ def run_workers(
         )
         for name, part in parts.items()
     ]  # fmt: skip
-    out = console.output()
-    out.print(f"{_title(trace, schema)}, {budget} a worker")
-    out.print(console.table(("worker", "requests", "hits", "from store", "evicted"), cells, left=["worker"]))
+    lines = [f"{_title(trace, schema)}, {budget} a worker"]
+    _show(as_json, figures, lines, ("worker", "requests", "hits", "from store", "evicted"), cells)
 
 
 def _title(trace: Trace, schema: Schema) -> str:
@@ -172,69 +164,44 @@ def _shares(results: Sequence[ServeResult]) -> tuple[float, float]:
     return sum(r.cached_tokens for r in results) / prompt, sum(r.loaded_tokens for r in results) / prompt
 
 
-J = TypeVar("J")
-
-
-def _each(
-    trace: Trace, jobs: Sequence[J], note: Callable[[J], str], work: Callable[[J, Callable[[int], None]], T]
-) -> list[T]:
-    """``work(job, done)`` for each job; ``done(count)`` says how many requests of the trace are done."""
-    results = []
+def _each(trace: Trace, jobs: Sequence[tuple[str, Callable[..., T]]]) -> list[T]:
+    """Run the jobs over ``trace``, (note, function) each: a function is told whom to tell how many requests are done."""
+    results: list[T] = []
     with console.progress(len(trace) * len(jobs), "requests") as moved:
-        for number, job in enumerate(jobs):
-            begin, text = number * len(trace), note(job)
+        for note, work in jobs:
 
-            def done(count: int, begin: int = begin, text: str = text) -> None:
+            def done(count: int, note: str = note) -> None:
                 if moved is not None:
-                    moved(begin + count, text)
+                    moved(len(results) * len(trace) + count, note)
 
-            results.append(work(job, done))
+            results.append(work(on_request=done))
     return results
 
 
-def _print(trace: Trace, distances: Ints, windows: WorkingSet, results: list[ReplayResult], seconds: float) -> None:
+def _show(
+    as_json: bool, figures: dict[str, Any], lines: Sequence[str], names: Sequence[str], cells: Iterable[Sequence[str]]
+) -> None:
+    """Print the figures as JSON, or else the lines and a table below them; words are aligned left, numbers right."""
+    if as_json:
+        print(json.dumps(figures, indent=2))
+        return
     out = console.output()
+    for line in lines:
+        out.print(line)
+    out.print(console.table(names, cells, left=("policy", "budget", "worker")))
+
+
+def _asked(trace: Trace, distances: Ints, windows: WorkingSet) -> list[str]:
+    """What the trace asks of any cache, in lines."""
     reuses = np.sort(distances[distances >= 0])
-    out.print(f"{Path(trace.name).name}: {len(trace):,} requests, {trace.num_refs:,} block references")
-    out.print(f"different blocks  {trace.num_distinct:,}, so at most {len(reuses) / trace.num_refs:.2%} can hit")
+    lines = [
+        f"{Path(trace.name).name}: {len(trace):,} requests, {trace.num_refs:,} block references",
+        f"different blocks  {trace.num_distinct:,}, so at most {len(reuses) / trace.num_refs:.2%} can hit",
+    ]
     if len(reuses):
         half, most = (int(reuses[int(len(reuses) * share)]) for share in (0.5, 0.9))
-        out.print(f"reuse distance    half below {half + 1:,} blocks, 90 % below {most + 1:,}")
+        lines.append(f"reuse distance    half below {half + 1:,} blocks, 90 % below {most + 1:,}")
     window = windows.window
-    out.print(
-        f"working set       {windows.blocks.mean():,.0f} blocks in "
-        f"{f'{window:,.1f} s' if window < 600 else f'{window / 60:,.1f} min'} on average, at most {windows.blocks.max():,}"
-    )
-    cells = [
-        (
-            r.policy, f"{r.capacity_blocks:,}", f"{r.capacity_blocks / trace.num_distinct:.1%}", f"{r.hit_rate:.2%}",
-            f"{r.block_hits:,}", f"{r.evictions:,}",
-        )
-        for r in results
-    ]  # fmt: skip
-    out.print()
-    names = ("policy", "capacity", "of all", "hit rate", "hits", "evictions")
-    out.print(console.table(names, cells, left=["policy"]))
-    out.print(f"\n{len(results)} replays in {seconds:.1f} s")
-
-
-def _figures(
-    trace: Trace, distances: Ints, windows: WorkingSet, results: list[ReplayResult], seconds: float
-) -> dict[str, Any]:
-    return {
-        "trace": trace.name,
-        "requests": len(trace),
-        "block_refs": trace.num_refs,
-        "distinct_blocks": trace.num_distinct,
-        "results": [result.to_dict() for result in results],
-        "reuse_distance": [
-            {"from": low, "below": high, "references": count} for low, high, count in reuse_histogram(distances)
-        ],
-        "working_set": {
-            "window_seconds": windows.window,
-            "requests": windows.requests.tolist(),
-            "blocks": windows.blocks.tolist(),
-            "fresh_blocks": windows.fresh.tolist(),
-        },
-        "seconds": round(seconds, 3),
-    }
+    span = f"{window:,.1f} s" if window < 600 else f"{window / 60:,.1f} min"
+    mean, most = windows.blocks.mean(), windows.blocks.max()
+    return [*lines, f"working set       {mean:,.0f} blocks in {span} on average, at most {most:,}"]

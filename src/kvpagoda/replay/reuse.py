@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,34 +41,19 @@ def reuse_distances(trace: Trace) -> Ints:
 
 
 def larger_before(values: npt.NDArray[np.int64]) -> Ints:
-    """int64 ``[n]``: how many earlier values are larger, for ``n`` values of at least 0. O(n log max).
+    """int64 ``[n]``: how many earlier values are larger, for ``n`` values of at least 0. O(n log^2 n).
 
-    From the top bit down the values are parted, in order, by their upper bits. Two of one part that differ in the next
-    bit are compared there and never again.
+    As in a merge sort: in pairs of stretches of 1, 2, 4, .. values each one on the right is compared with all on the left.
     """
-    n = len(values)
-    counts = np.zeros(n, np.int64)
-    place, value = np.arange(n), values
-    first = np.zeros(n, np.int64)  # where each one's part begins
-    for bit in reversed(range(int(values.max(initial=0)).bit_length())):
-        one = (value >> bit) & 1
-        ones = np.concatenate([np.zeros(1, np.int64), np.cumsum(one)])
-        before = ones[:-1] - ones[first]  # ones of the same part before it
-        zero = one == 0
-        counts[place[zero]] += before[zero]
-        starts = np.flatnonzero(np.diff(first, prepend=-1))
-        sizes = np.diff(np.append(starts, n))
-        zeros = np.repeat(sizes - np.diff(ones[np.append(starts, n)]), sizes)  # zeros of the whole part
-        to = np.where(zero, np.arange(n) - before, first + zeros + before)
-        part = np.where(zero, first, first + zeros)
-        place, value, first = _moved(place, to), _moved(value, to), _moved(part, to)
+    counts, place = np.zeros(len(values), np.int64), np.arange(len(values))
+    span, width = int(values.max(initial=0)) + 1, 1
+    while width < len(values):
+        pair, is_right = place // (2 * width), place // width % 2 == 1
+        keys = pair * span + values  # a pair's are above those of all pairs before it
+        not_larger = np.searchsorted(np.sort(keys[~is_right]), keys[is_right], side="right")
+        counts[is_right] += (pair[is_right] + 1) * width - not_larger
+        width *= 2
     return counts
-
-
-def _moved(values: Ints, to: Ints) -> Ints:
-    out = np.empty_like(values)
-    out[to] = values
-    return out
 
 
 def lru_hits(distances: Ints, capacities: Iterable[int]) -> list[int]:
@@ -97,6 +83,15 @@ class WorkingSet:
     requests: Ints
     blocks: Ints
     fresh: Ints
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures of each window, for JSON."""
+        return {
+            "window_seconds": self.window,
+            "requests": self.requests.tolist(),
+            "blocks": self.blocks.tolist(),
+            "fresh_blocks": self.fresh.tolist(),
+        }
 
 
 def working_set(trace: Trace, window: float) -> WorkingSet:

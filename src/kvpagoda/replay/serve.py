@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -96,16 +96,17 @@ def serve(
         policy=policy, tiers=tiers, retention=Retention(checkpoints, checkpoint_every),
         identity=Identity(weights="none: a trace"), limits=Limits(longest, step_tokens), order=None if shared else "layer",
     )  # fmt: skip
-    run = _Run(cache, columns, tokens_per_id, step_tokens, range(len(columns)) if part is None else part)
+    numbers = range(len(columns)) if part is None else part
+    run = _Run(cache, columns, tokens_per_id, step_tokens, numbers)
     while run.step():
         if on_request is not None:
-            on_request(run.num_closed)
+            on_request(cache.core.counters.closed)
     if on_request is not None:
-        on_request(len(run.waiting))
+        on_request(len(numbers))
     stats = cache.stats()
     cache.close()
     return ServeResult(
-        columns.name, schema.name, policy_name(policy), cache.plan.nbytes, len(run.waiting), run.never_fit, run.prompt_tokens,
+        columns.name, schema.name, policy_name(policy), cache.plan.nbytes, len(numbers), run.never_fit, run.prompt_tokens,
         run.matched, stats.cached_tokens, stats.loaded_tokens, dict(run.limited_by), stats.evicted_blocks,
         stats.evicted_checkpoints, run.running_steps / max(1, run.steps),
         100 * run.unusable / max(1, run.pressed) / max(1, cache.plan.nbytes), run.pressed, run.steps,
@@ -113,37 +114,33 @@ def serve(
 
 
 class _Run:
-    """The requests on their way, and what was counted."""
+    """The requests on their way, and what was counted. ``running``: one iterator each, which goes on by a step."""
 
-    def __init__(self, cache: KVCache, trace: Trace, tokens_per_id: int, step_tokens: int, waiting: range) -> None:
+    def __init__(self, cache: KVCache, trace: Trace, tokens_per_id: int, step_tokens: int, numbers: range) -> None:
         self.cache, self.trace, self.per_id, self.step_tokens = cache, trace, tokens_per_id, step_tokens
-        self.waiting = waiting
-        self.running: list[tuple[Sequence, Tokens, int]] = []
-        self.next = self.never_fit = self.prompt_tokens = self.matched = self.num_closed = 0
-        self.steps = self.running_steps = self.pressed = self.unusable = 0
+        self.waiting = deque(numbers)
+        self.running: list[Iterator[bool]] = []
+        self.never_fit = self.prompt_tokens = self.matched = 0
+        self.steps = self.running_steps = self.pressed = self.unusable = self.evicted = 0
         self.limited_by: Counter[str] = Counter()
 
     def step(self) -> bool:
         """One step of everything that runs; False when there is nothing left."""
-        before = self.cache.stats()
         is_pressed = self._admit()
-        for sequence, text, num_prompt in list(self.running):
-            self._advance(sequence, text, num_prompt)
-        after = self.cache.stats()
+        self.running = [request for request in self.running if next(request, False)]
+        stats = self.cache.stats()
+        before, self.evicted = self.evicted, stats.evicted_blocks + stats.evicted_checkpoints
         self.steps += 1
         self.running_steps += len(self.running)
-        if (
-            is_pressed
-            or after.evicted_blocks + after.evicted_checkpoints > before.evicted_blocks + before.evicted_checkpoints
-        ):
+        if is_pressed or self.evicted > before:
             self.pressed += 1
             self.unusable += self.cache.core.unusable_nbytes()
-        return bool(self.running) or self.next < len(self.waiting)
+        return bool(self.running or self.waiting)
 
     def _admit(self) -> bool:
         """Open what there is room for; whether something had to wait for memory."""
-        while self.next < len(self.waiting) and len(self.running) < self.cache.plan.max_requests:
-            text, num_prompt = self._text(self.waiting[self.next])
+        while self.waiting and len(self.running) < self.cache.plan.max_requests:
+            text, num_prompt = self._text(self.waiting[0])
             try:
                 sequence = self.cache.open(text[:num_prompt], capacity=0, reserve=len(text))
             except RetryLater:
@@ -151,27 +148,27 @@ class _Run:
             except NeverFits:
                 self.never_fit += 1
             else:
-                self.running.append((sequence, text, num_prompt))
+                self.running.append(self._compute(sequence, text, num_prompt))
                 self.prompt_tokens += num_prompt
                 self.matched += sequence.match.num_tokens
                 self.limited_by[sequence.match.limited_by] += 1
-            self.next += 1
+            self.waiting.popleft()
         return False
 
-    def _advance(self, sequence: Sequence, text: Tokens, num_prompt: int) -> None:
-        """The next piece: of the prompt up to where a checkpoint is due, of the output up to its last block boundary."""
-        length, size = sequence.length, self.cache.block_size
-        if length < num_prompt:
-            end = min(length + self.step_tokens, self.cache.next_checkpoint(sequence) or num_prompt)
-        else:
-            boundary = len(text) // size * size
-            end = min(length + self.step_tokens, boundary if length < boundary else len(text))
-        sequence.extend(end - length)
-        sequence.commit(text[length:end])
-        if end == len(text):
-            sequence.close()
-            self.running = [one for one in self.running if one[0] is not sequence]
-            self.num_closed += 1
+    def _compute(self, sequence: Sequence, text: Tokens, num_prompt: int) -> Iterator[bool]:
+        """A piece a step: of the prompt up to where a checkpoint is due, of the output up to its last block boundary."""
+        total = len(text)
+        boundary = total // self.cache.block_size * self.cache.block_size
+        while (length := sequence.length) < total:
+            due = boundary if length < boundary else total
+            if length < num_prompt:
+                due = self.cache.next_checkpoint(sequence) or num_prompt
+            end = min(length + self.step_tokens, due)
+            sequence.extend(end - length)
+            sequence.commit(text[length:end])
+            if end < total:
+                yield True
+        sequence.close()
 
     def _text(self, number: int) -> tuple[Tokens, int]:
         """The tokens of a request, prompt and output, and how many are prompt."""

@@ -62,7 +62,7 @@ def replay(
     policy: str | EvictionPolicy = "lru",
     on_request: Callable[[int], None] | None = None,
 ) -> ReplayResult:
-    """EdgeArrays a trace through a prefix tree of ``capacity_blocks`` blocks, one request after another.
+    """Run a trace through a prefix tree of ``capacity_blocks`` blocks, one request after another.
 
     A request is a chain of blocks, and a block hits only if every earlier one of its chain does. (1) Its longest
     resident prefix is looked up and counted. (2) Its first ``capacity_blocks`` blocks are used, the deepest first, so

@@ -25,7 +25,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kvpagoda.errors import BadInput
-from kvpagoda.replay.request import Request
+from kvpagoda.replay.readers import Request
 from kvpagoda.replay.trace import Trace
 
 KINDS = ("chat", "agent", "shared")
