@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from threading import Lock
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpagoda.errors import BadInput
 from kvpagoda.tiers.driver import DriverStats, Lease, Status
@@ -20,7 +20,7 @@ from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.units import format_bytes
 
 if TYPE_CHECKING:
-    from kvpagoda.tiers.redis_client import RedisClient, Reply
+    from kvpagoda.tiers.redis_client import RedisClient
 
 PREFIX = b"kvpagoda:"
 _MOST_NBYTES = 512 << 20  # of a value, by the protocol
@@ -41,11 +41,11 @@ class RedisDriver:
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
         """See ``Driver``. REJECTED: the server is full and may not evict."""
         names, records = _names(keys), [self._records[row] for row in rows]
-        replies = self._client.ask(b"SET", names, deadline, records, b"NX")
+        replies = self._client.ask("SET", names, deadline, records, b"NX")
         kept = [i for i, reply in enumerate(replies) if reply is None]
         for i, status in zip(kept, self._lookup([names[i] for i in kept], deadline) if kept else ()):
             if status is Status.MISS:  # something lies there that is no record
-                (replies[i],) = self._client.ask(b"SET", [names[i]], deadline, [records[i]])
+                (replies[i],) = self._client.ask("SET", [names[i]], deadline, [records[i]])
             else:
                 replies[i] = status
         statuses = [reply if isinstance(reply, Status) else Status.OK for reply in replies]
@@ -59,13 +59,13 @@ class RedisDriver:
 
     def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
         """See ``Driver``. CORRUPT: a value of another type or length."""
-        replies = self._client.ask(b"GET", _names(keys), deadline, [self._records[row] for row in rows])
-        return [self._status(reply, Status.CORRUPT) for reply in replies]
+        replies = self._client.ask("GET", _names(keys), deadline, [self._records[row] for row in rows])
+        return [_status(reply, isinstance(reply, memoryview), Status.CORRUPT) for reply in replies]
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
         """See ``Driver``."""
-        replies = self._client.ask(b"DEL", _names(keys), deadline)
-        return [reply if isinstance(reply, Status) else Status.OK if reply else Status.MISS for reply in replies]
+        replies = self._client.ask("DEL", _names(keys), deadline)
+        return [_status(reply, bool(reply), Status.MISS) for reply in replies]
 
     def stats(self) -> DriverStats:
         """What the servers said of themselves with a store of this driver, a second before the last one at most: all that
@@ -83,16 +83,11 @@ class RedisDriver:
         self._client.close()
 
     def _lookup(self, names: Sequence[bytes], deadline: float) -> list[Status]:
-        replies = self._client.ask(b"STRLEN", names, deadline)
-        return [Status.MISS if reply is Status.CORRUPT else self._status(reply, Status.MISS) for reply in replies]
-
-    def _status(self, reply: Reply, other: Status) -> Status:
-        """Of the length of a value: OK for that of a record, ``other`` for others."""
-        if isinstance(reply, Status):
-            return reply
-        if reply is None:
-            return Status.MISS
-        return Status.OK if reply == self._record_nbytes else other
+        told = [
+            _status(reply, reply == self._record_nbytes, Status.MISS)
+            for reply in self._client.ask("STRLEN", names, deadline)
+        ]
+        return [Status.MISS if status is Status.CORRUPT else status for status in told]
 
 
 def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
@@ -130,3 +125,10 @@ def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
 
 def _names(keys: Sequence[bytes]) -> list[bytes]:
     return [PREFIX + key.hex().encode() for key in keys]
+
+
+def _status(reply: Any, is_ours: bool, other: Status) -> Status:
+    """What a reply says of a record: OK where it ``is_ours``, MISS where there is none, else ``other``."""
+    if isinstance(reply, Status):
+        return reply
+    return Status.OK if is_ours else Status.MISS if reply is None else other
