@@ -278,7 +278,6 @@ class RedisClient:
                     require_full_coverage=False,
                     retry=Retry(NoBackoff(), 0),
                 )
-                self._info.clear()
             return self._cluster
 
     def _read_map_again(self) -> None:
@@ -298,6 +297,8 @@ class RedisClient:
         if monotonic() >= self._info.get(pool, (-inf, {}))[0] + INFO_SECONDS:
             try:
                 self._info[pool] = monotonic(), Redis(connection_pool=pool).info()
+                if pool is not self._pool:  # whose server is one of the cluster
+                    self._info.pop(self._pool, None)
             except Exception as error:
                 self.last_error = str(error)
 
