@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.cache.tier_hit import TierHit
-from kvpagoda.cache.tier_reader import TierReader, checkpoint_part
+from kvpagoda.cache.tier_hit import TierHit, checkpoint_part
+from kvpagoda.cache.tier_reader import TierReader
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.tiers.checksum import xxh3_128
@@ -81,11 +81,9 @@ class Offloader:
     def set_weights(self, weights: str) -> None:
         """From now on what is stored and found is that of ``weights``; what waits to be stored is forgotten."""
         self._identity = replace(self._identity, weights=weights)
+        self.clear()
         for level in self.levels:
-            self._backlog[level].clear()
             level.set_identity(self._identity)
-        self._hashes[:] = 0
-        self._checkpoints.clear()
 
     def extend_hashes(
         self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media: Mapping[int, bytes] | None = None

@@ -1,4 +1,9 @@
-"""redis-py as the client of ``RedisDriver``: its pools, logins, TLS, cluster map and sentinels, by a deadline.
+"""A driver over redis-py: over its pools, logins, TLS, cluster map and sentinels, by a deadline.
+
+store    SET kvpagoda:<key in hex> <record> NX          load      GET
+lookup   STRLEN, which also counts as a use             discard   DEL
+
+A value of another type or length is none of ours: a miss, and overwritten by the next store.
 
 redis-py bounds each wait for bytes, not a call, and copies a value four times on its way in. Both are settled in the
 connection: each wait ends at the deadline of the call in progress, and values are received where their records lie.
@@ -6,6 +11,7 @@ connection: each wait ends at the deadline of the call in progress, and values a
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -34,10 +40,12 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 from redis.sentinel import SentinelConnectionPool, SentinelManagedConnection, SentinelManagedSSLConnection
 
-from kvpagoda.tiers.driver import Status
+from kvpagoda.tiers.driver import DriverStats, Lease, Status
+from kvpagoda.tiers.records import RecordBuffer
 
 _Asked = tuple[tuple[Any, ...], memoryview | None]  # a command, and the record that its reply is read into
 
+PREFIX = b"kvpagoda:"
 INFO_SECONDS = 1.0
 _PART_NBYTES = 1 << 20  # asked for at once: more of it, and server and client wake each other for less
 _PART_NAMES = 1024
@@ -178,41 +186,94 @@ def _pool(url: str) -> Any:
     return SentinelConnectionPool(parts.fragment, sentinels, **options)
 
 
-class RedisClient:
-    """Sends commands to a server, or to all servers of a cluster. ``last_error``: what went wrong last, for people.
+class RedisDriver:
+    """See ``redis_driver``. ``last_error``: why something was not available, for people.
 
     A server that says MOVED is one of a cluster, whose map redis-py reads and keeps from then on. Raises ValueError,
     LookupError, TypeError or RedisError for a URL that it does not understand.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, buffer: RecordBuffer, url: str) -> None:
         self.last_error = ""
+        self._records, self._record_nbytes = [row.data for row in buffer.rows], buffer.record_nbytes
         self._url, self._pool = url, _pool(url)
         self._pool.make_connection()  # which looks at the options, and connects to nobody
         self._pool.reset()
         self._cluster: Any = None
         self._lock = Lock()
         self._is_stale = self._is_closed = False
+        self._rejected = 0
         self._info: WeakKeyDictionary[Any, tuple[float, dict[str, Any]]] = (
             WeakKeyDictionary()
         )  # by the pool of a server
 
-    def ask(
-        self, command: str, names: Sequence[bytes], deadline: float, records: Sequence[memoryview] = (), *more: bytes
-    ) -> list[Any]:
-        """The reply of redis-py to ``command`` for each name, or a ``Status``, what went wrong. SET stores ``records``, with
-        words ``more``; GET reads into them, and its reply is the record where the value is as long.
+    def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        """See ``Driver``. REJECTED: the server is full and may not evict."""
+        told = self._ask("SET", keys, deadline, rows, b"NX")
+        kept = [i for i, reply in enumerate(told) if reply is None]
+        if kept:
+            there = self._lookup([keys[i] for i in kept], deadline)
+            for i, status in zip(kept, there):
+                # a miss: something lies there that is no record
+                told[i] = self._ask("SET", [keys[i]], deadline, [rows[i]])[0] if status is Status.MISS else status
+        statuses = [_status(reply, True, Status.OK) for reply in told]
+        with self._lock:
+            self._rejected += statuses.count(Status.REJECTED)
+        return statuses
 
-        O(n), and a round trip to each server for each MiB of records or 1024 names. Redirected names go one after the other.
+    def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
+        """See ``Driver``. A server knows no leases: what was found counts as used, and ``until`` is now."""
+        return Lease(tuple(keys), tuple(self._lookup(keys, deadline)), monotonic())
+
+    def _lookup(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
+        told = self._ask("STRLEN", keys, deadline)
+        statuses = [_status(reply, reply == self._record_nbytes, Status.MISS) for reply in told]
+        return [Status.MISS if status is Status.CORRUPT else status for status in statuses]
+
+    def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        """See ``Driver``. CORRUPT: a value of another type or length."""
+        told = self._ask("GET", keys, deadline, rows)
+        return [_status(reply, isinstance(reply, memoryview), Status.CORRUPT) for reply in told]
+
+    def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
+        """See ``Driver``."""
+        return [_status(reply, bool(reply), Status.MISS) for reply in self._ask("DEL", keys, deadline)]
+
+    def stats(self) -> DriverStats:
+        """What the servers said of themselves with a store of this driver, a second before the last one at most: all that
+        they hold, for whomever, by their own count of memory, beside ``maxmemory``, or their whole memory if that is 0."""
+        told = [info for _, info in self._info.values()]
+        used, most, memory, evicted = (
+            sum(int(info.get(name, 0)) for info in told)
+            for name in ("used_memory", "maxmemory", "total_system_memory", "evicted_keys")
+        )
+        records = sum(value["keys"] for info in told for name, value in info.items() if re.fullmatch(r"db\d+", name))
+        return DriverStats(records, used, most or memory, 0, evicted, self._rejected)
+
+    def close(self) -> None:
+        """See ``Driver``. Calls in progress are given up."""
+        self._is_closed = True
+        self._pool.disconnect()
+        if self._cluster is not None:
+            self._cluster.disconnect_connection_pools()
+
+    def _ask(
+        self, command: str, keys: Sequence[bytes], deadline: float, rows: Sequence[int] = (), *more: bytes
+    ) -> list[Any]:
+        """The reply of redis-py to ``command`` for each key, or a ``Status``, what went wrong. SET stores records ``rows``,
+        with words ``more``; GET reads into them, and its reply is the record where the value is as long.
+
+        O(n), and a round trip to each server for each MiB of records or 1024 keys. Redirected keys go one after the other.
         """
         if self._is_closed or monotonic() >= deadline:
-            return [Status.UNAVAILABLE if self._is_closed else Status.TIMEOUT] * len(names)
+            return [Status.UNAVAILABLE if self._is_closed else Status.TIMEOUT] * len(keys)
+        names, records = [PREFIX + key.hex().encode() for key in keys], [self._records[row] for row in rows]
         asked: list[_Asked] = [
             ((command, name, record, *more), None) if command == "SET" else ((command, name), record)
             for name, record in zip_longest(names, records)
         ]
-        step = max(1, _PART_NBYTES // len(records[0])) if records else _PART_NAMES
-        replies: list[Any] = [None] * len(names)
+        step = max(1, _PART_NBYTES // self._record_nbytes) if rows else _PART_NAMES
+        replies: list[Any] = [None] * len(keys)
         groups: dict[Any, list[int]] = {}
         token = _deadline.set(deadline)
         try:
@@ -227,21 +288,10 @@ class RedisClient:
                 for pool in {self._pool_of(name) for name in stored}:
                     self._note(pool)
         except Exception as error:  # redis-py raises anything at all for what a server may say
-            replies = [error] * len(names)
+            replies = [error] * len(keys)
         finally:
             _deadline.reset(token)
         return [self._fault(reply) if isinstance(reply, Exception) else reply for reply in replies]
-
-    def info(self) -> list[dict[str, Any]]:
-        """What each server said of itself, a second before the last SET at most."""
-        return [info for _, info in self._info.values()]
-
-    def close(self) -> None:
-        """Later calls say UNAVAILABLE, and so do those in progress."""
-        self._is_closed = True
-        self._pool.disconnect()
-        if self._cluster is not None:
-            self._cluster.disconnect_connection_pools()
 
     def _pool_of(self, name: bytes) -> Any:
         if self._cluster is None:
@@ -320,3 +370,10 @@ def _exchange(pool: Any, asked: Sequence[_Asked], step: int) -> list[Any]:
         if connection is not None:
             pool.release(connection)
     return replies
+
+
+def _status(reply: Any, is_ours: bool, other: Status) -> Status:
+    """What a reply says of a record: OK where it ``is_ours``, MISS where there is none, else ``other``."""
+    if isinstance(reply, Status):
+        return reply
+    return Status.OK if is_ours else Status.MISS if reply is None else other
