@@ -60,7 +60,8 @@ class Offloader:
         _prove(specs, identity)
         prefix_root(b"", secret)
         block_nbytes = 0 if full is None else memory.record_nbytes(full.index)
-        parts = [(_most_copies(group), memory.record_nbytes(group.index)) for group in self._bounded]
+        most = [group.growth.most_blocks(group.block_size, 1) or 0 for group in self._bounded]  # in a checkpoint
+        parts = [(count, memory.record_nbytes(group.index)) for count, group in zip(most, self._bounded)]
         self.levels: tuple[Level, ...] = ()
         try:
             for spec in specs:
@@ -167,7 +168,7 @@ class Offloader:
         """Copy ``parts``, (group, blocks, records), to staging memory, and store them as ``keys``; they are dropped where that
         fails."""
         try:
-            rows, at = level.acquire_to_store(len(keys)), 0
+            rows, at = level.buffer.acquire(len(keys), owner=level), 0
         except OutOfBlocks:  # another thread was faster
             level.dropped += len(keys)
             return
@@ -308,10 +309,3 @@ def _proven_timeout(timeout: float) -> float:
     if not 0 <= timeout < inf:
         raise BadInput(f"a timeout is a number of seconds from 0 on, got {timeout!r}")
     return timeout
-
-
-def _most_copies(group: BlockGroup) -> int:
-    """The most blocks of a bounded group in one checkpoint."""
-    most = group.growth.most_blocks(group.block_size, 1)
-    assert most is not None, "a bounded group"
-    return most

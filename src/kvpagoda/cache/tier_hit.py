@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -84,7 +85,7 @@ class Prefetch:
     """Records of one text that are being read into host memory. Made by ``KVCache.prefetch``; ``open`` takes what it has."""
 
     def __init__(self, block_hashes: list[bytes], future: Future[TierHit | None]) -> None:
-        self.block_hashes = block_hashes
+        self.block_hashes, self._process = block_hashes, os.getpid()
         self._future: Future[TierHit | None] | None = future
 
     @property
@@ -95,12 +96,13 @@ class Prefetch:
     @property
     def is_done(self) -> bool:
         """Whether all that can be read ahead is read: opening the request waits for nothing then."""
-        return self._future is None or self._future.done()
+        return self._future is None or self._future.done() or self._process != os.getpid()
 
     def take(self, deadline: float) -> TierHit | None:
-        """What was found, for the caller to release; waits for it until ``deadline``. What comes later is given back."""
+        """What was found, for the caller to release; waits for it until ``deadline``. What comes later is given back. In a
+        forked child nothing was: the thread that reads is not there."""
         future, self._future = self._future, None
-        if future is None:
+        if future is None or self._process != os.getpid():
             return None
         try:
             return future.result(max(0.0, deadline - monotonic()))
@@ -114,10 +116,6 @@ class Prefetch:
         hit = self.take(0.0)
         if hit is not None:
             hit.release()
-
-    def abandon(self) -> None:
-        """There is nothing to take any more, and nobody to wait for."""
-        self._future = None
 
 
 def _release(future: Future[TierHit | None]) -> None:

@@ -10,13 +10,13 @@ is raised.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, product
 from time import monotonic
-from weakref import WeakSet
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from kvpagoda.cache.swap import Rate
 from kvpagoda.cache.tier_hit import Prefetch, Record, TierHit
 from kvpagoda.memory.no_memory import NoMemory, Part
 from kvpagoda.tiers.driver import Status
-from kvpagoda.tiers.forks import watch_forks
 from kvpagoda.tiers.level import Level, Loading
 from kvpagoda.units import ceil_div, table_rows
 
@@ -49,13 +48,12 @@ class TierReader:
         self._levels, self._full, self._bounded = tuple(levels), full, tuple(bounded)
         self._size, self._memory = block_size, memory
         self._reader: ThreadPoolExecutor | None = None
-        self._prefetches: WeakSet[Prefetch] = WeakSet()
+        self._process = os.getpid()  # whose thread it is
         self._hit: TierHit | None = None  # the latest of a request
         self._computing, self._num_computed = Rate(), 0
         self.seconds_per_token: float | None = None
         """What a scheduler says that it takes to compute a token; None: what ``computed`` told. Loading is worth it if it is
         faster."""
-        watch_forks(self)
 
     def computed(self, seconds: float, num_tokens: int) -> None:
         """A model took so long for so many tokens of prompts."""
@@ -64,14 +62,8 @@ class TierReader:
 
     def close(self) -> None:
         """Nothing more is read ahead; what is being read goes on until its tiers answer."""
-        if self._reader is not None:
+        if self._reader is not None and self._process == os.getpid():
             self._reader.shutdown(wait=False, cancel_futures=True)
-
-    def after_fork(self) -> None:
-        """See ``Forkable``: the thread that reads ahead is not here."""
-        self._reader = None
-        for prefetch in [*self._prefetches]:
-            prefetch.abandon()
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
@@ -109,11 +101,9 @@ class TierReader:
                 self._read_ahead(hit, hit.records)
             return hit
 
-        if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, "kvpagoda-prefetch")
-        prefetch = Prefetch(block_hashes, self._reader.submit(read))
-        self._prefetches.add(prefetch)
-        return prefetch
+        if self._reader is None or self._process != os.getpid():
+            self._reader, self._process = ThreadPoolExecutor(1, "kvpagoda-prefetch"), os.getpid()
+        return Prefetch(block_hashes, self._reader.submit(read))
 
     def _find(
         self, block_hashes: list[bytes], num_cached: int, resumable: int, started: float | None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from itertools import zip_longest
 from math import inf
@@ -147,16 +148,6 @@ class _Bounded:
                 done -= len(parts.pop(0))
             if done:
                 parts[0] = parts[0][done:]
-
-    def exchange(self, asked: Sequence[_Asked], replies: list[Any]) -> None:
-        """Append the reply to each of ``asked``; errors of the server are replies."""
-        self.send_packed_command(self.pack_commands(words for words, _ in asked))  # type: ignore[attr-defined]
-        parser = self._parser  # type: ignore[attr-defined]
-        for _, parser._buffer.target in asked:
-            replies.append(parser.read_response())
-            if isinstance(replies[-1], ReadOnlyError):
-                raise replies[-1]  # another server may be the master now
-        parser._buffer.target = None
 
 
 _CLASSES: dict[str, Any] = {
@@ -334,23 +325,18 @@ class RedisDriver:
         """After a fault, in half the time at most: who does not answer may be the one that is asked."""
         if self._is_stale:
             token = _deadline.set(monotonic() + _seconds_left() / 2)
-            try:
+            with suppress(Exception):
                 self._cluster.nodes_manager.initialize()
                 self._is_stale = False
-            except Exception as error:
-                self.last_error = str(error)
-            finally:
-                _deadline.reset(token)
+            _deadline.reset(token)
 
     def _note(self, pool: Any) -> None:
         """Ask a server what it holds, if it is time to."""
         if monotonic() >= self._info.get(pool, (-inf, {}))[0] + INFO_SECONDS:
-            try:
+            with suppress(Exception):
                 self._info[pool] = monotonic(), Redis(connection_pool=pool).info()
                 if pool is not self._pool:  # whose server is one of the cluster
                     self._info.pop(self._pool, None)
-            except Exception as error:
-                self.last_error = str(error)
 
 
 def _exchange(pool: Any, asked: Sequence[_Asked], step: int) -> list[Any]:
@@ -360,8 +346,14 @@ def _exchange(pool: Any, asked: Sequence[_Asked], step: int) -> list[Any]:
     connection = None
     try:
         connection = pool.get_connection()
-        for start in range(0, len(asked), step):
-            connection.exchange(asked[start : start + step], replies)
+        parser = connection._parser
+        for part in (asked[start : start + step] for start in range(0, len(asked), step)):
+            connection.send_packed_command(connection.pack_commands(words for words, _ in part))
+            for _, parser._buffer.target in part:
+                replies.append(parser.read_response())
+                if isinstance(replies[-1], ReadOnlyError):
+                    raise replies.pop()  # another server may be the master now
+            parser._buffer.target = None
     except Exception as error:
         if connection is not None:
             connection.disconnect()

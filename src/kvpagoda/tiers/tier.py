@@ -323,7 +323,8 @@ class Tier:
     def _store(
         self, fingerprint: bytes, sizes: Sequence[int], keys: Sequence[bytes], rows: Rows, deadline: float
     ) -> list[Status]:
-        statuses, leases, parts = list[Status](), list[Lease](), self._parts(len(keys))
+        statuses, leases = list[Status](), list[Lease]()
+        parts = self._parts(len(keys))
         for part in parts:
             for key, row, size in zip(keys[part], rows[part], sizes[part]):
                 pack_record(self.buffer.rows[row], key, fingerprint, size, checksum=self._checksum)
@@ -340,14 +341,13 @@ class Tier:
     def _load(self, fingerprint: bytes, keys: Sequence[bytes], rows: Rows, deadline: float) -> list[Status]:
         statuses = list[Status]()
         for part in self._parts(len(keys)):
-            statuses += _twice(self.driver.load, keys[part], rows[part], deadline)
-            for i in range(len(keys))[part]:
-                record = self.buffer.rows[rows[i]]
-                if (
-                    statuses[i] is Status.OK
-                    and verify_record(record, keys[i], fingerprint, checksum=self._checksum) is None
-                ):
-                    statuses[i] = Status.CORRUPT
+            told = _twice(self.driver.load, keys[part], rows[part], deadline)
+            for key, row, status in zip(keys[part], rows[part], told):
+                if status is Status.OK:
+                    record = self.buffer.rows[row]
+                    if verify_record(record, key, fingerprint, checksum=self._checksum) is None:
+                        status = Status.CORRUPT
+                statuses.append(status)
         corrupt = [key for key, status in zip(keys, statuses) if status is Status.CORRUPT]
         if corrupt:
             self.driver.discard(corrupt, deadline)
