@@ -242,11 +242,11 @@ class RedisDriver:
         return DriverStats(records, used, most or memory, 0, evicted, self._rejected)
 
     def close(self) -> None:
-        """See ``Driver``. Calls in progress are given up."""
+        """See ``Driver``. What is idle is closed, what is in use with the driver itself."""
         self._is_closed = True
-        self._pool.disconnect()
-        if self._cluster is not None:
-            self._cluster.disconnect_connection_pools()
+        nodes = [] if self._cluster is None else self._cluster.get_nodes()
+        for pool in (self._pool, *[node.redis_connection.connection_pool for node in nodes if node.redis_connection]):
+            pool.disconnect(inuse_connections=False)
 
     def _ask(
         self, command: str, keys: Sequence[bytes], deadline: float, rows: Sequence[int] = (), *more: bytes
