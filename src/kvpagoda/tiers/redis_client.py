@@ -191,12 +191,10 @@ class RedisDriver:
         self._pool.make_connection()  # which looks at the options, and connects to nobody
         self._pool.reset()
         self._cluster: Any = None
-        self._lock = Lock()
+        self._mapping, self._lock = Lock(), Lock()  # while the map of a cluster is read; of what is counted
         self._is_stale = self._is_closed = False
         self._rejected = 0
-        self._info: WeakKeyDictionary[Any, tuple[float, dict[str, Any]]] = (
-            WeakKeyDictionary()
-        )  # by the pool of a server
+        self._info: WeakKeyDictionary[Any, tuple[float, dict[str, Any]]] = WeakKeyDictionary()  # by pool
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
         """See ``Driver``. REJECTED: the server is full and may not evict."""
@@ -233,7 +231,8 @@ class RedisDriver:
     def stats(self) -> DriverStats:
         """What the servers said of themselves with a store of this driver, a second before the last one at most: all that
         they hold, for whomever, by their own count of memory, beside ``maxmemory``, or their whole memory if that is 0."""
-        told = [info for _, info in self._info.values()]
+        with self._lock:
+            told = [info for _, info in self._info.values()]
         used, most, memory, evicted = (
             sum(int(info.get(name, 0)) for info in told)
             for name in ("used_memory", "maxmemory", "total_system_memory", "evicted_keys")
@@ -310,7 +309,7 @@ class RedisDriver:
         return Status.TIMEOUT if isinstance(error, (TimeoutError, RedisTimeoutError)) else Status.UNAVAILABLE
 
     def _known_cluster(self) -> Any:
-        with self._lock:
+        with self._mapping:
             if self._cluster is None:
                 self._cluster = RedisCluster.from_url(
                     "redis" + self._url[self._url.index(":") :],  # for the class of "rediss" would go before ours
@@ -334,9 +333,11 @@ class RedisDriver:
         """Ask a server what it holds, if it is time to."""
         if monotonic() >= self._info.get(pool, (-inf, {}))[0] + INFO_SECONDS:
             with suppress(Exception):
-                self._info[pool] = monotonic(), Redis(connection_pool=pool).info()
-                if pool is not self._pool:  # whose server is one of the cluster
-                    self._info.pop(self._pool, None)
+                told = monotonic(), Redis(connection_pool=pool).info()
+                with self._lock:
+                    self._info[pool] = told
+                    if pool is not self._pool:  # whose server is one of the cluster
+                        self._info.pop(self._pool, None)
 
 
 def _exchange(pool: Any, asked: Sequence[_Asked], step: int) -> list[Any]:
