@@ -351,10 +351,11 @@ def _exchange(pool: Any, asked: Sequence[_Asked], step: int) -> list[Any]:
         for part in (asked[start : start + step] for start in range(0, len(asked), step)):
             connection.send_packed_command(connection.pack_commands(words for words, _ in part))
             for _, parser._buffer.target in part:
-                replies.append(parser.read_response())
+                replies.append(parser._read_response())
                 if isinstance(replies[-1], ReadOnlyError):
                     raise replies.pop()  # another server may be the master now
             parser._buffer.target = None
+            parser._buffer.purge()  # once, which ``read_response`` does for each reply
     except Exception as error:
         if connection is not None:
             connection.disconnect()
