@@ -26,10 +26,11 @@ from servers import (
 
 from kvpagoda.tiers import RecordBuffer, Status
 from kvpagoda.tiers.conformance import CHECKS
-from kvpagoda.tiers.redis import PREFIX, RedisDriver, redis_driver
+from kvpagoda.tiers.redis import redis_driver
 
 redis = pytest.importorskip("redis", reason="needs kvpagoda[redis]")
 from kvpagoda.tiers import redis_client  # noqa: E402
+from kvpagoda.tiers.redis_client import PREFIX, RedisDriver  # noqa: E402
 
 OK, MISS, CORRUPT, TIMEOUT, UNAVAILABLE, REJECTED = Status
 needs_redis = pytest.mark.skipif(not has_redis(), reason="no redis-server: apt-get install redis-server")

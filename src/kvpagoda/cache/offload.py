@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.cache.tier_hit import TierHit
-from kvpagoda.cache.tier_reader import TierReader, checkpoint_part
+from kvpagoda.cache.tier_hit import TierHit, checkpoint_part
+from kvpagoda.cache.tier_reader import TierReader
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.tiers.checksum import xxh3_128
@@ -60,7 +60,8 @@ class Offloader:
         _prove(specs, identity)
         prefix_root(b"", secret)
         block_nbytes = 0 if full is None else memory.record_nbytes(full.index)
-        parts = [(_most_copies(group), memory.record_nbytes(group.index)) for group in self._bounded]
+        most = [group.growth.most_blocks(group.block_size, 1) or 0 for group in self._bounded]  # in a checkpoint
+        parts = [(count, memory.record_nbytes(group.index)) for count, group in zip(most, self._bounded)]
         self.levels: tuple[Level, ...] = ()
         try:
             for spec in specs:
@@ -70,22 +71,23 @@ class Offloader:
             raise
         finalize(self, _close, self.levels, 0.0).atexit = False
         num_rows = 0 if full is None else full.plan.num_rows
-        self._hashes: npt.NDArray[np.uint8] = np.zeros((num_rows, KEY_NBYTES), np.uint8)
-        """The hash of every cached block, by id; zeros: not cached, or not known."""
+        writers = [level for level in self.levels if level.spec.write == "reuse"]
+        self._blocks = np.zeros(num_rows, [("hash", np.uint8, KEY_NBYTES), ("sent", np.bool_, len(writers))])
+        """Of every cached block, by id: its hash, zeros where it is not cached or not known, and which of the levels that
+        write what is reused were given it."""
+        self._hashes: npt.NDArray[np.uint8] = self._blocks["hash"]
+        self._sent = {level: self._blocks["sent"][:, i] for i, level in enumerate(writers)}
         self._checkpoints: dict[int, bytes] = {}  # checkpoint -> hash of the block that it follows
         self._reused: set[int] = set()  # checkpoints that levels which write what is reused were given
         self._backlog: dict[Level, deque[Unit]] = {level: deque() for level in self.levels}
-        self._sent = {level: np.zeros(num_rows, np.bool_) for level in self.levels if level.spec.write == "reuse"}
         self.reader = TierReader(self.levels, full, self._bounded, identity.block_size, memory)
 
     def set_weights(self, weights: str) -> None:
         """From now on what is stored and found is that of ``weights``; what waits to be stored is forgotten."""
         self._identity = replace(self._identity, weights=weights)
+        self.clear()
         for level in self.levels:
-            self._backlog[level].clear()
             level.set_identity(self._identity)
-        self._hashes[:] = 0
-        self._checkpoints.clear()
 
     def extend_hashes(
         self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media: Mapping[int, bytes] | None = None
@@ -169,7 +171,7 @@ class Offloader:
         """Copy ``parts``, (group, blocks, records), to staging memory, and store them as ``keys``; they are dropped where that
         fails."""
         try:
-            rows, at = level.acquire_to_store(len(keys)), 0
+            rows, at = level.buffer.acquire(len(keys), owner=level), 0
         except OutOfBlocks:  # another thread was faster
             level.dropped += len(keys)
             return
@@ -223,28 +225,25 @@ class Offloader:
 
     def freed(self, ids: Ids) -> None:
         """Blocks ``ids`` of the full group are cached no more."""
-        for table in (self._hashes, *self._sent.values()):
-            table[ids] = 0
+        self._blocks[ids] = 0
 
     def moved(self, new_ids: Ids) -> None:
         """Block ``i`` of the full group is ``new_ids[i]`` from now on, int32 ``[rows of the group]``."""
         sources = np.flatnonzero(new_ids != np.arange(len(new_ids)))
         targets = new_ids[sources]
-        tables = [(table, table[sources]) for table in (self._hashes, *self._sent.values())]
+        moved = self._blocks[sources]
         backlog = {
             level: deque((new_ids[ids], hashes) for ids, hashes in units) for level, units in self._backlog.items()
         }
-        for table, rows in tables:
-            table[sources] = 0
-            table[targets] = rows
+        self._blocks[sources] = 0
+        self._blocks[targets] = moved
         self._backlog = backlog
 
     def clear(self) -> None:
         """Forget what is cached; what waits to be stored is dropped, and staging rows that nobody owns are given back."""
         for backlog in self._backlog.values():
             backlog.clear()
-        for table in (self._hashes, *self._sent.values()):
-            table[:] = 0
+        self._blocks[:] = 0
         self._checkpoints.clear()
         self._reused.clear()
 
@@ -268,15 +267,12 @@ class Offloader:
         """Store what waits, for at most ``timeout`` seconds; whether all of it is done. Raises BadInput."""
         deadline = monotonic() + _proven_timeout(timeout)
         self.drain()
-        while (
-            any(self._backlog.values())
-            and monotonic() < deadline
-            and not all(one.tier.is_closed for one in self.levels)
-        ):
+        while any(self._backlog.values()) and monotonic() < deadline:
+            if all(level.tier.is_closed for level in self.levels):
+                break
             sleep(0.001)
             self.drain()
-        settled = [level.settle(deadline) for level in self.levels]
-        return all(settled) and not any(self._backlog.values())
+        return all([level.settle(deadline) for level in self.levels]) and not any(self._backlog.values())  # noqa: C419
 
     def close(self, timeout: float) -> bool:
         """Store what waits and give back all tiers, within ``timeout`` seconds in all; whether all of it is done. What a tier
@@ -310,10 +306,3 @@ def _proven_timeout(timeout: float) -> float:
     if not 0 <= timeout < inf:
         raise BadInput(f"a timeout is a number of seconds from 0 on, got {timeout!r}")
     return timeout
-
-
-def _most_copies(group: BlockGroup) -> int:
-    """The most blocks of a bounded group in one checkpoint."""
-    most = group.growth.most_blocks(group.block_size, 1)
-    assert most is not None, "a bounded group"
-    return most

@@ -125,11 +125,8 @@ def _load(core: Core, wish: AdmissionRequest, whole: int, own: list[Ids]) -> Pre
     found, hit = wish.found, wish.hit
     assert core.offloader is not None and hit is not None
     reader = core.offloader.reader
-    for number, group in enumerate(core.bounded):
-        end = ceil_div(found.resumable, group.block_size)
-        count = end - group.growth.first_needed(found.resumable) // group.block_size
-        if count:
-            reader.load_checkpoint(hit, number, own[group.index][:count])
+    if core.bounded:
+        reader.load_checkpoint(hit, [own[group.index] for group in core.bounded])
     if core.full is not None:  # last, for layers may go on coming in afterwards
         lacking = hit.end - whole - reader.load(hit, own[core.full.index][: hit.end - whole], whole)
         lost = lacking * core.block_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -48,6 +49,14 @@ class TierHit:
     def __exit__(self, *_: object) -> None:
         self.release()
 
+    def key(self, level: Level, number: int) -> bytes:
+        """The name of the text's record ``number`` in ``level``."""
+        return level.key(self.block_hashes[(number + 1) * level.unit])
+
+    def checkpoint_key(self, level: Level, end: int, part: int = 0) -> bytes:
+        """The name of a record of the checkpoint after ``end`` blocks."""
+        return level.key(self.block_hashes[end], checkpoint_part(part))
+
     def deadline(self, level: Level) -> float:
         """When a call to ``level`` has to be done: its timeout after the request began, whatever was asked before."""
         return level.spec.timeout + (monotonic() if self.started is None else self.started)
@@ -76,18 +85,25 @@ class Prefetch:
     """Records of one text that are being read into host memory. Made by ``KVCache.prefetch``; ``open`` takes what it has."""
 
     def __init__(self, block_hashes: list[bytes], future: Future[TierHit | None]) -> None:
-        self.block_hashes, self.is_used = block_hashes, False
-        self._future: Future[TierHit | None] = future
+        self.block_hashes, self._process = block_hashes, os.getpid()
+        self._future: Future[TierHit | None] | None = future
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is nothing to take any more."""
+        return self._future is None
 
     @property
     def is_done(self) -> bool:
         """Whether all that can be read ahead is read: opening the request waits for nothing then."""
-        return self._future.done()
+        return self._future is None or self._future.done() or self._process != os.getpid()
 
     def take(self, deadline: float) -> TierHit | None:
-        """What was found, for the caller to release; waits for it until ``deadline``. What comes later is given back."""
-        future = self._future
-        self.abandon()
+        """What was found, for the caller to release; waits for it until ``deadline``. What comes later is given back. In a
+        forked child nothing was: the thread that reads is not there."""
+        future, self._future = self._future, None
+        if future is None or self._process != os.getpid():
+            return None
         try:
             return future.result(max(0.0, deadline - monotonic()))
         except (CancelledError, FutureTimeout):
@@ -101,13 +117,13 @@ class Prefetch:
         if hit is not None:
             hit.release()
 
-    def abandon(self) -> None:
-        """There is nothing to take any more."""
-        self.is_used, self._future = True, Future()
-        self._future.set_result(None)
-
 
 def _release(future: Future[TierHit | None]) -> None:
     hit = None if future.exception() is not None else future.result()
     if hit is not None:
         hit.release()
+
+
+def checkpoint_part(number: int) -> bytes:
+    """The kind of a checkpoint's records."""
+    return b"checkpoint %d" % number

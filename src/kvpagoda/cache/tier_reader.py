@@ -10,13 +10,13 @@ is raised.
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
+from itertools import groupby, product
 from time import monotonic
-from weakref import WeakSet
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from kvpagoda.cache.swap import Rate
 from kvpagoda.cache.tier_hit import Prefetch, Record, TierHit
 from kvpagoda.memory.no_memory import NoMemory, Part
 from kvpagoda.tiers.driver import Status
-from kvpagoda.tiers.forks import watch_forks
 from kvpagoda.tiers.level import Level, Loading
 from kvpagoda.units import ceil_div, table_rows
 
@@ -49,13 +48,12 @@ class TierReader:
         self._levels, self._full, self._bounded = tuple(levels), full, tuple(bounded)
         self._size, self._memory = block_size, memory
         self._reader: ThreadPoolExecutor | None = None
-        self._prefetches: WeakSet[Prefetch] = WeakSet()
+        self._process = os.getpid()  # whose thread it is
         self._hit: TierHit | None = None  # the latest of a request
         self._computing, self._num_computed = Rate(), 0
         self.seconds_per_token: float | None = None
         """What a scheduler says that it takes to compute a token; None: what ``computed`` told. Loading is worth it if it is
         faster."""
-        watch_forks(self)
 
     def computed(self, seconds: float, num_tokens: int) -> None:
         """A model took so long for so many tokens of prompts."""
@@ -64,14 +62,8 @@ class TierReader:
 
     def close(self) -> None:
         """Nothing more is read ahead; what is being read goes on until its tiers answer."""
-        if self._reader is not None:
+        if self._reader is not None and self._process == os.getpid():
             self._reader.shutdown(wait=False, cancel_futures=True)
-
-    def after_fork(self) -> None:
-        """See ``Forkable``: the thread that reads ahead is not here."""
-        self._reader = None
-        for prefetch in [*self._prefetches]:
-            prefetch.abandon()
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
@@ -109,16 +101,14 @@ class TierReader:
                 self._read_ahead(hit, hit.records)
             return hit
 
-        if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, "kvpagoda-prefetch")
-        prefetch = Prefetch(block_hashes, self._reader.submit(read))
-        self._prefetches.add(prefetch)
-        return prefetch
+        if self._reader is None or self._process != os.getpid():
+            self._reader, self._process = ThreadPoolExecutor(1, "kvpagoda-prefetch"), os.getpid()
+        return Prefetch(block_hashes, self._reader.submit(read))
 
     def _find(
         self, block_hashes: list[bytes], num_cached: int, resumable: int, started: float | None
     ) -> TierHit | None:
-        last = len(block_hashes) - 1
+        last, is_useful = len(block_hashes) - 1, False
         end = num_cached if self._full is not None else last
         hit = TierHit(self._levels, block_hashes, num_cached, end, started)
         try:
@@ -126,28 +116,25 @@ class TierReader:
                 self._find_blocks(hit, last)
             if self._bounded:
                 self._find_checkpoint(hit, resumable)
-            if hit.end > resumable and self._is_worth_it(hit, resumable):
-                hit.records = [(level, number) for level, number in hit.records if number * level.unit < hit.end]
-                return hit
-        except BaseException:
-            hit.release()
-            raise
-        hit.release()
-        return None
+            is_useful = hit.end > resumable and self._is_worth_it(hit, resumable)
+        finally:
+            if not is_useful:
+                hit.release()
+        hit.records = [(level, number) for level, number in hit.records if number * level.unit < hit.end]
+        return hit if is_useful else None
 
     def _find_blocks(self, hit: TierHit, end: int) -> None:
         """Ask for more and more blocks at a time, up to the first that no level has."""
         at, step = hit.begin, _FIRST_STEP
         while at < end:
             stop, step = min(end, at + step), 4 * step
-            ranges = {
+            asked = {
                 level: range(at // level.unit, min(ceil_div(stop, level.unit), end // level.unit))
                 for level in self._levels
             }
-            asked = {level: self._keys(hit, level, numbers) for level, numbers in ranges.items() if numbers}
-            there = {level: {ranges[level][i] for i in found} for level, found in self._look_up(hit, asked).items()}
+            there = self._look_up(hit, asked, hit.key)
             while at < stop:
-                level = next((level for level, found in there.items() if at // level.unit in found), None)
+                level = next((one for one in self._levels if at // one.unit in there[one]), None)
                 if level is None:
                     hit.end = at
                     return
@@ -155,50 +142,50 @@ class TierReader:
                 at = (at // level.unit + 1) * level.unit
         hit.end = at
 
-    def _look_up(self, hit: TierHit, asked: dict[Level, list[bytes]]) -> dict[Level, list[int]]:
-        """Which of the keys that each level is asked for it has, by their places; all are asked at once."""
-        futures = {level: level.tier.lookup(keys, hit.deadline(level), _HOLD) for level, keys in asked.items()}
-        found = {}
+    @staticmethod
+    def _look_up(
+        hit: TierHit, asked: Mapping[Level, Many[int]], key: Callable[[Level, int], bytes]
+    ) -> dict[Level, set[int]]:
+        """Which of the records that each level is asked for it has, by their numbers; all are asked at once."""
+        futures = {
+            level: level.tier.lookup([key(level, number) for number in numbers], hit.deadline(level), _HOLD)
+            for level, numbers in asked.items()
+            if numbers
+        }
+        found: dict[Level, set[int]] = {level: set() for level in asked}
         for level, future in futures.items():
             lease = future.result()
             hit.leases.append(lease)
-            found[level] = [i for i, status in enumerate(lease.statuses) if status is Status.OK]
+            found[level] = {n for n, status in zip(asked[level], lease.statuses) if status is Status.OK}
         return found
 
     def _find_checkpoint(self, hit: TierHit, resumable: int) -> None:
         """Read the furthest checkpoint behind ``resumable`` that the blocks reach; ``hit.end`` is then there."""
         ends, hit.end = range(hit.end, resumable, -1), 0
-        asked = {
-            level: [level.key(hit.block_hashes[end], checkpoint_part(0)) for end in ends] for level in self._levels
-        }
-        there = self._look_up(hit, asked) if ends else {}
-        found = [(end, level) for level, places in there.items() for end in (ends[i] for i in places)]
-        found += [(end, self._levels[0]) for end in ends if not any(count for _, count in self._counts(end))]
-        for end, level in sorted(found, key=lambda one: (-one[0], self._levels.index(one[1]))):
-            num_rows, deadline = sum(self._checkpoint_rows(level, end)), hit.deadline(level)
+        there = self._look_up(hit, dict.fromkeys(self._levels, ends), hit.checkpoint_key)
+        for end, level in product(ends, self._levels):
+            is_first = level is self._levels[0]  # where nothing is needed, it will do
+            if end not in there[level] and (not is_first or any(rows for _, rows in self._checkpoint(level, end))):
+                continue
+            num_rows, deadline = sum(rows for _, rows in self._checkpoint(level, end)), hit.deadline(level)
             rows = level.acquire(num_rows, hit, deadline)
             if rows is None:
                 continue
             hit.checkpoint, hit.end = (level, rows), end
-            keys = [level.key(hit.block_hashes[end], checkpoint_part(i)) for i in range(num_rows)]
+            keys = [hit.checkpoint_key(level, end, part) for part in range(num_rows)]
             if not level.finish_load(level.start_load(keys, rows, deadline)):
                 return
             hit.checkpoint, hit.end = None, 0
             level.buffer.release(rows)
 
-    def _counts(self, end: int) -> list[tuple[BlockGroup, int]]:
-        """How many blocks of each bounded group a checkpoint after ``end`` blocks of the text holds."""
-        at = end * self._size
-        return [
-            (one, ceil_div(at, one.block_size) - one.growth.first_needed(at) // one.block_size) for one in self._bounded
-        ]
-
-    def _checkpoint_rows(self, level: Level, end: int) -> list[int]:
-        """How many staging rows each bounded group takes in a checkpoint after ``end`` blocks."""
-        return [
-            table_rows(count, self._memory.record_nbytes(group.index), level.payload_nbytes)
-            for group, count in self._counts(end)
-        ]
+    def _checkpoint(self, level: Level, end: int) -> list[tuple[int, int]]:
+        """How many blocks of each bounded group a checkpoint after ``end`` blocks holds, and in how many staging rows."""
+        at, found = end * self._size, []
+        for group in self._bounded:
+            count = ceil_div(at, group.block_size) - group.growth.first_needed(at) // group.block_size
+            width = self._memory.record_nbytes(group.index)
+            found.append((count, table_rows(count, width, level.payload_nbytes)))
+        return found
 
     def _is_worth_it(self, hit: TierHit, resumable: int) -> bool:
         """Whether loading is expected to be faster than computing, as far as both were measured; and in time, where the blocks
@@ -227,7 +214,7 @@ class TierReader:
     def _read(self, hit: TierHit, records: Many[Record], *, is_ahead: bool = False) -> Iterator[list[Record]]:
         """Read those of ``records`` that are not held, several batches at once; yields them as they are held, in their order,
         up to the first that cannot be read."""
-        batches, begun = deque(_batches(records)), deque[tuple[list[Record], list[Record], Loading | None]]()
+        batches, begun = deque(_batches(records)), deque[tuple[list[Record], list[Record], Loading]]()
         while batches or begun:
             while batches and len(begun) < batches[0][0][0].spec.workers:
                 level, lacking = batches[0][0][0], [one for one in batches[0] if one not in hit.held]
@@ -236,24 +223,18 @@ class TierReader:
                 rows = level.acquire(len(lacking), hit, 0.0 if begun else hit.deadline(level))
                 if rows is None:
                     break
-                keys = self._keys(hit, level, [number for _, number in lacking])
-                loading = level.start_load(keys, rows, hit.deadline(level)) if rows else None
-                begun.append((batches.popleft(), lacking, loading))
+                keys = [hit.key(*record) for record in lacking]
+                begun.append((batches.popleft(), lacking, level.start_load(keys, rows, hit.deadline(level))))
             if not begun:
                 return
             batch, lacking, loading = begun.popleft()
-            if loading is not None:
-                bad = batch[0][0].finish_load(loading)
-                hit.held.update((record, row) for record, row in zip(lacking, loading.rows) if row not in bad)
+            bad = batch[0][0].finish_load(loading)
+            hit.held.update((record, row) for record, row in zip(lacking, loading.rows) if row not in bad)
             good = next((i for i, record in enumerate(batch) if record not in hit.held), len(batch))
             if good:
                 yield batch[:good]
             if good < len(batch):
                 return
-
-    @staticmethod
-    def _keys(hit: TierHit, level: Level, numbers: Many[int]) -> list[bytes]:
-        return [level.key(hit.block_hashes[(number + 1) * level.unit]) for number in numbers]
 
     # -- loading into blocks -------------------------------------------------------------------------------------------
 
@@ -304,13 +285,15 @@ class TierReader:
                 payloads = level.buffer.payloads[:, place * width : (place + 1) * width]
                 yield ids[(columns + place)[inside]], payloads, rows[inside].tolist()
 
-    def load_checkpoint(self, hit: TierHit, number: int, ids: Ids) -> None:
-        """Fill ``ids``, what the ``number``-th bounded group has in the hit's checkpoint. Raises what copying raises."""
+    def load_checkpoint(self, hit: TierHit, targets: Many[Ids]) -> None:
+        """Fill the first of ``targets``, blocks of each bounded group, with the hit's checkpoint. Raises what copying
+        raises."""
         assert hit.checkpoint is not None
         level, rows = hit.checkpoint
-        counts = self._checkpoint_rows(level, hit.end)
-        at = sum(counts[:number])
-        self._memory.from_host(self._bounded[number].index, ids, level.buffer.payloads, rows[at : at + counts[number]])
+        for group, ids, (count, num_rows) in zip(self._bounded, targets, self._checkpoint(level, hit.end)):
+            if count:
+                self._memory.from_host(group.index, ids[:count], level.buffer.payloads, rows[:num_rows])
+            rows = rows[num_rows:]
 
 
 def _batches(records: Many[Record]) -> Iterator[list[Record]]:
@@ -319,8 +302,3 @@ def _batches(records: Many[Record]) -> Iterator[list[Record]]:
         some = [*run]
         for at in range(0, len(some), level.batch):
             yield some[at : at + level.batch]
-
-
-def checkpoint_part(number: int) -> bytes:
-    """The kind of a checkpoint's records."""
-    return b"checkpoint %d" % number

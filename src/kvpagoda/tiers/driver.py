@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
+from threading import Lock
 from typing import Protocol
 
 
@@ -86,3 +87,30 @@ class Driver(Protocol):
 
     def close(self) -> None:
         """Give everything back. Calls after it say UNAVAILABLE; a second one does nothing."""
+
+
+class Calls:
+    """The calls that a driver is in: none begins after ``close``, and then the last one that is over calls ``end``, once."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end, self._lock, self._count, self.is_closed = end, Lock(), 0, False
+
+    def begin(self) -> bool:
+        """Whether a call may begin; ``done`` ends it then."""
+        with self._lock:
+            self._count += not self.is_closed
+            return not self.is_closed
+
+    def done(self) -> None:
+        """A call is over."""
+        with self._lock:
+            self._count -= 1
+            is_last = self.is_closed and not self._count
+        if is_last:
+            self._end()
+
+    def close(self) -> None:
+        """Let no more calls begin; a second time does nothing."""
+        if self.begin():
+            self.is_closed = True
+            self.done()

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.pages import Bytes
 from kvpagoda.tiers.driver import FAULTS, Status
-from kvpagoda.tiers.forks import watch_forks
 from kvpagoda.tiers.keys import layout_fingerprint, record_key
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.tiers.spec import TierSpec
@@ -111,19 +110,14 @@ class Level:
         self._kept_free = count // 2  # for what is loaded
         fingerprint = identity.fingerprint(self.unit, self.payload_nbytes)
         driver = spec.make(self.buffer)
-        try:
-            self.tier = Tier(
-                driver, self.buffer, fingerprint, in_flight=2 * count * record + (1 << 20), workers=spec.workers,
-                checksum=spec.checksum,
-            )  # fmt: skip
-        except BaseException:
-            driver.close()
-            raise
+        self.tier = Tier(
+            driver, self.buffer, fingerprint, in_flight=2 * count * record + (1 << 20), workers=spec.workers,
+            checksum=spec.checksum,
+        )  # fmt: skip
         self.seconds_per_byte: float | None = None  #: of loads, lately
         self._measured_until = 0.0
         self._storing: dict[Future[list[Status]], Sequence[int]] = {}
         self.dropped = 0
-        watch_forks(self)
 
     def _num_staged(self, record: int, checkpoint: int) -> int:
         """How many records of ``record`` bytes staging memory has, where a checkpoint takes ``checkpoint``."""
@@ -151,12 +145,8 @@ class Level:
         """Records that may be stored, or read ahead, now; what is left is for loads."""
         return 0 if self.tier.is_closed else max(0, self.buffer.num_free - self._kept_free)
 
-    def acquire_to_store(self, n: int) -> list[int]:
-        """``n`` rows of staging memory, of which ``num_writable`` are free, for ``store`` or ``buffer.release``."""
-        return self.buffer.acquire(n, owner=self)
-
     def store(self, keys: Sequence[bytes], rows: Sequence[int], nbytes: Sequence[int] | None = None) -> None:
-        """Store records in ``rows`` of ``acquire_to_store``; they are released when that is done. Nobody waits."""
+        """Store records in ``rows``, which this level acquired; they are released when that is done. Nobody waits."""
         future = self.tier.store(keys, rows, monotonic() + self.spec.timeout, nbytes)
         self._storing[future] = rows
 
@@ -167,8 +157,8 @@ class Level:
         future.add_done_callback(done)
 
     def settle(self, deadline: float) -> bool:
-        """Wait for what is being stored; whether it is done."""
-        return not wait([*self._storing], max(0.0, deadline - monotonic())).not_done
+        """Wait for what is being stored; whether it is done. In a forked child nothing is."""
+        return self.tier.is_closed or not wait([*self._storing], max(0.0, deadline - monotonic())).not_done
 
     # -- loading: any thread -------------------------------------------------------------------------------------------
 
@@ -227,7 +217,3 @@ class Level:
             told.stores.get(Status.OK, 0), told.loads.get(Status.OK, 0), told.loads.get(Status.MISS, 0), failed,
             self.dropped + told.stores.get(Status.REJECTED, 0), told.is_available, told.last_fault,
         )  # fmt: skip
-
-    def after_fork(self) -> None:
-        """See ``Forkable``: what the parent stores is not waited for here."""
-        self._storing.clear()

@@ -15,12 +15,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
-from threading import Condition, Thread
-from time import monotonic
+from threading import Event, Lock, Thread
+from time import monotonic, sleep
 from typing import Any
 
 from kvpagoda.errors import BadInput
-from kvpagoda.tiers.driver import DriverStats, Lease, Status
+from kvpagoda.tiers.driver import Calls, DriverStats, Lease, Status
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.units import format_bytes, parse_bytes
 
@@ -57,18 +57,17 @@ class MooncakeDriver:
         start = buffer.records.ctypes.data
         self._places = [start + row * buffer.record_nbytes for row in range(buffer.num_records)]
         self._process = os.getpid()
-        self._changed = Condition()
         self._client: Any = None
-        self._calls = self._rejected = 0
-        self._is_closed = False
-        Thread(target=self._connect, name="kvpagoda-mooncake", daemon=True).start()
-        with self._changed:
-            self._changed.wait_for(lambda: self._client is not None, _CONNECT_SECONDS if self._is_reachable() else 0)
+        self._rejected, self._lock = 0, Lock()
+        self._calls, is_over = Calls(self._end), Event()
+        self._calls.begin()
+        Thread(target=self._connect, args=(is_over,), name="kvpagoda-mooncake", daemon=True).start()
+        is_over.wait(_CONNECT_SECONDS if self._is_reachable() else 0)
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
         """See ``Driver``. REJECTED: no room. OK is not even a promise that it was stored."""
         statuses = self._call("batch_put_from", keys, deadline, self._where(rows), wanted=0)
-        with self._changed:
+        with self._lock:
             self._rejected += statuses.count(Status.REJECTED)
         return statuses
 
@@ -87,17 +86,13 @@ class MooncakeDriver:
 
     def stats(self) -> DriverStats:
         """The segment, which is taken whole from the start. What lies in it, and elsewhere, only the master knows."""
-        with self._changed:
-            nbytes = self._segment_nbytes if self._client is not None else 0
-            return DriverStats(0, nbytes, self._segment_nbytes, rejected=self._rejected)
+        nbytes = self._segment_nbytes if self._client is not None else 0
+        return DriverStats(0, nbytes, self._segment_nbytes, rejected=self._rejected)
 
     def close(self) -> None:
         """See ``Driver``. The engine is given up by the last call that still uses it; what lay in the segment is gone."""
-        with self._changed:
-            is_first, self._is_closed = not self._is_closed, True
-            self._calls += is_first
-        if is_first:
-            self._leave()
+        if self._process == os.getpid():
+            self._calls.close()
 
     # -- the engine ------------------------------------------------------------------------------------------------------
 
@@ -108,16 +103,14 @@ class MooncakeDriver:
         self, name: str, keys: Sequence[bytes], deadline: float, arguments: Sequence[object] = (), *, wanted: int
     ) -> list[Status]:
         """One batch. The engine knows no deadlines: past them it is given up after seconds, by ``TIMEOUTS``."""
-        with self._changed:
-            fault = Status.TIMEOUT if monotonic() >= deadline else Status.UNAVAILABLE
-            client = None if self._is_closed or self._process != os.getpid() else self._client
-            if client is None or fault is Status.TIMEOUT or not keys:
-                return [fault if client is not None else Status.UNAVAILABLE] * len(keys)
-            self._calls += 1
+        if not keys or self._process != os.getpid() or not self._calls.begin():
+            return [Status.UNAVAILABLE] * len(keys)
         try:
-            codes: list[int] = getattr(client, name)([key.hex() for key in keys], *arguments)
+            if self._client is None or monotonic() >= deadline:
+                return [Status.UNAVAILABLE if self._client is None else Status.TIMEOUT] * len(keys)
+            codes: list[int] = getattr(self._client, name)([key.hex() for key in keys], *arguments)
         finally:
-            self._leave()
+            self._calls.done()
         other = Status.MISS if name == "batch_is_exist" else Status.CORRUPT
         statuses = [
             Status.OK if code == wanted else other if code >= 0 else _STATUSES.get(code, Status.UNAVAILABLE)
@@ -127,20 +120,12 @@ class MooncakeDriver:
             self.last_error = f"{name}: {codes[statuses.index(Status.UNAVAILABLE)]}"
         return statuses
 
-    def _leave(self) -> None:
-        """A call ends; the last one after ``close`` ends the engine, which must not be called after that."""
-        with self._changed:
-            self._calls -= 1
-            client = self._client if self._is_closed and not self._calls else None
-            if client is not None:
-                self._client = None
-            self._changed.notify_all()
-        if client is not None and self._process == os.getpid():
-            self._end(client)
-
-    def _end(self, client: Any) -> None:
-        client.unregister_buffer(self._places[0])
-        client.close()
+    def _end(self) -> None:
+        """End the engine, which must not be called after that."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.unregister_buffer(self._places[0])
+            client.close()
 
     def _is_reachable(self) -> bool:
         """Whether somebody answers at the master's address: without one the engine tries for a minute and a half."""
@@ -154,23 +139,19 @@ class MooncakeDriver:
             return False
         return True
 
-    def _connect(self) -> None:
-        """Until it succeeds or is closed: set the engine up, and register the buffer. From then on it reconnects itself."""
-        while True:
+    def _connect(self, is_over: Event) -> None:
+        """A call that lasts until it succeeds or all is closed: set the engine up, and register the buffer. From then on it
+        reconnects itself."""
+        while self._client is None and not self._calls.is_closed:
             if self._is_reachable():
                 client = self._make()
                 if client is not None and client.register_buffer(self._places[0], self._buffer.records.nbytes) == 0:
+                    self._client, self.last_error = client, ""
                     break
                 self.last_error = f"{self._master}: the engine could not be set up; see what it logs"
-            with self._changed:
-                if self._changed.wait_for(lambda: self._is_closed, _RETRY_SECONDS):
-                    return
-        with self._changed:
-            if not self._is_closed:
-                self._client, self.last_error = client, ""
-                self._changed.notify_all()
-                return
-        self._end(client)
+            sleep(_RETRY_SECONDS)
+        is_over.set()
+        self._calls.done()
 
 
 def mooncake_driver(

@@ -1,98 +1,17 @@
-"""Records in Redis or Valkey: one server, a cluster, or the master that sentinels name.
-
-store    SET kvpagoda:<key in hex> <record> NX          load      GET
-lookup   STRLEN, which also counts as a use             discard   DEL
-
-A value of another type or length is none of ours: a miss, and overwritten by the next store.
-"""
+"""Records in Redis or Valkey: one server, a cluster, or the master that sentinels name."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from threading import Lock
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from kvpagoda.errors import BadInput
-from kvpagoda.tiers.driver import DriverStats, Lease, Status
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.units import format_bytes
 
 if TYPE_CHECKING:
-    from kvpagoda.tiers.redis_client import RedisClient, Reply
+    from kvpagoda.tiers.redis_client import RedisDriver
 
-PREFIX = b"kvpagoda:"
 _MOST_NBYTES = 512 << 20  # of a value, by the protocol
-
-
-class RedisDriver:
-    """See ``redis_driver``. ``last_error``: why something was not available, for people."""
-
-    def __init__(self, buffer: RecordBuffer, client: RedisClient) -> None:
-        self._records, self._record_nbytes = [row.data for row in buffer.rows], buffer.record_nbytes
-        self._client = client
-        self._lock, self._rejected = Lock(), 0
-
-    @property
-    def last_error(self) -> str:
-        return self._client.last_error
-
-    def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        """See ``Driver``. REJECTED: the server is full and may not evict."""
-        names, records = _names(keys), [self._records[row] for row in rows]
-        replies = self._client.ask(b"SET", names, deadline, records, b"NX")
-        kept = [i for i, reply in enumerate(replies) if reply is None]
-        for i, status in zip(kept, self._lookup([names[i] for i in kept], deadline) if kept else ()):
-            if status is Status.MISS:  # something lies there that is no record
-                (replies[i],) = self._client.ask(b"SET", [names[i]], deadline, [records[i]])
-            else:
-                replies[i] = status
-        statuses = [reply if isinstance(reply, Status) else Status.OK for reply in replies]
-        with self._lock:
-            self._rejected += statuses.count(Status.REJECTED)
-        return statuses
-
-    def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
-        """See ``Driver``. A server knows no leases: what was found counts as used, and ``until`` is now."""
-        return Lease(tuple(keys), tuple(self._lookup(_names(keys), deadline)), monotonic())
-
-    def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        """See ``Driver``. CORRUPT: a value of another type or length."""
-        replies = self._client.ask(b"GET", _names(keys), deadline, [self._records[row] for row in rows])
-        return [self._status(reply, Status.CORRUPT) for reply in replies]
-
-    def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
-        """See ``Driver``."""
-        replies = self._client.ask(b"DEL", _names(keys), deadline)
-        return [reply if isinstance(reply, Status) else Status.OK if reply else Status.MISS for reply in replies]
-
-    def stats(self) -> DriverStats:
-        """What the servers said of themselves with a store of this driver, a second before the last one at most: all that
-        they hold, for whomever, by their own count of memory, beside ``maxmemory``, or their whole memory if that is 0."""
-        told = self._client.info()
-        used, most, memory, evicted = (
-            sum(int(info.get(name, 0)) for info in told)
-            for name in ("used_memory", "maxmemory", "total_system_memory", "evicted_keys")
-        )
-        records = sum(value["keys"] for info in told for name, value in info.items() if re.fullmatch(r"db\d+", name))
-        return DriverStats(records, used, most or memory, 0, evicted, self._rejected)
-
-    def close(self) -> None:
-        """See ``Driver``."""
-        self._client.close()
-
-    def _lookup(self, names: Sequence[bytes], deadline: float) -> list[Status]:
-        replies = self._client.ask(b"STRLEN", names, deadline)
-        return [Status.MISS if reply is Status.CORRUPT else self._status(reply, Status.MISS) for reply in replies]
-
-    def _status(self, reply: Reply, other: Status) -> Status:
-        """Of the length of a value: OK for that of a record, ``other`` for others."""
-        if isinstance(reply, Status):
-            return reply
-        if reply is None:
-            return Status.MISS
-        return Status.OK if reply == self._record_nbytes else other
 
 
 def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
@@ -111,11 +30,11 @@ def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
     try:
         from redis.exceptions import RedisError
 
-        from kvpagoda.tiers.redis_client import RedisClient
+        from kvpagoda.tiers.redis_client import RedisDriver
     except ImportError as error:
         raise BadInput(f"Redis needs the package redis ({error}); install kvpagoda[redis]") from None
     try:
-        return RedisDriver(buffer, RedisClient(url))
+        return RedisDriver(buffer, url)
     except (
         ValueError,
         LookupError,
@@ -126,7 +45,3 @@ def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
             "a url is redis://user:password@host:port/database?option=value, rediss:// for TLS, unix:///path, or "
             "redis+sentinel://host:port,host:port#name"
         ) from None
-
-
-def _names(keys: Sequence[bytes]) -> list[bytes]:
-    return [PREFIX + key.hex().encode() for key in keys]

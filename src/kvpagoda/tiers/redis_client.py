@@ -1,145 +1,108 @@
-"""redis-py as the client of ``RedisDriver``: its pools, logins, TLS, cluster map and sentinels, over sockets with a deadline.
+"""A driver over redis-py: over its pools, logins, TLS, cluster map and sentinels, by a deadline.
 
-redis-py bounds each wait for bytes, not a call, and copies a value four times on its way. Both are settled at the socket: each
-connection has a ``_Socket``, which gives up at the deadline of the call in progress, sends records from where they lie, and
-reads plain replies and the values of records. All other replies, errors above all, are left to redis-py.
+store    SET kvpagoda:<key in hex> <record> NX          load      GET
+lookup   STRLEN, which also counts as a use             discard   DEL
+
+A value of another type or length is none of ours: a miss, and overwritten by the next store.
+
+redis-py bounds each wait for bytes, not a call, and copies a value four times on its way in. Both are settled in the
+connection: each wait ends at the deadline of the call in progress, and values are received where their records lie.
 """
 
 from __future__ import annotations
 
 import re
 import socket
-import ssl
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from itertools import zip_longest
 from math import inf
+from ssl import SSLSocket
 from threading import Lock
 from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 from redis import ConnectionPool, Redis, RedisCluster, Sentinel
 from redis._parsers import _RESP2Parser
+from redis._parsers.socket import SocketBuffer
 from redis.backoff import NoBackoff
-from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
-from redis.exceptions import AskError, InvalidResponse, MovedError, OutOfMemoryError, ResponseError
+from redis.connection import (
+    Connection,
+    PythonRespSerializer,
+    SSLConnection,
+    UnixDomainSocketConnection,
+    parse_url,
+)
+from redis.exceptions import AskError, OutOfMemoryError, ReadOnlyError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 from redis.sentinel import SentinelConnectionPool, SentinelManagedConnection, SentinelManagedSSLConnection
 
-from kvpagoda.tiers.driver import Status
+from kvpagoda.tiers.driver import DriverStats, Lease, Status
+from kvpagoda.tiers.records import RecordBuffer
 
-Words = tuple[bytes | memoryview, ...]
-_Asked = tuple[Words, memoryview | None]  # a command, and the record that it is about
-Reply = int | None | Status
-"""GET, STRLEN: bytes of the value; DEL: how many there were; SET: 1. None: no value, or NX kept one. Or what went wrong."""
+_Asked = tuple[tuple[Any, ...], memoryview | None]  # a command, and the record that its reply is read into
 
+PREFIX = b"kvpagoda:"
 INFO_SECONDS = 1.0
 _PART_NBYTES = 1 << 20  # asked for at once: more of it, and server and client wake each other for less
 _PART_NAMES = 1024
 _RECEIVE_NBYTES = 4 << 20
-_MOST_NBYTES = 16 << 20  # of a reply that redis-py reads: the map of a cluster, a record whose slot is moving
-_LINES_NBYTES, _HEAD_NBYTES = 4096, 12  # read ahead of numbers, and of a value, whose bytes shall come into its record
+_MOST_NBYTES = 16 << 20  # of a reply that is no record: the map of a cluster, a record whose slot is moving
+_READ_NBYTES = 4096  # read ahead: what of a record is in it is copied once more
 _LONGEST_SECONDS = 86400.0
-_PLAIN = re.compile(rb"(?:\+OK|(?::|\$(?=-))(-1|\d{1,18}))\r\n")  # OK, a number, or null
-_VALUE = re.compile(rb"\$(-1|\d{1,9})\r\n")  # its length, or null
 _deadline: ContextVar[float] = ContextVar("deadline", default=inf)  # of the call that this thread is in
 
 
-def _seconds_left() -> float:
-    """Until the deadline. At least 1 ms: sockets take 0 for "do not wait"."""
-    return min(max(_deadline.get() - monotonic(), 0.001), _LONGEST_SECONDS)
+def _seconds_left(_: object = None) -> float:
+    """Until the deadline, and never 0: sockets take that for "do not wait". Raises TimeoutError when it is over."""
+    seconds = _deadline.get() - monotonic()
+    if seconds <= 0:
+        raise TimeoutError("no answer by the deadline")
+    return min(seconds, _LONGEST_SECONDS)
 
 
-class _Socket:
-    """A connected socket. Whatever it does ends by the deadline of the call that it is used in, with TimeoutError."""
+class _Received(SocketBuffer):  # type: ignore[misc]
+    """What came, for a parser of redis-py. With ``target`` a value is received into it, and the reply is the target; a value
+    of another length is received over itself, and the reply is its length."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket, self._ahead, self._is_polled, self._most = connected, b"", False, 0
+    target: memoryview | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._socket, name)
+    def read(self, length: int, *options: Any, **more: Any) -> Any:
+        target = self.target
+        if target is None:
+            return super().read(length, *options, **more)
+        for start in range(0, length, len(target)):
+            piece = target[: length - start]
+            at = self._buffer.readinto(piece)
+            while at < len(piece):
+                self._sock.settimeout(_seconds_left())
+                count = self._sock.recv_into(piece[at:])
+                if not count:
+                    raise ConnectionResetError("the server closed the connection")
+                at += count
+        super().read(0, *options, **more)
+        return target if length == len(target) else length
 
-    def settimeout(self, seconds: float | None) -> None:
-        """0: do not wait. Other timeouts do not count."""
-        self._is_polled = seconds == 0
-
-    def sendall(self, data: Any) -> None:
-        """Send a buffer, or a list of buffers."""
-        parts, at = [memoryview(part) for part in (data if isinstance(data, list) else [data])], 0
-        self._most = _MOST_NBYTES
-        while at < len(parts):
-            ready = self._ready()
-            done = ready.send(parts[at]) if isinstance(ready, ssl.SSLSocket) else ready.sendmsg(parts[at : at + 64])
-            while at < len(parts) and done >= len(parts[at]):
-                done -= len(parts[at])
-                at += 1
-            if done:
-                parts[at] = parts[at][done:]
-
-    def recv(self, nbytes: int) -> bytes:
-        """What came, for redis-py; a line of what ``reply`` has read."""
-        end = self._ahead.find(b"\n") + 1 or len(self._ahead)
-        data, self._ahead = self._ahead[:end] or self._ready().recv(nbytes), self._ahead[end:]
-        self._most -= len(data)
-        if self._most < 0:
+    def _read_from_socket(self, length: int | None = None, *options: Any, **more: Any) -> bool:
+        wanted = self.unread_bytes() + (length or 1)
+        if self._buffer.tell() + wanted > _MOST_NBYTES:
             raise OSError(f"an answer of more than {_MOST_NBYTES} bytes")
-        return data
-
-    def reply(self, target: memoryview | None) -> int | None:
-        """A number, -1 for null, 1 for OK; with ``target`` the length of a value, which is read into it, or over itself.
-
-        None for any other reply, which is left to ``recv``.
-        """
-        while not (head := (_PLAIN if target is None else _VALUE).match(self._ahead)):
-            if b"\n" in self._ahead or len(self._ahead) > _LINES_NBYTES:
-                return None
-            self._read_ahead(_LINES_NBYTES if target is None else _HEAD_NBYTES)
-        number, self._ahead = int(head[1] or 1), self._ahead[head.end() :]
-        if target is not None and number >= 0:
-            for start in range(0, number, len(target)):
-                self._fill(target[: number - start])
-            while len(self._ahead) < 2:
-                self._read_ahead(_HEAD_NBYTES)
-            if self._ahead[:2] != b"\r\n":
-                raise OSError("a value is longer than it says")
-            self._ahead = self._ahead[2:]
-        return number
-
-    def _fill(self, target: memoryview) -> None:
-        at = min(len(target), len(self._ahead))
-        target[:at], self._ahead = self._ahead[:at], self._ahead[at:]
-        while at < len(target):
-            at += self._some(self._ready().recv_into(target[at:]))
-
-    def _read_ahead(self, nbytes: int) -> None:
-        self._ahead += self._some(self._ready().recv(nbytes))
-
-    def _some(self, came: Any) -> Any:
-        if not came:
-            raise ConnectionResetError("the server closed the connection")
-        return came
-
-    def _ready(self) -> socket.socket:
-        if monotonic() >= _deadline.get():
-            raise TimeoutError("no answer by the deadline")
-        self._socket.settimeout(0.0 if self._is_polled else _seconds_left())
-        return self._socket
+        while self.unread_bytes() < wanted:
+            if more.get("timeout") != 0:
+                self._sock.settimeout(_seconds_left())
+            if not super()._read_from_socket(None, *options, **more):
+                return False
+        return True
 
 
-class _Connection:
-    """Mixed into a connection of redis-py: it has a ``_Socket``, and connects by the deadline."""
-
-    socket_timeout = socket_connect_timeout = property(lambda _: _seconds_left(), lambda _, seconds: None)
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.set_parser(_RESP2Parser)  # type: ignore[attr-defined]  # hiredis reads ahead by itself
-
-    def _connect(self) -> _Socket:
-        self.wire = _Socket(super()._connect())  # type: ignore[misc]
-        return self.wire
+class _Parser(_RESP2Parser):  # type: ignore[misc]
+    def on_connect(self, connection: Any) -> None:
+        super().on_connect(connection)
+        self._buffer = _Received(connection._sock, _READ_NBYTES, None)
 
 
 class _Tcp(Connection):  # type: ignore[misc]
@@ -149,12 +112,11 @@ class _Tcp(Connection):  # type: ignore[misc]
         failed = OSError(f"{self.host} has no address")
         for family, kind, protocol, _, place in socket.getaddrinfo(self.host, self.port, 0, socket.SOCK_STREAM):
             connected = socket.socket(family, kind, protocol)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_NBYTES)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
-                connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_NBYTES)
-                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connected.settimeout(_seconds_left())
                 connected.connect(place)
-                connected.settimeout(_seconds_left())
                 return connected
             except OSError as error:
                 connected.close()
@@ -162,12 +124,38 @@ class _Tcp(Connection):  # type: ignore[misc]
         raise failed
 
 
+class _Bounded:
+    """Mixed into a connection of redis-py: whatever it does ends by the deadline."""
+
+    socket_timeout = socket_connect_timeout = property(_seconds_left, lambda _, seconds: None)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.set_parser(_Parser)  # type: ignore[attr-defined]
+
+    def _construct_command_packer(self, packer: object) -> Any:
+        return PythonRespSerializer(self._buffer_cutoff, self.encoder.encode)  # type: ignore[attr-defined]  # hiredis copies
+
+    def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        if not self._sock:  # type: ignore[attr-defined]
+            self.connect()  # type: ignore[attr-defined]
+        connected = self._sock  # type: ignore[attr-defined]
+        parts = [memoryview(part) for part in command]
+        while parts:
+            connected.settimeout(_seconds_left())
+            done = connected.send(parts[0]) if isinstance(connected, SSLSocket) else connected.sendmsg(parts[:64])
+            while parts and done >= len(parts[0]):
+                done -= len(parts.pop(0))
+            if done:
+                parts[0] = parts[0][done:]
+
+
 _CLASSES: dict[str, Any] = {
-    "redis": type("Connection", (_Connection, _Tcp), {}),
-    "rediss": type("SSLConnection", (_Connection, SSLConnection, _Tcp), {}),
-    "unix": type("UnixDomainSocketConnection", (_Connection, UnixDomainSocketConnection), {}),
-    "redis+sentinel": type("SentinelManagedConnection", (_Connection, SentinelManagedConnection, _Tcp), {}),
-    "rediss+sentinel": type("SentinelManagedSSLConnection", (_Connection, SentinelManagedSSLConnection, _Tcp), {}),
+    "redis": type("Connection", (_Bounded, _Tcp), {}),
+    "rediss": type("SSLConnection", (_Bounded, SSLConnection, _Tcp), {}),
+    "unix": type("UnixDomainSocketConnection", (_Bounded, UnixDomainSocketConnection), {}),
+    "redis+sentinel": type("SentinelManagedConnection", (_Bounded, SentinelManagedConnection, _Tcp), {}),
+    "rediss+sentinel": type("SentinelManagedSSLConnection", (_Bounded, SentinelManagedSSLConnection, _Tcp), {}),
 }
 
 
@@ -175,12 +163,12 @@ def _pool(url: str) -> Any:
     """The connections to the server of ``url``, or to the master that its sentinels name. Raises ValueError or LookupError."""
     parts = urlsplit(url)
     scheme, _, kind = parts.scheme.partition("+")
-    options: dict[str, Any] = {"connection_class": _CLASSES[parts.scheme], "protocol": 2}
     is_whole = bool(parts.path) if scheme == "unix" else (parts.path.strip("/") or "0").isdecimal()
     if not (is_whole and (parts.fragment if kind else scheme == "unix" or (parts.hostname and parts.port != 0))):
         raise ValueError("a host, a port, a path, a database or the name of a master is missing or none")
+    options: dict[str, Any] = {"connection_class": _CLASSES[parts.scheme], "protocol": 2}
     if not kind:
-        return ConnectionPool.from_url(url, **options)
+        return ConnectionPool(**parse_url(url) | options)
     login, at, places = parts.netloc.rpartition("@")
     sentinels = Sentinel([])
     pools = [_pool(f"{scheme}://{place}?{parts.query}") for place in places.split(",")]
@@ -189,39 +177,93 @@ def _pool(url: str) -> Any:
     return SentinelConnectionPool(parts.fragment, sentinels, **options)
 
 
-class RedisClient:
-    """Sends commands to a server, or to all servers of a cluster. ``last_error``: what went wrong last, for people.
+class RedisDriver:
+    """See ``redis_driver``. ``last_error``: why something was not available, for people.
 
     A server that says MOVED is one of a cluster, whose map redis-py reads and keeps from then on. Raises ValueError,
     LookupError, TypeError or RedisError for a URL that it does not understand.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, buffer: RecordBuffer, url: str) -> None:
         self.last_error = ""
+        self._records, self._record_nbytes = [row.data for row in buffer.rows], buffer.record_nbytes
         self._url, self._pool = url, _pool(url)
-        self._pool.connection_class(
-            **self._pool.connection_kwargs
-        )  # which looks at the options, and connects to nobody
+        self._pool.make_connection()  # which looks at the options, and connects to nobody
+        self._pool.reset()
         self._cluster: Any = None
-        self._lock = Lock()
+        self._mapping, self._lock = Lock(), Lock()  # while the map of a cluster is read; of what is counted
         self._is_stale = self._is_closed = False
-        self._info: dict[Any, tuple[float, dict[str, Any]]] = {}
+        self._rejected = 0
+        self._info: WeakKeyDictionary[Any, tuple[float, dict[str, Any]]] = WeakKeyDictionary()  # by pool
 
-    def ask(
-        self, command: bytes, names: Sequence[bytes], deadline: float, records: Sequence[memoryview] = (), *more: bytes
-    ) -> list[Reply]:
-        """The reply to ``command`` for each name. SET stores ``records``, with words ``more``; GET reads into them.
+    def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        """See ``Driver``. REJECTED: the server is full and may not evict."""
+        told = self._ask("SET", keys, deadline, rows, b"NX")
+        kept = [i for i, reply in enumerate(told) if reply is None]
+        if kept:
+            there = self._lookup([keys[i] for i in kept], deadline)
+            for i, status in zip(kept, there):
+                # a miss: something lies there that is no record
+                told[i] = self._ask("SET", [keys[i]], deadline, [rows[i]])[0] if status is Status.MISS else status
+        statuses = [_status(reply, True, Status.OK) for reply in told]
+        with self._lock:
+            self._rejected += statuses.count(Status.REJECTED)
+        return statuses
 
-        O(n), and a round trip to each server for each MiB of records or 1024 names. Redirected names go one after the other.
+    def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
+        """See ``Driver``. A server knows no leases: what was found counts as used, and ``until`` is now."""
+        return Lease(tuple(keys), tuple(self._lookup(keys, deadline)), monotonic())
+
+    def _lookup(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
+        told = self._ask("STRLEN", keys, deadline)
+        statuses = [_status(reply, reply == self._record_nbytes, Status.MISS) for reply in told]
+        return [Status.MISS if status is Status.CORRUPT else status for status in statuses]
+
+    def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        """See ``Driver``. CORRUPT: a value of another type or length."""
+        told = self._ask("GET", keys, deadline, rows)
+        return [_status(reply, isinstance(reply, memoryview), Status.CORRUPT) for reply in told]
+
+    def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
+        """See ``Driver``."""
+        return [_status(reply, bool(reply), Status.MISS) for reply in self._ask("DEL", keys, deadline)]
+
+    def stats(self) -> DriverStats:
+        """What the servers said of themselves with a store of this driver, a second before the last one at most: all that
+        they hold, for whomever, by their own count of memory, beside ``maxmemory``, or their whole memory if that is 0."""
+        with self._lock:
+            told = [info for _, info in self._info.values()]
+        used, most, memory, evicted = (
+            sum(int(info.get(name, 0)) for info in told)
+            for name in ("used_memory", "maxmemory", "total_system_memory", "evicted_keys")
+        )
+        records = sum(value["keys"] for info in told for name, value in info.items() if re.fullmatch(r"db\d+", name))
+        return DriverStats(records, used, most or memory, 0, evicted, self._rejected)
+
+    def close(self) -> None:
+        """See ``Driver``. What is idle is closed, what is in use with the driver itself."""
+        self._is_closed = True
+        nodes = [] if self._cluster is None else self._cluster.get_nodes()
+        for pool in (self._pool, *[node.redis_connection.connection_pool for node in nodes if node.redis_connection]):
+            pool.disconnect(inuse_connections=False)
+
+    def _ask(
+        self, command: str, keys: Sequence[bytes], deadline: float, rows: Sequence[int] = (), *more: bytes
+    ) -> list[Any]:
+        """The reply of redis-py to ``command`` for each key, or a ``Status``, what went wrong. SET stores records ``rows``,
+        with words ``more``; GET reads into them, and its reply is the record where the value is as long.
+
+        O(n), and a round trip to each server for each MiB of records or 1024 keys. Redirected keys go one after the other.
         """
         if self._is_closed or monotonic() >= deadline:
-            return [Status.UNAVAILABLE if self._is_closed else Status.TIMEOUT] * len(names)
+            return [Status.UNAVAILABLE if self._is_closed else Status.TIMEOUT] * len(keys)
+        names, records = [PREFIX + key.hex().encode() for key in keys], [self._records[row] for row in rows]
         asked: list[_Asked] = [
-            ((command, name, record, *more) if command == b"SET" else (command, name), record)
+            ((command, name, record, *more), None) if command == "SET" else ((command, name), record)
             for name, record in zip_longest(names, records)
         ]
-        step = max(1, _PART_NBYTES // len(records[0])) if records else _PART_NAMES
-        replies: list[Reply] = [None] * len(names)
+        step = max(1, _PART_NBYTES // self._record_nbytes) if rows else _PART_NAMES
+        replies: list[Any] = [None] * len(keys)
         groups: dict[Any, list[int]] = {}
         token = _deadline.set(deadline)
         try:
@@ -229,73 +271,33 @@ class RedisClient:
             for i, name in enumerate(names):
                 groups.setdefault(self._pool_of(name), []).append(i)
             for pool, group in groups.items():
-                for i, reply in zip(group, self._exchange(pool, [asked[i] for i in group], step)):
-                    replies[i] = self._redirected(*asked[i], reply) if isinstance(reply, Exception) else reply
-            if command == b"SET":
-                for pool in {self._pool_of(name) for name, reply in zip(names, replies) if reply == 1}:
+                for i, reply in zip(group, _exchange(pool, [asked[i] for i in group], step)):
+                    replies[i] = self._redirected(*asked[i]) if isinstance(reply, AskError) else reply
+            if command == "SET":
+                stored = [name for name, reply in zip(names, replies) if not isinstance(reply, Exception)]
+                for pool in {self._pool_of(name) for name in stored}:
                     self._note(pool)
         except Exception as error:  # redis-py raises anything at all for what a server may say
-            replies = [self._fault(error)] * len(names)
+            replies = [error] * len(keys)
         finally:
             _deadline.reset(token)
-        return replies
-
-    def info(self) -> list[dict[str, Any]]:
-        """What each server said of itself, a second before the last SET at most."""
-        told = [self._info[pool] for pool in self._pools() if pool in self._info]
-        return [info for _, info in told or self._info.values()]
-
-    def close(self) -> None:
-        """Close what is idle; what is in use is closed after its call. Later calls say UNAVAILABLE."""
-        self._is_closed = True
-        for pool in {self._pool, *self._pools()}:
-            pool.disconnect(inuse_connections=False)
-
-    def _pools(self) -> list[Any]:
-        nodes = self._cluster.get_nodes() if self._cluster else ()
-        return [node.redis_connection.connection_pool for node in nodes if node.redis_connection] or [self._pool]
+        return [self._fault(reply) if isinstance(reply, Exception) else reply for reply in replies]
 
     def _pool_of(self, name: bytes) -> Any:
         if self._cluster is None:
             return self._pool
         return self._cluster.get_redis_connection(self._cluster.get_node_from_key(name)).connection_pool
 
-    def _exchange(self, pool: Any, asked: Sequence[_Asked], step: int) -> list[Any]:
-        """Ask one server, ``step`` commands at a time. An exception is a reply too; errors of the server are, and if the
-        connection fails, which is closed then, all that are missing."""
-        replies: list[Any] = []
-        connection = None
+    def _redirected(self, words: tuple[Any, ...], target: memoryview | None) -> Any:
+        """What the server says that this one named."""
         try:
-            connection = pool.get_connection()
-            for part in (asked[start : start + step] for start in range(0, len(asked), step)):
-                connection.send_packed_command([_packed(words for words, _ in part)])
-                for words, record in part:
-                    number = connection.wire.reply(record if words[0] == b"GET" else None)
-                    replies.append(_error(connection) if number is None else None if number < 0 else number)
+            reply = self._known_cluster().execute_command(*words)
         except Exception as error:
-            if connection is not None:
-                connection.disconnect()
-            replies += [error] * (len(asked) - len(replies))
-        finally:
-            if connection is not None:
-                if self._is_closed:
-                    connection.disconnect()
-                pool.release(connection)
-        return replies
-
-    def _redirected(self, words: Words, record: memoryview | None, error: Exception) -> Reply:
-        """What another server says if this one named it, or what the error means."""
-        if not isinstance(error, (MovedError, AskError)):
-            return self._fault(error)
-        try:
-            reply = self._known_cluster().execute_command(str(words[0], "ascii"), *words[1:])
-        except Exception as failed:
-            return self._fault(failed)
-        if not isinstance(reply, bytes):
-            return None if reply is None else int(reply)
-        if record is not None and len(reply) == len(record):
-            record[:] = reply
-        return len(reply)
+            return error
+        if target is None or reply is None or len(reply) != len(target):
+            return reply
+        target[:] = reply
+        return target
 
     def _fault(self, error: Exception) -> Status:
         self.last_error = str(error) or type(error).__name__
@@ -307,7 +309,7 @@ class RedisClient:
         return Status.TIMEOUT if isinstance(error, (TimeoutError, RedisTimeoutError)) else Status.UNAVAILABLE
 
     def _known_cluster(self) -> Any:
-        with self._lock:
+        with self._mapping:
             if self._cluster is None:
                 self._cluster = RedisCluster.from_url(
                     "redis" + self._url[self._url.index(":") :],  # for the class of "rediss" would go before ours
@@ -322,42 +324,50 @@ class RedisClient:
         """After a fault, in half the time at most: who does not answer may be the one that is asked."""
         if self._is_stale:
             token = _deadline.set(monotonic() + _seconds_left() / 2)
-            try:
+            with suppress(Exception):
                 self._cluster.nodes_manager.initialize()
                 self._is_stale = False
-            except Exception as error:
-                self.last_error = str(error)
-            finally:
-                _deadline.reset(token)
+            _deadline.reset(token)
 
     def _note(self, pool: Any) -> None:
         """Ask a server what it holds, if it is time to."""
         if monotonic() >= self._info.get(pool, (-inf, {}))[0] + INFO_SECONDS:
-            try:
-                self._info[pool] = monotonic(), Redis(connection_pool=pool).info()
-            except Exception as error:
-                self.last_error = str(error)
+            with suppress(Exception):
+                told = monotonic(), Redis(connection_pool=pool).info()
+                with self._lock:
+                    self._info[pool] = told
+                    if pool is not self._pool:  # whose server is one of the cluster
+                        self._info.pop(self._pool, None)
 
 
-def _packed(commands: Iterable[Words]) -> list[bytes | memoryview]:
-    """Commands as they are sent, records where they lie."""
-    parts, text = list[bytes | memoryview](), b""
-    for words in commands:
-        text += b"*%d\r\n" % len(words)
-        for word in words:
-            text += b"$%d\r\n" % len(word)
-            if isinstance(word, memoryview):
-                parts += [text, word]
-                text = b"\r\n"
-            else:
-                text += word + b"\r\n"
-    return [*parts, text]
-
-
-def _error(connection: Any) -> ResponseError:
-    """The error that redis-py reads. Raises RedisError where it is none, or one of the connection."""
+def _exchange(pool: Any, asked: Sequence[_Asked], step: int) -> list[Any]:
+    """Ask one server, ``step`` commands at a time. An exception is a reply too: errors of the server are, and if the
+    connection fails, which is closed then, all that are missing."""
+    replies: list[Any] = []
+    connection = None
     try:
-        reply = connection.read_response()
-    except ResponseError as error:
-        return error
-    raise InvalidResponse(f"no reply to what was asked: {str(reply)[:64]!r}")
+        connection = pool.get_connection()
+        parser = connection._parser
+        for part in (asked[start : start + step] for start in range(0, len(asked), step)):
+            connection.send_packed_command(connection.pack_commands(words for words, _ in part))
+            for _, parser._buffer.target in part:
+                replies.append(parser._read_response())
+                if isinstance(replies[-1], ReadOnlyError):
+                    raise replies.pop()  # another server may be the master now
+            parser._buffer.target = None
+            parser._buffer.purge()  # once, which ``read_response`` does for each reply
+    except Exception as error:
+        if connection is not None:
+            connection.disconnect()
+        replies += [error] * (len(asked) - len(replies))
+    finally:
+        if connection is not None:
+            pool.release(connection)
+    return replies
+
+
+def _status(reply: Any, is_ours: bool, other: Status) -> Status:
+    """What a reply says of a record: OK where it ``is_ours``, MISS where there is none, else ``other``."""
+    if isinstance(reply, Status):
+        return reply
+    return Status.OK if is_ours else Status.MISS if reply is None else other

@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Protocol
 
 from kvpagoda.errors import CheckFailed
-from kvpagoda.tiers.driver import DriverStats, Lease, Status
+from kvpagoda.tiers.driver import Calls, DriverStats, Lease, Status
 from kvpagoda.tiers.forks import watch_forks
 
 
@@ -60,15 +60,15 @@ class SlotDriver:
         self._refused: OrderedDict[bytes, None] = OrderedDict()
         self._leases: dict[int, tuple[float, list[bytes]]] = {}  # by number: until when, and what
         self._numbers = count()
-        self._calls = self._evicted = self._rejected = 0
-        self._is_closed = False
+        self._evicted = self._rejected = 0
+        self._calls = Calls(medium.close)  # the last one that still uses the medium gives it back
         watch_forks(self)
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
         """See ``Driver``. REJECTED: no slot for it, not admitted, or just being written."""
+        if not self._calls.begin():
+            return [Status.UNAVAILABLE] * len(keys)
         with self._lock:
-            if not self._enter():
-                return [Status.UNAVAILABLE] * len(keys)
             given: list[int | Status] = self._reserve(keys) if monotonic() < deadline else [Status.TIMEOUT] * len(keys)
         write = self._medium.write
         statuses = [
@@ -84,15 +84,15 @@ class SlotDriver:
                     else:
                         self._free.append(slot)
             self._touch(keys)
-            self._leave()
+        self._calls.done()
         return statuses
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
         """See ``Driver``."""
         now = monotonic()
         with self._lock:
-            if self._is_closed or now >= deadline:
-                fault = Status.UNAVAILABLE if self._is_closed else Status.TIMEOUT
+            if self._calls.is_closed or now >= deadline:
+                fault = Status.UNAVAILABLE if self._calls.is_closed else Status.TIMEOUT
                 return Lease(tuple(keys), (fault,) * len(keys), now)
             found = [key for key in keys if key in self._slots]
             number = next(self._numbers)
@@ -105,9 +105,9 @@ class SlotDriver:
 
     def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
         """See ``Driver``."""
+        if not self._calls.begin():
+            return [Status.UNAVAILABLE] * len(keys)
         with self._lock:
-            if not self._enter():
-                return [Status.UNAVAILABLE] * len(keys)
             slots = [self._slots.get(key) for key in keys]
             held = [slot for slot in slots if slot is not None]
             self._busy.update(held)
@@ -120,13 +120,14 @@ class SlotDriver:
                 if slot is not None and self._slots.get(key) != slot:  # discarded meanwhile
                     statuses[i] = Status.MISS
             self._leave(held)
+        self._calls.done()
         return statuses
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
         """See ``Driver``. A slot that could not be cleared is used again all the same: it is cleared before it is written."""
+        if not self._calls.begin():
+            return [Status.UNAVAILABLE] * len(keys)
         with self._lock:
-            if not self._enter():
-                return [Status.UNAVAILABLE] * len(keys)
             slots = [self._slots.pop(key, None) for key in keys]
             held = [slot for slot in slots if slot is not None]
             self._busy.update(held)
@@ -135,6 +136,7 @@ class SlotDriver:
             self._try(lambda slot, _: self._medium.clear(slot), slot, 0, deadline)
         with self._lock:
             self._leave(held)
+        self._calls.done()
         return [Status.MISS if slot is None else Status.OK for slot in slots]
 
     def stats(self) -> DriverStats:
@@ -149,16 +151,12 @@ class SlotDriver:
 
     def close(self) -> None:
         """See ``Driver``. The medium is given back by the last call that still uses it."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._calls += 1
-                self._leave()
+        self._calls.close()
 
     def after_fork(self) -> None:
         """See ``Forkable``: a medium has one process, and its lock ends when that one has let go of it."""
-        self._lock, self._is_closed = Lock(), True
-        self._medium.close()
+        self._lock, self._calls = Lock(), Calls(self._medium.close)
+        self._calls.close()
 
     def check(self) -> None:
         """Prove that every slot is in one place. Raises CheckFailed naming the slots."""
@@ -175,13 +173,8 @@ class SlotDriver:
 
     # -- under the lock ------------------------------------------------------------------------------------------------
 
-    def _enter(self) -> bool:
-        self._calls += not self._is_closed
-        return not self._is_closed
-
-    def _leave(self, held: Sequence[int] = ()) -> None:
+    def _leave(self, held: Sequence[int]) -> None:
         """A call ends that kept the slots ``held`` busy."""
-        self._calls -= 1
         for slot in held:
             self._busy[slot] -= 1
             if not self._busy[slot]:
@@ -189,8 +182,6 @@ class SlotDriver:
                 if slot in self._dropped:
                     self._dropped.remove(slot)
                     self._free.append(slot)
-        if self._is_closed and not self._calls:
-            self._medium.close()
 
     def _reserve(self, keys: Sequence[bytes]) -> list[int | Status]:
         """A slot for each key that ``store`` has to write; for the others their status."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -49,10 +50,10 @@ class TierSpec:
             parse_bytes(self.staging)
         if not (self.checksum or self.is_private):
             raise BadInput(f"tier {self.name!r} needs checksums: only memory of this process can go without them")
-        if self.write not in get_args(When) or not 0 < self.timeout < inf:
+        if self.write not in get_args(When) or not 0 < self.timeout < inf or self.workers < 1:
             raise BadInput(
-                f"tier {self.name!r} writes at one of {', '.join(get_args(When))} with a finite timeout above 0, got "
-                f"{self.write!r} and {self.timeout} s"
+                f"tier {self.name!r} writes at one of {', '.join(get_args(When))} with a finite timeout above 0 and at least "
+                f"one of its workers, got {self.write!r}, {self.timeout} s and {self.workers} workers"
             )
 
 
@@ -76,21 +77,11 @@ def redis_tier(url: str, **settings: Any) -> TierSpec:
     return TierSpec("redis", make, **{"record_nbytes": "1MiB", "timeout": 2.0, **settings})
 
 
-def mooncake_tier(
-    master: str, *, segment: int | str = 0, host: str = "127.0.0.1", protocol: str = "tcp", devices: str = "",
-    metadata: str = "P2PHANDSHAKE", **settings: Any,
-) -> TierSpec:  # fmt: skip
+def mooncake_tier(master: str, **settings: Any) -> TierSpec:
     """The Mooncake Store of ``master``, the memory of many machines. **Its ports are open to whoever reaches them**: see
-    ``kvpagoda.tiers.mooncake``, ``mooncake_driver`` and ``TierSpec``."""
-    make = partial(
-        mooncake_driver,
-        master=master,
-        segment=segment,
-        host=host,
-        protocol=protocol,
-        devices=devices,
-        metadata=metadata,
-    )
+    ``kvpagoda.tiers.mooncake``. ``settings``: those of ``mooncake_driver`` and of ``TierSpec``."""
+    of_driver = {name: settings.pop(name) for name in signature(mooncake_driver).parameters if name in settings}
+    make = partial(mooncake_driver, master=master, **of_driver)
     return TierSpec("mooncake", make, **{"record_nbytes": "1MiB", "timeout": 3.0, **settings})
 
 

@@ -17,7 +17,7 @@ from math import inf, isfinite
 from queue import SimpleQueue
 from threading import Condition, Thread
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.tiers.breaker import Breaker
@@ -36,27 +36,21 @@ _LONGEST_WAIT = 3600.0
 @dataclass(eq=False)
 class _Operation:
     kind: str
-    keys: Sequence[bytes]
-    rows: Rows
+    keys: tuple[bytes, ...]
+    rows: tuple[int, ...]
     deadline: float
     nbytes: int
     work: Callable[[], list[Status] | Lease]
+    is_probe: bool = False
     begun: float = field(init=False, default_factory=monotonic)
     future: Future[Any] = field(init=False, default_factory=Future)
     is_over: bool = field(init=False, default=False)
     """Whether its future has its result; the driver may still be at work."""
-    is_probe: bool = False
 
     def refused(self, status: Status) -> list[Status] | Lease:
         """The result that says ``status`` of every key."""
         statuses = [status] * len(self.keys)
-        return Lease(tuple(self.keys), tuple(statuses), 0.0) if self.kind == "lookup" else statuses
-
-
-class _Fault(NamedTuple):
-    key: bytes
-    seconds: float
-    """How long the call had."""
+        return Lease(self.keys, tuple(statuses), 0.0) if self.kind == "lookup" else statuses
 
 
 @dataclass(frozen=True)
@@ -104,14 +98,14 @@ class Tier:
         self._checksum = checksum
         nbytes = getattr(driver, "part_nbytes", None)  # a record is a little larger than what it holds
         self._part = buffer.num_records if nbytes is None else ceil_div(nbytes, buffer.record_nbytes)
-        self._most_in_flight, self._in_flight = parse_bytes(in_flight), 0
+        self._most_in_flight = parse_bytes(in_flight)
         self._breakers = {kind: Breaker(faults, pause) for kind in _KINDS}
         self._counts: dict[str, Counter[Status]] = {kind: Counter() for kind in _KINDS}
-        self._faults: dict[str, _Fault] = {}  # the latest of each kind
+        self._faults: dict[str, tuple[bytes, float]] = {}  # of each kind the latest: a key, and how long the call had
         self._last_error = self._last_fault = ""
         self._changed = Condition()
         self._queue: SimpleQueue[_Operation | None] = SimpleQueue()
-        self._pending: dict[_Operation, None] = {}  # not over
+        self._active: dict[_Operation, None] = {}  # which the driver is not done with, late ones included
         self._wakes_at = inf  # when the watcher looks again
         self._is_closed = self._is_done = False
         self._workers = workers
@@ -151,9 +145,8 @@ class Tier:
         with self._changed:
             is_available = not (self._is_closed or any(breaker.is_open for breaker in self._breakers.values()))
             stores, lookups, loads, discards = (dict(self._counts[kind]) for kind in _KINDS)
-            return TierStats(
-                stores, lookups, loads, discards, self._in_flight, is_available, self._last_error, self._last_fault
-            )
+            in_flight, told = self._in_flight(), (is_available, self._last_error, self._last_fault)
+            return TierStats(stores, lookups, loads, discards, in_flight, *told)
 
     @property
     def is_closed(self) -> bool:
@@ -163,7 +156,7 @@ class Tier:
     def close(self, deadline: float = 0.0) -> bool:
         """Take no more calls, and wait for those in flight until ``deadline``; whether all are done.
 
-        The driver is closed when it is done with all of them, if need be later, by the thread that waits for it.
+        The driver is closed when it is done with all of them, if need be later, by a thread of the tier.
         """
         with self._changed:
             if not self._is_closed:
@@ -177,7 +170,7 @@ class Tier:
         """See ``Forkable``: the threads are those of the parent, and so is what the driver is connected to."""
         self._changed, self._queue = Condition(), SimpleQueue()
         self._is_closed = self._is_done = True
-        self._pending.clear()
+        self._active.clear()
         self._last_fault = "a forked process does not use the tiers of its parent"
 
     # -- in the caller's thread ----------------------------------------------------------------------------------------
@@ -195,8 +188,9 @@ class Tier:
         if rows is not None and len(rows) != len(keys):
             raise BadInput(f"one record for each key: {len(keys)} keys, {len(rows)} records")
         keys, rows = tuple(keys), tuple(rows or ())
-        nbytes = len(rows) * self.buffer.record_nbytes + len(keys) * HEADER_NBYTES
-        operation = _Operation(kind, keys, rows, deadline, nbytes, partial(work, keys, rows, deadline))
+        operation = _Operation(
+            kind, keys, rows, deadline, self._nbytes(keys, rows), partial(work, keys, rows, deadline)
+        )
         operation.future.set_running_or_notify_cancel()  # it cannot be cancelled: it will be done soon enough
         with self._changed:
             refusal = self._refusal(operation)
@@ -206,6 +200,12 @@ class Tier:
             self._answer(operation, operation.refused(refusal))
         return operation.future
 
+    def _nbytes(self, keys: Sequence[bytes], rows: Rows) -> int:
+        return len(rows) * self.buffer.record_nbytes + len(keys) * HEADER_NBYTES
+
+    def _in_flight(self) -> int:
+        return sum(operation.nbytes for operation in self._active)
+
     def _refusal(self, operation: _Operation) -> Status | None:
         """Why the operation is not begun; None: its records are held for it."""
         breaker = self._breakers[operation.kind]
@@ -213,15 +213,14 @@ class Tier:
             return Status.UNAVAILABLE
         if operation.begun >= operation.deadline:
             return Status.TIMEOUT
-        if self._in_flight + operation.nbytes > self._most_in_flight:
+        if self._in_flight() + operation.nbytes > self._most_in_flight:
             return Status.REJECTED
         if breaker.is_open and (operation.kind in _PROBED or not breaker.takes_probe(operation.begun)):
             return Status.UNAVAILABLE
         return None if self.buffer.hold(operation.rows) else Status.REJECTED
 
     def _submit(self, operation: _Operation) -> None:
-        self._in_flight += operation.nbytes
-        self._pending[operation] = None
+        self._active[operation] = None
         self._queue.put(operation)
         if operation.deadline < self._wakes_at:
             self._changed.notify_all()
@@ -229,60 +228,58 @@ class Tier:
     # -- in the tier's threads -----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Give up what is past its deadline, and probe what failed."""
+        """Give up what is past its deadline, and probe what failed; in the end close the driver."""
         while True:
             with self._changed:
-                if self._is_done:
-                    return
+                if self._is_closed and not self._active:
+                    break
                 now = monotonic()
-                late = [operation for operation in self._pending if operation.deadline <= now]
+                late = [one for one in self._active if one.deadline <= now and not one.is_over]
                 for operation in late:
                     self._end(operation, Status.TIMEOUT, f"no answer in {operation.deadline - operation.begun:.2g} s")
-                probed = {} if self._is_closed else {kind: self._breakers[kind] for kind in self._probed_kinds()}
+                failed = [] if self._is_closed else [kind for kind in _PROBED if kind in self._faults]
+                probed = {kind: self._breakers[kind] for kind in failed if self._breakers[kind].is_open}
                 for kind, breaker in probed.items():
                     if breaker.takes_probe(now):
-                        self._probe(kind, self._faults[kind])
+                        self._probe(kind, *self._faults[kind])
                 if not late:
-                    times = [operation.deadline for operation in self._pending]
+                    times = [one.deadline for one in self._active if not one.is_over]
                     times += [breaker.next_probe for breaker in probed.values()]
                     self._wakes_at = min(times, default=inf)
                     self._changed.wait(min(max(1e-3, self._wakes_at - now), _LONGEST_WAIT))
                     self._wakes_at = 0.0
             for operation in late:
                 self._answer(operation, operation.refused(Status.TIMEOUT))
+        self.driver.close()
+        with self._changed:
+            self._is_done = True
+            self._changed.notify_all()
 
-    def _probed_kinds(self) -> list[str]:
-        return [kind for kind in _PROBED if kind in self._faults and self._breakers[kind].is_open]
-
-    def _probe(self, kind: str, fault: _Fault) -> None:
+    def _probe(self, kind: str, key: bytes, seconds: float) -> None:
         """Ask the driver once more for one key that it failed for. Nobody waits for the answer."""
-        deadline, keys, rows = monotonic() + fault.seconds, [fault.key], list[int]()
-        try:
-            if kind == "load":
+        deadline, keys, rows = monotonic() + seconds, (key,), list[int]()
+        work: Callable[[], list[Status] | Lease] = partial(self.driver.lookup, keys, deadline, 0.0)
+        if kind == "load":
+            try:
                 rows = self.buffer.acquire(1, owner=self)
-                self.buffer.hold(rows)
-        except OutOfBlocks:
-            return
-
-        def work() -> list[Status] | Lease:
-            return self.driver.load(keys, rows, deadline) if rows else self.driver.lookup(keys, deadline, 0.0)
-
-        nbytes = len(rows) * self.buffer.record_nbytes
-        operation = _Operation(kind, keys, rows, deadline, nbytes, work, is_probe=True)
+            except OutOfBlocks:
+                return
+            self.buffer.hold(rows)
+            work = partial(self.driver.load, keys, rows, deadline)
+        operation = _Operation(kind, keys, tuple(rows), deadline, self._nbytes(keys, rows), work, is_probe=True)
         operation.future.add_done_callback(lambda _: self.buffer.release(rows))
         self._submit(operation)
 
     def _end(self, operation: _Operation, fault: Status | None, why: str) -> None:
         """The result of an operation is known, and whether it is a fault."""
         operation.is_over = True
-        self._pending.pop(operation, None)
         self._breakers[operation.kind].record(fault is not None, monotonic())
         if fault is None:
             return
         if self._breakers[operation.kind].is_open:
             self._changed.notify_all()  # a probe is due some day
         if operation.keys:
-            self._faults[operation.kind] = _Fault(operation.keys[0], operation.deadline - operation.begun)
+            self._faults[operation.kind] = operation.keys[0], operation.deadline - operation.begun
         if not self._is_closed:
             self._last_fault = f"{operation.kind}: {why or getattr(self.driver, 'last_error', '') or fault.value}"
 
@@ -298,36 +295,27 @@ class Tier:
         while (operation := queue.get()) is not None:
             self._do(operation)
             del operation
-        with self._changed:
-            self._workers -= 1
-            if self._workers:
-                return
-        self.driver.close()
-        with self._changed:
-            self._is_done = True
-            self._changed.notify_all()
 
     def _do(self, operation: _Operation) -> None:
-        result, why = None, ""
+        result, fault, why = None, None, ""
         if not operation.is_over:
             try:
                 result = operation.work()
             except Exception as raised:  # a driver must not raise; if it does, that is a fault like any other
                 result, why = operation.refused(Status.UNAVAILABLE), repr(raised)
                 self._last_error = why
+            fault = next((status for status in _statuses(result) if status in FAULTS), None)
         self.buffer.drop(operation.rows)
         with self._changed:
-            self._in_flight -= operation.nbytes
-            if result is None:
-                return
-            fault = next((status for status in _statuses(result) if status in FAULTS), None)
+            self._active.pop(operation, None)
             is_late = operation.is_over
             if not is_late:
                 self._end(operation, fault, why)
-            elif fault is None:
+            elif result is not None and fault is None:
                 self._breakers[operation.kind].retry_now()
+            if is_late or self._is_closed:
                 self._changed.notify_all()
-        if not is_late:
+        if result is not None and not is_late:
             self._answer(operation, result)
         elif isinstance(result, Lease):
             result.release()
@@ -335,7 +323,8 @@ class Tier:
     def _store(
         self, fingerprint: bytes, sizes: Sequence[int], keys: Sequence[bytes], rows: Rows, deadline: float
     ) -> list[Status]:
-        statuses, leases, parts = list[Status](), list[Lease](), self._parts(len(keys))
+        statuses, leases = list[Status](), list[Lease]()
+        parts = self._parts(len(keys))
         for part in parts:
             for key, row, size in zip(keys[part], rows[part], sizes[part]):
                 pack_record(self.buffer.rows[row], key, fingerprint, size, checksum=self._checksum)
@@ -352,14 +341,13 @@ class Tier:
     def _load(self, fingerprint: bytes, keys: Sequence[bytes], rows: Rows, deadline: float) -> list[Status]:
         statuses = list[Status]()
         for part in self._parts(len(keys)):
-            statuses += _twice(self.driver.load, keys[part], rows[part], deadline)
-            for i in range(len(keys))[part]:
-                record = self.buffer.rows[rows[i]]
-                if (
-                    statuses[i] is Status.OK
-                    and verify_record(record, keys[i], fingerprint, checksum=self._checksum) is None
-                ):
-                    statuses[i] = Status.CORRUPT
+            told = _twice(self.driver.load, keys[part], rows[part], deadline)
+            for key, row, status in zip(keys[part], rows[part], told):
+                if status is Status.OK:
+                    record = self.buffer.rows[row]
+                    if verify_record(record, key, fingerprint, checksum=self._checksum) is None:
+                        status = Status.CORRUPT
+                statuses.append(status)
         corrupt = [key for key, status in zip(keys, statuses) if status is Status.CORRUPT]
         if corrupt:
             self.driver.discard(corrupt, deadline)
