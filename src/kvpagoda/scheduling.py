@@ -252,9 +252,8 @@ class RunQueue(Generic[J]):
             left += min(0, there + full.end[slot] - full.shared[slot] - need)
         start = max(0, left) * size
         if core.bounded:
-            match = core.prefix.tree.match(request.keys(0, length), request.namespace)
-            last = core.prefix.tree.last_checkpoint(match, min(match.num_blocks, start // size))
-            start = 0 if last is None else last[0]
+            _, found = core.prefix.find(request.keys(0, start + 1), request.namespace)
+            start = found.resumable
         recompute = (length - start) * self.rate.seconds
         part, whole = (core.swap.nbytes_of(slot, length, is_whole) for is_whole in (False, True))
         again = whole - (whole - part) * max(0, left) / max(1, published)

@@ -69,18 +69,15 @@ class BlockGroup:
         ids: Ids = self.table.cells[slot, shared if shared > first else first : self.end[slot]].copy()
         return ids
 
-    def leaving(self, slot: int, length: int) -> tuple[int, Ids] | None:
-        """What slides out of the row of ``slot`` when ``length`` tokens are written: the new ``first``, and those of its own
-        blocks that go, int32. None if nothing does."""
-        before, end = self.first[slot], self.end[slot]
-        first = self.growth.first_kept(length) // self.block_size
-        if first > end:
-            first = end
-        if first <= before:
-            return None
-        begin = max(before, self.shared[slot])
-        ids: Ids = self.table.cells[slot, begin : max(begin, first)].copy()
-        return first, ids
+    def shared_ids(self, slot: int) -> Ids:
+        """The ids that ``slot`` holds and others may hold too, in the order of the text: int32, the caller's copy."""
+        ids: Ids = self.table.cells[slot, self.first[slot] : self.shared[slot]].copy()
+        return ids
+
+    def leaving(self, slot: int, first: int) -> tuple[Ids, Ids]:
+        """The shared blocks, and the own ones, that the row of ``slot`` loses when it begins at ``first``, int32 each."""
+        row, middle = self.table.cells[slot], min(max(self.shared[slot], self.first[slot]), first)
+        return row[self.first[slot] : middle].copy(), row[middle:first].copy()
 
     def slots_naming(self, ids: Ids) -> list[int]:
         """The slots whose rows name any of ``ids``. O(cells)."""

@@ -6,10 +6,11 @@ from contextlib import nullcontext
 from time import perf_counter
 
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.prefix_cache import PrefixMatch
+from kvpagoda.cache.prefix_cache import Holding
+from kvpagoda.cache.prefix_match import PrefixMatch
 from kvpagoda.cache.publishing import Publisher
 from kvpagoda.cache.request import Request, State
-from kvpagoda.cache.start import AdmissionRequest, Allotment, allot, fill, make_room
+from kvpagoda.cache.start import AdmissionRequest, Allotment, allot, fill, make_room, shared_columns
 from kvpagoda.cache.tier_hit import Prefetch, TierHit
 from kvpagoda.errors import RetryLater
 from kvpagoda.prefix import Lease, Match
@@ -69,24 +70,23 @@ class Admission:
         ends = [ceil_div(length, group.block_size) for group in core.groups]
         wanted = core.plan.blocks_wanted(reserve, 0, core.max_context)
         reserved = [max(n, end - group.first[slot]) for group, n, end in zip(core.groups, wanted, ends)]
-        begins = [max(group.first[slot], group.shared[slot]) for group in core.groups]
-        needs = [end - begin for begin, end in zip(begins, ends)]
-        shared = [begin - group.first[slot] for group, begin in zip(core.groups, begins)]
-        lease = core.guard.change(core.prefix.tree.pin, parent.lease)
+        shared = [range(group.first[slot], max(group.first[slot], group.shared[slot])) for group in core.groups]
+        needs = [end - some.stop for some, end in zip(shared, ends)]
+        spans = [shared[window.group.index] for window in core.prefix.windows]
+        holding = core.guard.change(core.prefix.hold, parent.lease, parent.lease.num_blocks, spans)
         try:
-            more = [max(n - kept, need) for n, kept, need in zip(reserved, shared, needs)]
+            more = [max(n - len(some), need) for n, some, need in zip(reserved, shared, needs)]
             if not make_room(core.capacity, needs, more):
                 raise RetryLater(core.capacity.shortage(reserved, core.plan.budget))
             allotments = []
-            for group, begin, end, n in zip(core.groups, begins, ends, reserved):
-                cells, own = group.table.cells[slot], group.peek(end - begin)
+            for group, some, end, n in zip(core.groups, shared, ends, reserved):
+                cells, own = group.table.cells[slot], group.peek(end - some.stop)
                 if len(own):
-                    core.memory.copy(group.index, cells[begin:end].copy(), own)
-                first = 0 if group is core.full else begin
-                allotments.append(Allotment(first, cells[first:begin].copy(), own, n))
-            self._commit(child, PrefixMatch(length, length, "nothing"), lease, allotments)
+                    core.memory.copy(group.index, cells[some.stop : end].copy(), own)
+                allotments.append(Allotment(some.start, cells[some.start : some.stop].copy(), own, n))
+            self._commit(child, PrefixMatch(length, length, "nothing"), holding, allotments)
         except BaseException:
-            self._undo(lease, None, None)
+            self._undo(holding, None)
             raise
         core.counters.opened += 1
         return child
@@ -96,7 +96,7 @@ class Admission:
         core, length, namespace = self._core, request.own_length, request.namespace
         suspended, keys, more = core.suspended[request], request.keys(0, length), max(capacity or 0, reserve or 0)
         match = core.prefix.tree.match(keys, namespace)
-        is_whole = match.num_blocks >= suspended.published
+        is_whole = core.prefix.has_all(match, suspended.left_behind)
         reserved = [0 if reserve is not None else blocks for blocks in suspended.reserved]
         if not is_whole or reserve is not None or more > suspended.capacity:
             least = core.plan.blocks_wanted(max(length, more), capacity or 0, core.max_context)
@@ -104,10 +104,7 @@ class Admission:
         hit: TierHit | None = None
         if is_whole:
             capacity = max(length, suspended.capacity if capacity is None else capacity)
-            held = [
-                ceil_div(capacity, group.block_size) - part.begin * group.growth.is_bounded
-                for group, part in zip(core.groups, suspended.parts)
-            ]
+            held = [ceil_div(capacity, group.block_size) - first for group, first in zip(core.groups, suspended.firsts)]
             reserved = [max(blocks) for blocks in zip(reserved, held)]
             found = PrefixMatch(match.num_tokens, match.num_blocks * core.block_size, "nothing")
         else:
@@ -186,53 +183,44 @@ class Admission:
         """Prepare what ``wish`` starts from, and let the request run. False, with nothing kept, if there is no room for it, or
         if tiers did not have it."""
         core, match, found = self._core, wish.match, wish.found
-        prefix, tree, change = core.prefix, core.prefix.tree, core.guard.change
+        prefix, change = core.prefix, core.guard.change
         whole, rest = divmod(found.resumable, core.block_size)
         if wish.hit is not None:
             whole = min(whole, match.num_blocks)
-        beyond = checkpoint = None
-        lease = change(tree.pin, match, whole)
+        shared, beyond = shared_columns(core, wish, whole), None
+        spans = [shared[window.group.index] for window in prefix.windows]
+        holding = change(prefix.hold, match, whole, spans, found.checkpoint)
         try:
             if rest:
-                beyond = change(tree.pin_partial, match)
-            if found.checkpoint is not None:
-                change(prefix.hold, found.checkpoint)
-                checkpoint = found.checkpoint
-            allotments = allot(core, wish, whole)
+                beyond = change(prefix.tree.pin_partial, match)
+            allotments = allot(core, wish, shared, holding)
             if allotments is not None and whole:
-                change(tree.touch, lease, priority=wish.request.priority)
-            filled = None if allotments is None else fill(core, wish, whole, allotments, beyond)
+                change(prefix.tree.touch, holding.lease, priority=wish.request.priority)
+            filled = None if allotments is None else fill(core, wish, shared, allotments, beyond)
             if allotments is None or filled is None:
-                self._undo(lease, beyond, checkpoint)
+                self._undo(holding, beyond)
                 return False
-            is_same = wish.suspended is not None
-            self._commit(wish.request, filled, lease, allotments, beyond, checkpoint, is_same=is_same)
+            self._commit(wish.request, filled, holding, allotments, beyond, is_same=wish.suspended is not None)
         except BaseException:
-            self._undo(lease, beyond, checkpoint)
+            self._undo(holding, beyond)
             raise
         return True
 
-    def _undo(self, lease: Lease, beyond: Lease | None, checkpoint: int | None) -> None:
+    def _undo(self, holding: Holding, beyond: Lease | None) -> None:
         """Let go of what a start was prepared from, unless a signal came in the middle of a change."""
         core = self._core
         if not core.guard.is_torn:
-            core.guard.change(self._release, lease, beyond, checkpoint)
-
-    def _release(self, lease: Lease | None, beyond: Lease | None, checkpoint: int | None) -> None:
-        prefix = self._core.prefix
-        prefix.release(checkpoint)
-        for one in (beyond, lease):
-            if one is not None:
-                prefix.tree.unpin(one)
+            if beyond is not None:
+                core.guard.change(core.prefix.tree.unpin, beyond)
+            core.guard.change(core.prefix.release, holding)
 
     def _commit(
         self,
         request: Request,
         found: PrefixMatch,
-        lease: Lease,
+        holding: Holding,
         allotments: list[Allotment],
         beyond: Lease | None = None,
-        checkpoint: int | None = None,
         *,
         is_same: bool = False,
     ) -> None:
@@ -242,14 +230,15 @@ class Admission:
         slot = core.free_slots.pop()
         for group, allotment in zip(core.groups, allotments):
             group.begin(slot, *allotment)
-        if beyond is not None or checkpoint is not None:
-            self._release(None, beyond, checkpoint)
+        core.prefix.release_checkpoint(holding)
+        if beyond is not None:
+            core.prefix.tree.unpin(beyond)
         is_resumed = request.state is State.SUSPENDED
         if is_resumed:
             core.swap.drop(core.suspended[request])
         if not is_same:
             request.start_at(found, core.block_size)
-        request.lease, request.slot, request.state = lease, slot, State.RUNNING
+        request.lease, request.slot, request.state = holding.lease, slot, State.RUNNING
         request.resumed_at = core.counters.stopped
         if is_resumed:
             del core.suspended[request]

@@ -26,6 +26,7 @@ from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.units import ceil_div, format_bytes
 
 _MUCH = 16  # a sixteenth of a group's sectors idle: worth moving what lies in them
+_PORTION, _MANY = 32, 64  # sectors that change hands at once where there is need: so many, at most one of so many
 
 
 class Capacity:
@@ -58,7 +59,7 @@ class Capacity:
     def surplus(self, group: BlockGroup) -> int:
         """Blocks of the group's own that are free or could be, beyond what is outstanding; below 0 where others' memory must
         serve."""
-        return group.free.num_free + self._prefix.num_evictable(group) - group.outstanding
+        return group.free.num_free + self._prefix.num_spare(group) - group.outstanding
 
     def slack(self) -> int:
         """Sectors that no reservation needs: free ones, and what groups could give up, less what they lack."""
@@ -112,17 +113,30 @@ class Capacity:
 
     def _make_room(self, group: BlockGroup, short: int, more: Many[int]) -> bool:
         """Something for ``group``, which is ``short`` of blocks: free sectors first, then those that another group has empty,
-        then what this group keeps for reuse, then what others do. False if there is nothing."""
+        then what was used longest ago of all that is kept for reuse, in whichever group. False if there is nothing."""
         sectors, wanted = self._sectors, ceil_div(short, group.plan.per_sector)
         assert sectors is not None
         others = [other for other in self._groups if other is not group]
         if not sectors.num_free and not self._take_idle(others, wanted, more):
-            if self._prefix.num_evictable(group):
-                return self._evict(group, short)
-            if not self._take_kept(others, wanted, more):
+            for one in self._by_age(group, more):
+                if one is group:
+                    return self._evict(group, short)
+                if self._take_kept(one, wanted, more):
+                    break
+            else:
                 return False
         self._grant(sectors.grant(group, wanted))
         return True
+
+    def _by_age(self, group: BlockGroup, more: Many[int]) -> list[BlockGroup]:
+        """The groups that could give up something for ``group``, the one whose next block was used longest ago first; where a
+        policy does not go by use, ``group`` itself, and then those that have most to spare."""
+        spare = {one: (self.surplus(one) - more[one.index]) // one.plan.per_sector for one in self._groups}
+        able = [one for one in self._groups if (self._prefix.num_evictable(one) if one is group else spare[one] > 0)]
+        ages = {one: self._prefix.idle_since(one) for one in able}
+        if any(age is None and self._prefix.num_evictable(one) for one, age in ages.items()):
+            return sorted(able, key=lambda one: (one is not group, -spare[one]))
+        return sorted(able, key=lambda one: (ages[one] or 0, one is not group))
 
     def _take_idle(self, groups: Many[BlockGroup], wanted: int, more: Many[int]) -> bool:
         """Take sectors away from the one of ``groups`` that has most of them idle: whole sectors' worth of blocks that are
@@ -140,13 +154,12 @@ class Capacity:
         self._fruitless[group.index] = most
         return False
 
-    def _take_kept(self, groups: Many[BlockGroup], wanted: int, more: Many[int]) -> bool:
-        """Take sectors away from the one of ``groups`` that could give up most, after evicting what it keeps there. False if
-        none could, or none may be emptied now."""
-        left_over = [(self.surplus(one) - more[one.index]) // one.plan.per_sector for one in groups]
-        count, group = min(wanted, max(left_over)), groups[left_over.index(max(left_over))]
-        if count <= 0 or self._sectors is None:
-            return False
+    def _take_kept(self, group: BlockGroup, wanted: int, more: Many[int]) -> bool:
+        """Take sectors away from ``group``, which could give up one at least, after evicting what it keeps there: ``wanted``,
+        or a small part of all, since it costs a look at every block to move any. False if none may be emptied now."""
+        assert self._sectors is not None
+        left_over = (self.surplus(group) - more[group.index]) // group.plan.per_sector
+        count = min(max(wanted, min(_PORTION, len(self._sectors.owner) // _MANY)), left_over)
         while (lacking := count * group.plan.per_sector - group.free.num_free) > 0:
             if not self._evict(group, lacking):
                 return False
@@ -182,20 +195,21 @@ class Capacity:
     def _free(self, evicted: Evicted, *, is_evicted: bool) -> None:
         """Free what the prefix cache gave up; first store it below, where it goes to make room. The cache is torn until the
         end of this."""
-        offloader, full, ids = self._offloader, self._prefix.full, evicted.ids
+        offloader = self._offloader
         try:
             if is_evicted and offloader is not None:
-                offloader.evicted(ids)
+                for group, ids in evicted.blocks:
+                    if group is self._prefix.full:
+                        offloader.evicted(ids)
                 for name, copies in evicted.checkpoints:
                     offloader.store_checkpoint(name, copies, "evict")
         finally:
-            if full is not None and len(ids):
-                self.release(full, ids)
-            for name, copies in evicted.checkpoints:
-                if offloader is not None:
+            for group, ids in evicted.blocks:
+                if len(ids):
+                    self.release(group, ids)
+            if offloader is not None:
+                for name, _ in evicted.checkpoints:
                     offloader.checkpoint_dropped(name)
-                for bounded, some in zip(self._prefix.bounded, copies):
-                    self.release(bounded, some)
             self._guard.is_torn = False
 
     def tidy(self) -> None:

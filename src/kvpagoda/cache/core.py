@@ -27,6 +27,8 @@ from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import ceil_div, parse_bytes
 
 DEFAULT_CONTEXT = 131_072
+UNBACKED_BLOCKS = 2**20
+"""Blocks of texts that a cache without full attention remembers; they take host memory alone: tokens, and 64 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Counters:
     computed: int = 0
     cached: int = 0
     loaded: int = 0
+    passed: int = 0
+    """Places where states should have been copied, and steps went on past them."""
 
 
 class Core:
@@ -73,11 +77,11 @@ class Core:
             BlockGroup(group, plan.max_requests, 1 if group.growth.is_state else columns, index=index)
             for index, group in enumerate(plan.groups)
         )
-        self.states = next((group for group in self.groups if group.growth.is_state), None)
         self.prefix = PrefixCache(
-            self.groups, plan.block_size, settings.policy, settings.retention, plan.num_checkpoints, 8 * columns
-        )
-        self.full, self.bounded = self.prefix.full, self.prefix.bounded
+            self.groups, plan.block_size, settings.policy, settings.retention, plan.num_checkpoints,
+            max(8 * columns, UNBACKED_BLOCKS),
+        )  # fmt: skip
+        self.full, self.bounded, self.states = self.prefix.full, self.prefix.bounded, self.prefix.states
         self.sectors = Sectors(plan.num_sectors, self.groups) if plan.num_sectors else None
         swap = settings.limits.swap
         swap_nbytes = plan.nbytes if swap is None else 0 if swap == 0 else parse_bytes(swap)
@@ -118,12 +122,14 @@ class Core:
         ``suspended``, from ``Swap.copy_out``, it is set aside, else closed."""
         slot, guard = request.slot, self.guard
         owned = [group.own_ids(slot) for group in self.groups]
+        read = [window.group.shared_ids(slot) for window in self.prefix.windows]
         if self.memory.is_copying:
             self.memory.finish_copies()
         guard.is_torn = True
         for group, ids in zip(self.groups, owned):
             group.close(slot)
             self.capacity.release(group, ids)
+        self.prefix.windows.leave(read)
         self.prefix.tree.unpin(request.lease)
         del self.running[slot]
         self.free_slots.append(slot)

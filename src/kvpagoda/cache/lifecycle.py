@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.publishing import Publisher
 from kvpagoda.cache.request import Request, State
@@ -130,6 +131,7 @@ class Lifecycle:
         request.written = max(request.written, request.own_length)
         request.own_length, request.media_ids = length, media_ids
         request.prompt_length = min(request.prompt_length, length)
+        request.due = [at for at in request.due if at * self.core.block_size < length]
         del request.block_hashes[columns + 1 :]
         self._tidy()
 
@@ -154,55 +156,58 @@ class Lifecycle:
     def _unshare(self, request: Request, columns: int, length: int) -> None:
         """Let ``length`` tokens be committed, and the blocks behind the first ``columns`` be the request's own, for others
         will be written there. Raises OutOfBlocks, changing nothing."""
-        core, slot, full = self.core, request.slot, self.core.full
+        core, slot, windows = self.core, request.slot, self.core.prefix.windows
+        groups = [group for group in core.groups if group.shared[slot] > columns]
         tokens = request.tokens.copy()  # what was published may not be written over
-        own = freed = np.empty(0, np.int32)
-        is_taken = False
+        cuts: list[tuple[BlockGroup, Ids, Ids, bool]] = []  # group, its own block now, freed, whether that was taken
         shorter = core.guard.change(core.prefix.tree.pin, request.lease, columns)
         try:
-            if full is not None:
-                is_copied = length % core.block_size > 0
-                is_taken = is_copied and self._make_room_for_copy(full, slot)
-                freed = full.own_ids(slot)
+            is_copied = length % core.block_size > 0
+            taking = self._make_room_for_copies(groups, slot) if is_copied else []
+            for group in groups:
+                freed, is_taken = group.own_ids(slot), group in taking
+                own = group.peek(1) if is_taken else freed[:is_copied]
                 if is_copied:
-                    own = full.peek(1) if is_taken else freed[:1]
-                    freed = freed if is_taken else freed[1:]
-                    source = full.table.cells[slot, columns : columns + 1].copy()
-                    core.memory.copy(full.index, source, own)
+                    core.memory.copy(group.index, group.table.cells[slot, columns : columns + 1].copy(), own)
+                cuts.append((group, own, freed if is_taken else freed[len(own) :], is_taken))
+            left = [window.group.table.cells[slot, columns : window.group.shared[slot]].copy() for window in windows]
         except BaseException:
             if not core.guard.is_torn:
                 core.guard.change(core.prefix.tree.unpin, shorter)
             raise
         core.guard.is_torn = True
-        if full is not None:
-            reserved = full.reserved[slot]
+        windows.leave(left)
+        reserved = [group.reserved[slot] for group in groups]
+        for group, own, freed, is_taken in cuts:
             if is_taken:
-                full.take(own)
-            full.cut(slot, columns, own)
-            core.capacity.release(full, freed)
+                group.take(own)
+            group.cut(slot, columns, own)
+            core.capacity.release(group, freed)
         core.prefix.tree.unpin(request.lease)
         request.lease = shorter
-        if full is not None:
-            there = max(0, core.capacity.available(full))
-            full.reserve(slot, min(reserved, full.reserved[slot] + there))
+        for group, n in zip(groups, reserved):
+            there = max(0, core.capacity.available(group))
+            group.reserve(slot, min(n, group.reserved[slot] + there))
         request.tokens, request.written = tokens, max(request.written, request.own_length)
         request.own_length = length
         core.guard.is_torn = False
 
-    def _make_room_for_copy(self, group: BlockGroup, slot: int) -> bool:
-        """Whether a free block of ``group`` can take the copy of a shared one; else ``slot`` has one of its own, which means
-        nothing afterwards: they are freed in return for it. Raises OutOfBlocks."""
-        capacity, needs = self.core.capacity, [0] * len(self.core.groups)
-        needs[group.index] = 1
-        has_own = group.end[slot] > group.shared[slot]
-        try:
-            if has_own or capacity.fits(needs):
-                capacity.ensure_free(needs, None if has_own else needs)
-                return True
-        except OutOfBlocks:
-            if has_own:
-                return False
-        raise OutOfBlocks(f"need 1 block in {group.name} for a copy; close a sequence first")
+    def _make_room_for_copies(self, groups: list[BlockGroup], slot: int) -> list[BlockGroup]:
+        """Those of ``groups`` of which a free block can take the copy of a shared one. In the others ``slot`` has a block of
+        its own that can take it, since it means nothing afterwards. Raises OutOfBlocks."""
+        capacity = self.core.capacity
+        lacking = [group for group in groups if group.end[slot] <= group.shared[slot]]
+        for taking in (groups, lacking):
+            needs = [int(group in taking) for group in self.core.groups]
+            more = [int(group in lacking) for group in self.core.groups]
+            try:
+                if capacity.fits(more):
+                    capacity.ensure_free(needs, more)
+                    return taking
+            except OutOfBlocks:
+                continue
+        names = ", ".join(group.name for group in lacking or groups)
+        raise OutOfBlocks(f"need 1 block in each of {names} for a copy; close a sequence first")
 
     # -- setting aside and ending ------------------------------------------------------------------------------------
 
@@ -211,6 +216,7 @@ class Lifecycle:
         core = self.core
         request.detach()
         self.check_unfenced(request, "suspended")
+        self._publisher.ending(request)
         suspended = core.swap.copy_out(request.slot, request.own_length, self.capacity_of(request), whole)
         core.release(request, suspended)
         self._tidy()
@@ -234,8 +240,7 @@ class Lifecycle:
         else:
             if not request.is_settled:
                 self._publisher.settle(request)
-            if core.offloader is not None:
-                self._publisher.store_last_checkpoint(request)
+            self._publisher.ending(request)
             core.release(request)
         counters.closed += 1
         counters.computed += computed

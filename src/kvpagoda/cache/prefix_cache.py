@@ -1,20 +1,21 @@
-"""What requests leave behind for others: full blocks by reference in a prefix tree, bounded memory by copy in checkpoints.
+"""What requests leave behind for others: blocks by reference in a prefix tree, states by copy in checkpoints.
 
-    blocks of the full group    one tree, shared by pinning             reusable at every block boundary
-    window blocks, states       a checkpoint: copies of its own,        reusable where a checkpoint is
-                                at some block boundaries
+    blocks of the full group        in the tree           while their text is there
+    blocks of windows and chunks    in the tree           those before a place to resume are kept by its checkpoint, and go
+                                                          with it; what slid out goes before anything else
+    states                          in a checkpoint       a copy, at some block boundaries
 
-A model whose layers all keep every token needs no checkpoints. Nothing is visible before the ``commit`` of its tokens.
-Nothing is copied, freed or stored here: methods return what follows from them, and ``Capacity`` does it.
+So a text can be resumed behind each block before which the last window of every group is there, and at which there is a copy
+of the states, if the model has any. Nothing is visible before the ``commit`` of its tokens. Nothing is copied, freed or stored
+here: methods return what follows from them, and ``Capacity`` does it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, KeysView, Mapping
+from collections.abc import Collection, KeysView
 from collections.abc import Sequence as Many
 from copy import deepcopy
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -22,61 +23,65 @@ import numpy as np
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.options import Retention
+from kvpagoda.cache.prefix_match import PrefixMatch, resume_point
+from kvpagoda.cache.windows import Windows
 from kvpagoda.errors import CheckFailed, OutOfBlocks
+from kvpagoda.prefix import Evicted as TreeEvicted
 from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
 
 _AT_ONCE = 1024  # a thousandth goes beyond what is needed, so that a step that needs one block seldom evicts
 _NONE: Ids = np.empty(0, np.int32)
 Copies = list[Ids]
-"""The blocks of one checkpoint, int32 for each bounded group."""
+"""The blocks from which a text goes on at a checkpoint, int32 for each bounded group."""
 
 
-class PrefixMatch(NamedTuple):
-    """Why a request starts where it starts: ``seq.match``."""
+class Kept(NamedTuple):
+    """What one checkpoint keeps."""
 
-    num_tokens: int
-    """Leading tokens of the prompt that are in the tree, at most all but one."""
-    resumable: int
-    """Tokens that need not be computed: a block boundary where every layer kind has what it needs."""
-    limited_by: str
-    """What cut the hit short: ``nothing``, ``alignment`` (the rest of a block), ``checkpoint`` (none further on: the groups
-    that keep windows or states have less than the others) or ``memory`` (there was no room to copy one)."""
-    groups: Mapping[str, int] = MappingProxyType({})
-    """Group -> the longest beginning for which it has what it needs."""
-    checkpoint: int | None = None
-    """The checkpoint on the device that the request starts from, if any."""
-    loaded: int = 0
-    """Of ``resumable``: tokens that came from tiers below the device."""
+    windows: tuple[Ids, ...]
+    """Of each window group: cached blocks, the last ones before the checkpoint, int32."""
+    needed: tuple[int, ...]
+    """How many of these a text needs to go on; the others help those that part a little earlier."""
+    states: Ids
+    """The block that holds a copy of the states, int32 ``[1]``; none for a model without states."""
 
 
 class Evicted(NamedTuple):
     """What is cached no more, to be freed by the caller."""
 
-    ids: Ids = _NONE
-    """Blocks of the full group, int32, those deepest in their texts first."""
+    blocks: tuple[tuple[BlockGroup, Ids], ...] = ()
+    """Of each group that gives up any: int32; those of the full group deepest in their texts first."""
     checkpoints: tuple[tuple[int, Copies], ...] = ()
-    """(name, its blocks)."""
+    """(name, what a text needed of it)."""
+
+
+class Holding(NamedTuple):
+    """What a request begins with, or a pin keeps: nothing of it goes until it is released."""
+
+    lease: Lease
+    spans: tuple[range, ...]
+    """Blocks of the text that are read, of each window group."""
+    checkpoint: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Pin:
     """Cached text that goes last: ``KVCache.pin``."""
 
-    lease: Lease = field(repr=False)
+    holding: Holding = field(repr=False)
     namespace: bytes = field(repr=False)
-    checkpoint: int | None = field(repr=False)
 
     @property
     def is_held(self) -> bool:
         """False from ``unpin`` on, and when a request could not have run otherwise."""
-        return self.lease.is_open
+        return self.holding.lease.is_open
 
 
 class PrefixCache:
-    """The tree, the checkpoints and who needs them.
+    """The tree, the windows, the checkpoints and who needs them.
 
     ``policy``: an eviction policy by name or an object. ``num_checkpoints``: how many are kept at most. ``most_unbacked``:
-    blocks that the tree of a model without full group, where nothing but checkpoints takes memory, remembers at most.
+    blocks that the tree of a model without full group, whose texts take no memory by themselves, remembers at most.
     """
 
     def __init__(
@@ -89,10 +94,9 @@ class PrefixCache:
         most_unbacked: int,
     ) -> None:
         self.full = next((group for group in groups if not group.growth.is_bounded), None)
+        self.states = next((group for group in groups if group.growth.is_state), None)
         self.bounded = tuple(group for group in groups if group.growth.is_bounded)
         self.block_size, self._fresh_policy = block_size, deepcopy(policy)
-        self._full_name = () if self.full is None else (self.full.plan.name,)
-        self._place = {group.index: number for number, group in enumerate(self.bounded)}
         self._most_checkpoints, self._most_unbacked = num_checkpoints, most_unbacked
         self._capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
         self._at_once = self._capacity // _AT_ONCE
@@ -106,11 +110,13 @@ class PrefixCache:
         self._start(deepcopy(self._fresh_policy))
 
     def _start(self, policy: str | EvictionPolicy) -> None:
-        groups, capacity = 0 if self.full is None else 1, max(1, self._capacity)
-        self.tree = PrefixTree(self.block_size, groups, policy, capacity=capacity, proves_ids=False)
+        full_rows, capacity = 0 if self.full is None else 1, max(1, self._capacity)
+        self.windows = Windows.of((group for group in self.bounded if group is not self.states), full_rows)
+        rows = full_rows + 2 * len(self.windows)
+        self.tree = PrefixTree(self.block_size, rows, policy, capacity=capacity, proves_ids=False)
+        self._window_of = {window.group.index: window for window in self.windows}
         self._pins: dict[Pin, None] = {}  # the oldest first
-        self._copies: dict[int, Copies] = {}
-        self._num_loose = [0] * len(self.bounded)  # blocks in checkpoints that may be evicted
+        self._kept: dict[int, Kept] = {}
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
@@ -120,23 +126,34 @@ class PrefixCache:
 
     def find_again(self, match: Match, found: PrefixMatch) -> tuple[Match, PrefixMatch]:
         """What ``find``, which said ``match`` and ``found``, would say now: blocks may have been evicted or moved since."""
-        if self.tree.is_current(match):
+        if not self.windows and self.tree.is_current(match):
             return match, found
         return self.found(self.tree.match(match.tokens, match.namespace))
 
     def found(self, match: Match) -> tuple[Match, PrefixMatch]:
         """What can be reused of ``match``."""
+        there = {} if self.full is None else {self.full.plan.name: match.num_tokens}
         if not self.bounded:  # the rest of a block is copied, so that nothing is lost to alignment
-            there = dict.fromkeys(self._full_name, match.num_tokens)
             return match, PrefixMatch(match.num_tokens, match.num_tokens, "nothing", there)
-        whole = match.num_blocks * self.block_size
-        resumable, checkpoint = match.checkpoint or (0, None)
-        aligned = "nothing" if match.num_tokens == whole else "alignment"
-        groups = {group.plan.name: resumable for group in self.bounded}
+        size, whole = self.block_size, match.num_blocks * self.block_size
+        end, most, limited_by = resume_point(self.tree, match, self.windows, self.states is not None)
+        if limited_by == "nothing" and whole < match.num_tokens:
+            limited_by = "alignment"
         if self.full is not None:
-            groups = {self.full.plan.name: whole, **groups}
-        limited_by = aligned if resumable == whole else "checkpoint"
-        return match, PrefixMatch(match.num_tokens, resumable, limited_by, groups, checkpoint)
+            there = {self.full.plan.name: whole}
+        groups = there | {name: num_blocks * size for name, num_blocks in most.items()}
+        if self.states is None or not end:
+            return match, PrefixMatch(match.num_tokens, end * size, limited_by, groups)
+        at = self.tree.last_checkpoint(match, end)
+        return match, PrefixMatch(match.num_tokens, end * size, limited_by, groups, None if at is None else at[1])
+
+    def has_all(self, match: Match, columns: Many[range]) -> bool:
+        """Whether ``match`` has blocks ``columns[i]`` of each group i."""
+        if max((some.stop for some in columns if some), default=0) > match.num_blocks:
+            return False
+        spans = [columns[window.group.index] for window in self.windows]
+        cells = [window.cells_of(match.ids)[:, some.start : some.stop] for window, some in zip(self.windows, spans)]
+        return all(window.blocks.are_there(some).all() for window, some in zip(self.windows, cells))
 
     def without_copies(self, match: Match, found: PrefixMatch) -> PrefixMatch:
         """What can be reused of ``match`` where there is no room for copies, or for what they are copied from."""
@@ -145,95 +162,153 @@ class PrefixCache:
 
     def num_evictable(self, group: BlockGroup) -> int:
         """Blocks of ``group`` that ``evict`` could give up now. O(1)."""
-        return self.tree.num_evictable if group is self.full else self._num_loose[self._place[group.index]]
+        if group is self.full:
+            return self.tree.num_evictable
+        if group is self.states:
+            return len(self._kept) - self.tree.checkpoints.num_held
+        return self._window_of[group.index].blocks.num_idle
+
+    def num_spare(self, group: BlockGroup) -> int:
+        """Blocks that ``evict`` could give up, less those that it could not when one of several readers of a block goes on:
+        of these each counts on a block of its own to come back. O(1)."""
+        window = self._window_of.get(group.index)
+        if window is None:
+            return self.num_evictable(group)
+        blocks = window.blocks
+        return blocks.num_cached - blocks.num_reads
+
+    def idle_since(self, group: BlockGroup) -> int | None:
+        """When what goes next of ``group`` was used, by one clock for all groups; 0: never. None: nobody knows."""
+        window = self._window_of.get(group.index)
+        if group is self.full:
+            return self.tree.oldest()
+        return 0 if window is not None and window.blocks.num_cold else self.tree.checkpoints.oldest()
 
     @property
     def checkpoints(self) -> KeysView[int]:
         """The names of those that are kept."""
-        return self._copies.keys()
+        return self._kept.keys()
 
     def copies_of(self, name: int) -> Copies | None:
-        """The blocks of checkpoint ``name``; None if it is kept no more."""
-        return self._copies.get(name)
+        """The blocks from which a text goes on at checkpoint ``name``; None if it is kept no more."""
+        kept = self._kept.get(name)
+        return None if kept is None else self._copies(kept)
+
+    def states_of(self, name: int) -> Ids:
+        """The block that holds the states of checkpoint ``name``, which is kept, int32 ``[1]``."""
+        return self._kept[name].states
+
+    def _copies(self, kept: Kept) -> Copies:
+        windows = iter([ids[len(ids) - n :] for ids, n in zip(kept.windows, kept.needed)])
+        return [kept.states if group is self.states else next(windows) for group in self.bounded]
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
-    def publish(self, slot: int, lease: Lease, keys: Ids, text: Ids | None, priority: int) -> Ids:
+    def publish(
+        self, slot: int, lease: Lease, keys: Ids, text: Ids | None, priority: int
+    ) -> list[tuple[BlockGroup, Ids]]:
         """Make the whole blocks of ``keys``, which follow what ``lease`` covers, shareable; the lease covers them then. What
         is new counts as used now, what was found as used when the request was opened.
 
-        Returns those of the request's blocks, int32, that were cached already: they are the caller's to free. Raises
-        MemoryError, changing nothing.
+        Returns, by group, those of the request's blocks, int32, that were cached already: they are the caller's to free.
+        Raises MemoryError, changing nothing.
         """
-        full, tree, begin = self.full, self.tree, lease.num_blocks
-        end = begin + len(keys) // self.block_size
-        cells = np.empty((0, end), np.int32) if full is None else full.table.cells[slot : slot + 1]
-        given = cells[:, begin:end]
+        full, tree, windows, begin = self.full, self.tree, self.windows, lease.num_blocks
+        n = len(keys) // self.block_size
+        if full is not None and not windows:
+            given = full.table.cells[slot : slot + 1, begin : begin + n]
+        else:
+            given = np.empty((tree.num_groups, n), np.int32)
+            windows.give(slot, begin, given)
+            if full is not None:
+                given[0] = full.table.cells[slot, begin : begin + n]
         inserted = tree.insert(lease, keys, given, text=text, priority=priority)
         if self.bounded:  # the checkpoint that this text hangs on is in use, also by those that will begin like it
             tree.touch_checkpoint(lease)
-        if full is None:
-            return _NONE
-        if inserted.num_added == end - begin:
-            full.share(slot, end)
-            return _NONE
-        spared: Ids = given[inserted.duplicates]
-        full.share(slot, end, inserted.ids[0])
+        is_new, spared = inserted.num_added == n, list[tuple[BlockGroup, Ids]]()
+        if full is not None and is_new:
+            full.share(slot, begin + n)
+        elif full is not None:
+            spared.append((full, given[0, inserted.duplicates[0]]))
+            full.share(slot, begin + n, inserted.ids[0])
+        if windows:
+            spared += windows.publish(tree, slot, lease, begin, is_new=is_new)
         return spared
 
-    def is_kept_at(self, lease: Lease, num_tokens: int) -> bool:
-        """Whether there is a checkpoint at ``num_tokens``, the end of ``lease``."""
-        return self.tree.has_checkpoint(lease, num_tokens)
+    def checkpoint_at(self, lease: Lease, num_blocks: int) -> int | None:
+        """The name of the checkpoint after ``num_blocks`` blocks of ``lease``, if there is one."""
+        last = self.tree.last_checkpoint(lease, num_blocks)
+        return last[1] if last is not None and last[0] == num_blocks * self.block_size else None
 
     @property
     def is_full(self) -> bool:
         """Whether as many checkpoints are kept as may be."""
-        return len(self._copies) >= self._most_checkpoints
+        return len(self._kept) >= self._most_checkpoints
 
-    def save(self, lease: Lease, num_tokens: int, copies: Copies) -> int:
-        """Keep a checkpoint at ``num_tokens``, the end of ``lease``, where there is none: ``copies`` have what is bounded
-        there. Returns its name, which none will have again."""
+    def tail(self, lease: Lease, num_blocks: int, more: int) -> tuple[tuple[Ids, ...], tuple[int, ...]] | None:
+        """Of each window group the cached blocks that a text needs to go on after ``num_blocks`` of ``lease``, and up to
+        ``more`` that lie before them, as far as they are there; and how many are needed. None if one of these is gone."""
+        found, needed = list[Ids](), list[int]()
+        for window, span in zip(self.windows, self.windows.spans_before(num_blocks)):
+            first = max(0, span.start - more)
+            cells = window.cells_of(self.tree.ids_between(lease, first, num_blocks))
+            missing = np.flatnonzero(~window.blocks.are_there(cells))
+            begin = int(missing[-1]) + 1 if len(missing) else 0
+            if first + begin > span.start and span:
+                return None
+            found.append(cells[0, begin:].copy())
+            needed.append(len(span))
+        return tuple(found), tuple(needed)
+
+    def save(self, lease: Lease, num_blocks: int, kept: Kept) -> int:
+        """Keep a checkpoint after ``num_blocks`` blocks of ``lease``, where there is none. Returns its name, which none will
+        have again."""
         name = self._next_name
         self._next_name += 1
-        self.tree.set_checkpoint(lease, num_tokens, name)
-        self._copies[name] = copies
-        for number, ids in enumerate(copies):
-            self._num_loose[number] += len(ids)
+        self.tree.set_checkpoint(lease, num_blocks * self.block_size, name)
+        self._kept[name] = kept
+        for window, ids in zip(self.windows, kept.windows):
+            window.blocks.keep(ids)
         return name
 
-    def hold(self, checkpoint: int | None) -> None:
-        """One more request needs ``checkpoint``, if any: it is not evicted."""
+    def use(self, name: int) -> None:
+        """Checkpoint ``name``, if it is still kept, was used."""
+        if name in self._kept:
+            self.tree.checkpoints.use(name)
+
+    # -- holding and pins --------------------------------------------------------------------------------------------
+
+    def hold(self, at: Match | Lease, num_blocks: int, spans: Many[range], checkpoint: int | None = None) -> Holding:
+        """Let nothing go of the first ``num_blocks`` blocks of ``at`` in the full group, of ``spans`` in the window groups,
+        which are there, and of ``checkpoint``."""
+        lease = self.tree.pin(at, num_blocks)
+        self.windows.read(self.windows.ids_of(self.tree, lease, spans))
         if checkpoint is not None:
-            before = self.tree.checkpoints.num_held
             self.tree.checkpoints.hold(checkpoint)
-            if self.tree.checkpoints.num_held > before:
-                self._count_loose(checkpoint, -1)
+        return Holding(lease, tuple(spans), checkpoint)
 
-    def release(self, checkpoint: int | None) -> None:
-        """One request less needs it."""
-        if checkpoint is not None:
-            before = self.tree.checkpoints.num_held
-            self.tree.checkpoints.release(checkpoint)
-            if self.tree.checkpoints.num_held < before:
-                self._count_loose(checkpoint, 1)
+    def release(self, holding: Holding) -> None:
+        """What ``holding`` holds may go."""
+        self.release_checkpoint(holding)
+        self.windows.leave(self.windows.ids_of(self.tree, holding.lease, holding.spans))
+        self.tree.unpin(holding.lease)
 
-    def _count_loose(self, name: int, change: int) -> None:
-        for number, ids in enumerate(self._copies[name]):
-            self._num_loose[number] += change * len(ids)
-
-    # -- pins ------------------------------------------------------------------------------------------------------
+    def release_checkpoint(self, holding: Holding) -> None:
+        """The checkpoint of ``holding`` may go; the rest of it belongs to a request now."""
+        if holding.checkpoint is not None:
+            self.tree.checkpoints.release(holding.checkpoint)
 
     def pin(self, match: Match) -> Pin:
-        """Keep what ``match`` found, and its last checkpoint. Raises OutOfBlocks, changing nothing."""
-        pinned = sum(pin.lease.num_blocks for pin in self._pins)
+        """Keep what ``match`` found, and what a text needs to go on there. Raises OutOfBlocks, changing nothing."""
+        pinned = sum(pin.holding.lease.num_blocks for pin in self._pins)
         if pinned + match.num_blocks > self._most_pinned:
             raise OutOfBlocks(
                 f"a pin of {match.num_blocks} blocks beside {pinned} pinned ones passes the {self._most_pinned} that pins may "
                 f"have; unpin others, or raise pin_share"
             )
-        checkpoint = match.checkpoint[1] if match.checkpoint else None
-        pin = Pin(self.tree.pin(match), match.namespace, checkpoint)
-        self.hold(checkpoint)
+        _, found = self.found(match)
+        spans = self.windows.spans_before(found.resumable // self.block_size)
+        pin = Pin(self.hold(match, match.num_blocks, spans, found.checkpoint), match.namespace)
         self._pins[pin] = None
         return pin
 
@@ -241,8 +316,7 @@ class PrefixCache:
         """End ``pin``, if it is still held."""
         if pin in self._pins:
             del self._pins[pin]
-            self.release(pin.checkpoint)
-            self.tree.unpin(pin.lease)
+            self.release(pin.holding)
 
     def oldest_pin(self) -> Pin | None:
         """The pin that is given up first."""
@@ -255,71 +329,92 @@ class PrefixCache:
     # -- giving up ---------------------------------------------------------------------------------------------------
 
     def evict(self, group: BlockGroup, n: int) -> Evicted:
-        """Give up ``n`` blocks of ``group``, or as many as may go: those of the full group by the policy, whole checkpoints
-        for the others, one for each call. Nothing for a group of which nothing may go."""
+        """Give up ``n`` blocks of ``group``, or as many as may go: those of the full group by the policy; of a window group
+        what slid out, and where nothing of that is left a checkpoint, so that it has more of it; for states a checkpoint."""
         if group is self.full:
             evicted = self.tree.evict(n + self._at_once)
             self.num_evicted_blocks += evicted.ids.shape[1]
-            return Evicted(evicted.ids[0], self._forget(evicted.states) if evicted.states else ())
+            return self._gone(evicted)
+        window = self._window_of.get(group.index)
+        if window is not None and window.blocks.num_cold:
+            ids = window.blocks.evict(n)
+            self.num_evicted_blocks += len(ids)
+            return Evicted(((group, ids),))
         return self.evict_checkpoint()
 
     def evict_checkpoint(self) -> Evicted:
-        """Give up the least recently used checkpoint that nobody needs, if there is one."""
+        """Give up the least recently used checkpoint that nobody holds, if there is one."""
         names = self.tree.checkpoints.evict()
         self.num_evicted_checkpoints += len(names)
-        return Evicted(_NONE, self._forget(names))
+        return self._forget(names)
 
     def evict_unbacked(self) -> Evicted:
         """Of a tree that takes no memory: what is beyond the number of blocks that it remembers."""
         surplus = self.tree.num_cached - self._most_unbacked
         if self.full is not None or surplus <= 0:
             return Evicted()
-        return Evicted(_NONE, self._forget(self.tree.evict(surplus).states))
+        return self._gone(self.tree.evict(surplus + self._at_once))
 
     def drop(self, name: int) -> Evicted:
-        """Forget checkpoint ``name``, if it is still kept and nobody needs it."""
-        if name not in self._copies or self.tree.checkpoints.is_held(name):
+        """Forget checkpoint ``name``, if it is still kept and nobody holds it."""
+        if name not in self._kept or self.tree.checkpoints.is_held(name):
             return Evicted()
         self.tree.checkpoints.drop(name)
-        return Evicted(_NONE, self._forget((name,)))
+        return self._forget((name,))
 
     def clear(self, namespace: bytes | None = None) -> Evicted:
         """Forget everything, or everything of one namespace. Raises RetryLater, changing nothing, while a request runs there
         or something is pinned."""
-        dropped = self.tree.clear(namespace)
-        return Evicted(_NONE if self.full is None else dropped.ids[0], self._forget(dropped.states))
+        return self._gone(self.tree.clear(namespace))
 
-    def _forget(self, names: Many[int]) -> tuple[tuple[int, Copies], ...]:
-        if not names:
-            return ()
-        gone = tuple((name, self._copies.pop(name)) for name in names)
-        for _, copies in gone:
-            for number, ids in enumerate(copies):
-                self._num_loose[number] -= len(ids)
-        return gone
+    def _gone(self, evicted: TreeEvicted) -> Evicted:
+        """The tree gave up ``evicted``."""
+        blocks, checkpoints = self._forget(evicted.states) if evicted.states else Evicted()
+        if self.full is not None:
+            blocks += ((self.full, evicted.ids[0]),)
+        return Evicted((*blocks, *self.windows.forget(evicted.ids)) if self.windows else blocks, checkpoints)
+
+    def _forget(self, names: Many[int]) -> Evicted:
+        """Checkpoints ``names`` are in the tree no more."""
+        gone = tuple((name, self._kept.pop(name)) for name in names)
+        for _, kept in gone:
+            for window, ids in zip(self.windows, kept.windows):
+                window.blocks.drop(ids)
+        states = self.states
+        blocks = () if states is None else tuple((states, kept.states) for _, kept in gone)
+        return Evicted(blocks, tuple((name, self._copies(kept)) for name, kept in gone))
 
     def remap(self, group: BlockGroup, new_ids: Ids) -> None:
-        """Block ``i`` of ``group`` is now block ``new_ids[i]``."""
+        """Block ``i`` of ``group`` is now block ``new_ids[i]``. O(blocks)."""
+        window = self._window_of.get(group.index)
         if group is self.full:
             self.tree.remap(0, new_ids)
-            return
-        number = self._place[group.index]
-        for copies in self._copies.values():
-            copies[number] = new_ids[copies[number]]
+        elif window is None:
+            self._kept = {name: kept._replace(states=new_ids[kept.states]) for name, kept in self._kept.items()}
+        else:
+            number, blocks = self.windows.index(window), window.blocks
+            self.tree.rewrite(window.row, 2, lambda cells: blocks.moved(new_ids, cells))
+            blocks.remap(new_ids)
+            for name, kept in self._kept.items():
+                ids = (*kept.windows[:number], new_ids[kept.windows[number]], *kept.windows[number + 1 :])
+                self._kept[name] = kept._replace(windows=ids)
 
     # -- proof -------------------------------------------------------------------------------------------------------
 
     def owned_ids(self, group: BlockGroup) -> Ids:
         """The blocks of ``group`` that the tree or a checkpoint owns."""
+        window = self._window_of.get(group.index)
         if group is self.full:
             return self.tree.owned_ids(0)
-        number = self._place[group.index]
-        kept = [copies[number] for copies in self._copies.values()]
-        return np.concatenate(kept) if kept else _NONE
+        if window is None:
+            return np.concatenate([_NONE, *(kept.states for kept in self._kept.values())])
+        cells = window.cells_of(self.tree.all_ids())
+        ids: Ids = cells[0, window.blocks.are_there(cells)]
+        return ids
 
     def check(self, num_leases: int, namespaces: set[bytes]) -> None:
-        """Prove that tree, checkpoints and pins agree, that ``num_leases`` requests hold leases beside the pins, and that
-        those in ``namespaces`` are there. Raises CheckFailed."""
+        """Prove that tree, windows, checkpoints and pins agree, that ``num_leases`` requests hold leases beside the pins, and
+        that those in ``namespaces`` are there. Raises CheckFailed."""
         self.tree.check()
         if self.tree.num_leases != num_leases + len(self._pins):
             raise CheckFailed(
@@ -328,16 +423,14 @@ class PrefixCache:
         missing = namespaces - self.tree.namespaces()
         if missing:
             raise CheckFailed(f"{len(missing)} namespaces in which requests run are not in the tree")
-        if len(self.tree.checkpoints.by_state) != len(self._copies) or len(self._copies) > self._most_checkpoints:
+        if self.tree.checkpoints.by_state.keys() != self._kept.keys() or len(self._kept) > self._most_checkpoints:
             raise CheckFailed(
-                f"checkpoints: {len(self.tree.checkpoints.by_state)} in the tree, {len(self._copies)} with copies, at most "
+                f"checkpoints: {len(self.tree.checkpoints.by_state)} in the tree, {len(self._kept)} kept, at most "
                 f"{self._most_checkpoints} asked for"
             )
-        held = {name for name in self._copies if self.tree.checkpoints.is_held(name)}
-        pinned = {pin.checkpoint for pin in self._pins if pin.checkpoint is not None}
-        if held != pinned:
-            raise CheckFailed(f"checkpoints {sorted(held)[:16]} are held, pins hold {sorted(pinned)[:16]}")
-        loose = [copies for name, copies in self._copies.items() if name not in held]
-        counts = [sum(len(copies[n]) for copies in loose) for n in range(len(self.bounded))]
-        if counts != self._num_loose:
-            raise CheckFailed(f"checkpoints hold {counts} blocks that may go, {self._num_loose} are counted")
+        held = {name for name in self._kept if self.tree.checkpoints.is_held(name)}
+        holdings = [pin.holding for pin in self._pins]
+        if held != {one.checkpoint for one in holdings if one.checkpoint is not None}:
+            raise CheckFailed(f"checkpoints {sorted(held)[:16]} are held, and not by pins alone")
+        read = [self.windows.ids_of(self.tree, one.lease, one.spans) for one in holdings]
+        self.windows.check(self.tree, read, [kept.windows for kept in self._kept.values()])

@@ -1,4 +1,8 @@
-"""What follows from a commit: whole blocks become shareable, windows slide, checkpoints are kept, tiers are told."""
+"""What follows from a commit: whole blocks become shareable, windows slide, checkpoints are kept, tiers are told.
+
+A checkpoint is kept where a text is likely to be taken up again: at the end of a prompt, where it parted from what was cached,
+where it began, and at the end of its answer.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,30 @@ import numpy as np
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
+from kvpagoda.cache.prefix_cache import Kept
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.tier_hit import TierHit
 from kvpagoda.errors import OutOfBlocks
-from kvpagoda.units import ceil_div
 
 _NONE: Ids = np.empty(0, np.int32)
+_SLACK = 512  # tokens: prompts that go on from another one often part a little before its end, so windows before that stay too
+_COARSE = 1024  # tokens: of a model with states one checkpoint more, at the last multiple in a prompt, serves those
 
 
 class Publisher:
     """Publishes what the requests of ``core`` committed. All of it can be done later: a commit never fails for it."""
 
     def __init__(self, core: Core) -> None:
-        self._core, self._every = core, core.settings.retention.checkpoint_every * core.block_size
+        self._core, size = core, core.block_size
+        self._every = core.settings.retention.checkpoint_every
+        self._slack, self._coarse = _SLACK // size, max(1, _COARSE // size)
+        self._spans = [window.group.growth.span or 0 for window in core.prefix.windows]
+        self._at_rest = [
+            (window.group, window.group.growth.most_blocks(size, size) or 0) for window in core.prefix.windows
+        ]
 
     def settle(self, request: Request) -> None:
-        """Publish the whole blocks of ``request``, let its windows slide, keep a checkpoint if one is due. While a step or a
+        """Publish the whole blocks of ``request``, keep the checkpoints that are due, let its windows slide. While a step or a
         copy of it is in flight all of that waits; where memory for it lacks, it is tried again with the next commit."""
         request.is_settled = False
         if request.num_fences:
@@ -29,8 +41,8 @@ class Publisher:
         try:
             self._publish(request, request.own_length, None)
             if self._core.bounded:
+                self._keep_due(request)
                 self._slide(request)
-                self._keep_checkpoint(request)
         except (MemoryError, RuntimeError):
             return
         request.is_settled = True
@@ -38,37 +50,59 @@ class Publisher:
     def begun(self, request: Request, hit: TierHit | None) -> None:
         """What ``request`` begins with was loaded: it is cached from now on. Or it was cached: it is in use again."""
         core, found = self._core, request.match
-        if core.offloader is None:
-            return
-        if found.loaded:
-            core.counters.loaded += found.loaded
-            try:
+        request.due = self._due_of(request)
+        core.counters.loaded += found.loaded
+        begin = found.resumable // core.block_size
+        try:
+            if found.loaded:
                 self._publish(request, found.resumable, hit)
-                self._save(request, found.resumable)
-            except (MemoryError, RuntimeError):
-                return
-        elif found.resumable:
-            name = found.checkpoint
+            saved = self._save(request, begin, 0) if begin and core.bounded else None
+        except (MemoryError, RuntimeError):
+            return
+        name = None if saved is None else saved[0]
+        if name is not None:
+            request.kept.append(name)
+        if begin and core.offloader is not None and not found.loaded:
             copies = None if name is None else core.prefix.copies_of(name)
             core.offloader.reused(request.block_hashes, self._ids(request), name, copies or ())
 
     def next_checkpoint(self, request: Request) -> int | None:
-        """The next position in the prompt at which a checkpoint should be kept; None where there is none."""
-        if not self._core.bounded:
+        """The next position in the prompt at which a step should end, so that the states can be copied there; None where there
+        is none, or no states."""
+        if self._core.states is None:
             return None
-        length, size = request.length, self._core.block_size
-        due = [
-            self._prompt_end(request),
-            request.match.num_tokens // size * size,
-            (length // self._every + 1) * self._every if self._every else 0,
-        ]
-        return min((at for at in due if length < at < request.prompt_length), default=None)
+        at = next((at for at in request.due if at * self._core.block_size > request.length), None)
+        return None if at is None else at * self._core.block_size
 
-    def store_last_checkpoint(self, request: Request) -> None:
-        """``request`` ends: what its output can be resumed from is worth keeping below."""
-        self._store(request.last_checkpoint)
+    def ending(self, request: Request) -> None:
+        """``request`` is closed or set aside: where its answer ends it can be taken up again, and where others may part from
+        it was in use until now."""
+        core = self._core
+        if request.num_fences or not core.bounded:
+            return
+        try:
+            if core.states is None and request.own_length >= request.prompt_length:
+                self._move_tail(request, request.lease.num_blocks, 0)
+        except (MemoryError, RuntimeError):
+            pass
+        for name in (*request.kept, request.tail):
+            core.prefix.use(name)
+        self._store(request.tail)
 
     # -- steps of it -------------------------------------------------------------------------------------------------
+
+    def _due_of(self, request: Request) -> list[int]:
+        """Behind how many blocks of its prompt ``request`` keeps a checkpoint, in the order of the text: at the last one from
+        which the same prompt can be resumed with a token left to compute, where it parts from what was cached, every so many
+        blocks where that was asked for, and, of a model with states, once before the end."""
+        size, begin = self._core.block_size, request.match.resumable // self._core.block_size
+        end = (request.prompt_length - 1) // size
+        due = {end, request.match.num_tokens // size}
+        if self._every:
+            due.update(range((begin // self._every + 1) * self._every, end, self._every))
+        if self._core.states is not None:
+            due.add(end // self._coarse * self._coarse)
+        return sorted(at for at in due if begin < at <= end)
 
     def _publish(self, request: Request, length: int, source: TierHit | None) -> None:
         """Make the whole blocks of the first ``length`` tokens shareable, here and below. ``source``: where they were loaded
@@ -86,8 +120,8 @@ class Publisher:
         except Exception:
             guard.is_torn = False
             raise
-        if len(spared) and core.full is not None:
-            core.capacity.release(core.full, spared)
+        for group, ids in spared:
+            core.capacity.release(group, ids)
         guard.is_torn = False
         if core.full is None:
             core.capacity.forget(prefix.evict_unbacked, is_evicted=True)
@@ -100,72 +134,96 @@ class Publisher:
         return _NONE if full is None else full.table.cells[request.slot, : request.lease.num_blocks]
 
     def _slide(self, request: Request) -> None:
-        core = self._core
-        for group in core.bounded:
-            leaving = group.leaving(request.slot, request.own_length)
-            if leaving is not None:
+        """Let windows lose what nobody reads any more: of an answer not what is needed to take it up at its last whole block.
+        Once the prompt is computed a request needs room for a block at a time only."""
+        core, slot, length = self._core, request.slot, request.own_length
+        in_answer = length >= request.prompt_length
+        for number, (group, blocks, _) in enumerate(core.prefix.windows):
+            first = group.growth.first_kept(length) // group.block_size
+            if in_answer:
+                first = min(first, blocks.first_needed(request.lease.num_blocks))
+                at_rest = self._at_rest[number][1]
+                if group.reserved[slot] > at_rest:
+                    group.reserve(slot, at_rest)
+            first = min(first, group.end[slot])
+            if first > group.first[slot]:
+                shared, own = group.leaving(slot, first)
                 core.guard.is_torn = True
-                group.slide(request.slot, leaving[0])
-                core.capacity.release(group, leaving[1])
+                group.slide(slot, first)
+                blocks.leave(shared)
+                core.capacity.release(group, own)
                 core.guard.is_torn = False
 
-    def _keep_checkpoint(self, request: Request) -> None:
-        """Keep one if the request is where one is due: in a prompt at its end, where it parts from what was cached, and every
-        so many blocks; of an output only the newest is worth its place."""
-        length, size = request.own_length, self._core.block_size
-        if length % size or not length:
+    def _keep_due(self, request: Request) -> None:
+        """Keep the checkpoints of a prompt that are due, and the newest one of an answer in progress; of a prompt without
+        states also the newest one near its end, so that what windows lose there stays until the end is reached."""
+        core, size = self._core, self._core.block_size
+        published, is_whole = request.lease.num_blocks, request.own_length % size == 0
+        while request.due and request.due[0] <= published:
+            at = request.due.pop(0)
+            if core.states is not None and not (at == published and is_whole):
+                core.counters.passed += 1
+                continue
+            saved = self._save(request, at, 0 if request.due else self._slack)
+            if saved is not None:
+                request.kept.append(saved[0])
+                if saved[1]:
+                    self._store(saved[0])
+        if core.states is not None:
+            if is_whole and request.own_length >= request.prompt_length:
+                self._move_tail(request, published, 0)
+        elif request.due:
+            end = request.due[-1]
+            if published + self._slack + max(self._spans, default=0) // size > end:
+                self._move_tail(request, published, self._slack - (end - published))
+
+    def _move_tail(self, request: Request, num_blocks: int, more: int) -> None:
+        """Keep a checkpoint after ``num_blocks`` blocks, in place of the last one that this kept."""
+        core, last = self._core, request.tail
+        if not num_blocks or core.prefix.checkpoint_at(request.lease, num_blocks) == last:
             return
-        in_prompt = length < request.prompt_length
-        due = self._prompt_end(request), request.match.num_tokens // size * size
-        if in_prompt and length not in due and (not self._every or length % self._every):
+        saved = self._save(request, num_blocks, max(0, more))
+        if saved is None:
             return
-        name = self._save(request, length)
-        if name is None:
-            return
-        if in_prompt:
-            self._store(name)
-            return
-        core, last = self._core, request.last_checkpoint
-        request.last_checkpoint = name
+        name, is_new = saved
+        request.tail = name if is_new else -1
+        if not is_new:
+            request.kept.append(name)
         core.capacity.forget(core.prefix.drop, last)
 
-    def _save(self, request: Request, length: int) -> int | None:
-        """Keep a checkpoint at ``length``, the end of what is published; returns its name. None if there is one already, or no
-        room: the least recently used one gives up its place, but what requests have reserved is not touched."""
-        core, capacity, prefix, slot = self._core, self._core.capacity, self._core.prefix, request.slot
-        if not core.bounded or length != request.lease.num_blocks * core.block_size:
-            return None
-        if prefix.is_kept_at(request.lease, length):
-            return None
-        needs = [0] * len(core.groups)
-        for group in core.bounded:
-            first = max(group.first[slot], group.growth.first_needed(length) // group.block_size)
-            needs[group.index] = ceil_div(length, group.block_size) - first
-        if any(needs[group.index] > capacity.available(group) for group in core.bounded):
-            return None  # what is kept here can be evicted again, so that nothing is reserved for it
+    def _save(self, request: Request, num_blocks: int, more: int) -> tuple[int, bool] | None:
+        """Keep a checkpoint after ``num_blocks`` blocks that are published, and up to ``more`` window blocks before those that
+        it needs: (its name, True), or (the name, False) if there is one already. None where there is no room for it, or a
+        window is not there any more: the least recently used one gives up its place, but what requests have reserved is not
+        touched."""
+        core, capacity, prefix, states = self._core, self._core.capacity, self._core.prefix, self._core.states
+        name = prefix.checkpoint_at(request.lease, num_blocks)
+        if name is not None:
+            prefix.use(name)
+            return name, False
         if prefix.is_full:
             capacity.forget(prefix.evict_checkpoint, is_evicted=True)
-            if prefix.is_full:
+        if states is not None and capacity.available(states):
+            needs = [int(group is states) for group in core.groups]
+            try:
+                capacity.ensure_free(needs, needs)
+            except OutOfBlocks:
                 return None
-        try:
-            capacity.ensure_free(needs, needs)
-        except OutOfBlocks:
+        tail = prefix.tail(request.lease, num_blocks, more)
+        if prefix.is_full or tail is None or (states is not None and not states.free.num_free):
             return None
-        copies = []
-        for group in core.bounded:
-            count, end = needs[group.index], ceil_div(length, group.block_size)
-            copies.append(group.peek(count))
-            if count:
-                core.memory.copy(group.index, group.table.cells[slot, end - count : end].copy(), copies[-1])
+        copy = _NONE
+        if states is not None:
+            copy = states.peek(1)
+            core.memory.copy(states.index, states.held_ids(request.slot), copy)
         core.guard.is_torn = True
-        for group, ids in zip(core.bounded, copies):
-            group.take(ids)
-        name = prefix.save(request.lease, length, copies)
+        if states is not None:
+            states.take(copy)
+        name = prefix.save(request.lease, num_blocks, Kept(*tail, copy))
         core.guard.is_torn = False
         if core.offloader is not None:
-            end = length // core.block_size
-            core.offloader.checkpoint_saved(name, core.hashes_of(request, end)[end])
-        return name
+            core.offloader.checkpoint_saved(name, core.hashes_of(request, num_blocks)[num_blocks])
+        return name, True
 
     def _store(self, name: int) -> None:
         """Checkpoint ``name``, if it is still kept, is worth keeping below."""
@@ -173,8 +231,3 @@ class Publisher:
         copies = core.prefix.copies_of(name)
         if core.offloader is not None and copies is not None:
             core.offloader.store_checkpoint(name, copies, "commit")
-
-    def _prompt_end(self, request: Request) -> int:
-        """The last boundary from which the same prompt can be resumed with a token left to compute."""
-        size = self._core.block_size
-        return (request.prompt_length - 1) // size * size

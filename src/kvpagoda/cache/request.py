@@ -9,7 +9,7 @@ import numpy as np
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.namespace import with_media
-from kvpagoda.cache.prefix_cache import PrefixMatch
+from kvpagoda.cache.prefix_match import PrefixMatch
 from kvpagoda.errors import StaleHandle
 from kvpagoda.prefix import Lease
 
@@ -36,12 +36,14 @@ class Request:
     ``num_fences``: steps and copies in flight. ``is_settled``: whether everything committed was published; if not, that is
     done when the last fence is lifted, or with the next commit. ``opened_at``: when its prompt began to be computed
     (``perf_counter``), 0.0 once that is measured. ``rows``: the persistent batch that is ahead of it, if any.
-    ``resumed_at``: the cache's count of stopped requests when it got its slot.
+    ``resumed_at``: the cache's count of stopped requests when it got its slot. ``due``: behind how many blocks of its prompt a
+    checkpoint is still to be kept, ascending. ``kept``: checkpoints that it uses; ``tail``: the one that moves along with it.
     """
 
     __slots__ = (
-        "block_hashes", "is_settled", "last_checkpoint", "lease", "match", "media_ids", "namespace", "num_fences",
-        "opened_at", "own_length", "priority", "prompt_length", "resumed_at", "rows", "slot", "state", "tokens", "written",
+        "block_hashes", "due", "is_settled", "kept", "lease", "match", "media_ids", "namespace", "num_fences",
+        "opened_at", "own_length", "priority", "prompt_length", "resumed_at", "rows", "slot", "state", "tail", "tokens",
+        "written",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +60,9 @@ class Request:
         self.lease: Lease
         self.slot, self.state, self.resumed_at = -1, State.NEW, 0
         self.num_fences, self.is_settled = 0, True
-        self.last_checkpoint = -1
+        self.due: list[int] = []
+        self.kept: list[int] = []
+        self.tail = -1
         self.block_hashes: list[bytes] = []
         self.opened_at = 0.0
         self.rows: DecodeRows | None = None

@@ -9,7 +9,8 @@ import numpy as np
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.capacity import Capacity
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.prefix_cache import PrefixMatch
+from kvpagoda.cache.prefix_cache import Holding
+from kvpagoda.cache.prefix_match import PrefixMatch
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.swap import Suspended
 from kvpagoda.cache.tier_hit import TierHit
@@ -43,44 +44,45 @@ class Allotment(NamedTuple):
     reserved: int
 
 
-def allot(core: Core, wish: AdmissionRequest, whole: int) -> list[Allotment] | None:
-    """What each group gives the request, whose first ``whole`` blocks of the full group are shared; None if there is no
-    room for it."""
-    match = wish.match
-    begins, needs, more = _needs(core, wish, whole)
+def shared_columns(core: Core, wish: AdmissionRequest, whole: int) -> list[range]:
+    """Which blocks of its text the request shares with the prefix cache, for each group: the first ``whole`` ones of the full
+    group; of windows those that the text still needs there, unless they are copied or loaded. The row of a group begins where
+    its range does."""
+    spans = iter(core.prefix.windows.spans_before(wish.found.resumable // core.block_size))
+    shared = list[range]()
+    for group in core.groups:
+        if group.growth.is_state:
+            shared.append(range(0))
+        elif wish.suspended is not None:
+            left = wish.suspended.left_behind[group.index]
+            shared.append(range(whole) if group is core.full else left)
+        elif group is core.full:
+            shared.append(range(whole))
+        else:
+            span = next(spans)
+            shared.append(range(span.start, span.start) if wish.hit is not None else span)
+    return shared
+
+
+def allot(core: Core, wish: AdmissionRequest, shared: list[range], holding: Holding) -> list[Allotment] | None:
+    """What each group gives the request, whose ``shared`` blocks are held; None if there is no room for it."""
+    capacity = max(wish.capacity, wish.found.resumable) if wish.suspended is None else wish.capacity
+    ends = [ceil_div(capacity, group.block_size) for group in core.groups]
+    needs = [max(0, end - some.stop) for end, some in zip(ends, shared)]
+    more = [max(need, n - len(some)) for need, n, some in zip(needs, wish.reserved, shared)]
     moves = core.capacity.num_moves
     if not make_room(core.capacity, needs, more):
         return None
-    shared = match.ids[0, :whole] if core.full is not None else _NONE
-    if whole and moves != core.capacity.num_moves:
-        shared = core.prefix.tree.match(match.tokens[: whole * core.block_size], match.namespace).ids[0]
+    windows, tree = core.prefix.windows, core.prefix.tree
+    ids = dict(zip((window.group.index for window in windows), windows.ids_of(tree, holding.lease, holding.spans)))
+    if core.full is not None:
+        whole = len(shared[core.full.index])
+        is_moved = moves != core.capacity.num_moves
+        ids[core.full.index] = (tree.ids_between(holding.lease, 0, whole) if is_moved else wish.match.ids)[0, :whole]
     return [
-        Allotment(begin, shared if group is core.full else _NONE, group.peek(need), reserved)
-        for group, begin, need, reserved in zip(core.groups, begins, needs, wish.reserved)
+        Allotment(some.start, ids.get(group.index, _NONE), group.peek(need), reserved)
+        for group, some, need, reserved in zip(core.groups, shared, needs, wish.reserved)
     ]
-
-
-def _needs(core: Core, wish: AdmissionRequest, whole: int) -> tuple[list[int], list[int], list[int]]:
-    """For each group the first column of the row, the blocks to be taken at once, and those to be reserved beyond the
-    shared ones: where the first ``whole`` blocks of the full group are shared."""
-    found = wish.found
-    capacity = max(wish.capacity, found.resumable) if wish.suspended is None else wish.capacity
-    begins, needs, more = [], [], []
-    for group, reserved in zip(core.groups, wish.reserved):
-        begin = 0
-        end = ceil_div(capacity, group.block_size)
-        if group is core.full:
-            need, more_needed = max(0, end - whole), reserved - whole
-        else:
-            if wish.suspended is not None:
-                begin = wish.suspended.parts[group.index].begin
-            elif wish.hit is not None or found.checkpoint is not None:
-                begin = group.growth.first_needed(found.resumable) // group.block_size
-            need, more_needed = max(0, end - begin), reserved
-        begins.append(begin)
-        needs.append(need)
-        more.append(max(need, more_needed))
-    return begins, needs, more
 
 
 def make_room(capacity: Capacity, needs: list[int], more: list[int]) -> bool:
@@ -95,34 +97,33 @@ def make_room(capacity: Capacity, needs: list[int], more: list[int]) -> bool:
 
 
 def fill(
-    core: Core, wish: AdmissionRequest, whole: int, allotments: list[Allotment], beyond: Lease | None
+    core: Core, wish: AdmissionRequest, shared: list[range], allotments: list[Allotment], beyond: Lease | None
 ) -> PrefixMatch | None:
-    """Copy to each group's own blocks, which nobody holds yet, what the request starts from beyond the shared ones; what it
-    can start from then, or None if tiers had no more than is cached."""
-    memory, found, own = core.memory, wish.found, [one.own for one in allotments]
-    states, copies = core.states, None
+    """Copy to each group's own blocks, which nobody holds yet, what the request starts from beyond the ``shared`` ones.
+    Returns what it can start from then, or None if tiers had no more than is cached."""
+    memory, found, own, states = core.memory, wish.found, [one.own for one in allotments], core.states
+    is_new = states is not None
     if wish.suspended is not None:
-        parts = zip(core.groups, wish.suspended.parts)
-        counts = [part.end - (whole if group is core.full else part.begin) for group, part in parts]
-        core.swap.copy_in(wish.suspended, [ids[: max(0, count)] for ids, count in zip(own, counts)])
+        counts = [max(0, part.end - some.stop) for part, some in zip(wish.suspended.parts, shared)]
+        core.swap.copy_in(wish.suspended, [ids[:count] for ids, count in zip(own, counts)])
         is_new = states is not None and not counts[states.index]
     elif wish.hit is not None:
-        return _load(core, wish, whole, own)
+        return _load(core, wish, shared, own)
     else:
         if beyond is not None and core.full is not None:
             memory.copy(core.full.index, core.prefix.tree.last_ids(beyond), own[core.full.index][:1])
-        copies = None if found.checkpoint is None else core.prefix.copies_of(found.checkpoint)
-        for group, ids in zip(core.bounded, copies or ()):
-            memory.copy(group.index, ids, own[group.index][: len(ids)])
-        is_new = copies is None
+        if states is not None and found.checkpoint is not None:
+            memory.copy(states.index, core.prefix.states_of(found.checkpoint), own[states.index][:1])
+            is_new = False
     if is_new and states is not None and len(own[states.index]):
         memory.reset(states.index, own[states.index])
     return found
 
 
-def _load(core: Core, wish: AdmissionRequest, whole: int, own: list[Ids]) -> PrefixMatch | None:
-    """Load what tiers have from block ``whole`` on; what can be started from then, None if that is no more than before."""
-    found, hit = wish.found, wish.hit
+def _load(core: Core, wish: AdmissionRequest, shared: list[range], own: list[Ids]) -> PrefixMatch | None:
+    """Load what tiers have beyond the ``shared`` blocks; what can be started from then, or None if that is no more than
+    before."""
+    found, hit, whole = wish.found, wish.hit, 0 if core.full is None else shared[core.full.index].stop
     assert core.offloader is not None and hit is not None
     reader = core.offloader.reader
     if core.bounded:

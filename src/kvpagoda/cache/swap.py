@@ -54,12 +54,17 @@ class Suspended(NamedTuple):
 
     parts: tuple[Part, ...]
     """Of each group."""
+    firsts: tuple[int, ...]
+    """Where its row began; what lies between that and its part was left in the prefix cache."""
     reserved: tuple[int, ...]
     """Blocks that it had reserved in each group."""
     capacity: int
     """Tokens that it had room for."""
-    published: int
-    """Leading blocks of the text that are not here: they were left in the prefix tree, and may be evicted."""
+
+    @property
+    def left_behind(self) -> list[range]:
+        """Of each group the blocks of the text that are not here, and may have been evicted."""
+        return [range(first, part.begin) for first, part in zip(self.firsts, self.parts)]
 
 
 class Swap:
@@ -110,8 +115,8 @@ class Swap:
         parts = tuple(Part(begin, end, some) for (begin, end), some in zip(columns, pieces))
         ids = [group.table.cells[slot, begin:end].copy() for group, (begin, end, _) in zip(self._groups, parts)]
         self._copy(parts, ids, is_out=True)
-        published = sum(part.begin for one, part in zip(self._groups, parts) if not one.growth.is_bounded)
-        return Suspended(parts, tuple(group.reserved[slot] for group in self._groups), capacity, published)
+        firsts, reserved = zip(*[(group.first[slot], group.reserved[slot]) for group in self._groups])
+        return Suspended(parts, firsts, reserved, capacity)
 
     def copy_in(self, suspended: Suspended, targets: Many[Ids]) -> None:
         """Copy back to ``targets``, int32 for each group: the last blocks of those that were suspended."""

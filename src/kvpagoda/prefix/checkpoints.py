@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.prefix.clock import Clock
 from kvpagoda.prefix.invariants import expect
 from kvpagoda.prefix.lazy_heap import LazyHeap
 from kvpagoda.prefix.node import Node
@@ -17,9 +18,9 @@ class Checkpoints:
     with a node are the tree's; leases do not hold checkpoints.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.by_state: dict[int, Checkpoint] = {}
-        self._clock = 0
+        self._clock = clock
         self._loose = LazyHeap(lambda state_id: (self.by_state[state_id].used, 0))
         self.num_held = 0
 
@@ -30,7 +31,7 @@ class Checkpoints:
         if node.checkpoints is not None and depth in node.checkpoints:
             return False
         checkpoint = self.by_state[state_id] = Checkpoint(state_id, depth)
-        checkpoint.used = self._tick()
+        checkpoint.used = self._clock.tick()
         node.put_checkpoint(checkpoint)
         self._loose.add(state_id)
         return True
@@ -56,7 +57,16 @@ class Checkpoints:
     def touch(self, node: Node, depth: int) -> None:
         """The checkpoint that ``last`` finds was used."""
         if self.by_state and (found := self.last(node, depth)):
-            found.used = self._tick()
+            found.used = self._clock.tick()
+
+    def use(self, state_id: int) -> None:
+        """The checkpoint with this state id was used. Raises NotOwned."""
+        self.find(state_id).used = self._clock.tick()
+
+    def oldest(self) -> int | None:
+        """When the one was used that ``evict`` takes out next; None if there is none that nobody holds."""
+        first = self._loose.first()
+        return None if first is None else first[0]
 
     def hold(self, state_id: int) -> None:
         """Let nobody evict or drop the checkpoint with this state id until ``release``, as often as it is held; only with its
@@ -122,7 +132,3 @@ class Checkpoints:
         del self.by_state[checkpoint.state_id]
         self._loose.discard(checkpoint.state_id)
         checkpoint.among.take(checkpoint.depth)
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
@@ -80,6 +82,17 @@ def descend(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -
             if more > longest:
                 beyond, longest = child, more
     return Descent(node, depth, end, same + longest, path, beyond)
+
+
+def slices_above(node: Node, end: int, begin: int) -> Iterator[tuple[Node, slice]]:
+    """The nodes that have the blocks ``begin .. end - 1``, the lowest one first, where ``end`` lies in ``node``; and which of
+    their own blocks those are."""
+    while end > begin:
+        yield node, slice(max(begin, node.start) - node.start, end - node.start)
+        end = node.start
+        if node.parent is None:
+            return
+        node = node.parent
 
 
 def _num_same(a: Ids, b: Ids) -> int:

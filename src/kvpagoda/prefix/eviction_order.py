@@ -45,6 +45,10 @@ class EvictionOrder(Protocol):
         """Nodes whose last blocks go next, and how many, ``limit`` in all if so many may go; each is taken care of, with
         ``remove`` and ``mark``, before the next is asked for."""
 
+    def oldest(self) -> int | None:
+        """When the block was used that goes next, by the clock of the tree; None if there is none, or if blocks do not go by
+        when they were used."""
+
     def remove(self, node: Node, count: int) -> None:
         """The last ``count`` blocks of ``node``, which still has them, are evicted; ``mark`` follows if some are left."""
 
@@ -129,6 +133,9 @@ class PolicyOrder:
                 raise BadInput(f"{self.policy!r} chose {keys!r}, which does not begin with a leaf or passes its chain")
             limit -= len(keys)
             yield node, len(keys)
+
+    def oldest(self) -> None:
+        return None
 
     def remove(self, node: Node, count: int) -> None:
         assert node.parent is not None

@@ -61,14 +61,12 @@ def prove_pins(nodes: Iterable[Node], num_leases: int, tree: object) -> None:
     expect(counted == num_leases, f"{num_leases} leases are open, nodes have {counted}")
 
 
-def prove_ids(
-    nodes: list[Node], num_groups: int, owned: np.ndarray[tuple[int, int], np.dtype[np.bool_]] | None
-) -> None:
-    """Every id is at one place, and the flags, if there are any, say which."""
+def prove_ids(nodes: list[Node], num_groups: int, owned: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> None:
+    """Every id is at one place, and the flags say which."""
     for group in range(num_groups):
         ids = np.concatenate([np.empty(0, np.int32), *(node.ids[group] for node in nodes)])
         ids = np.sort(ids[ids != 0])
         twice = ids[1:][ids[1:] == ids[:-1]]
         expect(not len(twice), f"ids {twice[:16].tolist()} of group {group} are at two places")
-        odd = ids[:0] if owned is None else np.setxor1d(ids, np.flatnonzero(owned[group]))
+        odd = np.setxor1d(ids, np.flatnonzero(owned[group]))
         expect(not len(odd), f"nodes and flags disagree about ids {odd[:16].tolist()} of group {group}")

@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.prefix.clock import Clock
 from kvpagoda.prefix.invariants import expect
 from kvpagoda.prefix.node import NO_USES, Node
 
@@ -28,8 +29,8 @@ class LRUOrder:
 
     num_rows = 0
 
-    def __init__(self) -> None:
-        self._clock = self._newest = 0
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._newest = clock, 0
         self._in_order: deque[Node] = deque()
         self._heap: list[int] = []
         self._heaped: dict[int, Node] = {}
@@ -43,15 +44,13 @@ class LRUOrder:
 
     def added(self, node: Node, n: int) -> None:
         """The last ``n`` blocks of ``node`` are new."""
-        self._clock += 1
         if n < node.num_blocks:
             node.uses = [*node.uses, (node.start + node.num_blocks - n, node.used)]
-        node.used = self._clock
+        node.used = self._clock.tick()
 
     def touch(self, node: Node, depth: int, priority: int) -> None:
         """The blocks up to ``depth``, which lies in ``node``, were used together. O(stretches behind it)."""
-        self._clock += 1
-        clock = self._clock
+        clock = self._clock.tick()
         while node.parent is not None:
             if depth == node.start + node.num_blocks:
                 node.used, node.uses = clock, NO_USES
@@ -115,13 +114,19 @@ class LRUOrder:
             depths = [depth for depth, _ in node.uses]
             where = f"node at block {node.start}: stretches {node.uses[:8]}, the last one used at {node.used}"
             expect(depths == sorted(set(depths)) and all(node.start < depth < node.end for depth in depths), where)
-            expect(all(0 < when <= self._clock for _, when in node.uses), where)
-            expect(node.root is not None or 0 < node.used <= self._clock, where)
+            expect(all(0 < when <= self._clock.now for _, when in node.uses), where)
+            expect(node.root is not None or 0 < node.used <= self._clock.now, where)
             if node.is_evictable:
                 in_time = queued.get(node.queued) is node and node.queued <= node.used
                 expect(in_time, f"{where}: would not come up in time")
         expect(times == sorted(times), "the queue is not in order")
         expect(sorted(self._heap) == sorted(self._heaped), "the heap and its nodes disagree")
+
+    def oldest(self) -> int | None:
+        for node, _ in self.victims(1):
+            self.put_back(node)
+            return node.used
+        return None
 
     def _queue(self, node: Node, when: int) -> None:
         node.queued = when

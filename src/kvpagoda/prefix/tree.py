@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, RetryLater, StaleHandle
 from kvpagoda.prefix import eviction
 from kvpagoda.prefix.checkpoints import Checkpoints
-from kvpagoda.prefix.descend import Descent, descend
+from kvpagoda.prefix.clock import Clock
+from kvpagoda.prefix.descend import Descent, descend, slices_above
 from kvpagoda.prefix.eviction_order import EvictionOrder, PolicyOrder
 from kvpagoda.prefix.insertion import Inserter
 from kvpagoda.prefix.invariants import nodes_below, prove_counts, prove_ids, prove_pins, prove_shape
@@ -67,8 +70,9 @@ class PrefixTree:
         asked = as_policy(policy, capacity)
         self.block_size, self.num_groups = block_size, num_groups
         self.num_cached = 0  #: blocks that are cached
-        self.checkpoints = Checkpoints()  #: of its blocks; hold, release, drop and evict them here
-        self._order: EvictionOrder = LRUOrder() if asked is None else PolicyOrder(asked)
+        clock = Clock()
+        self.checkpoints = Checkpoints(clock)  #: of its blocks; hold, release, drop and evict them here
+        self._order: EvictionOrder = LRUOrder(clock) if asked is None else PolicyOrder(asked)
         self._num_rows = num_groups + self._order.num_rows
         self._roots = Roots(block_size, self._num_rows)
         self._owned = OwnedIds(num_groups) if proves_ids else None
@@ -99,8 +103,13 @@ class PrefixTree:
         """All block ids of ``group`` that the tree owns, ascending. O(largest id); O(blocks) if it proves no ids."""
         if self._owned is not None:
             return np.flatnonzero(self._owned.flags[group]).astype(np.int32)
-        ids: Ids = np.sort(np.concatenate([np.empty(0, np.int32), *(node.ids[group] for node in self._roots.nodes())]))
+        ids: Ids = np.sort(self.all_ids()[group])
         return ids[ids > 0]
+
+    def all_ids(self) -> Ids:
+        """The ids of all blocks, in no order, int32 ``[num_groups, num_cached]``, a copy. O(blocks)."""
+        nothing = np.empty((self.num_groups, 0), np.int32)
+        return np.concatenate([nothing, *(node.ids[: self.num_groups] for node in self._roots.nodes())], axis=1)
 
     def match(self, tokens: Ids, namespace: bytes = b"", limit: int | None = None) -> Match:
         """What is cached of the first ``limit`` tokens (None: all) of ``tokens``, int32 ``[n]``. Changes nothing.
@@ -230,15 +239,42 @@ class PrefixTree:
                 self._roots.drop(root)
         return self._gone(ids if done == ids.shape[1] else ids[:, :done], states, asked - done)
 
-    def remap(self, group: int, names: Ids) -> None:
-        """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
-        rows = [node.ids[group] for node in self._roots.nodes()]
-        after = [names[row] for row in rows]
-        if self._owned is not None:
-            self._owned.remap(group, names)
+    def oldest(self) -> int | None:
+        """When the block was used that ``evict`` takes next, a time that compares with those of ``checkpoints``; None if there
+        is none, or if the policy does not go by use alone. Amortised O(log leaves)."""
+        return self._order.oldest()
+
+    def ids_between(self, at: Match | Lease, begin: int, end: int) -> Ids:
+        """The ids of blocks ``begin .. end - 1`` of what ``at`` covers, int32 ``[num_groups, end - begin]``, a copy. O(nodes
+        from the end of ``at`` up to ``begin``). Raises as ``pin`` does."""
+        parts = [node.ids[: self.num_groups, some] for node, some in slices_above(*self._locate(at, end), begin)]
+        if len(parts) == 1:
+            alone: Ids = parts[0].copy()
+            return alone
+        return np.concatenate([np.empty((self.num_groups, 0), np.int32), *parts[::-1]], axis=1)
+
+    def put_ids(self, at: Match | Lease, begin: int, first: int, ids: Ids) -> None:
+        """Write ``ids``, int32 ``[k, n]``, over those that groups ``first .. first + k - 1`` have in the blocks from ``begin``
+        on of what ``at`` covers: of a tree that proves no ids. As ``ids_between`` costs and raises."""
+        end = begin + ids.shape[1]
+        for node, some in slices_above(*self._locate(at, end), begin):
+            from_begin = node.start - begin
+            node.ids[first : first + len(ids), some] = ids[:, some.start + from_begin : some.stop + from_begin]
+
+    def rewrite(self, first: int, count: int, change: Callable[[Ids], Ids]) -> None:
+        """Let ``change`` say the ids of groups ``first .. first + count - 1`` from now on, from what they were, int32
+        ``[count, n]`` each. Matches from before are stale. O(blocks). Raises what ``change`` does, changing nothing."""
+        rows = [node.ids[first : first + count] for node in self._roots.nodes()]
+        after = [change(row) for row in rows]
         for row, ids in zip(rows, after):
             row[:] = ids
         self._removals += 1
+
+    def remap(self, group: int, names: Ids) -> None:
+        """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
+        if self._owned is not None:
+            self._owned.remap(group, names)
+        self.rewrite(group, 1, lambda ids: names[ids])
 
     def clear(self, namespace: bytes | None = None) -> Evicted:
         """Drop everything (None), or everything of one namespace, for good. O(blocks dropped).
@@ -285,7 +321,8 @@ class PrefixTree:
         nodes = self._roots.nodes()
         prove_shape(nodes, self._num_rows)
         prove_pins(nodes, self.num_leases, self)
-        prove_ids(nodes, self.num_groups, None if self._owned is None else self._owned.flags)
+        if self._owned is not None:
+            prove_ids(nodes, self.num_groups, self._owned.flags)
         prove_counts(nodes, self.num_cached, self.num_pinned)
         self.checkpoints.check(nodes)
         self._order.check(nodes)
