@@ -185,11 +185,13 @@ def extend_one(driver: Driver) -> None:
 
 
 def make_room(driver: Driver, requests: list[Request], n: int, call: Any = None, what: str = "") -> Any:
-    """``extend`` by ``n`` tokens, which may not fail within what was promised. Raises Refused."""
+    """``extend`` by ``n`` tokens, which may not fail within what was promised: once a prompt is computed, windows have room for
+    a block at a time. Raises Refused."""
     ends = [request.length + n for request in requests]
     is_promised = not driver.num_fences and n <= driver.settings.step_tokens
     for request, end in zip(requests, ends):
         is_promised &= request.reserve is not None and end <= request.reserve
+        is_promised &= request.length < request.handle.prompt_length or n <= driver.cache.block_size
     return driver.attempt(
         what or f"#{requests[0].number}.extend({n}) at {ends[0] - n} of reserve {requests[0].reserve}",
         call or (lambda: requests[0].handle.extend(n)),

@@ -215,6 +215,8 @@ def set_aside(driver: Driver) -> None:
         request = driver.pick(lambda one: one.is_running and one.handle in together[0].sequences)
     else:
         tokens, media = driver.documents.one()
+        if not len(tokens):
+            raise Refused("an empty text is not opened here")
         request = begin(driver, tokens, media, None, capacity=0)
         finish_step(driver, *begin_step(driver, 1, [request]))
     suspend(driver, request, driver.chance(0.5 if together else 0.1))

@@ -77,10 +77,7 @@ class Capacity:
     def fits(self, more: Many[int]) -> bool:
         """Whether every reservation can be kept if ``more[i]`` further blocks of group i are reserved."""
         if self._sectors is None:
-            for group, n in zip(self._groups, more):
-                if n > group.free.num_free - group.outstanding and n > self.surplus(group):
-                    return False
-            return True
+            return all(n <= self.surplus(group) for group, n in zip(self._groups, more))
         slack = self._sectors.num_free
         for group, n in zip(self._groups, more):
             slack += (self.surplus(group) - n) // group.plan.per_sector

@@ -199,10 +199,9 @@ class Lifecycle:
         lacking = [group for group in groups if group.end[slot] <= group.shared[slot]]
         for taking in (groups, lacking):
             needs = [int(group in taking) for group in self.core.groups]
-            more = [int(group in lacking) for group in self.core.groups]
             try:
-                if capacity.fits(more):
-                    capacity.ensure_free(needs, more)
+                if capacity.fits(needs):
+                    capacity.ensure_free(needs, needs)
                     return taking
             except OutOfBlocks:
                 continue

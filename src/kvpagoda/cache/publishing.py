@@ -12,8 +12,8 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.prefix_cache import Kept
 from kvpagoda.cache.request import Request
+from kvpagoda.cache.start import make_room
 from kvpagoda.cache.tier_hit import TierHit
-from kvpagoda.errors import OutOfBlocks
 
 _NONE: Ids = np.empty(0, np.int32)
 _SLACK = 512  # tokens: prompts that go on from another one often part a little before its end, so windows before that stay too
@@ -203,14 +203,11 @@ class Publisher:
             return name, False
         if prefix.is_full:
             capacity.forget(prefix.evict_checkpoint, is_evicted=True)
-        if states is not None and capacity.available(states):
-            needs = [int(group is states) for group in core.groups]
-            try:
-                capacity.ensure_free(needs, needs)
-            except OutOfBlocks:
-                return None
+        needs = [int(group is states) for group in core.groups]
+        if prefix.is_full or (states is not None and not make_room(capacity, needs, needs)):
+            return None
         tail = prefix.tail(request.lease, num_blocks, more)
-        if prefix.is_full or tail is None or (states is not None and not states.free.num_free):
+        if tail is None:
             return None
         copy = _NONE
         if states is not None:

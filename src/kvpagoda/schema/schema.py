@@ -235,7 +235,7 @@ class Schema:
         largest = []
         for law, layout in layouts.items():
             size = WHOLE_TEXT if law.is_state else block_size
-            most, kept = law.most_blocks(size, step_tokens), law.most_blocks(size, 1)
+            most, kept = law.most_blocks(size, max(step_tokens, size)), law.most_blocks(size, 1)
             blocks = WHOLE_TEXT if most is None or kept is None else max_requests * most + checkpoints * kept
             largest.append(GroupPlan(law, layout, size, blocks, most, layout.nbytes))
         return tuple(largest)
