@@ -232,8 +232,9 @@ def set_aside(driver: Driver) -> None:
         if together:
             step_together(driver, together[0])
         for _ in range(driver.between(0, 4)):
-            finish_step(driver, *begin_step(driver, 1, [request]))
-        if driver.chance(0.5):
+            if request.handle in driver.requests:  # a step that found no room may have closed it
+                finish_step(driver, *begin_step(driver, 1, [request]))
+        if request.handle in driver.requests and driver.chance(0.5):
             close(driver, request)
 
 

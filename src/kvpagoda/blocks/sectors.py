@@ -76,21 +76,24 @@ class Sectors:
 
     def vacate(self, group: BlockGroup, count: int, fixed: Ids, *, moving: bool = True) -> Vacating | None:
         """The ``count`` emptiest sectors of ``group``, which has as many free blocks as they hold; not ``moving``: only those
-        that are empty. ``fixed``: blocks that may not move. None if there is no such sector. O(free blocks and sectors)."""
+        that are empty. ``fixed``: blocks that may not move. None if there is no such sector. O(f log f) for f free blocks, and
+        O(sectors) where all that have free blocks have fixed ones too."""
         per, ids = group.plan.per_sector, group.free.free_ids()
-        num_free = np.bincount(ids // per, minlength=len(self.owner))
-        num_free[self.owner != group.index] = -1
-        num_free[fixed // per] = -1
-        chosen = np.flatnonzero(num_free == per)[:count]
+        sector_of = ids // per
+        able, num_free = np.unique(sector_of, return_counts=True)
+        if len(fixed):
+            is_able = ~np.isin(able, fixed // per)
+            able, num_free = able[is_able], num_free[is_able]
+        chosen = able[num_free == per][:count]
         if moving and len(chosen) < count:
-            chosen = np.argsort(-num_free, kind="stable")[:count]
-            chosen = np.sort(chosen[num_free[chosen] >= 0])
+            chosen = able[np.argsort(-num_free, kind="stable")[:count]]
+            if len(fixed) and len(chosen) < count:
+                others = np.setdiff1d(np.flatnonzero(self.owner == group.index), np.concatenate((able, fixed // per)))
+                chosen = np.concatenate((chosen, others[: count - len(chosen)].astype(np.int32)))
         if not len(chosen):
             return None
-        leaves = np.zeros(len(self.owner), np.bool_)
-        leaves[chosen] = True
-        inside = leaves[ids // per]
-        sectors = chosen.astype(np.int32)
+        sectors = np.sort(chosen)
+        inside = np.isin(sector_of, sectors, assume_unique=False)
         sources = np.setdiff1d(_ids(group, sectors), ids[inside], assume_unique=True)
         left = ids[~inside][::-1]  # the lowest is handed out first
         kept = len(left) - len(sources)

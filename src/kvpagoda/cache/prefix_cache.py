@@ -39,7 +39,7 @@ class Kept(NamedTuple):
     """What one checkpoint keeps."""
 
     windows: tuple[Ids, ...]
-    """Of each window group: cached blocks, the last ones before the checkpoint, int32."""
+    """Of each window group: the cells of the last blocks before the checkpoint, int32 ``[2, n]``."""
     needed: tuple[int, ...]
     """How many of these a text needs to go on; the others help those that part a little earlier."""
     states: Ids
@@ -199,7 +199,8 @@ class PrefixCache:
         return self._kept[name].states
 
     def _copies(self, kept: Kept) -> Copies:
-        windows = iter([ids[len(ids) - n :] for ids, n in zip(kept.windows, kept.needed)])
+        parts = zip(self.windows, kept.windows, kept.needed)
+        windows = iter([window.blocks.ids(cells[:, cells.shape[1] - n :]) for window, cells, n in parts])
         return [kept.states if group is self.states else next(windows) for group in self.bounded]
 
     # -- publishing --------------------------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ class PrefixCache:
         return len(self._kept) >= self._most_checkpoints
 
     def tail(self, lease: Lease, num_blocks: int, more: int) -> tuple[tuple[Ids, ...], tuple[int, ...]] | None:
-        """Of each window group the cached blocks that a text needs to go on after ``num_blocks`` of ``lease``, and up to
+        """Of each window group the cells of the blocks that a text needs to go on after ``num_blocks`` of ``lease``, and of up to
         ``more`` that lie before them, as far as they are there; and how many are needed. None if one of these is gone."""
         found, needed = list[Ids](), list[int]()
         for window, span in zip(self.windows, self.windows.spans_before(num_blocks)):
@@ -256,7 +257,7 @@ class PrefixCache:
             begin = int(missing[-1]) + 1 if len(missing) else 0
             if first + begin > span.start and span:
                 return None
-            found.append(cells[0, begin:].copy())
+            found.append(cells[:, begin:].copy())
             needed.append(len(span))
         return tuple(found), tuple(needed)
 
@@ -267,8 +268,8 @@ class PrefixCache:
         self._next_name += 1
         self.tree.set_checkpoint(lease, num_blocks * self.block_size, name)
         self._kept[name] = kept
-        for window, ids in zip(self.windows, kept.windows):
-            window.blocks.keep(ids)
+        for window, cells in zip(self.windows, kept.windows):
+            window.blocks.keep(cells)
         return name
 
     def use(self, name: int) -> None:
@@ -378,26 +379,21 @@ class PrefixCache:
         """Checkpoints ``names`` are in the tree no more."""
         gone = tuple((name, self._kept.pop(name)) for name in names)
         for _, kept in gone:
-            for window, ids in zip(self.windows, kept.windows):
-                window.blocks.drop(ids)
+            for window, cells in zip(self.windows, kept.windows):
+                window.blocks.drop(cells)
         states = self.states
         blocks = () if states is None else tuple((states, kept.states) for _, kept in gone)
         return Evicted(blocks, tuple((name, self._copies(kept)) for name, kept in gone))
 
     def remap(self, group: BlockGroup, new_ids: Ids) -> None:
-        """Block ``i`` of ``group`` is now block ``new_ids[i]``. O(blocks)."""
+        """Block ``i`` of ``group`` is now block ``new_ids[i]``. O(blocks), of the full group O(nodes) too."""
         window = self._window_of.get(group.index)
         if group is self.full:
             self.tree.remap(0, new_ids)
         elif window is None:
             self._kept = {name: kept._replace(states=new_ids[kept.states]) for name, kept in self._kept.items()}
         else:
-            number, blocks = self.windows.index(window), window.blocks
-            self.tree.rewrite(window.row, 2, lambda cells: blocks.moved(new_ids, cells))
-            blocks.remap(new_ids)
-            for name, kept in self._kept.items():
-                ids = (*kept.windows[:number], new_ids[kept.windows[number]], *kept.windows[number + 1 :])
-                self._kept[name] = kept._replace(windows=ids)
+            window.blocks.remap(new_ids)
 
     # -- proof -------------------------------------------------------------------------------------------------------
 
@@ -409,8 +405,7 @@ class PrefixCache:
         if window is None:
             return np.concatenate([_NONE, *(kept.states for kept in self._kept.values())])
         cells = window.cells_of(self.tree.all_ids())
-        ids: Ids = cells[0, window.blocks.are_there(cells)]
-        return ids
+        return window.blocks.ids(cells[:, window.blocks.are_there(cells)])
 
     def check(self, num_leases: int, namespaces: set[bytes]) -> None:
         """Prove that tree, windows, checkpoints and pins agree, that ``num_leases`` requests hold leases beside the pins, and

@@ -13,9 +13,10 @@ import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.errors import CheckFailed
 from kvpagoda.prefix import Lease, Match, PrefixTree
 from kvpagoda.prefix.window_blocks import Flags, WindowBlocks
+
+_NONE: Ids = np.empty(0, np.int32)
 
 
 class Window(NamedTuple):
@@ -59,7 +60,7 @@ class Windows(tuple[Window, ...]):
     def ids_of(self, tree: PrefixTree, lease: Lease, spans: Many[range]) -> list[Ids]:
         """The blocks of ``spans`` of what ``lease`` covers, which are there, int32 for each group."""
         return [
-            tree.ids_between(lease, span.start, span.stop)[window.row] if span else np.empty(0, np.int32)
+            window.blocks.ids(window.cells_of(tree.ids_between(lease, span.start, span.stop))) if span else _NONE
             for window, span in zip(self, spans)
         ]
 
@@ -96,12 +97,13 @@ class Windows(tuple[Window, ...]):
                 continue
             cells = tree.ids_between(lease, first, end)[row : row + 2]
             there = blocks.are_there(cells)
-            is_duplicate = there & (cells[0] != ours)
             cells[:, ~there] = blocks.cells(ours[~there])
             tree.put_ids(lease, first, row, cells)
+            theirs = blocks.ids(cells)
+            is_duplicate = theirs != ours
             blocks.publish(ours[~is_duplicate])
-            blocks.read(cells[0, is_duplicate])
-            group.share(slot, end, cells[0])
+            blocks.read(theirs[is_duplicate])
+            group.share(slot, end, theirs)
             spared.append((group, ours[is_duplicate]))
         return spared
 
@@ -112,17 +114,14 @@ class Windows(tuple[Window, ...]):
     # -- proof -------------------------------------------------------------------------------------------------------
 
     def check(self, tree: PrefixTree, held: Iterable[Many[Ids]], kept: Iterable[Many[Ids]]) -> None:
-        """Prove who reads and keeps each block: rows of requests, and what is ``held``; checkpoints, what is ``kept``, each
-        int32 by group. Raises CheckFailed."""
+        """Prove who reads and keeps each block: rows of requests, and what is ``held``, int32 by group; checkpoints, what is
+        ``kept``, cells by group. Raises CheckFailed."""
         rows, held, kept = tree.all_ids(), [*held], [*kept]
         for number, (group, blocks, row) in enumerate(self):
-            cells = rows[row : row + 2]
-            ids = cells[0, blocks.are_there(cells)]
-            if len(np.unique(ids)) != len(ids):
-                raise CheckFailed(f"{group.name}: a cached block is at two places")
             shared = [group.table.cells[slot, group.first[slot] : end] for slot, end in enumerate(group.shared)]
+            readers, keepers = [*shared, *(one[number] for one in held)], [one[number][0] for one in kept]
             counts = [
-                np.bincount(np.concatenate([np.empty(0, np.int32), *some]), minlength=group.plan.num_rows)
-                for some in ([*shared, *(one[number] for one in held)], [one[number] for one in kept])
+                np.bincount(np.concatenate([_NONE, *some]), minlength=group.plan.num_rows)
+                for some in (readers, keepers)
             ]
-            blocks.check(ids, counts[0], counts[1])
+            blocks.check(rows[row : row + 2], counts[0], counts[1])

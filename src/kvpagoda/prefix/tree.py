@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
@@ -261,20 +259,15 @@ class PrefixTree:
             from_begin = node.start - begin
             node.ids[first : first + len(ids), some] = ids[:, some.start + from_begin : some.stop + from_begin]
 
-    def rewrite(self, first: int, count: int, change: Callable[[Ids], Ids]) -> None:
-        """Let ``change`` say the ids of groups ``first .. first + count - 1`` from now on, from what they were, int32
-        ``[count, n]`` each. Matches from before are stale. O(blocks). Raises what ``change`` does, changing nothing."""
-        rows = [node.ids[first : first + count] for node in self._roots.nodes()]
-        after = [change(row) for row in rows]
+    def remap(self, group: int, names: Ids) -> None:
+        """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
+        rows = [node.ids[group] for node in self._roots.nodes()]
+        after = [names[row] for row in rows]
+        if self._owned is not None:
+            self._owned.remap(group, names)
         for row, ids in zip(rows, after):
             row[:] = ids
         self._removals += 1
-
-    def remap(self, group: int, names: Ids) -> None:
-        """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
-        if self._owned is not None:
-            self._owned.remap(group, names)
-        self.rewrite(group, 1, lambda ids: names[ids])
 
     def clear(self, namespace: bytes | None = None) -> Evicted:
         """Drop everything (None), or everything of one namespace, for good. O(blocks dropped).

@@ -1,7 +1,8 @@
 """The cached blocks of one group that keeps a window or a chunk: who reads them, who keeps them, and which go first.
 
-A cell of the prefix tree names such a block by two numbers, its id and its *generation*: how often the id was cached. So a
-block can be evicted without a look at the tree; what names it there is stale from then on.
+A cell of the prefix tree names such a block by two numbers: a *handle*, which stays the same when the block moves, and the
+*generation* of that, how often it was cached. So blocks are evicted and moved without a look at the tree; what names an
+evicted one there is stale from then on.
 
     read   by running requests, whose window it lies in, and by pins       stays
     kept   by checkpoints, as the last window before a place to resume     goes with the last of them, by age
@@ -28,28 +29,38 @@ class WindowBlocks:
     """Blocks of ``block_size`` tokens with ids below ``num_rows``, of layers that grow as ``growth`` says.
 
     ``num_cached``: blocks that the tree names; ``num_read``: of these, those that somebody reads; ``num_reads``: how often
-    these are read in all; ``num_cold``: those that nobody reads or keeps. Callers name each id once in a call. Methods are
-    O(their arguments), array work, but where another cost is named.
+    these are read in all; ``num_cold``: those that nobody reads or keeps. Callers name each block once in a call, those that
+    requests hold by their ids, those that the tree has by their cells, int32 ``[2, n]``. Methods are O(their arguments), array
+    work, but where another cost is named.
     """
 
     def __init__(self, growth: Growth, block_size: int, num_rows: int) -> None:
         self.growth, self.block_size = growth, block_size
+        self._id_of: Ids = np.arange(num_rows, dtype=np.int32)  # by handle; what follows too
+        self._handle_of: Ids = self._id_of.copy()  # by id
         self._uses = np.zeros(num_rows, np.int64)
         self._generation = np.ones(num_rows, np.int32)
-        self._is_cached = np.zeros(num_rows, np.bool_)
         self._turn = np.zeros(num_rows, np.int64)  # of a cold block: its part of the queue
-        self._queue: deque[tuple[int, Ids]] = deque()  # (turn, ids): those of another turn by now are passed over
+        self._queue: deque[tuple[int, Ids]] = deque()  # (turn, handles): those of another turn by now are passed over
         self._first_turn = self._next_turn = 1 << 40
         self.num_cached = self.num_read = self.num_reads = self.num_cold = 0
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
     def cells(self, ids: Ids) -> Ids:
-        """What the tree calls ``ids``, int32 ``[2, n]``; 0, no block, stays 0."""
-        return np.stack((ids, np.where(ids > 0, self._generation[ids], 0)))
+        """What the tree calls ``ids``, int32 ``[2, n]``; 0, no block, stays 0: it is a handle of itself."""
+        cells = np.empty((2, len(ids)), np.int32)
+        cells[0] = self._handle_of[ids]
+        cells[1] = self._generation[cells[0]]
+        return cells
+
+    def ids(self, cells: Ids) -> Ids:
+        """The blocks that ``cells`` name, which are there, int32 ``[n]``."""
+        ids: Ids = self._id_of[cells[0]]
+        return ids
 
     def are_there(self, cells: Ids) -> Flags:
-        """Which of ``cells``, int32 ``[2, n]``, still name a block: bool ``[n]``."""
+        """Which of ``cells`` still name a block: bool ``[n]``."""
         there: Flags = (cells[0] > 0) & (self._generation[cells[0]] == cells[1])
         return there
 
@@ -58,11 +69,11 @@ class WindowBlocks:
         return int(self.growth.first_needed(num_blocks * self.block_size)) // self.block_size
 
     def can_resume(self, cells: Ids) -> bool:
-        """Whether a text can go on behind its blocks ``cells``, int32 ``[2, n]``."""
+        """Whether a text can go on behind its blocks ``cells``."""
         return bool(self.are_there(cells[:, self.first_needed(cells.shape[1]) :]).all())
 
     def boundaries(self, cells: Ids) -> Flags:
-        """Behind how many of the blocks ``cells``, int32 ``[2, n]``, the text can go on: bool ``[n + 1]``."""
+        """Behind how many of the blocks ``cells`` the text can go on: bool ``[n + 1]``."""
         n = cells.shape[1]
         ends = np.arange(n + 1)
         needed = self.growth.first_needed(ends * self.block_size) // self.block_size
@@ -80,56 +91,57 @@ class WindowBlocks:
 
     def publish(self, ids: Ids) -> None:
         """``ids`` are named in the tree from now on, and read by the one who published them."""
-        self._is_cached[ids] = True
-        self._uses[ids] = 1
+        self._uses[self._handle_of[ids]] = 1
         self.num_cached += len(ids)
         self.num_read += len(ids)
         self.num_reads += len(ids)
 
     def read(self, ids: Ids) -> None:
         """One more reads ``ids``."""
-        uses = self._uses[ids]
+        handles = self._handle_of[ids]
+        uses = self._uses[handles]
         self.num_reads += len(ids)
         self.num_read += int(np.count_nonzero(uses % _KEEPER == 0))
         self._warm(uses)
-        self._uses[ids] = uses + 1
+        self._uses[handles] = uses + 1
 
     def leave(self, ids: Ids) -> None:
         """One less reads ``ids``; those that nobody reads or keeps then are cold."""
-        uses = self._uses[ids] - 1
-        self._uses[ids] = uses
+        handles = self._handle_of[ids]
+        uses = self._uses[handles] - 1
+        self._uses[handles] = uses
         self.num_reads -= len(ids)
         self.num_read -= int(np.count_nonzero(uses % _KEEPER == 0))
-        self._cool(ids[uses == 0], is_newest=True)
+        self._cool(handles[uses == 0], is_newest=True)
 
-    def keep(self, ids: Ids) -> None:
-        """One more keeps ``ids``."""
-        uses = self._uses[ids]
+    def keep(self, cells: Ids) -> None:
+        """One more keeps ``cells``, which are there."""
+        uses = self._uses[cells[0]]
         self._warm(uses)
-        self._uses[ids] = uses + _KEEPER
+        self._uses[cells[0]] = uses + _KEEPER
 
-    def drop(self, ids: Ids) -> None:
-        """One less keeps ``ids``; those that nobody reads or keeps then go next."""
-        uses = self._uses[ids] - _KEEPER
-        self._uses[ids] = uses
-        self._cool(ids[uses == 0], is_newest=False)
+    def drop(self, cells: Ids) -> None:
+        """One less keeps ``cells``; those that nobody reads or keeps then go next."""
+        uses = self._uses[cells[0]] - _KEEPER
+        self._uses[cells[0]] = uses
+        self._cool(cells[0, uses == 0], is_newest=False)
 
     def _warm(self, uses: npt.NDArray[np.int64]) -> None:
         self.num_cold -= len(uses) - int(np.count_nonzero(uses))
 
-    def _cool(self, ids: Ids, *, is_newest: bool) -> None:
-        if not len(ids):
+    def _cool(self, handles: Ids, *, is_newest: bool) -> None:
+        if not len(handles):
             return
-        self.num_cold += len(ids)
+        self.num_cold += len(handles)
         if is_newest:
             turn = self._next_turn
             self._next_turn += 1
-            self._queue.append((turn, ids))
+            self._queue.append((turn, handles))
         else:
             self._first_turn -= 1
             turn = self._first_turn
-            self._queue.appendleft((turn, ids))
-        self._turn[ids] = turn
+            self._queue.appendleft((turn, handles))
+        self._turn[handles] = turn
 
     # -- blocks that go or move --------------------------------------------------------------------------------------
 
@@ -138,72 +150,61 @@ class WindowBlocks:
         gone: list[Ids] = []
         lacking = min(n, self.num_cold)
         while lacking:
-            turn, ids = self._queue.popleft()
-            ids = self._still_cold(turn, ids)
-            if len(ids) > lacking:
-                self._queue.appendleft((turn, ids[lacking:]))
-                ids = ids[:lacking]
-            lacking -= len(ids)
-            gone.append(ids)
-        found = np.concatenate(gone) if gone else _NONE
-        self._forget(found)
-        return found
+            turn, handles = self._queue.popleft()
+            handles = self._still_cold(turn, handles)
+            if len(handles) > lacking:
+                self._queue.appendleft((turn, handles[lacking:]))
+                handles = handles[:lacking]
+            lacking -= len(handles)
+            gone.append(handles)
+        return self._forget(np.concatenate(gone) if gone else _NONE)
 
     def forget(self, cells: Ids) -> Ids:
-        """The tree has no ``cells``, int32 ``[2, n]``, any more, which nobody reads or keeps: the ids of their blocks, which
-        are cached no more."""
-        ids: Ids = cells[0, self.are_there(cells)]
-        self._forget(ids)
-        return ids
+        """The tree has no ``cells`` any more, which nobody reads or keeps: the ids of their blocks, which are cached no more."""
+        return self._forget(cells[0, self.are_there(cells)])
 
-    def _still_cold(self, turn: int, ids: Ids) -> Ids:
-        """Of the part ``ids`` of the queue those that were not read or kept since."""
-        cold: Ids = ids[(self._turn[ids] == turn) & (self._uses[ids] == 0)]
+    def _still_cold(self, turn: int, handles: Ids) -> Ids:
+        """Of a part of the queue those that were not read or kept since."""
+        cold: Ids = handles[(self._turn[handles] == turn) & (self._uses[handles] == 0)]
         return cold
 
-    def _forget(self, ids: Ids) -> None:
-        self.num_cached -= len(ids)
-        self.num_cold -= len(ids)
-        self._generation[ids] += 1
-        self._is_cached[ids] = False
-        self._turn[ids] = 0
-
-    def moved(self, new_ids: Ids, cells: Ids) -> Ids:
-        """``cells``, int32 ``[2, n]``, once block ``i`` is block ``new_ids[i]`` and ``remap`` was called; stale ones name
-        nothing then."""
-        there = self.are_there(cells)
-        return np.where(there, np.stack((new_ids[cells[0]], cells[1])), 0)
+    def _forget(self, handles: Ids) -> Ids:
+        self.num_cached -= len(handles)
+        self.num_cold -= len(handles)
+        self._generation[handles] += 1
+        self._turn[handles] = 0
+        ids: Ids = self._id_of[handles]
+        return ids
 
     def remap(self, new_ids: Ids) -> None:
-        """Block ``i`` is block ``new_ids[i]`` from now on, int32 ``[num_rows]``; the tree has what ``moved`` said. O(rows and
-        cold blocks)."""
+        """Block ``i`` is block ``new_ids[i]`` from now on, int32 ``[num_rows]``; where it goes there was a free one. O(rows)."""
         sources = np.flatnonzero(new_ids != np.arange(len(new_ids)))
         targets = new_ids[sources]
-        queue = [(turn, new_ids[self._still_cold(turn, ids)]) for turn, ids in self._queue]
-        for of_block in (self._uses, self._generation, self._is_cached, self._turn):
-            of_block[targets] = of_block[sources]
-        self._uses[sources] = self._turn[sources] = 0
-        self._is_cached[sources] = False
-        self._queue = deque(queue)
+        moved, free = self._handle_of[sources], self._handle_of[targets]
+        self._id_of[moved], self._id_of[free] = targets, sources
+        self._handle_of[targets], self._handle_of[sources] = moved, free
 
     # -- proof -------------------------------------------------------------------------------------------------------
 
-    def check(self, ids: Ids, readers: npt.NDArray[np.int64], keepers: npt.NDArray[np.int64]) -> None:
-        """Prove that ``ids`` are the blocks that the tree names, that ``readers`` and ``keepers``, int64 ``[num_rows]``, say
-        how many read and keep each, and that every cold block will come up. Raises CheckFailed."""
-        counted = len(ids), int(np.count_nonzero(readers)), int(readers.sum())
-        if counted != (self.num_cached, self.num_read, self.num_reads) or not self._is_cached[ids].all():
+    def check(self, cells: Ids, readers: npt.NDArray[np.int64], keepers: npt.NDArray[np.int64]) -> None:
+        """Prove that ``cells`` are those that the tree has, that ``readers`` and ``keepers``, int64 ``[num_rows]``, say how many
+        read each id and keep each handle, and that every cold block will come up. Raises CheckFailed."""
+        where, handles = self.growth.name, np.sort(cells[0, self.are_there(cells)])
+        if (handles[1:] == handles[:-1]).any() or not np.array_equal(
+            self._id_of[self._handle_of], np.arange(len(readers))
+        ):
+            raise CheckFailed(f"{where}: a cached block is at two places, or handles and ids disagree")
+        counted = len(handles), int(np.count_nonzero(readers)), int(readers.sum())
+        if counted != (self.num_cached, self.num_read, self.num_reads):
             raise CheckFailed(
-                f"{self.growth.name}: {counted} blocks are cached, read, and reads in all; "
+                f"{where}: {counted} blocks are cached, read, and reads in all; "
                 f"{self.num_cached, self.num_read, self.num_reads} are counted"
             )
-        odd = np.flatnonzero(self._uses != readers + keepers * _KEEPER)
+        odd = np.flatnonzero(self._uses != readers[self._id_of] + keepers * _KEEPER)
         if len(odd):
-            raise CheckFailed(f"{self.growth.name}: readers and keepers of blocks {odd[:16].tolist()} are miscounted")
-        cold = np.sort(ids[self._uses[ids] == 0])
+            raise CheckFailed(f"{where}: readers and keepers of blocks {self._id_of[odd][:16].tolist()} are miscounted")
+        cold = handles[self._uses[handles] == 0]
         queued = [self._still_cold(turn, one) for turn, one in self._queue]
         listed = np.sort(np.concatenate([_NONE, *queued]))
         if len(cold) != self.num_cold or not np.array_equal(cold, listed):
-            raise CheckFailed(
-                f"{self.growth.name}: {len(cold)} cold blocks, {len(listed)} in the queue, {self.num_cold}"
-            )
+            raise CheckFailed(f"{where}: {len(cold)} cold blocks, {len(listed)} in the queue, {self.num_cold} counted")
