@@ -185,8 +185,8 @@ def extend_one(driver: Driver) -> None:
 
 
 def make_room(driver: Driver, requests: list[Request], n: int, call: Any = None, what: str = "") -> Any:
-    """``extend`` by ``n`` tokens, which may not fail within what was promised: once a prompt is computed, windows have room for
-    a block at a time. Raises Refused."""
+    """``extend`` by ``n`` tokens, which may not fail within what was promised: once a prompt is computed, windows have room
+    for a block at a time. Raises Refused."""
     ends = [request.length + n for request in requests]
     is_promised = not driver.num_fences and n <= driver.settings.step_tokens
     for request, end in zip(requests, ends):

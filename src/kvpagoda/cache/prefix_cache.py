@@ -247,8 +247,8 @@ class PrefixCache:
         return len(self._kept) >= self._most_checkpoints
 
     def tail(self, lease: Lease, num_blocks: int, more: int) -> tuple[tuple[Ids, ...], tuple[int, ...]] | None:
-        """Of each window group the cells of the blocks that a text needs to go on after ``num_blocks`` of ``lease``, and of up to
-        ``more`` that lie before them, as far as they are there; and how many are needed. None if one of these is gone."""
+        """Of each window group the cells of the blocks that a text needs to go on after ``num_blocks`` of ``lease``, and of up
+        to ``more`` before them, as far as they are there; and how many are needed. None if one of these is gone."""
         found, needed = list[Ids](), list[int]()
         for window, span in zip(self.windows, self.windows.spans_before(num_blocks)):
             first = max(0, span.start - more)

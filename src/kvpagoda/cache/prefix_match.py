@@ -37,7 +37,7 @@ def resume_point(tree: PrefixTree, match: Match, windows: Windows, has_states: b
     state_end = 0 if match.checkpoint is None else match.checkpoint[0] // tree.block_size
     names = [window.group.plan.name for window in windows]
     if (not has_states or state_end == end) and windows.can_resume(match):
-        return end, dict.fromkeys(names, end), "nothing"
+        return end, dict.fromkeys([*names, "state"] if has_states else names, end), "nothing"
     flags = windows.boundaries(match)
     most = {name: int(np.flatnonzero(some)[-1]) for name, some in zip(names, flags)}
     allowed = np.logical_and.reduce(flags) if flags else np.ones(end + 1, np.bool_)

@@ -28,9 +28,7 @@ class Publisher:
         self._every = core.settings.retention.checkpoint_every
         self._slack, self._coarse = _SLACK // size, max(1, _COARSE // size)
         self._spans = [window.group.growth.span or 0 for window in core.prefix.windows]
-        self._at_rest = [
-            (window.group, window.group.growth.most_blocks(size, size) or 0) for window in core.prefix.windows
-        ]
+        self._at_rest = [window.group.growth.most_blocks(size, size) or 0 for window in core.prefix.windows]
 
     def settle(self, request: Request) -> None:
         """Publish the whole blocks of ``request``, keep the checkpoints that are due, let its windows slide. While a step or a
@@ -140,9 +138,11 @@ class Publisher:
         in_answer = length >= request.prompt_length
         for number, (group, blocks, _) in enumerate(core.prefix.windows):
             first = group.growth.first_kept(length) // group.block_size
-            if in_answer:
+            at_rest = self._at_rest[number]
+            if in_answer and at_rest <= (
+                group.plan.most_blocks or 0
+            ):  # else steps are so short that a block less is reserved
                 first = min(first, blocks.first_needed(request.lease.num_blocks))
-                at_rest = self._at_rest[number][1]
                 if group.reserved[slot] > at_rest:
                     group.reserve(slot, at_rest)
             first = min(first, group.end[slot])

@@ -160,7 +160,7 @@ class WindowBlocks:
         return self._forget(np.concatenate(gone) if gone else _NONE)
 
     def forget(self, cells: Ids) -> Ids:
-        """The tree has no ``cells`` any more, which nobody reads or keeps: the ids of their blocks, which are cached no more."""
+        """The tree has no ``cells`` any more, which nobody reads or keeps: the ids of their blocks, cached no more."""
         return self._forget(cells[0, self.are_there(cells)])
 
     def _still_cold(self, turn: int, handles: Ids) -> Ids:
@@ -177,7 +177,7 @@ class WindowBlocks:
         return ids
 
     def remap(self, new_ids: Ids) -> None:
-        """Block ``i`` is block ``new_ids[i]`` from now on, int32 ``[num_rows]``; where it goes there was a free one. O(rows)."""
+        """Block ``i`` is block ``new_ids[i]`` from now on, int32 ``[num_rows]``, which was a free one. O(rows)."""
         sources = np.flatnonzero(new_ids != np.arange(len(new_ids)))
         targets = new_ids[sources]
         moved, free = self._handle_of[sources], self._handle_of[targets]
@@ -187,8 +187,8 @@ class WindowBlocks:
     # -- proof -------------------------------------------------------------------------------------------------------
 
     def check(self, cells: Ids, readers: npt.NDArray[np.int64], keepers: npt.NDArray[np.int64]) -> None:
-        """Prove that ``cells`` are those that the tree has, that ``readers`` and ``keepers``, int64 ``[num_rows]``, say how many
-        read each id and keep each handle, and that every cold block will come up. Raises CheckFailed."""
+        """Prove that the tree has ``cells``, that ``readers`` and ``keepers``, int64 ``[num_rows]``, say how many read each id
+        and keep each handle, and that every cold block will come up. Raises CheckFailed."""
         where, handles = self.growth.name, np.sort(cells[0, self.are_there(cells)])
         if (handles[1:] == handles[:-1]).any() or not np.array_equal(
             self._id_of[self._handle_of], np.arange(len(readers))

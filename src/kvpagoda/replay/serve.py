@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.sequence import Sequence
-from kvpagoda.errors import BadInput, NeverFits, RetryLater
+from kvpagoda.errors import BadInput, NeverFits, OutOfBlocks, RetryLater
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.prefix import EvictionPolicy, policy_name
 from kvpagoda.replay.readers import Source
@@ -156,15 +156,20 @@ class _Run:
         return False
 
     def _compute(self, sequence: Sequence, text: Tokens, num_prompt: int) -> Iterator[bool]:
-        """A piece a step: of the prompt up to where a checkpoint is due, of the output up to its last block boundary."""
-        total = len(text)
-        boundary = total // self.cache.block_size * self.cache.block_size
+        """A piece a step: of the prompt up to where a checkpoint is due, of the output up to its last block boundary, or where
+        there is no room for that, a block."""
+        total, size = len(text), self.cache.block_size
+        boundary = total // size * size
         while (length := sequence.length) < total:
             due = boundary if length < boundary else total
             if length < num_prompt:
                 due = self.cache.next_checkpoint(sequence) or num_prompt
             end = min(length + self.step_tokens, due)
-            sequence.extend(end - length)
+            try:
+                sequence.extend(end - length)
+            except OutOfBlocks:
+                end = min(end, (length // size + 1) * size)
+                sequence.extend(end - length)
             sequence.commit(text[length:end])
             if end < total:
                 yield True

@@ -28,6 +28,20 @@ def shared_groups(groups: Groups, budget: int) -> tuple[Groups, int, int]:
     return shares, count, sector.nbytes
 
 
+def lone_group(group: GroupPlan, budget: int, max_requests: int) -> Groups:
+    """``group``, the only one, with as many blocks as ``budget`` bytes hold. Raises NeverFits unless there is one, or a state
+    for each of ``max_requests``."""
+    num_blocks, least = budget // group.row_nbytes - 1, max_requests if group.growth.is_state else 1
+    if num_blocks < least:
+        hint = (
+            f"{least} states are among them; raise the budget, or lower max_requests"
+            if least > 1
+            else "raise the budget"
+        )
+        raise _too_small((group,), budget, (1 + least) * group.row_nbytes, hint)
+    return (replace(group, num_blocks=num_blocks),)
+
+
 def fixed_groups(groups: Groups, budget: int) -> Groups:
     """Give every group a fixed share of ``budget`` bytes: the largest ``equal_groups`` that fit. So the groups fill together
     when as many requests as there may be at once are equally long.

@@ -16,12 +16,12 @@ from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind
 from kvpagoda.schema.layers import Group, Layer, state_layout
 from kvpagoda.schema.layout import RowLayout
 from kvpagoda.schema.plan import GroupPlan, Plan
-from kvpagoda.schema.planning import equal_groups, fixed_groups, groups_nbytes, shared_groups
+from kvpagoda.schema.planning import equal_groups, fixed_groups, groups_nbytes, lone_group, shared_groups
 from kvpagoda.units import align_up, parse_bytes, whole_number
 
 DEFAULT_BLOCK_SIZE = 16
-MAX_SHARED_CHECKPOINTS = 4096
-"""Checkpoints of a plan in which groups share memory: as many as there is memory for, but no more than this."""
+MAX_CHECKPOINTS = 2**16
+"""Checkpoints where nothing but memory bounds them: no more than this."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,8 @@ class Schema:
         is_shared = shared and not blocks and len(self.groups) + has_states > 1
         if checkpoints is None:
             is_bounded = has_states or any(group.growth.is_bounded for group in self.groups)
-            checkpoints = (MAX_SHARED_CHECKPOINTS if is_shared else max_requests) if is_bounded else 0
+            has_parts = bool(blocks) or (not is_shared and len(self.groups) + has_states > 1)
+            checkpoints = (max_requests if has_parts else MAX_CHECKPOINTS) if is_bounded else 0
         checkpoints = whole_number(checkpoints, "checkpoints", at_least=0)
         groups = self._largest_groups(size, step_tokens, max_requests, checkpoints)
         num_sectors = sector_nbytes = 0
@@ -219,6 +220,8 @@ class Schema:
             nbytes = groups_nbytes(groups)
         elif is_shared:
             groups, num_sectors, sector_nbytes = shared_groups(groups, nbytes)
+        elif len(groups) == 1:
+            groups = lone_group(groups[0], nbytes, max_requests)
         else:
             groups = fixed_groups(groups, nbytes)
         given = self.name, self.layers, self.max_positions, size, max_requests, checkpoints, lengths
@@ -235,7 +238,7 @@ class Schema:
         largest = []
         for law, layout in layouts.items():
             size = WHOLE_TEXT if law.is_state else block_size
-            most, kept = law.most_blocks(size, max(step_tokens, size)), law.most_blocks(size, 1)
+            most, kept = law.most_blocks(size, step_tokens), law.most_blocks(size, 1)
             blocks = WHOLE_TEXT if most is None or kept is None else max_requests * most + checkpoints * kept
             largest.append(GroupPlan(law, layout, size, blocks, most, layout.nbytes))
         return tuple(largest)
