@@ -202,4 +202,4 @@ def test_the_match_says_per_group_what_was_found_and_what_cut_it_short() -> None
     assert match.groups == {"full": 28, "window(10)": 28, "state": 28}
     parted = cache.open([*range(13), 99, 99, 99]).match
     assert (parted.num_tokens, parted.resumable, parted.limited_by) == (13, 0, "checkpoint")
-    assert parted.groups == {"full": 12, "window(10)": 0, "state": 0}
+    assert parted.groups == {"full": 12, "window(10)": 12, "state": 0}

@@ -178,12 +178,12 @@ class Admission:
         """``wish``, where something was evicted meanwhile: with what is found now. Raises RetryLater where what a suspended
         request left behind went; it has something to compute then, when it is resumed again."""
         prefix, suspended = self._core.prefix, wish.suspended
-        match, found = prefix.find_again(wish.match, wish.found)
+        match, found = prefix.find_again(wish.match)
         if suspended is not None:
             if not prefix.has_all(match, suspended.left_behind):
                 raise RetryLater(self._core.capacity.shortage(wish.reserved, self._core.plan.budget))
             found = PrefixMatch(match.num_tokens, match.num_blocks * self._core.block_size, "nothing")
-        return wish if match is wish.match else wish._replace(match=match, found=found)
+        return wish._replace(match=match, found=found)
 
     def _start(self, wish: AdmissionRequest) -> bool:
         """Prepare what ``wish`` starts from, and let the request run. False, with nothing kept, if there is no room for it, or

@@ -17,9 +17,10 @@ import numpy as np
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.blocks.sectors import Grant, Sectors, Vacating
+from kvpagoda.cache.checkpoints import Evicted
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.offload import Offloader
-from kvpagoda.cache.prefix_cache import Evicted, PrefixCache
+from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import CheckFailed, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory

@@ -19,7 +19,7 @@ def check(core: Core) -> None:
     core.capacity.check()
     if core.offloader is not None:
         owned = np.empty(0, np.int32) if core.full is None else core.prefix.owned_ids(core.full)
-        core.offloader.check(owned, core.prefix.checkpoints)
+        core.offloader.check(owned, core.prefix.kept)
 
 
 def _check_slots(core: Core) -> None:

@@ -12,7 +12,7 @@ here: methods return what follows from them, and ``Capacity`` does it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, KeysView
+from collections.abc import Collection
 from collections.abc import Sequence as Many
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.checkpoints import Checkpoints, Evicted, Kept
 from kvpagoda.cache.options import Retention
 from kvpagoda.cache.prefix_match import PrefixMatch, resume_point
 from kvpagoda.cache.windows import Windows
@@ -31,28 +32,6 @@ from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
 
 _AT_ONCE = 1024  # a thousandth goes beyond what is needed, so that a step that needs one block seldom evicts
 _NONE: Ids = np.empty(0, np.int32)
-Copies = list[Ids]
-"""The blocks from which a text goes on at a checkpoint, int32 for each bounded group."""
-
-
-class Kept(NamedTuple):
-    """What one checkpoint keeps."""
-
-    windows: tuple[Ids, ...]
-    """Of each window group: the cells of the last blocks before the checkpoint, int32 ``[2, n]``."""
-    needed: tuple[int, ...]
-    """How many of these a text needs to go on; the others help those that part a little earlier."""
-    states: Ids
-    """The block that holds a copy of the states, int32 ``[1]``; none for a model without states."""
-
-
-class Evicted(NamedTuple):
-    """What is cached no more, to be freed by the caller."""
-
-    blocks: tuple[tuple[BlockGroup, Ids], ...] = ()
-    """Of each group that gives up any: int32; those of the full group deepest in their texts first."""
-    checkpoints: tuple[tuple[int, Copies], ...] = ()
-    """(name, what a text needed of it)."""
 
 
 class Holding(NamedTuple):
@@ -78,10 +57,10 @@ class Pin:
 
 
 class PrefixCache:
-    """The tree, the windows, the checkpoints and who needs them.
+    """The tree, the windows, the checkpoints that are ``kept`` and who needs them.
 
-    ``policy``: an eviction policy by name or an object. ``num_checkpoints``: how many are kept at most. ``most_unbacked``:
-    blocks that the tree of a model without full group, whose texts take no memory by themselves, remembers at most.
+    ``policy``: by name or an object. ``num_checkpoints``: how many are kept at most. ``most_unbacked``: blocks of texts that
+    are remembered at most where there is no full group, so that texts take no memory by themselves.
     """
 
     def __init__(
@@ -101,7 +80,6 @@ class PrefixCache:
         self._capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
         self._at_once = self._capacity // _AT_ONCE
         self._most_pinned = int(retention.pin_share * self._capacity)
-        self._next_name = 0
         self.num_evicted_blocks = self.num_evicted_checkpoints = 0
         self._start(policy)
 
@@ -116,7 +94,7 @@ class PrefixCache:
         self.tree = PrefixTree(self.block_size, rows, policy, capacity=capacity, proves_ids=False)
         self._window_of = {window.group.index: window for window in self.windows}
         self._pins: dict[Pin, None] = {}  # the oldest first
-        self._kept: dict[int, Kept] = {}
+        self.kept = Checkpoints(self.bounded, self.windows)
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
@@ -124,10 +102,8 @@ class PrefixCache:
         """The longest reusable beginning of ``tokens``, at most all but the last token. Changes nothing."""
         return self.found(self.tree.match(tokens, namespace, limit=len(tokens) - 1))
 
-    def find_again(self, match: Match, found: PrefixMatch) -> tuple[Match, PrefixMatch]:
-        """What ``find``, which said ``match`` and ``found``, would say now: blocks may have been evicted or moved since."""
-        if not self.windows and self.tree.is_current(match):
-            return match, found
+    def find_again(self, match: Match) -> tuple[Match, PrefixMatch]:
+        """What ``find``, which said ``match``, would say now: blocks may have been evicted or moved since."""
         return self.found(self.tree.match(match.tokens, match.namespace))
 
     def found(self, match: Match) -> tuple[Match, PrefixMatch]:
@@ -165,17 +141,14 @@ class PrefixCache:
         if group is self.full:
             return self.tree.num_evictable
         if group is self.states:
-            return len(self._kept) - self.tree.checkpoints.num_held
+            return len(self.kept) - self.tree.checkpoints.num_held
         return self._window_of[group.index].blocks.num_idle
 
     def num_spare(self, group: BlockGroup) -> int:
         """Blocks that ``evict`` could give up, less those that it could not when one of several readers of a block goes on:
         of these each counts on a block of its own to come back. O(1)."""
         window = self._window_of.get(group.index)
-        if window is None:
-            return self.num_evictable(group)
-        blocks = window.blocks
-        return blocks.num_cached - blocks.num_reads
+        return self.num_evictable(group) if window is None else window.blocks.num_cached - window.blocks.num_reads
 
     def idle_since(self, group: BlockGroup) -> int | None:
         """When what goes next of ``group`` was used, by one clock for all groups; 0: never. None: nobody knows."""
@@ -183,25 +156,6 @@ class PrefixCache:
         if group is self.full:
             return self.tree.oldest()
         return 0 if window is not None and window.blocks.num_cold else self.tree.checkpoints.oldest()
-
-    @property
-    def checkpoints(self) -> KeysView[int]:
-        """The names of those that are kept."""
-        return self._kept.keys()
-
-    def copies_of(self, name: int) -> Copies | None:
-        """The blocks from which a text goes on at checkpoint ``name``; None if it is kept no more."""
-        kept = self._kept.get(name)
-        return None if kept is None else self._copies(kept)
-
-    def states_of(self, name: int) -> Ids:
-        """The block that holds the states of checkpoint ``name``, which is kept, int32 ``[1]``."""
-        return self._kept[name].states
-
-    def _copies(self, kept: Kept) -> Copies:
-        parts = zip(self.windows, kept.windows, kept.needed)
-        windows = iter([window.blocks.ids(cells[:, cells.shape[1] - n :]) for window, cells, n in parts])
-        return [kept.states if group is self.states else next(windows) for group in self.bounded]
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
@@ -225,7 +179,7 @@ class PrefixCache:
                 given[0] = full.table.cells[slot, begin : begin + n]
         inserted = tree.insert(lease, keys, given, text=text, priority=priority)
         if self.bounded:  # the checkpoint that this text hangs on is in use, also by those that will begin like it
-            tree.touch_checkpoint(lease)
+            tree.checkpoints.touch(lease.node, lease.num_blocks)
         is_new, spared = inserted.num_added == n, list[tuple[BlockGroup, Ids]]()
         if full is not None and is_new:
             full.share(slot, begin + n)
@@ -244,37 +198,17 @@ class PrefixCache:
     @property
     def is_full(self) -> bool:
         """Whether as many checkpoints are kept as may be."""
-        return len(self._kept) >= self._most_checkpoints
-
-    def tail(self, lease: Lease, num_blocks: int, more: int) -> tuple[tuple[Ids, ...], tuple[int, ...]] | None:
-        """Of each window group the cells of the blocks that a text needs to go on after ``num_blocks`` of ``lease``, and of up
-        to ``more`` before them, as far as they are there; and how many are needed. None if one of these is gone."""
-        found, needed = list[Ids](), list[int]()
-        for window, span in zip(self.windows, self.windows.spans_before(num_blocks)):
-            first = max(0, span.start - more)
-            cells = window.cells_of(self.tree.ids_between(lease, first, num_blocks))
-            missing = np.flatnonzero(~window.blocks.are_there(cells))
-            begin = int(missing[-1]) + 1 if len(missing) else 0
-            if first + begin > span.start and span:
-                return None
-            found.append(cells[:, begin:].copy())
-            needed.append(len(span))
-        return tuple(found), tuple(needed)
+        return len(self.kept) >= self._most_checkpoints
 
     def save(self, lease: Lease, num_blocks: int, kept: Kept) -> int:
-        """Keep a checkpoint after ``num_blocks`` blocks of ``lease``, where there is none. Returns its name, which none will
-        have again."""
-        name = self._next_name
-        self._next_name += 1
+        """Keep a checkpoint after ``num_blocks`` blocks of ``lease``, where there is none. Returns its name."""
+        name = self.kept.keep(kept)
         self.tree.set_checkpoint(lease, num_blocks * self.block_size, name)
-        self._kept[name] = kept
-        for window, cells in zip(self.windows, kept.windows):
-            window.blocks.keep(cells)
         return name
 
     def use(self, name: int) -> None:
         """Checkpoint ``name``, if it is still kept, was used."""
-        if name in self._kept:
+        if name in self.kept:
             self.tree.checkpoints.use(name)
 
     # -- holding and pins --------------------------------------------------------------------------------------------
@@ -347,7 +281,7 @@ class PrefixCache:
         """Give up the least recently used checkpoint that nobody holds, if there is one."""
         names = self.tree.checkpoints.evict()
         self.num_evicted_checkpoints += len(names)
-        return self._forget(names)
+        return self.kept.forget(names)
 
     def evict_unbacked(self) -> Evicted:
         """Of a tree that takes no memory: what is beyond the number of blocks that it remembers."""
@@ -358,10 +292,10 @@ class PrefixCache:
 
     def drop(self, name: int) -> Evicted:
         """Forget checkpoint ``name``, if it is still kept and nobody holds it."""
-        if name not in self._kept or self.tree.checkpoints.is_held(name):
+        if name not in self.kept or self.tree.checkpoints.is_held(name):
             return Evicted()
         self.tree.checkpoints.drop(name)
-        return self._forget((name,))
+        return self.kept.forget((name,))
 
     def clear(self, namespace: bytes | None = None) -> Evicted:
         """Forget everything, or everything of one namespace. Raises RetryLater, changing nothing, while a request runs there
@@ -370,20 +304,10 @@ class PrefixCache:
 
     def _gone(self, evicted: TreeEvicted) -> Evicted:
         """The tree gave up ``evicted``."""
-        blocks, checkpoints = self._forget(evicted.states) if evicted.states else Evicted()
+        blocks, checkpoints = self.kept.forget(evicted.states) if evicted.states else Evicted()
         if self.full is not None:
             blocks += ((self.full, evicted.ids[0]),)
         return Evicted((*blocks, *self.windows.forget(evicted.ids)) if self.windows else blocks, checkpoints)
-
-    def _forget(self, names: Many[int]) -> Evicted:
-        """Checkpoints ``names`` are in the tree no more."""
-        gone = tuple((name, self._kept.pop(name)) for name in names)
-        for _, kept in gone:
-            for window, cells in zip(self.windows, kept.windows):
-                window.blocks.drop(cells)
-        states = self.states
-        blocks = () if states is None else tuple((states, kept.states) for _, kept in gone)
-        return Evicted(blocks, tuple((name, self._copies(kept)) for name, kept in gone))
 
     def remap(self, group: BlockGroup, new_ids: Ids) -> None:
         """Block ``i`` of ``group`` is now block ``new_ids[i]``. O(blocks), of the full group O(nodes) too."""
@@ -391,7 +315,7 @@ class PrefixCache:
         if group is self.full:
             self.tree.remap(0, new_ids)
         elif window is None:
-            self._kept = {name: kept._replace(states=new_ids[kept.states]) for name, kept in self._kept.items()}
+            self.kept.remap(new_ids)
         else:
             window.blocks.remap(new_ids)
 
@@ -403,7 +327,7 @@ class PrefixCache:
         if group is self.full:
             return self.tree.owned_ids(0)
         if window is None:
-            return np.concatenate([_NONE, *(kept.states for kept in self._kept.values())])
+            return np.concatenate([_NONE, *(kept.states for kept in self.kept.values())])
         cells = window.cells_of(self.tree.all_ids())
         return window.blocks.ids(cells[:, window.blocks.are_there(cells)])
 
@@ -418,14 +342,14 @@ class PrefixCache:
         missing = namespaces - self.tree.namespaces()
         if missing:
             raise CheckFailed(f"{len(missing)} namespaces in which requests run are not in the tree")
-        if self.tree.checkpoints.by_state.keys() != self._kept.keys() or len(self._kept) > self._most_checkpoints:
+        if self.tree.checkpoints.by_state.keys() != self.kept.keys() or len(self.kept) > self._most_checkpoints:
             raise CheckFailed(
-                f"checkpoints: {len(self.tree.checkpoints.by_state)} in the tree, {len(self._kept)} kept, at most "
+                f"checkpoints: {len(self.tree.checkpoints.by_state)} in the tree, {len(self.kept)} kept, at most "
                 f"{self._most_checkpoints} asked for"
             )
-        held = {name for name in self._kept if self.tree.checkpoints.is_held(name)}
+        held = {name for name in self.kept if self.tree.checkpoints.is_held(name)}
         holdings = [pin.holding for pin in self._pins]
         if held != {one.checkpoint for one in holdings if one.checkpoint is not None}:
             raise CheckFailed(f"checkpoints {sorted(held)[:16]} are held, and not by pins alone")
         read = [self.windows.ids_of(self.tree, one.lease, one.spans) for one in holdings]
-        self.windows.check(self.tree, read, [kept.windows for kept in self._kept.values()])
+        self.windows.check(self.tree, read, [kept.tail.cells for kept in self.kept.values()])

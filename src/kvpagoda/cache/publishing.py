@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.checkpoints import Kept
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.prefix_cache import Kept
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.start import make_room
 from kvpagoda.cache.tier_hit import TierHit
@@ -61,7 +61,7 @@ class Publisher:
         if name is not None:
             request.kept.append(name)
         if begin and core.offloader is not None and not found.loaded:
-            copies = None if name is None else core.prefix.copies_of(name)
+            copies = None if name is None else core.prefix.kept.copies(name)
             core.offloader.reused(request.block_hashes, self._ids(request), name, copies or ())
 
     def next_checkpoint(self, request: Request) -> int | None:
@@ -206,7 +206,7 @@ class Publisher:
         needs = [int(group is states) for group in core.groups]
         if prefix.is_full or (states is not None and not make_room(capacity, needs, needs)):
             return None
-        tail = prefix.tail(request.lease, num_blocks, more)
+        tail = prefix.kept.tail(prefix.tree, request.lease, num_blocks, more)
         if tail is None:
             return None
         copy = _NONE
@@ -216,7 +216,7 @@ class Publisher:
         core.guard.is_torn = True
         if states is not None:
             states.take(copy)
-        name = prefix.save(request.lease, num_blocks, Kept(*tail, copy))
+        name = prefix.save(request.lease, num_blocks, Kept(tail, copy))
         core.guard.is_torn = False
         if core.offloader is not None:
             core.offloader.checkpoint_saved(name, core.hashes_of(request, num_blocks)[num_blocks])
@@ -225,6 +225,5 @@ class Publisher:
     def _store(self, name: int) -> None:
         """Checkpoint ``name``, if it is still kept, is worth keeping below."""
         core = self._core
-        copies = core.prefix.copies_of(name)
-        if core.offloader is not None and copies is not None:
-            core.offloader.store_checkpoint(name, copies, "commit")
+        if core.offloader is not None and name in core.prefix.kept:
+            core.offloader.store_checkpoint(name, core.prefix.kept.copies(name), "commit")

@@ -113,7 +113,7 @@ def fill(
         if beyond is not None and core.full is not None:
             memory.copy(core.full.index, core.prefix.tree.last_ids(beyond), own[core.full.index][:1])
         if states is not None and found.checkpoint is not None:
-            memory.copy(states.index, core.prefix.states_of(found.checkpoint), own[states.index][:1])
+            memory.copy(states.index, core.prefix.kept[found.checkpoint].states, own[states.index][:1])
             is_new = False
     if is_new and states is not None and len(own[states.index]):
         memory.reset(states.index, own[states.index])

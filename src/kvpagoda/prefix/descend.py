@@ -84,7 +84,23 @@ def descend(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -
     return Descent(node, depth, end, same + longest, path, beyond)
 
 
-def slices_above(node: Node, end: int, begin: int) -> Iterator[tuple[Node, slice]]:
+def ids_above(node: Node, end: int, begin: int, num_groups: int) -> Ids:
+    """The ids of blocks ``begin .. end - 1``, where ``end`` lies in ``node``, int32 ``[num_groups, end - begin]``, a copy."""
+    parts = [one.ids[:num_groups, some] for one, some in _slices_above(node, end, begin)]
+    if len(parts) == 1:
+        alone: Ids = parts[0].copy()
+        return alone
+    return np.concatenate([np.empty((num_groups, 0), np.int32), *parts[::-1]], axis=1)
+
+
+def put_ids_above(node: Node, end: int, begin: int, first: int, ids: Ids) -> None:
+    """Write ``ids`` over those that groups from ``first`` on have in the blocks ``begin .. end - 1``, as above."""
+    for one, some in _slices_above(node, end, begin):
+        from_begin = one.start - begin
+        one.ids[first : first + len(ids), some] = ids[:, some.start + from_begin : some.stop + from_begin]
+
+
+def _slices_above(node: Node, end: int, begin: int) -> Iterator[tuple[Node, slice]]:
     """The nodes that have the blocks ``begin .. end - 1``, the lowest one first, where ``end`` lies in ``node``; and which of
     their own blocks those are."""
     while end > begin:

@@ -9,7 +9,7 @@ from kvpagoda.errors import BadInput, RetryLater, StaleHandle
 from kvpagoda.prefix import eviction
 from kvpagoda.prefix.checkpoints import Checkpoints
 from kvpagoda.prefix.clock import Clock
-from kvpagoda.prefix.descend import Descent, descend, slices_above
+from kvpagoda.prefix.descend import Descent, descend, ids_above, put_ids_above
 from kvpagoda.prefix.eviction_order import EvictionOrder, PolicyOrder
 from kvpagoda.prefix.insertion import Inserter
 from kvpagoda.prefix.invariants import nodes_below, prove_counts, prove_ids, prove_pins, prove_shape
@@ -68,8 +68,7 @@ class PrefixTree:
         asked = as_policy(policy, capacity)
         self.block_size, self.num_groups = block_size, num_groups
         self.num_cached = 0  #: blocks that are cached
-        clock = Clock()
-        self.checkpoints = Checkpoints(clock)  #: of its blocks; hold, release, drop and evict them here
+        self.checkpoints = Checkpoints(clock := Clock())  #: of its blocks; hold, release, drop and evict them here
         self._order: EvictionOrder = LRUOrder(clock) if asked is None else PolicyOrder(asked)
         self._num_rows = num_groups + self._order.num_rows
         self._roots = Roots(block_size, self._num_rows)
@@ -106,8 +105,8 @@ class PrefixTree:
 
     def all_ids(self) -> Ids:
         """The ids of all blocks, in no order, int32 ``[num_groups, num_cached]``, a copy. O(blocks)."""
-        nothing = np.empty((self.num_groups, 0), np.int32)
-        return np.concatenate([nothing, *(node.ids[: self.num_groups] for node in self._roots.nodes())], axis=1)
+        nodes = self._roots.nodes() or [self._roots.new(b"")]
+        return np.concatenate([node.ids[: self.num_groups] for node in nodes], axis=1)
 
     def match(self, tokens: Ids, namespace: bytes = b"", limit: int | None = None) -> Match:
         """What is cached of the first ``limit`` tokens (None: all) of ``tokens``, int32 ``[n]``. Changes nothing.
@@ -126,18 +125,13 @@ class PrefixTree:
             match.checkpoint = last.depth * self.block_size, last.state_id
         return match
 
-    def is_current(self, match: Match) -> bool:
-        """Whether nothing was evicted or moved since ``match`` was found."""
-        return match.removals == self._removals
-
     def pin(self, at: Match | Lease, num_blocks: int | None = None) -> Lease:
         """Pin the first ``num_blocks`` blocks (None: all) of what ``at`` covers. O(nodes on the path).
 
         Raises StaleHandle when blocks of the match were evicted meanwhile (match again) or the lease is not open, and
         BadInput for more blocks than ``at`` covers.
         """
-        node, depth = self._locate(at, num_blocks)
-        return self._open(node, depth)
+        return self._open(*self._locate(at, num_blocks))
 
     def pin_partial(self, match: Match) -> Lease | None:
         """Pin the whole blocks of ``match`` and the block that begins with the tokens after them; None if there is
@@ -149,8 +143,7 @@ class PrefixTree:
 
     def last_ids(self, lease: Lease) -> Ids:
         """The ids of the last block that ``lease`` covers, int32 ``[num_groups]``. Raises StaleHandle."""
-        node, depth = self._locate(lease)
-        ids: Ids = node.ids[: self.num_groups, depth - node.start - 1].copy()
+        ids: Ids = self.ids_between(lease, lease.num_blocks - 1, lease.num_blocks)[:, 0]
         return ids
 
     def unpin(self, lease: Lease) -> None:
@@ -168,10 +161,6 @@ class PrefixTree:
         if depth:
             self._order.touch(node, depth, priority)
             self.checkpoints.touch(node, depth)
-
-    def touch_checkpoint(self, lease: Lease) -> None:
-        """Say that the last checkpoint of what ``lease`` covers was used. O(nodes behind it). Raises StaleHandle."""
-        self.checkpoints.touch(*self._locate(lease))
 
     def insert(
         self,
@@ -238,34 +227,26 @@ class PrefixTree:
         return self._gone(ids if done == ids.shape[1] else ids[:, :done], states, asked - done)
 
     def oldest(self) -> int | None:
-        """When the block was used that ``evict`` takes next, a time that compares with those of ``checkpoints``; None if there
-        is none, or if the policy does not go by use alone. Amortised O(log leaves)."""
+        """When the block was used that goes next, by the clock of ``checkpoints``; None if there is none, or the policy does
+        not go by use. Amortised O(log leaves)."""
         return self._order.oldest()
 
     def ids_between(self, at: Match | Lease, begin: int, end: int) -> Ids:
         """The ids of blocks ``begin .. end - 1`` of what ``at`` covers, int32 ``[num_groups, end - begin]``, a copy. O(nodes
-        from the end of ``at`` up to ``begin``). Raises as ``pin`` does."""
-        parts = [node.ids[: self.num_groups, some] for node, some in slices_above(*self._locate(at, end), begin)]
-        if len(parts) == 1:
-            alone: Ids = parts[0].copy()
-            return alone
-        return np.concatenate([np.empty((self.num_groups, 0), np.int32), *parts[::-1]], axis=1)
+        behind ``begin``). Raises as ``pin`` does."""
+        return ids_above(*self._locate(at, end), begin, self.num_groups)
 
     def put_ids(self, at: Match | Lease, begin: int, first: int, ids: Ids) -> None:
-        """Write ``ids``, int32 ``[k, n]``, over those that groups ``first .. first + k - 1`` have in the blocks from ``begin``
-        on of what ``at`` covers: of a tree that proves no ids. As ``ids_between`` costs and raises."""
-        end = begin + ids.shape[1]
-        for node, some in slices_above(*self._locate(at, end), begin):
-            from_begin = node.start - begin
-            node.ids[first : first + len(ids), some] = ids[:, some.start + from_begin : some.stop + from_begin]
+        """Write ``ids``, int32 ``[k, n]``, over those of groups ``first ..`` in the blocks from ``begin`` on of what ``at``
+        covers, in a tree that proves no ids. Costs and raises as ``ids_between`` does."""
+        put_ids_above(*self._locate(at, begin + ids.shape[1]), begin, first, ids)
 
     def remap(self, group: int, names: Ids) -> None:
         """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
-        rows = [node.ids[group] for node in self._roots.nodes()]
-        after = [names[row] for row in rows]
+        after = [(node.ids[group], names[node.ids[group]]) for node in self._roots.nodes()]
         if self._owned is not None:
             self._owned.remap(group, names)
-        for row, ids in zip(rows, after):
+        for row, ids in after:
             row[:] = ids
         self._removals += 1
 
@@ -294,11 +275,6 @@ class PrefixTree:
         if rest or depth < 1:
             raise BadInput(f"a checkpoint lies at a multiple of {self.block_size} tokens, not at {num_tokens}")
         return self.checkpoints.put(*self._locate(at, depth), state_id)
-
-    def has_checkpoint(self, at: Match | Lease, num_tokens: int) -> bool:
-        """Whether ``at`` covers a checkpoint after ``num_tokens`` tokens, a block boundary. Raises as ``pin`` does."""
-        node, depth = self._locate(at, num_tokens // self.block_size)
-        return node.checkpoints is not None and depth in node.checkpoints
 
     def last_checkpoint(self, at: Match | Lease, num_blocks: int | None = None) -> tuple[int, int] | None:
         """(num_tokens, state id) of the deepest checkpoint within the first ``num_blocks`` blocks (None: all) of what ``at``

@@ -1,0 +1,99 @@
+"""Places in cached texts at which they can be taken up again, and what is kept there for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpagoda.blocks.group import BlockGroup
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.windows import Windows
+from kvpagoda.prefix import Lease, PrefixTree
+
+Copies = list[Ids]
+"""The blocks from which a text goes on at a checkpoint, int32 for each bounded group."""
+
+
+class Tail(NamedTuple):
+    """The end of a text in the window groups."""
+
+    cells: tuple[Ids, ...]
+    """Of each group: the cells of the last blocks, int32 ``[2, n]``."""
+    needed: tuple[int, ...]
+    """How many of these a text needs to go on; the others help those that part a little earlier."""
+
+
+class Kept(NamedTuple):
+    """What one checkpoint keeps: ``tail`` by reference; ``states``, int32 ``[1]``, is a block with a copy of the states, or
+    ``[0]`` for a model without."""
+
+    tail: Tail
+    states: Ids
+
+
+class Evicted(NamedTuple):
+    """What is cached no more, to be freed by the caller."""
+
+    blocks: tuple[tuple[BlockGroup, Ids], ...] = ()
+    """Of each group that gives up any: int32; those of the full group deepest in their texts first."""
+    checkpoints: tuple[tuple[int, Copies], ...] = ()
+    """(name, what a text needed of it)."""
+
+
+class Checkpoints(dict[int, Kept]):
+    """What each checkpoint keeps, by the name that the tree knows it by; no name is ever used again."""
+
+    def __init__(self, bounded: Iterable[BlockGroup], windows: Windows) -> None:
+        self._bounded, self._windows, self._next_name = tuple(bounded), windows, 0
+        self._states = next((group for group in self._bounded if group.growth.is_state), None)
+
+    def tail(self, tree: PrefixTree, lease: Lease, num_blocks: int, more: int) -> Tail | None:
+        """What a text needs to go on after ``num_blocks`` of ``lease``, and of up to ``more`` blocks before that as much as is
+        there. None if something that it needs is gone."""
+        found, needed = list[Ids](), list[int]()
+        for window, span in zip(self._windows, self._windows.spans_before(num_blocks)):
+            first = max(0, span.start - more)
+            cells = window.cells_of(tree.ids_between(lease, first, num_blocks))
+            missing = np.flatnonzero(~window.blocks.are_there(cells))
+            begin = int(missing[-1]) + 1 if len(missing) else 0
+            if first + begin > span.start and span:
+                return None
+            found.append(cells[:, begin:].copy())
+            needed.append(len(span))
+        return Tail(tuple(found), tuple(needed))
+
+    def keep(self, kept: Kept) -> int:
+        """Keep ``kept``, whose tail is there; the name of it."""
+        name = self._next_name
+        self._next_name += 1
+        self[name] = kept
+        for window, cells in zip(self._windows, kept.tail.cells):
+            window.blocks.keep(cells)
+        return name
+
+    def copies(self, name: int) -> Copies:
+        """The blocks from which a text goes on at ``name``."""
+        return self._copies(self[name])
+
+    def forget(self, names: Many[int]) -> Evicted:
+        """``names`` are in the tree no more."""
+        gone = [(name, self.pop(name)) for name in names]
+        copies = tuple((name, self._copies(kept)) for name, kept in gone)
+        for _, kept in gone:
+            for window, cells in zip(self._windows, kept.tail.cells):
+                window.blocks.drop(cells)
+        states = self._states
+        return Evicted(() if states is None else tuple((states, kept.states) for _, kept in gone), copies)
+
+    def remap(self, new_ids: Ids) -> None:
+        """Block ``i`` of the states is now block ``new_ids[i]``. O(checkpoints)."""
+        for name, kept in self.items():
+            self[name] = kept._replace(states=new_ids[kept.states])
+
+    def _copies(self, kept: Kept) -> Copies:
+        parts = zip(self._windows, *kept.tail)
+        windows = iter([window.blocks.ids(cells[:, cells.shape[1] - n :]) for window, cells, n in parts])
+        return [kept.states if group is self._states else next(windows) for group in self._bounded]
