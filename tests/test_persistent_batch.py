@@ -197,10 +197,14 @@ def test_random_traffic(name: str, copied: bool) -> None:
                 seen["fenced"] += len(fenced)
                 together.commit(tokens)
                 for ledger in cache.core.groups:
-                    for sequence in {*members} - {*fenced}:  # what slid out is gone, but what its last whole block needs
+                    for sequence in {*members} - {
+                        *fenced
+                    }:  # what slid out is gone, but what its last whole block needs
                         size = min(ledger.block_size, 4)
                         kept = ledger.growth.first_kept(sequence.length) // ledger.block_size
-                        kept = min(kept, ledger.growth.first_needed(sequence.length // size * size) // ledger.block_size)
+                        kept = min(
+                            kept, ledger.growth.first_needed(sequence.length // size * size) // ledger.block_size
+                        )
                         assert ledger.first[sequence.slot] >= min(kept, ledger.end[sequence.slot])
             for sequence, token in zip(members, tokens):
                 texts[sequence].append(token)

@@ -72,8 +72,8 @@ class Admission:
         reserved = [max(n, end - group.first[slot]) for group, n, end in zip(core.groups, wanted, ends)]
         shared = [range(group.first[slot], max(group.first[slot], group.shared[slot])) for group in core.groups]
         needs = [end - some.stop for some, end in zip(shared, ends)]
-        spans = [shared[window.group.index] for window in core.prefix.windows]
-        holding = core.guard.change(core.prefix.hold, parent.lease, parent.lease.num_blocks, spans)
+        read = core.prefix.windows.shared_by(slot)
+        holding = core.guard.change(core.prefix.hold, parent.lease, parent.lease.num_blocks, read)
         try:
             more = [max(n - len(some), need) for n, some, need in zip(reserved, shared, needs)]
             if not make_room(core.capacity, needs, more):
@@ -194,8 +194,8 @@ class Admission:
         if wish.hit is not None:
             whole = min(whole, match.num_blocks)
         shared, beyond = shared_columns(core, wish, whole), None
-        spans = [shared[window.group.index] for window in prefix.windows]
-        holding = change(prefix.hold, match, whole, spans, found.checkpoint)
+        read = prefix.windows.cells_of(match.ids, [shared[window.group.index] for window in prefix.windows])
+        holding = change(prefix.hold, match, whole, read, found.checkpoint)
         try:
             if rest:
                 beyond = change(prefix.tree.pin_partial, match)

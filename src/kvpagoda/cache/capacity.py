@@ -131,7 +131,7 @@ class Capacity:
         policy does not go by use, ``group`` itself, and then those that have most to spare."""
         spare = {one: (self.surplus(one) - more[one.index]) // one.plan.per_sector for one in self._groups}
         able = [one for one in self._groups if (self._prefix.num_evictable(one) if one is group else spare[one] > 0)]
-        ages = {one: self._prefix.idle_since(one) for one in able}
+        ages = {one: self._guard.change(self._prefix.idle_since, one) for one in able}
         if any(age is None and self._prefix.num_evictable(one) for one, age in ages.items()):
             return sorted(able, key=lambda one: (one is not group, -spare[one]))
         return sorted(able, key=lambda one: (ages[one] or 0, one is not group))

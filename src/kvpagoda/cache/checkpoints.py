@@ -71,7 +71,7 @@ class Checkpoints(dict[int, Kept]):
         self._next_name += 1
         self[name] = kept
         for window, cells in zip(self._windows, kept.tail.cells):
-            window.blocks.keep(cells)
+            window.blocks.keep(cells[0])
         return name
 
     def copies(self, name: int) -> Copies:
@@ -84,7 +84,7 @@ class Checkpoints(dict[int, Kept]):
         copies = tuple((name, self._copies(kept)) for name, kept in gone)
         for _, kept in gone:
             for window, cells in zip(self._windows, kept.tail.cells):
-                window.blocks.drop(cells)
+                window.blocks.drop(cells[0])
         states = self._states
         return Evicted(() if states is None else tuple((states, kept.states) for _, kept in gone), copies)
 
@@ -95,5 +95,5 @@ class Checkpoints(dict[int, Kept]):
 
     def _copies(self, kept: Kept) -> Copies:
         parts = zip(self._windows, *kept.tail)
-        windows = iter([window.blocks.ids(cells[:, cells.shape[1] - n :]) for window, cells, n in parts])
+        windows = iter([window.blocks.ids(cells[0, cells.shape[1] - n :]) for window, cells, n in parts])
         return [kept.states if group is self._states else next(windows) for group in self._bounded]

@@ -122,7 +122,7 @@ class Core:
         ``suspended``, from ``Swap.copy_out``, it is set aside, else closed."""
         slot, guard = request.slot, self.guard
         owned = [group.own_ids(slot) for group in self.groups]
-        read = [window.group.shared_ids(slot) for window in self.prefix.windows]
+        read = self.prefix.windows.shared_by(slot)
         if self.memory.is_copying:
             self.memory.finish_copies()
         guard.is_torn = True

@@ -170,7 +170,10 @@ class Lifecycle:
                 if is_copied:
                     core.memory.copy(group.index, group.table.cells[slot, columns : columns + 1].copy(), own)
                 cuts.append((group, own, freed if is_taken else freed[len(own) :], is_taken))
-            left = [window.group.table.cells[slot, columns : window.group.shared[slot]].copy() for window in windows]
+            left = [
+                window.blocks.cells(window.group.table.cells[slot, columns : window.group.shared[slot]])
+                for window in windows
+            ]
         except BaseException:
             if not core.guard.is_torn:
                 core.guard.change(core.prefix.tree.unpin, shorter)

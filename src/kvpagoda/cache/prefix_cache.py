@@ -38,8 +38,8 @@ class Holding(NamedTuple):
     """What a request begins with, or a pin keeps: nothing of it goes until it is released."""
 
     lease: Lease
-    spans: tuple[range, ...]
-    """Blocks of the text that are read, of each window group."""
+    cells: tuple[Ids, ...]
+    """What is read of each window group."""
     checkpoint: int | None = None
 
 
@@ -128,7 +128,7 @@ class PrefixCache:
         if max((some.stop for some in columns if some), default=0) > match.num_blocks:
             return False
         spans = [columns[window.group.index] for window in self.windows]
-        cells = [window.cells_of(match.ids)[:, some.start : some.stop] for window, some in zip(self.windows, spans)]
+        cells = self.windows.cells_of(match.ids, spans)
         return all(window.blocks.are_there(some).all() for window, some in zip(self.windows, cells))
 
     def without_copies(self, match: Match, found: PrefixMatch) -> PrefixMatch:
@@ -174,7 +174,7 @@ class PrefixCache:
             given = full.table.cells[slot : slot + 1, begin : begin + n]
         else:
             given = np.empty((tree.num_groups, n), np.int32)
-            windows.give(slot, begin, given)
+            unpublished = windows.publishing(slot, begin, given)
             if full is not None:
                 given[0] = full.table.cells[slot, begin : begin + n]
         inserted = tree.insert(lease, keys, given, text=text, priority=priority)
@@ -187,7 +187,7 @@ class PrefixCache:
             spared.append((full, given[0, inserted.duplicates[0]]))
             full.share(slot, begin + n, inserted.ids[0])
         if windows:
-            spared += windows.publish(tree, slot, lease, begin, is_new=is_new)
+            spared += windows.publish(tree, slot, lease, begin, unpublished, is_new=is_new)
         return spared
 
     def checkpoint_at(self, lease: Lease, num_blocks: int) -> int | None:
@@ -213,19 +213,19 @@ class PrefixCache:
 
     # -- holding and pins --------------------------------------------------------------------------------------------
 
-    def hold(self, at: Match | Lease, num_blocks: int, spans: Many[range], checkpoint: int | None = None) -> Holding:
-        """Let nothing go of the first ``num_blocks`` blocks of ``at`` in the full group, of ``spans`` in the window groups,
-        which are there, and of ``checkpoint``."""
-        lease = self.tree.pin(at, num_blocks)
-        self.windows.read(self.windows.ids_of(self.tree, lease, spans))
+    def hold(self, at: Match | Lease, num_blocks: int, cells: Many[Ids], checkpoint: int | None = None) -> Holding:
+        """Let nothing go of the first ``num_blocks`` blocks of ``at`` in the full group, of its ``cells`` in the window
+        groups, which are there, and of ``checkpoint``."""
+        holding = Holding(self.tree.pin(at, num_blocks), tuple(cells), checkpoint)
+        self.windows.read(cells)
         if checkpoint is not None:
             self.tree.checkpoints.hold(checkpoint)
-        return Holding(lease, tuple(spans), checkpoint)
+        return holding
 
     def release(self, holding: Holding) -> None:
         """What ``holding`` holds may go."""
         self.release_checkpoint(holding)
-        self.windows.leave(self.windows.ids_of(self.tree, holding.lease, holding.spans))
+        self.windows.leave(holding.cells)
         self.tree.unpin(holding.lease)
 
     def release_checkpoint(self, holding: Holding) -> None:
@@ -242,8 +242,8 @@ class PrefixCache:
                 f"have; unpin others, or raise pin_share"
             )
         _, found = self.found(match)
-        spans = self.windows.spans_before(found.resumable // self.block_size)
-        pin = Pin(self.hold(match, match.num_blocks, spans, found.checkpoint), match.namespace)
+        cells = self.windows.cells_of(match.ids, self.windows.spans_before(found.resumable // self.block_size))
+        pin = Pin(self.hold(match, match.num_blocks, cells, found.checkpoint), match.namespace)
         self._pins[pin] = None
         return pin
 
@@ -329,7 +329,7 @@ class PrefixCache:
         if window is None:
             return np.concatenate([_NONE, *(kept.states for kept in self.kept.values())])
         cells = window.cells_of(self.tree.all_ids())
-        return window.blocks.ids(cells[:, window.blocks.are_there(cells)])
+        return window.blocks.ids(cells[0, window.blocks.are_there(cells)])
 
     def check(self, num_leases: int, namespaces: set[bytes]) -> None:
         """Prove that tree, windows, checkpoints and pins agree, that ``num_leases`` requests hold leases beside the pins, and
@@ -351,5 +351,4 @@ class PrefixCache:
         holdings = [pin.holding for pin in self._pins]
         if held != {one.checkpoint for one in holdings if one.checkpoint is not None}:
             raise CheckFailed(f"checkpoints {sorted(held)[:16]} are held, and not by pins alone")
-        read = [self.windows.ids_of(self.tree, one.lease, one.spans) for one in holdings]
-        self.windows.check(self.tree, read, [kept.tail.cells for kept in self.kept.values()])
+        self.windows.check(self.tree, [one.cells for one in holdings], [kept.tail.cells for kept in self.kept.values()])

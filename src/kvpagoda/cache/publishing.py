@@ -148,9 +148,10 @@ class Publisher:
             first = min(first, group.end[slot])
             if first > group.first[slot]:
                 shared, own = group.leaving(slot, first)
+                left = blocks.handles(shared)
                 core.guard.is_torn = True
                 group.slide(slot, first)
-                blocks.leave(shared)
+                blocks.leave(left)
                 core.capacity.release(group, own)
                 core.guard.is_torn = False
 

@@ -74,7 +74,7 @@ def allot(core: Core, wish: AdmissionRequest, shared: list[range], holding: Hold
     if not make_room(core.capacity, needs, more):
         return None
     windows, tree = core.prefix.windows, core.prefix.tree
-    ids = dict(zip((window.group.index for window in windows), windows.ids_of(tree, holding.lease, holding.spans)))
+    ids = {window.group.index: window.blocks.ids(cells[0]) for window, cells in zip(windows, holding.cells)}
     if core.full is not None:
         whole = len(shared[core.full.index])
         is_moved = moves != core.capacity.num_moves

@@ -32,6 +32,15 @@ class Window(NamedTuple):
         return cells
 
 
+class Unpublished(NamedTuple):
+    """Blocks of one request that are to be shared: those from ``first`` on, ``cells``; ``room`` for what the tree has."""
+
+    window: Window
+    first: int
+    cells: Ids
+    room: Ids
+
+
 class Windows(tuple[Window, ...]):
     """All of them. A *span* is a range of blocks of a text for each."""
 
@@ -55,56 +64,63 @@ class Windows(tuple[Window, ...]):
         """For each group, behind how many blocks of ``match`` it lets the text go on: bool ``[num_blocks + 1]``."""
         return [window.blocks.boundaries(window.cells_of(match.ids)) for window in self]
 
-    # -- in the tree -------------------------------------------------------------------------------------------------
+    # -- who reads ---------------------------------------------------------------------------------------------------
 
-    def ids_of(self, tree: PrefixTree, lease: Lease, spans: Many[range]) -> list[Ids]:
-        """The blocks of ``spans`` of what ``lease`` covers, which are there, int32 for each group."""
-        return [
-            window.blocks.ids(window.cells_of(tree.ids_between(lease, span.start, span.stop))) if span else _NONE
-            for window, span in zip(self, spans)
-        ]
+    def cells_of(self, rows: Ids, spans: Many[range]) -> list[Ids]:
+        """The cells of ``spans`` in ``rows``, int32 ``[rows of the tree, n]``, what it has of a text: views, by group."""
+        return [window.cells_of(rows)[:, span.start : span.stop] for window, span in zip(self, spans)]
 
-    def read(self, ids: Many[Ids]) -> None:
-        """One more reads ``ids`` of each group."""
-        for window, some in zip(self, ids):
-            if len(some):
-                window.blocks.read(some)
+    def read(self, cells: Many[Ids]) -> None:
+        """One more reads ``cells`` of each group, which are there."""
+        for window, some in zip(self, cells):
+            window.blocks.read(some[0])
 
-    def leave(self, ids: Many[Ids]) -> None:
-        """One less reads ``ids`` of each group."""
-        for window, some in zip(self, ids):
-            if len(some):
-                window.blocks.leave(some)
+    def leave(self, cells: Many[Ids]) -> None:
+        """One less reads ``cells`` of each group."""
+        for window, some in zip(self, cells):
+            window.blocks.leave(some[0])
 
-    def give(self, slot: int, begin: int, rows: Ids) -> None:
-        """Write what ``slot`` has from block ``begin`` on to ``rows``, int32 ``[rows of the tree, n]``, to be inserted."""
+    def shared_by(self, slot: int) -> list[Ids]:
+        """The cells of what ``slot`` reads, by group."""
+        return [window.blocks.cells(window.group.shared_ids(slot)) for window in self]
+
+    # -- publishing --------------------------------------------------------------------------------------------------
+
+    def publishing(self, slot: int, begin: int, rows: Ids) -> list[Unpublished]:
+        """What ``slot`` has of each group that is not shared yet, up to the end of ``rows``, int32 ``[rows of the tree, n]``,
+        which are to be inserted from block ``begin`` on: it is written there."""
+        found, end = list[Unpublished](), begin + rows.shape[1]
         for window in self:
-            cells = window.group.table.cells[slot, begin : begin + rows.shape[1]]
-            rows[window.row : window.row + 2] = window.blocks.cells(cells)
-
-    def publish(
-        self, tree: PrefixTree, slot: int, lease: Lease, begin: int, *, is_new: bool
-    ) -> list[tuple[BlockGroup, Ids]]:
-        """Share the blocks of ``slot`` up to the end of ``lease``, those from ``begin`` on inserted just now; ``is_new``: none
-        of these was in the tree. Returns those that were cached already, the caller's to free, by group."""
-        spared, end = list[tuple[BlockGroup, Ids]](), lease.num_blocks
-        for group, blocks, row in self:
+            group = window.group
             first = max(group.first[slot], group.shared[slot])
-            ours = group.table.cells[slot, first:end].copy()
+            cells = window.blocks.cells(group.table.cells[slot, first:end])
+            mine = window.cells_of(rows)
+            mine[:, : max(0, first - begin)] = 0
+            mine[:, max(0, first - begin) :] = cells[:, max(0, begin - first) :]
+            found.append(Unpublished(window, first, cells, np.empty_like(cells)))
+        return found
+
+    @staticmethod
+    def publish(
+        tree: PrefixTree, slot: int, lease: Lease, begin: int, unpublished: Many[Unpublished], *, is_new: bool
+    ) -> list[tuple[BlockGroup, Ids]]:
+        """Share what ``publishing`` said, now that the tree has the rows and ``lease`` covers them; ``is_new``: none of these
+        blocks was there. Returns those that were cached already, the caller's to free, by group."""
+        spared, end = list[tuple[BlockGroup, Ids]](), lease.num_blocks
+        for (group, blocks, row), first, ours, theirs in unpublished:
             if is_new and first >= begin:
-                blocks.publish(ours)
+                blocks.publish(ours[0])
                 group.share(slot, end)
                 continue
-            cells = tree.ids_between(lease, first, end)[row : row + 2]
-            there = blocks.are_there(cells)
-            cells[:, ~there] = blocks.cells(ours[~there])
-            tree.put_ids(lease, first, row, cells)
-            theirs = blocks.ids(cells)
-            is_duplicate = theirs != ours
-            blocks.publish(ours[~is_duplicate])
-            blocks.read(theirs[is_duplicate])
-            group.share(slot, end, theirs)
-            spared.append((group, ours[is_duplicate]))
+            tree.read_ids(lease, first, row, theirs)
+            lacking = ~blocks.are_there(theirs)
+            theirs[:, lacking] = ours[:, lacking]
+            tree.put_ids(lease, first, row, theirs)
+            is_duplicate = theirs[0] != ours[0]
+            blocks.publish(ours[0, ~is_duplicate])
+            blocks.read(theirs[0, is_duplicate])
+            group.share(slot, end, blocks.ids(theirs[0]))
+            spared.append((group, blocks.ids(ours[0, is_duplicate])))
         return spared
 
     def forget(self, rows: Ids) -> list[tuple[BlockGroup, Ids]]:
@@ -114,12 +130,13 @@ class Windows(tuple[Window, ...]):
     # -- proof -------------------------------------------------------------------------------------------------------
 
     def check(self, tree: PrefixTree, held: Iterable[Many[Ids]], kept: Iterable[Many[Ids]]) -> None:
-        """Prove who reads and keeps each block: rows of requests, and what is ``held``, int32 by group; checkpoints, what is
-        ``kept``, cells by group. Raises CheckFailed."""
+        """Prove who reads and keeps each block: rows of requests, and what is ``held``; checkpoints, what is ``kept``: cells,
+        by group. Raises CheckFailed."""
         rows, held, kept = tree.all_ids(), [*held], [*kept]
         for number, (group, blocks, row) in enumerate(self):
             shared = [group.table.cells[slot, group.first[slot] : end] for slot, end in enumerate(group.shared)]
-            readers, keepers = [*shared, *(one[number] for one in held)], [one[number][0] for one in kept]
+            readers = [*shared, *(blocks.ids(one[number][0]) for one in held)]
+            keepers = [one[number][0] for one in kept]
             counts = [
                 np.bincount(np.concatenate([_NONE, *some]), minlength=group.plan.num_rows)
                 for some in (readers, keepers)

@@ -84,13 +84,11 @@ def descend(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -
     return Descent(node, depth, end, same + longest, path, beyond)
 
 
-def ids_above(node: Node, end: int, begin: int, num_groups: int) -> Ids:
-    """The ids of blocks ``begin .. end - 1``, where ``end`` lies in ``node``, int32 ``[num_groups, end - begin]``, a copy."""
-    parts = [one.ids[:num_groups, some] for one, some in _slices_above(node, end, begin)]
-    if len(parts) == 1:
-        alone: Ids = parts[0].copy()
-        return alone
-    return np.concatenate([np.empty((num_groups, 0), np.int32), *parts[::-1]], axis=1)
+def read_ids_above(node: Node, end: int, begin: int, first: int, out: Ids) -> None:
+    """Read into ``out`` the ids of groups from ``first`` on in blocks ``begin .. end - 1``; ``end`` lies in ``node``."""
+    for one, some in _slices_above(node, end, begin):
+        from_begin = one.start - begin
+        out[:, some.start + from_begin : some.stop + from_begin] = one.ids[first : first + len(out), some]
 
 
 def put_ids_above(node: Node, end: int, begin: int, first: int, ids: Ids) -> None:

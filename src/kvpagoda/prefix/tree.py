@@ -9,7 +9,7 @@ from kvpagoda.errors import BadInput, RetryLater, StaleHandle
 from kvpagoda.prefix import eviction
 from kvpagoda.prefix.checkpoints import Checkpoints
 from kvpagoda.prefix.clock import Clock
-from kvpagoda.prefix.descend import Descent, descend, ids_above, put_ids_above
+from kvpagoda.prefix.descend import Descent, descend, put_ids_above, read_ids_above
 from kvpagoda.prefix.eviction_order import EvictionOrder, PolicyOrder
 from kvpagoda.prefix.insertion import Inserter
 from kvpagoda.prefix.invariants import nodes_below, prove_counts, prove_ids, prove_pins, prove_shape
@@ -232,13 +232,17 @@ class PrefixTree:
         return self._order.oldest()
 
     def ids_between(self, at: Match | Lease, begin: int, end: int) -> Ids:
-        """The ids of blocks ``begin .. end - 1`` of what ``at`` covers, int32 ``[num_groups, end - begin]``, a copy. O(nodes
-        behind ``begin``). Raises as ``pin`` does."""
-        return ids_above(*self._locate(at, end), begin, self.num_groups)
+        """The ids of blocks ``begin .. end - 1`` of what ``at`` covers, int32 ``[num_groups, n]``. Raises as ``pin`` does."""
+        ids = np.empty((self.num_groups, end - begin), np.int32)
+        self.read_ids(at, begin, 0, ids)
+        return ids
+
+    def read_ids(self, at: Match | Lease, begin: int, first: int, out: Ids) -> None:
+        """Read into ``out``, int32 ``[k, n]``, the ids of groups ``first ..`` from block ``begin`` on of what ``at`` covers."""
+        read_ids_above(*self._locate(at, begin + out.shape[1]), begin, first, out)
 
     def put_ids(self, at: Match | Lease, begin: int, first: int, ids: Ids) -> None:
-        """Write ``ids``, int32 ``[k, n]``, over those of groups ``first ..`` in the blocks from ``begin`` on of what ``at``
-        covers, in a tree that proves no ids. Costs and raises as ``ids_between`` does."""
+        """Write ``ids`` where ``read_ids`` would read, in a tree that proves no ids. Costs and raises as that does."""
         put_ids_above(*self._locate(at, begin + ids.shape[1]), begin, first, ids)
 
     def remap(self, group: int, names: Ids) -> None:

@@ -29,15 +29,15 @@ class WindowBlocks:
     """Blocks of ``block_size`` tokens with ids below ``num_rows``, of layers that grow as ``growth`` says.
 
     ``num_cached``: blocks that the tree names; ``num_read``: of these, those that somebody reads; ``num_reads``: how often
-    these are read in all; ``num_cold``: those that nobody reads or keeps. Callers name each block once in a call, those that
-    requests hold by their ids, those that the tree has by their cells, int32 ``[2, n]``. Methods are O(their arguments), array
-    work, but where another cost is named.
+    these are read in all; ``num_cold``: those that nobody reads or keeps. Callers name each block once in a call: by its cell,
+    int32 ``[2, n]``, by its handle, the first of these two numbers, or by its id. Methods are O(their arguments), array work,
+    but where another cost is named; those that change something ask for no memory but small temporaries.
     """
 
     def __init__(self, growth: Growth, block_size: int, num_rows: int) -> None:
         self.growth, self.block_size = growth, block_size
-        self._id_of: Ids = np.arange(num_rows, dtype=np.int32)  # by handle; what follows too
-        self._handle_of: Ids = self._id_of.copy()  # by id
+        self._all: Ids = np.arange(num_rows, dtype=np.int32)
+        self._id_of, self._handle_of = self._all.copy(), self._all.copy()  # by handle, by id; what follows is by handle
         self._uses = np.zeros(num_rows, np.int64)
         self._generation = np.ones(num_rows, np.int32)
         self._turn = np.zeros(num_rows, np.int64)  # of a cold block: its part of the queue
@@ -50,13 +50,18 @@ class WindowBlocks:
     def cells(self, ids: Ids) -> Ids:
         """What the tree calls ``ids``, int32 ``[2, n]``; 0, no block, stays 0: it is a handle of itself."""
         cells = np.empty((2, len(ids)), np.int32)
-        cells[0] = self._handle_of[ids]
+        cells[0] = self.handles(ids)
         cells[1] = self._generation[cells[0]]
         return cells
 
-    def ids(self, cells: Ids) -> Ids:
-        """The blocks that ``cells`` name, which are there, int32 ``[n]``."""
-        ids: Ids = self._id_of[cells[0]]
+    def handles(self, ids: Ids) -> Ids:
+        """The handles of ``ids``, int32 ``[n]``."""
+        handles: Ids = self._handle_of[ids]
+        return handles
+
+    def ids(self, handles: Ids) -> Ids:
+        """The ids that ``handles`` have now, int32 ``[n]``."""
+        ids: Ids = self._id_of[handles]
         return ids
 
     def are_there(self, cells: Ids) -> Flags:
@@ -89,45 +94,43 @@ class WindowBlocks:
 
     # -- readers and keepers -----------------------------------------------------------------------------------------
 
-    def publish(self, ids: Ids) -> None:
-        """``ids`` are named in the tree from now on, and read by the one who published them."""
-        self._uses[self._handle_of[ids]] = 1
-        self.num_cached += len(ids)
-        self.num_read += len(ids)
-        self.num_reads += len(ids)
+    def publish(self, handles: Ids) -> None:
+        """``handles`` are named in the tree from now on, and read by the one who published them."""
+        self._uses[handles] = 1
+        self.num_cached += len(handles)
+        self.num_read += len(handles)
+        self.num_reads += len(handles)
 
-    def read(self, ids: Ids) -> None:
-        """One more reads ``ids``."""
-        handles = self._handle_of[ids]
+    def read(self, handles: Ids) -> None:
+        """One more reads ``handles``."""
         uses = self._uses[handles]
-        self.num_reads += len(ids)
-        self.num_read += int(np.count_nonzero(uses % _KEEPER == 0))
+        self.num_reads += len(handles)
+        self.num_read += len(uses[uses % _KEEPER == 0])
         self._warm(uses)
         self._uses[handles] = uses + 1
 
-    def leave(self, ids: Ids) -> None:
-        """One less reads ``ids``; those that nobody reads or keeps then are cold."""
-        handles = self._handle_of[ids]
+    def leave(self, handles: Ids) -> None:
+        """One less reads ``handles``; those that nobody reads or keeps then are cold."""
         uses = self._uses[handles] - 1
         self._uses[handles] = uses
-        self.num_reads -= len(ids)
-        self.num_read -= int(np.count_nonzero(uses % _KEEPER == 0))
+        self.num_reads -= len(handles)
+        self.num_read -= len(uses[uses % _KEEPER == 0])
         self._cool(handles[uses == 0], is_newest=True)
 
-    def keep(self, cells: Ids) -> None:
-        """One more keeps ``cells``, which are there."""
-        uses = self._uses[cells[0]]
+    def keep(self, handles: Ids) -> None:
+        """One more keeps ``handles``."""
+        uses = self._uses[handles]
         self._warm(uses)
-        self._uses[cells[0]] = uses + _KEEPER
+        self._uses[handles] = uses + _KEEPER
 
-    def drop(self, cells: Ids) -> None:
-        """One less keeps ``cells``; those that nobody reads or keeps then go next."""
-        uses = self._uses[cells[0]] - _KEEPER
-        self._uses[cells[0]] = uses
-        self._cool(cells[0, uses == 0], is_newest=False)
+    def drop(self, handles: Ids) -> None:
+        """One less keeps ``handles``; those that nobody reads or keeps then go next."""
+        uses = self._uses[handles] - _KEEPER
+        self._uses[handles] = uses
+        self._cool(handles[uses == 0], is_newest=False)
 
     def _warm(self, uses: npt.NDArray[np.int64]) -> None:
-        self.num_cold -= len(uses) - int(np.count_nonzero(uses))
+        self.num_cold -= len(uses[uses == 0])
 
     def _cool(self, handles: Ids, *, is_newest: bool) -> None:
         if not len(handles):
@@ -147,17 +150,17 @@ class WindowBlocks:
 
     def evict(self, n: int) -> Ids:
         """Give up ``n`` cold blocks, or all if there are fewer: their ids, int32. Amortised O(n)."""
-        gone: list[Ids] = []
-        lacking = min(n, self.num_cold)
-        while lacking:
+        count, done = min(n, self.num_cold), 0
+        gone = np.empty(count, np.int32)
+        while done < count:
             turn, handles = self._queue.popleft()
             handles = self._still_cold(turn, handles)
-            if len(handles) > lacking:
-                self._queue.appendleft((turn, handles[lacking:]))
-                handles = handles[:lacking]
-            lacking -= len(handles)
-            gone.append(handles)
-        return self._forget(np.concatenate(gone) if gone else _NONE)
+            if len(handles) > count - done:
+                self._queue.appendleft((turn, handles[count - done :]))
+                handles = handles[: count - done]
+            gone[done : done + len(handles)] = handles
+            done += len(handles)
+        return self._forget(gone)
 
     def forget(self, cells: Ids) -> Ids:
         """The tree has no ``cells`` any more, which nobody reads or keeps: the ids of their blocks, cached no more."""
@@ -178,7 +181,7 @@ class WindowBlocks:
 
     def remap(self, new_ids: Ids) -> None:
         """Block ``i`` is block ``new_ids[i]`` from now on, int32 ``[num_rows]``, which was a free one. O(rows)."""
-        sources = np.flatnonzero(new_ids != np.arange(len(new_ids)))
+        sources = self._all[new_ids != self._all]
         targets = new_ids[sources]
         moved, free = self._handle_of[sources], self._handle_of[targets]
         self._id_of[moved], self._id_of[free] = targets, sources
@@ -190,9 +193,7 @@ class WindowBlocks:
         """Prove that the tree has ``cells``, that ``readers`` and ``keepers``, int64 ``[num_rows]``, say how many read each id
         and keep each handle, and that every cold block will come up. Raises CheckFailed."""
         where, handles = self.growth.name, np.sort(cells[0, self.are_there(cells)])
-        if (handles[1:] == handles[:-1]).any() or not np.array_equal(
-            self._id_of[self._handle_of], np.arange(len(readers))
-        ):
+        if (handles[1:] == handles[:-1]).any() or (self._id_of[self._handle_of] != self._all).any():
             raise CheckFailed(f"{where}: a cached block is at two places, or handles and ids disagree")
         counted = len(handles), int(np.count_nonzero(readers)), int(readers.sum())
         if counted != (self.num_cached, self.num_read, self.num_reads):
