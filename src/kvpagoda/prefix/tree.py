@@ -143,8 +143,7 @@ class PrefixTree:
 
     def last_ids(self, lease: Lease) -> Ids:
         """The ids of the last block that ``lease`` covers, int32 ``[num_groups]``. Raises StaleHandle."""
-        ids: Ids = self.ids_between(lease, lease.num_blocks - 1, lease.num_blocks)[:, 0]
-        return ids
+        return self.ids_between(lease, lease.num_blocks - 1, lease.num_blocks).ravel()
 
     def unpin(self, lease: Lease) -> None:
         """End a lease. Raises StaleHandle, changing nothing, for one that is not open in this tree. O(nodes on the path)."""
@@ -238,7 +237,7 @@ class PrefixTree:
         return ids
 
     def read_ids(self, at: Match | Lease, begin: int, first: int, out: Ids) -> None:
-        """Read into ``out``, int32 ``[k, n]``, the ids of groups ``first ..`` from block ``begin`` on of what ``at`` covers."""
+        """Read into ``out``, int32 ``[k, n]``, the ids of groups ``first ..`` from block ``begin`` of ``at`` on."""
         read_ids_above(*self._locate(at, begin + out.shape[1]), begin, first, out)
 
     def put_ids(self, at: Match | Lease, begin: int, first: int, ids: Ids) -> None:
