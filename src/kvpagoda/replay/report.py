@@ -185,10 +185,9 @@ def _show(
     if as_json:
         print(json.dumps(figures, indent=2))
         return
-    out = console.output()
     for line in lines:
-        out.print(line)
-    out.print(console.table(names, cells, left=("policy", "budget", "worker")))
+        console.say(line)
+    console.print_figures(names, cells, left=("policy", "budget", "worker"))
 
 
 def _asked(trace: Trace, distances: Ints, windows: WorkingSet) -> list[str]:
