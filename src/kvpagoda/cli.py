@@ -200,6 +200,11 @@ def replay_trace(
     capacity: Annotated[str | None, typer.Option(help="blocks, with commas (default: 1 to 50 % of all)")] = None,
     policy: Annotated[str | None, typer.Option(help="with commas (default: lru,s3fifo,opt; workers: lru)")] = None,
     plot: Annotated[Path | None, typer.Option(help="write a picture to this file, e.g. rates.png")] = None,
+    requests: Annotated[
+        Path | None, typer.Option(help="write what every request hit to this file, e.g. out.jsonl")
+    ] = None,
+    warm_up: Annotated[float, typer.Option(help="the share of the requests that run first and are not counted")] = 0.0,
+    jobs: Annotated[int | None, typer.Option(help="processes (default: one a core)")] = None,
     limit: Annotated[int | None, typer.Option(help="the first so many requests only")] = None,
     by_arrival: Annotated[bool, typer.Option("--by-arrival", help="run in the order of arrival")] = False,
     seed: Annotated[int, typer.Option(help="of the synthetic workload")] = 0,
@@ -207,7 +212,9 @@ def replay_trace(
     budget: Annotated[str | None, typer.Option(help="with --schema: memory, with commas (default: 40GiB)")] = None,
     max_requests: Annotated[int | None, typer.Option(help="with --schema: that run at once (default: 64)")] = None,
     checkpoint_every: Annotated[str | None, typer.Option(help="with --schema: also one every so many blocks")] = None,
-    tokens_per_id: Annotated[int | None, typer.Option(help="with --schema: default 512, synthetic 64")] = None,
+    tokens_per_id: Annotated[
+        int | None, typer.Option(help="tokens of a block (default: as the trace says, or 512)")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="with --schema: processes with such a cache each")] = None,
     store: Annotated[str | None, typer.Option(help="with --workers: what they share: redis://HOST:PORT, ..")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
@@ -224,30 +231,44 @@ def replay_trace(
 
         if store is not None and workers is None:
             raise BadInput("--store is what several workers share: give --workers")
+        source = partial(report.read, trace, limit, by_arrival, seed, tokens_per_id)
         if schema is None:
             _need_schema(
-                budget=budget, max_requests=max_requests, checkpoint_every=checkpoint_every,
-                tokens_per_id=tokens_per_id, workers=workers,
+                budget=budget, max_requests=max_requests, checkpoint_every=checkpoint_every, workers=workers
             )  # fmt: skip
-        budget, checkpoint_every = budget or "40GiB", checkpoint_every or "0"
-        if workers is not None and "," in budget + checkpoint_every + (policy or ""):
-            raise BadInput("--workers takes one --budget, --policy and --checkpoint-every")
-        if schema is not None and (capacity is not None or plot is not None):
-            raise BadInput("--capacity and --plot count blocks of one kind; with --schema give --budget")
-        source = partial(report.read, trace, limit, by_arrival, seed)
-        policies = _words(policy or ("lru,s3fifo,opt" if workers is None else "lru"))
-        if schema is None:
             sizes = None if capacity is None else _numbers(capacity, "--capacity")
-            report.run(source, sizes, policies, plot, as_json)
+            report.run(
+                source, sizes, None if policy is None else _words(policy), as_json,
+                plot=plot, requests=requests, warm_up=warm_up, jobs=jobs,
+            )  # fmt: skip
             return
-        layers, every = _schema(schema, None, "raw"), _numbers(checkpoint_every, "--checkpoint-every")
-        each = (64 if trace is None else 512) if tokens_per_id is None else tokens_per_id
-        settings: dict[str, Any] = dict(max_requests=64 if max_requests is None else max_requests, tokens_per_id=each)
-        if workers is None:
-            report.run_schema(source, layers, product(_words(budget), policies, every), settings, as_json)
-        else:
-            settings.update(policy=policies[0], checkpoint_every=every[0])
-            report.run_workers(source, layers, budget, workers, store, settings, as_json)
+        if any(given is not None for given in (capacity, plot, requests, jobs)) or warm_up:
+            raise BadInput(
+                "--capacity, --plot, --requests, --warm-up and --jobs count blocks of one kind; with --schema give --budget"
+            )
+        settings = {"max_requests": 64 if max_requests is None else max_requests, "tokens_per_id": tokens_per_id}
+        _serve(
+            source, _schema(schema, None, "raw"), budget or "40GiB", policy, checkpoint_every or "0", workers, store,
+            {name: value for name, value in settings.items() if value is not None}, as_json,
+        )  # fmt: skip
+
+
+def _serve(
+    source: Any, schema: Schema, budget: str, policy: str | None, checkpoint_every: str, workers: int | None,
+    store: str | None, settings: dict[str, Any], as_json: bool,
+) -> None:  # fmt: skip
+    """``replay --schema``: in this process for every combination, or in several for one."""
+    from kvpagoda.replay import report
+
+    every = _numbers(checkpoint_every, "--checkpoint-every")
+    if workers is None:
+        grid = product(_words(budget), _words(policy or "lru,s3fifo"), every)
+        report.run_schema(source, schema, grid, settings, as_json)
+        return
+    if "," in budget + checkpoint_every + (policy or ""):
+        raise BadInput("--workers takes one --budget, --policy and --checkpoint-every")
+    settings.update(policy=policy or "lru", checkpoint_every=every[0])
+    report.run_workers(source, schema, budget, workers, store, settings, as_json)
 
 
 def _need_schema(**given: Any) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-Moved = Callable[[int, str], None]
+Moved = Callable[[float, str], None]
 
 
 def output() -> Console:
