@@ -18,6 +18,7 @@ KVPagodaError
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -102,8 +103,6 @@ def unknown_name(what: str, name: object, known: Iterable[str], error: type[BadI
     >>> str(unknown_name("policy", "lur", ("lru", "fifo")))
     "no policy 'lur'; there are lru, fifo; did you mean 'lru'?"
     """
-    from difflib import get_close_matches  # loads much that a call without an error does not need
-
     names = tuple(known)
     nearest = get_close_matches(str(name).lower(), names, n=1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else None

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
-from multiprocessing import get_context
 
 from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.replay.belady import furthest_next_use
@@ -69,6 +67,9 @@ def hit_rate_curve(
             continue
         tell(0, size, number)
     if jobs > 1 and len(slow) > 1 and all(isinstance(policy, str) for policy in policies):
+        from concurrent.futures import ProcessPoolExecutor, as_completed  # slow to load
+        from multiprocessing import get_context
+
         context, workers = get_context("spawn"), min(jobs, len(slow))
         with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(columns,)) as pool:
             futures = {pool.submit(_replay, size, names[number], warm_up): (size, number) for size, number in slow}

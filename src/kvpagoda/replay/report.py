@@ -74,6 +74,8 @@ def run(
     sizes = [possible_capacity(size) for size in capacities or ()]
     possible_warm_up(warm_up)
     figure = None if plot is None else new_figure(plot)
+    if requests is not None:
+        requests.touch()  # that it cannot be written is told before the work
     trace = source(2_000)
     if not trace.num_refs:
         raise BadInput(f"{trace.name} names no blocks (lengths and arrivals only): there is nothing to look up")
