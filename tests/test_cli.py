@@ -135,6 +135,7 @@ BAD = {
     "hub name": (["plan", "some-lab/Some-Model"], "hf download some-lab/Some-Model config.json"),
     "near a preset": (["plan", "qwen3-8"], "did you mean 'qwen3-8b'?"),
     "dtype": (["plan", "deepseek-v4-flash", "--dtype", "banana"], "unknown dtype 'banana'"),
+    "near a dtype": (["plan", "qwen3-8b", "--dtype", "bfloat"], "did you mean 'bfloat16'?"),
     "dtype of a preset": (["plan", "qwen3-8b", "--dtype", "banana"], "unknown dtype 'banana'"),
     "dtype of packed rows": (
         ["plan", "deepseek-v4-pro", "--kv-format", "fp8", "--dtype", "float32"],

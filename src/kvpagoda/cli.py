@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import kvpagoda
 from kvpagoda.compat.deepseek_v4 import PRESETS
-from kvpagoda.errors import BadInput, KVPagodaError, unknown_name
+from kvpagoda.errors import BadInput, KVPagodaError, did_you_mean
 from kvpagoda.schema import Schema
 from kvpagoda.schema.presets import find_preset, presets
 
@@ -146,7 +146,7 @@ def _preset(name: str, dtype: str | None, kv_format: str) -> Schema:
             f"no config at {name!r}, and no preset is of that model; if it is on the Hugging Face hub, get its config with "
             f"'hf download {name} config.json' and give the path that this prints"
         )
-    hint = unknown_name("preset", name, [*PRESETS, *presets()]).hint
+    hint = did_you_mean(name, [*PRESETS, *presets()])
     raise BadInput(
         f"no config at {name!r}; give a config.json, a folder that holds one, or a preset ('kvpagoda plan --presets' lists "
         f"them{'; ' + hint if hint else ''})", hint=hint,

@@ -95,17 +95,21 @@ class CheckFailed(KVPagodaError, AssertionError):
     """The ownership of ids does not add up; the message names the ids."""
 
 
+def did_you_mean(name: object, known: Iterable[str]) -> str | None:
+    """The question for the nearest of ``known``; None where none is near."""
+    nearest = get_close_matches(str(name).lower(), known, n=1)
+    return f"did you mean {nearest[0]!r}?" if nearest else None
+
+
 def unknown_name(what: str, name: object, known: Iterable[str], error: type[BadInput] = BadInput) -> BadInput:
     """The error for a ``name`` that is none of ``known``: it lists them, and asks for the nearest.
 
     ``needed`` is the name, ``available`` the known ones, ``hint`` the question.
 
     >>> str(unknown_name("policy", "lur", ("lru", "fifo")))
-    "no policy 'lur'; there are lru, fifo; did you mean 'lru'?"
+    "unknown policy 'lur'; known: lru, fifo; did you mean 'lru'?"
     """
     names = tuple(known)
-    nearest = get_close_matches(str(name).lower(), names, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else None
-    there_are = f"there are {', '.join(names)}" if names else "there are none"
-    text = f"no {what} {name!r}; {there_are}" + (f"; {hint}" if hint else "")
+    hint = did_you_mean(name, names)
+    text = f"unknown {what} {name!r}; known: {', '.join(names)}" + (f"; {hint}" if hint else "")
     return error(text, needed=name, available=names, hint=hint)

@@ -111,7 +111,7 @@ BAD = {
     "bad line": (["bad.jsonl"], "bad.jsonl, line 2: 'hash_ids' must be a list of whole numbers"),
     "unknown form": (["text.txt"], "text.txt, line 1: no trace of a known form"),
     "no blocks": (["lengths.csv"], "names no blocks"),
-    "policy": (["t.jsonl", "--policy", "lru,mru"], "no policy 'mru'; there are lru, fifo"),
+    "policy": (["t.jsonl", "--policy", "lru,mru"], "unknown policy 'mru'; known: lru, fifo"),
     "capacity": (["t.jsonl", "--capacity", "3,many"], "whole numbers of blocks"),
     "capacity 0": (["t.jsonl", "--capacity", "3,0"], "at least 1 block"),
     "limit": (["t.jsonl", "--limit", "0"], "at least 1 request"),

@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, did_you_mean
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 LCP_BLOCK = 64  # bytes: about 16 tokens of English or code
@@ -103,7 +103,8 @@ def _numbered(
     except (OSError, EOFError, zlib.error) as error:  # a gzip that is cut off or damaged
         raise BadInput(f"{where} {number + 1}: {error}") from None
     except (ValueError, OverflowError) as error:
-        raise BadInput(f"{where} {max(number, 1)}: {error}") from None
+        said = {name: getattr(error, name, None) for name in ("needed", "available", "hint")}
+        raise BadInput(f"{where} {max(number, 1)}: {error}", **said) from None
 
 
 def _of_lines(lines: Iterator[str]) -> Iterator[Request]:
@@ -274,7 +275,9 @@ def _object(line: str) -> dict[str, Any]:
 
 def _field(record: Mapping[str, Any], name: str) -> Any:
     if name not in record:
-        raise BadInput(f"no field {name!r}; there are {', '.join(map(str, record)) or 'none'}")
+        names, hint = tuple(map(str, record)), did_you_mean(name, map(str, record))
+        text = f"no field {name!r}; there are {', '.join(names) or 'none'}" + (f"; {hint}" if hint else "")
+        raise BadInput(text, needed=name, available=names, hint=hint)
     return record[name]
 
 

@@ -164,25 +164,27 @@ class Plan:
         tokens. O(groups).
         """
         if longest is not None and num_tokens > longest:
-            raise NeverFits(
-                f"{num_tokens} tokens are more than the longest context of {longest}; {self._budget_hint(num_tokens)}"
-            )
+            hint = self._budget_hint(num_tokens)
+            text = f"{num_tokens} tokens are more than the longest context of {longest}; {hint}"
+            raise NeverFits(text, needed=num_tokens, available=longest, hint=hint)
         wanted = []
         for group in self.groups:
             blocks = at_most = group.blocks_for(num_tokens)
             if room > at_most * group.block_size:
                 blocks = ceil_div(room, group.block_size)
             if blocks > group.num_blocks:
-                fits_in_chunks = at_most <= group.num_blocks
                 hint = "open it with a smaller room and extend chunk by chunk"
-                raise NeverFits(
-                    f"{num_tokens} tokens need {blocks} blocks of group {group.name!r}, which has {group.num_blocks}; "
-                    f"{hint if fits_in_chunks else self._budget_hint(num_tokens)}"
-                )
+                if at_most > group.num_blocks:
+                    hint = self._budget_hint(num_tokens)
+                has = f"blocks of group {group.name!r}, which has {group.num_blocks}"
+                text = f"{num_tokens} tokens need {blocks} {has}; {hint}"
+                raise NeverFits(text, needed=blocks, available=group.num_blocks, group=group.name, hint=hint)
             wanted.append(blocks)
         if self.num_sectors and not self.holds(wanted):
-            need = format_bytes(sum(blocks * group.row_nbytes for blocks, group in zip(wanted, self.groups)))
-            raise NeverFits(f"{num_tokens} tokens need {wanted} blocks, {need} in all; {self._budget_hint(num_tokens)}")
+            need = sum(blocks * group.row_nbytes for blocks, group in zip(wanted, self.groups))
+            hint = self._budget_hint(num_tokens)
+            text = f"{num_tokens} tokens need {wanted} blocks, {format_bytes(need)} in all; {hint}"
+            raise NeverFits(text, needed=need, available=self.nbytes, hint=hint)
         return wanted
 
     def _budget_hint(self, num_tokens: int) -> str:
