@@ -125,8 +125,8 @@ BAD_LINES = {
     "nested ids": (lines({**RECORD, "hash_ids": [[1]]}), "'hash_ids' must be a list of whole numbers"),
     "huge id": (lines({**RECORD, "hash_ids": [2**70]}), "must fit in 64 bits"),
     "negative length": (lines({**RECORD, "input_length": -1}), "'input_length' must be a whole number from 0"),
-    "a word as time": (lines({**RECORD, "timestamp": "soon"}), "'timestamp' must be a number, or a text of seconds"),
-    "endless time": (lines({**RECORD, "timestamp": "inf"}), "a text of seconds, got 'inf'"),
+    "a word as time": (lines({**RECORD, "timestamp": "soon"}), "'timestamp' must be a finite number, or a text of one"),
+    "endless time": (lines({**RECORD, "timestamp": "inf"}), "a text of one, got 'inf'"),
     "texts and numbers": (
         lines({**RECORD, "hash_ids": ["a", "b"]}),
         "whole numbers in some records and texts in others",
@@ -138,7 +138,7 @@ BAD_LINES = {
     "block of none": (lines({**RECORD, "block_size": 0}), "'block_size' must be a whole number from 1"),
     "no number": (
         '{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": []}\n',
-        "finite number, got nan",
+        "finite number, or a text of one, got nan",
     ),
     "no length": (lines({**RECORD, "output_length": None}), "'output_length' must be a whole number"),
 }

@@ -9,16 +9,7 @@ from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.replay.belady import furthest_next_use
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.reuse import Reuse
-from kvpagoda.replay.simulate import (
-    BOUND,
-    ReplayResult,
-    counted,
-    known_policy,
-    possible_capacity,
-    possible_warm_up,
-    readable,
-    replay,
-)
+from kvpagoda.replay.simulate import BOUND, ReplayResult, checked, counted, readable, replay
 from kvpagoda.replay.trace import Trace
 from kvpagoda.units import whole_number
 
@@ -43,9 +34,8 @@ def hit_rate_curve(
     than one, a script needs ``if __name__ == "__main__"``). ``reuse``: of this trace,
     if it was looked at already. Raises BadInput before anything runs.
     """
-    names = [known_policy(policy) for policy in policies]
-    asked = [(possible_capacity(size), number) for size in capacities for number in range(len(names))]
-    possible_warm_up(warm_up)
+    names, sizes = checked(policies, capacities, warm_up)
+    asked = [(size, number) for size in sizes for number in range(len(names))]
     whole_number(jobs, "jobs", at_least=1)
     columns = readable(trace)
     if reuse is None and ("lru" in names or BOUND in names):

@@ -138,8 +138,8 @@ def public(records: Iterable[Any]) -> Iterator[Request]:
         if not isinstance(record, Mapping):
             raise BadInput(f"a request is an object with 'hash_ids', got {type(record).__name__}")
         given = _field(record, "hash_ids")
-        if record.get("timestamp") is not None:
-            arrival = _public_seconds(record)
+        if (time := record.get("timestamp")) is not None:
+            arrival = _seconds(record, "timestamp") / (1 if isinstance(time, str) else 1000)
         if isinstance(given, Mapping):
             length = _count(record, "input_length")
             ids = numbers.of([f"{group}:{one}" for group, members in given.items() for one in _listed(members)])
@@ -198,17 +198,6 @@ def _block_tokens(record: Mapping[str, Any], num_ids: int) -> int | Ids | None:
     if not set(map(type, tokens)) <= {int} or any(not 1 <= value < 2**31 for value in tokens):
         raise BadInput("'block_tokens' must be whole numbers from 1 to 2^31 - 1")
     return np.array(tokens, np.int64)
-
-
-def _public_seconds(record: Mapping[str, Any]) -> float:
-    """``timestamp``: milliseconds as a number, or seconds as a text. Raises BadInput."""
-    value = record["timestamp"]
-    if isinstance(value, str):
-        try:
-            return _seconds({"timestamp": float(value)}, "timestamp")
-        except ValueError:
-            raise BadInput(f"'timestamp' must be a number, or a text of seconds, got {value!r}") from None
-    return _seconds(record, "timestamp") / 1000
 
 
 def run_length(records: Iterable[dict[str, Any]], block_size: int) -> Iterator[Request]:
@@ -290,6 +279,10 @@ def _count(record: Mapping[str, Any], name: str, least: int = 0) -> int:
 
 def _seconds(record: Mapping[str, Any], name: str) -> float:
     value = _field(record, name)
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not math.isfinite(value):
-        raise BadInput(f"{name!r} must be a finite number, got {value!r}")
-    return float(value)
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise BadInput(f"{name!r} must be a finite number, or a text of one, got {value!r}", needed=value)
+    return number

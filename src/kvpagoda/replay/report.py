@@ -19,15 +19,7 @@ from kvpagoda.replay.multi_worker import serve_multi_worker
 from kvpagoda.replay.plot import draw, new_figure
 from kvpagoda.replay.reuse import Reuse, WorkingSet, reuse_histogram, working_set
 from kvpagoda.replay.serve import ServeResult, serve
-from kvpagoda.replay.simulate import (
-    BLOCK_FIFO,
-    BOUND,
-    WITHOUT_TREE,
-    ReplayResult,
-    known_policy,
-    possible_capacity,
-    possible_warm_up,
-)
+from kvpagoda.replay.simulate import BLOCK_FIFO, BOUND, WITHOUT_TREE, ReplayResult, checked, known_policy
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic
 from kvpagoda.schema import Schema
@@ -70,9 +62,7 @@ def run(
 ) -> None:
     """Replay at every capacity, in blocks (None: shares of the different ones), with every policy (None: the default ones),
     and print. ``plot``, ``requests``: files for a picture, and for what every request hit. ``jobs``: processes."""
-    chosen = [known_policy(name) for name in policies or DEFAULT_POLICIES]
-    sizes = [possible_capacity(size) for size in capacities or ()]
-    possible_warm_up(warm_up)
+    chosen, sizes = checked(policies or DEFAULT_POLICIES, capacities or (), warm_up)
     figure = None if plot is None else new_figure(plot)
     if requests is not None:
         requests.touch()  # that it cannot be written is told before the work

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -70,18 +70,19 @@ def known_policy(policy: str | EvictionPolicy) -> str:
     return policy_name(policy)
 
 
-def possible_capacity(blocks: int) -> int:
-    """``blocks``, if a cache can have so many. Raises BadInput."""
-    if isinstance(blocks, bool) or not isinstance(blocks, int | np.integer) or not 1 <= blocks < 2**31:
-        raise BadInput(f"a capacity is a whole number of at least 1 block, below 2^31, got {blocks!r}", needed=blocks)
-    return int(blocks)
-
-
-def possible_warm_up(share: float) -> float:
-    """``share``, if so much of a trace can be left out. Raises BadInput."""
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-        raise BadInput(f"a warm-up is a share of the requests, from 0 to below 1, got {share!r}", needed=share)
-    return share
+def checked(
+    policies: Sequence[str | EvictionPolicy], capacities: Sequence[int], warm_up: float
+) -> tuple[list[str], list[int]]:
+    """The names of the policies, and the capacities, if all that can be replayed. Raises BadInput."""
+    names = [known_policy(policy) for policy in policies]
+    for blocks in capacities:
+        if isinstance(blocks, bool) or not isinstance(blocks, int | np.integer) or not 1 <= blocks < 2**31:
+            text = f"a capacity is a whole number of at least 1 block, below 2^31, got {blocks!r}"
+            raise BadInput(text, needed=blocks)
+    if isinstance(warm_up, bool) or not isinstance(warm_up, int | float) or not 0 <= warm_up < 1:
+        text = f"a warm-up is a share of the requests, from 0 to below 1, got {warm_up!r}"
+        raise BadInput(text, needed=warm_up)
+    return names, [int(blocks) for blocks in capacities]
 
 
 def readable(trace: Source | Trace) -> Trace:
@@ -120,14 +121,13 @@ def replay(
     >>> [replay(records, capacity_blocks=2, policy=policy).hit_rate for policy in ("lru", "opt")]
     [0.3333333333333333, 0.3333333333333333]
     """
-    name = known_policy(policy)
-    capacity, share = possible_capacity(capacity_blocks), possible_warm_up(warm_up)
+    (name,), (capacity,) = checked([policy], [capacity_blocks], warm_up)
     columns = readable(trace)
     if name == BOUND:
-        return counted(columns, name, capacity, share, furthest_next_use(columns, Reuse.of(columns), capacity))
+        return counted(columns, name, capacity, warm_up, furthest_next_use(columns, Reuse.of(columns), capacity))
     if name == BLOCK_FIFO:
-        return counted(columns, name, capacity, share, *block_fifo(columns, capacity))
-    return counted(columns, name, capacity, share, _through_tree(columns, capacity, policy, on_request))
+        return counted(columns, name, capacity, warm_up, *block_fifo(columns, capacity))
+    return counted(columns, name, capacity, warm_up, _through_tree(columns, capacity, policy, on_request))
 
 
 def counted(
