@@ -33,11 +33,7 @@ CONFIG = "config.json, a folder that holds one, or a preset such as qwen3-8b ('k
 Tiers = Annotated[
     list[str] | None, typer.Option(help="host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT; again for more")
 ]
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @contextmanager
@@ -200,9 +196,7 @@ def replay_trace(
     capacity: Annotated[str | None, typer.Option(help="blocks, with commas (default: 1 to 50 % of all)")] = None,
     policy: Annotated[str | None, typer.Option(help="with commas (default: lru,s3fifo,opt; workers: lru)")] = None,
     plot: Annotated[Path | None, typer.Option(help="write a picture to this file, e.g. rates.png")] = None,
-    requests: Annotated[
-        Path | None, typer.Option(help="write what every request hit to this file, e.g. out.jsonl")
-    ] = None,
+    requests: Annotated[Path | None, typer.Option(help="write what each request hit to this file")] = None,
     warm_up: Annotated[float, typer.Option(help="the share of the requests that run first and are not counted")] = 0.0,
     jobs: Annotated[int | None, typer.Option(help="processes (default: one a core)")] = None,
     limit: Annotated[int | None, typer.Option(help="the first so many requests only")] = None,
@@ -212,9 +206,7 @@ def replay_trace(
     budget: Annotated[str | None, typer.Option(help="with --schema: memory, with commas (default: 40GiB)")] = None,
     max_requests: Annotated[int | None, typer.Option(help="with --schema: that run at once (default: 64)")] = None,
     checkpoint_every: Annotated[str | None, typer.Option(help="with --schema: also one every so many blocks")] = None,
-    tokens_per_id: Annotated[
-        int | None, typer.Option(help="tokens of a block (default: as the trace says, or 512)")
-    ] = None,
+    tokens_per_id: Annotated[int | None, typer.Option(help="of a block (default: as the trace says, or 512)")] = None,
     workers: Annotated[int | None, typer.Option(help="with --schema: processes with such a cache each")] = None,
     store: Annotated[str | None, typer.Option(help="with --workers: what they share: redis://HOST:PORT, ..")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
@@ -233,9 +225,7 @@ def replay_trace(
             raise BadInput("--store is what several workers share: give --workers")
         source = partial(report.read, trace, limit, by_arrival, seed, tokens_per_id)
         if schema is None:
-            _need_schema(
-                budget=budget, max_requests=max_requests, checkpoint_every=checkpoint_every, workers=workers
-            )  # fmt: skip
+            _need_schema(budget=budget, max_requests=max_requests, checkpoint_every=checkpoint_every, workers=workers)
             sizes = None if capacity is None else _numbers(capacity, "--capacity")
             report.run(
                 source, sizes, None if policy is None else _words(policy), as_json,
@@ -246,7 +236,7 @@ def replay_trace(
             raise BadInput(
                 "--capacity, --plot, --requests, --warm-up and --jobs count blocks of one kind; with --schema give --budget"
             )
-        settings = {"max_requests": 64 if max_requests is None else max_requests, "tokens_per_id": tokens_per_id}
+        settings = {"max_requests": max_requests, "tokens_per_id": tokens_per_id}
         _serve(
             source, _schema(schema, None, "raw"), budget or "40GiB", policy, checkpoint_every or "0", workers, store,
             {name: value for name, value in settings.items() if value is not None}, as_json,

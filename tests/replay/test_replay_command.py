@@ -126,6 +126,7 @@ BAD = {
     "jobs": (["t.jsonl", "--jobs", "0"], "jobs must be a positive whole number"),
     "requests folder": (["t.jsonl", "--requests", "nowhere/out.jsonl"], "nowhere/out.jsonl"),
     "tokens of an id": (["t.jsonl", "--tokens-per-id", "0"], "block_size must be a positive whole number"),
+    "bound to serve with": (["--schema", "qwen3-8b", "--policy", "opt"], "are no policies to serve with"),
     "plot ending": (["t.jsonl", "--plot", "rates.xyz"], "its ending must be one of"),
     "plot folder": (["t.jsonl", "--plot", "nowhere/rates.png"], "there is no folder"),
 }

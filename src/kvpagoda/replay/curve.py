@@ -31,8 +31,8 @@ def hit_rate_curve(
     """What ``replay`` says at every capacity for every policy, capacities outermost.
 
     ``lru`` and ``opt`` follow from the stretches of one pass; other policies run in ``jobs`` processes at once (with more
-    than one, a script needs ``if __name__ == "__main__"``). ``reuse``: of this trace,
-    if it was looked at already. Raises BadInput before anything runs.
+    than one, a script needs ``if __name__ == "__main__"``). ``reuse``: of this trace, if it was
+    looked at already. Raises BadInput before anything runs.
     """
     names, sizes = checked(policies, capacities, warm_up)
     asked = [(size, number) for size in sizes for number in range(len(names))]
@@ -42,20 +42,19 @@ def hit_rate_curve(
         reuse = Reuse.of(columns)
     found: dict[tuple[int, int], ReplayResult] = {}
 
-    def tell(part: float, size: int, number: int) -> None:
+    def tell(size: int, number: int, requests: int = 0) -> None:
         if on_progress is not None:
-            on_progress(len(found) + part, f"{names[number]}, {size:,} blocks")
+            on_progress(len(found) + requests / max(1, len(columns)), f"{names[number]}, {size:,} blocks")
 
     slow = []
     for size, number in asked:
-        if names[number] == "lru" and reuse is not None:
-            found[size, number] = counted(columns, "lru", size, warm_up, reuse.hits(size))
-        elif names[number] == BOUND and reuse is not None:
-            found[size, number] = counted(columns, BOUND, size, warm_up, furthest_next_use(columns, reuse, size))
-        else:
+        policy = policies[number]
+        if reuse is None or policy not in ("lru", BOUND):
             slow.append((size, number))
             continue
-        tell(0, size, number)
+        hits = reuse.hits(size) if policy == "lru" else furthest_next_use(columns, reuse, size)
+        found[size, number] = counted(columns, names[number], size, warm_up, hits)
+        tell(size, number)
     if jobs > 1 and len(slow) > 1 and all(isinstance(policy, str) for policy in policies):
         from concurrent.futures import ProcessPoolExecutor, as_completed  # slow to load
         from multiprocessing import get_context
@@ -65,18 +64,14 @@ def hit_rate_curve(
             futures = {pool.submit(_replay, size, names[number], warm_up): (size, number) for size, number in slow}
             for future in as_completed(futures):
                 found[futures[future]] = future.result()
-                tell(0, *futures[future])
+                tell(*futures[future])
         return [found[one] for one in asked]
     for size, number in slow:
-        told = partial(_tell_part, tell, len(columns), size, number)
         found[size, number] = replay(
-            columns, capacity_blocks=size, policy=policies[number], warm_up=warm_up, on_request=told
-        )
+            columns, capacity_blocks=size, policy=policies[number], warm_up=warm_up,
+            on_request=partial(tell, size, number),
+        )  # fmt: skip
     return [found[one] for one in asked]
-
-
-def _tell_part(tell: Callable[[float, int, int], None], num_requests: int, size: int, number: int, done: int) -> None:
-    tell(done / num_requests, size, number)
 
 
 def _begin(trace: Trace) -> None:

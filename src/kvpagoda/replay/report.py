@@ -79,10 +79,8 @@ def run(
     began = time.perf_counter()
     reuse = Reuse.of(trace)
     with console.progress(len(sizes) * len(chosen), "replays") as moved:
-        results = hit_rate_curve(
-            trace, sizes, chosen, warm_up=warm_up, jobs=_processes(trace) if jobs is None else jobs, reuse=reuse,
-            on_progress=moved,
-        )  # fmt: skip
+        at_once = _processes(trace) if jobs is None else jobs
+        results = hit_rate_curve(trace, sizes, chosen, warm_up=warm_up, jobs=at_once, reuse=reuse, on_progress=moved)
     seconds = time.perf_counter() - began
     span = float(np.ptp(trace.arrivals))
     windows = working_set(trace, span / WINDOWS * (1 + 1e-9) if span > 0 else 1.0)
@@ -93,16 +91,12 @@ def run(
     if results[0].warm_up_requests:
         notes.append(f"the first {results[0].warm_up_requests:,} requests are not counted")
     figures = {
-        "trace": trace.name,
-        "requests": len(trace),
-        "block_refs": trace.num_refs,
-        "distinct_blocks": trace.num_distinct,
-        "notes": notes,
+        "trace": trace.name, "requests": len(trace), "block_refs": trace.num_refs,
+        "distinct_blocks": trace.num_distinct, "notes": notes,
         "results": [result.to_dict() for result in results],
         "reuse_distance": [{"from": low, "below": end, "references": n} for low, end, n in reuse_histogram(reuse)],
-        "working_set": windows.to_dict(),
-        "seconds": round(seconds, 3),
-    }
+        "working_set": windows.to_dict(), "seconds": round(seconds, 3),
+    }  # fmt: skip
     lines = [*_asked(trace, reuse, windows), *notes, f"{len(results)} replays in {seconds:.1f} s", ""]
     _show(as_json, figures, lines, COLUMNS, [_cells(result, trace) for result in results])
 
@@ -152,6 +146,8 @@ def run_schema(
     prefixes are no policies to serve with: they are left out.
     """
     jobs = [job for job in grid if known_policy(job[1]) not in (BOUND, BLOCK_FIFO)]
+    if not jobs:
+        raise BadInput(f"{BOUND} and {BLOCK_FIFO} are no policies to serve with: name another one")
     trace = source(500)
     settings = {"tokens_per_id": trace.block_size, **settings}
     results = _each(
@@ -164,7 +160,7 @@ def run_schema(
     rows = [{"budget": b, "checkpoint_every": every, **r.to_dict()} for (b, _, every), r in zip(jobs, results)]
     figures = {"trace": trace.name, "schema": schema.name, "results": rows}
     lines = [_title(trace, schema)]
-    if results and results[0].never_fit:
+    if results[0].never_fit:
         lines.append(f"{results[0].never_fit:,} requests are larger than the smallest cache")
     cells = [
         (

@@ -46,8 +46,7 @@ class Reuse:
     @classmethod
     def of(cls, trace: Trace) -> Reuse:
         """Find them: O(refs) array work, a few calls for each request, then O(stretches log^2 stretches)."""
-        found = _stretches(trace)
-        request, last, begin, end = found
+        request, last, begin, end = _stretches(trace)
         # Used since, a block counts once: at its last use before now. All that later requests named, less what of it was
         # named again later still: by stretches of requests between, whose own last use was after ours.
         again = weight_of_larger_before(last, end - begin) - begin  # those of the same request do not count
@@ -80,8 +79,8 @@ class Reuse:
         return np.clip(distance - self.distance, 0, self.end - self.begin)
 
 
-def _stretches(trace: Trace) -> tuple[Ints, Ints, Ints, Ints]:
-    """(request, last, begin, end) of all stretches."""
+def _stretches(trace: Trace) -> Ints:
+    """int64 ``[4, stretches]``: request, last, begin and end of all."""
     blocks, starts = trace.blocks, trace.starts.tolist()
     last_use = np.full(int(blocks.max(initial=-1)) + 1, FIRST_USE, np.int32)
     found: list[tuple[int, int, int, int]] = []
@@ -95,8 +94,8 @@ def _stretches(trace: Trace) -> tuple[Ints, Ints, Ints, Ints]:
                 break
             found.append((request, int(before[begin]), begin, cut))
             begin = cut
-    columns = np.array(found, np.int64).reshape(-1, 4).T
-    return columns[0], columns[1], columns[2], columns[3]
+    columns: Ints = np.array(found, np.int64).reshape(-1, 4).T
+    return columns
 
 
 def reuse_distances(trace: Trace) -> Ints:

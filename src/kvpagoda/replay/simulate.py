@@ -141,19 +141,11 @@ def counted(
     evicted = np.maximum(upto - capacity, 0)  # a cache that was full stays so
     is_full = upto >= capacity
     return ReplayResult(
-        trace.name,
-        policy,
-        capacity,
-        requests=len(trace) - first,
-        block_refs=int(sizes[first:].sum()),
-        block_hits=int(hits[first:].sum()),
-        evictions=int(evicted[-1:].sum() - evicted[:first][-1:].sum()),
-        token_refs=int(trace.tokens_of(sizes)[first:].sum()),
-        token_hits=int(trace.tokens_of(hits)[first:].sum()),
-        warm_up_requests=first,
-        full_after=int(is_full.argmax()) + 1 if is_full.any() else None,
-        hits=hits,
-    )
+        trace.name, policy, capacity, requests=len(trace) - first, block_refs=int(sizes[first:].sum()),
+        block_hits=int(hits[first:].sum()), evictions=int(evicted[-1:].sum() - evicted[:first][-1:].sum()),
+        token_refs=int(trace.tokens_of(sizes)[first:].sum()), token_hits=int(trace.tokens_of(hits)[first:].sum()),
+        warm_up_requests=first, full_after=int(is_full.argmax()) + 1 if is_full.any() else None, hits=hits,
+    )  # fmt: skip
 
 
 def _through_tree(

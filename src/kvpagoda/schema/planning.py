@@ -65,7 +65,5 @@ def _too_small(groups: Groups, budget: int, needed: int, hint: str) -> NeverFits
     return NeverFits(
         f"a budget of {format_bytes(budget)} is too small: one request of up to {block_size} tokens needs "
         f"{needed:,} bytes ({format_bytes(needed)}); {hint}",
-        needed=needed,
-        available=budget,
-        hint=hint,
-    )
+        needed=needed, available=budget, hint=hint,
+    )  # fmt: skip
