@@ -154,20 +154,23 @@ def tell(name: str, question: str, measure: Callable[[Options], list[Row]]) -> N
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="small sizes: a look in seconds, no figures to quote")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, once, ours alone: a look, no figures to quote"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--save", action="store_true", help="also write benchmarks/results/*.json")
-    parser.add_argument("--peers", default=",".join(PEERS), help="whom to compare, with commas between")
+    parser.add_argument("--peers", help=f"whom to compare, with commas between (default: {','.join(PEERS)})")
     parser.add_argument("--only", default="", help="only cases whose name holds this text, e.g. 'conversation 16 3M'")
-    parser.add_argument("--runs", type=int, default=5, help="rounds; a figure is their median")
+    parser.add_argument("--runs", type=int, help="rounds; a figure is their median (default: 5)")
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    names = tuple(name for name in arguments.peers.split(",") if name)
+    default_peers, default_runs = (("ours",), 1) if arguments.quick else (PEERS, 5)
+    names = default_peers if arguments.peers is None else tuple(name for name in arguments.peers.split(",") if name)
     unknown = [name for name in names if name not in PEERS]
     if unknown:
         raise SystemExit(f"no peer {', '.join(unknown)}; there are {', '.join(PEERS)}")
-    return Options(arguments.quick, names, arguments.only, arguments.runs)
+    return Options(arguments.quick, names, arguments.only, default_runs if arguments.runs is None else arguments.runs)
 
 
 def _cpuinfo() -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -84,7 +85,65 @@ def test_plan_knows_presets(name: str, per_token: int) -> None:
     assert int(made["bytes_per_token"]) == per_token and made["hit_granularity"] == 128
 
 
+def test_presets_are_configs_of_known_models() -> None:
+    from kvpagoda.schema import Schema
+    from kvpagoda.schema.presets import find_preset, presets
+
+    per_token = {}
+    for name, entry in presets().items():
+        config = entry["config"]
+        schema = Schema.from_hf_config(config)
+        assert len(schema.layers) == config["num_hidden_layers"] and schema.max_positions and schema.vocab_size
+        assert find_preset(entry["hub"]) == (name, config) == find_preset(name.upper())
+        per_token[name] = schema.bytes_per_token
+    assert len(per_token) >= 20
+    published = {  # K and V, 2 bytes each: layers x heads x dims x 4; MLA: layers x (512 + 64) x 2
+        "llama-3.1-8b": 32 * 8 * 128 * 4, "qwen3-235b-a22b": 94 * 4 * 128 * 4, "deepseek-v3": 61 * 576 * 2,
+        "gpt-oss-120b": 36 * 8 * 64 * 4, "qwen3-next-80b-a3b": 12 * 2 * 256 * 4,
+    }  # fmt: skip
+    assert {name: per_token[name] for name in published} == published
+
+
+def test_plan_takes_a_preset_by_its_name_on_the_hub(here: Command) -> None:
+    made = json.loads(here("plan", "meta-llama/Llama-3.1-8B", "--json", "--dtype", "float32").stdout)
+    assert made["schema"] == "llama-3.1-8b" and made["bytes_per_token"] == 2 * 131_072
+    assert "gpt-oss-120b" in here("plan", "--presets").stdout.split()
+
+
+def test_plan_counts_no_request_beyond_the_model_s_limit(here: Command) -> None:
+    made = json.loads(here("plan", "qwen3-8b", "--json", "--lengths", "40960,40961").stdout)
+    assert made["requests_at"]["40960"] > 0 and made["requests_at"]["40961"] == 0
+    assert "requests of 40,961  0 (the model's limit is lower)" in here("plan", "qwen3-8b", "--lengths", "40961").stdout
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+@pytest.mark.parametrize("model", ["deepseek-v4-flash", "gemma-3-27b", "llama-3.1-8b"])
+def test_plan_fits_the_terminal(model: str, width: int, here: Command) -> None:
+    shown = here("plan", model, width=width).stdout
+    assert all(len(line) <= width for line in shown.splitlines())
+    widest = here("plan", model, width=160).stdout
+    assert set(re.findall(r"[0-9][0-9,.]*", shown)) == set(re.findall(r"[0-9][0-9,.]*", widest)), "no number is cut"
+
+
+def test_version(here: Command) -> None:
+    import kvpagoda
+
+    assert here("--version").stdout == f"kvpagoda {kvpagoda.__version__}\n"
+
+
 BAD = {
+    "hub name": (["plan", "some-lab/Some-Model"], "hf download some-lab/Some-Model config.json"),
+    "near a preset": (["plan", "qwen3-8"], "did you mean 'qwen3-8b'?"),
+    "dtype": (["plan", "deepseek-v4-flash", "--dtype", "banana"], "unknown dtype 'banana'"),
+    "near a dtype": (["plan", "qwen3-8b", "--dtype", "bfloat"], "did you mean 'bfloat16'?"),
+    "dtype of a preset": (["plan", "qwen3-8b", "--dtype", "banana"], "unknown dtype 'banana'"),
+    "dtype of packed rows": (
+        ["plan", "deepseek-v4-pro", "--kv-format", "fp8", "--dtype", "float32"],
+        "is for raw rows",
+    ),
+    "no argument": (["plan"], "Missing argument"),
+    "no number": (["plan", "qwen3-8b", "--max-requests", "many"], "'--max-requests'"),
+    "no such command": (["plna"], "Did you mean 'plan'"),
     "no such file": (["plan", "nowhere"], "no config at 'nowhere'"),
     "unknown model": (["plan", "unknown.json"], "'no_such_model'"),
     "missing field": (["plan", "missing.json"], "num_hidden_layers"),
@@ -109,6 +168,9 @@ BAD = {
 }
 
 
+OWN_PROCESS = {"size", "model", "no argument", "no number", "no such command"}
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_line_and_exit_code_2(
     case: str, llama: Path, monkeypatch: pytest.MonkeyPatch, here: Command
@@ -126,7 +188,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     Path("empty.txt").write_text("\n\n")
     Path("long.txt").write_text("x" * 5000)
     arguments, message = BAD[case]
-    done = (kvpagoda if case in ("size", "model") else here)(*arguments)
+    done = (kvpagoda if case in OWN_PROCESS else here)(*arguments)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr

@@ -69,6 +69,12 @@ def test_a_package_that_does_not_work_is(no_imports: dict[str, Exception], error
     assert told.state == "broken" and str(error).split()[0] in told.detail and "\n" not in told.detail
 
 
+def test_a_missing_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
+    told = found()["gpu"]
+    assert told.state == "absent" and doctor.torch.__version__ in told.detail and "on the CPU" in told.detail
+
+
 def test_a_cache_that_loses_rows_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def lose(memory: DeviceMemory, *_: Any) -> None:
         for arena in memory.arenas:

@@ -10,14 +10,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
+import kvpagoda
 from kvpagoda.compat.deepseek_v4 import PRESETS
-from kvpagoda.errors import BadInput, KVPagodaError
+from kvpagoda.errors import BadInput, KVPagodaError, did_you_mean
 from kvpagoda.schema import Schema
+from kvpagoda.schema.presets import find_preset, presets
 
 try:
     import typer
@@ -25,16 +28,12 @@ except ImportError:
     print("kvpagoda: the command line needs the cli extra: pip install 'kvpagoda[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
 
-CONFIG = "config.json, a folder that holds one, or a preset: " + ", ".join(PRESETS)
+UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy of click which newer typers have inside
+CONFIG = "config.json, a folder that holds one, or a preset such as qwen3-8b ('kvpagoda plan --presets' lists them)"
 Tiers = Annotated[
     list[str] | None, typer.Option(help="host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT; again for more")
 ]
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="The KV-cache memory system for LLM inference engines.",
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @contextmanager
@@ -52,6 +51,27 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvpagoda {kvpagoda.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version and exit", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """The KV-cache memory system for LLM inference engines."""
+
+
+def _list_presets(wanted: bool) -> None:
+    if wanted:
+        typer.echo("\n".join([*PRESETS, *presets()]))
+        raise typer.Exit
+
+
 @app.command()
 def plan(
     config: Annotated[str, typer.Argument(help=CONFIG)],
@@ -65,12 +85,17 @@ def plan(
     kv_format: Annotated[str, typer.Option(help="raw, or fp8: the packed rows of the big engines")] = "raw",
     lengths: Annotated[str, typer.Option(help="request lengths to count for")] = "1024,8192,32768,131072",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+    list_presets: Annotated[
+        bool, typer.Option("--presets", help="list the presets and exit", is_eager=True, callback=_list_presets)
+    ] = False,
 ) -> None:
     """What a budget holds: bytes per token and request, blocks, states, and how many requests of which length fit."""
     with one_line_errors():
+        from kvpagoda import console
+
         schema = _schema(config, dtype, kv_format).split(tp=tp, pp=pp, rank=stage)
         made = schema.plan(budget, max_requests, block_size, lengths=_numbers(lengths, "--lengths", "tokens"))
-        typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else str(made))
+        typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made.text(console.output().width))
 
 
 def _words(text: str) -> list[str]:
@@ -88,14 +113,10 @@ def _numbers(text: str, option: str, unit: str = "blocks") -> tuple[int, ...]:
 
 def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
     """Read a config file, a folder that holds one, or a preset."""
-    if config in PRESETS and not Path(config).exists():
-        return PRESETS[config](kv_format)
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        raise BadInput(
-            f"no config at {config!r}; give a config.json, a folder that holds one, or one of {', '.join(PRESETS)}"
-        )
+        return _preset(config, dtype, kv_format)
     try:
         data: Any = json.loads(path.read_text())
     except ValueError as error:
@@ -103,6 +124,29 @@ def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
     if not isinstance(data, dict):
         raise BadInput(f"{path} must hold a JSON object, got {type(data).__name__}")
     return Schema.from_hf_config(data, dtype=dtype, kv_format=kv_format)
+
+
+def _preset(name: str, dtype: str | None, kv_format: str) -> Schema:
+    """The schema of a preset. Raises BadInput, which says how to come by a config, for another name."""
+    if name.lower() in PRESETS:
+        if dtype is not None and kv_format != "raw":
+            raise BadInput(
+                f"--dtype {dtype} is for raw rows: those of --kv-format {kv_format} have dtypes of their own"
+            )
+        schema = PRESETS[name.lower()](kv_format)
+        return schema if dtype is None else schema.cast(dtype)
+    if (found := find_preset(name)) is not None:
+        return replace(Schema.from_hf_config(found[1], dtype=dtype, kv_format=kv_format), name=found[0])
+    if name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(".json"):
+        raise BadInput(
+            f"no config at {name!r}, and no preset is of that model; if it is on the Hugging Face hub, get its config with "
+            f"'hf download {name} config.json' and give the path that this prints"
+        )
+    hint = did_you_mean(name, [*PRESETS, *presets()])
+    raise BadInput(
+        f"no config at {name!r}; give a config.json, a folder that holds one, or a preset ('kvpagoda plan --presets' lists "
+        f"them{'; ' + hint if hint else ''})", hint=hint,
+    )  # fmt: skip
 
 
 @app.command()
@@ -152,14 +196,17 @@ def replay_trace(
     capacity: Annotated[str | None, typer.Option(help="blocks, with commas (default: 1 to 50 % of all)")] = None,
     policy: Annotated[str | None, typer.Option(help="with commas (default: lru,s3fifo,opt; workers: lru)")] = None,
     plot: Annotated[Path | None, typer.Option(help="write a picture to this file, e.g. rates.png")] = None,
+    requests: Annotated[Path | None, typer.Option(help="write what each request hit to this file")] = None,
+    warm_up: Annotated[float, typer.Option(help="the share of the requests that run first and are not counted")] = 0.0,
+    jobs: Annotated[int | None, typer.Option(help="processes (default: one a core)")] = None,
     limit: Annotated[int | None, typer.Option(help="the first so many requests only")] = None,
     by_arrival: Annotated[bool, typer.Option("--by-arrival", help="run in the order of arrival")] = False,
     seed: Annotated[int, typer.Option(help="of the synthetic workload")] = 0,
     schema: Annotated[str | None, typer.Option(help="serve the trace with a model's layers: " + CONFIG)] = None,
-    budget: Annotated[str, typer.Option(help="with --schema: memory of the cache; several with commas")] = "40GiB",
-    max_requests: Annotated[int, typer.Option(help="with --schema: requests that run at once")] = 64,
-    checkpoint_every: Annotated[str, typer.Option(help="with --schema: also keep one every so many blocks")] = "0",
-    tokens_per_id: Annotated[int | None, typer.Option(help="with --schema: default 512, synthetic 64")] = None,
+    budget: Annotated[str | None, typer.Option(help="with --schema: memory, with commas (default: 40GiB)")] = None,
+    max_requests: Annotated[int | None, typer.Option(help="with --schema: that run at once (default: 64)")] = None,
+    checkpoint_every: Annotated[str | None, typer.Option(help="with --schema: also one every so many blocks")] = None,
+    tokens_per_id: Annotated[int | None, typer.Option(help="of a block (default: as the trace says, or 512)")] = None,
     workers: Annotated[int | None, typer.Option(help="with --schema: processes with such a cache each")] = None,
     store: Annotated[str | None, typer.Option(help="with --workers: what they share: redis://HOST:PORT, ..")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
@@ -176,24 +223,49 @@ def replay_trace(
 
         if store is not None and workers is None:
             raise BadInput("--store is what several workers share: give --workers")
-        if workers is not None and (schema is None or "," in budget + checkpoint_every + (policy or "")):
-            raise BadInput("--workers needs --schema, and takes one --budget, --policy and --checkpoint-every")
-        if schema is not None and (capacity is not None or plot is not None):
-            raise BadInput("--capacity and --plot count blocks of one kind; with --schema give --budget")
-        source = partial(report.read, trace, limit, by_arrival, seed)
-        policies = _words(policy or ("lru,s3fifo,opt" if workers is None else "lru"))
+        source = partial(report.read, trace, limit, by_arrival, seed, tokens_per_id)
         if schema is None:
+            _need_schema(budget=budget, max_requests=max_requests, checkpoint_every=checkpoint_every, workers=workers)
             sizes = None if capacity is None else _numbers(capacity, "--capacity")
-            report.run(source, sizes, policies, plot, as_json)
+            report.run(
+                source, sizes, None if policy is None else _words(policy), as_json,
+                plot=plot, requests=requests, warm_up=warm_up, jobs=jobs,
+            )  # fmt: skip
             return
-        layers, every = _schema(schema, None, "raw"), _numbers(checkpoint_every, "--checkpoint-every")
-        each = (64 if trace is None else 512) if tokens_per_id is None else tokens_per_id
-        settings: dict[str, Any] = dict(max_requests=max_requests, tokens_per_id=each)
-        if workers is None:
-            report.run_schema(source, layers, product(_words(budget), policies, every), settings, as_json)
-        else:
-            settings.update(policy=policies[0], checkpoint_every=every[0])
-            report.run_workers(source, layers, budget, workers, store, settings, as_json)
+        if any(given is not None for given in (capacity, plot, requests, jobs)) or warm_up:
+            raise BadInput(
+                "--capacity, --plot, --requests, --warm-up and --jobs count blocks of one kind; with --schema give --budget"
+            )
+        settings = {"max_requests": max_requests, "tokens_per_id": tokens_per_id}
+        _serve(
+            source, _schema(schema, None, "raw"), budget or "40GiB", policy, checkpoint_every or "0", workers, store,
+            {name: value for name, value in settings.items() if value is not None}, as_json,
+        )  # fmt: skip
+
+
+def _serve(
+    source: Any, schema: Schema, budget: str, policy: str | None, checkpoint_every: str, workers: int | None,
+    store: str | None, settings: dict[str, Any], as_json: bool,
+) -> None:  # fmt: skip
+    """``replay --schema``: in this process for every combination, or in several for one."""
+    from kvpagoda.replay import report
+
+    every = _numbers(checkpoint_every, "--checkpoint-every")
+    if workers is None:
+        grid = product(_words(budget), _words(policy or "lru,s3fifo"), every)
+        report.run_schema(source, schema, grid, settings, as_json)
+        return
+    if "," in budget + checkpoint_every + (policy or ""):
+        raise BadInput("--workers takes one --budget, --policy and --checkpoint-every")
+    settings.update(policy=policy or "lru", checkpoint_every=every[0])
+    report.run_workers(source, schema, budget, workers, store, settings, as_json)
+
+
+def _need_schema(**given: Any) -> None:
+    """Raises BadInput if an option was given that says how a model's layers are served, and no --schema."""
+    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+    if names:
+        raise BadInput(f"{', '.join(names)}: this is about serving a trace with a model's layers; give --schema too")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
@@ -220,13 +292,14 @@ def doctor(
     Exit 1 if something is broken.
     """
     with one_line_errors():
+        from kvpagoda import console
         from kvpagoda.doctor import examine
 
         found = []
         for finding in examine(tier or ()):
             found.append(finding)
             if not as_json:
-                typer.echo(f"{finding.state:7} {finding.name}: {finding.detail}")
+                console.say(f"{finding.state:7} {finding.name}: {finding.detail}")
     broken = [finding.name for finding in found if finding.state == "broken"]
     if as_json:
         typer.echo(json.dumps({"broken": broken, "findings": [finding.to_dict() for finding in found]}, indent=2))
@@ -235,8 +308,16 @@ def doctor(
 
 
 def main() -> None:
-    """The entry point of the ``kvpagoda`` command."""
-    app()
+    """The entry point of the ``kvpagoda`` command: what typer says of wrong arguments is one line too."""
+    try:
+        code = app(standalone_mode=False)
+    except UsageError as error:
+        if message := " ".join(error.format_message().split()):  # without one, help was printed
+            typer.echo(f"kvpagoda: {message}", err=True)
+        code = error.exit_code
+    except typer.Abort:
+        code = 130
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-Moved = Callable[[int, str], None]
+Moved = Callable[[float, str], None]
 
 
 def output() -> Console:
@@ -17,14 +18,38 @@ def output() -> Console:
     return Console(highlight=False, markup=False)
 
 
+def say(line: str) -> None:
+    """Print a line, broken at spaces where the terminal is narrower; as it is where nobody says how wide (in a pipe)."""
+    out = output()
+    out.print(line, soft_wrap=not (out.is_terminal or "COLUMNS" in os.environ))
+
+
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str]) -> Table:
-    """A table of columns ``names``, of which those in ``left`` are aligned left, the others right. A cell is one line."""
+    """A table of columns ``names``, of which those in ``left`` are aligned left, the others right. A cell is one line. Where
+    the terminal is too narrow, those on the left are cut, the numbers on the right never."""
+    cells = [list(row) for row in rows]
     made = Table(box=None, pad_edge=False)
-    for name in names:
-        made.add_column(name, justify="left" if name in left else "right", no_wrap=True)
-    for row in rows:
+    for name, *column in zip(names, *cells):
+        if name in left:
+            made.add_column(name, justify="left", no_wrap=True)
+        else:
+            made.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, (name, *column))))
+    for row in cells:
         made.add_row(*row)
     return made
+
+
+def print_figures(names: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str]) -> None:
+    """Print a ``table`` of figures, or, where the terminal is too narrow for it, each row as lines of a name and a value."""
+    out, cells = output(), [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(names, *cells)]
+    if sum(widths) + 2 * (len(widths) - 1) <= out.width:
+        out.print(table(names, cells, left))
+        return
+    for row in cells:
+        for name, cell in zip(names, row):
+            out.print(f"{name:<{max(map(len, names))}}  {cell}")
+        out.print()
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class _Absent(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """``state``: "ok", "absent" for an extra that is not installed, or "broken"."""
+    """``state``: "ok", "absent" for an extra or a GPU that is not there, or "broken"."""
 
     name: str
     state: Literal["ok", "absent", "broken"]
@@ -66,6 +66,8 @@ def examine(tiers: Sequence[str] = ()) -> Iterator[Finding]:
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     for device in devices:
         yield _tried(f"cache on {device}", _serve, torch.device(device))
+    if len(devices) == 1:
+        yield Finding("gpu", "absent", f"{_no_gpu()}; caches are on the CPU")
     for name, (extra, purpose) in EXTRAS.items():
         yield (package := _tried(name, _import, name, extra, purpose))
         if name == "xxhash" and package.state == "ok":
@@ -82,6 +84,15 @@ def _tried(name: str, what: Callable[..., str], *arguments: Any) -> Finding:
         return Finding(name, "absent", str(error))
     except Exception as error:  # whatever it is, a person wants to know, and the rest is tried too
         return Finding(name, "broken", " ".join(f"{type(error).__name__}: {error}".split()))
+
+
+def _no_gpu() -> str:
+    """Why torch sees none."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return (
+            f"torch {torch.__version__} is built without CUDA and ROCm: install the build for your GPU, if there is one"
+        )
+    return f"torch {torch.__version__} finds no device: see nvidia-smi or rocm-smi, and CUDA_VISIBLE_DEVICES"
 
 
 def _import(name: str, extra: str, purpose: str) -> str:

@@ -1,4 +1,4 @@
-"""The exception tree. Every message carries its numbers and a next step.
+"""The exception tree. Every message carries its numbers and a next step; the numbers are attributes too.
 
 KVPagodaError
 ├── BadInput          (ValueError)    the call cannot be right, whatever the state of the cache
@@ -17,9 +17,34 @@ KVPagodaError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
 
 class KVPagodaError(Exception):
-    """Base of everything this library raises on purpose."""
+    """Base of everything this library raises on purpose.
+
+    What the message says is data too, each None where an error has no such thing: ``needed`` and ``available``, what was
+    asked for and what there is (numbers in the unit of the message, or names); ``group``, the group of layers that it is
+    about; ``hint``, the next step.
+
+    >>> error = OutOfBlocks("need 12 blocks, 3 free in group 'full'", needed=12, available=3, group="full")
+    >>> error.needed - error.available, error.group, error.hint
+    (9, 'full', None)
+    """
+
+    def __init__(
+        self,
+        *message: object,
+        needed: Any = None,
+        available: Any = None,
+        group: str | None = None,
+        hint: str | None = None,
+        **of_base: Any,
+    ) -> None:
+        super().__init__(*message, **of_base)
+        self.needed, self.available, self.group, self.hint = needed, available, group, hint
 
 
 class BadInput(KVPagodaError, ValueError):
@@ -68,3 +93,23 @@ class NeedsReset(KVPagodaError, RuntimeError):
 
 class CheckFailed(KVPagodaError, AssertionError):
     """The ownership of ids does not add up; the message names the ids."""
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str | None:
+    """The question for the nearest of ``known``; None where none is near."""
+    nearest = get_close_matches(str(name).lower(), known, n=1)
+    return f"did you mean {nearest[0]!r}?" if nearest else None
+
+
+def unknown_name(what: str, name: object, known: Iterable[str], error: type[BadInput] = BadInput) -> BadInput:
+    """The error for a ``name`` that is none of ``known``: it lists them, and asks for the nearest.
+
+    ``needed`` is the name, ``available`` the known ones, ``hint`` the question.
+
+    >>> str(unknown_name("policy", "lur", ("lru", "fifo")))
+    "unknown policy 'lur'; known: lru, fifo; did you mean 'lru'?"
+    """
+    names = tuple(known)
+    hint = did_you_mean(name, names)
+    text = f"unknown {what} {name!r}; known: {', '.join(names)}" + (f"; {hint}" if hint else "")
+    return error(text, needed=name, available=names, hint=hint)

@@ -57,5 +57,5 @@ def whole_number(value: object, what: str, at_least: int = 0, error: type[BadInp
         number = None
     if number is None or number < at_least:
         wanted = "positive whole number" if at_least == 1 else f"whole number of at least {at_least}"
-        raise error(f"{what} must be a {wanted}, got {value!r}")
+        raise error(f"{what} must be a {wanted}, got {value!r}", needed=value, available=at_least)
     return number

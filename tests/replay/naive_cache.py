@@ -22,6 +22,8 @@ class Entry:
 
 def naive_replay(chains: list[list[int]], capacity: int, policy: str) -> tuple[int, int]:
     """(hits, evictions)."""
+    if policy == "block-fifo":
+        return naive_block_fifo(chains, capacity)
     resident: dict[Chain, Entry] = {}
     clock = hits = evictions = 0
     level = 0.0
@@ -39,6 +41,21 @@ def naive_replay(chains: list[list[int]], capacity: int, policy: str) -> tuple[i
             victim = min(leaves, key=lambda leaf: _key(policy, leaf, resident[leaf], chains, now))
             level = resident.pop(victim).priority
             evictions += 1
+    return hits, evictions
+
+
+def naive_block_fifo(chains: list[list[int]], capacity: int) -> tuple[int, int]:
+    """A queue of blocks: each one that is missing is put in from the root on, the oldest one leaves, leaf or not."""
+    queue: list[Chain] = []
+    hits = evictions = 0
+    for chain in chains:
+        prefixes = [tuple(chain[: i + 1]) for i in range(len(chain))]
+        hits += next((i for i, prefix in enumerate(prefixes) if prefix not in queue), len(chain))
+        for prefix in prefixes:
+            if prefix not in queue:
+                queue.append(prefix)
+                evictions += len(queue) > capacity
+                queue = queue[-capacity:]
     return hits, evictions
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpagoda.replay import Trace, lru_hits, replay, reuse_distances, synthetic
+from kvpagoda.replay import Reuse, Trace, lru_hits, replay, synthetic
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 LIMITS = {"weka_agentic_rle": 1500}  # requests: all of them are 94 million references
@@ -27,7 +27,7 @@ def trace(name: str) -> Trace:
 
 def least(trace: Trace, capacity: int) -> float:
     """The hits of LRU less half a point."""
-    return lru_hits(reuse_distances(trace), [capacity])[0] - 0.005 * trace.num_refs
+    return lru_hits(Reuse.of(trace), [capacity])[0] - 0.005 * trace.num_refs
 
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason="needs the public traces in ../shared/traces")

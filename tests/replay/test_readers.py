@@ -54,6 +54,45 @@ def test_an_iterable_of_records_or_requests() -> None:
     assert list(read_requests(found)) == found and isinstance(found[0], Request)
 
 
+RAG = {
+    "timestamp": "82", "input_length": 3112, "output_length": 192, "session_id": "x",
+    "hash_ids": {"sys_prompt": [8302, 14332], "passages_ids": [7398, 8302], "history": [], "user_input": [26923]},
+}  # fmt: skip
+
+
+def test_groups_of_ids_and_texts_of_seconds(tmp_path: Path) -> None:
+    """RAGPulse: an id of one group is not that of another, and each stands for an even share of the prompt, up to 512."""
+    text = lines(
+        RAG, {**RAG, "timestamp": "93.5", "input_length": 7, "hash_ids": {"sys_prompt": [8302], "history": [1]}}
+    )
+    first, second = read_requests(plain(tmp_path / "rag.jsonl", text))
+    assert (first.arrival, second.arrival) == (82.0, 93.5)
+    assert first.block_ids.tolist() == [0, 1, 2, 3, 4] and second.block_ids.tolist() == [0, 5]
+    trace = Trace.read(tmp_path / "rag.jsonl")
+    assert trace.block_tokens.tolist() == [512] * 5 + [4, 4]  # 3112 / 5 and 7 / 2, rounded half up
+    assert trace.tokens_of(np.array([2, 1])).tolist() == [1024, 4]
+
+
+def test_ids_that_are_texts_and_records_without_a_time() -> None:
+    bare = {"input_length": 1000, "hash_ids": ["a", "b", "a"]}
+    found = list(read_requests([bare, {**bare, "timestamp": 3000}, {**bare, "hash_ids": ["c", "a"]}]))
+    assert [r.block_ids.tolist() for r in found] == [[0, 1, 0], [0, 1, 0], [2, 0]]
+    assert [r.arrival for r in found] == [0.0, 3.0, 3.0] and found[0].output_length == 0
+
+
+def test_how_many_tokens_a_block_stands_for() -> None:
+    """What a record says of each id comes first, then its block size, then what the caller says, then 512."""
+    sized, listed = {**RECORD, "block_size": 400}, {**RECORD, "block_tokens": [7, 8, 9]}
+    whole = np.array([3, 3])
+    assert Trace.read([RECORD, RECORD]).tokens_of(whole).tolist() == [1001] * 2, "a block holds at least a token"
+    assert Trace.read([RECORD, RECORD], block_size=400).tokens_of(whole).tolist() == [1000] * 2
+    assert Trace.read([sized, sized], block_size=64).tokens_of(np.array([1, 2])).tolist() == [400, 800]
+    mixed = Trace.read([sized, listed], block_size=64)
+    assert mixed.block_tokens.tolist() == [400, 400, 200, 7, 8, 9] and mixed.tokens_of(whole).tolist() == [1000, 24]
+    assert mixed.take([1]).block_tokens.tolist() == [7, 8, 9]
+    assert (Trace.read([sized, RECORD], block_size=64).block_tokens == [400, 400, 200, 64, 64, 64]).all()
+
+
 def test_run_lengths_and_ids_of_a_conversation(tmp_path: Path) -> None:
     text = lines(
         WEKA, {"conv": 1}, STEP, {**STEP, "in": 64, "r": [1, 1]}, {"conv": 2}, STEP, {**STEP, "in": 5, "r": []}
@@ -86,10 +125,20 @@ BAD_LINES = {
     "nested ids": (lines({**RECORD, "hash_ids": [[1]]}), "'hash_ids' must be a list of whole numbers"),
     "huge id": (lines({**RECORD, "hash_ids": [2**70]}), "must fit in 64 bits"),
     "negative length": (lines({**RECORD, "input_length": -1}), "'input_length' must be a whole number from 0"),
-    "text as time": (lines({**RECORD, "timestamp": "0"}), "'timestamp' must be a finite number"),
+    "a word as time": (lines({**RECORD, "timestamp": "soon"}), "'timestamp' must be a finite number, or a text of one"),
+    "endless time": (lines({**RECORD, "timestamp": "inf"}), "a text of one, got 'inf'"),
+    "texts and numbers": (
+        lines({**RECORD, "hash_ids": ["a", "b"]}),
+        "whole numbers in some records and texts in others",
+    ),
+    "both in one": (lines({**RECORD, "hash_ids": ["a", 1]}), "'hash_ids' must be a list of whole numbers, or of texts"),
+    "group of one": (lines({**RECORD, "hash_ids": {"history": 3}}), "each group of 'hash_ids' must be a list"),
+    "tokens of two": (lines({**RECORD, "block_tokens": [5, 5]}), "'block_tokens' must be a list of 3 whole numbers"),
+    "no tokens": (lines({**RECORD, "block_tokens": [5, 5, 0]}), "'block_tokens' must be whole numbers from 1"),
+    "block of none": (lines({**RECORD, "block_size": 0}), "'block_size' must be a whole number from 1"),
     "no number": (
         '{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": []}\n',
-        "finite number, got nan",
+        "finite number, or a text of one, got nan",
     ),
     "no length": (lines({**RECORD, "output_length": None}), "'output_length' must be a whole number"),
 }

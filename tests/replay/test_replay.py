@@ -17,7 +17,7 @@ from naive_cache import naive_replay
 from test_reuse_distances import trace_of
 
 from kvpagoda.errors import BadInput
-from kvpagoda.replay import POLICIES, Trace, hit_rate_curve, lru_hits, replay, reuse_distances, synthetic
+from kvpagoda.replay import POLICIES, Reuse, Trace, hit_rate_curve, lru_hits, replay, synthetic
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 SLOW = {("sieve", 18_279), ("s3fifo", 18_279)} | {
@@ -55,7 +55,7 @@ def test_the_published_figures(
 CHAINS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=40)
 
 
-@given(CHAINS, st.integers(1, 12), st.sampled_from(["lru", "fifo", "lfu", "lfuda", "opt"]))
+@given(CHAINS, st.integers(1, 12), st.sampled_from(["lru", "fifo", "lfu", "lfuda", "block-fifo", "opt"]))
 @settings(max_examples=400, deadline=None)
 def test_the_model_word_for_word(chains: list[list[int]], capacity: int, policy: str) -> None:
     found = replay(trace_of(chains), capacity_blocks=capacity, policy=policy)
@@ -82,11 +82,11 @@ def test_s3fifo_finds_a_victim_when_every_leaf_is_in_its_small_queue() -> None:
 
 def test_on_a_workload_no_policy_beats_the_bound_and_lru_agrees_with_the_distances() -> None:
     trace = synthetic(400, seed=5)
-    distances = reuse_distances(trace)
+    reuse = Reuse.of(trace)
     capacities = [trace.num_distinct // 50, trace.num_distinct // 8, trace.num_distinct]
     found = {(r.capacity_blocks, r.policy): r for r in hit_rate_curve(trace, capacities, POLICIES)}
     assert len(found) == len(capacities) * len(POLICIES)
-    for capacity, expected in zip(capacities, lru_hits(distances, capacities)):
+    for capacity, expected in zip(capacities, lru_hits(reuse, capacities)):
         assert found[capacity, "lru"].block_hits == expected
         assert all(found[capacity, p].block_hits <= found[capacity, "opt"].block_hits for p in POLICIES)
     for policy in POLICIES:  # a cache that holds everything
@@ -104,8 +104,64 @@ def test_a_path_an_iterable_and_a_trace_give_the_same(tmp_path: Path) -> None:
     assert (c.requests, c.block_refs, c.policy, c.hit_rate) == (4, 9, "lru", 4 / 9)
     assert json.loads(json.dumps(c.to_dict())) == {
         "trace": "records", "policy": "lru", "capacity_blocks": 3, "requests": 4, "block_refs": 9, "block_hits": 4,
-        "evictions": 2, "hit_rate": 4 / 9,
+        "evictions": 2, "token_refs": 41, "token_hits": 20, "warm_up_requests": 0, "full_after": 1,
+        "hit_rate": 4 / 9, "token_hit_rate": 20 / 41,
     }  # fmt: skip
+
+
+@given(CHAINS, st.integers(1, 12), st.sampled_from(["lru", "block-fifo", "opt", "sieve"]), st.floats(0, 0.99))
+@settings(max_examples=200, deadline=None)
+def test_what_is_warm_up_is_not_counted(chains: list[list[int]], capacity: int, policy: str, share: float) -> None:
+    trace, first = trace_of(chains), int(len(chains) * share)
+    whole, rest = (replay(trace, capacity_blocks=capacity, policy=policy, warm_up=w) for w in (0.0, share))
+    assert rest.hits.tolist() == whole.hits.tolist() and rest.requests == len(chains) - first == len(chains[first:])
+    assert (rest.block_hits, rest.block_refs) == (whole.hits[first:].sum(), sum(map(len, chains[first:])))
+    before = replay(trace_of(chains[:first]), capacity_blocks=capacity, policy=policy) if first else None
+    assert rest.evictions == whole.evictions - (before.evictions if before else 0) or policy == "opt"
+    full = [
+        i
+        for i in range(1, first + 1)
+        if replay(trace_of(chains[:i]), capacity_blocks=capacity, policy=policy).full_after
+    ]
+    assert policy == "opt" or (whole.full_after == full[0] if full else (whole.full_after or first + 1) > first)
+
+
+@given(CHAINS, st.sampled_from(["lru", "opt", "block-fifo", "s3fifo"]))
+@settings(max_examples=100, deadline=None)
+def test_a_curve_is_what_single_replays_say(chains: list[list[int]], policy: str) -> None:
+    trace, capacities = trace_of(chains), [1, 2, 3, 5, 9]
+    curve = hit_rate_curve(trace, capacities, [policy, "lru"], warm_up=0.25)
+    alone = [
+        replay(trace, capacity_blocks=size, policy=name, warm_up=0.25)
+        for size in capacities
+        for name in (policy, "lru")
+    ]
+    assert curve == alone and [c.hits.tolist() for c in curve] == [a.hits.tolist() for a in alone]
+
+
+def test_a_curve_in_several_processes_is_the_same() -> None:
+    trace, told = synthetic(120, seed=3), []
+    arguments = ([50, 500], ["lru", "arc", "fifo"])
+    curve = hit_rate_curve(trace, *arguments, jobs=2, on_progress=lambda done, note: told.append(done))
+    assert curve == hit_rate_curve(trace, *arguments) and told == [1, 2, 3, 4, 5, 6]
+
+
+KVCACHE_AI = {  # capacity: tokens hit by fifo, lru, optimal
+    439: (1_968_215, 2_093_143, 8_990_525), 878: (4_094_199, 4_467_780, 12_595_509),
+    2196: (8_433_238, 8_734_499, 18_960_360), 4392: (13_503_805, 14_363_087, 24_340_068),
+    8784: (19_423_427, 20_659_737, 29_567_880), 20_000: (26_385_426, 28_338_548, 31_535_563),
+}  # fmt: skip
+"""What kvcache-simulator 0.1.3 (PyPI) says of the Mooncake synthetic trace: 512-token blocks, the first half a warm-up. Below
+374 blocks, the longest chain, its lru ends with one block less than there is room for, since it evicts what it inserted."""
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason="../shared/traces is not there")
+def test_the_curves_of_the_kvcache_ai_simulator() -> None:
+    trace = Trace.read(TRACES / "mooncake_synthetic.jsonl.gz")
+    found = hit_rate_curve(trace, list(KVCACHE_AI), ["block-fifo", "lru", "opt"], warm_up=0.5)
+    assert all(one.full_after is not None and one.full_after <= one.warm_up_requests == 1996 for one in found)
+    hits = [one.token_hits for one in found]
+    assert {size: tuple(hits[3 * i : 3 * i + 3]) for i, size in enumerate(KVCACHE_AI)} == KVCACHE_AI
 
 
 def test_a_trace_without_requests_hits_nothing() -> None:
@@ -121,6 +177,11 @@ def test_bad_arguments_are_told_before_anything_runs(tmp_path: Path) -> None:
     for capacity in (0, -1, 1.5, True, "5"):
         with pytest.raises(BadInput, match="at least 1 block"):
             replay([], capacity_blocks=capacity)  # type: ignore[arg-type]
+    for share in (-0.1, 1, float("nan"), True, "half"):
+        with pytest.raises(BadInput, match="a warm-up is a share"):
+            replay([], capacity_blocks=1, warm_up=share)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="jobs must be a positive whole number"):
+        hit_rate_curve([], [5], ["lru"], jobs=0)
     with pytest.raises(BadInput, match="no trace at"):
         replay(tmp_path / "nowhere", capacity_blocks=5)
     (tmp_path / "a.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,5,5\n")

@@ -34,9 +34,10 @@ def test_a_table(trace: Path) -> None:
     assert done.returncode == 0 and not done.stderr
     assert "t.jsonl: 4 requests, 9 block references" in done.stdout
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert ["policy", "capacity", "of", "all", "hit", "rate", "hits", "evictions"] in lines
-    assert ["lru", "3", "75.0%", "44.44%", "4", "2"] in lines and ["opt", "3", "75.0%", "55.56%", "5", "1"] in lines
-    assert ["lru", "4", "100.0%", "55.56%", "5", "0"] in lines
+    assert ["policy", "capacity", "of", "all", "hit", "rate", "of", "tokens", "hits", "evictions"] in lines
+    assert ["lru", "3", "75.0%", "44.44%", "48.78%", "4", "2"] in lines
+    assert ["opt", "3", "75.0%", "55.56%", "51.22%", "5", "1"] in lines
+    assert ["lru", "4", "100.0%", "55.56%", "51.22%", "5", "0"] in lines
 
 
 def test_json(trace: Path) -> None:
@@ -50,13 +51,49 @@ def test_json(trace: Path) -> None:
     assert found["working_set"]["blocks"] == [4] and found["working_set"]["requests"] == [4]
 
 
-@pytest.mark.parametrize("width", [50, 80])
+@pytest.mark.parametrize("width", [40, 80, 160])
 def test_the_synthetic_workload_is_the_default_and_fits_the_terminal(width: int) -> None:
     done = kvpagoda_replay("--limit", "300", width=width)
     assert done.returncode == 0 and not done.stderr
     assert "synthetic workload, seed 0: 300 requests" in " ".join(done.stdout.split())
     assert all(len(line) <= width for line in done.stdout.splitlines())
-    assert [done.stdout.count(f"\n{policy} ") for policy in ("lru", "s3fifo", "opt")] == [6, 6, 6]
+    begins = "\npolicy     {}\n" if width < 64 else "\n{} "  # one below the other, where the table is wider
+    assert [done.stdout.count(begins.format(policy)) for policy in ("lru", "s3fifo", "opt")] == [6, 6, 6]
+    assert "…" not in done.stdout
+
+
+def test_what_every_request_hit_goes_to_a_file(trace: Path) -> None:
+    path = trace.with_name("out.jsonl")
+    done = kvpagoda_replay(
+        str(trace), "--capacity", "3", "--policy", "lru,opt", "--requests", str(path), "--warm-up", "0.5",
+        "--tokens-per-id", "2", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["request"] for record in records] == [0, 1, 2, 3] and records[0].keys() >= {
+        "arrival",
+        "input_length",
+    }
+    assert [record["blocks"] for record in records] == [3, 2, 1, 3]
+    assert [record["counted"] for record in records] == [False, False, True, True]
+    assert [[hit["blocks"] for hit in record["hits"]] for record in records] == [[0, 0], [2, 2], [0, 0], [2, 3]]
+    assert records[3]["hits"][1] == {"policy": "opt", "capacity_blocks": 3, "blocks": 3, "tokens": 6}
+    results = json.loads(done.stdout)["results"]
+    assert [(r["block_hits"], r["token_hits"], r["token_refs"], r["requests"]) for r in results] == [
+        (2, 4, 8, 2),
+        (3, 6, 8, 2),
+    ]
+
+
+def test_many_references_leave_out_what_needs_a_tree(trace: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    from kvpagoda.replay import Trace, report
+
+    monkeypatch.setattr(report, "MANY_REFS", 5)
+    report.run(lambda _: Trace.read(trace), [3], None, False)
+    shown = capsys.readouterr().out
+    assert "s3fifo left out" in shown and "2 replays" in shown
+    report.run(lambda _: Trace.read(trace), [3], ["s3fifo"], False)
+    assert "1 replays" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
@@ -74,12 +111,22 @@ BAD = {
     "bad line": (["bad.jsonl"], "bad.jsonl, line 2: 'hash_ids' must be a list of whole numbers"),
     "unknown form": (["text.txt"], "text.txt, line 1: no trace of a known form"),
     "no blocks": (["lengths.csv"], "names no blocks"),
-    "policy": (["t.jsonl", "--policy", "lru,mru"], "no policy 'mru'; there are lru, fifo"),
+    "policy": (["t.jsonl", "--policy", "lru,mru"], "unknown policy 'mru'; known: lru, fifo"),
     "capacity": (["t.jsonl", "--capacity", "3,many"], "whole numbers of blocks"),
     "capacity 0": (["t.jsonl", "--capacity", "3,0"], "at least 1 block"),
     "limit": (["t.jsonl", "--limit", "0"], "at least 1 request"),
     "limit of none": (["--limit", "0"], "at least 1 request"),
     "seed": (["--seed", "-1"], "a seed is at least 0"),
+    "budget without a schema": (["t.jsonl", "--budget", "4GiB"], "--budget: this is about serving"),
+    "checkpoints without a schema": (["--checkpoint-every", "0"], "--checkpoint-every: this is about serving"),
+    "workers without a schema": (["--workers", "2"], "give --schema too"),
+    "no number": (["--limit", "many"], "'--limit'"),
+    "no such option": (["--capacties", "3"], "--capacity"),
+    "warm-up": (["t.jsonl", "--warm-up", "1"], "a warm-up is a share of the requests"),
+    "jobs": (["t.jsonl", "--jobs", "0"], "jobs must be a positive whole number"),
+    "requests folder": (["t.jsonl", "--requests", "nowhere/out.jsonl"], "nowhere/out.jsonl"),
+    "tokens of an id": (["t.jsonl", "--tokens-per-id", "0"], "block_size must be a positive whole number"),
+    "bound to serve with": (["--schema", "qwen3-8b", "--policy", "opt"], "are no policies to serve with"),
     "plot ending": (["t.jsonl", "--plot", "rates.xyz"], "its ending must be one of"),
     "plot folder": (["t.jsonl", "--plot", "nowhere/rates.png"], "there is no folder"),
 }
@@ -120,4 +167,4 @@ def test_a_schema_is_served() -> None:
     ]  # fmt: skip
     assert all(0 <= r["hit_rate"] <= 1 and r["requests"] == 30 for r in found["results"])
     done = kvpagoda_replay("--schema", "deepseek-v4-flash", "--capacity", "3")
-    assert done.returncode == 2 and done.stderr.startswith("kvpagoda: --capacity and --plot")
+    assert done.returncode == 2 and done.stderr.startswith("kvpagoda: --capacity, --plot")

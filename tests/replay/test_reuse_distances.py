@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from naive_cache import furthest_reuse, naive_replay
 
 from kvpagoda.errors import BadInput
-from kvpagoda.replay import Trace, lru_hits, replay, reuse_distances, reuse_histogram, working_set
-from kvpagoda.replay.reuse import larger_before
+from kvpagoda.replay import Reuse, Trace, lru_hits, replay, reuse_distances, reuse_histogram, working_set
+from kvpagoda.replay.reuse import weight_of_larger_before
 
 CHAINS = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=30)
 
@@ -32,8 +32,8 @@ def test_reuse_distances(chains: list[list[int]]) -> None:
 @given(CHAINS, st.integers(1, 12))
 @settings(max_examples=300, deadline=None)
 def test_the_distances_give_the_hits_of_lru_at_every_capacity(chains: list[list[int]], capacity: int) -> None:
-    distances = reuse_distances(trace_of(chains))
-    assert lru_hits(distances, [capacity]) == [naive_replay(chains, capacity, "lru")[0]]
+    reuse = Reuse.of(trace_of(chains))
+    assert lru_hits(reuse, [capacity]) == [naive_replay(chains, capacity, "lru")[0]] == [reuse.hits(capacity).sum()]
 
 
 @given(CHAINS, st.integers(1, 12))
@@ -44,27 +44,29 @@ def test_the_bound(chains: list[list[int]], capacity: int) -> None:
     assert (found.block_hits, found.evictions) == naive_replay(chains, capacity, "opt")
 
 
-@given(st.lists(st.integers(0, 40), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=60))
 @settings(deadline=None)
-def test_larger_before(values: list[int]) -> None:
-    expected = [sum(earlier > value for earlier in values[:i]) for i, value in enumerate(values)]
-    assert larger_before(np.array(values, np.int64)).tolist() == expected
+def test_weight_of_larger_before(pairs: list[tuple[int, int]]) -> None:
+    expected = [sum(weight for earlier, weight in pairs[:i] if earlier > pairs[i][0]) for i in range(len(pairs))]
+    values, weights = np.array(pairs, np.int64).reshape(-1, 2).T
+    assert weight_of_larger_before(values, weights).tolist() == expected
 
 
-def test_the_histogram_holds_every_reuse_once() -> None:
-    assert reuse_histogram(np.array([-1, 0, 0, 1, 2, 3, 4, 7, 8])) == [
-        (0, 1, 2),
-        (1, 2, 1),
-        (2, 4, 2),
-        (4, 8, 2),
-        (8, 16, 1),
-    ]
-    assert reuse_histogram(np.array([-1, -1])) == [] == reuse_histogram(np.array([], np.int64))
-    assert reuse_histogram(np.array([0])) == [(0, 1, 1)]
-    distances = np.random.default_rng(0).integers(-1, 5000, 1000)
-    rows = reuse_histogram(distances)
-    assert sum(count for *_, count in rows) == (distances >= 0).sum()
-    assert all(count == ((distances >= low) & (distances < high)).sum() for low, high, count in rows)
+@given(CHAINS)
+@settings(max_examples=200, deadline=None)
+def test_the_histogram_and_the_quantiles_are_those_of_the_distances(chains: list[list[int]]) -> None:
+    trace = trace_of(chains)
+    reuse, distances = Reuse.of(trace), reuse_distances(trace)
+    seen = np.sort(distances[distances >= 0])
+    assert reuse.num_reuses == len(seen)
+    rows = reuse_histogram(reuse)
+    assert sum(count for *_, count in rows) == len(seen)
+    assert all(count == ((seen >= low) & (seen < high)).sum() for low, high, count in rows)
+    assert [low for low, *_ in rows] == [0, 1, 2, 4, 8, 16, 32, 64][: len(rows)]
+    assert not len(seen) or rows[-1][0] <= seen[-1] < rows[-1][1]
+    for share in (0.5, 0.9):
+        if len(seen):
+            assert reuse.quantile(share) == seen[int(len(seen) * share)]
 
 
 def test_the_working_set_of_each_window() -> None:

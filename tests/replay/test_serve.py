@@ -106,3 +106,12 @@ def test_a_pool_with_nothing_free_gives_a_verdict() -> None:
     with pytest.raises(NeverFits):
         books.open(range(10), reserve=10**6)
     books.check()
+
+
+def test_tokens_of_each_block_are_heard() -> None:
+    """Ids of 16, 32 and 16 tokens: the second request shares the first two, which are 48 tokens of its 64."""
+    record = {"timestamp": 0, "input_length": 64, "output_length": 1, "block_tokens": [16, 32, 16]}
+    schema = Schema((Layer(0, "full", (Attention(1, 8, 8, "float32"),)),))
+    trace = [{**record, "hash_ids": [1, 2, 3]}, {**record, "hash_ids": [1, 2, 4]}]
+    found = serve(trace, schema, "1MiB", block_size=16, max_requests=1)
+    assert found.prompt_tokens == 128 and found.cached_tokens == 48

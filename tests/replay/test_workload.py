@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvpagoda.errors import BadInput
-from kvpagoda.replay import Trace, lru_hits, reuse_distances, synthetic, workload
+from kvpagoda.replay import Reuse, Trace, lru_hits, synthetic, workload
 
 
 def test_a_seed_gives_the_same_requests_and_a_shorter_trace_is_the_beginning_of_a_longer_one() -> None:
@@ -31,7 +31,7 @@ def test_requests_are_well_formed(block_size: int) -> None:
 @pytest.mark.parametrize("kind", range(3))
 def test_every_kind_alone_has_something_to_reuse(kind: int) -> None:
     trace = Trace.read(workload(shares=np.eye(3)[kind]), limit=600)
-    reuse = lru_hits(reuse_distances(trace), [trace.num_distinct])[0] / trace.num_refs
+    reuse = lru_hits(Reuse.of(trace), [trace.num_distinct])[0] / trace.num_refs
     assert 0.5 < reuse < 0.999
 
 

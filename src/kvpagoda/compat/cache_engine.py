@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpagoda.blocks.ids import positive_numbers
-from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.errors import BadInput, NotOwned, unknown_name
 from kvpagoda.kernels.copy_rows import copy_rows
 from kvpagoda.memory.id_tensors import Device, default_device
 from kvpagoda.units import whole_number
@@ -213,7 +213,7 @@ def _cache_dtype(cache_config: Any, model_config: Any) -> torch.dtype:
     if isinstance(name, torch.dtype):
         return name
     if name not in NAMED_DTYPES:
-        raise BadInput(f"unknown cache dtype {name!r}; known: auto, {', '.join(NAMED_DTYPES)}")
+        raise unknown_name("cache dtype", name, ("auto", *NAMED_DTYPES))
     return NAMED_DTYPES[name]
 
 

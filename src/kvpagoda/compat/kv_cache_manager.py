@@ -142,8 +142,8 @@ class KVCacheManager:
         if not self._slots.num_free:
             raise RetryLater(
                 f"cannot admit another request: all {self._slots.num_ids} concurrent requests are running; "
-                f"release one or raise max_concurrent_requests"
-            )
+                f"release one or raise max_concurrent_requests", needed=1, available=0,
+            )  # fmt: skip
         slot = int(self._slots.peek(1)[0])
         for pool in self.state_pools:
             pool.reset_slot(slot)
@@ -172,13 +172,13 @@ class KVCacheManager:
         if not group.free.num_free:
             raise OutOfBlocks(
                 f"OOM: need 1 block in {group.name} for slot {slot}, which holds {held}; "
-                f"0 free of {group.free.num_ids}; release a request"
-            )
+                f"0 free of {group.free.num_ids}; release a request", needed=1, available=0, group=group.name,
+            )  # fmt: skip
         if held == group.table.cells.shape[1]:
             raise NeverFits(
                 f"slot {slot} holds {held} blocks in {group.name}: the model's {self.config.max_positions:,} tokens, and "
-                f"it asks for one more"
-            )
+                f"it asks for one more", needed=held + 1, available=held, group=group.name,
+            )  # fmt: skip
         group.grow(slot, 1)
         table.upload(slot)
         return int(group.table.cells[slot, held])

@@ -123,7 +123,7 @@ class DeviceMemory(NoMemory):
                 torch.cuda.check_error(runtime.cudaHostRegister(at, nbytes, 0))
             except torch.cuda.CudaError as error:
                 raise OutOfBlocks(
-                    f"the host cannot lock {format_bytes(nbytes)}; give a smaller swap, or less staging"
+                    f"the host cannot lock {format_bytes(nbytes)}; give a smaller swap, or less staging", needed=nbytes
                 ) from error
             finalize(memory, runtime.cudaHostUnregister, at).atexit = False
         return memory

@@ -1,10 +1,11 @@
 """Traces in, hit rates out: a workload through the prefix tree with no memory behind it. numpy alone."""
 
+from kvpagoda.replay.curve import hit_rate_curve
 from kvpagoda.replay.multi_worker import serve_multi_worker
 from kvpagoda.replay.readers import Request, read_requests
-from kvpagoda.replay.reuse import lru_hits, reuse_distances, reuse_histogram, working_set
+from kvpagoda.replay.reuse import Reuse, lru_hits, reuse_distances, reuse_histogram, working_set
 from kvpagoda.replay.serve import ServeResult, serve
-from kvpagoda.replay.simulate import POLICIES, ReplayResult, hit_rate_curve, replay
+from kvpagoda.replay.simulate import POLICIES, ReplayResult, replay
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic, workload
 
@@ -12,6 +13,7 @@ __all__ = [
     "POLICIES",
     "ReplayResult",
     "Request",
+    "Reuse",
     "ServeResult",
     "Trace",
     "hit_rate_curve",

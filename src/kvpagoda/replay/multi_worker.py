@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, wait
 from functools import partial
-from multiprocessing import get_context
 from typing import Any
 
 from kvpagoda.errors import BadInput
@@ -35,6 +33,9 @@ def serve_multi_worker(
     """
     if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= 1024:
         raise BadInput(f"workers is a whole number, 1 to 1024, got {workers!r}")
+    from concurrent.futures import ProcessPoolExecutor, wait  # slow to load
+    from multiprocessing import get_context
+
     _tiers(store)
     columns = Trace.read(trace)
     context = get_context("spawn")

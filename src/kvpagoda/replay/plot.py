@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.errors import BadInput
-from kvpagoda.replay.reuse import lru_hits, reuse_histogram
+from kvpagoda.replay.reuse import Reuse, lru_hits, reuse_histogram
 from kvpagoda.replay.simulate import BOUND, ReplayResult
-from kvpagoda.replay.trace import Ints, Trace
+from kvpagoda.replay.trace import Trace
 
 
 def new_figure(path: Path) -> Any:
@@ -29,7 +29,7 @@ def new_figure(path: Path) -> Any:
     return figure
 
 
-def draw(figure: Any, path: Path, trace: Trace, distances: Ints, results: Sequence[ReplayResult]) -> None:
+def draw(figure: Any, path: Path, trace: Trace, reuse: Reuse, results: Sequence[ReplayResult]) -> None:
     """Draw on a figure of ``new_figure`` and save it at ``path``. Raises OSError where it cannot be written."""
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     figure.suptitle(
@@ -37,16 +37,16 @@ def draw(figure: Any, path: Path, trace: Trace, distances: Ints, results: Sequen
         f"{trace.num_distinct:,} different blocks",
         fontsize=11,
     )
-    _hit_rates(left, trace, distances, results)
-    _distances(right, distances)
+    _hit_rates(left, trace, reuse, results)
+    _distances(right, trace, reuse)
     figure.savefig(path, dpi=150)
 
 
-def _hit_rates(axes: Any, trace: Trace, distances: Ints, results: Sequence[ReplayResult]) -> None:
+def _hit_rates(axes: Any, trace: Trace, reuse: Reuse, results: Sequence[ReplayResult]) -> None:
     capacities = [result.capacity_blocks for result in results]
     low, high = max(1, min(capacities) * 0.7), max(trace.num_distinct, *capacities)
     every = np.unique(np.geomspace(low, high, 300).astype(np.int64))
-    rates = np.array(lru_hits(distances, every.tolist())) * 100 / trace.num_refs
+    rates = np.array(lru_hits(reuse, every.tolist())) * 100 / trace.num_refs
     axes.plot(every, rates, color="0.75", linewidth=5, label="lru, every capacity", zorder=1)
     for number, policy in enumerate(dict.fromkeys(result.policy for result in results)):
         mine = sorted((r.capacity_blocks, r.hit_rate * 100) for r in results if r.policy == policy)
@@ -66,9 +66,9 @@ def _hit_rates(axes: Any, trace: Trace, distances: Ints, results: Sequence[Repla
     axes.legend(frameon=False, fontsize=9, loc="lower right")
 
 
-def _distances(axes: Any, distances: Ints) -> None:
-    rows = reuse_histogram(distances)
-    share = 100 / max(1, len(distances))
+def _distances(axes: Any, trace: Trace, reuse: Reuse) -> None:
+    rows = reuse_histogram(reuse)
+    share = 100 / max(1, trace.num_refs)
     bars = [count * share for _, _, count in rows]
     axes.bar(range(len(rows)), bars, width=0.9, color="C0")
     total = np.cumsum(bars)

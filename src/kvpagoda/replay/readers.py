@@ -2,13 +2,18 @@
 
     form        first line                                   a request
     public      {"timestamp": ms, "input_length": .., "output_length": .., "hash_ids": [..]}     the same
+    grouped     {"timestamp": "s", .., "hash_ids": {"sys_prompt": [..], "history": [..], ..}}     the same (RAGPulse)
     run length  {"format": "weka-rle-v1", "block_size": ..}  {"t": s, "in": .., "out": .., "r": [first, count, ..]}
     lcp         {"format": "lcp-v1", ..}                     {"t": s, "n": .., "o": .., "p": earlier line, "l": common}
     lengths     TIMESTAMP,ContextTokens,GeneratedTokens      2023-11-16 18:17:03.9799600,4808,10
 
-Run length: a line {"conv": ..} begins a conversation, and ids mean something inside it only; here they are made
-different from those of all others. Lcp: a prompt of ``n`` bytes begins with the first ``l`` bytes of prompt ``p``; whole
-blocks of 64 bytes become ids. Lengths: no ids, so there is nothing to look up, only arrivals to study.
+Public: ids are whole numbers or texts. ``timestamp`` is in milliseconds, or a text of seconds; a record without one comes
+with the one before it. ``output_length`` may be absent (0). ``block_size`` says how many tokens an id stands for, and
+``block_tokens``, a list, says it for each id. Grouped: the ids of all groups in their order are the chain, and an id means
+something inside its group only; each stands for an even share of the prompt. Run length: a line {"conv": ..} begins a
+conversation, and ids mean something inside it only; here they are made different from those of all others. Lcp: a prompt of
+``n`` bytes begins with the first ``l`` bytes of prompt ``p``; whole blocks of 64 bytes become ids. Lengths: no ids, so there
+is nothing to look up, only arrivals to study.
 """
 
 from __future__ import annotations
@@ -28,10 +33,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, did_you_mean
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 LCP_BLOCK = 64  # bytes: about 16 tokens of English or code
+GROUPED_BLOCK = 512  # tokens: the most that an id of the grouped form stands for
 LENGTHS_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 LENGTHS_LINE = re.compile(r"[0-9]{4}-[0-9-]+[ T][0-9:.]+,[0-9]{1,9},[0-9]{1,9}")
 KNOWN = "JSON lines with 'hash_ids', weka-rle-v1, lcp-v1, or csv with the header " + LENGTHS_HEADER
@@ -43,13 +49,15 @@ class Request:
 
     ``arrival``: seconds since the trace began. ``input_length``, ``output_length``: tokens (bytes in the lcp form).
     ``block_ids``: int64 ``[n]``, the chain of blocks of its prompt; equal ids behind equal chains are equal blocks;
-    empty where the trace holds lengths only. The array is the holder's to keep.
+    empty where the trace holds lengths only. ``block_tokens``: how many tokens an id stands for, the last one for what is
+    left of the prompt; or int64 ``[n]``, one number for each; None where nobody says. The arrays are the holder's to keep.
     """
 
     arrival: float
     input_length: int
     output_length: int
     block_ids: Ids
+    block_tokens: int | Ids | None = None
 
 
 Source: TypeAlias = str | Path | Iterable[Request | Mapping[str, Any]]
@@ -66,7 +74,7 @@ def read_requests(source: Source) -> Iterator[Request]:
             records = iter(source)
         except TypeError:
             raise BadInput(f"a trace is a path or an iterable of records, got {type(source).__name__}") from None
-        yield from _numbered(records, lambda every: map(public_request, every), "record")
+        yield from _numbered(records, public, "record")
         return
     path = Path(source)
     if not path.is_file():
@@ -95,7 +103,8 @@ def _numbered(
     except (OSError, EOFError, zlib.error) as error:  # a gzip that is cut off or damaged
         raise BadInput(f"{where} {number + 1}: {error}") from None
     except (ValueError, OverflowError) as error:
-        raise BadInput(f"{where} {max(number, 1)}: {error}") from None
+        said = {name: getattr(error, name, None) for name in ("needed", "available", "hint")}
+        raise BadInput(f"{where} {max(number, 1)}: {error}", **said) from None
 
 
 def _of_lines(lines: Iterator[str]) -> Iterator[Request]:
@@ -111,7 +120,7 @@ def _of_lines(lines: Iterator[str]) -> Iterator[Request]:
     header, records = _object(first), map(_object, rest)
     form = header.get("format")
     if form is None:
-        return map(public_request, chain([header], records))
+        return public(chain([header], records))
     if form == "weka-rle-v1":
         return run_length(records, _count(header, "block_size", least=1))
     if form == "lcp-v1":
@@ -119,27 +128,76 @@ def _of_lines(lines: Iterator[str]) -> Iterator[Request]:
     raise BadInput(f"unknown format {form!r}; known: {KNOWN}")
 
 
-def public_request(record: Any) -> Request:
-    """A record of the public form -> Request. ``timestamp`` is in milliseconds. Raises BadInput naming the field.
+def public(records: Iterable[Any]) -> Iterator[Request]:
+    """The requests of the public and the grouped form. Raises BadInput naming the field; a Request is returned as it is."""
+    arrival, numbers = 0.0, _Numbers()
+    for record in records:
+        if isinstance(record, Request):
+            yield record
+            continue
+        if not isinstance(record, Mapping):
+            raise BadInput(f"a request is an object with 'hash_ids', got {type(record).__name__}")
+        given = _field(record, "hash_ids")
+        if (time := record.get("timestamp")) is not None:
+            arrival = _seconds(record, "timestamp") / (1 if isinstance(time, str) else 1000)
+        if isinstance(given, Mapping):
+            length = _count(record, "input_length")
+            ids = numbers.of([f"{group}:{one}" for group, members in given.items() for one in _listed(members)])
+            # as kvcache-ai's simulator weighs them: rounded half up, and no more than a block
+            each = max(1, min(GROUPED_BLOCK, (2 * length + len(ids)) // (2 * max(1, len(ids)))))
+            tokens: int | Ids | None = np.full(len(ids), each)
+        else:
+            ids = numbers.of(given)
+            tokens = _block_tokens(record, len(ids))
+        outputs = _count(record, "output_length") if "output_length" in record else 0
+        yield Request(arrival, _count(record, "input_length"), outputs, ids, tokens)
 
-    A Request is returned as it is.
-    """
-    if isinstance(record, Request):
-        return record
-    if not isinstance(record, Mapping):
-        raise BadInput(f"a request is an object with 'hash_ids', got {type(record).__name__}")
-    ids = _field(record, "hash_ids")
-    if isinstance(ids, np.ndarray):
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise BadInput(f"'hash_ids' must be one row of whole numbers, got {ids.dtype} of shape {ids.shape}")
-    elif not isinstance(ids, list | tuple) or not set(map(type, ids)) <= {int}:
-        raise BadInput("'hash_ids' must be a list of whole numbers")
-    elif ids and not (min(ids) >= -(2**63) and max(ids) < 2**63):
-        raise BadInput("'hash_ids' must fit in 64 bits with a sign")
-    return Request(
-        _seconds(record, "timestamp") / 1000, _count(record, "input_length"), _count(record, "output_length"),
-        np.array(ids, np.int64),
-    )  # fmt: skip
+
+class _Numbers:
+    """Whole numbers for the ids of one trace: themselves, or, where ids are texts, numbers counted from 0."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, int] = {}
+        self._had_numbers = False
+
+    def of(self, ids: Any) -> Ids:
+        """The chain ``ids`` as int64 ``[n]``. Raises BadInput."""
+        if isinstance(ids, np.ndarray):
+            if ids.ndim != 1 or ids.dtype.kind not in "iu":
+                raise BadInput(f"'hash_ids' must be one row of whole numbers, got {ids.dtype} of shape {ids.shape}")
+            ids = ids.tolist()
+        kinds = set(map(type, ids)) if isinstance(ids, list | tuple) else {object}
+        if kinds == {str}:
+            number = self._texts.setdefault
+            ids = [number(text, len(self._texts)) for text in ids]
+        elif kinds <= {int}:
+            self._had_numbers |= bool(ids)
+        else:
+            raise BadInput("'hash_ids' must be a list of whole numbers, or of texts")
+        if self._had_numbers and self._texts:
+            raise BadInput("'hash_ids' are whole numbers in some records and texts in others")
+        if ids and not (min(ids) >= -(2**63) and max(ids) < 2**63):
+            raise BadInput("'hash_ids' must fit in 64 bits with a sign")
+        return np.array(ids, np.int64)
+
+
+def _listed(members: Any) -> list[Any]:
+    """The ids of a group. Raises BadInput unless they are a list of whole numbers and texts."""
+    if not isinstance(members, list) or not set(map(type, members)) <= {int, str}:
+        raise BadInput("each group of 'hash_ids' must be a list of whole numbers or texts")
+    return members
+
+
+def _block_tokens(record: Mapping[str, Any], num_ids: int) -> int | Ids | None:
+    """What a record says of the tokens of its ids. Raises BadInput."""
+    tokens = record.get("block_tokens")
+    if tokens is None:
+        return None if record.get("block_size") is None else _count(record, "block_size", least=1)
+    if not isinstance(tokens, list) or len(tokens) != num_ids:
+        raise BadInput(f"'block_tokens' must be a list of {num_ids} whole numbers, one for each id")
+    if not set(map(type, tokens)) <= {int} or any(not 1 <= value < 2**31 for value in tokens):
+        raise BadInput("'block_tokens' must be whole numbers from 1 to 2^31 - 1")
+    return np.array(tokens, np.int64)
 
 
 def run_length(records: Iterable[dict[str, Any]], block_size: int) -> Iterator[Request]:
@@ -159,7 +217,7 @@ def run_length(records: Iterable[dict[str, Any]], block_size: int) -> Iterator[R
         spans = [np.arange(begin, begin + count) for begin, count in zip(runs[::2], runs[1::2])]
         ids = np.concatenate([np.empty(0, np.int64), *spans]) + first
         fresh = max(fresh, int(ids.max(initial=-1)) + 1)
-        yield Request(_seconds(record, "t"), tokens, _count(record, "out"), ids)
+        yield Request(_seconds(record, "t"), tokens, _count(record, "out"), ids, block_size)
 
 
 def common_prefix(records: Iterable[dict[str, Any]]) -> Iterator[Request]:
@@ -178,7 +236,7 @@ def common_prefix(records: Iterable[dict[str, Any]]) -> Iterator[Request]:
         num_own = length // LCP_BLOCK - len(shared)
         prompts.append((length, np.concatenate([shared, np.arange(fresh, fresh + num_own)])))
         fresh += num_own
-        yield Request(_seconds(record, "t"), length, _count(record, "o"), prompts[-1][1])
+        yield Request(_seconds(record, "t"), length, _count(record, "o"), prompts[-1][1], LCP_BLOCK)
 
 
 def lengths(lines: Iterable[str]) -> Iterator[Request]:
@@ -206,7 +264,9 @@ def _object(line: str) -> dict[str, Any]:
 
 def _field(record: Mapping[str, Any], name: str) -> Any:
     if name not in record:
-        raise BadInput(f"no field {name!r}; there are {', '.join(map(str, record)) or 'none'}")
+        names, hint = tuple(map(str, record)), did_you_mean(name, map(str, record))
+        text = f"no field {name!r}; there are {', '.join(names) or 'none'}" + (f"; {hint}" if hint else "")
+        raise BadInput(text, needed=name, available=names, hint=hint)
     return record[name]
 
 
@@ -219,6 +279,10 @@ def _count(record: Mapping[str, Any], name: str, least: int = 0) -> int:
 
 def _seconds(record: Mapping[str, Any], name: str) -> float:
     value = _field(record, name)
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not math.isfinite(value):
-        raise BadInput(f"{name!r} must be a finite number, got {value!r}")
-    return float(value)
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise BadInput(f"{name!r} must be a finite number, or a text of one, got {value!r}", needed=value)
+    return number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -13,12 +14,13 @@ import numpy as np
 
 from kvpagoda import console
 from kvpagoda.errors import BadInput
+from kvpagoda.replay.curve import hit_rate_curve
 from kvpagoda.replay.multi_worker import serve_multi_worker
 from kvpagoda.replay.plot import draw, new_figure
-from kvpagoda.replay.reuse import WorkingSet, reuse_distances, reuse_histogram, working_set
+from kvpagoda.replay.reuse import Reuse, WorkingSet, reuse_histogram, working_set
 from kvpagoda.replay.serve import ServeResult, serve
-from kvpagoda.replay.simulate import BOUND, known_policy, possible_capacity, replay
-from kvpagoda.replay.trace import Ints, Trace
+from kvpagoda.replay.simulate import BLOCK_FIFO, BOUND, WITHOUT_TREE, ReplayResult, checked, known_policy
+from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic
 from kvpagoda.schema import Schema
 
@@ -26,67 +28,113 @@ T = TypeVar("T")
 Source = Callable[[int], Trace]
 """Gives the trace; the number is how many requests a synthetic workload has if no limit was set."""
 DEFAULT_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the different blocks
+DEFAULT_POLICIES = ("lru", "s3fifo", BOUND)
+MANY_REFS = 20_000_000
+"""References from which on only policies that need no tree are replayed unless others are asked for. Of the public agent trace
+(94 million references) a tree takes some 25 s for each capacity, all the others together one or two."""
 WINDOWS = 12
+COLUMNS = ("policy", "capacity", "of all", "hit rate", "of tokens", "hits", "evictions")
 
 
-def read(path: Path | None, limit: int | None, by_arrival: bool, seed: int, made_up: int) -> Trace:
+def read(
+    path: Path | None, limit: int | None, by_arrival: bool, seed: int, block_size: int | None, made_up: int
+) -> Trace:
     """The requests that are replayed: those of the file ``path``, or, where that is None, of the synthetic workload ``seed``.
 
     ``limit``: the first so many only; without one, a workload has ``made_up``. ``by_arrival``: in the order of their
-    arrivals. Raises BadInput, OSError.
+    arrivals. ``block_size``: tokens of an id where the file does not say. Raises BadInput, OSError.
     """
     num_requests = made_up if limit is None else limit
-    trace = synthetic(num_requests, seed) if path is None else Trace.read(path, limit)
+    trace = synthetic(num_requests, seed) if path is None else Trace.read(path, limit, block_size)
     return trace.by_arrival() if by_arrival else trace
 
 
 def run(
-    source: Source, capacities: Sequence[int] | None, policies: Sequence[str], plot: Path | None, as_json: bool
+    source: Source,
+    capacities: Sequence[int] | None,
+    policies: Sequence[str] | None,
+    as_json: bool,
+    *,
+    plot: Path | None = None,
+    requests: Path | None = None,
+    warm_up: float = 0.0,
+    jobs: int | None = None,
 ) -> None:
-    """Replay at every capacity, in blocks (None: shares of the different ones), with every policy, and print."""
-    chosen = [known_policy(name) for name in policies]
-    sizes = [possible_capacity(size) for size in capacities or ()]
+    """Replay at every capacity, in blocks (None: shares of the different ones), with every policy (None: the default ones),
+    and print. ``plot``, ``requests``: files for a picture, and for what every request hit. ``jobs``: processes."""
+    chosen, sizes = checked(policies or DEFAULT_POLICIES, capacities or (), warm_up)
     figure = None if plot is None else new_figure(plot)
+    if requests is not None:
+        requests.touch()  # that it cannot be written is told before the work
     trace = source(2_000)
     if not trace.num_refs:
         raise BadInput(f"{trace.name} names no blocks (lengths and arrivals only): there is nothing to look up")
+    notes = []
+    if policies is None and trace.num_refs > MANY_REFS:
+        left_out = [name for name in chosen if name not in WITHOUT_TREE]
+        chosen = [name for name in chosen if name in WITHOUT_TREE]
+        notes.append(f"{', '.join(left_out)} left out, which takes long for so many references: ask with --policy")
     if not sizes:
         sizes = sorted({max(1, round(trace.num_distinct * share)) for share in DEFAULT_SHARES})
     began = time.perf_counter()
-    results = _each(
-        trace,
-        [
-            (f"{policy}, {size:,} blocks", partial(replay, trace, capacity_blocks=size, policy=policy))
-            for size in sizes
-            for policy in chosen
-        ],
-    )
+    reuse = Reuse.of(trace)
+    with console.progress(len(sizes) * len(chosen), "replays") as moved:
+        at_once = _processes(trace) if jobs is None else jobs
+        results = hit_rate_curve(trace, sizes, chosen, warm_up=warm_up, jobs=at_once, reuse=reuse, on_progress=moved)
     seconds = time.perf_counter() - began
-    distances = reuse_distances(trace)
     span = float(np.ptp(trace.arrivals))
     windows = working_set(trace, span / WINDOWS * (1 + 1e-9) if span > 0 else 1.0)
     if figure is not None and plot is not None:
-        draw(figure, plot, trace, distances, results)
-    histogram = [{"from": low, "below": high, "references": n} for low, high, n in reuse_histogram(distances)]
+        draw(figure, plot, trace, reuse, results)
+    if requests is not None:
+        _write_requests(requests, trace, results)
+    if results[0].warm_up_requests:
+        notes.append(f"the first {results[0].warm_up_requests:,} requests are not counted")
     figures = {
-        "trace": trace.name,
-        "requests": len(trace),
-        "block_refs": trace.num_refs,
-        "distinct_blocks": trace.num_distinct,
+        "trace": trace.name, "requests": len(trace), "block_refs": trace.num_refs,
+        "distinct_blocks": trace.num_distinct, "notes": notes,
         "results": [result.to_dict() for result in results],
-        "reuse_distance": histogram,
-        "working_set": windows.to_dict(),
-        "seconds": round(seconds, 3),
-    }
-    lines = [*_asked(trace, distances, windows), f"{len(results)} replays in {seconds:.1f} s", ""]
-    cells = [
-        (
-            r.policy, f"{r.capacity_blocks:,}", f"{r.capacity_blocks / trace.num_distinct:.1%}", f"{r.hit_rate:.2%}",
-            f"{r.block_hits:,}", f"{r.evictions:,}",
-        )
-        for r in results
-    ]  # fmt: skip
-    _show(as_json, figures, lines, ("policy", "capacity", "of all", "hit rate", "hits", "evictions"), cells)
+        "reuse_distance": [{"from": low, "below": end, "references": n} for low, end, n in reuse_histogram(reuse)],
+        "working_set": windows.to_dict(), "seconds": round(seconds, 3),
+    }  # fmt: skip
+    lines = [*_asked(trace, reuse, windows), *notes, f"{len(results)} replays in {seconds:.1f} s", ""]
+    _show(as_json, figures, lines, COLUMNS, [_cells(result, trace) for result in results])
+
+
+def _cells(result: ReplayResult, trace: Trace) -> tuple[str, ...]:
+    """A row of the table of replays."""
+    size = result.capacity_blocks
+    return (
+        result.policy, f"{size:,}", f"{size / trace.num_distinct:.1%}", f"{result.hit_rate:.2%}",
+        f"{result.token_hit_rate:.2%}", f"{result.block_hits:,}", f"{result.evictions:,}",
+    )  # fmt: skip
+
+
+def _processes(trace: Trace) -> int:
+    """How many replays run at once: one a core, if the trace is worth a process and does not fill the memory."""
+    return min(os.cpu_count() or 1, 8) if 200_000 < trace.num_refs <= MANY_REFS else 1
+
+
+def _write_requests(path: Path, trace: Trace, results: Sequence[ReplayResult]) -> None:
+    """A JSON line for each request: what it asked for, and for every result the blocks and tokens that it hit."""
+    tokens = [trace.tokens_of(result.hits) for result in results]
+    sizes = np.diff(trace.starts)
+    with path.open("w") as file:
+        for i in range(len(trace)):
+            hits = [
+                {
+                    "policy": r.policy,
+                    "capacity_blocks": r.capacity_blocks,
+                    "blocks": int(r.hits[i]),
+                    "tokens": int(t[i]),
+                }
+                for r, t in zip(results, tokens)
+            ]
+            record = {
+                "request": i, "arrival": float(trace.arrivals[i]), "input_length": int(trace.input_lengths[i]),
+                "blocks": int(sizes[i]), "counted": i >= results[0].warm_up_requests, "hits": hits,
+            }  # fmt: skip
+            file.write(json.dumps(record) + "\n")
 
 
 def run_schema(
@@ -94,10 +142,14 @@ def run_schema(
 ) -> None:
     """Serve a trace with the layers of ``schema`` for every (budget, policy, checkpoint interval) of ``grid``, and print.
 
-    ``settings``: what else ``serve`` takes. The bound is no policy to serve with: it is left out.
+    ``settings``: what else ``serve`` takes. An id stands for as many tokens as the trace says. The bound and what knows no
+    prefixes are no policies to serve with: they are left out.
     """
-    jobs = [job for job in grid if known_policy(job[1]) != BOUND]
+    jobs = [job for job in grid if known_policy(job[1]) not in (BOUND, BLOCK_FIFO)]
+    if not jobs:
+        raise BadInput(f"{BOUND} and {BLOCK_FIFO} are no policies to serve with: name another one")
     trace = source(500)
+    settings = {"tokens_per_id": trace.block_size, **settings}
     results = _each(
         trace,
         [
@@ -108,7 +160,7 @@ def run_schema(
     rows = [{"budget": b, "checkpoint_every": every, **r.to_dict()} for (b, _, every), r in zip(jobs, results)]
     figures = {"trace": trace.name, "schema": schema.name, "results": rows}
     lines = [_title(trace, schema)]
-    if results and results[0].never_fit:
+    if results[0].never_fit:
         lines.append(f"{results[0].never_fit:,} requests are larger than the smallest cache")
     cells = [
         (
@@ -133,8 +185,12 @@ def run_workers(
 
     ``settings``: what else ``serve`` takes.
     """
-    known_policy(settings["policy"])
+    if known_policy(settings["policy"]) in (BOUND, BLOCK_FIFO):
+        raise BadInput(
+            f"{settings['policy']} is no policy to serve with: it needs the whole trace or knows no prefixes"
+        )
     trace = source(500)
+    settings = {"tokens_per_id": trace.block_size, **settings}
     work = partial(serve_multi_worker, trace, schema, budget, workers=workers, store=store, **settings)
     (results,) = _each(trace, [(f"{workers} workers", work)])
     hits, loaded = _shares(results)
@@ -185,21 +241,19 @@ def _show(
     if as_json:
         print(json.dumps(figures, indent=2))
         return
-    out = console.output()
     for line in lines:
-        out.print(line)
-    out.print(console.table(names, cells, left=("policy", "budget", "worker")))
+        console.say(line)
+    console.print_figures(names, cells, left=("policy", "budget", "worker"))
 
 
-def _asked(trace: Trace, distances: Ints, windows: WorkingSet) -> list[str]:
+def _asked(trace: Trace, reuse: Reuse, windows: WorkingSet) -> list[str]:
     """What the trace asks of any cache, in lines."""
-    reuses = np.sort(distances[distances >= 0])
     lines = [
         f"{Path(trace.name).name}: {len(trace):,} requests, {trace.num_refs:,} block references",
-        f"different blocks  {trace.num_distinct:,}, so at most {len(reuses) / trace.num_refs:.2%} can hit",
+        f"different blocks  {trace.num_distinct:,}, so at most {reuse.num_reuses / trace.num_refs:.2%} can hit",
     ]
-    if len(reuses):
-        half, most = (int(reuses[int(len(reuses) * share)]) for share in (0.5, 0.9))
+    if reuse.num_reuses:
+        half, most = reuse.quantile(0.5), reuse.quantile(0.9)
         lines.append(f"reuse distance    half below {half + 1:,} blocks, 90 % below {most + 1:,}")
     window = windows.window
     span = f"{window:,.1f} s" if window < 600 else f"{window / 60:,.1f} min"

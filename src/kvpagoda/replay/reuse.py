@@ -1,14 +1,23 @@
-"""What a trace asks of any cache: how far apart its reuses lie, and how many blocks it works with at a time."""
+"""What a trace asks of any cache: how far apart its reuses lie, and how many blocks it works with at a time.
+
+The blocks of a chain are used together, so those that an earlier request used last lie side by side in it: a *stretch*.
+
+        chain of a request   | used last by r1 | by r2 < r1 | .. | never before |
+                              0           begin[1]     begin[2]
+
+There are few stretches, a handful a request, and everything here is array work over them and not over references.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpagoda.errors import BadInput
 from kvpagoda.replay.trace import Floats, Ints, Trace
@@ -16,58 +25,121 @@ from kvpagoda.replay.trace import Floats, Ints, Trace
 FIRST_USE = -1
 
 
-def reuse_distances(trace: Trace) -> Ints:
-    """int64 ``[refs]``: the stack distance of each reference; FIRST_USE where the block was not seen before.
+@dataclass(frozen=True, eq=False)
+class Reuse:
+    """The stretches of a trace: arrays int64 ``[stretches]``, in the order of the requests and, in one, from its root on.
 
-    The distance is the number of different blocks used more recently than this one when its request begins, where a
-    request uses its blocks deepest first. A cache of C blocks that evicts the least recently used leaf hits exactly the
-    references with ``0 <= distance < C`` (Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems
-    Journal 9(2), 1970), so one pass gives the hits of every capacity. O(refs log refs).
+    Stretch ``s`` are the blocks ``begin[s]`` to ``end[s]`` of the chain of request ``request[s]``, which request ``last[s]``
+    used last. Their stack distances are ``distance[s]``, ``distance[s] + 1``, ..: how many different blocks were used more
+    recently than the block when the request begins, where a request uses its blocks deepest first. A cache of C blocks that
+    evicts the least recently used leaf hits exactly the references with ``0 <= distance < C`` (Mattson et al., "Evaluation
+    techniques for storage hierarchies", IBM Systems Journal 9(2), 1970), so one pass gives the hits of every capacity.
     """
-    begin, end = trace.starts[:-1], trace.starts[1:]
-    time = np.repeat(begin + end - 1, end - begin) - np.arange(trace.num_refs)  # deepest first
-    order = np.argsort(trace.blocks, kind="stable")  # a block's references in the order of their requests
-    same = trace.blocks[order[1:]] == trace.blocks[order[:-1]]
-    last = np.full(trace.num_refs, -1, np.int64)
-    last[order[1:][same]] = time[order[:-1][same]]
-    again = np.flatnonzero(last >= 0)
-    again = again[np.argsort(time[again])]
+
+    num_requests: int
+    request: Ints
+    last: Ints
+    begin: Ints
+    end: Ints
+    distance: Ints
+
+    @classmethod
+    def of(cls, trace: Trace) -> Reuse:
+        """Find them: O(refs) array work, a few calls for each request, then O(stretches log^2 stretches)."""
+        request, last, begin, end = _stretches(trace)
+        # Used since, a block counts once: at its last use before now. All that later requests named, less what of it was
+        # named again later still: by stretches of requests between, whose own last use was after ours.
+        again = weight_of_larger_before(last, end - begin) - begin  # those of the same request do not count
+        distance = trace.starts[request] - trace.starts[last + 1] - again
+        return cls(len(trace), request, last, begin, end, distance)
+
+    @cached_property
+    def num_reuses(self) -> int:
+        """References that are no first uses."""
+        return int((self.end - self.begin).sum())
+
+    def hits(self, capacity: int) -> Ints:
+        """int64 ``[requests]``: the blocks of each that leaf LRU hits with ``capacity`` blocks. O(stretches + requests)."""
+        hits = self._below(capacity)
+        return np.bincount(self.request, hits, self.num_requests).astype(np.int64)
+
+    def num_below(self, distance: int) -> int:
+        """References with a distance below that, first uses left out. O(stretches)."""
+        return int(self._below(distance).sum())
+
+    def quantile(self, share: float) -> int:
+        """The smallest distance that more than ``share`` of the reuses do not pass. O(stretches log distances)."""
+        low, high = -1, int((self.distance + self.end - self.begin).max(initial=1)) - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.num_below(middle + 1) > share * self.num_reuses else (middle, high)
+        return high
+
+    def _below(self, distance: int) -> Ints:
+        return np.clip(distance - self.distance, 0, self.end - self.begin)
+
+
+def _stretches(trace: Trace) -> Ints:
+    """int64 ``[4, stretches]``: request, last, begin and end of all."""
+    blocks, starts = trace.blocks, trace.starts.tolist()
+    last_use = np.full(int(blocks.max(initial=-1)) + 1, FIRST_USE, np.int32)
+    found: list[tuple[int, int, int, int]] = []
+    for request, (start, stop) in enumerate(pairwise(starts)):
+        chain = blocks[start:stop]
+        before = last_use[chain]
+        last_use[chain] = request
+        begin = 0
+        for cut in [*(np.flatnonzero(before[1:] != before[:-1]) + 1).tolist(), stop - start]:
+            if begin == cut or before[begin] == FIRST_USE:
+                break
+            found.append((request, int(before[begin]), begin, cut))
+            begin = cut
+    columns: Ints = np.array(found, np.int64).reshape(-1, 4).T
+    return columns
+
+
+def reuse_distances(trace: Trace) -> Ints:
+    """int64 ``[refs]``: the stack distance of each reference, see ``Reuse``; FIRST_USE where the block was not seen before."""
+    reuse = Reuse.of(trace)
     distances = np.full(trace.num_refs, FIRST_USE, np.int64)
-    # Between the last use p and now, a block counts once: at the use whose own last use was before p. Uses by this
-    # request do not disturb: what it used so far lies deeper, and so was last used before p.
-    between = trace.starts[trace.request_of[again]] - last[again] - 1
-    distances[again] = between - larger_before(last[again])
+    sizes = reuse.end - reuse.begin
+    within = np.arange(reuse.num_reuses) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    distances[np.repeat(trace.starts[reuse.request] + reuse.begin, sizes) + within] = (
+        np.repeat(reuse.distance, sizes) + within
+    )
     return distances
 
 
-def larger_before(values: npt.NDArray[np.int64]) -> Ints:
-    """int64 ``[n]``: how many earlier values are larger, for ``n`` values of at least 0. O(n log^2 n).
+def weight_of_larger_before(values: Ints, weights: Ints) -> Ints:
+    """int64 ``[n]``: the weights of earlier values that are larger, summed; values are at least 0. O(n log^2 n).
 
     As in a merge sort: in pairs of stretches of 1, 2, 4, .. values each one on the right is compared with all on the left.
     """
-    counts, place = np.zeros(len(values), np.int64), np.arange(len(values))
+    sums, place = np.zeros(len(values), np.int64), np.arange(len(values))
     span, width = int(values.max(initial=0)) + 1, 1
     while width < len(values):
         pair, is_right = place // (2 * width), place // width % 2 == 1
         keys = pair * span + values  # a pair's are above those of all pairs before it
-        not_larger = np.searchsorted(np.sort(keys[~is_right]), keys[is_right], side="right")
-        counts[is_right] += (pair[is_right] + 1) * width - not_larger
+        left, right = np.flatnonzero(~is_right), np.flatnonzero(is_right)
+        left = left[np.argsort(keys[left], kind="stable")]
+        upto = np.concatenate([np.zeros(1, np.int64), np.cumsum(weights[left])])
+        in_pair = upto[np.searchsorted(keys[left], (pair[right] + 1) * span)]
+        sums[right] += in_pair - upto[np.searchsorted(keys[left], keys[right], side="right")]
         width *= 2
-    return counts
+    return sums
 
 
-def lru_hits(distances: Ints, capacities: Iterable[int]) -> list[int]:
-    """Hits of leaf LRU at each capacity, from ``reuse_distances``. O(refs + largest distance)."""
-    upto = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(distances[distances >= 0]))])
-    return [int(upto[min(capacity, len(upto) - 1)]) for capacity in capacities]
+def lru_hits(reuse: Reuse, capacities: Iterable[int]) -> list[int]:
+    """Hits of leaf LRU at each capacity. O(stretches) each."""
+    return [reuse.num_below(capacity) for capacity in capacities]
 
 
-def reuse_histogram(distances: Ints) -> list[tuple[int, int, int]]:
+def reuse_histogram(reuse: Reuse) -> list[tuple[int, int, int]]:
     """(low, high, count) of the distances in [low, high): 0, then ranges that double. First uses are left out."""
-    seen = distances[distances >= 0]
-    edges = [0] + [2**k for k in range(int(seen.max(initial=-1) + 1).bit_length() + 1)]
-    counts = np.histogram(seen, edges)[0].tolist() if len(seen) else []
-    return [row for row in zip(edges, edges[1:], counts) if row[0] <= int(seen.max(initial=-1))]
+    largest = int((reuse.distance + reuse.end - reuse.begin).max(initial=0)) - 1
+    edges = [0, *(2**k for k in range((largest + 1).bit_length() + 1))]
+    below = lru_hits(reuse, edges)
+    return [(low, high, n - m) for low, high, m, n in zip(edges, edges[1:], below, below[1:]) if low <= largest]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +167,7 @@ class WorkingSet:
 
 
 def working_set(trace: Trace, window: float) -> WorkingSet:
-    """Different blocks used in each ``window`` of seconds, by arrival. Raises BadInput. O(refs log refs).
+    """Different blocks used in each ``window`` of seconds, by arrival. Raises BadInput. O(refs).
 
     Denning, "The working set model for program behavior", CACM 11(5), 1968.
     """
@@ -108,11 +180,13 @@ def working_set(trace: Trace, window: float) -> WorkingSet:
         raise BadInput(f"{trace.arrivals.max() - origin:.0f} s hold more than 10 million windows of {window} s")
     index = ((trace.arrivals - origin) // window).astype(np.int64)
     num = int(index.max()) + 1
-    width = int(trace.blocks.max(initial=0)) + 1
-    pairs = np.unique(index[trace.request_of] * width + trace.blocks)
-    windows, blocks = pairs // width, pairs % width
-    _, firsts = np.unique(blocks, return_index=True)  # windows ascend, so the first pair of a block is its oldest
-    return WorkingSet(
-        window, np.asarray(origin + window * np.arange(num), np.float64), np.bincount(index, minlength=num),
-        np.bincount(windows, minlength=num), np.bincount(windows[firsts], minlength=num),
-    )  # fmt: skip
+    last_window = np.full(int(trace.blocks.max(initial=-1)) + 1, FIRST_USE, np.int64)
+    blocks, fresh = np.zeros(num, np.int64), np.zeros(num, np.int64)
+    for request in np.argsort(index, kind="stable").tolist():  # windows ascend, so a block's last one says all
+        chain, now = trace.blocks[trace.starts[request] : trace.starts[request + 1]], index[request]
+        before = last_window[chain]
+        blocks[now] += np.count_nonzero(before != now)
+        fresh[now] += np.count_nonzero(before == FIRST_USE)
+        last_window[chain] = now
+    begins = np.asarray(origin + window * np.arange(num), np.float64)
+    return WorkingSet(window, begins, np.bincount(index, minlength=num), blocks, fresh)

@@ -82,7 +82,8 @@ def serve(
 ) -> ServeResult:
     """Admit, compute, publish and close every request of a trace, up to ``max_requests`` at once, in its order.
 
-    An id of the trace stands for ``tokens_per_id`` tokens (public Mooncake traces: 512); the rest of a prompt, and every
+    An id of the trace stands for ``tokens_per_id`` tokens (public Mooncake traces: 512), or for as many as the trace says
+    of each; the rest of a prompt, and every
     output, is the request's own, since traces do not say what outputs were. ``step_tokens`` of each request are computed
     at a time. ``part``: the requests of it that are served, by number. ``tiers``: below the cache; with no memory behind it,
     records are of a page each. The other arguments are those of ``KVCache``. Raises BadInput, NeverFits.
@@ -177,11 +178,14 @@ class _Run:
 
     def _text(self, number: int) -> tuple[Tokens, int]:
         """The tokens of a request, prompt and output, and how many are prompt."""
-        ids = self.trace.chain(number)
-        tokens = np.tile(np.arange(self.per_id, dtype=np.int32), (len(ids), 1))
-        tokens[:, 0] = ids
+        ids, each = self.trace.chain(number), self.trace.block_tokens
+        begin, end = self.trace.starts[number : number + 2]
+        sizes = np.full(len(ids), self.per_id) if each is None else each[begin:end]
+        firsts = np.cumsum(sizes) - sizes
+        tokens = np.arange(sizes.sum(), dtype=np.int32) - np.repeat(firsts, sizes).astype(np.int32)
+        tokens[firsts] = ids
         num_prompt = max(1, int(self.trace.input_lengths[number]))
-        known = tokens.ravel()[:num_prompt]
+        known = tokens[:num_prompt]
         own = np.arange(num_prompt + int(self.trace.output_lengths[number]) - len(known), dtype=np.int32)
         own[:1] = _OWN + number
         return np.concatenate((known, own)), num_prompt

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpagoda.errors import BadInput
+from kvpagoda.replay.readers import Ids as Ids64
 from kvpagoda.replay.readers import Source, read_requests
+from kvpagoda.units import whole_number
 
 Ids32 = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+
+
+DEFAULT_BLOCK_SIZE = 512  # tokens of an id of the public form (kvcache-ai/Mooncake, FAST25-release)
+_CHUNK = 1 << 22  # references that are looked at at once: temporary arrays of some 32 MB
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +32,8 @@ class Trace:
 
     ``ids`` int32 ``[refs]``: the chains one after another; request ``i`` has ``ids[starts[i]:starts[i + 1]]``. They are
     the source's own numbers where those are small, else renumbered. ``starts`` int64 ``[requests + 1]``; ``arrivals``
-    float64 ``[requests]``, seconds; ``input_lengths``, ``output_lengths`` int64 ``[requests]``.
+    float64 ``[requests]``, seconds; ``input_lengths``, ``output_lengths`` int64 ``[requests]``. An id stands for
+    ``block_size`` tokens, or for ``block_tokens``, int32 ``[refs]``, where the source gives each a number of its own.
     """
 
     name: str
@@ -34,27 +42,47 @@ class Trace:
     arrivals: Floats
     input_lengths: Ints
     output_lengths: Ints
+    block_size: int = DEFAULT_BLOCK_SIZE
+    block_tokens: Ids32 | None = None
 
     @classmethod
-    def read(cls, source: Source | Trace, limit: int | None = None) -> Trace:
-        """Read a source of ``read_requests``, at most ``limit`` requests of it. Raises BadInput. O(refs)."""
+    def read(cls, source: Source | Trace, limit: int | None = None, block_size: int | None = None) -> Trace:
+        """Read a source of ``read_requests``, at most ``limit`` requests of it. ``block_size``: tokens of an id where the
+        source does not say; None: 512. Raises BadInput. O(refs); the ids are in memory once.
+        """
         if limit is not None and limit < 1:
-            raise BadInput(f"a limit is at least 1 request, got {limit}")
+            raise BadInput(f"a limit is at least 1 request, got {limit}", needed=limit, available=1)
         if isinstance(source, Trace):
             return source if limit is None or limit >= len(source) else source.take(np.arange(limit))
         name = str(source) if isinstance(source, str | Path) else "records"
-        arrivals, inputs, outputs, chains = [], [], [], [np.empty(0, np.int64)]
+        arrivals, inputs, outputs, counts, tokens = [], [], [], [0], []
+        ids = _GrowingIds()
         for request in islice(read_requests(source), limit):
             arrivals.append(request.arrival)
             inputs.append(request.input_length)
             outputs.append(request.output_length)
-            ids = request.block_ids
-            chains.append(ids.astype(np.int32) if len(ids) and ids.min() >= 0 and ids.max() < 2**31 else ids)
-        starts = np.cumsum([len(ids) for ids in chains], dtype=np.int64)
-        return cls(
-            name, _small(np.concatenate(chains)), starts, np.array(arrivals, np.float64), np.array(inputs, np.int64),
-            np.array(outputs, np.int64),
+            counts.append(len(request.block_ids))
+            tokens.append(request.block_tokens)
+            ids.add(request.block_ids)
+        made = cls(
+            name, _small(ids.array()), np.cumsum(counts, dtype=np.int64), np.array(arrivals, np.float64),
+            np.array(inputs, np.int64), np.array(outputs, np.int64),
         )  # fmt: skip
+        default = DEFAULT_BLOCK_SIZE if block_size is None else whole_number(block_size, "block_size", at_least=1)
+        return made._with_tokens(tokens, default)
+
+    def _with_tokens(self, said: list[int | Ids64 | None], default: int) -> Trace:
+        """This trace with what its requests say of the tokens of their ids, ``default`` where they say nothing."""
+        sizes = {default if one is None else one for one in said if not isinstance(one, np.ndarray)}
+        if len(sizes) <= 1 and not any(isinstance(one, np.ndarray) for one in said):
+            return replace(self, block_size=min(sizes, default=default))
+        each = [np.empty(0, np.int32)]
+        for one, length, count in zip(said, self.input_lengths.tolist(), np.diff(self.starts).tolist()):
+            if isinstance(one, np.ndarray):
+                each.append(one.astype(np.int32))
+            else:
+                each.append(tokens_of_blocks(length, count, default if one is None else one))
+        return replace(self, block_size=min(sizes, default=default), block_tokens=np.concatenate(each))
 
     def __len__(self) -> int:
         """Requests."""
@@ -69,20 +97,26 @@ class Trace:
         """Block references: the chains' lengths summed."""
         return len(self.ids)
 
+    def tokens_of(self, blocks: Ints) -> Ints:
+        """int64 ``[requests]``: the tokens that the first ``blocks[i]`` blocks of each request ``i`` stand for. O(requests),
+        and O(refs) where each id has a number of its own."""
+        if self.block_tokens is not None:
+            upto = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.block_tokens, dtype=np.int64)])
+            found: Ints = upto[self.starts[:-1] + blocks] - upto[self.starts[:-1]]
+            return found
+        whole = np.minimum(blocks, self.input_lengths // self.block_size)
+        rest = self.input_lengths - whole * self.block_size
+        more = blocks - whole  # the block that the prompt ends in, and, were there more, one token for each
+        tokens: Ints = whole * self.block_size + np.where(more > 0, np.maximum(rest, 1) + more - 1, 0)
+        return tokens
+
     @cached_property
     def blocks(self) -> Ids32:
         """int32 ``[refs]``: equal where two references name the same block, that is, the same id behind the same chain.
 
         Where ids are hashes of a whole prefix, these are the ids. O(refs).
         """
-        if not self.num_refs:
-            return self.ids
-        parents = np.empty_like(self.ids)
-        parents[1:] = self.ids[:-1]
-        parents[self.starts[:-1][np.diff(self.starts) > 0]] = -1
-        parent_of = np.empty(int(self.ids.max()) + 1, np.int32)
-        parent_of[self.ids] = parents
-        if np.array_equal(parent_of[self.ids], parents):
+        if not self.num_refs or self._ids_name_chains():
             return self.ids
         numbers: dict[tuple[int, int], int] = {}
         found = np.empty_like(self.ids)
@@ -92,15 +126,32 @@ class Trace:
                 block = found[place] = numbers.setdefault((block, block_id), len(numbers))
         return found
 
+    def _ids_name_chains(self) -> bool:
+        """Whether each id always stands behind the same one: then it stands behind the same chain."""
+        roots = self.starts[:-1][np.diff(self.starts) > 0]
+        parent_of = np.empty(int(self.ids.max()) + 1, np.int32)
+
+        def parents(begin: int, end: int) -> Ids32:
+            found = np.empty(end - begin, np.int32)
+            found[:1] = self.ids[begin - 1]
+            found[1:] = self.ids[begin : end - 1]
+            found[roots[np.searchsorted(roots, begin) : np.searchsorted(roots, end)] - begin] = -1
+            return found
+
+        chunks = [(at, min(at + _CHUNK, self.num_refs)) for at in range(0, self.num_refs, _CHUNK)]
+        for begin, end in chunks:
+            parent_of[self.ids[begin:end]] = parents(begin, end)
+        return all(np.array_equal(parent_of[self.ids[begin:end]], parents(begin, end)) for begin, end in chunks)
+
     @cached_property
     def num_distinct(self) -> int:
         """Different blocks: the capacity from which on nothing is evicted. O(refs)."""
-        return int(np.count_nonzero(np.bincount(self.blocks))) if self.num_refs else 0
-
-    @cached_property
-    def request_of(self) -> Ids32:
-        """int32 ``[refs]``: the request that makes each reference."""
-        return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.starts))
+        if not self.num_refs:
+            return 0
+        is_there = np.zeros(int(self.blocks.max()) + 1, np.bool_)
+        for begin in range(0, self.num_refs, _CHUNK):
+            is_there[self.blocks[begin : begin + _CHUNK]] = True
+        return int(np.count_nonzero(is_there))
 
     def by_arrival(self) -> Trace:
         """The same requests in the order of their arrivals; those that arrive together stay as they are."""
@@ -114,8 +165,33 @@ class Trace:
         places = np.repeat(self.starts[chosen] - starts[:-1], sizes) + np.arange(starts[-1])
         return Trace(
             self.name, self.ids[places], starts, self.arrivals[chosen], self.input_lengths[chosen],
-            self.output_lengths[chosen],
+            self.output_lengths[chosen], self.block_size, None if self.block_tokens is None else self.block_tokens[places],
         )  # fmt: skip
+
+
+def tokens_of_blocks(length: int, count: int, block_size: int) -> Ids32:
+    """int32 ``[count]``: the tokens of each block of a prompt of ``length`` tokens: whole ones, and what is left in the last;
+    1 where more blocks are named than there are tokens."""
+    left = length - block_size * np.arange(count, dtype=np.int64)
+    return np.clip(left, 1, block_size).astype(np.int32)
+
+
+class _GrowingIds:
+    """Ids, one chain after another: in 32 bits as long as they fit."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._dtype: np.dtype[Any] = np.dtype(np.int32)
+
+    def add(self, ids: Ids64) -> None:
+        if self._dtype.itemsize == 4 and len(ids) and (ids.min() < 0 or ids.max() >= 2**31):
+            self._bytes = bytearray(self.array().astype(np.int64).tobytes())
+            self._dtype = np.dtype(np.int64)
+        self._bytes += ids.astype(self._dtype).tobytes()
+
+    def array(self) -> npt.NDArray[Any]:
+        """All of them; the array is of these bytes."""
+        return np.frombuffer(self._bytes, self._dtype)
 
 
 def _small(ids: npt.NDArray[np.signedinteger]) -> Ids32:

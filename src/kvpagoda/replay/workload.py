@@ -48,7 +48,7 @@ class Text:
 
     def asked(self, arrival: float, output_length: int) -> Request:
         """The request that has this text as its prompt."""
-        return Request(arrival, self.length, output_length, np.array(self.ids, np.int64))
+        return Request(arrival, self.length, output_length, np.array(self.ids, np.int64), self.block_size)
 
 
 def workload(seed: int = 0, block_size: int = 64, shares: Sequence[float] = (0.4, 0.2, 0.4)) -> Iterator[Request]:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from kvpagoda.errors import SchemaError
+from kvpagoda.errors import SchemaError, unknown_name
 from kvpagoda.units import align_up, ceil_div
 
 ITEMSIZE = {
@@ -23,7 +23,7 @@ ITEMSIZE = {
 def itemsize(dtype: str) -> int:
     """Bytes of one element of ``dtype`` ("bfloat16"). Raises SchemaError with the known names."""
     if dtype not in ITEMSIZE:
-        raise SchemaError(f"unknown dtype {dtype!r}; known: {', '.join(ITEMSIZE)}")
+        raise unknown_name("dtype", dtype, ITEMSIZE, SchemaError)
     return ITEMSIZE[dtype]
 
 
@@ -74,7 +74,7 @@ class Encoding:
         if self.name == "raw":
             return (("", shape, dtype),)
         if self.name not in ENCODINGS:
-            raise SchemaError(f"unknown encoding {self.name!r}; known: raw, {', '.join(ENCODINGS)}")
+            raise unknown_name("encoding", self.name, ("raw", *ENCODINGS), SchemaError)
         lead, coded = shape[:-1], shape[-1] - self.kept
         group, per_byte = self.group or coded, 2 if self.is_fp4 else 1
         if coded <= 0 or coded % group or coded % per_byte:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,7 +152,9 @@ class Plan:
         return longest if self.max_positions is None else min(longest, self.max_positions)
 
     def requests_at(self, num_tokens: int) -> int:
-        """How many requests of ``num_tokens`` tokens run at once."""
+        """How many requests of ``num_tokens`` tokens run at once: none that are longer than the model takes."""
+        if self.max_positions is not None and num_tokens > self.max_positions:
+            return 0
         return largest_below(self.max_requests + 1, lambda n: self.fits(n, num_tokens))
 
     def blocks_wanted(self, num_tokens: int, room: int = 0, longest: int | None = None) -> list[int]:
@@ -161,25 +164,27 @@ class Plan:
         tokens. O(groups).
         """
         if longest is not None and num_tokens > longest:
-            raise NeverFits(
-                f"{num_tokens} tokens are more than the longest context of {longest}; {self._budget_hint(num_tokens)}"
-            )
+            hint = self._budget_hint(num_tokens)
+            text = f"{num_tokens} tokens are more than the longest context of {longest}; {hint}"
+            raise NeverFits(text, needed=num_tokens, available=longest, hint=hint)
         wanted = []
         for group in self.groups:
             blocks = at_most = group.blocks_for(num_tokens)
             if room > at_most * group.block_size:
                 blocks = ceil_div(room, group.block_size)
             if blocks > group.num_blocks:
-                fits_in_chunks = at_most <= group.num_blocks
                 hint = "open it with a smaller room and extend chunk by chunk"
-                raise NeverFits(
-                    f"{num_tokens} tokens need {blocks} blocks of group {group.name!r}, which has {group.num_blocks}; "
-                    f"{hint if fits_in_chunks else self._budget_hint(num_tokens)}"
-                )
+                if at_most > group.num_blocks:
+                    hint = self._budget_hint(num_tokens)
+                has = f"blocks of group {group.name!r}, which has {group.num_blocks}"
+                text = f"{num_tokens} tokens need {blocks} {has}; {hint}"
+                raise NeverFits(text, needed=blocks, available=group.num_blocks, group=group.name, hint=hint)
             wanted.append(blocks)
         if self.num_sectors and not self.holds(wanted):
-            need = format_bytes(sum(blocks * group.row_nbytes for blocks, group in zip(wanted, self.groups)))
-            raise NeverFits(f"{num_tokens} tokens need {wanted} blocks, {need} in all; {self._budget_hint(num_tokens)}")
+            need = sum(blocks * group.row_nbytes for blocks, group in zip(wanted, self.groups))
+            hint = self._budget_hint(num_tokens)
+            text = f"{num_tokens} tokens need {wanted} blocks, {format_bytes(need)} in all; {hint}"
+            raise NeverFits(text, needed=need, available=self.nbytes, hint=hint)
         return wanted
 
     def _budget_hint(self, num_tokens: int) -> str:
@@ -244,6 +249,11 @@ class Plan:
         }
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """Its figures as tables and lines, of at most ``width`` columns where one is given: there a table that is wider
+        has its rows one below the other."""
         figures = self.to_dict()
         kinds = {"layer kind": "label", "layers": "num_layers", "B/token": "bytes_per_token"}
         groups = {"group": "name", "layers": "num_layers"}
@@ -256,13 +266,13 @@ class Plan:
         return "\n".join(
             [
                 f"{self.schema_name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}",
-                f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}",
+                *_wrapped(f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}", width),
                 "",
-                *_table(figures["layer_kinds"], {**kinds, "B/request": "state_bytes_per_request"}),
+                *_table(figures["layer_kinds"], {**kinds, "B/request": "state_bytes_per_request"}, width),
                 "",
-                *_table(rows, groups),
+                *_table(rows, groups, width),
                 "",
-                *(f"{label:<19} {text}" for label, text in self._lines(figures).items()),
+                *(line for pair in self._lines(figures).items() for line in _wrapped("{:<19} {}".format(*pair), width)),
             ]
         )
 
@@ -276,7 +286,9 @@ class Plan:
             "bytes per token": f"{self.bytes_per_token:,.0f} (+ {figures['state_bytes_per_request']:,} per request)",
             "longest context": context,
         }
-        lines |= {f"requests of {int(length):,}": f"{number:,}" for length, number in figures["requests_at"].items()}
+        for length, number in figures["requests_at"].items():
+            too_long = self.max_positions is not None and int(length) > self.max_positions
+            lines[f"requests of {int(length):,}"] = "0 (the model's limit is lower)" if too_long else f"{number:,}"
         lines["hit granularity"] = f"{self.block_size} tokens"
         if self.num_sectors:
             lines["one budget"] = f"{self.num_sectors:,} sectors of {format_bytes(self.sector_nbytes)}"
@@ -297,11 +309,20 @@ def largest_below(end: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> list[str]:
-    """Lines of text: of each row the values at ``columns`` (heading -> key), the first left, the others right aligned."""
+def _table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], width: int | None) -> list[str]:
+    """Lines of text: of each row the values at ``columns`` (heading -> key), the first left, the others right aligned; or,
+    where that is wider than ``width``, a line for each value."""
     cells = [
         [row[key] if isinstance(row[key], str) else f"{row[key]:,.0f}" for key in columns.values()] for row in rows
     ]
     lines = [list(columns), *cells]
     first, *widths = [max(map(len, column)) for column in zip(*lines)]
+    if width is not None and first + sum(widths) + 2 * len(widths) > width:
+        label = max(map(len, columns))
+        return [f"{name:<{label}}  {cell}" for row in cells for name, cell in zip(columns, row)]
     return ["  ".join([line[0].ljust(first), *map(str.rjust, line[1:], widths)]).rstrip() for line in lines]
+
+
+def _wrapped(line: str, width: int | None) -> list[str]:
+    """``line`` in pieces of at most ``width`` columns, broken at spaces."""
+    return [line] if width is None else textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False)

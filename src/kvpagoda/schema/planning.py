@@ -78,5 +78,6 @@ def _too_small(groups: Groups, budget: int, needed: int, hint: str) -> NeverFits
     block_size = min(group.block_size for group in groups)
     return NeverFits(
         f"a budget of {format_bytes(budget)} is too small: one request of up to {block_size} tokens needs "
-        f"{needed:,} bytes ({format_bytes(needed)}); {hint}"
-    )
+        f"{needed:,} bytes ({format_bytes(needed)}); {hint}",
+        needed=needed, available=budget, hint=hint,
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, did_you_mean
 from kvpagoda.tiers.disk import disk_driver
 from kvpagoda.tiers.driver import Driver
 from kvpagoda.tiers.host import host_driver
@@ -101,7 +101,9 @@ def tier_from_text(text: str, **settings: Any) -> TierSpec:
         return redis_tier(text, **settings)
     if kind == "mooncake" and rest.startswith("//"):
         return mooncake_tier(rest[2:], **settings)
+    hint = did_you_mean(kind, ("host", "disk", "redis", "rediss", "unix", "redis+sentinel", "mooncake"))
     raise BadInput(
         f"no tier is written like {kind + ':..'!r}; write host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT, rediss://, "
-        f"unix:///PATH, redis+sentinel://HOST:PORT#NAME or mooncake://HOST:PORT"
-    )
+        f"unix:///PATH, redis+sentinel://HOST:PORT#NAME or mooncake://HOST:PORT" + (f"; {hint}" if hint else ""),
+        needed=text, hint=hint,
+    )  # fmt: skip

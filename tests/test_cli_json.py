@@ -1,0 +1,77 @@
+"""What commands print with ``--json`` is what ``docs/json`` describes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from json_schema import FOLDER, schema_of, violations
+
+pytest.importorskip("typer")
+
+COMMANDS = {
+    "plan": ["plan", "deepseek-v4-flash"],
+    "replay": ["replay", "--limit", "40", "--warm-up", "0.5", "--requests", "out.jsonl"],
+    "replay_schema": ["replay", "--limit", "10", "--schema", "qwen3-8b", "--budget", "1GiB,2GiB"],
+    "replay_workers": ["replay", "--limit", "10", "--schema", "qwen3-8b", "--budget", "1GiB", "--workers", "1"],
+    "doctor": ["doctor", "--tier", "host:64MiB"],
+    "generate": ["generate", "--max-new-tokens", "2"],
+    "bench": ["bench", "allocate", "--quick"],
+}
+NEEDS = {"doctor": "torch", "generate": "transformers", "bench": "torch"}
+
+
+def run(*arguments: str, cwd: Path) -> str:
+    command = [sys.executable, "-m", "kvpagoda.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_json_is_as_described(name: str, tmp_path: Path) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    printed = json.loads(run(*COMMANDS[name], "--json", cwd=tmp_path))
+    assert violations(printed, schema_of(name)) == []
+    if name == "replay":
+        lines = (tmp_path / "out.jsonl").read_text().splitlines()
+        assert len(lines) == 40
+        assert [text for line in lines for text in violations(json.loads(line), schema_of("replay_requests"))] == []
+
+
+def test_models_without_growth_have_no_longest_context(tmp_path: Path) -> None:
+    config = {
+        "model_type": "mamba",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 9,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    printed = json.loads(run("plan", ".", "--json", cwd=tmp_path))
+    assert printed["longest_context"] is None and violations(printed, schema_of("plan")) == []
+
+
+def test_every_description_belongs_to_a_command() -> None:
+    assert {path.stem for path in FOLDER.glob("*.json")} == {*COMMANDS, "replay_requests"}
+
+
+def test_the_check_finds_what_is_wrong() -> None:
+    schema = schema_of("doctor")
+    good = {"broken": [], "findings": [{"name": "a", "state": "ok", "detail": ""}]}
+    assert violations(good, schema) == []
+    for bad, where in (
+        ({**good, "broken": [3]}, "$.broken[0]"),
+        ({**good, "more": 1}, "'more'"),
+        ({"broken": []}, "'findings'"),
+        ({**good, "findings": []}, "0 items"),
+        ({**good, "findings": [{**good["findings"][0], "state": "fine"}]}, "'fine'"),
+    ):
+        (text,) = violations(bad, schema)
+        assert where in text
+    assert violations(True, {"type": "integer"}) and violations(-1, {"type": "integer", "minimum": 0})
