@@ -11,8 +11,8 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "schema", "blocks", "prefix", "formats", "kernels", "memory", "tiers", "cache", "batch", "kv_cache",
-    "scheduling", "compat", "console", "doctor", "replay", "hf", "cli",
+    "errors", "units", "schema", "blocks", "prefix", "formats", "kernels", "layouts", "memory", "tiers", "cache", "batch",
+    "kv_cache", "scheduling", "compat", "console", "doctor", "replay", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"}, "kernels": {"triton"},
