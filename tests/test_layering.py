@@ -20,7 +20,8 @@ OPTIONAL = {
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {
-    "formats", "kernels", "doctor", "hf", "memory.arena", "memory.device_arrays", "memory.device_memory", "memory.host_copy",
+    "formats.codec", "formats.quantise", "formats.scales", "formats.small_floats", "kernels", "layouts.packed", "doctor", "hf",
+    "memory.arena", "memory.device_arrays", "memory.device_memory", "memory.host_copy",
     "memory.id_tensors", "memory.layerwise", "memory.pool", "compat.block_allocator",
     "compat.cache_engine", "compat.compressed_pools", "compat.gdn_pool", "compat.kv_cache_manager",
     "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",
