@@ -32,10 +32,9 @@ def quantise(x: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     s, stored = scales_of(bits, rule)
     y = _scaled(x, bits, s, rule)
     if rule.non_finite == "marked":
-        broken = bits >= INFINITY_BITS
-        y.view(torch.int32).masked_fill_(broken[..., None], 0)
+        y.view(torch.int32).bitwise_and_(((bits - INFINITY_BITS) >> 31)[..., None])  # broken: every bit to 0
         nan = torch.nan if rule.scale == "float32" else floats.E8M0_NAN if rule.scale == "e8m0" else 0x7F
-        stored = stored.masked_fill(broken, nan)
+        stored = stored.masked_fill(bits >= INFINITY_BITS, nan)
     elif rule.non_finite == "computed":
         _sign_nan(x, s, y)
     return _codes(y, rule).flatten(1), stored
@@ -85,7 +84,8 @@ def _codes(y: Tensor, rule: Rule) -> Tensor:
         return floats.e4m3_from_float32(y)
     if rule.codes == "e2m1":
         codes = floats.e2m1_from_float32(floats.ties_towards_zero(y) if rule.ties == "down" else y)
-        codes = torch.where(y.isnan(), codes & 8, codes)  # NaN gives 0 or -0
+        if rule.non_finite == "computed":
+            codes = torch.where(y.isnan(), codes & 8, codes)  # NaN gives 0 or -0
         return floats.pack_nibbles(codes if rule.signed_zero else codes.masked_fill_(codes == 8, 0))
     low = -rule.top if rule.codes == "int4" else -rule.top - 1
     whole = floats.round_half_away(y) if rule.ties == "away" else y.round()
