@@ -14,6 +14,7 @@ from kvpagoda.errors import BadInput
 from kvpagoda.formats.rule import Rule
 from kvpagoda.layouts import packings
 from kvpagoda.layouts.packings import Packing
+from kvpagoda.units import whole_number
 
 
 @dataclass(frozen=True)
@@ -135,3 +136,17 @@ def dialect_of(format: str, dialect: str | None = None) -> Dialect:
             of = "" if what == "packed format" else f" of {format!r}"
             raise BadInput(f"no {what} {name!r}{of}; known: {', '.join(known)}{hint}")
     return DIALECTS[format][dialect or next(iter(DIALECTS[format]))]
+
+
+def dialect_for_heads(format: str, dialect: str | None = None, head_dim: int | None = None) -> Dialect:
+    """``dialect_of``, for heads of ``head_dim`` elements where the format has heads (None: 64). Raises BadInput."""
+    chosen = dialect_of(format, dialect)
+    if head_dim is None:
+        return chosen
+    packing = chosen.packing
+    group = packing.group if packing.groups > 1 else head_dim
+    if packing.cells == 1 or whole_number(head_dim, "head_dim", at_least=1) % group:
+        raise BadInput(
+            f"{format} has no heads of {head_dim} elements; leave head_dim out, or give a multiple of {group}"
+        )
+    return replace(chosen, packing=replace(packing, coded=head_dim, group=group))

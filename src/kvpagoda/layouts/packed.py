@@ -10,14 +10,12 @@ True
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from kvpagoda.errors import BadInput
 from kvpagoda.formats.quantise import dequantise, quantise
 from kvpagoda.formats.small_floats import e4m3_from_float32, e4m3_table, look_up
-from kvpagoda.layouts.dialects import Dialect, dialect_of
+from kvpagoda.layouts.dialects import Dialect, dialect_for_heads
 from kvpagoda.layouts.packings import Packing
 from kvpagoda.units import whole_number
 
@@ -46,7 +44,7 @@ def pack(
     with inf or NaN where the dialect has no bytes for them; with ``refuse_nan`` also where a reader of the page would see inf
     or NaN (a dialect without a floor makes NaN of a group of zeros). O(elements).
     """
-    chosen = _chosen(format, dialect, head_dim)
+    chosen = dialect_for_heads(format, dialect, head_dim)
     page_size = whole_number(page_size, "page_size", at_least=1)
     heads = _check_rows(rows, format, chosen.packing, page_size)
     if chosen.rule.non_finite == "refused":
@@ -82,7 +80,7 @@ def unpack(
 
     Raises BadInput for an unknown format or dialect, and for another shape or dtype. O(elements).
     """
-    chosen = _chosen(format, dialect, head_dim)
+    chosen = dialect_for_heads(format, dialect, head_dim)
     page_size = whole_number(page_size, "page_size", at_least=1)
     one_head = chosen.packing.payload_nbytes(page_size)
     if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] == 0 or pages.shape[1] % one_head:
@@ -156,20 +154,6 @@ def _lanes(packing: Packing, device: torch.device) -> Tensor:
     """int64 ``[groups]``: which scale lies at each place of a row."""
     places = torch.arange(packing.groups, device=device)
     return places.view(packing.scale_lanes, -1).T.reshape(-1).argsort()
-
-
-def _chosen(format: str, dialect: str | None, head_dim: int | None) -> Dialect:
-    """The dialect, for heads of ``head_dim`` where the format has heads."""
-    chosen = dialect_of(format, dialect)
-    if head_dim is None:
-        return chosen
-    packing = chosen.packing
-    group = packing.group if packing.groups > 1 else head_dim
-    if packing.cells == 1 or whole_number(head_dim, "head_dim", at_least=1) % group:
-        raise BadInput(
-            f"{format} has no heads of {head_dim} elements; leave head_dim out, or give a multiple of {group}"
-        )
-    return replace(chosen, packing=replace(packing, coded=head_dim, group=group))
 
 
 def _check_rows(rows: Tensor, format: str, packing: Packing, page_size: int) -> int:
