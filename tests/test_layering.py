@@ -15,7 +15,8 @@ LEVELS = [
     "kv_cache", "scheduling", "compat", "console", "doctor", "replay", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
-    "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"}, "kernels": {"triton"},
+    "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},
+    "kernels": {"triton", "numba", "llvmlite"},
     "tiers": {"xxhash", "redis", "mooncake"},
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}

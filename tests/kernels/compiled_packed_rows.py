@@ -8,12 +8,8 @@ from packed_cases import EVERY, IDS, heads_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvpagoda.kernels.packed_rows import (
-    append_constants,
-    append_rows_kernel,
-    gather_constants,
-    gather_rows_kernel,
-)
+from kvpagoda.kernels.packed_rows import append_constants, gather_constants
+from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel, gather_rows_kernel
 from kvpagoda.layouts.dialects import dialect_of
 
 KERNELS = {"append": (append_rows_kernel, "rows"), "gather": (gather_rows_kernel, "out")}

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_for
+from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_for, rows_with_odd_ones
 from triton.runtime import interpreter
 
 from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.kernels.packed_rows import append_rows, append_rows_kernel, gather_rows
+from kvpagoda.kernels.packed_rows import append_rows, gather_rows
+from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel
 from kvpagoda.layouts.dialects import dialect_of
 
 every = pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)
@@ -31,17 +32,6 @@ def shuffled_programs(monkeypatch):
     with np.errstate(all="ignore"):  # NaN and inf are among the rows
         yield
     assert len(order) > 1 and order != sorted(order), "programs ran in another order"
-
-
-def rows_with_odd_ones(format):
-    """The rows of the tests, and some with inf, NaN of both signs, subnormals and zeros of both signs in places."""
-    rows = torch.cat([rows_for(format), rows_for(format, seed=1, wide=False)])
-    rows[11, 3], rows[12, 5], rows[13, 9] = torch.nan, torch.inf, -torch.inf
-    rows.view(torch.int16)[14, 2] = -64  # 0xFFC0, a negative NaN
-    rows.view(torch.int16)[15] = torch.arange(rows.shape[1], dtype=torch.int16) % 128 - (1 << 15)
-    rows[16] = -0.0
-    rows[17, -3:] = torch.tensor([torch.nan, torch.inf, 500.0])
-    return rows
 
 
 @every

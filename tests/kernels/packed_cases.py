@@ -31,6 +31,17 @@ def rows_for(format, seed=0, wide=True):
     return x.bfloat16()
 
 
+def rows_with_odd_ones(format):
+    """The rows of the tests, and some with inf, NaN of both signs, subnormals and zeros of both signs in places."""
+    rows = torch.cat([rows_for(format), rows_for(format, seed=1, wide=False)])
+    rows[11, 3], rows[12, 5], rows[13, 9] = torch.nan, torch.inf, -torch.inf
+    rows.view(torch.int16)[14, 2] = -64  # 0xFFC0, a negative NaN
+    rows.view(torch.int16)[15] = torch.arange(rows.shape[1], dtype=torch.int16) % 128 - (1 << 15)
+    rows[16] = -0.0
+    rows[17, -3:] = torch.tensor([torch.nan, torch.inf, 500.0])
+    return rows
+
+
 def pool(format, dialect):
     """Pages full of canaries, each followed by a few more: uint8 ``[pages, stride]``."""
     packing = dialect_of(format, dialect).packing
