@@ -60,6 +60,13 @@ def test_every_kernel_and_every_demand_of_the_table_has_a_case():
         assert own <= tested, f"{name}: no case for {own - tested}"
 
 
+def test_every_name_is_of_one_kernel():
+    table = json.loads(files("kvpagoda.layouts").joinpath("demands.json").read_text(encoding="utf-8"))["kernels"]
+    names = [name for key, row in table.items() for name in (key, *row.get("also", ()))]
+    assert len(names) == len(set(names)) and len(table) == 52
+    assert all(kernel(name).name in table for name in names)
+
+
 def test_every_demand_names_what_there_is_and_its_source():
     for row in map(kernel, kernels()):
         assert row.title and row.source and row.section and row.role in ("read", "write", "move")
