@@ -11,16 +11,18 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "schema", "blocks", "prefix", "formats", "kernels", "memory", "tiers", "cache", "batch", "kv_cache",
-    "scheduling", "compat", "console", "doctor", "replay", "hf", "cli",
+    "errors", "units", "schema", "blocks", "prefix", "formats", "layouts", "kernels", "memory", "tiers", "cache", "batch",
+    "kv_cache", "scheduling", "compat", "console", "doctor", "replay", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
-    "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"}, "kernels": {"triton"},
+    "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},
+    "kernels": {"triton", "numba", "llvmlite"},
     "tiers": {"xxhash", "redis", "mooncake"},
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {
-    "formats", "kernels", "doctor", "hf", "memory.arena", "memory.device_arrays", "memory.device_memory", "memory.host_copy",
+    "formats.codec", "formats.quantise", "formats.scales", "formats.small_floats", "kernels", "layouts.packed", "doctor", "hf",
+    "memory.arena", "memory.device_arrays", "memory.device_memory", "memory.host_copy",
     "memory.id_tensors", "memory.layerwise", "memory.pool", "compat.block_allocator",
     "compat.cache_engine", "compat.compressed_pools", "compat.gdn_pool", "compat.kv_cache_manager",
     "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",

@@ -13,9 +13,21 @@ def test_table_and_variable(monkeypatch):
     assert dispatch.backend("cuda") == ("triton" if dispatch.triton is not None else "reference")
     monkeypatch.setenv(dispatch.VARIABLE, "reference")
     assert dispatch.backend("cuda") == "reference"
-    monkeypatch.setenv(dispatch.VARIABLE, "numba")
-    with pytest.raises(BadInput, match="numba"):
+    monkeypatch.setenv(dispatch.VARIABLE, "cython")
+    with pytest.raises(BadInput, match="cython"):
         dispatch.backend("cpu")
+
+
+def test_numba_is_for_operations_that_have_it_and_for_the_cpu(monkeypatch):
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    monkeypatch.setattr(dispatch, "HAS_NUMBA", True)
+    assert dispatch.backend("cpu", has_numba=True) == "numba"
+    assert dispatch.backend("cpu") == dispatch.backend("mps", has_numba=True) == "reference"
+    monkeypatch.setenv(dispatch.VARIABLE, "numba")
+    assert dispatch.backend("cpu") == dispatch.backend("cuda", has_numba=True) == "reference"
+    monkeypatch.setattr(dispatch, "HAS_NUMBA", False)
+    with pytest.raises(BadInput, match=r"kvpagoda\[cpu\]"):
+        dispatch.backend("cpu", has_numba=True)
 
 
 def test_forcing_triton(monkeypatch):

@@ -2,5 +2,6 @@
 
 from kvpagoda.kernels.append_swa import append_swa
 from kvpagoda.kernels.copy_rows import copy_rows
+from kvpagoda.kernels.packed_rows import append_rows, gather_rows
 
-__all__ = ["append_swa", "copy_rows"]
+__all__ = ["append_rows", "append_swa", "copy_rows", "gather_rows"]

@@ -1,12 +1,15 @@
-"""Which implementation of an operation runs: Triton on a GPU, the reference elsewhere; an environment variable forces one.
+"""Which implementation of an operation runs: Triton on a GPU, numba on a CPU where it is installed and the operation has such
+a form, the reference elsewhere.
 
-The only file that imports Triton, which is optional. ``KVPAGODA_KERNELS=reference`` or ``=triton`` forces one.
+The only file that imports Triton, which is optional. ``KVPAGODA_KERNELS=reference``, ``=numba`` or ``=triton`` forces one; an
+operation without a numba form then runs its reference.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from kvpagoda.errors import BadInput
@@ -17,9 +20,10 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["VARIABLE", "backend", "jit", "tl", "triton"]
+__all__ = ["HAS_NUMBA", "VARIABLE", "backend", "jit", "tl", "triton"]
 
 VARIABLE = "KVPAGODA_KERNELS"
+HAS_NUMBA = find_spec("numba") is not None
 
 
 def jit(**options: Any) -> Callable[[Any], Any]:
@@ -28,17 +32,22 @@ def jit(**options: Any) -> Callable[[Any], Any]:
     return decorate
 
 
-def backend(device_type: str) -> str:
-    """``"reference"`` or ``"triton"`` for a launch on ``device_type``. Raises BadInput if the variable names neither,
-    or names Triton where it is not installed.
+def backend(device_type: str, has_numba: bool = False) -> str:
+    """``"reference"``, ``"triton"`` or, where an operation ``has_numba``, ``"numba"``, for a launch on ``device_type``.
+
+    Raises BadInput if the variable names none of them, or names one that is not installed.
 
     >>> backend("cpu")
     'reference'
     """
     usual = "triton" if device_type == "cuda" and triton is not None else "reference"
+    if device_type == "cpu" and has_numba and HAS_NUMBA:
+        usual = "numba"
     chosen = os.environ.get(VARIABLE) or usual
-    if chosen not in ("reference", "triton"):
-        raise BadInput(f"{VARIABLE} is 'reference' or 'triton', got {chosen!r}")
+    if chosen not in ("reference", "triton", "numba"):
+        raise BadInput(f"{VARIABLE} is 'reference', 'numba' or 'triton', got {chosen!r}")
     if chosen == "triton" and triton is None:
         raise BadInput(f"{VARIABLE}=triton, but Triton is not installed; pip install 'kvpagoda[triton]'")
-    return chosen
+    if chosen == "numba" and not HAS_NUMBA:
+        raise BadInput(f"{VARIABLE}=numba, but numba is not installed; pip install 'kvpagoda[cpu]'")
+    return "reference" if chosen == "numba" and (device_type != "cpu" or not has_numba) else chosen

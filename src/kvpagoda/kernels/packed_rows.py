@@ -1,0 +1,212 @@
+"""Append rows to packed pages and gather them back, for every packed format: one launch each.
+
+One program handles one vector: the row of one token, head and cell (K or V; formats of MLA and indexers have one). Each part
+of a row has its place in the page (``layouts.packings``), which the kernel is compiled for:
+
+    rows[i] -> codes, scales, kept  ->  pages[slots[i] // N]: row slots[i] mod N        a slot out of range: no row
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvpagoda.errors import BadInput
+from kvpagoda.formats.rule import Rule
+from kvpagoda.kernels.dispatch import backend
+from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel, gather_rows_kernel
+from kvpagoda.layouts.dialects import Dialect, dialect_for_heads
+from kvpagoda.layouts.packed import decode_rows, encode_rows, views
+
+Tensor = torch.Tensor
+
+
+def append_rows(
+    rows: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    format: str,
+    *,
+    page_size: int,
+    dialect: str | None = None,
+    head_dim: int | None = None,
+) -> None:
+    """Write row i of ``rows`` into slot ``slots[i]`` of ``pages``, in place; a slot out of range marks a padded row.
+
+    ``rows``   bfloat16 ``[n, D]``, D as ``pack`` takes it; rows may be strided
+    ``slots``  int32 or int64 ``[n]``: page * page_size + row; no slot twice
+    ``pages``  uint8 ``[pages, stride]``: at least the payload; the stride and the start are multiples of 4 bytes
+
+    All on one device. The bytes are those of ``pack``, with two differences, because a launch can refuse nothing: a row with
+    inf or NaN that ``pack`` refuses gets codes 0 and NaN scales, and every bfloat16 is read exactly. Other bytes of ``pages``
+    stay as they are. With Triton the launch allocates nothing and reads nothing back; it can be captured and replayed.
+
+    Raises BadInput for an unknown format or dialect and a wrong shape, dtype, stride or device, before anything is written.
+    O(n * D).
+
+    >>> pages = torch.zeros(2, 1168, dtype=torch.uint8)
+    >>> rows, slots = torch.ones(2, 512, dtype=torch.bfloat16), torch.tensor([3, -1])
+    >>> append_rows(rows, slots, pages, "dsv4_584", page_size=2)
+    >>> out = torch.zeros(2, 512)
+    >>> gather_rows(pages, slots, out, "dsv4_584", page_size=2)
+    >>> out.sum(1).tolist()
+    [512.0, 0.0]
+    """
+    chosen = _as_written(format, dialect, head_dim)
+    heads = _check("append_rows", rows, slots, pages, chosen, page_size)
+    if rows.dtype != torch.bfloat16:
+        raise BadInput(f"append_rows: rows must be bfloat16, got {rows.dtype}")
+    if len(rows) == 0:
+        return
+    run = backend(rows.device.type, has_numba=True)
+    if run == "numba":
+        return _loop(rows.view(torch.int16), slots, pages, append_constants(chosen, page_size, heads))
+    if run == "triton":
+        return _launch(append_rows_kernel, rows, slots, pages, append_constants(chosen, page_size, heads))
+    live = ((slots >= 0) & (slots < len(pages) * page_size)).nonzero().squeeze(1)
+    slot = slots.index_select(0, live).long()
+    places = views(pages, chosen.packing, page_size, heads)
+    for part, values in encode_rows(rows.index_select(0, live), chosen, heads).items():
+        places[part][slot // page_size, slot % page_size] = values
+
+
+def gather_rows(
+    pages: Tensor,
+    slots: Tensor,
+    out: Tensor,
+    format: str,
+    *,
+    page_size: int,
+    dialect: str | None = None,
+    head_dim: int | None = None,
+) -> None:
+    """Write the numbers in slot ``slots[i]`` of ``pages`` to row i of ``out``, in place; zeros for a slot out of range.
+
+    ``out`` bfloat16 or float32 ``[n, D]``; its rows may be strided. The rest is as for ``append_rows``; a slot may stand there
+    several times. Each number is code times scale in float32, rounded once to ``out``'s dtype. O(n * D).
+    """
+    chosen = _as_written(format, dialect, head_dim)
+    heads = _check("gather_rows", out, slots, pages, chosen, page_size)
+    if out.dtype not in (torch.bfloat16, torch.float32):
+        raise BadInput(f"gather_rows: out must be bfloat16 or float32, got {out.dtype}")
+    if len(out) == 0:
+        return
+    run, half = backend(out.device.type, has_numba=True), out.dtype == torch.bfloat16
+    bits = out.view(torch.int16) if half else out
+    if run == "numba":
+        return _loop(bits, slots, pages, gather_constants(chosen, page_size, heads, half))
+    if run == "triton":
+        return _launch(gather_rows_kernel, bits, slots, pages, gather_constants(chosen, page_size, heads, half))
+    live = (slots >= 0) & (slots < len(pages) * page_size)
+    slot = torch.where(live, slots, 0).long()
+    places = views(pages, chosen.packing, page_size, heads)
+    parts = {part: view[slot // page_size, slot % page_size] for part, view in places.items()}
+    out.copy_(decode_rows(parts, chosen, out.dtype).masked_fill_(~live[:, None], 0))
+
+
+@lru_cache(maxsize=64)
+def _as_written(format: str, dialect: str | None, head_dim: int | None) -> Dialect:
+    """The dialect as a launch can write it: nothing is refused, and bfloat16 are read as every device reads them."""
+    chosen = dialect_for_heads(format, dialect, head_dim)
+    marks = "marked" if chosen.rule.non_finite == "refused" else chosen.rule.non_finite
+    return replace(chosen, rule=replace(chosen.rule, non_finite=marks, subnormals="exact"))
+
+
+def _check(name: str, rows: Tensor, slots: Tensor, pages: Tensor, dialect: Dialect, page_size: int) -> int:
+    """The number of heads; raises BadInput unless the arguments are what ``name`` takes."""
+    width, cells = dialect.packing.width, dialect.packing.cells
+    if page_size < 1 or rows.ndim != 2 or rows.shape[1] < width or rows.shape[1] % width:
+        raise BadInput(f"{name}: rows of this format are [n, {width}], pages hold at least one; got {list(rows.shape)}")
+    heads = rows.shape[1] // width
+    if heads > 1 and cells == 1:
+        raise BadInput(f"{name}: rows of this format are [n, {width}], got {list(rows.shape)}")
+    if slots.dtype not in (torch.int32, torch.int64) or slots.shape != rows.shape[:1]:
+        raise BadInput(f"{name}: slots must be int32 or int64 [{len(rows)}], got {slots.dtype} {list(slots.shape)}")
+    payload = dialect.packing.payload_nbytes(page_size, heads)
+    if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] < payload:
+        raise BadInput(
+            f"{name}: pages must be uint8 [pages, at least {payload}] for {page_size} rows, "
+            f"got {pages.dtype} {list(pages.shape)}"
+        )
+    if not rows.device == slots.device == pages.device:
+        raise BadInput(f"{name}: one device, got {rows.device}, {slots.device}, {pages.device}")
+    steps = (pages.stride(0), pages.storage_offset())
+    if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in (rows, slots, pages)) or any(step % 4 for step in steps):
+        raise BadInput(f"{name}: last axes must be contiguous, and pages begin at multiples of 4 bytes, got {steps}")
+    return heads
+
+
+def _loop(rows: Tensor, slots: Tensor, pages: Tensor, constants: dict[str, Any]) -> None:
+    """Run the loop that numba compiled for these constants. ``rows``: int16 or float32."""
+    from kvpagoda.kernels.packed_rows_cpu import append_function, gather_function
+
+    function = (gather_function if "HALF" in constants else append_function)(**constants)
+    numbers, flat = _flat(rows), _flat(pages)
+    numbers = numbers.view(np.uint16) if rows.dtype == torch.int16 else numbers
+    words = flat[: len(flat) // 4 * 4]
+    num_slots = len(pages) * constants["PAGE"]
+    function(
+        numbers, flat, words.view(np.uint16), words.view(np.int32), slots.numpy(), num_slots, rows.stride(0),
+        pages.stride(0), constants["GROUP"],
+    )  # fmt: skip
+
+
+def _flat(table: Tensor) -> NDArray[Any]:
+    """The memory of ``table`` ``[n, k]`` from its first to its last element, with what lies between its rows: a flat array."""
+    length = (len(table) - 1) * table.stride(0) + table.shape[1] if len(table) else 0
+    array: NDArray[Any] = table.as_strided((length,), (1,)).numpy()
+    return array
+
+
+def _launch(kernel: Any, rows: Tensor, slots: Tensor, pages: Tensor, constants: dict[str, Any]) -> None:
+    """One program for each row, head and cell."""
+    vectors, num_slots = constants["HEADS"] * constants["CELLS"], len(pages) * constants["PAGE"]
+    with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
+        kernel[(len(rows) * vectors,)](
+            rows, slots, pages, num_slots, rows.stride(0), pages.stride(0),
+            **constants, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def append_constants(dialect: Dialect, page_size: int, heads: int) -> dict[str, Any]:
+    """What ``append_rows_kernel`` is compiled for. The same object each time: do not change it."""
+    return _geometry(dialect, page_size, heads) | _rule_constants(dialect.rule)
+
+
+@lru_cache(maxsize=256)
+def gather_constants(dialect: Dialect, page_size: int, heads: int, half: bool) -> dict[str, Any]:
+    """The same of ``gather_rows_kernel``; ``half``: to bfloat16."""
+    return _geometry(dialect, page_size, heads) | {"HALF": half}
+
+
+def _geometry(dialect: Dialect, page_size: int, heads: int) -> dict[str, Any]:
+    """Where the parts of a row lie, and what they are."""
+    packing, rule = dialect.packing, dialect.rule
+    if packing.group & (packing.group - 1):
+        raise BadInput(f"groups of {packing.group} elements are no power of two; KVPAGODA_KERNELS=reference takes them")
+    places = packing.places(page_size)
+    codes, scales, kept = (places.get(part, places["codes"]) for part in ("codes", "scales", "kept"))
+    return {
+        "PAGE": page_size, "HEADS": heads, "CELLS": packing.cells, "GROUP": packing.group, "GROUPS": packing.groups,
+        "GROUPS_BLOCK": 1 << (packing.groups + packing.scale_pad - 1).bit_length(), "LANES": packing.scale_lanes,
+        "SCALE_PAD": packing.scale_pad, "KEPT": packing.kept, "KEPT_NBYTES": packing.kept_nbytes,
+        "HEAD_STRIDE": codes.head, "CELL_STRIDE": codes.cell, "DATA_ROW": codes.row, "SCALES_ROW": scales.row,
+        "CODES_AT": codes.base, "SCALES_AT": scales.base, "KEPT_AT": kept.base, "CODES": rule.codes, "SCALE": rule.scale,
+    }  # fmt: skip
+
+
+def _rule_constants(rule: Rule) -> dict[str, Any]:
+    """What only writing depends on."""
+    return {
+        "TOP": rule.top, "FLOOR": int(torch.tensor(rule.floor, dtype=torch.float32).view(torch.int32)),
+        "FLOORS_SCALE": rule.floor_on == "scale", "POWER_OF_TWO": rule.has_power_of_two_scales,
+        "SCALE_UP": rule.scale_up, "RECIPROCAL": rule.by == "reciprocal", "TIES": rule.ties,
+        "SIGNED_ZERO": rule.signed_zero, "APART": rule.zero_groups == "apart", "MARKS": rule.non_finite == "marked",
+        "SKIPS_NAN": rule.skips_nan,
+    }  # fmt: skip

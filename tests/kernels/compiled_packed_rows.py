@@ -1,0 +1,54 @@
+"""Run in a process without TRITON_INTERPRET (``test_packed_rows_triton.py`` does): compile for GPUs that are not here."""
+
+import re
+
+import pytest
+import triton
+from packed_cases import EVERY, IDS, heads_of
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvpagoda.kernels.packed_rows import append_constants, gather_constants
+from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel, gather_rows_kernel
+from kvpagoda.layouts.dialects import dialect_of
+
+KERNELS = {"append": (append_rows_kernel, "rows"), "gather": (gather_rows_kernel, "out")}
+
+
+def ptx(name, format, dialect, capability):
+    kernel, rows = KERNELS[name]
+    chosen, heads = dialect_of(format, dialect), heads_of(format)
+    constants = append_constants(chosen, 64, heads) if name == "append" else gather_constants(chosen, 64, heads, True)
+    pointers = {rows: "*bf16" if name == "append" else "*i16", "slots": "*i32", "pages": "*u8"}
+    names = kernel.arg_names
+    aligned = [*pointers, f"{rows}_stride", "page_stride"]
+    source = ASTSource(
+        fn=kernel,
+        signature={one: "constexpr" if one in constants else pointers.get(one, "i32") for one in names},
+        constexprs={(names.index(one),): value for one, value in constants.items()},
+        attrs={(names.index(one),): [["tt.divisibility", 16]] for one in aligned},
+    )
+    options = {"num_warps": 1, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+
+
+def widest(text, access):
+    """Bytes of the widest global load or store."""
+    found = re.findall(rf"{access}\.global(?:\.\w+)*?(?:\.v(\d))?\.[bu](\d+)", text)
+    return max((int(many or 1) * int(bits) // 8 for many, bits in found), default=0)
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)
+def test_it_compiles_without_approximation_or_spills_and_moves_vectors(format, dialect, name, capability):
+    text = ptx(name, format, dialect, capability)
+    for forbidden in (r"div\.full", r"\.approx", r"\bfma\.", r"\.ftz", r"\.local\b", r"__local_depot"):
+        assert not re.search(forbidden, text), forbidden
+    packing = dialect_of(format, dialect).packing
+    elements = triton.next_power_of_2(packing.groups) * packing.group // 32  # of each lane
+    numbers, codes = min(16, 2 * elements), min(16, elements * packing.code_bits // 8)
+    read, written = (numbers, codes) if name == "append" else (codes, numbers)
+    if packing.cells > 1:  # cells of 68 or 40 bytes: nothing in them is aligned to more than 4
+        read, written = min(read, 4), min(written, 4)
+    assert widest(text, "ld") >= read and widest(text, "st") >= written

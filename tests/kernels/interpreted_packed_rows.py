@@ -1,0 +1,78 @@
+"""Run with TRITON_INTERPRET=1 in a process of its own (``test_packed_rows_triton.py`` does): the kernels on CPU tensors."""
+
+import numpy as np
+import pytest
+import torch
+from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_for, rows_with_odd_ones
+from triton.runtime import interpreter
+
+from kvpagoda.kernels.dispatch import VARIABLE
+from kvpagoda.kernels.packed_rows import append_rows, gather_rows
+from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel
+from kvpagoda.layouts.dialects import dialect_of
+
+every = pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)
+
+
+@pytest.fixture(autouse=True)
+def shuffled_programs(monkeypatch):
+    """Triton on the CPU, its programs in a random order: the interpreter runs them ascending, so give each another's id."""
+    assert isinstance(append_rows_kernel, interpreter.InterpretedFunction)
+    monkeypatch.setenv(VARIABLE, "triton")
+    builder = interpreter.interpreter_builder
+    set_grid_idx, set_grid_dim = builder.set_grid_idx, builder.set_grid_dim
+    order: list[int] = []
+
+    def sized(x, y, z):
+        order[:] = torch.randperm(x, generator=torch.Generator().manual_seed(x)).tolist()
+        set_grid_dim(x, y, z)
+
+    monkeypatch.setattr(builder, "set_grid_dim", sized)
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: set_grid_idx(order[x], y, z))
+    with np.errstate(all="ignore"):  # NaN and inf are among the rows
+        yield
+    assert len(order) > 1 and order != sorted(order), "programs ran in another order"
+
+
+@every
+def test_append_writes_the_bytes_of_the_reference(format, dialect, monkeypatch):
+    rows = rows_with_odd_ones(format)
+    slots = torch.tensor(SLOTS, dtype=torch.int32)
+    for chunk in (rows[:10], rows[10:]):
+        given, wanted = pool(format, dialect), pool(format, dialect)
+        append_rows(chunk, slots, given, format, page_size=PAGE, dialect=dialect)
+        with monkeypatch.context() as other:
+            other.setenv(VARIABLE, "reference")
+            append_rows(chunk, slots, wanted, format, page_size=PAGE, dialect=dialect)
+        assert torch.equal(given, wanted), (given != wanted).nonzero()[:8]
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gather_gives_the_numbers_of_the_reference(format, dialect, dtype, monkeypatch):
+    packing = dialect_of(format, dialect).packing
+    pages = pool(format, dialect)
+    generator = torch.Generator().manual_seed(3)
+    pages[:] = torch.randint(
+        0, 256, pages.shape, dtype=torch.uint8, generator=generator
+    )  # every code and scale there is
+    slots = torch.tensor([0, -1, 11, 5, 5, 12, 3], dtype=torch.int64)
+    given, wanted = torch.full((2, len(slots), packing.width * heads_of(format) + 4), 7, dtype=dtype)
+    gather_rows(pages, slots, given[:, :-4], format, page_size=PAGE, dialect=dialect)
+    monkeypatch.setenv(VARIABLE, "reference")
+    gather_rows(pages, slots, wanted[:, :-4], format, page_size=PAGE, dialect=dialect)
+    assert torch.equal(given.isnan(), wanted.isnan()), "NaN in the same places; its bits are the device's"
+    bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
+    assert torch.equal(given.nan_to_num(3.0).view(bits), wanted.nan_to_num(3.0).view(bits))
+
+
+def test_replay_writes_the_same_bytes_and_follows_its_buffers():
+    rows, pages, slots = rows_for("dsv4_584"), pool("dsv4_584", "flashmla"), torch.tensor(SLOTS, dtype=torch.int32)
+    append_rows(rows, slots, pages, "dsv4_584", page_size=PAGE)
+    once = pages.clone()
+    append_rows(rows, slots, pages, "dsv4_584", page_size=PAGE)
+    assert torch.equal(pages, once)
+    slots.fill_(-1)
+    rows.fill_(3)
+    append_rows(rows, slots, pages, "dsv4_584", page_size=PAGE)
+    assert torch.equal(pages, once), "padded rows write nothing"

@@ -1,0 +1,122 @@
+"""``append_rows`` and ``gather_rows``: the reference against ``pack``, what they refuse, and what a launch may not do."""
+
+import pytest
+import torch
+from packed_cases import EVERY, IDS, PAGE, SLOTS, expected, heads_of, pool, rows_for
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvpagoda.errors import BadInput
+from kvpagoda.kernels import packed_rows
+from kvpagoda.kernels.dispatch import VARIABLE
+from kvpagoda.kernels.packed_rows import append_rows, gather_rows
+from kvpagoda.layouts import unpack
+from kvpagoda.layouts.dialects import dialect_of
+
+every = pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_append_writes_the_bytes_of_pack_and_no_others(format, dialect, dtype):
+    rows, pages = rows_for(format), pool(format, dialect)
+    append_rows(rows, torch.tensor(SLOTS, dtype=dtype), pages, format, page_size=PAGE, dialect=dialect)
+    assert torch.equal(pages, expected(format, dialect, rows))
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gather_reads_what_unpack_reads_and_zeros_elsewhere(format, dialect, dtype):
+    pages = expected(format, dialect, rows_for(format), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+    slots = torch.tensor([9, -1, 3, 3, 12, 0], dtype=torch.int32)
+    payload = pages[:, : dialect_of(format, dialect).packing.payload_nbytes(PAGE, heads_of(format))]
+    whole = unpack(payload, format, page_size=PAGE, dialect=dialect, dtype=dtype).flatten(0, 1)
+    out = torch.full((len(slots), whole.shape[1] + 8), 7.0, dtype=dtype)
+    gather_rows(pages, slots, out[:, :-8], format, page_size=PAGE, dialect=dialect)
+    wanted = whole[slots.clamp(0, 11)]
+    wanted[[1, 4]] = 0
+    assert torch.equal(out[:, :-8].nan_to_num(3.0), wanted.nan_to_num(3.0)) and (out[:, -8:] == 7).all()
+
+
+@every
+def test_a_row_that_pack_refuses_is_marked(format, dialect):
+    rows, pages = rows_for(format, wide=False), pool(format, dialect)
+    rows[3, 1] = torch.nan
+    append_rows(rows, torch.tensor(SLOTS), pages, format, page_size=PAGE, dialect=dialect)
+    out = torch.zeros(len(SLOTS), rows.shape[1])
+    gather_rows(pages, torch.tensor(SLOTS), out, format, page_size=PAGE, dialect=dialect)
+    assert out[3, 1].isnan() and not out[[0, 2, 5, 6, 8]].isnan().any()
+
+
+class NoOperations(TorchDispatchMode):
+    """Fails on every torch operation that could allocate, copy or read: all but views."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert "view" in function._schema.name or function.is_view, f"{function} ran"
+        return function(*args, **(kwargs or {}))
+
+
+@every
+def test_a_launch_allocates_nothing_reads_nothing_and_is_the_same_each_time(format, dialect, monkeypatch):
+    """What a CUDA graph demands: under the guard nothing but the launch happens, and replays differ in contents only."""
+    pytest.importorskip("triton")
+    launches = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            def launch(*args, **constants):
+                kept = [(a.data_ptr(), a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args]
+                launches.append((grid, kept, constants))
+
+            return launch
+
+    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setattr(packed_rows, "append_rows_kernel", Kernel())
+    monkeypatch.setattr(packed_rows, "gather_rows_kernel", Kernel())
+    rows, pages, slots = rows_for(format), pool(format, dialect), torch.tensor(SLOTS, dtype=torch.int32)
+    out = torch.empty_like(rows)
+
+    def step():
+        append_rows(rows, slots, pages, format, page_size=PAGE, dialect=dialect)
+        gather_rows(pages, slots, out, format, page_size=PAGE, dialect=dialect)
+
+    step()  # tables are built once
+    for live in range(3):
+        slots[: live + 1] = live
+        with NoOperations():
+            step()
+    assert launches[0::2] == [launches[0]] * 4 and launches[1::2] == [launches[1]] * 4
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda a: a.update(rows=a["rows"].float()), "must be bfloat16"),
+        (lambda a: a.update(rows=a["rows"][:, :500]), r"\[n, 512\]"),
+        (lambda a: a.update(rows=a["rows"].repeat(1, 2)), r"\[n, 512\]"),
+        (lambda a: a.update(slots=a["slots"].short()), "int32 or int64"),
+        (lambda a: a.update(slots=a["slots"][:3]), r"\[10\]"),
+        (lambda a: a.update(pages=a["pages"].int()), "must be uint8"),
+        (lambda a: a.update(pages=a["pages"][:, :100]), "at least 2336"),
+        (lambda a: a.update(pages=torch.zeros(3, 2338, dtype=torch.uint8)), "multiples of 4"),
+        (lambda a: a.update(rows=a["rows"].t().contiguous().t()), "contiguous"),
+        (lambda a: a.update(rows=a["rows"].to("meta")), "one device"),
+        (lambda a: a.update(format="dsv5"), "no packed format"),
+        (lambda a: a.update(page_size=0), "at least one"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_written(spoil, said):
+    rows, pages = rows_for("dsv4_584"), pool("dsv4_584", "vllm")
+    arguments = dict(rows=rows, slots=torch.tensor(SLOTS), pages=pages, format="dsv4_584", page_size=PAGE)
+    spoil(arguments)
+    with pytest.raises(BadInput, match=said):
+        append_rows(**arguments)
+    assert (pages == 0xA5).all()
+
+
+def test_gather_refuses_other_dtypes_and_nothing_is_nothing():
+    pages, none = pool("dsv4_584", "vllm"), torch.zeros(0, dtype=torch.int32)
+    with pytest.raises(BadInput, match="bfloat16 or float32"):
+        gather_rows(pages, none, torch.zeros(0, 512, dtype=torch.float16), "dsv4_584", page_size=PAGE)
+    append_rows(torch.zeros(0, 512, dtype=torch.bfloat16), none, pages, "dsv4_584", page_size=PAGE)
+    gather_rows(pages, none, torch.zeros(0, 512), "dsv4_584", page_size=PAGE)
+    assert (pages == 0xA5).all()
