@@ -11,8 +11,8 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "schema", "blocks", "prefix", "formats", "kernels", "memory", "tiers", "cache", "batch", "kv_cache",
-    "scheduling", "compat", "console", "doctor", "replay", "hf", "cli",
+    "errors", "units", "layouts", "schema", "blocks", "prefix", "formats", "kernels", "memory", "tiers", "cache", "batch",
+    "kv_cache", "scheduling", "compat", "console", "doctor", "replay", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"}, "kernels": {"triton"},
@@ -26,7 +26,7 @@ NEEDS_TORCH = {
     "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",
 }  # fmt: skip
 """Rooms and files that import torch. Everything else works where it is not installed."""
-NEVER_TORCH = {"errors", "units", "schema", "blocks", "prefix", "tiers", "cache", "scheduling", "replay"}
+NEVER_TORCH = {"errors", "units", "layouts", "schema", "blocks", "prefix", "tiers", "cache", "scheduling", "replay"}
 
 
 def module_of(path: Path) -> str:

@@ -1,0 +1,249 @@
+"""Copies between layouts: ``reshard(source, target)`` plans which bytes go where. Arithmetic alone, nothing is moved.
+
+Both sides are one layout, or one for each rank (``Layout.split``). What must be equal is the content: names of parts, dtypes,
+names and sizes of axes. What may differ is everything else: order, pages, packing, padding, who holds what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpagoda.errors import BadInput, LayoutError
+from kvpagoda.layouts.axes import TOKENS, Axis, Ints
+from kvpagoda.layouts.copying import Bytes, copy
+from kvpagoda.layouts.expression import PADS
+from kvpagoda.layouts.layout import Layout
+from kvpagoda.layouts.shards import givers, overlap
+from kvpagoda.layouts.spans import Moved, joined, of_parts
+from kvpagoda.units import format_bytes
+
+Slots = npt.ArrayLike | None
+Pair = tuple[int, int]
+"""Source rank, target rank."""
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """What goes where, for every pair of ranks that has something to give. ``reshard`` makes plans."""
+
+    sources: tuple[Layout, ...]
+    targets: tuple[Layout, ...]
+    moved: Mapping[Pair, tuple[Moved, ...]]
+
+    @cached_property
+    def by_rank(self) -> dict[Pair, Ints]:
+        """(source rank, target rank) -> int64 ``[n, 3]`` of (source byte, target byte, bytes), merged, sorted by source."""
+        return {ranks: of_parts(parts) for ranks, parts in self.moved.items()}
+
+    @property
+    def spans(self) -> Ints | dict[Pair, Ints]:
+        """``by_rank``; the array itself where there is one source and one target."""
+        return self.by_rank if len(self.sources) * len(self.targets) > 1 else self.by_rank[0, 0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return sum(int(spans[:, 2].sum()) for spans in self.by_rank.values())
+
+    def transfers(
+        self, ranks: Pair, source_address: int, target_address: int, most: int | None = None
+    ) -> tuple[Ints, Ints, Ints]:
+        """Source addresses, target addresses and lengths, int64 ``[n]``, as transfer engines take them: Mooncake as lists of
+        buffers and sizes, NIXL as (address, length, device) on either side. No length is over ``most``."""
+        spans = self.by_rank.get(ranks, np.empty((0, 3), np.int64))
+        begins, puts, nbytes = spans.T
+        if most is not None and len(spans):
+            if most < 1:
+                raise BadInput(f"most must be at least 1 byte, got {most}")
+            slices = -(-nbytes // most)
+            done = most * (np.arange(slices.sum()) - np.repeat(np.cumsum(slices) - slices, slices))
+            begins, puts = np.repeat(begins, slices) + done, np.repeat(puts, slices) + done
+            nbytes = np.minimum(most, np.repeat(nbytes, slices) - done)
+        return begins + source_address, puts + target_address, nbytes
+
+    def run(self, sources: Any, targets: Any) -> None:
+        """Move the bytes here: from ``sources`` to ``targets``, memory of the host, one for each rank (or just one where there
+        is one): uint8 arrays of numpy, torch tensors on the CPU, or writable buffers. Nothing else of the targets changes.
+
+        Raises BadInput before anything moved for memory of another number, too short, read-only, or that overlaps.
+        """
+        given = _memories(sources, self.sources, "source"), _memories(targets, self.targets, "target")
+        for target in given[1]:
+            if not target.flags.writeable:
+                raise BadInput("a target is read-only memory")
+            if any(np.may_share_memory(source, target) for source in given[0]):
+                raise BadInput("a target overlaps a source; copy into other memory")
+        for (giver, taker), parts in self.moved.items():
+            copy(parts, given[0][giver], given[1][taker])
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the copy costs, as plain data."""
+        lengths = np.concatenate([spans[:, 2] for spans in self.by_rank.values()])
+        return {
+            "source": self.sources[0].fingerprint,
+            "target": self.targets[0].fingerprint,
+            "source_ranks": len(self.sources),
+            "target_ranks": len(self.targets),
+            "transfers": sum(len(spans) > 0 for spans in self.by_rank.values()),
+            "nbytes": self.nbytes,
+            "spans": len(lengths),
+            "shortest": int(lengths.min()),
+            "median": int(np.median(lengths)),
+            "longest": int(lengths.max()),
+        }
+
+    def __str__(self) -> str:
+        cost = self.to_dict()
+        lines = [
+            f"{format_bytes(cost['nbytes'])} in {cost['spans']:,} spans of {cost['shortest']:,} to {cost['longest']:,} bytes "
+            f"(median {cost['median']:,}), {cost['transfers']} pairs of {cost['source_ranks']} source and "
+            f"{cost['target_ranks']} target ranks"
+        ]
+        return "\n".join(lines)
+
+
+def reshard(
+    source: Layout | Sequence[Layout],
+    target: Layout | Sequence[Layout],
+    *,
+    source_slots: Slots = None,
+    target_slots: Slots = None,
+) -> ReshardPlan:
+    """Plan the copy of all that ``target`` holds, from ``source``: layouts, or lists of them by rank.
+
+    ``source_slots``, ``target_slots``: int ``[n]``, which token slot (block * tokens of a block + offset) the i-th token
+    has on that side, the same on every rank; default: all tokens in order. Raises LayoutError where the content differs (rule
+    'content': parts, dtypes, axes, sizes, format), where ranks do not add up ('shards'), or the dialect cannot be changed
+    ('dialect'); BadInput for slots out of range. O(parts * pairs of ranks + spans).
+    """
+    sources, targets = _ranks(source), _ranks(target)
+    slots = _slots(source_slots, sources[0], "source_slots"), _slots(target_slots, targets[0], "target_slots")
+    _check_content(sources, targets, slots)
+    givable, moved = sources[0].movable, dict[Pair, list[Moved]]()
+    for key, wanted in targets[0].movable.items():
+        if wanted.name in PADS and (key not in givable or {*givable[key].axes} != {*wanted.axes}):
+            continue
+        held = [
+            [_held(layout, wanted.axes, given) for layout in side] for side, given in zip((sources, targets), slots)
+        ]
+        for rank, mine in enumerate(held[1]):
+            for giver in givers(key, held[0], mine, rank, len(targets)):
+                sides = (sources[giver], held[0][giver], slots[0]), (targets[rank], mine, slots[1])
+                moved.setdefault((giver, rank), []).append(_moved(key, *sides))
+    return ReshardPlan(sources, targets, {pair: tuple(joined(parts)) for pair, parts in sorted(moved.items())})
+
+
+def _ranks(given: Layout | Sequence[Layout]) -> tuple[Layout, ...]:
+    ranks = (given,) if isinstance(given, Layout) else tuple(given)
+    if not ranks or not all(isinstance(one, Layout) for one in ranks):
+        raise BadInput(f"give a Layout, or a list of them by rank, not {type(given).__name__} {str(given)[:40]!r}")
+    return ranks
+
+
+def _slots(given: Slots, layout: Layout, name: str) -> Ints | None:
+    """The token slots as int64. Raises BadInput."""
+    if given is None:
+        return None
+    slots, most = np.asarray(given), layout.axis(TOKENS).size
+    if slots.ndim != 1 or not np.issubdtype(slots.dtype, np.integer) or not len(slots):
+        raise BadInput(f"{name} must be a vector of whole numbers, got {slots.dtype} {list(slots.shape)}")
+    if not 0 <= slots.min() <= slots.max() < most:
+        raise BadInput(f"{name} {slots.min()}..{slots.max()} are not all in 0..{most - 1}")
+    if len(np.unique(slots)) < len(slots):
+        raise BadInput(f"{name} name a slot twice")
+    return slots.astype(np.int64)
+
+
+def _content(layout: Layout, slots: Ints | None) -> dict[str, tuple[str, dict[str, int]]]:
+    """Part -> dtype, and the whole size of each axis."""
+    return {
+        place.name: (place.dtype, {name: axis.total for name, axis in sorted(_held(layout, place.axes, slots).items())})
+        for place in layout.places
+        if place.name not in PADS
+    }
+
+
+def _check_content(
+    sources: tuple[Layout, ...], targets: tuple[Layout, ...], slots: tuple[Ints | None, Ints | None]
+) -> None:
+    """All layouts hold parts of the same content. Raises LayoutError."""
+    wanted = _content(targets[0], slots[1])
+    for side, layouts, given in (("source", sources, slots[0]), ("target", targets, slots[1])):
+        for rank, layout in enumerate(layouts):
+            found, where = _content(layout, given), f"{side} rank {rank}"
+            if found.keys() != wanted.keys():
+                raise LayoutError(
+                    "content", f"{where} has the parts {', '.join(found)}; the target has {', '.join(wanted)}"
+                )
+            for part, (dtype, axes) in found.items():
+                if (dtype, axes) != wanted[part]:
+                    sizes = [", ".join(f"{name} {n}" for name, n in x.items()) for x in (axes, wanted[part][1])]
+                    raise LayoutError(
+                        "content",
+                        f"{where}: part {part!r} is {dtype} of {sizes[0]}; in the target {wanted[part][0]} of {sizes[1]}",
+                    )
+            if layout.format != targets[0].format:
+                raise LayoutError(
+                    "content", f"{where} has rows of format {layout.format!r}, the target {targets[0].format!r}"
+                )
+
+
+def _held(layout: Layout, axes: Sequence[str], slots: Ints | None) -> dict[str, Axis]:
+    """The axes of a part on a rank; with slots, as many tokens as are named."""
+    held = {name: layout.axis(name) for name in axes}
+    if slots is not None and TOKENS in held:
+        held[TOKENS] = Axis(TOKENS, len(slots), len(slots))
+    return held
+
+
+Side = tuple[Layout, Mapping[str, Axis], Ints | None]
+"""A rank's layout, the axes of the part there, and its token slots."""
+
+
+def _moved(key: str, source: Side, target: Side) -> Moved:
+    """What of one part goes from one rank to another."""
+    places = [layout.movable[key] for layout, _, _ in (source, target)]
+    begins, axes = [place.offset for place in places], []
+    for name in places[1].axes:
+        both = overlap(source[1][name], target[1][name])
+        adds = []
+        for place, (layout, held, slots) in zip(places, (source, target)):
+            local = np.arange(both.start, both.stop) - held[name].first
+            adds.append(layout.along(place, name, local if slots is None or name != TOKENS else slots[local]))
+        strides = tuple((fold, stride) for place in places for fold, stride in place.strides if fold.axis == name)
+        begins = [begin + int(one[0]) for begin, one in zip(begins, adds)]
+        if len(both) > 1:
+            axes.append((adds[0] - adds[0][0], adds[1] - adds[1][0], (both, strides)))
+    axes.sort(key=lambda axis: abs(int(axis[0][1])))
+    return Moved(
+        begins[0],
+        begins[1],
+        places[1].itemsize,
+        tuple((a, b) for a, b, _ in axes),
+        tuple(strides for _, _, strides in axes),
+    )
+
+
+def _memories(given: Any, layouts: Sequence[Layout], side: str) -> list[Bytes]:
+    """One uint8 vector for each rank. Raises BadInput."""
+    several = isinstance(given, list | tuple)
+    if (several and len(given) != len(layouts)) or (not several and len(layouts) != 1):
+        raise BadInput(f"give a list of {len(layouts)} memories, one for each {side} rank")
+    found = []
+    for rank, (one, layout) in enumerate(zip(given if several else [given], layouts)):
+        try:
+            memory = np.asarray(one if hasattr(one, "__array__") else memoryview(one))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise BadInput(f"{side} rank {rank} is no memory of this machine's host: {error}") from None
+        if not memory.flags.c_contiguous:
+            raise BadInput(f"{side} rank {rank} is not one contiguous piece of memory")
+        found.append(memory.reshape(-1).view(np.uint8))
+        if found[-1].nbytes < layout.nbytes:
+            raise BadInput(f"{side} rank {rank} has {found[-1].nbytes:,} bytes; its layout takes {layout.nbytes:,}")
+    return found
