@@ -114,6 +114,13 @@ def test_the_fingerprint_of_a_layout_is_pinned() -> None:
     assert layout.fingerprint == "07aaa40ba981740a3faf8c0b317f2517"
 
 
+def test_other_sizes() -> None:
+    layout = Layout.of("B L H N k[D]:uint8", L=2, B=3, N=4, H=2, D=8)
+    other = layout.resized(B=5, N=2, H=4)
+    assert other == Layout.of("B L H N k[D]:uint8", L=2, B=5, N=2, H=4, D=8)
+    assert other.split(tp=4)[3].axis("H").first == 3
+
+
 def test_one_spelling() -> None:
     sizes = dict(L=2, B=3, N=4, H=2, D=4)
     spelled = Layout.of("( L  B ((N H k[D] :bfloat16|N H v[ D ]:bfloat16) ) )".replace(" :", ":"), **sizes)

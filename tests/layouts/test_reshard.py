@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from plain_layout import Content, Plain, made, random_content, random_plain
 
-from kvpagoda.layouts import Layout, reshard
+from kvpagoda.errors import BadInput, LayoutError
+from kvpagoda.layouts import Layout, copying, reshard
 
 VECTORS = Path(__file__).parents[3] / "shared" / "vectors" / "tp_spans.npz"
 SLOW_SEEDS = 1_000_000
@@ -46,7 +47,7 @@ def random_side(rng: random.Random, content: Content) -> tuple[list[Plain], list
 
 
 def value_of(part: str, indices: tuple[int, ...], byte: int) -> int:
-    return zlib.crc32(repr((part, indices, byte)).encode()) & 0xFF
+    return hash((ord(part), indices, byte)) & 0xFF
 
 
 def with_token(
@@ -61,7 +62,7 @@ def with_token(
     return (*indices[:at], slots.index(indices[at]), *indices[at + 1 :])
 
 
-def check_random(seed: int) -> None:
+def check_random(seed: int, threads: int = 1) -> None:
     rng = random.Random(seed)
     contents = [random_content(rng)]
     tokens, slots = contents[0].sizes["T"], [None, None]
@@ -85,7 +86,7 @@ def check_random(seed: int) -> None:
         memories.append(wanted)
     plan = reshard(sides[0][1], sides[1][1], source_slots=slots[0], target_slots=slots[1])
     moved = [np.full(len(memory), 0x55, np.uint8) for memory in memories[1]]
-    plan.run(memories[0], moved)
+    plan.run(memories[0], moved, threads)
     for found, wanted in zip(moved, memories[1]):
         assert np.array_equal(found, wanted), seed
     by_spans = [np.full(len(memory), 0x55, np.uint8) for memory in memories[1]]
@@ -101,6 +102,125 @@ def check_random(seed: int) -> None:
 def test_random_pairs_move_what_a_walk_over_every_element_moves() -> None:
     for seed in range(400):
         check_random(seed)
+
+
+def test_threads_share_what_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here everything is long."""
+    for name in ("ALONE", "SHARED", "GATHERED"):
+        monkeypatch.setattr(copying, name, 1)
+    for seed in range(100):
+        check_random(seed, threads=3)
+
+
+def test_tokens_that_lie_anywhere_move_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    pool, dense = Layout.of("B L N k[D]:uint16", B=50, L=2, N=3, D=5), Layout.of("L T k[D]:uint16", L=2, T=40, D=5)
+    source = rng.integers(0, 256, pool.nbytes).astype(np.uint8)
+    for gathered in (1, 64, 1 << 18):
+        monkeypatch.setattr(copying, "GATHERED", gathered)
+        slots, moved = rng.permutation(150)[:40], np.zeros(dense.nbytes, np.uint8)
+        reshard(pool, dense, source_slots=slots).run(source, moved)
+        rows = source.view(np.uint16).reshape(50, 2, 3, 5)[slots // 3, :, slots % 3].transpose(1, 0, 2)
+        assert np.array_equal(moved.view(np.uint16).reshape(2, 40, 5), rows)
+
+
+PAIR = Layout.of("B N k[D]:uint8", B=2, N=4, D=8), Layout.of("N B k[D]:uint8", B=2, N=4, D=8)
+"""Two layouts of 64 bytes."""
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "message"),
+    [
+        (np.zeros(63, np.uint8), np.zeros(64, np.uint8), "has 63 bytes; its layout takes 64"),
+        (np.zeros(64, np.uint8), bytes(64), "read-only"),
+        (np.zeros(64, np.uint8), [np.zeros(64, np.uint8)] * 2, "a list of 1 memories"),
+        (np.zeros((8, 16), np.uint8)[:, ::2], np.zeros(64, np.uint8), "not one contiguous piece"),
+        (None, np.zeros(64, np.uint8), "no memory of this machine"),
+    ],
+)
+def test_memory_that_cannot_be_is_refused_before_anything_moves(sources: object, targets: object, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        reshard(*PAIR).run(sources, targets)
+
+
+def test_memory_that_overlaps_is_refused() -> None:
+    memory = np.arange(100, dtype=np.uint8)
+    with pytest.raises(BadInput, match="overlaps a source"):
+        reshard(*PAIR).run(memory[:64], memory[30:94])
+    assert np.array_equal(memory, np.arange(100))
+
+
+def test_memory_may_be_a_tensor_or_a_buffer() -> None:
+    torch = pytest.importorskip("torch")
+    source = np.arange(64, dtype=np.uint8)
+    wanted = source.reshape(2, 4, 8).transpose(1, 0, 2).ravel()
+    tensor, buffer = torch.zeros(32, dtype=torch.int16), bytearray(64)
+    plan = reshard(*PAIR)
+    plan.run(torch.from_numpy(source), tensor)
+    plan.run(source, [buffer])
+    assert np.array_equal(tensor.numpy().view(np.uint8), wanted) and bytes(buffer) == wanted.tobytes()
+
+
+def test_what_is_not_of_one_content_is_refused() -> None:
+    sizes = dict(L=2, T=8, H=4, D=8)
+    layout = Layout.of("L T H k[D]:uint8", **sizes)
+    others = [
+        (Layout.of("L T H v[D]:uint8", **sizes), "content", "the parts k; the target has v"),
+        (Layout.of("L T H k[D]:int8", **sizes), "content", "uint8 of .*; in the target int8"),
+        (Layout.of("L T H k[E]:uint8", L=2, T=8, H=4, E=8), "content", "uint8 of D 8, .* in the target uint8 of E 8"),
+        (layout.resized(L=3), "content", "L 2, .* L 3"),
+        (layout.resized(T=9), "content", "T 8; in the target .* T 9"),
+        (replace(layout, format="dsv4_584"), "content", "format 'raw', the target 'dsv4_584'"),
+    ]
+    for other, rule, message in others:
+        with pytest.raises(LayoutError, match=message) as raised:
+            reshard(layout, other)
+        assert raised.value.rule == rule
+    with pytest.raises(BadInput, match="give a Layout"):
+        reshard(layout, "vllm")  # type: ignore[arg-type]
+
+
+def test_ranks_that_do_not_add_up_are_refused() -> None:
+    layout = Layout.of("L T H k[D]:uint8", L=2, T=8, H=4, D=8)
+    ranks = layout.split(tp=2)
+    with pytest.raises(LayoutError, match="have 128 of its 512 elements") as raised:
+        reshard(layout.split(tp=4)[:1], layout)
+    assert raised.value.rule == "shards"
+    with pytest.raises(LayoutError, match="source ranks 0 and 1 hold some of the same"):
+        reshard([layout, ranks[0]], layout)
+    assert {*reshard(ranks[1:], ranks[1:]).by_rank} == {(0, 0)}
+
+
+@pytest.mark.parametrize("slots", [[0, 8], [-1, 2], [1, 1], [[1]], [0.5], []])
+def test_slots_that_cannot_be_are_refused(slots: list[object]) -> None:
+    with pytest.raises(BadInput, match="source_slots"):
+        reshard(*PAIR, source_slots=slots)
+
+
+def test_what_all_ranks_hold_comes_from_different_ones() -> None:
+    latent = Layout.of("L T k[D]:uint8", L=1, T=4, D=8)
+    assert [*reshard(latent.split(tp=4), latent.split(tp=8)).by_rank] == [(rank // 2, rank) for rank in range(8)]
+    assert [*reshard(latent.split(tp=8), latent.split(tp=2)).by_rank] == [(0, 0), (4, 1)]
+
+
+def test_bytes_that_are_no_content_move_where_both_sides_have_them() -> None:
+    """A row with a spare byte stays one span; where the other side has none, it is left as it was."""
+    row = "B (N k[D]:uint8 | N (s[G]:uint8 | pad:uint8))"
+    layout = Layout.of(row, B=3, N=4, D=8, G=3)
+    assert reshard(layout, layout.resized()).spans.tolist() == [[0, 0, layout.nbytes]]
+    other = Layout.of("B N (k[D]:uint8 | s[G]:uint8)", B=3, N=4, D=8, G=3)
+    assert reshard(other, layout).nbytes == other.nbytes == layout.payload_nbytes
+
+
+def test_transfers_are_bounded_slices_at_addresses() -> None:
+    plan = reshard(Layout.of("B@12 k[D]:uint8", B=3, D=10), Layout.of("B k[D]:uint8", B=3, D=10))
+    begins, puts, nbytes = plan.transfers((0, 0), 1000, 5000, most=4)
+    assert begins.tolist() == [1000, 1004, 1008, 1012, 1016, 1020, 1024, 1028, 1032]
+    assert puts.tolist() == [5000, 5004, 5008, 5010, 5014, 5018, 5020, 5024, 5028] and nbytes.tolist() == [4, 4, 2] * 3
+    assert [one.tolist() for one in plan.transfers((0, 0), 0, 0)] == [[0, 12, 24], [0, 10, 20], [10, 10, 10]]
+    assert [len(one) for one in plan.transfers((0, 1), 0, 0)] == [0, 0, 0]
+    with pytest.raises(BadInput, match="most must be at least 1"):
+        plan.transfers((0, 0), 0, 0, most=0)
 
 
 @pytest.fixture(scope="module")

@@ -186,11 +186,12 @@ class Layout:
         changed = {name: self.axis(name) for name in sizes}
         if parts := [name for name, axis in changed.items() if axis.size != axis.total]:
             raise LayoutError("size", f"axis {parts[0]!r} is a rank's part; resize the whole layout, then split it")
-        axes = tuple(
-            replace(axis, size=sizes[axis.name], total=sizes[axis.name]) if axis.name in sizes else axis
-            for axis in self.axes
-        )
-        return replace(self, axes=axes, page_size=page, kernel_pages=kernel_pages)
+        axes = []
+        for axis in self.axes:
+            size = sizes.get(axis.name, axis.size)
+            pieces = size if axis.pieces == axis.total else axis.pieces
+            axes.append(axis if axis.name not in sizes else Axis(axis.name, size, size, pieces=pieces))
+        return replace(self, axes=tuple(axes), page_size=page, kernel_pages=kernel_pages)
 
     def split(self, tp: int = 1, pp: int = 1) -> tuple[Layout, ...]:
         """What each rank holds, stage by stage: ``pp`` pipeline stages of layers ``L``, each with ``tp`` tensor-parallel

@@ -6,6 +6,7 @@ names and sizes of axes. What may differ is everything else: order, pages, packi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,9 +68,10 @@ class ReshardPlan:
             nbytes = np.minimum(most, np.repeat(nbytes, slices) - done)
         return begins + source_address, puts + target_address, nbytes
 
-    def run(self, sources: Any, targets: Any) -> None:
+    def run(self, sources: Any, targets: Any, threads: int | None = None) -> None:
         """Move the bytes here: from ``sources`` to ``targets``, memory of the host, one for each rank (or just one where there
-        is one): uint8 arrays of numpy, torch tensors on the CPU, or writable buffers. Nothing else of the targets changes.
+        is one): arrays of numpy, torch tensors on the CPU, or writable buffers. Nothing else of the targets changes.
+        ``threads`` share the copies (default: one for every 16 MiB, at most 4 and the cores of this machine).
 
         Raises BadInput before anything moved for memory of another number, too short, read-only, or that overlaps.
         """
@@ -79,8 +81,9 @@ class ReshardPlan:
                 raise BadInput("a target is read-only memory")
             if any(np.may_share_memory(source, target) for source in given[0]):
                 raise BadInput("a target overlaps a source; copy into other memory")
-        for (giver, taker), parts in self.moved.items():
-            copy(parts, given[0][giver], given[1][taker])
+        if threads is None:
+            threads = min(1 + self.nbytes // (16 << 20), 4, os.cpu_count() or 1)
+        copy(((parts, given[0][giver], given[1][taker]) for (giver, taker), parts in self.moved.items()), threads)
 
     def to_dict(self) -> dict[str, Any]:
         """What the copy costs, as plain data."""
