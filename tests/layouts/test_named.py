@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from test_layout import ORDERS
 
-from kvpagoda.errors import LayoutError
-from kvpagoda.layouts import Layout, named, names, reshard
+from kvpagoda.errors import BadInput, LayoutError
+from kvpagoda.layouts import Layout, named, names, read, reshard
 
 BY_NAME = {
     **{f"vllm_packed_{order}C": f"vllm-{order.lower()}c" for order in "LBHN LBNH LHBN BLHN BLNH BHLN".split()},
@@ -101,6 +101,25 @@ def test_what_a_name_does_not_have_is_refused(arguments: dict[str, object], rule
     with pytest.raises(LayoutError, match=message) as raised:
         named(**arguments)  # type: ignore[arg-type]
     assert raised.value.rule == rule
+
+
+def test_the_document_lists_every_name() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text()
+    assert [name for name in names() if f"`{name}`" not in text] == []
+
+
+def test_layouts_as_a_command_line_says_them(tmp_path: Path) -> None:
+    assert read("trtllm,page_size=16, heads=4,tp=2,pp=1") == named("trtllm", page_size=16, heads=4).split(tp=2)
+    assert read("flashmla-dsv4,dialect=vllm") == (named("flashmla-dsv4", dialect="vllm"),)
+    path = tmp_path / "pool.json"
+    path.write_text(named("trtllm").to_json())
+    assert read(f"{path},T=32,tp=2") == named("trtllm", tokens=32).split(tp=2)
+    for text in ("trtllm,", "trtllm,page_size", "trtllm,=4", "trtllm,heads="):
+        with pytest.raises(LayoutError, match="write NAME,size=number"):
+            read(text)
+    for text in ("trtllm,tp=two", "trtllm,heads=four", "trtllm,heads=²", f"{path},T=x"):
+        with pytest.raises(BadInput, match="whole number"):
+            read(text)
 
 
 def test_the_room_works_alone() -> None:

@@ -1,7 +1,7 @@
 """WHERE bytes lie: layouts as values, copies between them, engines' layouts by name. No torch, and nothing of the cache."""
 
 from kvpagoda.layouts.layout import Layout
-from kvpagoda.layouts.named import named, names
+from kvpagoda.layouts.named import named, names, read
 from kvpagoda.layouts.reshard import ReshardPlan, reshard
 
-__all__ = ["Layout", "ReshardPlan", "named", "names", "reshard"]
+__all__ = ["Layout", "ReshardPlan", "named", "names", "read", "reshard"]

@@ -92,7 +92,7 @@ def own_axes(expression: str) -> list[Axis]:
     found = []
     for name, dims in re.findall(r"([A-Za-z]\w*)\[([^\]]*)\]", expression):
         for number, dim in enumerate(dims.split(",")):
-            if dim.strip().isdigit():
+            if dim.strip().isdecimal():
                 found.append(Axis(f"{name}.{number}", int(dim), int(dim)))
     return found
 
@@ -165,7 +165,7 @@ class Parser:
         node: Node = Part(match[1], match[3])
         dims = [dim.strip() for dim in match[2].split(",")] if match[2] else []
         for number, dim in reversed([*enumerate(dims)]):
-            if dim.isdigit():
+            if dim.isdecimal():
                 fold, stride = Fold(dim, f"{match[1]}.{number}", 1, int(dim)), None
             else:
                 fold, stride = self.sizes.fold(dim)

@@ -28,11 +28,11 @@ VERSION = 1
 @dataclass(frozen=True)
 class Index:
     """What a kernel's index names (``"block"``, ``"kernel page"``, ``"token"``: page * N + offset, ``"state"``), its dtype,
-    and the value that marks an entry to skip."""
+    and the value of an entry that is padding (None: there is no such value)."""
 
     of: str = "block"
     dtype: str = "int32"
-    padding: int = -1
+    padding: int | None = None
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,8 @@ class Layout:
             for x in self.axes
         ]
         sizes = ", ".join(f"{name} {size}" for name, size in ranges)
-        index = f"index of a {self.index.of}: {self.index.dtype}, {self.index.padding} is skipped"
+        padding = "" if self.index.padding is None else f", {self.index.padding} is padding"
+        index = f"index of a {self.index.of}: {self.index.dtype}{padding}"
         return "\n".join(
             [
                 f"{title}: {self.nbytes:,} bytes, {self.payload_nbytes:,} of them content",

@@ -82,10 +82,27 @@ def _size(entry: Mapping[str, Any], sizes: Mapping[str, int], wanted: str) -> in
         if "tokens" in sizes:
             raise LayoutError("size", "give tokens or blocks, not both")
         return whole_number(sizes["blocks"], "blocks", 1) * _size(entry, sizes, "page_size")
-    value = sizes.get(what, entry["defaults"][what])
-    if isinstance(value, str):
+    value = entry["defaults"][what]
+    if what not in sizes and isinstance(value, str):  # another size
         return _size(entry, sizes, value)
-    number = whole_number(value, what, at_least=1)
+    number = whole_number(sizes.get(what, value), what, at_least=1)
     if divisor and number % int(divisor):
         raise LayoutError("size", f"{what} must be a multiple of {divisor}, got {number}")
     return number // int(divisor or 1)
+
+
+def read(text: str) -> tuple[Layout, ...]:
+    """Layouts by rank as a command line says them: a name with sizes, ``"trtllm,page_size=32,tp=4,pp=2"``, or a file that
+    ``to_json`` wrote, ``"pool.json,tp=4"``. Raises LayoutError; OSError for a file that cannot be read."""
+    name, *given = text.split(",")
+    sizes: dict[str, Any] = {}
+    for word in given:
+        key, _, value = word.partition("=")
+        if not key or not value:
+            raise LayoutError("syntax", f"cannot read {word!r} in {text!r}; write NAME,size=number,size=number")
+        sizes[key.strip()] = int(value) if value.strip().isdecimal() else value.strip()
+    ranks = {ways: sizes.pop(ways, 1) for ways in ("tp", "pp")}
+    if not name.endswith(".json"):
+        return named(name, **sizes).split(**ranks)
+    layout = Layout.from_json(Path(name).read_text())
+    return (layout.resized(**sizes) if sizes else layout).split(**ranks)
