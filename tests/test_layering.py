@@ -11,7 +11,7 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "layouts", "schema", "blocks", "prefix", "formats", "kernels", "memory", "tiers", "cache", "batch",
+    "errors", "units", "schema", "blocks", "prefix", "formats", "kernels", "layouts", "memory", "tiers", "cache", "batch",
     "kv_cache", "scheduling", "compat", "console", "doctor", "replay", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
@@ -20,13 +20,15 @@ OPTIONAL = {
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {
-    "formats", "kernels", "doctor", "hf", "memory.arena", "memory.device_arrays", "memory.device_memory", "memory.host_copy",
+    "formats.codec", "formats.quantise", "formats.scales", "formats.small_floats", "kernels", "layouts.encoded_anew",
+    "layouts.packed", "doctor", "hf",
+    "memory.arena", "memory.device_arrays", "memory.device_memory", "memory.host_copy",
     "memory.id_tensors", "memory.layerwise", "memory.pool", "compat.block_allocator",
     "compat.cache_engine", "compat.compressed_pools", "compat.gdn_pool", "compat.kv_cache_manager",
     "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",
 }  # fmt: skip
 """Rooms and files that import torch. Everything else works where it is not installed."""
-NEVER_TORCH = {"errors", "units", "layouts", "schema", "blocks", "prefix", "tiers", "cache", "scheduling", "replay"}
+NEVER_TORCH = {"errors", "units", "schema", "blocks", "prefix", "tiers", "cache", "scheduling", "replay"}
 
 
 def module_of(path: Path) -> str:

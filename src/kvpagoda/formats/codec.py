@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kvpagoda.errors import BadInput
-from kvpagoda.formats import small_floats as floats
-from kvpagoda.formats.scales import INFINITY_BITS, amax_bits, e4m3_for_e2m1, e8m0_for_e2m1, e8m0_for_e4m3, fp8_scales
-from kvpagoda.formats.small_floats import look_up
+from kvpagoda.formats.quantise import dequantise, quantise
+from kvpagoda.formats.rule import Rule
 from kvpagoda.schema import Encoding
 from kvpagoda.units import align_up
 
@@ -91,42 +90,18 @@ def _chunks(rows: Tensor) -> Iterator[slice]:
 
 
 def _encode_rows(encoding: Encoding, x: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 ``[n, coded]`` -> codes and scales as the encoding lays them out. Groups with inf or NaN: see ``scales``."""
-    groups = x.view(len(x), -1, encoding.group or x.shape[1])
-    bits = amax_bits(groups)
-    if encoding.name == "fp8":
-        scale, scales = fp8_scales(bits)
-        y = groups * scale[..., None]
-        scales = scales if encoding.group else scales.squeeze(1)
-    else:
-        scales = _SCALE_BYTES[encoding.name](bits)
-        y = groups / look_up(_scale_table(encoding, x.device), scales)[..., None]
-    y.view(torch.int32).bitwise_and_(((bits - INFINITY_BITS) >> 31)[..., None])  # broken: every bit to 0
-    y = y.view(x.shape)
-    if encoding.is_fp4:
-        return floats.pack_nibbles(floats.e2m1_from_float32(y)), scales
+    """float32 ``[n, coded]`` -> codes and scales as the encoding lays them out."""
+    codes, scales = quantise(x.view(len(x), -1, encoding.group or x.shape[1]), RULES[encoding.name])
     if encoding.name == "fp8_ue8m0":
         scales = torch.nn.functional.pad(scales, (0, align_up(scales.shape[1], 8) - scales.shape[1]))
-    return floats.e4m3_from_float32(y), scales
+    return codes, scales if encoding.group else scales.squeeze(1)
 
 
 def _decode_rows(encoding: Encoding, codes: Tensor, scales: Tensor) -> Tensor:
     """codes ``[n, k]`` and their scales -> float32 ``[n, coded]``."""
-    if encoding.is_fp4:
-        values = look_up(floats.e2m1_pair_table(codes.device), codes).flatten(1)
-    else:
-        values = look_up(floats.e4m3_table(codes.device), codes)
-    groups = values.view(len(values), -1, encoding.group or values.shape[1])
-    if encoding.name == "fp8":
-        scale = scales.view(groups.shape[:2])
-    else:
-        scale = look_up(_scale_table(encoding, codes.device), scales[:, : groups.shape[1]])
-    return groups.mul_(scale[..., None]).view(values.shape)
-
-
-def _scale_table(encoding: Encoding, device: torch.device) -> Tensor:
-    """float32 ``[256]``: the value of every scale byte."""
-    return floats.e4m3_table(device) if encoding.name == "nvfp4" else floats.e8m0_table(device)
+    rule = RULES[encoding.name]
+    groups = codes.shape[1] * rule.codes_per_byte // encoding.group if encoding.group else 1
+    return dequantise(codes, scales.view(len(scales), -1)[:, :groups], rule)
 
 
 def _check_parts(encoding: Encoding, parts: Sequence[Tensor]) -> tuple[torch.Size, int]:
@@ -144,5 +119,10 @@ def _check_parts(encoding: Encoding, parts: Sequence[Tensor]) -> tuple[torch.Siz
     return lead, coded
 
 
-_SCALE_BYTES = {"fp8_ue8m0": e8m0_for_e4m3, "mxfp4": e8m0_for_e2m1, "nvfp4": e4m3_for_e2m1}
-"""How each encoding with one byte a scale makes it from ``amax_bits``."""
+RULES = {
+    "fp8": Rule("e4m3", "float32", floor=1e-10, by="inverse"),
+    "fp8_ue8m0": Rule("e4m3", "e8m0", floor=1e-4),
+    "mxfp4": Rule("e2m1", "e8m0", floor=6 * 2.0**-126),
+    "nvfp4": Rule("e2m1", "e4m3", floor=6 * 2.0**-9),
+}
+"""The rules of the schema's encodings; their groups are the encodings' own."""

@@ -1,76 +1,86 @@
 """The scale of a group of elements: from its largest magnitude, held as the integer bits of a float32.
 
 Integer maxima are exact, do not depend on order, and put inf and NaN above every finite number. A group that holds
-either is *broken*: its codes are 0 and its scale is the NaN of its format, so that every element decodes to NaN.
+either is *broken*. The rules that are in use:
 
-    fp8         float32    amax / 448                              NaN
-    fp8_ue8m0   E8M0 byte  2^ceil(log2(max(amax, 1e-4) / 448))      0xFF
-    mxfp4       E8M0 byte  2^ceil(log2(max(amax, 6 * 2^-126) / 6))  0xFF
-    nvfp4       E4M3 byte  e4m3(max(amax, 6 * 2^-9) / 6)           0x7F
+    fp8         float32    amax / 448                               K's own ``fp8``, per row or group
+    fp8_ue8m0   E8M0 byte  2^ceil(log2(max(amax, 1e-4) / 448))      DSV4
+    mxfp4       E8M0 byte  2^ceil(log2(max(amax, 6 * 2^-126) / 6))
+    nvfp4       E4M3 byte  e4m3(max(amax, 6 * 2^-9) / 6)
+
+and those of other engines, which differ in the floor, in what it is a floor of, and in the rounding (``layouts.dialects``).
 """
 
 from __future__ import annotations
 
+import math
+import struct
+
 import torch
 
-from kvpagoda.formats.small_floats import E2M1_MAX, E4M3_MAX, E8M0_NAN, e4m3_from_float32
+from kvpagoda.formats.rule import Rule
+from kvpagoda.formats.small_floats import E8M0_NAN, e4m3_above, e4m3_from_float32, e4m3_table, e8m0_table, look_up
 
 Tensor = torch.Tensor
 
 INFINITY_BITS = 0x7F800000
-FP8_FLOOR = 1e-10
-"""Least amax of the per-entry form: keeps 448 / amax finite."""
 
 
-def amax_bits(x: Tensor) -> Tensor:
-    """float32 ``[..., group]`` -> int32 ``[...]``: bits of the largest magnitude; at least INFINITY_BITS if broken."""
-    return (x.view(torch.int32) & 0x7FFFFFFF).amax(-1)
+def amax_bits(x: Tensor, skips_nan: bool = False) -> Tensor:
+    """float32 ``[..., group]`` -> int32 ``[...]``: bits of the largest magnitude; at least INFINITY_BITS if broken.
+    ``skips_nan``: NaN counts as zero."""
+    bits = x.view(torch.int32) & 0x7FFFFFFF
+    if skips_nan:
+        bits.masked_fill_(bits > INFINITY_BITS, 0)
+    return bits.amax(-1)
 
 
-def fp8_scales(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """int32 ``[...]`` from ``amax_bits`` -> (scale, inverse scale), float32 ``[...]``; NaN for a broken group.
+def scales_of(bits: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """int32 ``[...]`` from ``amax_bits`` -> (s as float32 ``[...]``, s as it is stored: float32 or uint8 ``[...]``).
 
-    scale = 448 / amax and inverse = amax / 448, each one IEEE division. Both operands are tensors because torch turns
-    a division with a Python number into a multiplication by its reciprocal, which rounds twice.
+    s is what codes are multiplied with to give elements. Of a broken group it is inf or NaN where the rule's formula gives
+    that, and its stored form is the NaN of its format (inf stays inf in a float32).
+
+    >>> rule = Rule("e4m3", "e8m0", floor=1e-4)
+    >>> s, stored = scales_of(amax_bits(torch.tensor([[1.0, -448.0], [449.0, 0.0]])), rule)
+    >>> s.tolist(), stored.tolist()
+    ([1.0, 2.0], [127, 128])
     """
-    amax = bits.clamp(max=INFINITY_BITS).view(torch.float32).clamp(min=FP8_FLOOR)
-    top = torch.full_like(amax, E4M3_MAX)
+    if rule.has_power_of_two_scales:
+        return _powers_of_two(bits, rule)
+    amax = bits.view(torch.float32)
+    if rule.floor_on == "amax":
+        amax = amax.clamp(min=rule.floor)
+    # Both operands are tensors: torch turns a division by a Python number into a product with its reciprocal, which rounds
+    # twice.
+    s = amax / torch.full_like(amax, rule.top)
+    if rule.floor_on == "scale":
+        s = s.clamp(min=rule.floor)
+    if rule.scale == "float32":
+        return s, s
+    stored = e4m3_above(s) if rule.scale_up else e4m3_from_float32(s)
+    return look_up(e4m3_table(s.device), stored), stored
+
+
+def _powers_of_two(bits: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """The least power of two s with amax <= top * s, floored. Integers: top = m * 2^k, so the exponent of s is amax's own
+    less k, and one more when amax's mantissa is above m."""
+    top, floor = _float32_bits(rule.top), _float32_bits(rule.floor)
+    carry, less = 0x7FFFFF - (top & 0x7FFFFF), (top >> 23) - 127
+    amax = bits.clamp(floor if rule.floor_on == "amax" else 1, INFINITY_BITS)
+    byte = ((amax + carry) >> 23) - less
+    if rule.floor_on == "scale":
+        byte.clamp_(min=127 + math.ceil(math.log2(rule.floor)))
+    byte.clamp_(min=0)
+    s = look_up(e8m0_table(bits.device), byte.clamp(max=254).to(torch.uint8))
     broken = bits >= INFINITY_BITS
-    return (top / amax).masked_fill_(broken, torch.nan), (amax / top).masked_fill_(broken, torch.nan)
+    s = torch.where(broken, bits.view(torch.float32), s)
+    if rule.scale == "float32":
+        return s, s
+    return s, byte.masked_fill_(broken, E8M0_NAN).to(torch.uint8)
 
 
-def e8m0_for_e4m3(bits: Tensor) -> Tensor:
-    """int32 ``[...]`` -> uint8 ``[...]``: exponent + 127 of the least power of two s with max(amax, 1e-4) <= 448 s.
-
-    448 = 1.75 * 2^8, so the exponent is amax's own less 8, and one more when amax's mantissa is above 1.75.
-
-    >>> e8m0_for_e4m3(amax_bits(torch.tensor([[1.0, -448.0], [449.0, 0.0]]))).tolist()
-    [127, 128]
-    """
-    return _e8m0(bits, 0x38D1B717, 0x1FFFFF, 8)
-
-
-def e8m0_for_e2m1(bits: Tensor) -> Tensor:
-    """int32 ``[...]`` -> uint8 ``[...]``: exponent + 127 of the least power of two s with max(amax, 6 * 2^-126) <= 6 s.
-
-    6 = 1.5 * 2^2, so the exponent is amax's own less 2, and one more when amax's mantissa is above 1.5.
-    """
-    return _e8m0(bits, 0x01C00000, 0x3FFFFF, 2)
-
-
-def _e8m0(bits: Tensor, floor: int, carry: int, less: int) -> Tensor:
-    """The exponent byte of amax, taken to be at least ``floor``, ``less`` so much; one more where the mantissa and ``carry``
-    overflow."""
-    byte = ((bits.clamp(floor, INFINITY_BITS) + carry) >> 23) - less
-    return byte.masked_fill_(bits >= INFINITY_BITS, E8M0_NAN).to(torch.uint8)
-
-
-def e4m3_for_e2m1(bits: Tensor) -> Tensor:
-    """int32 ``[...]`` -> uint8 ``[...]``: e4m3(max(amax, 6 * 2^-9) / 6), never 0; NaN for a broken group.
-
-    The block scale of NVFP4 (NVIDIA cuDNN, "block scaling": one E4M3 scale for 16 elements) with the tensor-wide
-    second scale taken as 1. Groups with amax above 448 * 6 = 2688 saturate.
-    """
-    amax = bits.clamp(max=INFINITY_BITS).view(torch.float32).clamp(min=E2M1_MAX * 2.0**-9)
-    scale = amax / torch.full_like(amax, E2M1_MAX)
-    return e4m3_from_float32(scale.masked_fill_(bits >= INFINITY_BITS, torch.nan))
+def _float32_bits(number: float) -> int:
+    """The bits of ``number`` rounded to a float32."""
+    bits: int = struct.unpack("<i", struct.pack("<f", number))[0]
+    return bits

@@ -64,6 +64,38 @@ def _codes(x: Tensor, drop: int, normal: int, top: int, has_nan: bool) -> Tensor
     return code.bitwise_or_(bits.bitwise_right_shift(31 - width).bitwise_and_(1 << width)).to(torch.uint8)
 
 
+def e4m3_above(x: Tensor) -> Tensor:
+    """float32 ``[...]``, not negative -> E4M3 codes uint8 ``[...]``: the least that is not below x, at most 448; NaN to NaN.
+
+    >>> e4m3_above(torch.tensor([0.0, 1.0, 1.01, 1e9])).tolist()
+    [0, 56, 57, 126]
+    """
+    codes = e4m3_from_float32(x)
+    below = (look_up(e4m3_table(x.device), codes) < x) & (codes < 0x7E)
+    return codes + below
+
+
+def ties_towards_zero(x: Tensor) -> Tensor:
+    """float32 ``[...]`` moved one step towards zero, so that what lay in the middle of two codes rounds to the smaller one.
+    Nothing else changes its code: between codes and midpoints of E2M1 lie many float32. Zeros, inf and NaN stay.
+
+    >>> e2m1_from_float32(ties_towards_zero(torch.tensor([0.75, 1.75, 3.5, 2.5, 6.0]))).tolist()
+    [1, 3, 5, 4, 7]
+    """
+    bits = x.contiguous().view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    return (bits - ((magnitude > 0) & (magnitude < 0x7F800000)).to(torch.int32)).view(torch.float32)
+
+
+def round_half_away(x: Tensor) -> Tensor:
+    """float32 ``[...]`` -> the nearest whole number, halves away from zero.
+
+    >>> round_half_away(torch.tensor([0.5, -0.5, 1.49, -2.5])).tolist()
+    [1.0, -1.0, 1.0, -3.0]
+    """
+    return (x.abs() + 0.5).floor().copysign(x)
+
+
 def pack_nibbles(codes: Tensor) -> Tensor:
     """uint8 codes ``[..., 2k]`` below 16 -> bytes ``[..., k]``; low nibble = even index.
 
@@ -90,6 +122,13 @@ def e2m1_pair_table(device: torch.device) -> Tensor:
     """float32 ``[256, 2]``: the two values in every byte, even index first. Shared; do not write to it."""
     values = [*E2M1_VALUES, *(-value for value in E2M1_VALUES)]
     return torch.tensor([[values[byte & 15], values[byte >> 4]] for byte in range(256)], device=device)
+
+
+@lru_cache(maxsize=64)
+def int4_pair_table(device: torch.device) -> Tensor:
+    """float32 ``[256, 2]``: the two's complement numbers in every byte, low nibble first. Do not write to it."""
+    values = [*range(8), *range(-8, 0)]
+    return torch.tensor([[float(values[byte & 15]), float(values[byte >> 4])] for byte in range(256)], device=device)
 
 
 def look_up(table: Tensor, codes: Tensor) -> Tensor:

@@ -1,0 +1,102 @@
+"""Groups of numbers to codes and scales and back, by the rule of a dialect. The definition: kernels give the same bits.
+
+All arithmetic is float32, one IEEE operation a step, so a group's bytes depend on that group alone and on no device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvpagoda.formats import small_floats as floats
+from kvpagoda.formats.rule import Rule
+from kvpagoda.formats.scales import INFINITY_BITS, amax_bits, scales_of
+from kvpagoda.formats.small_floats import look_up
+
+Tensor = torch.Tensor
+
+
+def quantise(x: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """float32 ``[n, groups, group]`` -> (codes uint8 ``[n, groups * group / codes_per_byte]``, scales ``[n, groups]``).
+
+    Scales are float32 or uint8, as the rule stores them. Codes of 4 bits lie two a byte, the even element in the low nibble.
+
+    A rule that refuses inf and NaN expects that there are none. O(elements).
+
+    >>> codes, scales = quantise(torch.tensor([[[1.0, -2.0], [448.0, 0.5]]]), Rule("e4m3", "float32"))
+    >>> codes.tolist(), [f"{s:.4f}" for s in scales[0].tolist()]
+    ([[118, 254, 126, 48]], ['0.0045', '1.0000'])
+    """
+    if rule.subnormals == "unshifted":
+        x = _unshifted(x)
+    bits = amax_bits(x, rule.skips_nan)
+    s, stored = scales_of(bits, rule)
+    y = _scaled(x, bits, s, rule)
+    if rule.non_finite == "marked":
+        y.view(torch.int32).bitwise_and_(((bits - INFINITY_BITS) >> 31)[..., None])  # broken: every bit to 0
+        nan = torch.nan if rule.scale == "float32" else floats.E8M0_NAN if rule.scale == "e8m0" else 0x7F
+        stored = stored.masked_fill(bits >= INFINITY_BITS, nan)
+    elif rule.non_finite == "computed":
+        _sign_nan(x, s, y)
+    return _codes(y, rule).flatten(1), stored
+
+
+def dequantise(codes: Tensor, scales: Tensor, rule: Rule) -> Tensor:
+    """codes and scales as ``quantise`` gives them -> float32 ``[n, elements]``: code times scale. O(elements)."""
+    if rule.codes == "e4m3":
+        values = look_up(floats.e4m3_table(codes.device), codes)
+    elif rule.codes == "int8":
+        values = codes.view(torch.int8).to(torch.float32)
+    else:
+        pairs = floats.e2m1_pair_table if rule.codes == "e2m1" else floats.int4_pair_table
+        values = look_up(pairs(codes.device), codes).flatten(1)
+    if rule.scale != "float32":
+        table = floats.e8m0_table if rule.scale == "e8m0" else floats.e4m3_table
+        scales = look_up(table(codes.device), scales)
+    groups = values.view(*scales.shape, -1)
+    return groups.mul_(scales[..., None]).view(values.shape)
+
+
+def _scaled(x: Tensor, bits: Tensor, s: Tensor, rule: Rule) -> Tensor:
+    """The elements in units of their scale, float32 of ``x``'s shape; a new tensor."""
+    if rule.by == "quotient":
+        return x / s[..., None]
+    if rule.by == "reciprocal":
+        y = x * (torch.ones_like(s) / s)[..., None]
+        if rule.zero_groups == "apart":
+            y = torch.where(
+                (bits == 0)[..., None], x, y.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+            )
+        return y
+    amax = bits.clamp(max=INFINITY_BITS).view(torch.float32).clamp(min=rule.floor)
+    return x * (torch.full_like(amax, rule.top) / amax)[..., None]
+
+
+def _sign_nan(x: Tensor, s: Tensor, y: Tensor) -> None:
+    """Give every NaN in ``y`` the sign that x86 gives it, whatever the device: that of x where x is NaN, + where the scale is,
+    and - where 0 * inf or inf / inf made it."""
+    bits = torch.where(x.isnan(), x.view(torch.int32) >> 31 << 31, torch.where(s.isnan(), 0, -1 << 31)[..., None])
+    y.view(torch.int32).copy_(torch.where(y.isnan(), bits | 0x7FC00000, y.view(torch.int32)))
+
+
+def _codes(y: Tensor, rule: Rule) -> Tensor:
+    """float32 ``[..., k]`` -> codes, uint8 ``[..., k]`` or ``[..., k / 2]``."""
+    if rule.codes == "e4m3":
+        return floats.e4m3_from_float32(y)
+    if rule.codes == "e2m1":
+        codes = floats.e2m1_from_float32(floats.ties_towards_zero(y) if rule.ties == "down" else y)
+        if rule.non_finite == "computed":
+            codes = torch.where(y.isnan(), codes & 8, codes)  # NaN gives 0 or -0
+        return floats.pack_nibbles(codes if rule.signed_zero else codes.masked_fill_(codes == 8, 0))
+    low = -rule.top if rule.codes == "int4" else -rule.top - 1
+    whole = floats.round_half_away(y) if rule.ties == "away" else y.round()
+    codes = whole.clamp_(low, rule.top).to(torch.int8).view(torch.uint8)
+    return floats.pack_nibbles(codes & 15) if rule.codes == "int4" else codes
+
+
+def _unshifted(x: Tensor) -> Tensor:
+    """float32 that hold bfloat16 numbers, those below 2^-126 as ``Rule.subnormals`` "unshifted" says."""
+    bits = x.view(torch.int32) >> 16
+    mantissa = bits & 0x7F
+    top = torch.frexp(mantissa.to(torch.float32)).exponent  # 0 for 0, else position of the leading one, from 1
+    moved = (mantissa << (8 - top)) & 0x7F
+    return torch.where((bits & 0x7F80) == 0, (bits & ~0x7F | moved) << 16, x.view(torch.int32)).view(torch.float32)

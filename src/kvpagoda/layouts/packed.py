@@ -1,0 +1,195 @@
+"""Rows of numbers as the packed pages that kernels read, and back. The torch reference of every packed format.
+
+>>> rows = torch.ones(1, 2, 512, dtype=torch.bfloat16)
+>>> pages = pack(rows, "dsv4_584", page_size=2, dialect="flashmla")
+>>> pages.shape, pages[0, 1152:1160].tolist()  # the footer of row 0: seven exponents and a byte of padding
+(torch.Size([1, 1168]), [119, 119, 119, 119, 119, 119, 119, 0])
+>>> torch.equal(unpack(pages, "dsv4_584", page_size=2, dialect="flashmla", dtype=torch.bfloat16), rows)
+True
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kvpagoda.errors import BadInput
+from kvpagoda.formats.quantise import dequantise, quantise
+from kvpagoda.formats.small_floats import e4m3_from_float32, e4m3_table, look_up
+from kvpagoda.layouts.dialects import Dialect, dialect_of
+from kvpagoda.layouts.packings import Packing
+from kvpagoda.units import whole_number
+
+Tensor = torch.Tensor
+
+CHUNK = 1 << 17
+"""Elements that are worked on at a time on the CPU: the temporaries then stay in its cache."""
+
+
+def pack(
+    rows: Tensor,
+    format: str,
+    *,
+    page_size: int,
+    dialect: str | None = None,
+    head_dim: int | None = None,
+    refuse_nan: bool = False,
+) -> Tensor:
+    """Pack bfloat16 ``rows`` ``[pages, page_size, D]`` into uint8 ``[pages, payload bytes of a page]``, on their device.
+
+    D is the format's own: 576 for 656- and 352-byte rows (latent, then 64 RoPE dims), 512 for DSV4, 128 for indexer keys;
+    for ``gqa_*``, K of all heads, then V of all heads, ``2 * heads * head_dim`` (``head_dim`` None: 64), and the page holds
+    head after head. ``dialect`` None: the format's default. Bytes of padding inside the payload are 0.
+
+    Raises BadInput, before anything is allocated, for an unknown format or dialect and for another shape or dtype; for rows
+    with inf or NaN where the dialect has no bytes for them; with ``refuse_nan`` also where a reader of the page would see inf
+    or NaN (a dialect without a floor makes NaN of a group of zeros). O(elements).
+    """
+    chosen = _chosen(format, dialect, head_dim)
+    page_size = whole_number(page_size, "page_size", at_least=1)
+    heads = _check_rows(rows, format, chosen.packing, page_size)
+    if chosen.rule.non_finite == "refused":
+        _refuse(~rows.isfinite(), f"{format} in the dialect {dialect or 'by default'} has no bytes for inf and NaN")
+    pages = torch.zeros(
+        len(rows), chosen.packing.payload_nbytes(page_size, heads), dtype=torch.uint8, device=rows.device
+    )
+    places = views(pages, chosen.packing, page_size, heads)
+    cells = rows.reshape(len(rows) * page_size, -1)
+    step = max(1, CHUNK // cells.shape[1]) if rows.device.type == "cpu" else max(1, len(cells))
+    at = torch.arange(len(cells), device=rows.device)
+    for start in range(0, len(cells), step):
+        page, row = at[start : start + step] // page_size, at[start : start + step] % page_size
+        for part, values in encode_rows(cells[start : start + step], chosen, heads).items():
+            places[part][page, row] = values
+    if refuse_nan:
+        back = unpack(pages, format, page_size=page_size, dialect=dialect, head_dim=head_dim)
+        _refuse(~back.isfinite(), f"a reader of {format} would see inf or NaN")
+    return pages
+
+
+def unpack(
+    pages: Tensor,
+    format: str,
+    *,
+    page_size: int,
+    dialect: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    head_dim: int | None = None,
+) -> Tensor:
+    """The rows ``[pages, page_size, D]`` of ``dtype`` in uint8 ``pages`` ``[pages, payload]``: each code times its scale in
+    float32, and the kept elements as they are. What is stored as NaN is NaN.
+
+    Raises BadInput for an unknown format or dialect, and for another shape or dtype. O(elements).
+    """
+    chosen = _chosen(format, dialect, head_dim)
+    page_size = whole_number(page_size, "page_size", at_least=1)
+    one_head = chosen.packing.payload_nbytes(page_size)
+    if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] == 0 or pages.shape[1] % one_head:
+        many = " * heads" if chosen.packing.cells > 1 else ""
+        raise BadInput(
+            f"{format} pages of {page_size} rows are uint8 [pages, {one_head}{many}], "
+            f"got {pages.dtype} {list(pages.shape)}; cut off what pads a page"
+        )
+    heads = pages.shape[1] // one_head
+    if heads > 1 and chosen.packing.cells == 1:
+        raise BadInput(f"{format} pages of {page_size} rows have {one_head} bytes, got {pages.shape[1]}")
+    parts = views(pages, chosen.packing, page_size, heads)
+    flat = {part: view.reshape(len(pages) * page_size, *view.shape[2:]) for part, view in parts.items()}
+    return decode_rows(flat, chosen, dtype).view(len(pages), page_size, -1)
+
+
+def views(pages: Tensor, packing: Packing, page_size: int, heads: int = 1) -> dict[str, Tensor]:
+    """uint8 views ``[pages, page_size, heads, cells, nbytes]`` of each part of the rows in ``pages`` ``[pages, at least the
+    payload]``, whose rows may be strided. They share the memory of ``pages``. O(1)."""
+    start = pages.storage_offset()
+    return {
+        part: pages.as_strided(
+            (len(pages), page_size, heads, packing.cells, place.nbytes),
+            (pages.stride(0), place.row, place.head, place.cell, 1),
+            start + place.base,
+        )
+        for part, place in packing.places(page_size).items()
+    }
+
+
+def encode_rows(rows: Tensor, dialect: Dialect, heads: int = 1) -> dict[str, Tensor]:
+    """bfloat16 ``[n, D]`` -> the bytes of each part of each row, uint8 ``[n, heads, cells, nbytes]``."""
+    packing, rule = dialect.packing, dialect.rule
+    cells = rows.reshape(len(rows), packing.cells, heads, -1).transpose(1, 2)
+    x = cells.reshape(-1, packing.coded + packing.kept)
+    groups = x[:, : packing.coded].to(torch.float32).reshape(len(x), packing.groups, packing.group)
+    codes, scales = quantise(groups, rule)
+    scale_bytes = scales.contiguous().view(torch.uint8).view(len(x), packing.groups, packing.scale_nbytes)
+    scale_bytes = scale_bytes.index_select(1, _lanes(packing, x.device)).flatten(1)
+    parts = {"codes": codes, "scales": torch.nn.functional.pad(scale_bytes, (0, packing.scale_pad))}
+    if packing.kept:
+        kept = x[:, packing.coded :].contiguous()
+        parts["kept"] = (
+            e4m3_from_float32(kept.to(torch.float32)) if packing.kept_nbytes == 1 else kept.view(torch.uint8)
+        )
+    return {part: values.view(len(rows), heads, packing.cells, -1) for part, values in parts.items()}
+
+
+def decode_rows(parts: dict[str, Tensor], dialect: Dialect, dtype: torch.dtype) -> Tensor:
+    """The parts that ``encode_rows`` gives -> ``[n, D]`` of ``dtype``."""
+    packing, rule = dialect.packing, dialect.rule
+    n, heads = parts["codes"].shape[:2]
+    flat = {part: values.reshape(n * heads * packing.cells, -1) for part, values in parts.items()}
+    scales = flat["scales"][:, : packing.groups * packing.scale_nbytes].reshape(
+        -1, packing.groups, packing.scale_nbytes
+    )
+    places = torch.argsort(_lanes(packing, scales.device))
+    scales = scales.index_select(1, places).flatten(1)
+    values = dequantise(flat["codes"], scales.view(torch.float32) if rule.scale == "float32" else scales, rule)
+    out = torch.empty(len(values), packing.coded + packing.kept, dtype=dtype, device=values.device)
+    out[:, : packing.coded] = values
+    if packing.kept:
+        kept = flat["kept"]
+        out[:, packing.coded :] = (
+            look_up(e4m3_table(kept.device), kept) if packing.kept_nbytes == 1 else kept.view(torch.bfloat16)
+        )
+    return out.view(n, heads, packing.cells, -1).transpose(1, 2).reshape(n, -1)
+
+
+def _lanes(packing: Packing, device: torch.device) -> Tensor:
+    """int64 ``[groups]``: which scale lies at each place of a row."""
+    places = torch.arange(packing.groups, device=device)
+    return places.view(packing.scale_lanes, -1).T.reshape(-1).argsort()
+
+
+def _chosen(format: str, dialect: str | None, head_dim: int | None) -> Dialect:
+    """The dialect, for heads of ``head_dim`` where the format has heads."""
+    chosen = dialect_of(format, dialect)
+    if head_dim is None:
+        return chosen
+    packing = chosen.packing
+    group = packing.group if packing.groups > 1 else head_dim
+    if packing.cells == 1 or whole_number(head_dim, "head_dim", at_least=1) % group:
+        raise BadInput(
+            f"{format} has no heads of {head_dim} elements; leave head_dim out, or give a multiple of {group}"
+        )
+    return replace(chosen, packing=replace(packing, coded=head_dim, group=group))
+
+
+def _check_rows(rows: Tensor, format: str, packing: Packing, page_size: int) -> int:
+    """The number of heads in ``rows``; raises BadInput unless they are what ``pack`` takes."""
+    width = packing.width
+    wrong = rows.ndim != 3 or rows.shape[1] != page_size or rows.dtype != torch.bfloat16 or rows.shape[2] == 0
+    if wrong or (rows.shape[2] % width if packing.cells > 1 else rows.shape[2] != width):
+        many = " * heads" if packing.cells > 1 else ""
+        raise BadInput(
+            f"{format} packs bfloat16 rows [pages, {page_size}, {width}{many}], got {rows.dtype} {list(rows.shape)}: give the "
+            f"elements that the format holds, no more"
+        )
+    return rows.shape[2] // width
+
+
+def _refuse(bad: Tensor, why: str) -> None:
+    """Raise BadInput if anything in ``bad`` ``[pages, N, D]`` is set, with the first place."""
+    if bool(bad.any()):
+        page, row, at = bad.nonzero()[0].tolist()
+        raise BadInput(
+            f"{why}: {int(bad.any(-1).sum())} rows, the first is page {page}, row {row}, at element {at}; mend the rows, or "
+            f"choose another dialect"
+        )
