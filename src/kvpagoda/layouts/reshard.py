@@ -20,6 +20,7 @@ from kvpagoda.layouts.axes import TOKENS, Axis, Ints
 from kvpagoda.layouts.copying import Bytes, copy
 from kvpagoda.layouts.expression import PADS
 from kvpagoda.layouts.layout import Layout
+from kvpagoda.layouts.recode import Recode, recode_of
 from kvpagoda.layouts.shards import givers, overlap
 from kvpagoda.layouts.spans import Moved, joined, of_parts
 from kvpagoda.units import format_bytes
@@ -31,11 +32,17 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """What goes where, for every pair of ranks that has something to give. ``reshard`` makes plans."""
+    """What goes where, for every pair of ranks that has something to give. ``reshard`` makes plans.
+
+    ``slots``: token slots of the source and the target. ``recode``: the dialects differ, and ``run`` encodes the rows anew;
+    the spans move them as they are, so that a target that takes the spans has rows of the source's dialect.
+    """
 
     sources: tuple[Layout, ...]
     targets: tuple[Layout, ...]
     moved: Mapping[Pair, tuple[Moved, ...]]
+    slots: tuple[Ints | None, Ints | None]
+    recode: Recode | None
 
     @cached_property
     def by_rank(self) -> dict[Pair, Ints]:
@@ -83,7 +90,21 @@ class ReshardPlan:
                 raise BadInput("a target overlaps a source; copy into other memory")
         if threads is None:
             threads = min(1 + self.nbytes // (16 << 20), 4, os.cpu_count() or 1)
+        if self.recode is not None:
+            self._recoded(self.recode, *given, threads)
+            return
         copy(((parts, given[0][giver], given[1][taker]) for (giver, taker), parts in self.moved.items()), threads)
+
+    def _recoded(self, recode: Recode, sources: list[Bytes], targets: list[Bytes], threads: int) -> None:
+        """``run`` by way of pages that are encoded anew before any target changes."""
+        from kvpagoda.layouts.encoded_anew import encoded_anew
+
+        tokens = _held(self.targets[0], (TOKENS,), self.slots[1])[TOKENS].size
+        before, after = recode.stages(self.targets, tokens)
+        staged = [np.zeros(stage.nbytes, np.uint8) for stage in before]
+        reshard(self.sources, before, source_slots=self.slots[0]).run(sources, staged, threads)
+        staged = [encoded_anew(recode, stage, memory) for stage, memory in zip(before, staged)]
+        reshard(after, self.targets, target_slots=self.slots[1]).run(staged, targets, threads)
 
     def to_dict(self) -> dict[str, Any]:
         """What the copy costs, as plain data."""
@@ -99,16 +120,17 @@ class ReshardPlan:
             "shortest": int(lengths.min()),
             "median": int(np.median(lengths)),
             "longest": int(lengths.max()),
+            "recode": None if self.recode is None else str(self.recode),
         }
 
     def __str__(self) -> str:
         cost = self.to_dict()
-        lines = [
+        encoded = "" if self.recode is None else f"; encoded anew: {self.recode}"
+        return (
             f"{format_bytes(cost['nbytes'])} in {cost['spans']:,} spans of {cost['shortest']:,} to {cost['longest']:,} bytes "
             f"(median {cost['median']:,}), {cost['transfers']} pairs of {cost['source_ranks']} source and "
-            f"{cost['target_ranks']} target ranks"
-        ]
-        return "\n".join(lines)
+            f"{cost['target_ranks']} target ranks{encoded}"
+        )
 
 
 def reshard(
@@ -128,6 +150,7 @@ def reshard(
     sources, targets = _ranks(source), _ranks(target)
     slots = _slots(source_slots, sources[0], "source_slots"), _slots(target_slots, targets[0], "target_slots")
     _check_content(sources, targets, slots)
+    recode = recode_of(sources[0], targets[0])
     givable, moved = sources[0].movable, dict[Pair, list[Moved]]()
     for key, wanted in targets[0].movable.items():
         if wanted.name in PADS and (key not in givable or {*givable[key].axes} != {*wanted.axes}):
@@ -139,7 +162,9 @@ def reshard(
             for giver in givers(key, held[0], mine, rank, len(targets)):
                 sides = (sources[giver], held[0][giver], slots[0]), (targets[rank], mine, slots[1])
                 moved.setdefault((giver, rank), []).append(_moved(key, *sides))
-    return ReshardPlan(sources, targets, {pair: tuple(joined(parts)) for pair, parts in sorted(moved.items())})
+    return ReshardPlan(
+        sources, targets, {pair: tuple(joined(parts)) for pair, parts in sorted(moved.items())}, slots, recode
+    )
 
 
 def _ranks(given: Layout | Sequence[Layout]) -> tuple[Layout, ...]:
@@ -191,6 +216,10 @@ def _check_content(
                         "content",
                         f"{where}: part {part!r} is {dtype} of {sizes[0]}; in the target {wanted[part][0]} of {sizes[1]}",
                     )
+            if layout.dialect != layouts[0].dialect:
+                raise LayoutError(
+                    "dialect", f"{where} has dialect {layout.dialect!r}, rank 0 has {layouts[0].dialect!r}"
+                )
             if layout.format != targets[0].format:
                 raise LayoutError(
                     "content", f"{where} has rows of format {layout.format!r}, the target {targets[0].format!r}"
