@@ -11,7 +11,7 @@ import pytest
 from plain_layout import Content, Plain, made, random_content, random_plain
 
 from kvpagoda.errors import BadInput, LayoutError
-from kvpagoda.layouts import Layout, copying, reshard
+from kvpagoda.layouts import Layout, copying, named, reshard
 
 VECTORS = Path(__file__).parents[3] / "shared" / "vectors" / "tp_spans.npz"
 SLOW_SEEDS = 1_000_000
@@ -218,9 +218,30 @@ def test_transfers_are_bounded_slices_at_addresses() -> None:
     assert begins.tolist() == [1000, 1004, 1008, 1012, 1016, 1020, 1024, 1028, 1032]
     assert puts.tolist() == [5000, 5004, 5008, 5010, 5014, 5018, 5020, 5024, 5028] and nbytes.tolist() == [4, 4, 2] * 3
     assert [one.tolist() for one in plan.transfers((0, 0), 0, 0)] == [[0, 12, 24], [0, 10, 20], [10, 10, 10]]
-    assert [len(one) for one in plan.transfers((0, 1), 0, 0)] == [0, 0, 0]
-    with pytest.raises(BadInput, match="most must be at least 1"):
+    with pytest.raises(BadInput, match="most must be a positive"):
         plan.transfers((0, 0), 0, 0, most=0)
+
+
+def test_transfers_between_lists_of_tensors() -> None:
+    """K and V lists of one tensor a layer, to one tensor a layer of packed cells."""
+    source, target = named("sglang-mha", layers=3, tokens=32), named("vllm-lbnhc", layers=3, tokens=32)
+    content = np.random.default_rng(0).integers(0, 256, source.nbytes).astype(np.uint8)
+    wanted = np.zeros(target.nbytes, np.uint8)
+    plan = reshard(source, target)
+    plan.run(content, wanted)
+    memory, gap = np.zeros(2 * source.nbytes + 100_000, np.uint8), 1_000
+    tensors = [gap + number * (source.nbytes // 6 + gap) for number in (3, 0, 5, 1, 4, 2)]
+    layers = [source.nbytes + 20_000 + number * (target.nbytes // 3 + gap) for number in (2, 0, 1)]
+    for address, part in zip(tensors, np.split(content, 6)):
+        memory[address : address + len(part)] = part
+    transfers = plan.transfers((0, 0), tensors, layers, most=1 << 16)
+    for begin, put, nbytes in zip(*(one.tolist() for one in transfers)):
+        memory[put : put + nbytes] = memory[begin : begin + nbytes]
+    for address, part in zip(layers, np.split(wanted, 3)):
+        assert np.array_equal(memory[address : address + len(part)], part)
+    assert np.array_equal(reshard(source, source).transfers((0, 0), tensors, 0)[2], [source.nbytes // 6] * 6)
+    with pytest.raises(BadInput, match="are not 7 equal pieces"):
+        plan.transfers((0, 0), 0, [0] * 7)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from kvpagoda.layouts.expression import PADS
 from kvpagoda.layouts.layout import Layout
 from kvpagoda.layouts.recode import Recode, recode_of
 from kvpagoda.layouts.shards import givers, overlap
-from kvpagoda.layouts.spans import Moved, joined, of_parts
-from kvpagoda.units import format_bytes
+from kvpagoda.layouts.spans import Moved, cut, joined, of_parts
+from kvpagoda.units import format_bytes, whole_number
 
 Slots = npt.ArrayLike | None
 Pair = tuple[int, int]
@@ -60,20 +60,33 @@ class ReshardPlan:
         return sum(int(spans[:, 2].sum()) for spans in self.by_rank.values())
 
     def transfers(
-        self, ranks: Pair, source_address: int, target_address: int, most: int | None = None
+        self, ranks: Pair, source: int | Sequence[int], target: int | Sequence[int], most: int | None = None
     ) -> tuple[Ints, Ints, Ints]:
         """Source addresses, target addresses and lengths, int64 ``[n]``, as transfer engines take them: Mooncake as lists of
-        buffers and sizes, NIXL as (address, length, device) on either side. No length is over ``most``."""
+        buffers and sizes, NIXL as (address, length, device) on either side.
+
+        ``source``, ``target``: the address of a rank's memory, or the addresses of the equal pieces that it lies in (a tensor
+        for each layer, or for K and V of each). ``most``: bytes of one transfer at most. Raises BadInput for pieces that are
+        not equal.
+        """
         spans = self.by_rank.get(ranks, np.empty((0, 3), np.int64))
-        begins, puts, nbytes = spans.T
-        if most is not None and len(spans):
-            if most < 1:
-                raise BadInput(f"most must be at least 1 byte, got {most}")
-            slices = -(-nbytes // most)
-            done = most * (np.arange(slices.sum()) - np.repeat(np.cumsum(slices) - slices, slices))
-            begins, puts = np.repeat(begins, slices) + done, np.repeat(puts, slices) + done
-            nbytes = np.minimum(most, np.repeat(nbytes, slices) - done)
-        return begins + source_address, puts + target_address, nbytes
+        if most is not None:
+            spans = cut(spans, whole_number(most, "most", at_least=1), 0 * spans[:, 0])
+        sides = (self.sources[ranks[0]], source), (self.targets[ranks[1]], target)
+        pieces = []
+        for column, (layout, given) in enumerate(sides):
+            addresses = np.atleast_1d(np.asarray(given, np.int64))
+            if not len(addresses) or layout.nbytes % len(addresses):
+                raise BadInput(
+                    f"{layout.nbytes:,} bytes are not {len(addresses)} equal pieces; give an address for each"
+                )
+            pieces.append((addresses, layout.nbytes // len(addresses)))
+            spans = cut(spans, pieces[-1][1], spans[:, column])
+        begins, puts = (
+            addresses[spans[:, column] // size] + spans[:, column] % size
+            for column, (addresses, size) in enumerate(pieces)
+        )
+        return begins, puts, spans[:, 2]
 
     def run(self, sources: Any, targets: Any, threads: int | None = None) -> None:
         """Move the bytes here: from ``sources`` to ``targets``, memory of the host, one for each rank (or just one where there

@@ -86,3 +86,15 @@ def merged(spans: Ints) -> Ints:
     ends = spans[:-1, :2] + spans[:-1, 2:]
     begins = np.concatenate(([0], np.flatnonzero(np.any(ends != spans[1:, :2], axis=1)) + 1))
     return np.stack((spans[begins, 0], spans[begins, 1], np.add.reduceat(spans[:, 2], begins)), axis=1)
+
+
+def cut(spans: Ints, size: int, at: Ints) -> Ints:
+    """The spans, cut where they cross a multiple of ``size`` bytes; ``at``: the byte that each begins at, counted from such
+    a multiple. O(spans that come out)."""
+    at = at % size
+    slices = -(-(at + spans[:, 2]) // size)
+    which = np.repeat(np.arange(len(spans)), slices)
+    number = np.arange(len(which)) - np.repeat(np.cumsum(slices) - slices, slices)
+    begins = np.maximum(0, number * size - at[which])
+    ends = np.minimum(spans[which, 2], (number + 1) * size - at[which])
+    return np.stack((spans[which, 0] + begins, spans[which, 1] + begins, ends - begins), axis=1)
