@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
@@ -29,7 +30,7 @@ class Moved:
 
 def joined(parts: Iterable[Moved]) -> list[Moved]:
     """Elements grown over the innermost axes that are dense in source and target; then parts that lie side by side in both,
-    everywhere alike, as one. Sorted by source byte."""
+    everywhere alike, as one."""
     found: list[Moved] = []
     for part in sorted(map(_grown, parts), key=lambda part: part.source):
         last = found[-1] if found else None
@@ -37,7 +38,16 @@ def joined(parts: Iterable[Moved]) -> list[Moved]:
             found.append(part)
         else:
             found[-1] = replace(last, nbytes=last.nbytes + part.nbytes)
-    return found
+    return [_stacked(list(alike)) for _, alike in groupby(found, key=lambda part: (part.nbytes, part.strides))]
+
+
+def _stacked(parts: list[Moved]) -> Moved:
+    """Parts of one size that are repeated alike, K and V of a page, as one part with an axis more."""
+    if len(parts) == 1:
+        return parts[0]
+    adds = np.array([part.source for part in parts]) - parts[0].source
+    puts = np.array([part.target for part in parts]) - parts[0].target
+    return replace(parts[0], axes=(*parts[0].axes, (adds, puts)), strides=(*parts[0].strides, "parts"))
 
 
 def _end(part: Moved) -> tuple[int, int]:
