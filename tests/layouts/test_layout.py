@@ -91,6 +91,23 @@ def test_a_block_of_several_kernel_pages() -> None:
     assert layout.addresses("k")[:, 0].tolist()[::4] == [0, 64, 128, 192]
 
 
+@pytest.mark.parametrize("expression", ORDERS.values())
+def test_a_view_has_the_elements_of_its_part(expression: str) -> None:
+    layout = Layout.of(expression, L=2, B=3, N=4, H=2, D=4, Dv=4)
+    memory = np.arange(layout.nbytes // 2, dtype=np.uint16)
+    tokens = ("T",) if "T" in expression else ("B", "N")
+    for part, dims in (("k", "D"), ("v", "Dv")):
+        view = layout.view(part, *tokens, "H", dims, at={"L": 1})
+        seen = np.ndarray(view.shape, np.uint16, memory, view.offset, [2 * stride for stride in view.strides])
+        axes = layout.place(part).axes
+        wanted = layout.addresses(part).transpose([axes.index(axis) for axis in ("L", "T", "H", dims)])[1]
+        assert np.array_equal(2 * seen.reshape(wanted.shape), wanted) and view.dtype == "uint16"
+    with pytest.raises(LayoutError, match="has no digit 'Q'; it has "):
+        layout.view("k", "Q")
+    with pytest.raises(LayoutError, match="is 0 to 1, not 2"):
+        layout.view("k", "H", at={"L": 2})
+
+
 def test_the_fingerprint_changes_with_everything_but_the_name() -> None:
     layout = Layout.of(DSV4, L=2, T=100, N=64, values={"format": "dsv4_584", "dialect": "flashmla", "name": "a"})
     assert replace(layout, name="b") == layout and replace(layout, name="b").fingerprint == layout.fingerprint

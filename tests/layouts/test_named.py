@@ -12,7 +12,7 @@ import pytest
 from test_layout import ORDERS
 
 from kvpagoda.errors import BadInput, LayoutError
-from kvpagoda.layouts import Layout, named, names, read, reshard
+from kvpagoda.layouts import Layout, judge, named, names, read, reshard
 
 BY_NAME = {
     **{f"vllm_packed_{order}C": f"vllm-{order.lower()}c" for order in "LBHN LBNH LHBN BLHN BLNH BHLN".split()},
@@ -67,6 +67,57 @@ def test_rows_and_pages_have_the_bytes_that_kernels_expect(name: str, row: int, 
         place.itemsize * int(np.prod([layout.axis(axis).size for axis in place.axes])) for place in layout.places
     )
     assert first == 2 * page
+
+
+def rows_of(layout: Layout) -> dict[str, object]:
+    """One layer of encoded rows as kernels are given it: rows of bytes side by side, though scales may lie in a footer."""
+    whole = layout.resized(L=1, T=layout.page_size)
+    row = sum(place.itemsize * whole.addresses(place.name).size for place in whole.places) // layout.page_size
+    pages, stride = layout.view("code", "B").shape[0], layout.strides("code")["B"]
+    return {"kv": {"shape": [pages, layout.page_size, 1, row], "strides": [stride, row, row, 1], "dtype": "uint8"}}
+
+
+def tensors_of(layout: Layout) -> dict[str, object]:
+    """One layer of rows that are not encoded: K and V, latent and RoPE, or the two as one row."""
+    found: dict[str, object] = {}
+    for name, of_kernel in (("k", "k"), ("v", "v"), ("latent", "ckv"), ("rope", "kpe")):
+        if name in layout.movable:
+            last = [word for word in layout.strides(name) if word not in "LBNH"]
+            view = layout.view(name, "B", "N", *(["H"] if "H" in layout.strides(name) else []), *last)
+            found[of_kernel] = {"shape": [*view.shape], "strides": [*view.strides], "dtype": view.dtype}
+    return found
+
+
+def fused(layout: Layout) -> dict[str, object]:
+    """Latent and RoPE as one tensor, side by side in a row."""
+    view = layout.view("latent", "B", "N", "512")
+    return {"kv": {"shape": [*view.shape[:2], 576], "strides": [*view.strides], "dtype": view.dtype}}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arch", "tensors", "expect"),
+    [
+        ("flash_attention_2", "any", tensors_of(named("flash-attention-2")), "ok"),
+        ("flash_attention_2", "any", tensors_of(named("flash-attention-2", page_size=16)), "reject"),
+        ("flash_attention_3", "sm90", tensors_of(named("flash-attention-3")), "ok"),
+        ("flashinfer_fa2_prefill", "any", tensors_of(named("flashinfer-gqa-nhd", layers=2)), "ok"),
+        ("flashinfer_fa2_decode", "any", tensors_of(named("vllm-blnhc", layers=2)), "ok"),
+        ("flashinfer_fa2_mla", "any", tensors_of(named("flashinfer-mla")), "ok"),
+        ("cutlass_mla", "sm100", fused(named("cutlass-mla", layers=3)), "ok"),
+        ("cutlass_mla", "sm100", fused(named("sglang-host-mla-page-first-direct", layers=3, page_size=128)), "garbage"),
+        ("trtllm_mla", "sm100", fused(named("trtllm-mla")), "ok"),
+        ("flashmla_sparse_v32", "sm100", rows_of(named("flashmla-v32")), "ok"),
+        ("flashmla_sparse_model1", "sm100", rows_of(named("flashmla-dsv4")), "ok"),
+        ("flashmla_sparse_model1", "sm100", rows_of(named("flashmla-dsv4", block_stride=37_376 + 128)), "reject"),
+        ("deepgemm_paged_mqa_logits_fp8", "sm90", rows_of(named("deepgemm-indexer")), "ok"),
+        ("deepgemm_paged_mqa_logits_fp4", "sm100", rows_of(named("deepgemm-indexer-fp4")), "ok"),
+    ],
+)
+def test_kernels_can_read_the_layouts_that_bear_their_names(
+    kernel: str, arch: str, tensors: dict[str, dict[str, object]], expect: str
+) -> None:
+    verdict = judge(kernel, tensors={name: {**one, "base_alignment": 16} for name, one in tensors.items()}, arch=arch)
+    assert verdict.expect == expect, verdict
 
 
 def test_sizes_follow_from_arguments() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpagoda.errors import MissingExtra
 from kvpagoda.layouts.judge import Verdict, judge
-from kvpagoda.layouts.layout import Layout
+from kvpagoda.layouts.layout import Layout, View
 from kvpagoda.layouts.named import named, names, read
 from kvpagoda.layouts.reshard import ReshardPlan, reshard
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvpagoda.layouts.packed import pack, unpack
 
 __all__ = [
-    "Layout", "ReshardPlan", "Verdict", "judge", "named", "names", "pack", "read", "reshard", "unpack",
+    "Layout", "ReshardPlan", "Verdict", "View", "judge", "named", "names", "pack", "read", "reshard", "unpack",
 ]  # fmt: skip
 
 _NEEDS_TORCH = {"pack": "kvpagoda.layouts.packed", "unpack": "kvpagoda.layouts.packed"}

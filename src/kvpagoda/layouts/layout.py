@@ -36,6 +36,16 @@ class Index:
 
 
 @dataclass(frozen=True)
+class View:
+    """A part as a tensor: the byte of its first element, and shape and strides in elements, as ``as_strided`` takes them."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
 class Layout:
     """Where the parts of a cache lie, in bytes from the beginning of an allocation.
 
@@ -160,6 +170,28 @@ class Layout:
     def strides(self, part: str) -> dict[str, int]:
         """Bytes from one value of each digit of a part to the next, the outermost digit first."""
         return {fold.word: stride for fold, stride in self.place(part).strides}
+
+    def view(self, part: str, *words: str, at: Mapping[str, int] | None = None) -> View:
+        """A part as a tensor whose dimensions are these digits: ``view("k", "B", "N", "H", "D", at={"L": 3})`` is K of one
+        layer. ``at``: values of digits that are no dimension; all others are taken at 0.
+
+        Raises LayoutError for a digit that the part does not have, or a value out of range.
+        """
+        place, fixed = self.place(part), dict(at or {})
+        digits = {fold.word: (fold.count, stride) for fold, stride in place.strides}
+        for word in (*words, *fixed):
+            if word not in digits:
+                raise LayoutError("axis", f"part {part!r} has no digit {word!r}; it has {', '.join(digits)}")
+            if not 0 <= fixed.get(word, 0) < digits[word][0]:
+                raise LayoutError(
+                    "size", f"digit {word!r} of part {part!r} is 0 to {digits[word][0] - 1}, not {fixed[word]}"
+                )
+        return View(
+            offset=place.offset + sum(value * digits[word][1] for word, value in fixed.items()),
+            shape=tuple(digits[word][0] for word in words),
+            strides=tuple(digits[word][1] // place.itemsize for word in words),
+            dtype=place.dtype,
+        )
 
     def addresses(self, part: str) -> Ints:
         """Byte of every element of a part, int64, with one dimension for each axis in the order of ``place(part).axes``."""
