@@ -103,7 +103,10 @@ BAD = {
     "layout size": (["layout", "trtllm,head_dim"], "write NAME,size=number"),
     "layout file": (["layout", "nowhere.json"], "nowhere.json"),
     "layout of a list": (["layout", "list.json"], "not a layout"),
-    "other content": (["layout", "trtllm", "flashmla-v32"], "has the parts k, v; the target has code, scale, rope"),
+    "other content": (
+        ["layout", "trtllm", "flashmla-v32"],
+        "has the parts k, v; the target has code, scale, rope: code, k, rope, scale, v not in both",
+    ),
     "model": (["generate", "--model", "nowhere/at-all"], "cannot load 'nowhere/at-all'"),
     "prompts": (["generate", "--prompts", "nowhere.txt"], "nowhere.txt"),
     "empty prompts": (["generate", "--prompts", "empty.txt"], "holds no prompts"),

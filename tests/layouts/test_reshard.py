@@ -14,7 +14,6 @@ from kvpagoda.errors import BadInput, LayoutError
 from kvpagoda.layouts import Layout, copying, named, reshard
 
 VECTORS = Path(__file__).parents[3] / "shared" / "vectors" / "tp_spans.npz"
-SLOW_SEEDS = 1_000_000
 
 
 def ranges_of(content: Content, tp: int, pp: int) -> list[dict[str, range]]:
@@ -145,8 +144,12 @@ def test_memory_that_cannot_be_is_refused_before_anything_moves(sources: object,
 
 def test_memory_that_overlaps_is_refused() -> None:
     memory = np.arange(100, dtype=np.uint8)
-    with pytest.raises(BadInput, match="overlaps a source"):
+    with pytest.raises(BadInput, match="overlaps a source or another"):
         reshard(*PAIR).run(memory[:64], memory[30:94])
+    rank = np.zeros(32, np.uint8)
+    latent = Layout.of("T k[D]:uint8", T=4, D=8)
+    with pytest.raises(BadInput, match="target 1 overlaps"):
+        reshard(latent, latent.split(tp=2)).run(memory[:32].copy(), [rank, rank])
     assert np.array_equal(memory, np.arange(100))
 
 
@@ -210,6 +213,11 @@ def test_bytes_that_are_no_content_move_where_both_sides_have_them() -> None:
     assert reshard(layout, layout.resized()).spans.tolist() == [[0, 0, layout.nbytes]]
     other = Layout.of("B N (k[D]:uint8 | s[G]:uint8)", B=3, N=4, D=8, G=3)
     assert reshard(other, layout).nbytes == other.nbytes == layout.payload_nbytes
+    wider = Layout.of(row.replace("pad:", "pad[2]:"), B=3, N=4, D=8, G=3)
+    for several in ([layout, other], [layout, wider], [other, layout], [layout, layout]):
+        moved = reshard(layout, several)
+        alike = several == [layout, layout]
+        assert moved.nbytes == 2 * (layout.nbytes if alike else layout.payload_nbytes)
 
 
 def test_transfers_are_bounded_slices_at_addresses() -> None:
@@ -220,6 +228,10 @@ def test_transfers_are_bounded_slices_at_addresses() -> None:
     assert [one.tolist() for one in plan.transfers((0, 0), 0, 0)] == [[0, 12, 24], [0, 10, 20], [10, 10, 10]]
     with pytest.raises(BadInput, match="most must be a positive"):
         plan.transfers((0, 0), 0, 0, most=0)
+    with pytest.raises(BadInput, match="1 sources and 1 targets"):
+        plan.transfers((0, 1), 0, 0)
+    with pytest.raises(BadInput, match="threads must be a positive"):
+        plan.run(bytes(36), bytearray(30), threads=0)
 
 
 def test_transfers_between_lists_of_tensors() -> None:
@@ -304,6 +316,7 @@ def test_heads_are_found_in_a_remote_page_where_vllm_finds_them(vectors: dict[st
 
 
 @pytest.mark.slow
-def test_many_random_pairs() -> None:
-    for seed in range(SLOW_SEEDS):
+@pytest.mark.parametrize("first", range(0, 1_000_000, 50_000))
+def test_many_random_pairs(first: int) -> None:
+    for seed in range(first, first + 50_000):
         check_random(seed)

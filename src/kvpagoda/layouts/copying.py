@@ -23,7 +23,6 @@ GATHERED = 1 << 18
 """Bytes that are gathered at once, so that they are still in a core's own cache when they are written."""
 ALONE = 1 << 15
 """Bytes from which on a strided copy is worth a call of numpy of its own."""
-
 SHARED = 1 << 20
 """Bytes from which on several threads share a strided copy."""
 Work = tuple[Iterable[Moved], Bytes, Bytes]

@@ -69,6 +69,8 @@ class ReshardPlan:
         for each layer, or for K and V of each). ``most``: bytes of one transfer at most. Raises BadInput for pieces that are
         not equal.
         """
+        if not (0 <= ranks[0] < len(self.sources) and 0 <= ranks[1] < len(self.targets)):
+            raise BadInput(f"no ranks {ranks}; there are {len(self.sources)} sources and {len(self.targets)} targets")
         spans = self.by_rank.get(ranks, np.empty((0, 3), np.int64))
         if most is not None:
             spans = cut(spans, whole_number(most, "most", at_least=1), 0 * spans[:, 0])
@@ -96,12 +98,14 @@ class ReshardPlan:
         Raises BadInput before anything moved for memory of another number, too short, read-only, or that overlaps.
         """
         given = _memories(sources, self.sources, "source"), _memories(targets, self.targets, "target")
-        for target in given[1]:
+        for number, target in enumerate(given[1]):
             if not target.flags.writeable:
-                raise BadInput("a target is read-only memory")
-            if any(np.may_share_memory(source, target) for source in given[0]):
-                raise BadInput("a target overlaps a source; copy into other memory")
-        if threads is None:
+                raise BadInput(f"target {number} is read-only memory")
+            if any(np.may_share_memory(other, target) for other in (*given[0], *given[1][:number])):
+                raise BadInput(f"target {number} overlaps a source or another target; copy into other memory")
+        if threads is not None:
+            threads = whole_number(threads, "threads", at_least=1)
+        else:
             threads = min(1 + self.nbytes // (16 << 20), 4, os.cpu_count() or 1)
         if self.recode is not None:
             self._recoded(self.recode, *given, threads)
@@ -162,15 +166,11 @@ def reshard(
     """
     sources, targets = _ranks(source), _ranks(target)
     slots = _slots(source_slots, sources[0], "source_slots"), _slots(target_slots, targets[0], "target_slots")
-    _check_content(sources, targets, slots)
-    recode = recode_of(sources[0], targets[0])
-    givable, moved = sources[0].movable, dict[Pair, list[Moved]]()
-    for key, wanted in targets[0].movable.items():
-        if wanted.name in PADS and (key not in givable or {*givable[key].axes} != {*wanted.axes}):
-            continue
-        held = [
-            [_held(layout, wanted.axes, given) for layout in side] for side, given in zip((sources, targets), slots)
-        ]
+    keys, recode = _alike(sources, targets, slots), recode_of(sources[0], targets[0])
+    moved: dict[Pair, list[Moved]] = {}
+    for key in keys:
+        axes = targets[0].movable[key].axes
+        held = [[_held(layout, axes, given) for layout in side] for side, given in zip((sources, targets), slots)]
         for rank, mine in enumerate(held[1]):
             for giver in givers(key, held[0], mine, rank, len(targets)):
                 sides = (sources[giver], held[0][giver], slots[0]), (targets[rank], mine, slots[1])
@@ -201,34 +201,38 @@ def _slots(given: Slots, layout: Layout, name: str) -> Ints | None:
     return slots.astype(np.int64)
 
 
-def _content(layout: Layout, slots: Ints | None) -> dict[str, tuple[str, dict[str, int]]]:
-    """Part -> dtype, and the whole size of each axis."""
+Content = tuple[str, dict[str, int]]
+"""The dtype of a part, and the whole size of each of its axes."""
+
+
+def _content(layout: Layout, slots: Ints | None) -> dict[str, Content]:
     return {
-        place.name: (place.dtype, {name: axis.total for name, axis in sorted(_held(layout, place.axes, slots).items())})
-        for place in layout.places
-        if place.name not in PADS
+        key: (place.dtype, {name: axis.total for name, axis in sorted(_held(layout, place.axes, slots).items())})
+        for key, place in layout.movable.items()
     }
 
 
-def _check_content(
+def _alike(
     sources: tuple[Layout, ...], targets: tuple[Layout, ...], slots: tuple[Ints | None, Ints | None]
-) -> None:
-    """All layouts hold parts of the same content. Raises LayoutError."""
+) -> list[str]:
+    """What moves: all parts, and of the bytes that are no content those that every layout has. Raises LayoutError unless all
+    layouts hold the same content, by the same rules on each side."""
     wanted = _content(targets[0], slots[1])
+    parts = {key for key in wanted if targets[0].movable[key].name not in PADS}
+    keys = [*wanted]
     for side, layouts, given in (("source", sources, slots[0]), ("target", targets, slots[1])):
         for rank, layout in enumerate(layouts):
             found, where = _content(layout, given), f"{side} rank {rank}"
-            if found.keys() != wanted.keys():
+            keys = [key for key in keys if found.get(key) == wanted[key]]
+            if missing := {key for key in found if layout.movable[key].name not in PADS} ^ parts:
                 raise LayoutError(
-                    "content", f"{where} has the parts {', '.join(found)}; the target has {', '.join(wanted)}"
+                    "content",
+                    f"{where} has the parts {', '.join(found)}; the target has {', '.join(wanted)}: "
+                    f"{', '.join(sorted(missing))} not in both",
                 )
-            for part, (dtype, axes) in found.items():
-                if (dtype, axes) != wanted[part]:
-                    sizes = [", ".join(f"{name} {n}" for name, n in x.items()) for x in (axes, wanted[part][1])]
-                    raise LayoutError(
-                        "content",
-                        f"{where}: part {part!r} is {dtype} of {sizes[0]}; in the target {wanted[part][0]} of {sizes[1]}",
-                    )
+            if differing := sorted(parts - {*keys}):
+                one, other = _said(found[differing[0]]), _said(wanted[differing[0]])
+                raise LayoutError("content", f"{where}: part {differing[0]!r} is {one}; in the target {other}")
             if layout.dialect != layouts[0].dialect:
                 raise LayoutError(
                     "dialect", f"{where} has dialect {layout.dialect!r}, rank 0 has {layouts[0].dialect!r}"
@@ -237,6 +241,11 @@ def _check_content(
                 raise LayoutError(
                     "content", f"{where} has rows of format {layout.format!r}, the target {targets[0].format!r}"
                 )
+    return keys
+
+
+def _said(content: Content) -> str:
+    return f"{content[0]} of {', '.join(f'{name} {size}' for name, size in content[1].items())}"
 
 
 def _held(layout: Layout, axes: Sequence[str], slots: Ints | None) -> dict[str, Axis]:
