@@ -171,7 +171,7 @@ def test_generate_fits_the_terminal(width: int, tmp_path: Path, here: Command) -
     assert "3 + 2" in done.stdout and "200 + 2" in done.stdout
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["generate"]])
+@pytest.mark.parametrize("command", [[], ["plan"], ["layout"], ["generate"]])
 def test_help(command: list[str]) -> None:
     done = kvpagoda(*command, "--help")
     assert done.returncode == 0 and "Usage" in done.stdout

@@ -108,6 +108,11 @@ def test_a_view_has_the_elements_of_its_part(expression: str) -> None:
         layout.view("k", "H", at={"L": 2})
 
 
+def test_a_dimension_of_one_has_a_dense_stride() -> None:
+    view = Layout.of("B H@70 N k[D]:uint16", B=3, H=1, N=4, D=8).view("k", "B", "H", "N", "D")
+    assert (view.shape, view.strides) == ((3, 1, 4, 8), (35, 32, 8, 1))
+
+
 def test_the_fingerprint_changes_with_everything_but_the_name() -> None:
     layout = Layout.of(DSV4, L=2, T=100, N=64, values={"format": "dsv4_584", "dialect": "flashmla", "name": "a"})
     assert replace(layout, name="b") == layout and replace(layout, name="b").fingerprint == layout.fingerprint

@@ -161,6 +161,12 @@ def test_memory_may_be_a_tensor_or_a_buffer() -> None:
     plan = reshard(*PAIR)
     plan.run(torch.from_numpy(source), tensor)
     plan.run(source, [buffer])
+    half, given = torch.zeros(8, 4, dtype=torch.bfloat16), torch.from_numpy(source).view(torch.bfloat16)
+    plan.run(given, half)
+    assert np.array_equal(half.view(torch.uint8).numpy().ravel(), wanted)
+    for wrong in (half.t(), torch.zeros(64, dtype=torch.uint8, device="meta")):
+        with pytest.raises(BadInput, match="dense and on the CPU"):
+            plan.run(source, wrong)
     assert np.array_equal(tensor.numpy().view(np.uint8), wanted) and bytes(buffer) == wanted.tobytes()
 
 

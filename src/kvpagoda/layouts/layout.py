@@ -186,12 +186,12 @@ class Layout:
                 raise LayoutError(
                     "size", f"digit {word!r} of part {part!r} is 0 to {digits[word][0] - 1}, not {fixed[word]}"
                 )
-        return View(
-            offset=place.offset + sum(value * digits[word][1] for word, value in fixed.items()),
-            shape=tuple(digits[word][0] for word in words),
-            strides=tuple(digits[word][1] // place.itemsize for word in words),
-            dtype=place.dtype,
-        )
+        shape, strides = [digits[word][0] for word in words], [digits[word][1] // place.itemsize for word in words]
+        for dim in reversed(range(len(shape))):
+            if shape[dim] == 1:  # never stepped over; but TMA descriptors are made of it (vllm#40737)
+                strides[dim] = strides[dim + 1] * shape[dim + 1] if dim + 1 < len(shape) else 1
+        offset = place.offset + sum(value * digits[word][1] for word, value in fixed.items())
+        return View(offset, tuple(shape), tuple(strides), place.dtype)
 
     def addresses(self, part: str) -> Ints:
         """Byte of every element of a part, int64, with one dimension for each axis in the order of ``place(part).axes``."""

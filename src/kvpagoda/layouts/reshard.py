@@ -6,6 +6,7 @@ names and sizes of axes. What may differ is everything else: order, pages, packi
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -232,7 +233,8 @@ def _alike(
                 )
             if differing := sorted(parts - {*keys}):
                 one, other = _said(found[differing[0]]), _said(wanted[differing[0]])
-                raise LayoutError("content", f"{where}: part {differing[0]!r} is {one}; in the target {other}")
+                hint = "lay out the same content on both sides: resize one, or name the slots of the tokens that move"
+                raise LayoutError("content", f"{where}: part {differing[0]!r} is {one}; in the target {other}; {hint}")
             if layout.dialect != layouts[0].dialect:
                 raise LayoutError(
                     "dialect", f"{where} has dialect {layout.dialect!r}, rank 0 has {layouts[0].dialect!r}"
@@ -292,8 +294,8 @@ def _memories(given: Any, layouts: Sequence[Layout], side: str) -> list[Bytes]:
     found = []
     for rank, (one, layout) in enumerate(zip(given if several else [given], layouts)):
         try:
-            memory = np.asarray(one if hasattr(one, "__array__") else memoryview(one))
-        except (TypeError, ValueError, RuntimeError) as error:
+            memory = _tensor_bytes(one) if hasattr(one, "data_ptr") else np.asarray(memoryview(one))
+        except (TypeError, ValueError) as error:
             raise BadInput(f"{side} rank {rank} is no memory of this machine's host: {error}") from None
         if not memory.flags.c_contiguous:
             raise BadInput(f"{side} rank {rank} is not one contiguous piece of memory")
@@ -301,3 +303,13 @@ def _memories(given: Any, layouts: Sequence[Layout], side: str) -> list[Bytes]:
         if found[-1].nbytes < layout.nbytes:
             raise BadInput(f"{side} rank {rank} has {found[-1].nbytes:,} bytes; its layout takes {layout.nbytes:,}")
     return found
+
+
+def _tensor_bytes(tensor: Any) -> Bytes:
+    """The bytes of a dense torch tensor on the CPU, of any dtype: numpy knows no bfloat16. The tensor must outlive them."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"a tensor must be dense and on the CPU, this one is on {tensor.device}; its spans are for a mover"
+        )
+    nbytes = tensor.numel() * tensor.element_size()
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(tensor.data_ptr()), np.uint8)
