@@ -32,11 +32,12 @@ class Plain:
     digits: dict[str, tuple[str, int, int]]  # word -> axis, step, count
     ranges: dict[str, range] = field(default_factory=dict)
     parts: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    offset: int = 0
 
     def bytes(self) -> dict[int, tuple[str, tuple[int, ...], int]]:
         """Byte -> part, indices of its axes in the order of its name, byte of the element."""
         found: dict[int, tuple[str, tuple[int, ...], int]] = {}
-        self.end = self._walk(self.tree, 0, {}, found)
+        self.end = self._walk(self.tree, self.offset, {}, found)
         return found
 
     def _walk(self, tree: Any, at: int, values: dict[str, int], found: dict[int, Any]) -> int:
@@ -61,7 +62,7 @@ class Plain:
                 at = self._walk(body, at, {**values, word: value}, found) + spare
             return at
         _, items, align = tree
-        begin = at
+        begin = at  # what is padded to a multiple is its size, wherever it begins
         for item in items:
             at = self._walk(item, at, values, found)
         return begin + -(-(at - begin) // align) * align
@@ -138,6 +139,7 @@ def random_plain(rng: random.Random, content: Content, ranges: dict[str, range])
         return ("beside", items, rng.choice([1, 1, 1, widest, 16]))
 
     plain.tree = grow(list(content.parts), [])
+    plain.offset = rng.choice([0, 0, 0, 4, 64])
     return plain, page
 
 
@@ -149,4 +151,4 @@ def made(plain: Plain, content: Content, page: dict[str, int]) -> Layout:
         Axis(axis, len(plain.ranges[axis]), content.sizes[axis], plain.ranges[axis].start, content.pieces.get(axis, 0))
         for axis in content.sizes
     )
-    return Layout(text(plain, plain.tree), axes, page["N"], page["P"])
+    return Layout(text(plain, plain.tree), axes, page["N"], page["P"], offset=plain.offset)

@@ -67,7 +67,7 @@ def test_random_layouts_lie_where_a_walk_puts_them_and_round_trip() -> None:
         assert found == {at: one for at, one in plain.bytes().items() if one[2] == 0}, seed
         again = Layout.from_json(layout.to_json())
         assert again == layout and again.fingerprint == layout.fingerprint and str(again) == str(layout), seed
-        assert Layout(layout.expression, layout.axes, layout.page_size, layout.kernel_pages) == layout
+        assert replace(layout, expression=layout.expression) == layout and layout.nbytes == plain.end
 
 
 @pytest.mark.parametrize(("page", "payload", "stride"), [(64, 37_376, 37_440), (32, 18_688, 19_008), (2, 1_168, 1_728)])
@@ -240,6 +240,41 @@ def test_a_descriptor_that_is_none_is_refused(change: object) -> None:
     with pytest.raises(LayoutError) as raised:
         Layout.from_json(json.dumps(data))
     assert raised.value.rule == "descriptor"
+
+
+def test_rubbish_is_refused_by_rule() -> None:
+    """Random words as an expression, and a descriptor with random values: a layout, or an error of this library."""
+    rng, made = random.Random(0), 0
+    words = (
+        "L B N T H D D/2 D%2 D/0 k:uint8 k[D]:uint8 v[4]:float32 k[]:uint8 ( ) | ^4 ^0 @8 B@64 [ : ² pad:uint8".split()
+    )
+    for _ in range(3000):
+        expression = " ".join(rng.choice(words) for _ in range(rng.randint(1, 5)))
+        sizes = {}
+        for word in "LBNTHD":
+            if (word in expression) != (rng.random() < 0.05):
+                sizes[word] = rng.choice([1, 2, 3]) if rng.random() < 0.95 else rng.choice([0, 10**30, "x"])
+        try:
+            layout = Layout.of(expression, **sizes)
+            assert Layout.from_json(layout.to_json()) == layout and str(layout)
+            made += 1
+        except BadInput:
+            pass
+    assert made > 20
+    plain, refused = Layout.of(DSV4, L=2, T=100, N=64), 0
+    for _ in range(1000):
+        inside = data = json.loads(plain.to_json())
+        while True:
+            key = rng.choice([*inside] if isinstance(inside, dict) else range(len(inside)))
+            if not isinstance(inside[key], dict | list) or not inside[key] or rng.random() < 0.2:
+                break
+            inside = inside[key]
+        inside[key] = rng.choice([None, -1, 0, 2**70, "x", [], {}, True])
+        try:
+            assert Layout.from_json(json.dumps(data)) == plain
+        except BadInput:
+            refused += 1
+    assert refused > 800
 
 
 @pytest.mark.parametrize("text", ["", "[]", "1", '"L"', "{}", "{"])

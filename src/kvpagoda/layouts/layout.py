@@ -78,6 +78,14 @@ class Layout:
         for what in ("page_size", "kernel_pages", "offset"):
             number = whole_number(getattr(self, what), what, at_least=0 if what == "offset" else 1)
             object.__setattr__(self, what, number)
+        for what, text in (
+            ("format", self.format),
+            ("dialect", self.dialect),
+            ("name", self.name),
+            *vars(self.index).items(),
+        ):
+            if not isinstance(text, int | None if what == "padding" else str):
+                raise LayoutError("syntax", f"{what} cannot be {text!r}")
         names = [axis.name for axis in self.axes]
         if len({*names}) != len(names):
             raise LayoutError("axis", f"an axis is given twice: {', '.join(names)}")
