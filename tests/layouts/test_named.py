@@ -120,6 +120,26 @@ def test_kernels_can_read_the_layouts_that_bear_their_names(
     assert verdict.expect == expect, verdict
 
 
+def test_groups_that_are_fewer_than_ranks_are_shared_while_heads_are_divided() -> None:
+    """Mamba-2: x is cut by heads, B and C by groups, each part for itself (vllm#55208, vllm#37638)."""
+    layout = named("vllm-mamba2-conv-ds", layers=1, states=1, groups=2, group_channels=64, heads=8, channels=128)
+    ranks = layout.split(tp=8)
+    assert [(rank.axis("X").first, rank.axis("X").size) for rank in ranks] == [(16 * r, 16) for r in range(8)]
+    assert [(rank.axis("J").first, rank.axis("J").size) for rank in ranks] == [(r // 4 * 32, 32) for r in range(8)]
+    whole = np.random.default_rng(0).integers(0, 256, layout.nbytes).astype(np.uint8)
+    half = [np.zeros(rank.nbytes, np.uint8) for rank in layout.split(tp=2)]
+    parts = [np.zeros(rank.nbytes, np.uint8) for rank in ranks]
+    reshard(layout, layout.split(tp=2)).run(whole, half)
+    reshard(layout.split(tp=2), ranks).run(half, parts)
+    x, b, c = np.split(whole.reshape(-1, 6), [128, 192])  # three columns of bfloat16 for each channel
+    for number, part in enumerate(parts):
+        heads, group = slice(16 * number, 16 * number + 16), slice(number // 4 * 32, number // 4 * 32 + 32)
+        assert np.array_equal(part, np.concatenate((x[heads], b[group], c[group])).ravel())
+    back = np.zeros_like(whole)
+    reshard(ranks, layout).run(parts, back)
+    assert np.array_equal(back, whole)
+
+
 def test_sizes_follow_from_arguments() -> None:
     assert named("vllm-nvfp4", head_dim=64, tokens=16).axis("G").size == 4
     assert named("vllm-blhnc", head_dim=64).axis("Dv").size == 64
