@@ -158,6 +158,14 @@ BAD = {
     "stages": (["plan", "config.json", "--pp", "99"], "pp=99"),
     "lengths": (["plan", "config.json", "--lengths", "a,b"], "whole numbers"),
     "format": (["plan", "config.json", "--kv-format", "fp3"], "fp3"),
+    "layout": (["layout", "flashmla-v23"], "did you mean flashmla-v32"),
+    "layout size": (["layout", "trtllm,head_dim"], "write NAME,size=number"),
+    "layout file": (["layout", "nowhere.json"], "nowhere.json"),
+    "layout of a list": (["layout", "list.json"], "not a layout"),
+    "other content": (
+        ["layout", "trtllm", "flashmla-v32"],
+        "has the parts k, v; the target has code, scale, rope: code, k, rope, scale, v not in both",
+    ),
     "model": (["generate", "--model", "nowhere/at-all"], "cannot load 'nowhere/at-all'"),
     "prompts": (["generate", "--prompts", "nowhere.txt"], "nowhere.txt"),
     "empty prompts": (["generate", "--prompts", "empty.txt"], "holds no prompts"),
@@ -194,6 +202,19 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 
 
+def test_layout_says_what_lies_where_and_what_a_copy_costs(here: Command) -> None:
+    pair = "vllm-flashinfer,layers=2,tp=2", "trtllm,layers=2,page_size=16"
+    done = here("layout", *pair)
+    assert done.returncode == 0 and not done.stderr
+    assert "source, rank 0 of 2: vllm-flashinfer, raw: 1,048,576 bytes" in done.stdout
+    assert "0           L: 2 layers, 524,288 bytes apart" in done.stdout
+    assert "copy: 2.0 MiB in 8,192 spans of 256 to 256 bytes" in done.stdout
+    found = json.loads(here("layout", *pair, "--json").stdout)
+    assert [len(found["source"]), len(found["target"]), found["copy"]["spans"]] == [2, 1, 8192]
+    assert found["copy"]["target"] == found["target"][0]["follows"]["fingerprint"]
+    assert "37,376      64 bytes of padding" in here("layout", "flashmla-dsv4").stdout
+
+
 def test_generate_runs_the_embedded_model() -> None:
     done = kvpagoda("generate", "--max-new-tokens", "3", "--json")
     assert done.returncode == 0, done.stderr
@@ -212,7 +233,7 @@ def test_generate_fits_the_terminal(width: int, tmp_path: Path, here: Command) -
     assert "3 + 2" in done.stdout and "200 + 2" in done.stdout
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["generate"]])
+@pytest.mark.parametrize("command", [[], ["plan"], ["layout"], ["generate"]])
 def test_help(command: list[str]) -> None:
     done = kvpagoda(*command, "--help")
     assert done.returncode == 0 and "Usage" in done.stdout

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", re.DOTALL)
 PROGRAMS = [
     pytest.param(code, expected, id=f"{name}-{number}")
-    for name in ("README.md",)
+    for name in ("README.md", "docs/layouts.md")
     for number, (code, expected) in enumerate(BLOCK.findall((ROOT / name).read_text()))
 ]
 
@@ -22,7 +22,7 @@ def test_documented_programs_run(code: str, expected: str) -> None:
         pytest.importorskip("transformers")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        exec(compile(code, "README", "exec"), {})
+        exec(compile(code, "document", "exec"), {})
     assert out.getvalue() == expected
 
 

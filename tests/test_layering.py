@@ -21,7 +21,8 @@ OPTIONAL = {
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {
-    "formats.codec", "formats.quantise", "formats.scales", "formats.small_floats", "kernels", "layouts.packed", "doctor", "hf",
+    "formats.codec", "formats.quantise", "formats.scales", "formats.small_floats", "kernels", "layouts.encoded_anew",
+    "layouts.packed", "doctor", "hf",
     "memory.arena", "memory.device_arrays", "memory.device_memory", "memory.host_copy",
     "memory.id_tensors", "memory.layerwise", "memory.pool", "compat.block_allocator",
     "compat.cache_engine", "compat.compressed_pools", "compat.gdn_pool", "compat.kv_cache_manager",

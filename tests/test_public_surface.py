@@ -33,6 +33,7 @@ NAMES = [
     "LayerSchema",
     "LayerSpec",
     "LayerView",
+    "LayoutError",
     "Limits",
     "MissingExtra",
     "Namespace",

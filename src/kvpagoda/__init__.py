@@ -9,8 +9,8 @@ from kvpagoda.errors import MissingExtra
 
 _PUBLIC = {
     "kvpagoda.errors": (
-        "BadInput", "CheckFailed", "ConcurrentUse", "Exhausted", "KVPagodaError", "MissingExtra", "NeedsReset", "NeverFits",
-        "NotOwned", "OutOfBlocks", "RetryLater", "SchemaError", "StaleHandle",
+        "BadInput", "CheckFailed", "ConcurrentUse", "Exhausted", "KVPagodaError", "LayoutError", "MissingExtra", "NeedsReset",
+        "NeverFits", "NotOwned", "OutOfBlocks", "RetryLater", "SchemaError", "StaleHandle",
     ),
     "kvpagoda.schema": ("Plan", "Schema"),
     "kvpagoda.compat.deepseek_v4": (

@@ -1,4 +1,4 @@
-"""The command line: ``kvpagoda plan``, ``generate``, ``replay``, ``bench``, ``doctor``.
+"""The command line: ``kvpagoda plan``, ``layout``, ``generate``, ``replay``, ``bench``, ``doctor``.
 
 Exit 0, or 2 on bad input with one line on standard error; ``doctor`` exits with 1 if something is broken.
 """
@@ -147,6 +147,33 @@ def _preset(name: str, dtype: str | None, kv_format: str) -> Schema:
         f"no config at {name!r}; give a config.json, a folder that holds one, or a preset ('kvpagoda plan --presets' lists "
         f"them{'; ' + hint if hint else ''})", hint=hint,
     )  # fmt: skip
+
+
+@app.command()
+def layout(
+    source: Annotated[
+        str, typer.Argument(help="a layout: NAME[,size=number..][,tp=ranks][,pp=stages], or a JSON file")
+    ],
+    target: Annotated[str | None, typer.Argument(help="another one of the same content: what the copy costs")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print descriptors and figures as JSON")] = False,
+) -> None:
+    """Which byte of a layout holds what, and what a copy from one layout to another costs.
+
+    kvpagoda layout vllm-flashinfer,page_size=16,layers=32,tp=2 trtllm,page_size=32,layers=32
+    """
+    with one_line_errors():
+        from kvpagoda.layouts import read, reshard
+
+        sides = {name: read(text) for name, text in (("source", source), ("target", target)) if text is not None}
+        made = reshard(sides["source"], sides["target"]) if target is not None else None
+    if as_json:
+        figures: dict[str, Any] = {name: [rank.to_dict() for rank in ranks] for name, ranks in sides.items()}
+        typer.echo(json.dumps(figures if made is None else {**figures, "copy": made.to_dict()}, indent=2))
+        return
+    for name, ranks in sides.items():
+        typer.echo(f"{name}, rank 0 of {len(ranks)}: {ranks[0]}\n" if len(ranks) > 1 else f"{name}: {ranks[0]}\n")
+    if made is not None:
+        typer.echo(f"copy: {made}")
 
 
 @app.command()

@@ -3,6 +3,7 @@
 KVPagodaError
 ├── BadInput          (ValueError)    the call cannot be right, whatever the state of the cache
 │   ├── SchemaError                   a config that cannot be read: missing, absurd or unknown
+│   ├── LayoutError                   a layout that cannot be, or two that hold different content; names the rule
 │   ├── NeverFits                     larger than the whole cache: waiting will not help
 │   └── NotOwned                      an id freed twice, never handed out, or out of range
 ├── Exhausted         (RuntimeError)  right, but there is no room
@@ -53,6 +54,20 @@ class BadInput(KVPagodaError, ValueError):
 
 class SchemaError(BadInput):
     """A model config that cannot be turned into a schema; names the field or the layer."""
+
+
+class LayoutError(BadInput):
+    """A layout that breaks a rule of the layout language, or two layouts that hold different content.
+
+    ``rule`` is one word: which rule it is. The message says what breaks it.
+    """
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(rule, message)
+        self.rule = rule
+
+    def __str__(self) -> str:
+        return f"{self.args[1]} (layout rule '{self.rule}')"
 
 
 class NeverFits(BadInput):

@@ -1,4 +1,4 @@
-"""Layouts as values: what kernels demand of a cache's bytes, and rows packed as they can read them.
+"""WHERE bytes lie: layouts as values, copies between them, what kernels demand of them, rows packed as they can read them.
 
 What needs torch (``pack``, ``unpack``) is loaded when it is first used.
 """
@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvpagoda.errors import MissingExtra
 from kvpagoda.layouts.judge import Verdict, judge
+from kvpagoda.layouts.layout import Layout, View
+from kvpagoda.layouts.named import named, names, read
+from kvpagoda.layouts.reshard import ReshardPlan, reshard
 
 if TYPE_CHECKING:
     from kvpagoda.layouts.packed import pack, unpack
 
-__all__ = ["Verdict", "judge", "pack", "unpack"]
+__all__ = [
+    "Layout", "ReshardPlan", "Verdict", "View", "judge", "named", "names", "pack", "read", "reshard", "unpack",
+]  # fmt: skip
 
 _NEEDS_TORCH = {"pack": "kvpagoda.layouts.packed", "unpack": "kvpagoda.layouts.packed"}
 

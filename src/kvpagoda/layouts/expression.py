@@ -1,0 +1,241 @@
+"""The layout language: an expression is parsed into a tree, and every part of the tree is given its offset and strides.
+
+    expression := item ('|' item)*                    items lie one after the other
+    item       := digit* (part | '(' expression ')' ['^' bytes])
+    digit      := L, B, H, D/8, D%8, ..               memory repeats what follows, once for each value of the digit
+    part       := name ['[' digit or number, .. ']'] ':' dtype
+
+``L B N H (k[D]:bfloat16 | v[D]:bfloat16)`` has the K and V of one head and token side by side;
+``L B (N H k[D]:bfloat16 | N H v[D]:bfloat16)`` the K of a whole page before its V. ``(..)^576`` pads to a multiple of 576
+bytes, ``B@2048`` puts blocks 2048 bytes apart. A number in brackets is an axis of that part alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvpagoda.errors import LayoutError
+from kvpagoda.layouts.axes import Axis, Fold, Sizes, check_folds
+from kvpagoda.units import align_up
+
+ITEMSIZE = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1, "int4_x2": 1, "int64": 8, "int32": 4, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1,
+}  # fmt: skip
+"""Bytes of one element of every dtype that a part may have; ``_x2``: two numbers in a byte, which is what axes count."""
+PADS = ("pad", "zero")
+"""Parts that are no content: bytes that nobody defines or reads, and bytes that writers set to zero."""
+LONGEST = 200
+"""Words of an expression at most: far more than any layout needs, and few enough to nest."""
+
+_TOKEN = re.compile(r"\s*([()|]|\^\d+|[A-Za-z]\w*(?:\[[^\]]*\])?:\w+|[A-Za-z]\w*(?:/\d+)?(?:%\d+)?(?:@\d+)?)")
+_PART = re.compile(r"([A-Za-z]\w*)(?:\[([^\]]*)\])?:(\w+)$")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One named array of the content, of elements of ``dtype``; the dims in its brackets are ``Each`` nodes around it."""
+
+    name: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Each:
+    """``body`` once for each value of a digit, ``stride`` bytes apart (None: one directly behind the other).
+    ``inside``: the digit is written in the brackets of a part."""
+
+    fold: Fold
+    body: Node
+    stride: int | None = None
+    inside: bool = False
+
+
+@dataclass(frozen=True)
+class Beside:
+    """``items`` one after the other, padded at the end to a multiple of ``align`` bytes."""
+
+    items: tuple[Node, ...]
+    align: int = 1
+
+
+Node = Part | Each | Beside
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one part lies: the element with digits i, j, .. is at ``offset + i * stride_i + j * stride_j + ..`` bytes.
+
+    ``strides``: (digit, stride in bytes), in memory order, the outermost first.
+    """
+
+    name: str
+    dtype: str
+    offset: int
+    strides: tuple[tuple[Fold, int], ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes of this part, in memory order of their outermost digits."""
+        return tuple(dict.fromkeys(fold.axis for fold, _ in self.strides))
+
+
+def own_axes(expression: str) -> list[Axis]:
+    """The axes that a number in brackets stands for: ``rope[64]`` has the axis ``rope.0`` of 64."""
+    found = []
+    for name, dims in re.findall(r"([A-Za-z]\w*)\[([^\]]*)\]", expression):
+        for number, dim in enumerate(dims.split(",")):
+            if dim.strip().isdecimal():
+                found.append(Axis(f"{name}.{number}", int(dim), int(dim)))
+    return found
+
+
+class Parser:
+    """Reads one expression with the sizes of its words. Raises LayoutError with rule 'syntax', 'axis', 'fold' or 'dtype'."""
+
+    def __init__(self, expression: str, sizes: Sizes) -> None:
+        self.text, self.sizes = expression, sizes
+        self.tokens: list[str] = []
+        at = 0
+        while expression[at:].strip():
+            match = _TOKEN.match(expression, at)
+            if match is None:
+                raise LayoutError("syntax", f"cannot read {expression[at:].strip()[:24]!r} in {expression!r}")
+            self.tokens.append(match[1])
+            at = match.end()
+        if len(self.tokens) > LONGEST:
+            raise LayoutError("syntax", f"an expression has at most {LONGEST} words, this one {len(self.tokens)}")
+        self.at = 0
+
+    def tree(self) -> Node:
+        """The whole expression."""
+        node = self._items()
+        if self.at < len(self.tokens):
+            raise LayoutError(
+                "syntax", f"{self.tokens[self.at]!r} is not expected after {self._read()!r} in {self.text!r}"
+            )
+        return node
+
+    def _read(self) -> str:
+        return " ".join(self.tokens[: self.at])
+
+    def _next(self) -> str:
+        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+
+    def _items(self) -> Node:
+        items = [self._item()]
+        while self._next() == "|":
+            self.at += 1
+            items.append(self._item())
+        return items[0] if len(items) == 1 else Beside(tuple(items))
+
+    def _item(self) -> Node:
+        word = self._next()
+        self.at += 1
+        if word == "(":
+            body = self._items()
+            if self._next() != ")":
+                raise LayoutError("syntax", f"a ')' is missing after {self._read()!r} in {self.text!r}")
+            self.at += 1
+            align = self._next()
+            if not align.startswith("^"):
+                return body
+            self.at += 1
+            if int(align[1:]) < 1:
+                raise LayoutError("align", f"cannot pad to a multiple of {align[1:]} bytes in {self.text!r}")
+            return Beside(body.items if isinstance(body, Beside) and body.align == 1 else (body,), int(align[1:]))
+        if ":" in word:
+            return self._part(word)
+        if not word or not word[0].isalpha():
+            raise LayoutError("syntax", f"a part or a digit is missing after {self._read()!r} in {self.text!r}")
+        fold, stride = self.sizes.fold(word)
+        return Each(fold, self._item(), stride)
+
+    def _part(self, word: str) -> Node:
+        match = _PART.match(word)
+        if match is None or match[3] not in ITEMSIZE:
+            raise LayoutError("dtype", f"{word!r} needs one of the dtypes {', '.join(ITEMSIZE)}")
+        node: Node = Part(match[1], match[3])
+        dims = [dim.strip() for dim in match[2].split(",")] if match[2] else []
+        for number, dim in reversed([*enumerate(dims)]):
+            if dim.isdecimal():
+                fold, stride = Fold(dim, f"{match[1]}.{number}", 1, int(dim)), None
+            else:
+                fold, stride = self.sizes.fold(dim)
+            node = Each(fold, node, stride, inside=True)
+        return node
+
+
+def write(node: Node) -> str:
+    """The expression of a tree, in one spelling: parsing it gives the same tree."""
+    if isinstance(node, Part):
+        return f"{node.name}:{node.dtype}"
+    if isinstance(node, Beside):
+        inside = " | ".join(write(item) for item in node.items)
+        return f"({inside})" + (f"^{node.align}" if node.align > 1 else "")
+    word = node.fold.word + ("" if node.stride is None else f"@{node.stride}")
+    if not node.inside:
+        return f"{word} {write(node.body)}"
+    dims = [word]
+    while isinstance(node.body, Each):
+        node = node.body
+        dims.append(node.fold.word + ("" if node.stride is None else f"@{node.stride}"))
+    assert isinstance(node.body, Part)
+    return f"{node.body.name}[{','.join(dims)}]:{node.body.dtype}"
+
+
+def size_of(node: Node) -> int:
+    """Bytes that a tree takes. Raises LayoutError for a stride that is shorter than what it steps over."""
+    if isinstance(node, Part):
+        return ITEMSIZE[node.dtype]
+    if isinstance(node, Beside):
+        return align_up(sum(size_of(item) for item in node.items), node.align)
+    return node.fold.count * stride_of(node)
+
+
+def stride_of(node: Each) -> int:
+    """Bytes from one value of the digit to the next."""
+    body = size_of(node.body)
+    if node.stride is not None and node.stride < body:
+        raise LayoutError(
+            "stride",
+            f"{node.fold.word}@{node.stride} would lay {body} bytes on top of each other; the stride is at least {body}",
+        )
+    return body if node.stride is None else node.stride
+
+
+def places(node: Node, offset: int = 0, outer: tuple[tuple[Fold, int], ...] = ()) -> Iterator[Place]:
+    """The place of every part, in memory order."""
+    if isinstance(node, Part):
+        yield Place(node.name, node.dtype, offset, outer)
+    elif isinstance(node, Each):
+        yield from places(node.body, offset, (*outer, (node.fold, stride_of(node))))
+    else:
+        for item in node.items:
+            yield from places(item, offset, outer)
+            offset += size_of(item)
+
+
+def check_parts(found: tuple[Place, ...], sizes: Sizes) -> None:
+    """Parts have different names, whole axes, and lie where their dtype can be read. Raises LayoutError."""
+    names = [place.name for place in found if place.name not in PADS]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise LayoutError("part", f"part {twice[0]!r} stands twice; every part has a name of its own")
+    if not names:
+        raise LayoutError("part", "a layout has at least one part that is content")
+    for place in found:
+        check_folds(place.name, (fold for fold, _ in place.strides), sizes.axes)
+        size = place.itemsize
+        odd = [f"stride {stride} of {fold.word}" for fold, stride in place.strides if stride % size and fold.count > 1]
+        if odd or place.offset % size:
+            where = odd[0] if odd else f"offset {place.offset}"
+            raise LayoutError(
+                "align", f"part {place.name!r} ({place.dtype}): {where} is not a multiple of {size} bytes"
+            )

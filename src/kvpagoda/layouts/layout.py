@@ -1,0 +1,338 @@
+"""A layout: where every element of what a cache holds lies in memory, as one value.
+
+The expression (``expression.py``) says the order, packing and padding; axes say how many there are, and which of them this
+rank holds; format and dialect say what the bytes of encoded parts mean. Everything else (offsets, strides, bytes) follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from kvpagoda.errors import LayoutError
+from kvpagoda.layouts.axes import TOKENS, Axis, Ints, Sizes
+from kvpagoda.layouts.drawing import drawing
+from kvpagoda.layouts.expression import PADS, Node, Parser, Place, check_parts, own_axes, places, size_of, write
+from kvpagoda.units import ceil_div, whole_number
+
+VERSION = 1
+"""Of the JSON form."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a kernel's index names (``"block"``, ``"kernel page"``, ``"token"``: page * N + offset, ``"state"``), its dtype,
+    and the value of an entry that is padding (None: there is no such value)."""
+
+    of: str = "block"
+    dtype: str = "int32"
+    padding: int | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """A part as a tensor: the byte of its first element, and shape and strides in elements, as ``as_strided`` takes them."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of a cache lie, in bytes from the beginning of an allocation.
+
+    ``expression``: order, packing and padding, in the layout language. ``axes``: sizes of its axes, or the range of them that
+    a rank holds; the tokens ``T`` may fill their last page in part. ``page_size``: tokens of a kernel page (``N``),
+    ``kernel_pages``: kernel pages of a block (``P``). ``format``: how rows are encoded (``"raw"``, ``"dsv4_584"``, ..), and
+    ``dialect``: by which rules of scale, floor and rounding. ``offset``: bytes before the first block. ``name`` is a label:
+    layouts that differ in nothing else are equal and have one fingerprint.
+
+    Raises LayoutError, which names the rule, for an expression that cannot be laid out.
+
+    >>> layout = Layout.of("L B H N (k[D]:bfloat16 | v[D]:bfloat16)", L=2, B=3, N=4, H=2, D=4)
+    >>> layout.nbytes, layout.strides("v"), layout.place("v").offset
+    (768, {'L': 384, 'B': 128, 'H': 64, 'N': 16, 'D': 2}, 8)
+    >>> layout == Layout.from_json(layout.to_json())
+    True
+    """
+
+    expression: str
+    axes: tuple[Axis, ...]
+    page_size: int = 1
+    kernel_pages: int = 1
+    format: str = "raw"
+    dialect: str = ""
+    index: Index = Index()
+    offset: int = 0
+    name: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for what in ("page_size", "kernel_pages", "offset"):
+            number = whole_number(getattr(self, what), what, at_least=0 if what == "offset" else 1)
+            object.__setattr__(self, what, number)
+        for what, text in (
+            ("format", self.format),
+            ("dialect", self.dialect),
+            ("name", self.name),
+            *vars(self.index).items(),
+        ):
+            if not isinstance(text, int | None if what == "padding" else str):
+                raise LayoutError("syntax", f"{what} cannot be {text!r}")
+        names = [axis.name for axis in self.axes]
+        if len({*names}) != len(names):
+            raise LayoutError("axis", f"an axis is given twice: {', '.join(names)}")
+        object.__setattr__(self, "axes", tuple(sorted(self.axes, key=lambda axis: axis.name)))
+        text = write(self.tree)
+        object.__setattr__(self, "expression", text[1:-1] if text.startswith("(") and text.endswith(")") else text)
+        check_parts(self.places, self._sizes)
+        used = {axis for place in self.places for axis in place.axes}
+        if self.nbytes >= 2**63:
+            raise LayoutError("size", f"{self.nbytes:,} bytes are more than an address can say")
+        if unused := sorted({*names} - used):
+            raise LayoutError("axis", f"{', '.join(unused)} has a size, but no place in {self.expression!r}")
+
+    @classmethod
+    def of(
+        cls,
+        expression: str,
+        *,
+        pieces: Mapping[str, int] | None = None,
+        values: Mapping[str, Any] | None = None,
+        **sizes: int,
+    ) -> Layout:
+        """A whole layout from sizes by letter: ``Layout.of("L B N H k[D]:float16", L=2, B=3, N=16, H=8, D=64)``.
+
+        ``N`` and ``P`` are page_size and kernel_pages. Tokens are given as ``T``, or as ``B`` whole blocks. ``pieces``: into
+        how many pieces tensor parallelism divides an axis (default: heads ``H`` one by one). ``values``: other fields.
+        """
+        page, kernel_pages = sizes.pop("N", 1), sizes.pop("P", 1)
+        for word, size in {"N": page, "P": kernel_pages, **sizes}.items():
+            whole_number(size, f"the size of {word!r}", at_least=1)
+        if "B" in sizes:
+            blocks = sizes.pop("B")
+            tokens = sizes.setdefault(TOKENS, blocks * page * kernel_pages)
+            if ceil_div(tokens, page * kernel_pages) != blocks:
+                raise LayoutError(
+                    "size", f"{tokens} tokens are not {blocks} blocks of {page * kernel_pages}; give one of B, T"
+                )
+        pieces = {"H": sizes.get("H", 0)} if pieces is None else pieces
+        axes = tuple(Axis(axis, size, size, 0, pieces.get(axis, 0)) for axis, size in sizes.items())
+        return cls(expression, axes, page, kernel_pages, **(values or {}))
+
+    @cached_property
+    def _sizes(self) -> Sizes:
+        return Sizes((*self.axes, *own_axes(self.expression)), self.page_size, self.kernel_pages)
+
+    @cached_property
+    def tree(self) -> Node:
+        """The expression, parsed."""
+        return Parser(self.expression, self._sizes).tree()
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Offset and strides of every part, in memory order, bytes that are no content (``PADS``) among them."""
+        return tuple(places(self.tree, self.offset))
+
+    @cached_property
+    def movable(self) -> dict[str, Place]:
+        """Places by part, and bytes that are no content by the part before them: ``scale+pad``. A copy moves those where both
+        sides have them, so that whole rows and pages stay one span."""
+        found: dict[str, Place] = {}
+        for place in self.places:
+            before = next(reversed(found), "")
+            found[f"{before}+{place.name}" if place.name in PADS else place.name] = place
+        return found
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the allocation, padding and ``offset`` included."""
+        return self.offset + size_of(self.tree)
+
+    @property
+    def payload_nbytes(self) -> int:
+        """Bytes that hold content: valid tokens alone, no padding."""
+        content = (place for place in self.places if place.name not in PADS)
+        return sum(place.itemsize * int(np.prod([self.axis(name).size for name in place.axes])) for place in content)
+
+    def axis(self, name: str) -> Axis:
+        """The axis ``name``. Raises LayoutError with the names that there are."""
+        if name not in self._sizes.axes:
+            raise LayoutError("axis", f"no axis {name!r}; there are {', '.join(self._sizes.axes)}")
+        return self._sizes.axes[name]
+
+    def place(self, part: str) -> Place:
+        """The place of a part by its name. Raises LayoutError with the names that there are."""
+        for place in self.places:
+            if place.name == part:
+                return place
+        raise LayoutError("part", f"no part {part!r}; there are {', '.join(place.name for place in self.places)}")
+
+    def strides(self, part: str) -> dict[str, int]:
+        """Bytes from one value of each digit of a part to the next, the outermost digit first."""
+        return {fold.word: stride for fold, stride in self.place(part).strides}
+
+    def view(self, part: str, *words: str, at: Mapping[str, int] | None = None) -> View:
+        """A part as a tensor whose dimensions are these digits: ``view("k", "B", "N", "H", "D", at={"L": 3})`` is K of one
+        layer. ``at``: values of digits that are no dimension; all others are taken at 0.
+
+        Raises LayoutError for a digit that the part does not have, or a value out of range.
+        """
+        place, fixed = self.place(part), dict(at or {})
+        digits = {fold.word: (fold.count, stride) for fold, stride in place.strides}
+        for word in (*words, *fixed):
+            if word not in digits:
+                raise LayoutError("axis", f"part {part!r} has no digit {word!r}; it has {', '.join(digits)}")
+            if not 0 <= fixed.get(word, 0) < digits[word][0]:
+                raise LayoutError(
+                    "size", f"digit {word!r} of part {part!r} is 0 to {digits[word][0] - 1}, not {fixed[word]}"
+                )
+        shape, strides = [digits[word][0] for word in words], [digits[word][1] // place.itemsize for word in words]
+        for dim in reversed(range(len(shape))):
+            if shape[dim] == 1:  # never stepped over; but TMA descriptors are made of it (vllm#40737)
+                strides[dim] = strides[dim + 1] * shape[dim + 1] if dim + 1 < len(shape) else 1
+        offset = place.offset + sum(value * digits[word][1] for word, value in fixed.items())
+        return View(offset, tuple(shape), tuple(strides), place.dtype)
+
+    def addresses(self, part: str) -> Ints:
+        """Byte of every element of a part, int64, with one dimension for each axis in the order of ``place(part).axes``."""
+        place = self.place(part)
+        found = np.array(place.offset, dtype=np.int64)
+        for name in place.axes:
+            found = found[..., None] + self.along(place, name, np.arange(self.axis(name).size))
+        return found
+
+    def along(self, place: Place, axis: str, indices: Ints) -> Ints:
+        """Bytes that each of ``indices`` of ``axis`` adds to the address of an element, int64 like ``indices``."""
+        found = np.zeros_like(indices)
+        for fold, stride in place.strides:
+            if fold.axis == axis:
+                found += fold.of(indices) * stride
+        return found
+
+    def resized(self, **sizes: int) -> Layout:
+        """The same with other sizes, given as in ``of``: ``T`` tokens, ``N`` tokens of a page, ``P`` kernel pages of a block,
+        or an axis. A rank's part of an axis cannot be resized."""
+        page, kernel_pages = sizes.pop("N", self.page_size), sizes.pop("P", self.kernel_pages)
+        if "B" in sizes:
+            sizes[TOKENS] = sizes.pop("B") * page * kernel_pages
+        changed = {name: self.axis(name) for name in sizes}
+        if parts := [name for name, axis in changed.items() if axis.size != axis.total]:
+            raise LayoutError("size", f"axis {parts[0]!r} is a rank's part; resize the whole layout, then split it")
+        axes = []
+        for axis in self.axes:
+            size = sizes.get(axis.name, axis.size)
+            pieces = size if axis.pieces == axis.total else axis.pieces
+            axes.append(axis if axis.name not in sizes else Axis(axis.name, size, size, pieces=pieces))
+        return replace(self, axes=tuple(axes), page_size=page, kernel_pages=kernel_pages)
+
+    def split(self, tp: int = 1, pp: int = 1) -> tuple[Layout, ...]:
+        """What each rank holds, stage by stage: ``pp`` pipeline stages of layers ``L``, each with ``tp`` tensor-parallel
+        ranks. Axes without pieces (a latent, an indexer key) are whole on every rank. Raises LayoutError."""
+        tp, pp = whole_number(tp, "tp", at_least=1), whole_number(pp, "pp", at_least=1)
+        if pp > 1 and "L" not in {axis.name for axis in self.axes}:
+            raise LayoutError("divide", f"pipeline stages divide layers, and {self.expression!r} has no axis L")
+        return tuple(
+            replace(
+                self,
+                axes=tuple(
+                    axis.stage(stage, pp) if axis.name == "L" else axis.piece(rank, tp) for axis in self.axes
+                ),
+            )
+            for stage in range(pp)
+            for rank in range(tp)
+        )  # fmt: skip
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "layout": VERSION,
+            "expression": self.expression,
+            "axes": {
+                x.name: {"size": x.size, "total": x.total, "first": x.first, "pieces": x.pieces} for x in self.axes
+            },
+            "page_size": self.page_size,
+            "kernel_pages": self.kernel_pages,
+            "format": self.format,
+            "dialect": self.dialect,
+            "index": asdict(self.index),
+            "offset": self.offset,
+        }
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits, BLAKE2b-128, that change with everything but ``name``: whoever has another one has other
+        bytes, or means something else by them."""
+        text = json.dumps(self._identity(), sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The descriptor: what the layout is, and for readers without the language what follows from it, as plain data."""
+        parts = [
+            {
+                "name": place.name,
+                "dtype": place.dtype,
+                "offset": place.offset,
+                "strides": [
+                    {"digit": fold.word, "axis": fold.axis, "step": fold.step, "count": fold.count, "stride": stride}
+                    for fold, stride in place.strides
+                ],
+            }
+            for place in self.places
+        ]
+        follows = {"nbytes": self.nbytes, "payload_nbytes": self.payload_nbytes, "fingerprint": self.fingerprint}
+        return {**self._identity(), "name": self.name, "follows": {**follows, "parts": parts}}
+
+    def to_json(self) -> str:
+        """``to_dict`` as text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Layout:
+        """The layout that ``to_json`` wrote. What follows from it may be left out; where it is there it must be true.
+
+        Raises LayoutError with rule 'descriptor' for text that is no layout, or of another version, or not in itself true.
+        """
+        try:
+            data = json.loads(text)
+            if data["layout"] != VERSION:
+                raise LayoutError("descriptor", f"version {data['layout']!r} of the layout form is not {VERSION}")
+            axes = tuple(Axis(name, **axis) for name, axis in data["axes"].items())
+            kept = {
+                key: data[key] for key in ("page_size", "kernel_pages", "format", "dialect", "offset") if key in data
+            }
+            made = cls(
+                data["expression"], axes, **kept, index=Index(**data.get("index", {})), name=data.get("name", "")
+            )
+            claimed, follows = dict(data.get("follows", {})), made.to_dict()["follows"]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, LayoutError):
+                raise
+            raise LayoutError("descriptor", f"this is not a layout: {type(error).__name__} {error}") from None
+        if wrong := [key for key, value in claimed.items() if follows.get(key) != value]:
+            raise LayoutError("descriptor", f"{', '.join(wrong)} does not follow from {made.expression!r}")
+        return made
+
+    def __str__(self) -> str:
+        title = ", ".join(filter(None, (self.name or "layout", self.format, self.dialect)))
+        ranges = [
+            (x.name, f"{x.size:,}" if x.size == x.total else f"{x.first:,}..{x.first + x.size - 1:,}")
+            for x in self.axes
+        ]
+        sizes = ", ".join(f"{name} {size}" for name, size in ranges)
+        padding = "" if self.index.padding is None else f", {self.index.padding} is padding"
+        index = f"index of a {self.index.of}: {self.index.dtype}{padding}"
+        return "\n".join(
+            [
+                f"{title}: {self.nbytes:,} bytes, {self.payload_nbytes:,} of them content",
+                self.expression,
+                f"{sizes}; {index}",
+                *drawing(self.tree, self.offset),
+            ]
+        )

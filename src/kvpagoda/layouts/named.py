@@ -1,0 +1,108 @@
+"""Layouts of kernels and engines by name. ``named.json`` holds them: an expression, sizes, and where each was read."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvpagoda.errors import LayoutError
+from kvpagoda.layouts.layout import Index, Layout
+from kvpagoda.units import whole_number
+
+
+@cache
+def table() -> dict[str, Any]:
+    """``named.json``: ``layouts`` by name, ``aliases``, and ``formats``: the page of each format of encoded rows."""
+    data: dict[str, Any] = json.loads((Path(__file__).parent / "named.json").read_text())
+    return data
+
+
+def names() -> list[str]:
+    """Every name that ``named`` takes."""
+    return [*table()["layouts"], *table()["aliases"]]
+
+
+def named(
+    name: str, *, dialect: str | None = None, dtype: str | None = None, block_stride: int | None = None, **sizes: int
+) -> Layout:
+    """The layout ``name`` of a kernel or an engine: ``named("flashmla-dsv4", page_size=64)``.
+
+    ``sizes``: ``layers``, ``tokens`` or ``blocks``, ``page_size``, ``heads``, ``head_dim``, .. (default: 1 layer,
+    256 tokens, and what the kernel likes). ``dtype``: of rows that are not encoded. ``dialect``: rules of scale and
+    rounding of encoded rows (default: the kernel's own). ``block_stride``: bytes from block to block, where blocks are
+    padded. Raises LayoutError for a name, size, dtype or dialect that it does not have; the message lists what it has.
+
+    >>> layout = named("vllm-blhnc", layers=2, blocks=3, page_size=16, heads=8, head_dim=128)
+    >>> layout.expression, layout.strides("v")["B"]
+    ('B L H N (k[D]:bfloat16 | v[Dv]:bfloat16)', 131072)
+    """
+    given = name.lower() if isinstance(name, str) else name
+    given = table()["aliases"].get(given, given)
+    if given not in table()["layouts"]:
+        close = difflib.get_close_matches(str(given), names(), n=3)
+        hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(names())}"
+        raise LayoutError("name", f"no layout is named {name!r}; {hint}")
+    entry = table()["layouts"][given]
+    known = {*entry["defaults"], *(["blocks"] if "N" in entry["sizes"] else [])}
+    if unknown := sorted(sizes.keys() - known):
+        raise LayoutError("size", f"{name!r} has no size {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    letters = {letter: _size(entry, sizes, wanted) for letter, wanted in entry["sizes"].items()}
+    whole = entry.get("pieces", {"H": "heads"} if "H" in letters else {})
+    pieces = {axis: _size(entry, sizes, wanted) for axis, wanted in whole.items()}
+    expression = entry["expression"]
+    if "dtype" in entry:
+        expression = expression.replace("{dtype}", dtype or entry["dtype"])
+    elif dtype is not None:
+        raise LayoutError("dtype", f"the rows of {name!r} are encoded; their dtypes cannot be chosen")
+    if block_stride is not None:
+        expression, count = re.subn(r"\bB\b", f"B@{whole_number(block_stride, 'block_stride', 1)}", expression)
+        if count != 1:
+            raise LayoutError("stride", f"{name!r} has no single stride of blocks: {entry['expression']!r}")
+    dialects = entry.get("dialects", [""])
+    if dialect is not None and dialect not in dialects:
+        raise LayoutError("dialect", f"{name!r} has the dialects {', '.join(dialects) or '(none)'}, not {dialect!r}")
+    values = {
+        "format": entry.get("format", "raw"),
+        "dialect": dialects[0] if dialect is None else dialect,
+        "index": Index(**entry.get("index", {"of": "kernel page", "padding": None})),
+        "name": given,
+    }
+    return Layout.of(expression, pieces=pieces, values=values, **letters)
+
+
+def _size(entry: Mapping[str, Any], sizes: Mapping[str, int], wanted: str) -> int:
+    """The value of ``"head_dim"`` or of ``"head_dim/2"``."""
+    what, _, divisor = wanted.partition("/")
+    if what == "tokens" and "blocks" in sizes:
+        if "tokens" in sizes:
+            raise LayoutError("size", "give tokens or blocks, not both")
+        return whole_number(sizes["blocks"], "blocks", 1) * _size(entry, sizes, "page_size")
+    value = entry["defaults"][what]
+    if what not in sizes and isinstance(value, str):  # another size
+        return _size(entry, sizes, value)
+    number = whole_number(sizes.get(what, value), what, at_least=1)
+    if divisor and number % int(divisor):
+        raise LayoutError("size", f"{what} must be a multiple of {divisor}, got {number}")
+    return number // int(divisor or 1)
+
+
+def read(text: str) -> tuple[Layout, ...]:
+    """Layouts by rank as a command line says them: a name with sizes, ``"trtllm,page_size=32,tp=4,pp=2"``, or a file that
+    ``to_json`` wrote, ``"pool.json,tp=4"``. Raises LayoutError; OSError for a file that cannot be read."""
+    name, *given = text.split(",")
+    sizes: dict[str, Any] = {}
+    for word in given:
+        key, _, value = word.partition("=")
+        if not key or not value:
+            raise LayoutError("syntax", f"cannot read {word!r} in {text!r}; write NAME,size=number,size=number")
+        sizes[key.strip()] = int(value) if value.strip().isdecimal() else value.strip()
+    ranks = {ways: sizes.pop(ways, 1) for ways in ("tp", "pp")}
+    if not name.endswith(".json"):
+        return named(name, **sizes).split(**ranks)
+    layout = Layout.from_json(Path(name).read_text())
+    return (layout.resized(**sizes) if sizes else layout).split(**ranks)

@@ -1,0 +1,315 @@
+"""Copies between layouts: ``reshard(source, target)`` plans which bytes go where. Arithmetic alone, nothing is moved.
+
+Both sides are one layout, or one for each rank (``Layout.split``). What must be equal is the content: names of parts, dtypes,
+names and sizes of axes. What may differ is everything else: order, pages, packing, padding, who holds what.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpagoda.errors import BadInput, LayoutError
+from kvpagoda.layouts.axes import TOKENS, Axis, Ints
+from kvpagoda.layouts.copying import Bytes, copy
+from kvpagoda.layouts.expression import PADS
+from kvpagoda.layouts.layout import Layout
+from kvpagoda.layouts.recode import Recode, recode_of
+from kvpagoda.layouts.shards import givers, overlap
+from kvpagoda.layouts.spans import Moved, cut, joined, of_parts
+from kvpagoda.units import format_bytes, whole_number
+
+Slots = npt.ArrayLike | None
+Pair = tuple[int, int]
+"""Source rank, target rank."""
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """What goes where, for every pair of ranks that has something to give. ``reshard`` makes plans.
+
+    ``slots``: token slots of the source and the target. ``recode``: the dialects differ, and ``run`` encodes the rows anew;
+    the spans move them as they are, so that a target that takes the spans has rows of the source's dialect.
+    """
+
+    sources: tuple[Layout, ...]
+    targets: tuple[Layout, ...]
+    moved: Mapping[Pair, tuple[Moved, ...]]
+    slots: tuple[Ints | None, Ints | None]
+    recode: Recode | None
+
+    @cached_property
+    def by_rank(self) -> dict[Pair, Ints]:
+        """(source rank, target rank) -> int64 ``[n, 3]`` of (source byte, target byte, bytes), merged, sorted by source."""
+        return {ranks: of_parts(parts) for ranks, parts in self.moved.items()}
+
+    @property
+    def spans(self) -> Ints | dict[Pair, Ints]:
+        """``by_rank``; the array itself where there is one source and one target."""
+        return self.by_rank if len(self.sources) * len(self.targets) > 1 else self.by_rank[0, 0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return sum(int(spans[:, 2].sum()) for spans in self.by_rank.values())
+
+    def transfers(
+        self, ranks: Pair, source: int | Sequence[int], target: int | Sequence[int], most: int | None = None
+    ) -> tuple[Ints, Ints, Ints]:
+        """Source addresses, target addresses and lengths, int64 ``[n]``, as transfer engines take them: Mooncake as lists of
+        buffers and sizes, NIXL as (address, length, device) on either side.
+
+        ``source``, ``target``: the address of a rank's memory, or the addresses of the equal pieces that it lies in (a tensor
+        for each layer, or for K and V of each). ``most``: bytes of one transfer at most. Raises BadInput for pieces that are
+        not equal.
+        """
+        if not (0 <= ranks[0] < len(self.sources) and 0 <= ranks[1] < len(self.targets)):
+            raise BadInput(f"no ranks {ranks}; there are {len(self.sources)} sources and {len(self.targets)} targets")
+        spans = self.by_rank.get(ranks, np.empty((0, 3), np.int64))
+        if most is not None:
+            spans = cut(spans, whole_number(most, "most", at_least=1), 0 * spans[:, 0])
+        sides = (self.sources[ranks[0]], source), (self.targets[ranks[1]], target)
+        pieces = []
+        for column, (layout, given) in enumerate(sides):
+            addresses = np.atleast_1d(np.asarray(given, np.int64))
+            if not len(addresses) or layout.nbytes % len(addresses):
+                raise BadInput(
+                    f"{layout.nbytes:,} bytes are not {len(addresses)} equal pieces; give an address for each"
+                )
+            pieces.append((addresses, layout.nbytes // len(addresses)))
+            spans = cut(spans, pieces[-1][1], spans[:, column])
+        begins, puts = (
+            addresses[spans[:, column] // size] + spans[:, column] % size
+            for column, (addresses, size) in enumerate(pieces)
+        )
+        return begins, puts, spans[:, 2]
+
+    def run(self, sources: Any, targets: Any, threads: int | None = None) -> None:
+        """Move the bytes here: from ``sources`` to ``targets``, memory of the host, one for each rank (or just one where there
+        is one): arrays of numpy, torch tensors on the CPU, or writable buffers. Nothing else of the targets changes.
+        ``threads`` share the copies (default: one for every 16 MiB, at most 4 and the cores of this machine).
+
+        Raises BadInput before anything moved for memory of another number, too short, read-only, or that overlaps.
+        """
+        given = _memories(sources, self.sources, "source"), _memories(targets, self.targets, "target")
+        for number, target in enumerate(given[1]):
+            if not target.flags.writeable:
+                raise BadInput(f"target {number} is read-only memory")
+            if any(np.may_share_memory(other, target) for other in (*given[0], *given[1][:number])):
+                raise BadInput(f"target {number} overlaps a source or another target; copy into other memory")
+        if threads is not None:
+            threads = whole_number(threads, "threads", at_least=1)
+        else:
+            threads = min(1 + self.nbytes // (16 << 20), 4, os.cpu_count() or 1)
+        if self.recode is not None:
+            self._recoded(self.recode, *given, threads)
+            return
+        copy(((parts, given[0][giver], given[1][taker]) for (giver, taker), parts in self.moved.items()), threads)
+
+    def _recoded(self, recode: Recode, sources: list[Bytes], targets: list[Bytes], threads: int) -> None:
+        """``run`` by way of pages that are encoded anew before any target changes."""
+        from kvpagoda.layouts.encoded_anew import encoded_anew
+
+        tokens = _held(self.targets[0], (TOKENS,), self.slots[1])[TOKENS].size
+        before, after = recode.stages(self.targets, tokens)
+        staged = [np.zeros(stage.nbytes, np.uint8) for stage in before]
+        reshard(self.sources, before, source_slots=self.slots[0]).run(sources, staged, threads)
+        staged = [encoded_anew(recode, stage, memory) for stage, memory in zip(before, staged)]
+        reshard(after, self.targets, target_slots=self.slots[1]).run(staged, targets, threads)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the copy costs, as plain data."""
+        lengths = np.concatenate([spans[:, 2] for spans in self.by_rank.values()])
+        return {
+            "source": self.sources[0].fingerprint,
+            "target": self.targets[0].fingerprint,
+            "source_ranks": len(self.sources),
+            "target_ranks": len(self.targets),
+            "transfers": sum(len(spans) > 0 for spans in self.by_rank.values()),
+            "nbytes": self.nbytes,
+            "spans": len(lengths),
+            "shortest": int(lengths.min()),
+            "median": int(np.median(lengths)),
+            "longest": int(lengths.max()),
+            "recode": None if self.recode is None else str(self.recode),
+        }
+
+    def __str__(self) -> str:
+        cost = self.to_dict()
+        encoded = "" if self.recode is None else f"; encoded anew: {self.recode}"
+        return (
+            f"{format_bytes(cost['nbytes'])} in {cost['spans']:,} spans of {cost['shortest']:,} to {cost['longest']:,} bytes "
+            f"(median {cost['median']:,}), {cost['transfers']} pairs of {cost['source_ranks']} source and "
+            f"{cost['target_ranks']} target ranks{encoded}"
+        )
+
+
+def reshard(
+    source: Layout | Sequence[Layout],
+    target: Layout | Sequence[Layout],
+    *,
+    source_slots: Slots = None,
+    target_slots: Slots = None,
+) -> ReshardPlan:
+    """Plan the copy of all that ``target`` holds, from ``source``: layouts, or lists of them by rank.
+
+    ``source_slots``, ``target_slots``: int ``[n]``, which token slot (block * tokens of a block + offset) the i-th token
+    has on that side, the same on every rank; default: all tokens in order. Raises LayoutError where the content differs (rule
+    'content': parts, dtypes, axes, sizes, format), where ranks do not add up ('shards'), or the dialect cannot be changed
+    ('dialect'); BadInput for slots out of range. O(parts * pairs of ranks + spans).
+    """
+    sources, targets = _ranks(source), _ranks(target)
+    slots = _slots(source_slots, sources[0], "source_slots"), _slots(target_slots, targets[0], "target_slots")
+    keys, recode = _alike(sources, targets, slots), recode_of(sources[0], targets[0])
+    moved: dict[Pair, list[Moved]] = {}
+    for key in keys:
+        axes = targets[0].movable[key].axes
+        held = [[_held(layout, axes, given) for layout in side] for side, given in zip((sources, targets), slots)]
+        for rank, mine in enumerate(held[1]):
+            for giver in givers(key, held[0], mine, rank, len(targets)):
+                sides = (sources[giver], held[0][giver], slots[0]), (targets[rank], mine, slots[1])
+                moved.setdefault((giver, rank), []).append(_moved(key, *sides))
+    return ReshardPlan(
+        sources, targets, {pair: tuple(joined(parts)) for pair, parts in sorted(moved.items())}, slots, recode
+    )
+
+
+def _ranks(given: Layout | Sequence[Layout]) -> tuple[Layout, ...]:
+    ranks = (given,) if isinstance(given, Layout) else tuple(given)
+    if not ranks or not all(isinstance(one, Layout) for one in ranks):
+        raise BadInput(f"give a Layout, or a list of them by rank, not {type(given).__name__} {str(given)[:40]!r}")
+    return ranks
+
+
+def _slots(given: Slots, layout: Layout, name: str) -> Ints | None:
+    """The token slots as int64. Raises BadInput."""
+    if given is None:
+        return None
+    slots, most = np.asarray(given), layout.axis(TOKENS).size
+    if slots.ndim != 1 or not np.issubdtype(slots.dtype, np.integer) or not len(slots):
+        raise BadInput(f"{name} must be a vector of whole numbers, got {slots.dtype} {list(slots.shape)}")
+    if not 0 <= slots.min() <= slots.max() < most:
+        raise BadInput(f"{name} {slots.min()}..{slots.max()} are not all in 0..{most - 1}")
+    if len(np.unique(slots)) < len(slots):
+        raise BadInput(f"{name} name a slot twice")
+    return slots.astype(np.int64)
+
+
+Content = tuple[str, dict[str, int]]
+"""The dtype of a part, and the whole size of each of its axes."""
+
+
+def _content(layout: Layout, slots: Ints | None) -> dict[str, Content]:
+    return {
+        key: (place.dtype, {name: axis.total for name, axis in sorted(_held(layout, place.axes, slots).items())})
+        for key, place in layout.movable.items()
+    }
+
+
+def _alike(
+    sources: tuple[Layout, ...], targets: tuple[Layout, ...], slots: tuple[Ints | None, Ints | None]
+) -> list[str]:
+    """What moves: all parts, and of the bytes that are no content those that every layout has. Raises LayoutError unless all
+    layouts hold the same content, by the same rules on each side."""
+    wanted = _content(targets[0], slots[1])
+    parts = {key for key in wanted if targets[0].movable[key].name not in PADS}
+    keys = [*wanted]
+    for side, layouts, given in (("source", sources, slots[0]), ("target", targets, slots[1])):
+        for rank, layout in enumerate(layouts):
+            found, where = _content(layout, given), f"{side} rank {rank}"
+            keys = [key for key in keys if found.get(key) == wanted[key]]
+            if missing := {key for key in found if layout.movable[key].name not in PADS} ^ parts:
+                raise LayoutError(
+                    "content",
+                    f"{where} has the parts {', '.join(found)}; the target has {', '.join(wanted)}: "
+                    f"{', '.join(sorted(missing))} not in both",
+                )
+            if differing := sorted(parts - {*keys}):
+                one, other = _said(found[differing[0]]), _said(wanted[differing[0]])
+                hint = "lay out the same content on both sides: resize one, or name the slots of the tokens that move"
+                raise LayoutError("content", f"{where}: part {differing[0]!r} is {one}; in the target {other}; {hint}")
+            if layout.dialect != layouts[0].dialect:
+                raise LayoutError(
+                    "dialect", f"{where} has dialect {layout.dialect!r}, rank 0 has {layouts[0].dialect!r}"
+                )
+            if layout.format != targets[0].format:
+                raise LayoutError(
+                    "content", f"{where} has rows of format {layout.format!r}, the target {targets[0].format!r}"
+                )
+    return keys
+
+
+def _said(content: Content) -> str:
+    return f"{content[0]} of {', '.join(f'{name} {size}' for name, size in content[1].items())}"
+
+
+def _held(layout: Layout, axes: Sequence[str], slots: Ints | None) -> dict[str, Axis]:
+    """The axes of a part on a rank; with slots, as many tokens as are named."""
+    held = {name: layout.axis(name) for name in axes}
+    if slots is not None and TOKENS in held:
+        held[TOKENS] = Axis(TOKENS, len(slots), len(slots))
+    return held
+
+
+Side = tuple[Layout, Mapping[str, Axis], Ints | None]
+"""A rank's layout, the axes of the part there, and its token slots."""
+
+
+def _moved(key: str, source: Side, target: Side) -> Moved:
+    """What of one part goes from one rank to another."""
+    places = [layout.movable[key] for layout, _, _ in (source, target)]
+    begins, axes = [place.offset for place in places], []
+    for name in places[1].axes:
+        both = overlap(source[1][name], target[1][name])
+        adds = []
+        for place, (layout, held, slots) in zip(places, (source, target)):
+            local = np.arange(both.start, both.stop) - held[name].first
+            adds.append(layout.along(place, name, local if slots is None or name != TOKENS else slots[local]))
+        strides = tuple((fold, stride) for place in places for fold, stride in place.strides if fold.axis == name)
+        begins = [begin + int(one[0]) for begin, one in zip(begins, adds)]
+        if len(both) > 1:
+            axes.append((adds[0] - adds[0][0], adds[1] - adds[1][0], (both, strides)))
+    axes.sort(key=lambda axis: abs(int(axis[0][1])))
+    return Moved(
+        begins[0],
+        begins[1],
+        places[1].itemsize,
+        tuple((a, b) for a, b, _ in axes),
+        tuple(strides for _, _, strides in axes),
+    )
+
+
+def _memories(given: Any, layouts: Sequence[Layout], side: str) -> list[Bytes]:
+    """One uint8 vector for each rank. Raises BadInput."""
+    several = isinstance(given, list | tuple)
+    if (several and len(given) != len(layouts)) or (not several and len(layouts) != 1):
+        raise BadInput(f"give a list of {len(layouts)} memories, one for each {side} rank")
+    found = []
+    for rank, (one, layout) in enumerate(zip(given if several else [given], layouts)):
+        try:
+            memory = _tensor_bytes(one) if hasattr(one, "data_ptr") else np.asarray(memoryview(one))
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"{side} rank {rank} is no memory of this machine's host: {error}") from None
+        if not memory.flags.c_contiguous:
+            raise BadInput(f"{side} rank {rank} is not one contiguous piece of memory")
+        found.append(memory.reshape(-1).view(np.uint8))
+        if found[-1].nbytes < layout.nbytes:
+            raise BadInput(f"{side} rank {rank} has {found[-1].nbytes:,} bytes; its layout takes {layout.nbytes:,}")
+    return found
+
+
+def _tensor_bytes(tensor: Any) -> Bytes:
+    """The bytes of a dense torch tensor on the CPU, of any dtype: numpy knows no bfloat16. The tensor must outlive them."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"a tensor must be dense and on the CPU, this one is on {tensor.device}; its spans are for a mover"
+        )
+    nbytes = tensor.numel() * tensor.element_size()
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(tensor.data_ptr()), np.uint8)
