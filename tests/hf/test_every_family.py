@@ -13,7 +13,7 @@ from test_generator import EXACT, greedy  # noqa: E402
 
 from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.hf import Generator  # noqa: E402
-from models import FAMILIES, TINY, tiny_model  # noqa: E402
+from models import FAMILIES, FULL, SLIDING, TINY, tiny_model  # noqa: E402
 from more_models import MORE  # noqa: E402
 
 OWN_ATTENTION = "bloom codegen falcon gpt_neo gpt_neox_japanese gptj mpt xglm".split()
@@ -23,14 +23,30 @@ TEXT_PARTS = "glm4v_moe_text glm4v_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_m
 REST = sorted({*TINY, *MORE} - {*EXACT, *TEXT_PARTS})
 
 
-def tiny(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+MIXED: dict[str, Any] = dict(sliding_window=5, layer_types=[FULL, SLIDING, SLIDING, FULL])
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, MIXED) for name in "doge ministral3 mistral mixtral phi3 phimoe qwen3_moe starcoder2".split()),
+    ("modernbert-decoder", dict(local_attention=11)),
+    ("modernbert-decoder", dict(local_attention=8, sliding_window=7)),
+    ("jamba", dict(hidden_size=52, num_attention_heads=5, num_key_value_heads=5)),
+    ("qwen2", dict(hidden_size=62, num_attention_heads=5, num_key_value_heads=5)),
+    ("phi3", dict(hidden_size=50, sliding_window=6)),
+]
+"""Models that mask every layer alike whatever ``layer_types`` say; windows spelled in two ways; heads that do not divide the
+hidden size, of which the models take the whole part."""
+
+
+def tiny(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     monkeypatch.setitem(FAMILIES, name, FAMILIES.get(name, MORE.get(name, {})))
-    return tiny_model(name)
+    return tiny_model(name, **changes)
 
 
-@pytest.mark.parametrize("name", [name for name in REST if name not in OWN_ATTENTION])
-def test_tokens_equal_full_recomputation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, source = tiny(name, monkeypatch), torch.Generator().manual_seed(0)
+CASES = [*((name, {}) for name in REST if name not in OWN_ATTENTION), *VARIANTS]
+
+
+@pytest.mark.parametrize(("name", "changes"), CASES)
+def test_tokens_equal_full_recomputation(name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, source = tiny(name, monkeypatch, **changes), torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, 100, (n,), generator=source).tolist() for n in (1, 3, 9, 17, 20, 33)]
     generator = Generator(model, num_blocks=60, max_requests=4, prefill_chunk=7, poison=True)
     monkeypatch.setattr(generator, "_ends", frozenset())

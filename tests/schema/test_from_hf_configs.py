@@ -186,7 +186,7 @@ def test_unknown_format() -> None:
         ({"num_key_value_heads": "8"}, "num_key_value_heads is '8'; expected"),
         ({"num_key_value_heads": 5}, "num_attention_heads is 32; expected a multiple of num_key_value_heads = 5"),
         ({"num_attention_heads": None}, "num_attention_heads is missing; expected"),
-        ({"num_attention_heads": 24}, "hidden_size is 4096; expected a multiple of num_attention_heads = 24"),
+        ({"model_type": "gpt2", "num_attention_heads": 24}, "hidden_size is 4096; expected a multiple of num_attention_heads = 24"),
         ({"hidden_size": None}, "hidden_size is missing; expected"),
         ({"head_dim": 0}, "head_dim is 0; expected"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 types; expected one for each of num_hidden_layers = 32"),
@@ -239,7 +239,6 @@ def config_class(name: str) -> Any:
 
 NOT_WITHOUT = {
     "deepseek_v4": "compress_ratios", "nemotron_h": "num_hidden_layers",
-    "glm4_moe": "hidden_size", "glm4v_moe_text": "hidden_size",
 }  # fmt: skip
 """Types that have no sound defaults, and the field that their configs must have."""
 

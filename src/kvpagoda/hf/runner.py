@@ -13,6 +13,7 @@ from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.paged import ATTENTION, StepContext, in_step
+from kvpagoda.hf.rope_switch import RopeSwitch
 from kvpagoda.kv_cache import KVCache
 
 Tensor = torch.Tensor
@@ -20,11 +21,17 @@ Work = tuple[Sequence, Tokens]
 
 
 class Runner(Protocol):
-    """Computes the next tokens of some sequences. Room is made before, ``commit`` follows."""
+    """Computes the next tokens of some sequences. Room is made before, ``commit`` follows.
 
-    def step(self, work: Many[Work], kept: Many[int] | None = None) -> Tensor:
+    ``switch``: at which lengths of a text all that was computed of it becomes useless.
+    """
+
+    switch: RopeSwitch
+
+    def step(self, work: Many[Work], kept: Many[int] | None = None, lengths: Many[int] | None = None) -> Tensor:
         """(sequence, its next tokens) pairs -> logits after the last ``kept[i]`` tokens of each (default one), those of one
-        request behind those of another: float ``[sum(kept), vocab]``."""
+        request behind those of another: float ``[sum(kept), vocab]``. ``lengths``: tokens of each text, as far as it is known
+        (default: up to its next tokens)."""
         ...
 
     def most_tokens(self, sequence: Sequence) -> int | None:
@@ -36,13 +43,13 @@ class ModelRunner:
     """Any supported model through transformers' own code: its attention interface and its cache calls.
 
     Requests that compute one token, or verify equally many, form one batched forward pass; a longer piece of a prompt is a
-    pass of its own.
+    pass of its own. Texts on two sides of a ``switch`` are in passes of their own.
     The model's attention implementation is kvpagoda's only while a step runs. Raises SchemaError for a model that does
     not let it be set.
     """
 
     def __init__(self, model: Any, cache: KVCache) -> None:
-        self.model, self.cache = model, cache
+        self.model, self.cache, self.switch = model, cache, RopeSwitch(model)
         before = model.config._attn_implementation
         model.set_attn_implementation(ATTENTION)
         taken = model.config._attn_implementation == ATTENTION
@@ -60,12 +67,14 @@ class ModelRunner:
         self._resumes = not any(hasattr(part, "x_proj") or hasattr(part, "x_proj_weight") for part in scans)
 
     @torch.no_grad()
-    def step(self, work: Many[Work], kept: Many[int] | None = None) -> Tensor:
+    def step(self, work: Many[Work], kept: Many[int] | None = None, lengths: Many[int] | None = None) -> Tensor:
+        lengths = [sequence.length + len(tokens) for sequence, tokens in work] if lengths is None else lengths
+        sides = [self.switch.passed(length) for length in lengths]
         before = [config._attn_implementation for config in self._configs]
         for config in self._configs:
             config._attn_implementation = ATTENTION
         try:
-            return self._step(work, [1] * len(work) if kept is None else kept)
+            return self._step(work, [1] * len(work) if kept is None else kept, sides)
         finally:
             for config, implementation in zip(self._configs, before):
                 config._attn_implementation = implementation
@@ -75,14 +84,15 @@ class ModelRunner:
         from a zero state whatever came before, so after the first piece of a prompt such models go on token by token."""
         return None if self._resumes or sequence.length == 0 else 1
 
-    def _step(self, work: Many[Work], kept: Many[int]) -> Tensor:
-        passes: dict[int, list[int]] = {}
+    def _step(self, work: Many[Work], kept: Many[int], sides: Many[int]) -> Tensor:
+        passes: dict[tuple[int, int], list[int]] = {}
         for i, (sequence, tokens) in enumerate(work):
             together = sequence.length > 0 and len(tokens) == kept[i]
-            passes.setdefault(len(tokens) if together else -1 - i, []).append(i)
+            passes.setdefault((sides[i], len(tokens) if together else -1 - i), []).append(i)
         rows: dict[int, Tensor] = {}
-        for part in passes.values():
-            rows.update(zip(part, self._forward([work[i] for i in part], kept[part[0]])))
+        for (side, _), part in passes.items():
+            with self.switch.rotating_past(side):
+                rows.update(zip(part, self._forward([work[i] for i in part], kept[part[0]])))
         return torch.cat([rows[i] for i in range(len(work))])
 
     def _forward(self, work: Many[Work], kept: int) -> Tensor:

@@ -83,22 +83,25 @@ def unknown_type(name: Any) -> str:
 
 
 def layer_types_of(c: Config, family: Family, name: str) -> list[str]:
-    """The type of every layer: the config's own list, else the family's rule. Raises SchemaError."""
+    """The type of every layer: the config's own list where the model reads it, else the family's rule. Raises SchemaError,
+    also for a list that is not read and has types that the family does not have."""
     count = family.num_layers(c)
-    types = c.get("layer_types")
-    if types is None:
-        types = [family.layer_type(c, index) for index in range(count)]
-    if not isinstance(types, list | tuple) or len(types) != count:
-        found = f"has {len(types)} types" if isinstance(types, list | tuple) else f"is {types!r}"
+    by_rule, listed = [], c.get("layer_types")
+    if listed is None or not family.reads_layer_types:
+        by_rule = [family.layer_type(c, index) for index in range(count)]
+    if listed is None:
+        listed = by_rule
+    if not isinstance(listed, list | tuple) or len(listed) != count:
+        found = f"has {len(listed)} types" if isinstance(listed, list | tuple) else f"is {listed!r}"
         raise SchemaError(f"layer_types {found}; expected one for each of num_hidden_layers = {count}")
-    types = [t.LEGACY.get(each, each) if isinstance(each, str) else each for each in types]
-    for index, layer_type in enumerate(types):
+    listed = [t.LEGACY.get(each, each) if isinstance(each, str) else each for each in listed]
+    for index, layer_type in [*enumerate(listed), *enumerate(by_rule)]:
         if layer_type not in family.verified:
             expected = ", ".join(family.verified)
             raise SchemaError(
                 f"layer {index} has type {layer_type!r}, which was not verified for {name}; expected {expected}"
             )
-    return types
+    return by_rule or listed
 
 
 def owner_of(c: Config, types: list[str], index: int) -> int | None:

@@ -33,6 +33,7 @@ class Family:
     """One way of spelling a cache. Rules take the config and, where they need it, a layer's index or type.
 
     layer_type   the type of layer i where the config has no ``layer_types``
+    reads_layer_types  whether the model's code reads ``layer_types`` at all; False: ``layer_type`` decides whatever they say
     verified     the layer types that were compared with transformers; any other is an error
     heads        K/V heads and widths of a layer with attention
     states       what linear, convolution and hybrid layers keep for a request (None: the family has no such layers)
@@ -43,6 +44,7 @@ class Family:
     """
 
     layer_type: LayerTypeRule = by_fields
+    reads_layer_types: bool = True
     verified: tuple[str, ...] = (FULL,)
     heads: HeadRule = grouped
     states: StateRule | None = None

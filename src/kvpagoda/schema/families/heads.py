@@ -20,12 +20,13 @@ class Heads:
 
 
 def grouped(c: Config, layer_type: str) -> Heads:
-    """``num_key_value_heads`` (all heads where it is null) of ``head_dim`` (``hidden_size`` shared out if null)."""
+    """``num_key_value_heads`` (all heads where it is null) of ``head_dim`` (if null ``hidden_size`` shared out, rounded down
+    as the models do)."""
     queries = c.size("num_attention_heads")
     number = c.size_or("num_key_value_heads", queries)
     if queries % number:
         raise SchemaError(f"num_attention_heads is {queries}; expected a multiple of num_key_value_heads = {number}")
-    dim = c.ratio("hidden_size", "num_attention_heads") if c.get("head_dim") is None else c.size("head_dim")
+    dim = c.size("hidden_size") // queries if c.get("head_dim") is None else c.size("head_dim")
     return Heads(number, dim, dim)
 
 

@@ -182,9 +182,10 @@ def mimo_window(c: Config) -> int:
     return c.size("sliding_window")
 
 
-def modernbert_window(c: Config) -> int:
-    """``local_attention`` counts tokens to both sides."""
-    return c.size("local_attention") // 2
+def modernbert_window(c: Config) -> Any:
+    """``sliding_window`` as it is; without it half of ``local_attention``, which counts tokens to both sides."""
+    window = c.get("sliding_window")
+    return c.size("local_attention") // 2 if window is None else window
 
 
 # ---- how many layers have a cache ----
