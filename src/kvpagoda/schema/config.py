@@ -35,6 +35,13 @@ class Config:
                 return self.raw[spelling]
         return self.defaults.get(name, default)
 
+    @property
+    def max_positions(self) -> int | None:
+        """Tokens of the longest text that the config itself names; None where it names none: a default would be a guess.
+        Raises SchemaError."""
+        own = Config(self.raw, {})
+        return None if own.get("max_position_embeddings") is None else own.size("max_position_embeddings")
+
     def size(self, name: str, at_least: int = 1) -> int:
         """A whole number of at least ``at_least``, as an int. Raises SchemaError, which names the field and its value."""
         value = self.get(name)

@@ -32,9 +32,8 @@ def read_config(
     family: Family = model_types()[name]["family"]
     try:
         types = layer_types_of(c, family, name)
-        max_positions, vocab_size = (
-            None if c.get(field) is None else c.size(field) for field in ("max_position_embeddings", "vocab_size")
-        )
+        max_positions = c.max_positions
+        vocab_size = None if c.get("vocab_size") is None else c.size("vocab_size")
     except SchemaError as error:
         raise SchemaError(f"{name} config: {error}") from None
     layers = []
@@ -143,6 +142,8 @@ def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str
         law = Growth(window=c.replaced(sliding_window=family.window(c)).size("sliding_window"))
     elif layer_type == t.CHUNKED:
         law = Growth(chunk=c.size("attention_chunk_size"))
+    if law.span is not None and c.max_positions is not None and law.span >= c.max_positions:
+        law = FULL  # no text is long enough to leave it
     if family.attention == "heads":
         heads = family.heads(c, layer_type)
         return Attention(heads.number, heads.k_dim, heads.v_dim, dtype, law)
