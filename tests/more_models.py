@@ -25,7 +25,28 @@ def each(names: str, **changes: Any) -> dict[str, dict[str, Any]]:
     return {name: dict(changes) for name in names.split()}
 
 
+BERT = dict(is_decoder=True, pad_token_id=0, hidden_dropout_prob=0.0)
+BART = dict(
+    d_model=48, decoder_layers=4, decoder_attention_heads=4, decoder_ffn_dim=64, encoder_layers=4,
+    encoder_attention_heads=2, encoder_ffn_dim=32, init_std=0.2, is_encoder_decoder=False, is_decoder=True,
+    pad_token_id=0, decoder_start_token_id=1, forced_eos_token_id=None,
+)  # fmt: skip
+DECODERS: dict[str, dict[str, Any]] = {
+    **each(
+        """bert bert-generation camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm
+        roformer xlm-roberta xlm-roberta-xl""",
+        **BERT,
+    ),
+    **each("bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart trocr", **BART),
+    "big_bird": dict(BERT, attention_type="original_full"),
+    "roc_bert": dict(BERT, enable_pronunciation=False, enable_shape=False),
+    "whisper": dict(BART, max_target_positions=512, num_mel_bins=8, max_source_positions=10),
+    "xmod": dict(BERT, default_language="en_XX"),
+}  # fmt: skip
+"""Models that are decoders if their config says so: the BERT family, and the decoders of encoder-decoder models."""
+
 MORE: dict[str, dict[str, Any]] = {
+    **DECODERS,
     **each(
         """apertus arcee bitnet cohere diffllama ernie4_5 gemma glm granite helium hunyuan_v1_dense hyperclovax internlm3
         iquestcoder jais2 nanochat nemotron olmo phi qwen3_vl_text seed_oss""",

@@ -16,8 +16,6 @@ from kvpagoda.hf import Generator  # noqa: E402
 from models import FAMILIES, FULL, SLIDING, TINY, tiny_model  # noqa: E402
 from more_models import MORE  # noqa: E402
 
-OWN_ATTENTION = "bloom codegen falcon gpt_neo gpt_neox_japanese gptj mpt xglm".split()
-"""Models whose attention does not go through transformers' attention interface."""
 TEXT_PARTS = "glm4v_moe_text glm4v_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text".split()
 """Parts of multimodal models, which transformers does not build as language models by themselves."""
 REST = sorted({*TINY, *MORE} - {*EXACT, *TEXT_PARTS})
@@ -41,7 +39,7 @@ def tiny(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     return tiny_model(name, **changes)
 
 
-CASES = [*((name, {}) for name in REST if name not in OWN_ATTENTION), *VARIANTS]
+CASES = [*((name, {}) for name in REST), *VARIANTS]
 
 
 @pytest.mark.parametrize(("name", "changes"), CASES)
@@ -53,7 +51,25 @@ def test_tokens_equal_full_recomputation(name: str, changes: dict[str, Any], mon
     assert generator.generate(prompts, 6) == [greedy(model, prompt, 6) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", OWN_ATTENTION)
-def test_attention_outside_the_interface_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SchemaError, match=f"{type(tiny(name, monkeypatch)).__name__} does not go through"):
-        Generator(tiny(name, monkeypatch), num_blocks=4)
+def test_padding_tokens_in_a_text_have_no_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RoBERTa counts positions without them, wherever they stand."""
+    model = tiny("roberta", monkeypatch, pad_token_id=3)
+    prompts = [[3, 5, 6, 3, 3, 7, 8], [5] * 15 + [3, 3, 9], [5] * 15 + [3, 3, 9, 3, 4]]
+    generator = Generator(model, num_blocks=60, max_requests=2, prefill_chunk=4, poison=True)
+    for _ in range(2):
+        assert generator.generate(prompts, 5) == [greedy(model, prompt, 5) for prompt in prompts]
+
+
+@pytest.mark.parametrize("changes", [dict(alibi=True), dict(alibi=True, multi_query=False), dict(multi_query=False)])
+def test_falcon_with_biases_for_distance(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("falcon", monkeypatch, **changes)
+    prompts = [[5, 6, 7], [8] * 18 + [9, 10], [11]]
+    generator = Generator(model, num_blocks=60, max_requests=3, prefill_chunk=5, poison=True)
+    assert generator.generate(prompts, 5) == [greedy(model, prompt, 5) for prompt in prompts]
+
+
+def test_a_model_that_takes_no_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", monkeypatch)
+    monkeypatch.setattr(model, "forward", lambda input_ids: None)
+    with pytest.raises(SchemaError, match="LlamaForCausalLM takes no cache in its forward pass"):
+        Generator(model, num_blocks=4)

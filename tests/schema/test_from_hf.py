@@ -45,7 +45,8 @@ def forward(model: Any, ids: Any, cache: Any = None) -> tuple[Any, Any]:
     name = "cache_params" if model.config.model_type in ("mamba", "mamba2", "falcon_mamba") else "past_key_values"
     with torch.no_grad():
         output = model(ids, use_cache=True, **({} if cache is None else {name: cache}))
-    return output[0], getattr(output, name)
+    kept = getattr(output, name)
+    return output[0], getattr(kept, "self_attention_cache", kept)
 
 
 def dtype_of(tensor: Any) -> str:

@@ -16,7 +16,7 @@ from kvpagoda.errors import NeverFits, SchemaError  # noqa: E402
 from kvpagoda.schema import MXFP4, Attention, Compressed, Encoding, Growth, Latent, Shared  # noqa: E402
 from kvpagoda.schema.families import families  # noqa: E402
 from models import tiny_config  # noqa: E402
-from more_models import MORE  # noqa: E402
+from more_models import DECODERS, MORE  # noqa: E402
 
 LLAMA_8B = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
@@ -267,15 +267,20 @@ NOT_WITHOUT = {
 """Types that have no sound defaults, and the field that their configs must have."""
 
 
+AS_DECODER = ("is_decoder", "is_encoder_decoder", "attention_type")
+"""Fields that make a decoder of a model that is none by default."""
+
+
 @pytest.mark.parametrize("name", sorted(families()))
 def test_fields_that_are_left_out(name: str) -> None:
     """A multimodal config is written as differences: what is not there is what transformers takes."""
-    nothing: dict[str, Any] = {"model_type": "multimodal", "text_config": {"model_type": name}}
+    decoder = {key: MORE[name][key] for key in AS_DECODER if key in MORE[name]} if name in DECODERS else {}
+    nothing: dict[str, Any] = {"model_type": "multimodal", "text_config": {"model_type": name, **decoder}}
     if name in NOT_WITHOUT:
         with pytest.raises(SchemaError, match=f"{name} config.*: {NOT_WITHOUT[name]} is"):
             Schema.from_hf_config(nothing)
         return
-    found, real = Schema.from_hf_config(nothing), Schema.from_hf_config(config_class(name)())
+    found, real = Schema.from_hf_config(nothing), Schema.from_hf_config(config_class(name)(**decoder))
     assert found.vocab_size == real.vocab_size
     assert found.max_positions is None  # a limit is never a guess
     if real.max_positions is not None:

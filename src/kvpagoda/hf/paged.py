@@ -29,13 +29,13 @@ class GroupGather:
     def __init__(self, view: LayerView, growth: Growth) -> None:
         arrays, size = view.arrays, view.block_size
         counts = arrays.kv_indptr[1:] - arrays.kv_indptr[:-1]
-        most = int(counts.max())
+        most, self.length = int(counts.max()), int((arrays.cache_seqlens - arrays.kv_start).max())
         column = torch.arange(most, device=counts.device)
         place = (arrays.kv_indptr[:-1, None] + column).clamp(max=len(arrays.kv_indices) - 1)
         self.blocks = torch.where(column < counts[:, None], arrays.kv_indices[place.long()], 0).long()
         rows, queries = len(counts), len(view.step.positions) // len(counts)
         self.write_index = (arrays.slot_mapping.long() // size, arrays.slot_mapping.long() % size)
-        kv = arrays.kv_start[:, None].long() + torch.arange(most * size, device=counts.device)
+        kv = arrays.kv_start[:, None].long() + torch.arange(self.length, device=counts.device)
         self.absent = kv >= arrays.cache_seqlens[:, None]
         query = view.step.positions.long().view(rows, queries, 1)
         self.visible: Tensor = growth.reads(query, kv[:, None]) & ~self.absent[:, None]
@@ -43,13 +43,20 @@ class GroupGather:
 
 
 class StepContext:
-    """One forward pass: its batch, and each group's gather, computed once."""
+    """One forward pass: its batch, and each group's gather, computed once.
 
-    def __init__(self, batch: Batch, schema: Schema, columns: dict[int, int]) -> None:
+    ``is_aligned``: all rows begin at the same position. Then the step looks to the model as one with transformers' own cache
+    does, and its own masks and positions are right; else the model is told that there is no past.
+    """
+
+    def __init__(self, batch: Batch, schema: Schema, columns: dict[int, int], is_aligned: bool = False) -> None:
         self.batch, self.schema = batch, schema
+        first = int(batch.positions[0])
+        self.past = first if is_aligned else 0
+        """Tokens before this step, as the model is told."""
         self.columns = columns
         """Layer -> columns of its convolution tail in transformers, known once a request has begun."""
-        self.is_first = int(batch.positions[0]) == 0
+        self.is_first = first == 0
         """Whether the step starts its (one) request, so that there is no state to read yet."""
         self.last_stored = -1
         """The layer that stored rows last: attention modules that several layers share do not know their layer."""
@@ -77,11 +84,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._row_names = [rows.name for rows in context.schema.by_index[index].block_rows()]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store ``[B, H, S, D]`` rows; return all rows of the step's requests, ``[B, H, T, D]``."""
+        """Store ``[B, H, S, D]`` rows; return all rows of the step's requests, contiguous ``[B, H, T, D]``."""
         first, second = self._row_names[:2]
         return (
-            self._store(first, key_states.transpose(1, 2)).transpose(1, 2),
-            self._store(second, value_states.transpose(1, 2)).transpose(1, 2),
+            self._store(first, key_states.transpose(1, 2)).transpose(1, 2).contiguous(),
+            self._store(second, value_states.transpose(1, 2)).transpose(1, 2).contiguous(),
         )
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -93,7 +100,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         assert pool is not None
         self._context.last_stored = self._index
         pool.write(name, gather.write_index, rows.flatten(0, 1))
-        found: Tensor = pool.read(name, (gather.blocks,)).flatten(1, 2).to(rows.dtype)
+        found: Tensor = pool.read(name, (gather.blocks,)).flatten(1, 2)[:, : gather.length].to(rows.dtype)
         return found.masked_fill(gather.absent.view(*gather.absent.shape, *(1,) * (found.ndim - 2)), 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -163,16 +170,21 @@ class StateAndPagedLayer(StateLayer, PagedLayer):
 
 
 class StepCache(Cache):  # type: ignore[misc]
-    """The ``past_key_values`` of one forward pass over a batch. Positions are given to the model, not asked of this."""
+    """The ``past_key_values`` of one forward pass over a batch. Positions are given to the model, or, where the rows are
+    aligned, found by it from the length of the past."""
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(layers=[_layer(context, layer) for layer in context.schema.layers])
+        self._past = context.past
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+        return self._past
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self._past
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
+        return self._past + query_length, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         layers = self.layers if layer_idx is None else [self.layers[layer_idx]]

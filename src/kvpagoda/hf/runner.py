@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvpagoda.cache.request import Tokens
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.errors import SchemaError
 from kvpagoda.hf.paged import ATTENTION, StepContext, in_step
 from kvpagoda.hf.rope_switch import RopeSwitch
@@ -40,29 +40,34 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """Any supported model through transformers' own code: its attention interface and its cache calls.
+    """Any supported model through transformers' own code: its cache calls, and its attention interface where it has one.
 
     Requests that compute one token, or verify equally many, form one batched forward pass; a longer piece of a prompt is a
     pass of its own. Texts on two sides of a ``switch`` are in passes of their own.
-    The model's attention implementation is kvpagoda's only while a step runs. Raises SchemaError for a model that does
-    not let it be set.
+    The model's attention implementation is kvpagoda's only while a step runs. A model with attention of its own keeps it, and
+    one that counts positions by itself counts them: requests that share a pass are then equally long, so that what the model
+    believes of one of them is true of all. Raises SchemaError for a model that takes no cache.
     """
 
     def __init__(self, model: Any, cache: KVCache) -> None:
         self.model, self.cache, self.switch = model, cache, RopeSwitch(model)
         before = model.config._attn_implementation
         model.set_attn_implementation(ATTENTION)
-        taken = model.config._attn_implementation == ATTENTION
+        through_interface = model.config._attn_implementation == ATTENTION
         model.set_attn_implementation(before)
-        if not taken:
-            raise SchemaError(f"{type(model).__name__} does not go through transformers' attention interface")
+        accepted = inspect.signature(model.forward).parameters
+        self._cache_name = next((name for name in ("past_key_values", "cache_params") if name in accepted), None)
+        if self._cache_name is None:
+            raise SchemaError(f"{type(model).__name__} takes no cache in its forward pass")
+        self._attention = ATTENTION if through_interface else None
+        self._trims_logits = "logits_to_keep" in accepted
+        self._is_aligned = bool(cache.schema.groups) and not (through_interface and "position_ids" in accepted)
         configs = [
             part.config for part in model.modules() if hasattr(getattr(part, "config", None), "_attn_implementation")
         ]
         self._configs = list({id(config): config for config in configs}.values())
         self._columns: dict[int, int] = {}
-        accepted = inspect.signature(model.forward).parameters
-        self._cache_name = "past_key_values" if "past_key_values" in accepted else "cache_params"
+        self._padding = _padding_token(model)
         scans = [part for part in model.modules() if hasattr(part, "A_log")]
         self._resumes = not any(hasattr(part, "x_proj") or hasattr(part, "x_proj_weight") for part in scans)
 
@@ -72,7 +77,7 @@ class ModelRunner:
         sides = [self.switch.passed(length) for length in lengths]
         before = [config._attn_implementation for config in self._configs]
         for config in self._configs:
-            config._attn_implementation = ATTENTION
+            config._attn_implementation = self._attention or config._attn_implementation
         try:
             return self._step(work, [1] * len(work) if kept is None else kept, sides)
         finally:
@@ -85,12 +90,13 @@ class ModelRunner:
         return None if self._resumes or sequence.length == 0 else 1
 
     def _step(self, work: Many[Work], kept: Many[int], sides: Many[int]) -> Tensor:
-        passes: dict[tuple[int, int], list[int]] = {}
+        passes: dict[tuple[int, int, int], list[int]] = {}
         for i, (sequence, tokens) in enumerate(work):
             together = sequence.length > 0 and len(tokens) == kept[i]
-            passes.setdefault((sides[i], len(tokens) if together else -1 - i), []).append(i)
+            past = sequence.length if self._is_aligned else 0
+            passes.setdefault((sides[i], past, len(tokens) if together else -1 - i), []).append(i)
         rows: dict[int, Tensor] = {}
-        for (side, _), part in passes.items():
+        for (side, _, _), part in passes.items():
             with self.switch.rotating_past(side):
                 rows.update(zip(part, self._forward([work[i] for i in part], kept[part[0]])))
         return torch.cat([rows[i] for i in range(len(work))])
@@ -100,7 +106,28 @@ class ModelRunner:
         batch = self.cache.batch([sequence for sequence, _ in work], [len(tokens) for _, tokens in work])
         ids = torch.from_numpy(np.stack([tokens for _, tokens in work])).to(self.cache.device, torch.int64)
         positions = batch.positions.long().view(ids.shape)
-        with in_step(StepContext(batch, self.cache.schema, self._columns)) as past:
-            given = {self._cache_name: past, "position_ids": positions, "logits_to_keep": kept}
+        if self._padding is not None:
+            positions = self._positions_after_padding(work).to(self.cache.device)
+        with in_step(StepContext(batch, self.cache.schema, self._columns, self._is_aligned)) as past:
+            given = {self._cache_name: past, "position_ids": positions}
+            if self._trims_logits:
+                given["logits_to_keep"] = kept
             out = self.model(input_ids=ids, use_cache=True, **given)
         return out.logits[:, -kept:].float()  # type: ignore[no-any-return]
+
+    def _positions_after_padding(self, work: Many[Work]) -> Tensor:
+        """Positions int64 ``[B, S]`` of a model that counts from behind its padding token, and leaves that token out wherever
+        it stands in a text. O(tokens of the texts)."""
+        assert self._padding is not None
+        requests, rows = requests_of([sequence for sequence, _ in work], self.cache.core), []
+        for request, (_, tokens) in zip(requests, work):
+            before = np.count_nonzero(request.raw_tokens(0, request.length) != self._padding)
+            counts = tokens != self._padding
+            rows.append((before + np.cumsum(counts)) * counts + self._padding)
+        return torch.from_numpy(np.stack(rows))
+
+
+def _padding_token(model: Any) -> int | None:
+    """The padding token of a model that numbers its positions from there on, as RoBERTa does; None for all others."""
+    counting = (part for part in model.modules() if hasattr(part, "create_position_ids_from_input_ids"))
+    return next((int(part.padding_idx) for part in counting), None)

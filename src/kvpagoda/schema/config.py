@@ -17,7 +17,7 @@ ALIASES = {
 }
 """Other names under which configs have the same field."""
 
-REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "decoder_layers", "decoder_attention_heads")
 """What every whole ``config.json`` says. A default would be a guess at which model it is."""
 
 
@@ -34,13 +34,6 @@ class Config:
             if spelling in self.raw:
                 return self.raw[spelling]
         return self.defaults.get(name, default)
-
-    @property
-    def max_positions(self) -> int | None:
-        """Tokens of the longest text that the config itself names; None where it names none: a default would be a guess.
-        Raises SchemaError."""
-        own = Config(self.raw, {})
-        return None if own.get("max_position_embeddings") is None else own.size("max_position_embeddings")
 
     def size(self, name: str, at_least: int = 1) -> int:
         """A whole number of at least ``at_least``, as an int. Raises SchemaError, which names the field and its value."""

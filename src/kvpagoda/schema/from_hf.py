@@ -20,6 +20,8 @@ from kvpagoda.schema.layers import Layer
 
 KV_FORMATS = ("raw", "fp8")
 FP8_LATENT = Encoding("fp8", group=128)
+NOT_CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (True,), "use_bidirectional_attention": (True, "all")}
+"""Fields, and the values with which tokens read more than those before them."""
 
 
 def read_config(
@@ -32,7 +34,8 @@ def read_config(
     family: Family = model_types()[name]["family"]
     try:
         types = layer_types_of(c, family, name)
-        max_positions = c.max_positions
+        check_requirements(c, family)
+        max_positions = family.max_positions(c)
         vocab_size = None if c.get("vocab_size") is None else c.size("vocab_size")
     except SchemaError as error:
         raise SchemaError(f"{name} config: {error}") from None
@@ -58,8 +61,12 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
         name = f"{name}_text"
     if not isinstance(name, str) or name not in known:
         raise SchemaError(unknown_type(name))
-    if inner.get("is_encoder_decoder") or inner.get("use_bidirectional_attention") in (True, "all"):
-        raise SchemaError(f"this {name} config is not of a causal decoder: it has no cache that grows token by token")
+    for field, refused in NOT_CAUSAL.items():
+        if inner.get(field) in refused:
+            raise SchemaError(
+                f"this {name} config is not of a causal decoder ({field} is {inner[field]!r}): it has no cache that grows "
+                f"token by token, or not that alone"
+            )
     defaults: Mapping[str, Any] = known[name]["defaults"]
     if nested is None:
         defaults = {field: value for field, value in defaults.items() if field not in REQUIRED}
@@ -68,6 +75,13 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
     chosen = str(chosen).removeprefix("torch.")
     itemsize(chosen)
     return name, Config({**inner, "model_type": name}, defaults), chosen
+
+
+def check_requirements(c: Config, family: Family) -> None:
+    """Raises SchemaError for a field without which the family does not keep the cache that was verified."""
+    for field, (value, why) in family.requires.items():
+        if c.get(field) != value:
+            raise SchemaError(f"{field} is {c.get(field)!r}; expected {value!r}: {why}")
 
 
 def unknown_type(name: Any) -> str:
@@ -142,7 +156,8 @@ def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str
         law = Growth(window=c.replaced(sliding_window=family.window(c)).size("sliding_window"))
     elif layer_type == t.CHUNKED:
         law = Growth(chunk=c.size("attention_chunk_size"))
-    if law.span is not None and c.max_positions is not None and law.span >= c.max_positions:
+    longest = family.max_positions(c)
+    if law.span is not None and longest is not None and law.span >= longest:
         law = FULL  # no text is long enough to leave it
     if family.attention == "heads":
         heads = family.heads(c, layer_type)

@@ -1,5 +1,5 @@
 """How the config of each model type spells its cache. The table is ``model_types.json``; the rules that it names are the
-functions of ``layer_types``, ``heads`` and ``states``.
+functions of ``layer_types``, ``heads``, ``states`` and ``positions``.
 
 A model type is in the table only if a test has compared it with the tensors that transformers really keeps.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.resources import files
 from types import ModuleType
 from typing import Any
 
 from kvpagoda.schema.config import Config
-from kvpagoda.schema.families import heads, layer_types, states
+from kvpagoda.schema.families import heads, layer_types, positions, states
 from kvpagoda.schema.families.heads import HeadRule, grouped
 from kvpagoda.schema.families.layer_types import (
     FULL,
@@ -41,6 +41,8 @@ class Family:
     has_indexer  whether layer i keeps indexer keys, where its type is indexed
     window       tokens of the sliding window
     num_layers   number of layers that have a cache
+    max_positions  tokens of the longest text that the config names; None where it names none
+    requires     field -> the value that it must have, and why
     """
 
     layer_type: LayerTypeRule = by_fields
@@ -52,12 +54,15 @@ class Family:
     has_indexer: Callable[[Config, int], bool] = every_layer
     window: Callable[[Config], Any] = sliding_window
     num_layers: Callable[[Config], int] = hidden_layers
+    max_positions: Callable[[Config], int | None] = positions.named
+    requires: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
 
 RULES: dict[str, ModuleType] = {
     **dict.fromkeys(("layer_type", "has_indexer", "window", "num_layers"), layer_types),
     "heads": heads,
     "states": states,
+    "max_positions": positions,
 }
 """Field of ``Family`` -> the module whose functions its rules are."""
 

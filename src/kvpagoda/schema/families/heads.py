@@ -36,6 +36,12 @@ def every_head(c: Config, layer_type: str) -> Heads:
     return Heads(c.size("num_attention_heads"), dim, dim)
 
 
+def decoder_half(c: Config, layer_type: str) -> Heads:
+    """The decoder of an encoder-decoder model, which has heads of its own number."""
+    dim = c.ratio("hidden_size", "decoder_attention_heads")
+    return Heads(c.size("decoder_attention_heads"), dim, dim)
+
+
 def falcon(c: Config, layer_type: str) -> Heads:
     """The newer architecture keeps its K/V heads repeated, once for each query head."""
     every_one = every_head(c, layer_type)

@@ -195,6 +195,11 @@ def hidden_layers(c: Config) -> int:
     return c.size("num_hidden_layers")
 
 
+def decoder_layers(c: Config) -> int:
+    """Of an encoder-decoder model, those of the decoder."""
+    return c.size("decoder_layers")
+
+
 def longcat_layers(c: Config) -> int:
     """Two attentions in each layer."""
     return 2 * c.size("num_layers")
