@@ -56,9 +56,10 @@ class ModelRunner:
         through_interface = model.config._attn_implementation == ATTENTION
         model.set_attn_implementation(before)
         accepted = inspect.signature(model.forward).parameters
-        self._cache_name = next((name for name in ("past_key_values", "cache_params") if name in accepted), None)
-        if self._cache_name is None:
+        names = [name for name in ("past_key_values", "cache_params") if name in accepted]
+        if not names:
             raise SchemaError(f"{type(model).__name__} takes no cache in its forward pass")
+        self._cache_name = names[0]
         self._attention = ATTENTION if through_interface else None
         self._trims_logits = "logits_to_keep" in accepted
         self._is_aligned = bool(cache.schema.groups) and not (through_interface and "position_ids" in accepted)
@@ -109,7 +110,7 @@ class ModelRunner:
         if self._padding is not None:
             positions = self._positions_after_padding(work).to(self.cache.device)
         with in_step(StepContext(batch, self.cache.schema, self._columns, self._is_aligned)) as past:
-            given = {self._cache_name: past, "position_ids": positions}
+            given: dict[str, Any] = {self._cache_name: past, "position_ids": positions}
             if self._trims_logits:
                 given["logits_to_keep"] = kept
             out = self.model(input_ids=ids, use_cache=True, **given)
