@@ -9,14 +9,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
+
 from test_generator import EXACT, greedy  # noqa: E402
 
 from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.hf import Generator  # noqa: E402
-from models import FAMILIES, FULL, SLIDING, TINY, tiny_model  # noqa: E402
-from more_models import MORE  # noqa: E402
+from models import FAMILIES, FULL, SLIDING, TINY, randomise, tiny_config, tiny_model  # noqa: E402
+from more_models import MORE, MULTIMODAL  # noqa: E402
 
-TEXT_PARTS = "glm4v_moe_text glm4v_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text".split()
+TEXT_PARTS = "emu3_text_model mllama_text_model glm4v_moe_text glm4v_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text".split()
 """Parts of multimodal models, which transformers does not build as language models by themselves."""
 REST = sorted({*TINY, *MORE} - {*EXACT, *TEXT_PARTS})
 
@@ -49,6 +51,23 @@ def test_tokens_equal_full_recomputation(name: str, changes: dict[str, Any], mon
     generator = Generator(model, num_blocks=60, max_requests=4, prefill_chunk=7, poison=True)
     monkeypatch.setattr(generator, "_ends", frozenset())
     assert generator.generate(prompts, 6) == [greedy(model, prompt, 6) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_texts_of_multimodal_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the config around that of the text names no end of text."""
+    text, others = MULTIMODAL[name]
+    monkeypatch.setitem(FAMILIES, text, FAMILIES.get(text, MORE.get(text, {})))
+    config = CONFIG_MAPPING[name](text_config={**tiny_config(text).to_dict(), "pad_token_id": 0}, **others)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomise(model)
+    for field in ("bos_token_id", "eos_token_id"):
+        setattr(model.generation_config, field, None)
+    prompts = [[3, 4, 5, 6, 7, 8, 9] * 3, [7], [3, 4, 5, 6, 7, 8, 9] * 4]
+    generator = Generator(model, num_blocks=60, max_requests=2, prefill_chunk=7, poison=True)
+    monkeypatch.setattr(generator, "_ends", frozenset())
+    assert generator.generate(prompts, 5) == [greedy(model, prompt, 5) for prompt in prompts]
 
 
 def test_padding_tokens_in_a_text_have_no_position(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ import torch
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.errors import SchemaError
-from kvpagoda.hf.paged import ATTENTION, StepContext, in_step
+from kvpagoda.hf.paged import ATTENTION, StepContext, in_step, step_cache_class
 from kvpagoda.hf.rope_switch import RopeSwitch
 from kvpagoda.kv_cache import KVCache
+from kvpagoda.schema.families import model_types
 
 Tensor = torch.Tensor
 Work = tuple[Sequence, Tokens]
@@ -53,7 +54,8 @@ class ModelRunner:
         self.model, self.cache, self.switch = model, cache, RopeSwitch(model)
         before = model.config._attn_implementation
         model.set_attn_implementation(ATTENTION)
-        through_interface = model.config._attn_implementation == ATTENTION
+        family = model_types()[cache.schema.name]["family"]
+        through_interface = model.config._attn_implementation == ATTENTION and not family.own_attention
         model.set_attn_implementation(before)
         accepted = inspect.signature(model.forward).parameters
         names = [name for name in ("past_key_values", "cache_params") if name in accepted]
@@ -62,15 +64,24 @@ class ModelRunner:
         self._cache_name = names[0]
         self._attention = ATTENTION if through_interface else None
         self._trims_logits = "logits_to_keep" in accepted
-        self._is_aligned = bool(cache.schema.groups) and not (through_interface and "position_ids" in accepted)
+        takes_positions = through_interface and "position_ids" in accepted and not family.counts_positions
+        self._is_aligned = bool(cache.schema.groups) and not takes_positions
         configs = [
             part.config for part in model.modules() if hasattr(getattr(part, "config", None), "_attn_implementation")
         ]
         self._configs = list({id(config): config for config in configs}.values())
         self._columns: dict[int, int] = {}
         self._padding = _padding_token(model)
+        self._cache_class = step_cache_class(model)
+        self._holders = {
+            index: part
+            for index, layer in enumerate(getattr(model.base_model, "layers", ()))
+            for part in layer.modules()
+            if hasattr(part, "conv1d_state")
+        }
         scans = [part for part in model.modules() if hasattr(part, "A_log")]
-        self._resumes = not any(hasattr(part, "x_proj") or hasattr(part, "x_proj_weight") for part in scans)
+        projects = any(hasattr(part, "x_proj") or hasattr(part, "x_proj_weight") for part in scans)
+        self._resumes = not (projects or self._holders)
 
     @torch.no_grad()
     def step(self, work: Many[Work], kept: Many[int] | None = None, lengths: Many[int] | None = None) -> Tensor:
@@ -86,8 +97,9 @@ class ModelRunner:
                 config._attn_implementation = implementation
 
     def most_tokens(self, sequence: Sequence) -> int | None:
-        """transformers' selective scan of Mamba-1 (its modules project x to the scan's parameters) starts several tokens
-        from a zero state whatever came before, so after the first piece of a prompt such models go on token by token."""
+        """transformers' selective scan of Mamba-1 (its modules project x to the scan's parameters) and its Griffin blocks start
+        several tokens from a zero state whatever came before, so after the first piece of a prompt such models go on token
+        by token."""
         return None if self._resumes or sequence.length == 0 else 1
 
     def _step(self, work: Many[Work], kept: Many[int], sides: Many[int]) -> Tensor:
@@ -109,7 +121,8 @@ class ModelRunner:
         positions = batch.positions.long().view(ids.shape)
         if self._padding is not None:
             positions = self._positions_after_padding(work).to(self.cache.device)
-        with in_step(StepContext(batch, self.cache.schema, self._columns, self._is_aligned)) as past:
+        context = StepContext(batch, self.cache.schema, self._columns, self._is_aligned, self._holders)
+        with in_step(context, self._cache_class) as past:
             given: dict[str, Any] = {self._cache_name: past, "position_ids": positions}
             if self._trims_logits:
                 given["logits_to_keep"] = kept

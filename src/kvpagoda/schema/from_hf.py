@@ -12,7 +12,7 @@ from typing import Any
 
 from kvpagoda.errors import SchemaError
 from kvpagoda.schema.config import REQUIRED, Config, fields_of
-from kvpagoda.schema.families import Family, model_types
+from kvpagoda.schema.families import Family, model_types, refused
 from kvpagoda.schema.families import layer_types as t
 from kvpagoda.schema.fields import FULL, MXFP4, RAW, Encoding, Growth, itemsize
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
@@ -54,6 +54,8 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
     """(model type, its fields, dtype of the cache): of the text model, where the config has several. Raises SchemaError."""
     raw, known = fields_of(config), model_types()
     nested, name = raw.get("text_config"), raw.get("model_type")
+    if isinstance(name, str) and name in refused():
+        raise SchemaError(unknown_type(name))
     inner = raw if nested is None else fields_of(nested)
     if nested is not None:
         name = inner.get("model_type") or f"{name}_text"
@@ -61,8 +63,8 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
         name = f"{name}_text"
     if not isinstance(name, str) or name not in known:
         raise SchemaError(unknown_type(name))
-    for field, refused in NOT_CAUSAL.items():
-        if inner.get(field) in refused:
+    for field, values in NOT_CAUSAL.items():
+        if inner.get(field) in values:
             raise SchemaError(
                 f"this {name} config is not of a causal decoder ({field} is {inner[field]!r}): it has no cache that grows "
                 f"token by token, or not that alone"
@@ -85,10 +87,12 @@ def check_requirements(c: Config, family: Family) -> None:
 
 
 def unknown_type(name: Any) -> str:
-    """Why a model type is refused, with the nearest known names."""
+    """Why a model type is refused: the reason where it was looked at, else the known names that are spelled much alike."""
     if not isinstance(name, str):
         return f"model_type must name the model family, got {name!r}"
-    close = difflib.get_close_matches(name, model_types(), n=3)
+    if name in refused():
+        return f"model type {name!r} is not supported: {refused()[name]}"
+    close = difflib.get_close_matches(name, model_types(), n=3, cutoff=0.8)
     hint = f"; did you mean {', '.join(close)}?" if close else ""
     return (
         f"model type {name!r} is not supported: its cache was not verified{hint} ({len(model_types())} types are known)"
@@ -138,10 +142,10 @@ def layer_kinds(
 ) -> tuple[LayerKind, ...]:
     """What a layer of type ``layer_type`` keeps. ``packed``: in the FP8 form. Raises SchemaError."""
     kinds: list[LayerKind] = []
-    if layer_type not in (t.LINEAR, t.CONV, t.MOE, t.MLP):
+    if layer_type not in (t.LINEAR, t.CONV, t.MOE, t.MLP, t.CROSS):
         kinds.append(attention(c, family, layer_type, index, dtype, packed))
     if layer_type in (t.LINEAR, t.CONV, t.HYBRID, t.HYBRID_SLIDING) and family.states is not None:
-        kinds.append(Recurrent(family.states(c, dtype)))
+        kinds.append(Recurrent(family.states(c.replaced(layer_type=layer_type), dtype)))
     if packed and any(isinstance(kind, Attention | Recurrent) for kind in kinds):
         raise SchemaError("kv_format is 'fp8'; only MLA latents and DeepSeek-V4 entries have that form, use 'raw'")
     return tuple(kinds)

@@ -42,6 +42,8 @@ class Family:
     window       tokens of the sliding window
     num_layers   number of layers that have a cache
     max_positions  tokens of the longest text that the config names; None where it names none
+    counts_positions  whether the model counts positions from the length of its cache, though it is given them
+    own_attention  whether only other parts of the model (those for images) go through transformers' attention interface
     requires     field -> the value that it must have, and why
     """
 
@@ -55,6 +57,8 @@ class Family:
     window: Callable[[Config], Any] = sliding_window
     num_layers: Callable[[Config], int] = hidden_layers
     max_positions: Callable[[Config], int | None] = positions.named
+    counts_positions: bool = False
+    own_attention: bool = False
     requires: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
 
@@ -95,6 +99,18 @@ def model_types() -> Mapping[str, Any]:
         row["family"] = families[row["family"]] if isinstance(row["family"], str) else read_family(row["family"])
     rows: Mapping[str, Any] = table["model_types"]
     return rows
+
+
+@lru_cache(maxsize=1)
+def refused() -> Mapping[str, str]:
+    """model type -> why it is refused: the rows of ``refused.json``. Read at the first call.
+
+    >>> refused()["cpmant"].partition(":")[0]
+    'it is not causal'
+    """
+    table = json.loads(files(__name__).joinpath("refused.json").read_text("utf-8"))
+    reasons: Mapping[str, str] = table["reasons"]
+    return reasons
 
 
 def families() -> dict[str, Family]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvpagoda.errors import SchemaError
 from kvpagoda.schema.config import Config
-from kvpagoda.schema.families.layer_types import SLIDING
+from kvpagoda.schema.families.layer_types import HYBRID_SLIDING, SLIDING
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,11 @@ def every_head(c: Config, layer_type: str) -> Heads:
     return Heads(c.size("num_attention_heads"), dim, dim)
 
 
+def every_head_of_own_width(c: Config, layer_type: str) -> Heads:
+    """As many K/V heads as query heads, of ``head_dim``."""
+    return Heads(c.size("num_attention_heads"), c.size("head_dim"), c.size("head_dim"))
+
+
 def decoder_half(c: Config, layer_type: str) -> Heads:
     """The decoder of an encoder-decoder model, which has heads of its own number."""
     dim = c.ratio("hidden_size", "decoder_attention_heads")
@@ -62,6 +67,14 @@ def dbrx(c: Config, layer_type: str) -> Heads:
 
 def jetmoe(c: Config, layer_type: str) -> Heads:
     return Heads(c.size("num_key_value_heads"), c.size("kv_channels"), c.size("kv_channels"))
+
+
+def swa(c: Config, layer_type: str) -> Heads:
+    """Sliding layers have heads of their own: the ``swa_`` fields."""
+    if layer_type != HYBRID_SLIDING:
+        return grouped(c, layer_type)
+    own = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    return grouped(c.replaced(**{field: c.get(f"swa_{field}") for field in own}), layer_type)
 
 
 def mimo(c: Config, layer_type: str) -> Heads:
