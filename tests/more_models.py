@@ -103,7 +103,13 @@ MORE: dict[str, dict[str, Any]] = {
     "minimax": dict(EXPERTS, block_size=8, layer_types=[LINEAR, FULL] * 2),
     "mllama_text_model": dict(TOKENS, cross_attention_layers=[1]),
     "moshi": dict(ffn_dim=64, sliding_window=8),
-    "phi4_multimodal": dict(sliding_window=8, vision_config=dict(hidden_size=16, num_hidden_layers=1)),
+    "phi4_multimodal": dict(
+        sliding_window=8, vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2),
+        audio_config=dict(
+            hidden_size=16, intermediate_size=16, num_blocks=1, num_attention_heads=2, ext_pw_out_channel=16,
+            depthwise_separable_out_channel=16, nemo_conv_channels=16,
+        ),
+    ),
     "recurrent_gemma": dict(attention_window_size=8, block_types=["recurrent", "attention"], lru_width=40),
     "jetmoe": dict(kv_channels=16, num_local_experts=4, num_experts_per_tok=2),
     "kolibri1": dict(EXPERTS, **SLIDES, num_hidden_layers=5),

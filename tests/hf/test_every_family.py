@@ -9,16 +9,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
-
 from test_generator import EXACT, greedy  # noqa: E402
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
 
 from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.hf import Generator  # noqa: E402
 from models import FAMILIES, FULL, SLIDING, TINY, randomise, tiny_config, tiny_model  # noqa: E402
 from more_models import MORE, MULTIMODAL  # noqa: E402
 
-TEXT_PARTS = "emu3_text_model mllama_text_model glm4v_moe_text glm4v_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text".split()
+TEXT_PARTS = """emu3_text_model glm4v_moe_text glm4v_text mllama_text_model qwen2_5_vl_text qwen2_vl_text
+qwen3_vl_moe_text qwen3_vl_text""".split()
 """Parts of multimodal models, which transformers does not build as language models by themselves."""
 REST = sorted({*TINY, *MORE} - {*EXACT, *TEXT_PARTS})
 

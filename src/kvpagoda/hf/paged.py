@@ -187,7 +187,7 @@ class HeldStateLayer(StateLayer):
 
     def __init__(self, context: StepContext, index: int) -> None:
         StateLayer.__init__(self, context, index)
-        self._module = context.holders[index]
+        self._module: Any = context.holders[index]
         if context.is_first:
             rows = {name: torch.zeros_like(self._pool.read(name, (self._slots,))[:, 0]) for name in self._state_of}
             self.conv_states[0], self.recurrent_states[0] = rows["conv"], rows["recurrent"]

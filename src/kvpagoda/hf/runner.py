@@ -15,6 +15,7 @@ from kvpagoda.errors import SchemaError
 from kvpagoda.hf.paged import ATTENTION, StepContext, in_step, step_cache_class
 from kvpagoda.hf.rope_switch import RopeSwitch
 from kvpagoda.kv_cache import KVCache
+from kvpagoda.schema import Latent
 from kvpagoda.schema.families import model_types
 
 Tensor = torch.Tensor
@@ -47,7 +48,8 @@ class ModelRunner:
     pass of its own. Texts on two sides of a ``switch`` are in passes of their own.
     The model's attention implementation is kvpagoda's only while a step runs. A model with attention of its own keeps it, and
     one that counts positions by itself counts them: requests that share a pass are then equally long, so that what the model
-    believes of one of them is true of all. Raises SchemaError for a model that takes no cache.
+    believes of one of them is true of all. So are those of a model that ranks tokens: which of equally ranked ones it takes
+    depends on how many there are. Raises SchemaError for a model that takes no cache.
     """
 
     def __init__(self, model: Any, cache: KVCache) -> None:
@@ -65,7 +67,9 @@ class ModelRunner:
         self._attention = ATTENTION if through_interface else None
         self._trims_logits = "logits_to_keep" in accepted
         takes_positions = through_interface and "position_ids" in accepted and not family.counts_positions
-        self._is_aligned = bool(cache.schema.groups) and not takes_positions
+        kinds = [kind for layer in cache.schema.layers for kind in layer.kinds]
+        ranks_tokens = any(isinstance(kind, Latent) and kind.indexer is not None for kind in kinds)
+        self._is_aligned = bool(cache.schema.groups) and (ranks_tokens or not takes_positions)
         configs = [
             part.config for part in model.modules() if hasattr(getattr(part, "config", None), "_attn_implementation")
         ]
