@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from models import CONV, FULL, GDN, MLA, MOE, ROPES, SLIDING
+from models import CONV, FULL, GDN, LINEAR, MLA, MOE, ROPES, SLIDING
 
 EXPERTS = dict(
     num_local_experts=4, num_experts=4, n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, **MOE
@@ -25,7 +25,32 @@ def each(names: str, **changes: Any) -> dict[str, dict[str, Any]]:
     return {name: dict(changes) for name in names.split()}
 
 
+INKLING: dict[str, Any] = dict(
+    head_dim=12, swa_num_attention_heads=6, swa_num_key_value_heads=3, swa_head_dim=8, sliding_window_size=8,
+    d_rel=4, rel_extent=12, conv_kernel_size=3, **EXPERTS,
+)  # fmt: skip
+BERT = dict(is_decoder=True, pad_token_id=0, hidden_dropout_prob=0.0)
+BART = dict(
+    d_model=48, decoder_layers=4, decoder_attention_heads=4, decoder_ffn_dim=64, encoder_layers=4,
+    encoder_attention_heads=2, encoder_ffn_dim=32, init_std=0.2, is_encoder_decoder=False, is_decoder=True,
+    pad_token_id=0, decoder_start_token_id=1, forced_eos_token_id=None,
+)  # fmt: skip
+DECODERS: dict[str, dict[str, Any]] = {
+    **each(
+        """bert bert-generation camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm
+        roformer xlm-roberta xlm-roberta-xl""",
+        **BERT,
+    ),
+    **each("bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart trocr", **BART),
+    "big_bird": dict(BERT, attention_type="original_full"),
+    "roc_bert": dict(BERT, enable_pronunciation=False, enable_shape=False),
+    "whisper": dict(BART, max_target_positions=512, num_mel_bins=8, max_source_positions=10),
+    "xmod": dict(BERT, default_language="en_XX"),
+}  # fmt: skip
+"""Models that are decoders if their config says so: the BERT family, and the decoders of encoder-decoder models."""
+
 MORE: dict[str, dict[str, Any]] = {
+    **DECODERS,
     **each(
         """apertus arcee bitnet cohere diffllama ernie4_5 gemma glm granite helium hunyuan_v1_dense hyperclovax internlm3
         iquestcoder jais2 nanochat nemotron olmo phi qwen3_vl_text seed_oss""",
@@ -67,6 +92,25 @@ MORE: dict[str, dict[str, Any]] = {
     "gpt_neo": dict(num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]], window_size=8),
     "gptj": dict(rotary_dim=8, n_embd=48, n_layer=3, n_head=4),
     "hy_v4": dict(MLA_DIMS, **INDEXER),
+    "cohere_compass_text": dict(sliding_window=8, layer_types=[SLIDING, FULL] * 2, logit_scale=1.0, rope_parameters=ROPES),
+    "emu3_text_model": TOKENS,
+    "git": dict(pad_token_id=0, vision_config=dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)),
+    "hrm_text": dict(head_dim=12, H_cycles=2, L_cycles=2, num_hidden_layers=1),
+    "inkling2_text": dict(
+        INKLING, layer_types=["hybrid_sliding", "hybrid"] * 2, unpadded_vocab_size=128, n_layers_per_attn_res_block=2
+    ),
+    "inkling_text": dict(INKLING, local_layer_ids=[0, 2], mlp_layer_types=["dense", "sparse"] * 2),
+    "minimax": dict(EXPERTS, block_size=8, layer_types=[LINEAR, FULL] * 2),
+    "mllama_text_model": dict(TOKENS, cross_attention_layers=[1]),
+    "moshi": dict(ffn_dim=64, sliding_window=8),
+    "phi4_multimodal": dict(
+        sliding_window=8, vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2),
+        audio_config=dict(
+            hidden_size=16, intermediate_size=16, num_blocks=1, num_attention_heads=2, ext_pw_out_channel=16,
+            depthwise_separable_out_channel=16, nemo_conv_channels=16,
+        ),
+    ),
+    "recurrent_gemma": dict(attention_window_size=8, block_types=["recurrent", "attention"], lru_width=40),
     "jetmoe": dict(kv_channels=16, num_local_experts=4, num_experts_per_tok=2),
     "kolibri1": dict(EXPERTS, **SLIDES, num_hidden_layers=5),
     "lfm2_moe": dict(EXPERTS, layer_types=[CONV, CONV, FULL, CONV], conv_L_cache=3, num_dense_layers=1),
@@ -90,3 +134,28 @@ MORE: dict[str, dict[str, Any]] = {
         sliding_window=8, layer_types=["hybrid", "hybrid_sliding"] * 2, cca_time0=2, cca_time1=3,
     ),
 }  # fmt: skip
+
+VISION = dict(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+)  # fmt: skip
+MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "emu3": ("emu3_text_model", {}),
+    "fuyu": ("persimmon", dict(num_hidden_layers=1, hidden_size=48)),
+    "gemma3": ("gemma3_text", dict(vision_config=VISION)),
+    "gemma4": ("gemma4_text", dict(vision_config=VISION)),
+    "gemma4_unified": ("gemma4_unified_text", {}),
+    "got_ocr2": (
+        "qwen2",
+        dict(vision_config=dict(hidden_size=16, output_channels=16, num_hidden_layers=1, num_attention_heads=2,
+                                image_size=32, patch_size=16, mlp_dim=16, global_attn_indexes=[0])),
+    ),
+    "llama4": ("llama4_text", {}),
+    "mllama": ("mllama_text_model", {}),
+    "moss_transcribe_diarize": (
+        "qwen3",
+        dict(audio_config=dict(d_model=16, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16)),
+    ),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+}  # fmt: skip
+"""Multimodal types that transformers builds as causal language models: the type of their text part, and what else is small."""

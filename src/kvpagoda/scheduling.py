@@ -14,7 +14,7 @@ The text so far is kept in each mode, and the tokens that follow are the same.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from contextlib import suppress
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ def cheapest(costs: Costs) -> PreemptionMode:
 class Job:
     """A text that grows to at most ``total`` tokens: ``prompt``, int32 ``[n]``, and what follows it.
 
-    ``namespace``: only jobs of one namespace share cached blocks.
+    ``namespace``: only jobs of one namespace share cached blocks. ``media``: see ``KVCache.open``.
     """
 
     def __init__(self, prompt: Tokens, total: int, namespace: str | bytes | None = None) -> None:
@@ -88,6 +88,7 @@ class Job:
         self._tokens[: len(prompt)] = prompt
         self._length = len(prompt)
         self.total, self.namespace = total, namespace
+        self.media: Mapping[int, bytes] = {}
         self.sequence: Sequence | None = None
         """While it runs: its open sequence."""
         self.prefetch: Prefetch | None = None
@@ -178,7 +179,7 @@ class RunQueue(Generic[J]):
                 if not self.running:
                     raise
                 if self.cache.core.offloader is not None and job.prefetch is None and job.suspended is None:
-                    job.prefetch = self.cache.prefetch(job.text, job.namespace)
+                    job.prefetch = self.cache.prefetch(job.text, job.namespace, media=job.media)
                 return
             del self.waiting[0]
             self._start(job, sequence)
@@ -277,7 +278,13 @@ class RunQueue(Generic[J]):
             if job.prefetch is not None and not job.prefetch.is_done and self.running:
                 raise RetryLater(f"job {job.number} waits for what tiers have of it")
             sequence = self.cache.open(
-                job.text, job.namespace, capacity=0, reserve=reserve, prefetch=job.prefetch, layerwise=True
+                job.text,
+                job.namespace,
+                capacity=0,
+                reserve=reserve,
+                media=job.media,
+                prefetch=job.prefetch,
+                layerwise=True,
             )
         else:
             sequence.resume(capacity=0, reserve=reserve)

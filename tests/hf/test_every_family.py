@@ -10,34 +10,85 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from test_generator import EXACT, greedy  # noqa: E402
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
 
 from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.hf import Generator  # noqa: E402
-from models import FAMILIES, TINY, tiny_model  # noqa: E402
-from more_models import MORE  # noqa: E402
+from models import FAMILIES, FULL, SLIDING, TINY, randomise, tiny_config, tiny_model  # noqa: E402
+from more_models import MORE, MULTIMODAL  # noqa: E402
 
-OWN_ATTENTION = "bloom codegen falcon gpt_neo gpt_neox_japanese gptj mpt xglm".split()
-"""Models whose attention does not go through transformers' attention interface."""
-TEXT_PARTS = "glm4v_moe_text glm4v_text qwen2_5_vl_text qwen2_vl_text qwen3_vl_moe_text qwen3_vl_text".split()
+TEXT_PARTS = """emu3_text_model glm4v_moe_text glm4v_text mllama_text_model qwen2_5_vl_text qwen2_vl_text
+qwen3_vl_moe_text qwen3_vl_text""".split()
 """Parts of multimodal models, which transformers does not build as language models by themselves."""
 REST = sorted({*TINY, *MORE} - {*EXACT, *TEXT_PARTS})
 
 
-def tiny(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+MIXED: dict[str, Any] = dict(sliding_window=5, layer_types=[FULL, SLIDING, SLIDING, FULL])
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, MIXED) for name in "doge ministral3 mistral mixtral phi3 phimoe qwen3_moe starcoder2".split()),
+    ("modernbert-decoder", dict(local_attention=11)),
+    ("modernbert-decoder", dict(local_attention=8, sliding_window=7)),
+    ("jamba", dict(hidden_size=52, num_attention_heads=5, num_key_value_heads=5)),
+    ("qwen2", dict(hidden_size=62, num_attention_heads=5, num_key_value_heads=5)),
+    ("phi3", dict(hidden_size=50, sliding_window=6)),
+]
+"""Models that mask every layer alike whatever ``layer_types`` say; windows spelled in two ways; heads that do not divide the
+hidden size, of which the models take the whole part."""
+
+
+def tiny(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     monkeypatch.setitem(FAMILIES, name, FAMILIES.get(name, MORE.get(name, {})))
-    return tiny_model(name)
+    return tiny_model(name, **changes)
 
 
-@pytest.mark.parametrize("name", [name for name in REST if name not in OWN_ATTENTION])
-def test_tokens_equal_full_recomputation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, source = tiny(name, monkeypatch), torch.Generator().manual_seed(0)
+CASES = [*((name, {}) for name in REST), *VARIANTS]
+
+
+@pytest.mark.parametrize(("name", "changes"), CASES)
+def test_tokens_equal_full_recomputation(name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, source = tiny(name, monkeypatch, **changes), torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, 100, (n,), generator=source).tolist() for n in (1, 3, 9, 17, 20, 33)]
     generator = Generator(model, num_blocks=60, max_requests=4, prefill_chunk=7, poison=True)
     monkeypatch.setattr(generator, "_ends", frozenset())
     assert generator.generate(prompts, 6) == [greedy(model, prompt, 6) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", OWN_ATTENTION)
-def test_attention_outside_the_interface_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SchemaError, match=f"{type(tiny(name, monkeypatch)).__name__} does not go through"):
-        Generator(tiny(name, monkeypatch), num_blocks=4)
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_texts_of_multimodal_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the config around that of the text names no end of text."""
+    text, others = MULTIMODAL[name]
+    monkeypatch.setitem(FAMILIES, text, FAMILIES.get(text, MORE.get(text, {})))
+    config = CONFIG_MAPPING[name](text_config={**tiny_config(text).to_dict(), "pad_token_id": 0}, **others)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomise(model)
+    for field in ("bos_token_id", "eos_token_id"):
+        setattr(model.generation_config, field, None)
+    prompts = [[3, 4, 5, 6, 7, 8, 9] * 3, [7], [3, 4, 5, 6, 7, 8, 9] * 4]
+    generator = Generator(model, num_blocks=60, max_requests=2, prefill_chunk=7, poison=True)
+    monkeypatch.setattr(generator, "_ends", frozenset())
+    assert generator.generate(prompts, 5) == [greedy(model, prompt, 5) for prompt in prompts]
+
+
+def test_padding_tokens_in_a_text_have_no_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RoBERTa counts positions without them, wherever they stand."""
+    model = tiny("roberta", monkeypatch, pad_token_id=3)
+    prompts = [[3, 5, 6, 3, 3, 7, 8], [5] * 15 + [3, 3, 9], [5] * 15 + [3, 3, 9, 3, 4]]
+    generator = Generator(model, num_blocks=60, max_requests=2, prefill_chunk=4, poison=True)
+    for _ in range(2):
+        assert generator.generate(prompts, 5) == [greedy(model, prompt, 5) for prompt in prompts]
+
+
+@pytest.mark.parametrize("changes", [dict(alibi=True), dict(alibi=True, multi_query=False), dict(multi_query=False)])
+def test_falcon_with_biases_for_distance(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("falcon", monkeypatch, **changes)
+    prompts = [[5, 6, 7], [8] * 18 + [9, 10], [11]]
+    generator = Generator(model, num_blocks=60, max_requests=3, prefill_chunk=5, poison=True)
+    assert generator.generate(prompts, 5) == [greedy(model, prompt, 5) for prompt in prompts]
+
+
+def test_a_model_that_takes_no_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", monkeypatch)
+    monkeypatch.setattr(model, "forward", lambda input_ids: None)
+    with pytest.raises(SchemaError, match="LlamaForCausalLM takes no cache in its forward pass"):
+        Generator(model, num_blocks=4)

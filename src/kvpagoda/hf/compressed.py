@@ -18,6 +18,7 @@ from torch.nn.functional import linear, relu
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.compat.layer_handle import ClosedWindows, LayerCacheHandle
 from kvpagoda.errors import SchemaError
+from kvpagoda.hf.rope_switch import RopeSwitch
 from kvpagoda.hf.runner import Work
 from kvpagoda.kv_cache import KVCache
 
@@ -30,10 +31,12 @@ class CompressedRunner:
     def __init__(self, model: Any, cache: KVCache) -> None:
         if not hasattr(model.model.layers[0].self_attn, "compressor"):
             raise SchemaError(f"{type(model).__name__} keeps compressed entries in a way that is not known here")
-        self.model, self.cache = model, cache
+        self.model, self.cache, self.switch = model, cache, RopeSwitch(model)
+        if self.switch.lengths:
+            raise SchemaError(f"{type(model).__name__} has LongRoPE beside compressed entries, which was not verified")
 
     @torch.no_grad()
-    def step(self, work: Many[Work], kept: Many[int] | None = None) -> Tensor:
+    def step(self, work: Many[Work], kept: Many[int] | None = None, lengths: Many[int] | None = None) -> Tensor:
         batch = self.cache.batch([sequence for sequence, _ in work], [len(tokens) for _, tokens in work])
         ids = torch.from_numpy(np.concatenate([tokens for _, tokens in work])).to(self.cache.device, torch.int64)[None]
         body, positions = self.model.model, batch.positions.long()[None]

@@ -16,6 +16,7 @@ from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.hf.compressed import CompressedRunner
 from kvpagoda.hf.lookup import propose
+from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.runner import ModelRunner, Runner, Tensor
 from kvpagoda.hf.sampling import GREEDY, Sampling
 from kvpagoda.hf.weights import weights_digest
@@ -31,7 +32,13 @@ class Answer(Job):
     def __init__(self, request: Request, number: int, namespace: str | bytes | None) -> None:
         super().__init__(request.prompt, len(request.prompt) + request.max_new_tokens, namespace)
         self.request, self.done = request, False
+        self.passed = 0
+        """The switch of position encodings that its text is past: see ``rope_switch``."""
         self.stream = request.sampling.stream(number)
+
+    def pass_switch(self, passed: int) -> None:
+        """Its text is past switch ``passed`` now: it shares rows with others of that side alone."""
+        self.passed, self.media = passed, media_past(passed, int(self.text[0]))
 
 
 class Request:
@@ -162,6 +169,8 @@ class Generator:
             )
         self.cache.plan.blocks_wanted(len(ids) + max_new_tokens, min(self._chunk, len(ids)), self.cache.max_context)
         request = Request(ids, max_new_tokens, n, sampling, namespace)
+        for answer in request.answers:
+            answer.pass_switch(self._runner.switch.passed(len(ids)))
         self._queue.enter(*request.answers)
         return request
 
@@ -177,7 +186,8 @@ class Generator:
             return []
         try:
             kept, started = [1 + len(piece.proposed) for piece in pieces], perf_counter()
-            logits = self._runner.step([(piece.sequence, piece.tokens) for piece in pieces], kept)
+            lengths = [len(piece.answer.text) for piece in pieces]
+            logits = self._runner.step([(piece.sequence, piece.tokens) for piece in pieces], kept, lengths)
             best, end = logits.argmax(dim=-1).tolist(), 0
             count = sum(len(piece.tokens) for piece in pieces)
             if count > len(pieces):  # as when a text is computed again: more than one token of each
@@ -238,9 +248,15 @@ class Generator:
         sequence, text = answer.sequence, answer.text
         if sequence is None:
             return None
-        begin = sequence.length
+        begin, switch = sequence.length, self._runner.switch
+        if (passed := switch.passed(len(text))) != answer.passed:
+            answer.pass_switch(passed)
+            self._queue.preempt(answer, PreemptionMode.RECOMPUTE)  # every row so far was rotated for a shorter text
+            return None
         if self._lookup and begin == len(text) - 1 and not answer.request.unforked:
-            proposed = propose(text, min(self._lookup, answer.total - len(text) - 1))
+            room = switch.room(len(text))
+            most = min(self._lookup, answer.total - len(text) - 1)
+            proposed = propose(text, most if room is None else min(most, room))
             try:
                 sequence.extend(1 + len(proposed))
                 return Piece(answer, sequence, np.concatenate((text[begin:], proposed)), proposed.tolist())
@@ -290,7 +306,7 @@ class Generator:
 
 
 def _end_tokens(model: Any) -> frozenset[int]:
-    """The model's end-of-text tokens, as its own ``generate`` uses them."""
+    """The model's end-of-text tokens, as its own ``generate`` uses them. Configs of multimodal models may have none."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = model.config.eos_token_id if ends is None else ends
+    ends = getattr(model.config, "eos_token_id", None) if ends is None else ends
     return frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)

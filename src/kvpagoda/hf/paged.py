@@ -6,7 +6,8 @@ and hands back all rows that the step may read, gathered through the block table
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -29,13 +30,15 @@ class GroupGather:
     def __init__(self, view: LayerView, growth: Growth) -> None:
         arrays, size = view.arrays, view.block_size
         counts = arrays.kv_indptr[1:] - arrays.kv_indptr[:-1]
-        most = int(counts.max())
+        most, self.first = int(counts.max()), int(arrays.kv_start[0])
+        self.length = int((arrays.cache_seqlens - arrays.kv_start).max())
+        """Rows that are read, of the longest request; those of the first request begin at position ``first``."""
         column = torch.arange(most, device=counts.device)
         place = (arrays.kv_indptr[:-1, None] + column).clamp(max=len(arrays.kv_indices) - 1)
         self.blocks = torch.where(column < counts[:, None], arrays.kv_indices[place.long()], 0).long()
         rows, queries = len(counts), len(view.step.positions) // len(counts)
         self.write_index = (arrays.slot_mapping.long() // size, arrays.slot_mapping.long() % size)
-        kv = arrays.kv_start[:, None].long() + torch.arange(most * size, device=counts.device)
+        kv = arrays.kv_start[:, None].long() + torch.arange(self.length, device=counts.device)
         self.absent = kv >= arrays.cache_seqlens[:, None]
         query = view.step.positions.long().view(rows, queries, 1)
         self.visible: Tensor = growth.reads(query, kv[:, None]) & ~self.absent[:, None]
@@ -43,13 +46,29 @@ class GroupGather:
 
 
 class StepContext:
-    """One forward pass: its batch, and each group's gather, computed once."""
+    """One forward pass: its batch, and each group's gather, computed once.
 
-    def __init__(self, batch: Batch, schema: Schema, columns: dict[int, int]) -> None:
+    ``is_aligned``: all rows begin at the same position. Then the step looks to the model as one with transformers' own cache
+    does, and its own masks and positions are right; else the model is told that there is no past.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        schema: Schema,
+        columns: dict[int, int],
+        is_aligned: bool = False,
+        holders: Mapping[int, torch.nn.Module] | None = None,
+    ) -> None:
         self.batch, self.schema = batch, schema
+        first = int(batch.positions[0])
+        self.is_aligned, self.past = is_aligned, first if is_aligned else 0
+        """``past``: tokens before this step, as the model is told."""
+        self.holders = holders or {}
+        """Layer -> the module that holds its states itself."""
         self.columns = columns
         """Layer -> columns of its convolution tail in transformers, known once a request has begun."""
-        self.is_first = int(batch.positions[0]) == 0
+        self.is_first = first == 0
         """Whether the step starts its (one) request, so that there is no state to read yet."""
         self.last_stored = -1
         """The layer that stored rows last: attention modules that several layers share do not know their layer."""
@@ -77,11 +96,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._row_names = [rows.name for rows in context.schema.by_index[index].block_rows()]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store ``[B, H, S, D]`` rows; return all rows of the step's requests, ``[B, H, T, D]``."""
+        """Store ``[B, H, S, D]`` rows; return all rows of the step's requests, contiguous ``[B, H, T, D]``."""
         first, second = self._row_names[:2]
         return (
-            self._store(first, key_states.transpose(1, 2)).transpose(1, 2),
-            self._store(second, value_states.transpose(1, 2)).transpose(1, 2),
+            self._store(first, key_states.transpose(1, 2)).transpose(1, 2).contiguous(),
+            self._store(second, value_states.transpose(1, 2)).transpose(1, 2).contiguous(),
         )
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -93,7 +112,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         assert pool is not None
         self._context.last_stored = self._index
         pool.write(name, gather.write_index, rows.flatten(0, 1))
-        found: Tensor = pool.read(name, (gather.blocks,)).flatten(1, 2).to(rows.dtype)
+        found: Tensor = pool.read(name, (gather.blocks,)).flatten(1, 2)[:, : gather.length].to(rows.dtype)
         return found.masked_fill(gather.absent.view(*gather.absent.shape, *(1,) * (found.ndim - 2)), 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -162,17 +181,55 @@ class StateAndPagedLayer(StateLayer, PagedLayer):
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
 
+class HeldStateLayer(StateLayer):
+    """A layer whose module holds its states between calls, as a Griffin block does (arXiv 2402.19427): they are put into the
+    module before the pass, and taken out of it after."""
+
+    def __init__(self, context: StepContext, index: int) -> None:
+        StateLayer.__init__(self, context, index)
+        self._module: Any = context.holders[index]
+        if context.is_first:
+            rows = {name: torch.zeros_like(self._pool.read(name, (self._slots,))[:, 0]) for name in self._state_of}
+            self.conv_states[0], self.recurrent_states[0] = rows["conv"], rows["recurrent"]
+        self._module.conv1d_state = self.conv_states[0]
+        self._module.rg_lru.recurrent_states = self.recurrent_states[0]
+
+    def save(self) -> None:
+        lru = self._module.rg_lru
+        self.conv_states[0], self.recurrent_states[0] = self._module.conv1d_state, lru.recurrent_states
+        self._module.conv1d_state = lru.recurrent_states = None
+        StateLayer.save(self)
+
+
 class StepCache(Cache):  # type: ignore[misc]
-    """The ``past_key_values`` of one forward pass over a batch. Positions are given to the model, not asked of this."""
+    """The ``past_key_values`` of one forward pass over a batch. Positions are given to the model, or, where the rows are
+    aligned, found by it from the length of the past."""
 
     def __init__(self, context: StepContext) -> None:
-        super().__init__(layers=[_layer(context, layer) for layer in context.schema.layers])
+        Cache.__init__(self, layers=[_layer(context, layer) for layer in context.schema.layers])
+        self._context, self._past = context, context.past
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+        return self._past
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self._past
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
+        """(rows that a query may read, position of the first of them)."""
+        if not self._context.is_aligned or self._context.batch.layer(layer_idx).layer.growth is None:
+            return self._past + query_length, 0
+        gather = self._context.gather(layer_idx)
+        return gather.length, gather.first
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """The state of a lightning attention layer (arXiv 2501.08313): ``[B, H, D, D]``, None at the first step."""
+        state: Tensor | None = self.layers[layer_idx].recurrent_states[0]
+        return state
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        """Replace that state."""
+        self.layers[layer_idx].recurrent_states[0] = state
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         layers = self.layers if layer_idx is None else [self.layers[layer_idx]]
@@ -189,20 +246,32 @@ def _layer(context: StepContext, layer: Layer) -> Any:
     """The cache layer for what ``layer`` keeps: rows per token, states, both or nothing."""
     has_blocks, has_states = bool(layer.block_rows()), bool(layer.state_rows())
     if any(isinstance(kind, Shared) for kind in layer.kinds) or not (has_blocks or has_states):
-        return DummyLayer()
-    made = StateAndPagedLayer if has_blocks and has_states else PagedLayer if has_blocks else StateLayer
+        nothing = DummyLayer()
+        nothing.keys = nothing.values = torch.empty(0)  # some models ask how many rows there are
+        return nothing
+    made: type[CacheLayerMixin] = HeldStateLayer if layer.index in context.holders else StateLayer
+    if has_blocks:
+        made = StateAndPagedLayer if has_states else PagedLayer
     return made(context, layer.index)
+
+
+def step_cache_class(model: Any) -> type[StepCache]:
+    """``StepCache``, as a subclass of the cache class that ``model`` insists on, where it has one of its own."""
+    module = sys.modules[type(model).__module__]
+    classes = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, Cache)]
+    own = [each for each in classes if each.__module__ == module.__name__ and hasattr(each, "set_linear_cache")]
+    return type("OwnStepCache", (StepCache, own[0]), {}) if own else StepCache
 
 
 _step: ContextVar[StepContext] = ContextVar("kvpagoda_step")
 
 
 @contextmanager
-def in_step(context: StepContext) -> Iterator[StepCache]:
+def in_step(context: StepContext, cache_class: type[StepCache] = StepCache) -> Iterator[StepCache]:
     """Run a forward pass of ``context``'s batch: ``attend`` finds its tables here. States are saved at the end."""
     token = _step.set(context)
     try:
-        cache = StepCache(context)
+        cache = cache_class(context)
         yield cache
         cache.save_states()
     finally:
@@ -219,12 +288,14 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of ``query`` ``[B, H, S, D]`` over gathered rows ``key``, ``value`` ``[B, H_kv, T, D]``, masked by position.
 
-    The reference: one matrix product, one softmax with the sinks ``s_aux`` ``[H]`` as one more column, one product.
-    ``indices`` ``[B, S, k]``: the rows that an indexer chose. Returns ``[B, S, H, D_v]``.
+    The reference: one matrix product, one softmax with the sinks ``s_aux`` ``[H]``, or ``sinks`` ``[B, H, S, 1]``, as one more
+    column, one product. ``position_bias`` ``[B, H, S, T]`` is added to the scores. ``indices`` ``[B, S, k]``: the rows that an indexer chose. Returns ``[B, S, H, D_v]``.
     """
     context, own = _step.get(), getattr(module, "layer_idx", None)
     layer = own if isinstance(own, int) and own in context.schema.by_index else context.last_stored
@@ -239,12 +310,15 @@ def attend(
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + position_bias
     scores = scores.masked_fill(~visible, float("-inf"))
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         scores = scores + attention_mask
-    if s_aux is not None:
-        sinks = s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
-        scores = torch.cat([scores, sinks], dim=-1)
+    if sinks is None and s_aux is not None:
+        sinks = s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)[..., : key.shape[2]]
     return (weights @ value).transpose(1, 2).contiguous(), None
 

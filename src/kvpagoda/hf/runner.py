@@ -10,21 +10,30 @@ import numpy as np
 import torch
 
 from kvpagoda.cache.request import Tokens
-from kvpagoda.cache.sequence import Sequence
+from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.errors import SchemaError
-from kvpagoda.hf.paged import ATTENTION, StepContext, in_step
+from kvpagoda.hf.paged import ATTENTION, StepContext, in_step, step_cache_class
+from kvpagoda.hf.rope_switch import RopeSwitch
 from kvpagoda.kv_cache import KVCache
+from kvpagoda.schema import Latent
+from kvpagoda.schema.families import model_types
 
 Tensor = torch.Tensor
 Work = tuple[Sequence, Tokens]
 
 
 class Runner(Protocol):
-    """Computes the next tokens of some sequences. Room is made before, ``commit`` follows."""
+    """Computes the next tokens of some sequences. Room is made before, ``commit`` follows.
 
-    def step(self, work: Many[Work], kept: Many[int] | None = None) -> Tensor:
+    ``switch``: at which lengths of a text all that was computed of it becomes useless.
+    """
+
+    switch: RopeSwitch
+
+    def step(self, work: Many[Work], kept: Many[int] | None = None, lengths: Many[int] | None = None) -> Tensor:
         """(sequence, its next tokens) pairs -> logits after the last ``kept[i]`` tokens of each (default one), those of one
-        request behind those of another: float ``[sum(kept), vocab]``."""
+        request behind those of another: float ``[sum(kept), vocab]``. ``lengths``: tokens of each text, as far as it is known
+        (default: up to its next tokens)."""
         ...
 
     def most_tokens(self, sequence: Sequence) -> int | None:
@@ -33,56 +42,80 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """Any supported model through transformers' own code: its attention interface and its cache calls.
+    """Any supported model through transformers' own code: its cache calls, and its attention interface where it has one.
 
     Requests that compute one token, or verify equally many, form one batched forward pass; a longer piece of a prompt is a
-    pass of its own.
-    The model's attention implementation is kvpagoda's only while a step runs. Raises SchemaError for a model that does
-    not let it be set.
+    pass of its own. Texts on two sides of a ``switch`` are in passes of their own.
+    The model's attention implementation is kvpagoda's only while a step runs. A model with attention of its own keeps it, and
+    one that counts positions by itself counts them: requests that share a pass are then equally long, so that what the model
+    believes of one of them is true of all. So are those of a model that ranks tokens: which of equally ranked ones it takes
+    depends on how many there are. Raises SchemaError for a model that takes no cache.
     """
 
     def __init__(self, model: Any, cache: KVCache) -> None:
-        self.model, self.cache = model, cache
+        self.model, self.cache, self.switch = model, cache, RopeSwitch(model)
         before = model.config._attn_implementation
         model.set_attn_implementation(ATTENTION)
-        taken = model.config._attn_implementation == ATTENTION
+        family = model_types()[cache.schema.name]["family"]
+        through_interface = model.config._attn_implementation == ATTENTION and not family.own_attention
         model.set_attn_implementation(before)
-        if not taken:
-            raise SchemaError(f"{type(model).__name__} does not go through transformers' attention interface")
+        accepted = inspect.signature(model.forward).parameters
+        names = [name for name in ("past_key_values", "cache_params") if name in accepted]
+        if not names:
+            raise SchemaError(f"{type(model).__name__} takes no cache in its forward pass")
+        self._cache_name = names[0]
+        self._attention = ATTENTION if through_interface else None
+        self._trims_logits = "logits_to_keep" in accepted
+        takes_positions = through_interface and "position_ids" in accepted and not family.counts_positions
+        kinds = [kind for layer in cache.schema.layers for kind in layer.kinds]
+        ranks_tokens = any(isinstance(kind, Latent) and kind.indexer is not None for kind in kinds)
+        self._is_aligned = bool(cache.schema.groups) and (ranks_tokens or not takes_positions)
         configs = [
             part.config for part in model.modules() if hasattr(getattr(part, "config", None), "_attn_implementation")
         ]
         self._configs = list({id(config): config for config in configs}.values())
         self._columns: dict[int, int] = {}
-        accepted = inspect.signature(model.forward).parameters
-        self._cache_name = "past_key_values" if "past_key_values" in accepted else "cache_params"
+        self._padding = _padding_token(model)
+        self._cache_class = step_cache_class(model)
+        self._holders = {
+            index: part
+            for index, layer in enumerate(getattr(model.base_model, "layers", ()))
+            for part in layer.modules()
+            if hasattr(part, "conv1d_state")
+        }
         scans = [part for part in model.modules() if hasattr(part, "A_log")]
-        self._resumes = not any(hasattr(part, "x_proj") or hasattr(part, "x_proj_weight") for part in scans)
+        projects = any(hasattr(part, "x_proj") or hasattr(part, "x_proj_weight") for part in scans)
+        self._resumes = not (projects or self._holders)
 
     @torch.no_grad()
-    def step(self, work: Many[Work], kept: Many[int] | None = None) -> Tensor:
+    def step(self, work: Many[Work], kept: Many[int] | None = None, lengths: Many[int] | None = None) -> Tensor:
+        lengths = [sequence.length + len(tokens) for sequence, tokens in work] if lengths is None else lengths
+        sides = [self.switch.passed(length) for length in lengths]
         before = [config._attn_implementation for config in self._configs]
         for config in self._configs:
-            config._attn_implementation = ATTENTION
+            config._attn_implementation = self._attention or config._attn_implementation
         try:
-            return self._step(work, [1] * len(work) if kept is None else kept)
+            return self._step(work, [1] * len(work) if kept is None else kept, sides)
         finally:
             for config, implementation in zip(self._configs, before):
                 config._attn_implementation = implementation
 
     def most_tokens(self, sequence: Sequence) -> int | None:
-        """transformers' selective scan of Mamba-1 (its modules project x to the scan's parameters) starts several tokens
-        from a zero state whatever came before, so after the first piece of a prompt such models go on token by token."""
+        """transformers' selective scan of Mamba-1 (its modules project x to the scan's parameters) and its Griffin blocks start
+        several tokens from a zero state whatever came before, so after the first piece of a prompt such models go on token
+        by token."""
         return None if self._resumes or sequence.length == 0 else 1
 
-    def _step(self, work: Many[Work], kept: Many[int]) -> Tensor:
-        passes: dict[int, list[int]] = {}
+    def _step(self, work: Many[Work], kept: Many[int], sides: Many[int]) -> Tensor:
+        passes: dict[tuple[int, int, int], list[int]] = {}
         for i, (sequence, tokens) in enumerate(work):
             together = sequence.length > 0 and len(tokens) == kept[i]
-            passes.setdefault(len(tokens) if together else -1 - i, []).append(i)
+            past = sequence.length if self._is_aligned else 0
+            passes.setdefault((sides[i], past, len(tokens) if together else -1 - i), []).append(i)
         rows: dict[int, Tensor] = {}
-        for part in passes.values():
-            rows.update(zip(part, self._forward([work[i] for i in part], kept[part[0]])))
+        for (side, _, _), part in passes.items():
+            with self.switch.rotating_past(side):
+                rows.update(zip(part, self._forward([work[i] for i in part], kept[part[0]])))
         return torch.cat([rows[i] for i in range(len(work))])
 
     def _forward(self, work: Many[Work], kept: int) -> Tensor:
@@ -90,7 +123,29 @@ class ModelRunner:
         batch = self.cache.batch([sequence for sequence, _ in work], [len(tokens) for _, tokens in work])
         ids = torch.from_numpy(np.stack([tokens for _, tokens in work])).to(self.cache.device, torch.int64)
         positions = batch.positions.long().view(ids.shape)
-        with in_step(StepContext(batch, self.cache.schema, self._columns)) as past:
-            given = {self._cache_name: past, "position_ids": positions, "logits_to_keep": kept}
+        if self._padding is not None:
+            positions = self._positions_after_padding(work).to(self.cache.device)
+        context = StepContext(batch, self.cache.schema, self._columns, self._is_aligned, self._holders)
+        with in_step(context, self._cache_class) as past:
+            given: dict[str, Any] = {self._cache_name: past, "position_ids": positions}
+            if self._trims_logits:
+                given["logits_to_keep"] = kept
             out = self.model(input_ids=ids, use_cache=True, **given)
         return out.logits[:, -kept:].float()  # type: ignore[no-any-return]
+
+    def _positions_after_padding(self, work: Many[Work]) -> Tensor:
+        """Positions int64 ``[B, S]`` of a model that counts from behind its padding token, and leaves that token out wherever
+        it stands in a text. O(tokens of the texts)."""
+        assert self._padding is not None
+        requests, rows = requests_of([sequence for sequence, _ in work], self.cache.core), []
+        for request, (_, tokens) in zip(requests, work):
+            before = np.count_nonzero(request.raw_tokens(0, request.length) != self._padding)
+            counts = tokens != self._padding
+            rows.append((before + np.cumsum(counts)) * counts + self._padding)
+        return torch.from_numpy(np.stack(rows))
+
+
+def _padding_token(model: Any) -> int | None:
+    """The padding token of a model that numbers its positions from there on, as RoBERTa does; None for all others."""
+    counting = (part for part in model.modules() if hasattr(part, "create_position_ids_from_input_ids"))
+    return next((int(part.padding_idx) for part in counting), None)

@@ -14,10 +14,11 @@ ALIASES = {
     "hidden_size": ("n_embd", "n_embed", "d_model"),
     "max_position_embeddings": ("n_positions", "model_max_length", "max_seq_len"),
     "layer_types": ("layers_block_type",),
+    "sliding_window": ("attention_window_size", "sliding_window_size"),
 }
 """Other names under which configs have the same field."""
 
-REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "decoder_layers", "decoder_attention_heads")
 """What every whole ``config.json`` says. A default would be a guess at which model it is."""
 
 

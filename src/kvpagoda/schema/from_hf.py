@@ -12,7 +12,7 @@ from typing import Any
 
 from kvpagoda.errors import SchemaError
 from kvpagoda.schema.config import REQUIRED, Config, fields_of
-from kvpagoda.schema.families import Family, model_types
+from kvpagoda.schema.families import Family, model_types, refused
 from kvpagoda.schema.families import layer_types as t
 from kvpagoda.schema.fields import FULL, MXFP4, RAW, Encoding, Growth, itemsize
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
@@ -20,6 +20,8 @@ from kvpagoda.schema.layers import Layer
 
 KV_FORMATS = ("raw", "fp8")
 FP8_LATENT = Encoding("fp8", group=128)
+NOT_CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (True,), "use_bidirectional_attention": (True, "all")}
+"""Fields, and the values with which tokens read more than those before them."""
 
 
 def read_config(
@@ -32,9 +34,9 @@ def read_config(
     family: Family = model_types()[name]["family"]
     try:
         types = layer_types_of(c, family, name)
-        max_positions, vocab_size = (
-            None if c.get(field) is None else c.size(field) for field in ("max_position_embeddings", "vocab_size")
-        )
+        check_requirements(c, family)
+        max_positions = family.max_positions(c)
+        vocab_size = None if c.get("vocab_size") is None else c.size("vocab_size")
     except SchemaError as error:
         raise SchemaError(f"{name} config: {error}") from None
     layers = []
@@ -52,6 +54,8 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
     """(model type, its fields, dtype of the cache): of the text model, where the config has several. Raises SchemaError."""
     raw, known = fields_of(config), model_types()
     nested, name = raw.get("text_config"), raw.get("model_type")
+    if isinstance(name, str) and name in refused():
+        raise SchemaError(unknown_type(name))
     inner = raw if nested is None else fields_of(nested)
     if nested is not None:
         name = inner.get("model_type") or f"{name}_text"
@@ -59,8 +63,12 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
         name = f"{name}_text"
     if not isinstance(name, str) or name not in known:
         raise SchemaError(unknown_type(name))
-    if inner.get("is_encoder_decoder") or inner.get("use_bidirectional_attention") in (True, "all"):
-        raise SchemaError(f"this {name} config is not of a causal decoder: it has no cache that grows token by token")
+    for field, values in NOT_CAUSAL.items():
+        if inner.get(field) in values:
+            raise SchemaError(
+                f"this {name} config is not of a causal decoder ({field} is {inner[field]!r}): it has no cache that grows "
+                f"token by token, or not that alone"
+            )
     defaults: Mapping[str, Any] = known[name]["defaults"]
     if nested is None:
         defaults = {field: value for field, value in defaults.items() if field not in REQUIRED}
@@ -71,11 +79,20 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
     return name, Config({**inner, "model_type": name}, defaults), chosen
 
 
+def check_requirements(c: Config, family: Family) -> None:
+    """Raises SchemaError for a field without which the family does not keep the cache that was verified."""
+    for field, (value, why) in family.requires.items():
+        if c.get(field) != value:
+            raise SchemaError(f"{field} is {c.get(field)!r}; expected {value!r}: {why}")
+
+
 def unknown_type(name: Any) -> str:
-    """Why a model type is refused, with the nearest known names."""
+    """Why a model type is refused: the reason where it was looked at, else the known names that are spelled much alike."""
     if not isinstance(name, str):
         return f"model_type must name the model family, got {name!r}"
-    close = difflib.get_close_matches(name, model_types(), n=3)
+    if name in refused():
+        return f"model type {name!r} is not supported: {refused()[name]}"
+    close = difflib.get_close_matches(name, model_types(), n=3, cutoff=0.8)
     hint = f"; did you mean {', '.join(close)}?" if close else ""
     return (
         f"model type {name!r} is not supported: its cache was not verified{hint} ({len(model_types())} types are known)"
@@ -83,22 +100,25 @@ def unknown_type(name: Any) -> str:
 
 
 def layer_types_of(c: Config, family: Family, name: str) -> list[str]:
-    """The type of every layer: the config's own list, else the family's rule. Raises SchemaError."""
+    """The type of every layer: the config's own list where the model reads it, else the family's rule. Raises SchemaError,
+    also for a list that is not read and has types that the family does not have."""
     count = family.num_layers(c)
-    types = c.get("layer_types")
-    if types is None:
-        types = [family.layer_type(c, index) for index in range(count)]
-    if not isinstance(types, list | tuple) or len(types) != count:
-        found = f"has {len(types)} types" if isinstance(types, list | tuple) else f"is {types!r}"
+    by_rule, listed = [], c.get("layer_types")
+    if listed is None or not family.reads_layer_types:
+        by_rule = [family.layer_type(c, index) for index in range(count)]
+    if listed is None:
+        listed = by_rule
+    if not isinstance(listed, list | tuple) or len(listed) != count:
+        found = f"has {len(listed)} types" if isinstance(listed, list | tuple) else f"is {listed!r}"
         raise SchemaError(f"layer_types {found}; expected one for each of num_hidden_layers = {count}")
-    types = [t.LEGACY.get(each, each) if isinstance(each, str) else each for each in types]
-    for index, layer_type in enumerate(types):
+    listed = [t.LEGACY.get(each, each) if isinstance(each, str) else each for each in listed]
+    for index, layer_type in [*enumerate(listed), *enumerate(by_rule)]:
         if layer_type not in family.verified:
             expected = ", ".join(family.verified)
             raise SchemaError(
                 f"layer {index} has type {layer_type!r}, which was not verified for {name}; expected {expected}"
             )
-    return types
+    return by_rule or listed
 
 
 def owner_of(c: Config, types: list[str], index: int) -> int | None:
@@ -122,10 +142,10 @@ def layer_kinds(
 ) -> tuple[LayerKind, ...]:
     """What a layer of type ``layer_type`` keeps. ``packed``: in the FP8 form. Raises SchemaError."""
     kinds: list[LayerKind] = []
-    if layer_type not in (t.LINEAR, t.CONV, t.MOE, t.MLP):
+    if layer_type not in (t.LINEAR, t.CONV, t.MOE, t.MLP, t.CROSS):
         kinds.append(attention(c, family, layer_type, index, dtype, packed))
     if layer_type in (t.LINEAR, t.CONV, t.HYBRID, t.HYBRID_SLIDING) and family.states is not None:
-        kinds.append(Recurrent(family.states(c, dtype)))
+        kinds.append(Recurrent(family.states(c.replaced(layer_type=layer_type), dtype)))
     if packed and any(isinstance(kind, Attention | Recurrent) for kind in kinds):
         raise SchemaError("kv_format is 'fp8'; only MLA latents and DeepSeek-V4 entries have that form, use 'raw'")
     return tuple(kinds)
@@ -140,6 +160,9 @@ def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str
         law = Growth(window=c.replaced(sliding_window=family.window(c)).size("sliding_window"))
     elif layer_type == t.CHUNKED:
         law = Growth(chunk=c.size("attention_chunk_size"))
+    longest = family.max_positions(c)
+    if law.span is not None and longest is not None and law.span >= longest:
+        law = FULL  # no text is long enough to leave it
     if family.attention == "heads":
         heads = family.heads(c, layer_type)
         return Attention(heads.number, heads.k_dim, heads.v_dim, dtype, law)

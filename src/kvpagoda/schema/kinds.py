@@ -51,6 +51,11 @@ class Attention(LayerKind):
     """K and V rows of every token: ``num_kv_heads`` heads with ``k_dim`` and ``v_dim`` elements. ``law`` says which tokens
     stay: all, a sliding window or a chunk.
 
+    ``num_sinks``: so many first tokens of a text stay readable beside the window (arXiv 2309.17453, section 3.2). Their rows
+    are written twice, into blocks and, at their own positions, into the request's state ``sink_k`` and ``sink_v``
+    ``[num_sinks]``: a query reads its window from blocks, and what of the sinks lies before the window from there. Raises
+    SchemaError for sinks without a window.
+
     >>> layer = Attention(8, 128, 128, "bfloat16", Growth(window=4096))
     >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
     [('k', (8, 128), 2048), ('v', (8, 128), 2048)]
@@ -64,6 +69,13 @@ class Attention(LayerKind):
     dtype: str
     law: Growth = FULL
     encoding: Encoding = RAW
+    num_sinks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_sinks < 0 or (self.num_sinks and self.law.window is None):
+            raise SchemaError(
+                f"num_sinks is {self.num_sinks} with {self.law.name}; sinks, at least 0, stand beside a window"
+            )
 
     def growth(self) -> Growth:
         return self.law
@@ -74,6 +86,11 @@ class Attention(LayerKind):
             Rows("k", (self.num_kv_heads, self.k_dim), self.dtype, self.encoding, heads=heads),
             Rows("v", (self.num_kv_heads, self.v_dim), self.dtype, self.encoding, heads=heads),
         )
+
+    def state_rows(self) -> tuple[Rows, ...]:
+        if not self.num_sinks:
+            return ()
+        return tuple(replace(row, name=f"sink_{row.name}", count=self.num_sinks) for row in self.block_rows())
 
     def split(self, ways: int) -> Attention:
         return replace(self, num_kv_heads=split_heads("KV heads", self.num_kv_heads, ways))

@@ -160,9 +160,14 @@ class Plan:
     def blocks_wanted(self, num_tokens: int, room: int = 0, longest: int | None = None) -> list[int]:
         """The most blocks of each group that a request of ``num_tokens`` tokens holds while it writes ``room`` at once.
 
-        Raises NeverFits, with what it would need, if the empty cache cannot hold them, or if there are more than ``longest``
-        tokens. O(groups).
+        Raises NeverFits if there are more tokens than the model has positions, and, with what it would need, if the empty
+        cache cannot hold them or there are more than ``longest``. O(groups).
         """
+        if self.max_positions is not None and num_tokens > self.max_positions:
+            raise NeverFits(
+                f"{num_tokens} tokens are more than the longest context of {self.max_positions}, the limit of "
+                f"{self.schema_name} itself; shorten the text"
+            )
         if longest is not None and num_tokens > longest:
             hint = self._budget_hint(num_tokens)
             text = f"{num_tokens} tokens are more than the longest context of {longest}; {hint}"

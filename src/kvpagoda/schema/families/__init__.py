@@ -1,5 +1,5 @@
 """How the config of each model type spells its cache. The table is ``model_types.json``; the rules that it names are the
-functions of ``layer_types``, ``heads`` and ``states``.
+functions of ``layer_types``, ``heads``, ``states`` and ``positions``.
 
 A model type is in the table only if a test has compared it with the tensors that transformers really keeps.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.resources import files
 from types import ModuleType
 from typing import Any
 
 from kvpagoda.schema.config import Config
-from kvpagoda.schema.families import heads, layer_types, states
+from kvpagoda.schema.families import heads, layer_types, positions, states
 from kvpagoda.schema.families.heads import HeadRule, grouped
 from kvpagoda.schema.families.layer_types import (
     FULL,
@@ -33,6 +33,7 @@ class Family:
     """One way of spelling a cache. Rules take the config and, where they need it, a layer's index or type.
 
     layer_type   the type of layer i where the config has no ``layer_types``
+    reads_layer_types  whether the model's code reads ``layer_types`` at all; False: ``layer_type`` decides whatever they say
     verified     the layer types that were compared with transformers; any other is an error
     heads        K/V heads and widths of a layer with attention
     states       what linear, convolution and hybrid layers keep for a request (None: the family has no such layers)
@@ -40,9 +41,14 @@ class Family:
     has_indexer  whether layer i keeps indexer keys, where its type is indexed
     window       tokens of the sliding window
     num_layers   number of layers that have a cache
+    max_positions  tokens of the longest text that the config names; None where it names none
+    counts_positions  whether the model counts positions from the length of its cache, though it is given them
+    own_attention  whether only other parts of the model (those for images) go through transformers' attention interface
+    requires     field -> the value that it must have, and why
     """
 
     layer_type: LayerTypeRule = by_fields
+    reads_layer_types: bool = True
     verified: tuple[str, ...] = (FULL,)
     heads: HeadRule = grouped
     states: StateRule | None = None
@@ -50,12 +56,17 @@ class Family:
     has_indexer: Callable[[Config, int], bool] = every_layer
     window: Callable[[Config], Any] = sliding_window
     num_layers: Callable[[Config], int] = hidden_layers
+    max_positions: Callable[[Config], int | None] = positions.named
+    counts_positions: bool = False
+    own_attention: bool = False
+    requires: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
 
 RULES: dict[str, ModuleType] = {
     **dict.fromkeys(("layer_type", "has_indexer", "window", "num_layers"), layer_types),
     "heads": heads,
     "states": states,
+    "max_positions": positions,
 }
 """Field of ``Family`` -> the module whose functions its rules are."""
 
@@ -88,6 +99,18 @@ def model_types() -> Mapping[str, Any]:
         row["family"] = families[row["family"]] if isinstance(row["family"], str) else read_family(row["family"])
     rows: Mapping[str, Any] = table["model_types"]
     return rows
+
+
+@lru_cache(maxsize=1)
+def refused() -> Mapping[str, str]:
+    """model type -> why it is refused: the rows of ``refused.json``. Read at the first call.
+
+    >>> refused()["cpmant"].partition(":")[0]
+    'it is not causal'
+    """
+    table = json.loads(files(__name__).joinpath("refused.json").read_text("utf-8"))
+    reasons: Mapping[str, str] = table["reasons"]
+    return reasons
 
 
 def families() -> dict[str, Family]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvpagoda.errors import SchemaError
 from kvpagoda.schema.config import Config
-from kvpagoda.schema.families.layer_types import SLIDING
+from kvpagoda.schema.families.layer_types import HYBRID_SLIDING, SLIDING
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,13 @@ class Heads:
 
 
 def grouped(c: Config, layer_type: str) -> Heads:
-    """``num_key_value_heads`` (all heads where it is null) of ``head_dim`` (``hidden_size`` shared out if null)."""
+    """``num_key_value_heads`` (all heads where it is null) of ``head_dim`` (if null ``hidden_size`` shared out, rounded down
+    as the models do)."""
     queries = c.size("num_attention_heads")
     number = c.size_or("num_key_value_heads", queries)
     if queries % number:
         raise SchemaError(f"num_attention_heads is {queries}; expected a multiple of num_key_value_heads = {number}")
-    dim = c.ratio("hidden_size", "num_attention_heads") if c.get("head_dim") is None else c.size("head_dim")
+    dim = c.size("hidden_size") // queries if c.get("head_dim") is None else c.size("head_dim")
     return Heads(number, dim, dim)
 
 
@@ -33,6 +34,17 @@ def every_head(c: Config, layer_type: str) -> Heads:
     """As many K/V heads as query heads, whatever else the config says."""
     dim = c.ratio("hidden_size", "num_attention_heads")
     return Heads(c.size("num_attention_heads"), dim, dim)
+
+
+def every_head_of_own_width(c: Config, layer_type: str) -> Heads:
+    """As many K/V heads as query heads, of ``head_dim``."""
+    return Heads(c.size("num_attention_heads"), c.size("head_dim"), c.size("head_dim"))
+
+
+def decoder_half(c: Config, layer_type: str) -> Heads:
+    """The decoder of an encoder-decoder model, which has heads of its own number."""
+    dim = c.ratio("hidden_size", "decoder_attention_heads")
+    return Heads(c.size("decoder_attention_heads"), dim, dim)
 
 
 def falcon(c: Config, layer_type: str) -> Heads:
@@ -55,6 +67,14 @@ def dbrx(c: Config, layer_type: str) -> Heads:
 
 def jetmoe(c: Config, layer_type: str) -> Heads:
     return Heads(c.size("num_key_value_heads"), c.size("kv_channels"), c.size("kv_channels"))
+
+
+def swa(c: Config, layer_type: str) -> Heads:
+    """Sliding layers have heads of their own: the ``swa_`` fields."""
+    if layer_type != HYBRID_SLIDING:
+        return grouped(c, layer_type)
+    own = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    return grouped(c.replaced(**{field: c.get(f"swa_{field}") for field in own}), layer_type)
 
 
 def mimo(c: Config, layer_type: str) -> Heads:

@@ -12,7 +12,7 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 LINEAR, CONV, INDEXED = "linear_attention", "conv", "indexed_attention"
 HYBRID, HYBRID_SLIDING = "hybrid", "hybrid_sliding"
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
-MOE, MLP = "moe", "mlp"
+MOE, MLP, CROSS = "moe", "mlp", "cross_attention"
 
 LEGACY = {"mamba": LINEAR, "attention": FULL, "deepseek_sparse_attention": INDEXED}
 """Older words for layer types."""
@@ -163,6 +163,27 @@ def deepseek_v4(c: Config, i: int) -> str:
     return types[ratios[i]]
 
 
+def recurrent_gemma(c: Config, i: int) -> str:
+    """``block_types`` repeats over the layers."""
+    pattern = c.get("block_types") or ()
+    kinds = {"recurrent": LINEAR, "attention": SLIDING}
+    if not isinstance(pattern, list | tuple) or not pattern or not kinds.keys() >= {*pattern}:
+        raise SchemaError(f"block_types is {pattern!r}; expected a list of {' and '.join(kinds)}")
+    return kinds[pattern[i % len(pattern)]]
+
+
+def inkling(c: Config, i: int) -> str:
+    """Windows on the layers that ``local_layer_ids`` lists, else on all but every sixth."""
+    local = c.indices("local_layer_ids") if c.get("local_layer_ids") is not None else None
+    slides = (i + 1) % 6 != 0 if local is None else i in local
+    return HYBRID_SLIDING if slides else HYBRID
+
+
+def mllama(c: Config, i: int) -> str:
+    """Layers that attend to an image keep nothing of a text."""
+    return CROSS if i in c.indices("cross_attention_layers") else FULL
+
+
 def olmo_hybrid(c: Config, i: int) -> str:
     layers = c.size("num_hidden_layers")
     return FULL if i % 4 == 3 or (layers < 4 and i == layers - 1) else LINEAR
@@ -182,9 +203,10 @@ def mimo_window(c: Config) -> int:
     return c.size("sliding_window")
 
 
-def modernbert_window(c: Config) -> int:
-    """``local_attention`` counts tokens to both sides."""
-    return c.size("local_attention") // 2
+def modernbert_window(c: Config) -> Any:
+    """``sliding_window`` as it is; without it half of ``local_attention``, which counts tokens to both sides."""
+    window = c.get("sliding_window")
+    return c.size("local_attention") // 2 if window is None else window
 
 
 # ---- how many layers have a cache ----
@@ -192,6 +214,18 @@ def modernbert_window(c: Config) -> int:
 
 def hidden_layers(c: Config) -> int:
     return c.size("num_hidden_layers")
+
+
+def decoder_layers(c: Config) -> int:
+    """Of an encoder-decoder model, those of the decoder."""
+    return c.size("decoder_layers")
+
+
+def hrm_layers(c: Config) -> int:
+    """One for each time that a layer is run: two stacks, the lower one ``L_cycles`` times in each of ``H_cycles``. The config
+    has this number already where it also names ``num_layers_per_stack``."""
+    layers = c.size("num_hidden_layers")
+    return layers if c.get("num_layers_per_stack") else layers * c.size("H_cycles") * (c.size("L_cycles") + 1)
 
 
 def longcat_layers(c: Config) -> int:

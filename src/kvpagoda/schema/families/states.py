@@ -8,9 +8,11 @@ are; convolution tails hold ``kernel - 1`` columns, because the oldest of transf
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvpagoda.errors import SchemaError
 from kvpagoda.schema.config import Config
+from kvpagoda.schema.families.heads import swa
 from kvpagoda.schema.fields import Rows
 
 StateRule = Callable[[Config, str], tuple[Rows, ...]]
@@ -116,3 +118,24 @@ def zaya(c: Config, dtype: str) -> tuple[Rows, ...]:
     columns = c.size("cca_time0") + c.size("cca_time1") - 2
     tail = conv(((c.size("num_attention_heads"), width), (keys, width)), columns, dtype)
     return tail, recurrent(keys * width // 2, dtype=dtype)
+
+
+def lightning(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """Lightning attention (arXiv 2501.08313): a ``[key, value]`` matrix for each head, in the model's dtype."""
+    heads = c.size("num_attention_heads")
+    width = c.size("hidden_size") // heads if c.get("head_dim") is None else c.size("head_dim")
+    return (recurrent(heads, width, width, dtype=dtype),)
+
+
+def griffin(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """A real-gated linear recurrent unit behind a convolution (arXiv 2402.19427)."""
+    width = c.size_or("lru_width", c.size("hidden_size"))
+    return conv(((width, 1),), c.size("conv1d_width", 2) - 1, dtype), recurrent(width)
+
+
+def inkling(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """Four convolutions, in float32: over keys, values, and what attention and the feed-forward part give."""
+    heads, columns = swa(c, c.get("layer_type")), c.size("conv_kernel_size", 2) - 1
+    kept = ((heads.number, heads.k_dim), (heads.number, heads.v_dim), *(((c.size("hidden_size"), 1),) * 2))
+    tails = [conv((each,), columns, "float32") for each in kept]
+    return tuple(replace(tail, name=f"conv_{i}" if i else "conv") for i, tail in enumerate(tails))

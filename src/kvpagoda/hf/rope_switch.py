@@ -1,0 +1,101 @@
+"""LongRoPE (arXiv 2402.13753) as transformers computes it: which of two sets of factors rotates a pass.
+
+Such a model has short factors for texts of at most ``original_max_position_embeddings`` tokens and long ones for longer texts.
+transformers chooses between them by the furthest position of a *forward pass*, for all positions of the pass. So the rows of a
+text depend on how long it was when they were computed: a text that grows past the switch is computed again from its
+beginning, rows of the two sides are never shared, and texts of the two sides are never in one pass.
+
+    text          0 ......... original ......... max_position_embeddings
+    its factors   short       | long, from position 0 on
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class RopeSwitch:
+    """Where a model's position encodings switch. ``lengths``: texts of more tokens than these are encoded otherwise, in rising
+    order; empty for most models."""
+
+    def __init__(self, model: Any) -> None:
+        self._modules: list[torch.nn.Module] = []
+        found: set[int] = set()
+        for module in model.modules():
+            lengths = _switch_lengths(module)
+            if lengths:
+                self._modules.append(module)
+                found |= lengths
+        self.lengths = tuple(sorted(found))
+
+    def passed(self, num_tokens: int) -> int:
+        """The last switch that a text of ``num_tokens`` tokens is past; 0: none. O(log switches)."""
+        before = bisect_left(self.lengths, num_tokens)
+        return self.lengths[before - 1] if before else 0
+
+    def room(self, num_tokens: int) -> int | None:
+        """How many tokens a text of ``num_tokens`` may grow until it passes the next switch; None: any number."""
+        before = bisect_left(self.lengths, num_tokens)
+        return self.lengths[before] - num_tokens if before < len(self.lengths) else None
+
+    @contextmanager
+    def rotating_past(self, passed: int) -> Iterator[None]:
+        """Let a forward pass rotate as texts past ``passed`` tokens do, wherever its own positions lie.
+
+        The rotary modules see one more position, which is past the switch, and its angles are cut off again.
+        """
+        with ExitStack() as hooks:
+            if passed:
+                for module in self._modules:
+                    before = module.register_forward_pre_hook(_with_position(passed), with_kwargs=True)
+                    hooks.callback(before.remove)
+                    hooks.callback(module.register_forward_hook(_without_last).remove)
+            yield
+
+
+def media_past(passed: int, first_token: int) -> Mapping[int, bytes]:
+    """What keeps the rows of texts past ``passed`` tokens apart from those of shorter texts: a digest that stands for their
+    first token, as that of an image would. Empty for 0."""
+    if not passed:
+        return {}
+    told = f"token {first_token}, rotated for texts past {passed} tokens"
+    return {0: blake2b(told.encode(), digest_size=16).digest()}
+
+
+def _switch_lengths(module: torch.nn.Module) -> set[int]:
+    """The text lengths after which rotary module ``module`` takes its long factors: one, or one for each layer type. With
+    ``long_mscale`` it switches another magnitude too, whatever its type (PhiMoE)."""
+    kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
+    parameters = getattr(config, "rope_parameters", None)
+    if kinds is None or not isinstance(parameters, Mapping):
+        return set()
+    named = {"": kinds} if isinstance(kinds, str) else kinds
+    each = [(kind, parameters[name] if name else parameters) for name, kind in named.items()]
+    switched = [own for kind, own in each if kind == "longrope" or "long_mscale" in own]
+    return {int(own["original_max_position_embeddings"]) for own in switched}
+
+
+def _with_position(position: int) -> Any:
+    """A hook that appends ``position`` to the positions ``[..., S]`` that a rotary module is called with."""
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        longer = torch.nn.functional.pad(positions, (0, 1), value=position)
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": longer}
+        return (args[0], longer, *args[2:]), kwargs
+
+    return hook
+
+
+def _without_last(module: torch.nn.Module, args: Any, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """A hook that cuts the last position off the cosines and sines, each ``[..., S + 1, D]``."""
+    return tuple(part[..., :-1, :] for part in angles)

@@ -1,0 +1,139 @@
+"""``docs/models.md``: every causal model type of transformers, covered or refused. Made here and compared.
+
+``python tests/hf/test_model_table.py`` writes it anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("torch")
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+
+from kvpagoda import Schema  # noqa: E402
+from kvpagoda.errors import SchemaError  # noqa: E402
+from kvpagoda.schema import Attention, Compressed, Latent, LayerKind, Recurrent, Shared  # noqa: E402
+from kvpagoda.schema.families import families, refused  # noqa: E402
+from models import FAMILIES, tiny_config  # noqa: E402
+from more_models import DECODERS, MORE, MULTIMODAL  # noqa: E402
+
+VERSION = "5.23"
+PATH = Path(__file__).parents[2] / "docs" / "models.md"
+HEAD = f"""# Model types
+
+Every model type of transformers {VERSION} that is built as a causal language model: what its cache keeps, or why it is
+refused.
+`tests/hf/test_model_table.py` makes this table from the schemas that the tests compare with transformers; a type that is in
+neither part is an error there.
+
+*Together* says which requests that decode share a forward pass in `kvpagoda.hf.Generator`: of any lengths, or of equal
+length, where a model has attention of its own, counts positions by itself or ranks tokens.
+
+Tokens equal those of the model's own forward pass without a cache. Three things to know:
+
+- LongRoPE (Phi-3-mini-128k, Phi-3.5-MoE, Phi-4-mini): a text that grows past `original_max_position_embeddings` is computed
+  again, because all of its positions are encoded otherwise from then on; texts of the two sides share nothing.
+- Indexers (DeepSeek-V3.2, GLM-DSA and others) with few heads give many tokens the same score. Which of them are taken depends
+  on how many there are to rank, so transformers' own cache differs from recomputation. The tokens are those of transformers'
+  cache then, as long as the prompt is computed in the same pieces.
+- Texts only: images and sounds of multimodal models are not taken.
+"""
+NOTES = {
+    **dict.fromkeys(DECODERS, "as a decoder"),
+    "big_bird": "as a decoder, attention_type original_full",
+    "minimax_m3_vl_text": "without sparse layers",
+}
+
+
+def kept(kind: LayerKind) -> str:
+    """What a layer keeps, in a few words."""
+    if isinstance(kind, Attention):
+        return f"K/V {growth(kind)}"
+    if isinstance(kind, Latent):
+        return f"latent {growth(kind)}" + (" with indexer keys" if kind.indexer else "")
+    if isinstance(kind, Compressed):
+        return "compressed entries" if kind.ratio else "ring"
+    assert isinstance(kind, Recurrent | Shared)
+    return "state" if isinstance(kind, Recurrent) else "K/V of another layer"
+
+
+def growth(kind: Attention | Latent) -> str:
+    return "window" if kind.law.window else "chunk" if kind.law.chunk else "full"
+
+
+def described(name: str) -> tuple[str, Schema] | None:
+    """(the type that has the cache, a tiny schema of it); None for a type that is not covered."""
+    real = getattr(transformers.CONFIG_MAPPING[name], "model_type", name)
+    inside = MULTIMODAL[name][0] if name in MULTIMODAL else f"{name}_text"
+    for text in (name, real, inside):
+        if text in families():
+            return text, Schema.from_hf_config(tiny_config(text, **MORE.get(text, {})))
+    return None
+
+
+def is_together(name: str, text: str, schema: Schema) -> str:
+    model: Any = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+    family = families()[text]
+    if any(isinstance(kind, Compressed) for layer in schema.layers for kind in layer.kinds) or not schema.groups:
+        return "any"
+    own = family.own_attention or family.counts_positions or not model._can_set_attn_implementation()
+    ranks = any(isinstance(kind, Latent) and kind.indexer for layer in schema.layers for kind in layer.kinds)
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+    return "equal" if own or ranks or not takes else "any"
+
+
+def table() -> str:
+    covered, other = [], []
+    for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        if name in refused():
+            other.append(f"| {name} | {refused()[name]} |")
+            continue
+        found = described(name)
+        assert found is not None, f"{name} is neither covered nor refused with a reason"
+        text, schema = found
+        keeps = list(dict.fromkeys(kept(kind) for layer in schema.layers for kind in layer.kinds))
+        notes = [NOTES[text]] if text in NOTES else []
+        notes += [f"its text part, {text}"] if text != name else []
+        covered.append(f"| {name} | {', '.join(keeps)} | {is_together(name, text, schema)} | {'; '.join(notes)} |")
+    return "\n".join(
+        [
+            HEAD,
+            f"## Covered: {len(covered)}\n\n| type | keeps | together | remarks |\n|---|---|---|---|",
+            *covered,
+            f"\n## Refused: {len(other)}\n\n| type | because |\n|---|---|",
+            *other,
+            "",
+        ]
+    )
+
+
+def test_the_table_of_model_types_is_up_to_date() -> None:
+    if not transformers.__version__.startswith(VERSION):
+        pytest.skip(f"the table is of transformers {VERSION}, this is {transformers.__version__}")
+    assert PATH.read_text("utf-8") == table(), "run python tests/hf/test_model_table.py"
+
+
+@pytest.mark.parametrize("name", sorted(refused()))
+def test_refused_types_are_told_why(name: str) -> None:
+    assert name in transformers.CONFIG_MAPPING and name not in families() and name not in FAMILIES
+    for config in ({"model_type": name}, {"model_type": name, "text_config": {"model_type": "llama"}}):
+        with pytest.raises(SchemaError) as caught:
+            Schema.from_hf_config(config)
+        assert str(caught.value) == f"model type {name!r} is not supported: {refused()[name]}"
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("lama", "llama"), ("qwen33", "qwen3"), ("lxyzma", None), ("emu", None)])
+def test_only_near_names_are_suggested(typed: str, meant: str | None) -> None:
+    with pytest.raises(SchemaError) as caught:
+        Schema.from_hf_config({"model_type": typed})
+    assert ("did you mean" in str(caught.value)) == (meant is not None) and (meant or "") in str(caught.value)
+
+
+if __name__ == "__main__":
+    PATH.write_text(table(), "utf-8")
