@@ -33,8 +33,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", dict(hidden_size=62, num_attention_heads=5, num_key_value_heads=5)),
     ("phi3", dict(hidden_size=50, sliding_window=6)),
 ]
-"""Models that mask every layer alike whatever ``layer_types`` say, and one that reads them; windows spelled in two ways; heads that do not divide the
-hidden size, of which the models take the whole part."""
+"""Models that mask every layer alike whatever ``layer_types`` say, and one that reads them; windows spelled in two ways;
+heads that do not divide the hidden size, of which the models take the whole part."""
 
 
 def tiny(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
