@@ -26,14 +26,15 @@ REST = sorted({*TINY, *MORE} - {*EXACT, *TEXT_PARTS})
 MIXED: dict[str, Any] = dict(sliding_window=5, layer_types=[FULL, SLIDING, SLIDING, FULL])
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((name, MIXED) for name in "doge ministral3 mistral mixtral phi3 phimoe qwen3_moe starcoder2".split()),
+    ("ministral", MIXED),
     ("modernbert-decoder", dict(local_attention=11)),
     ("modernbert-decoder", dict(local_attention=8, sliding_window=7)),
     ("jamba", dict(hidden_size=52, num_attention_heads=5, num_key_value_heads=5)),
     ("qwen2", dict(hidden_size=62, num_attention_heads=5, num_key_value_heads=5)),
     ("phi3", dict(hidden_size=50, sliding_window=6)),
 ]
-"""Models that mask every layer alike whatever ``layer_types`` say; windows spelled in two ways; heads that do not divide the
-hidden size, of which the models take the whole part."""
+"""Models that mask every layer alike whatever ``layer_types`` say, and one that reads them; windows spelled in two ways;
+heads that do not divide the hidden size, of which the models take the whole part."""
 
 
 def tiny(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:

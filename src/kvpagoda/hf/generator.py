@@ -92,7 +92,8 @@ class Generator:
     preempted. It starts again later, and its tokens stay the same. None: a request starts only when all of it has room.
     ``preemption_mode``: maps expected costs to how a request is preempted: computed again, or suspended in part or whole. By
     default what costs least, from the time that steps and copies took. ``num_preempted`` counts requests that were preempted,
-    ``num_swapped`` those of them that were suspended.
+    ``num_swapped`` those of them that were suspended. A text that grows past a switch of the model's position encodings
+    (``rope_switch``) is computed again and counts as preempted too.
     ``kv_format``: see ``Schema.from_hf_config``.
     ``cache_arguments``: all other arguments of ``KVCache``. Where ``tiers`` can be read by others, ``identity.weights`` is by
     default a digest of the whole model, which takes seconds for a large one.

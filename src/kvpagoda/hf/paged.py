@@ -58,7 +58,7 @@ class StepContext:
         schema: Schema,
         columns: dict[int, int],
         is_aligned: bool = False,
-        holders: Mapping[int, torch.nn.Module] | None = None,
+        holders: Mapping[int, Any] | None = None,
     ) -> None:
         self.batch, self.schema = batch, schema
         first = int(batch.positions[0])
@@ -195,7 +195,7 @@ class HeldStateLayer(StateLayer):
         self._module.rg_lru.recurrent_states = self.recurrent_states[0]
 
     def save(self) -> None:
-        lru = self._module.rg_lru
+        lru: Any = self._module.rg_lru
         self.conv_states[0], self.recurrent_states[0] = self._module.conv1d_state, lru.recurrent_states
         self._module.conv1d_state = lru.recurrent_states = None
         StateLayer.save(self)
@@ -295,7 +295,8 @@ def attend(
     """Attention of ``query`` ``[B, H, S, D]`` over gathered rows ``key``, ``value`` ``[B, H_kv, T, D]``, masked by position.
 
     The reference: one matrix product, one softmax with the sinks ``s_aux`` ``[H]``, or ``sinks`` ``[B, H, S, 1]``, as one more
-    column, one product. ``position_bias`` ``[B, H, S, T]`` is added to the scores. ``indices`` ``[B, S, k]``: the rows that an indexer chose. Returns ``[B, S, H, D_v]``.
+    column, one product. ``position_bias`` ``[B, H, S, T]`` is added to the scores. ``indices`` ``[B, S, k]``: the rows that an
+    indexer chose. Returns ``[B, S, H, D_v]``.
     """
     context, own = _step.get(), getattr(module, "layer_idx", None)
     layer = own if isinstance(own, int) and own in context.schema.by_index else context.last_stored

@@ -101,9 +101,9 @@ class ModelRunner:
                 config._attn_implementation = implementation
 
     def most_tokens(self, sequence: Sequence) -> int | None:
-        """transformers' selective scan of Mamba-1 (its modules project x to the scan's parameters) and its Griffin blocks start
-        several tokens from a zero state whatever came before, so after the first piece of a prompt such models go on token
-        by token."""
+        """transformers' selective scan of Mamba-1 (its modules project x to the scan's parameters) and its Griffin blocks
+        start several tokens from a zero state whatever came before, so after the first piece of a prompt such models go on
+        token by token."""
         return None if self._resumes or sequence.length == 0 else 1
 
     def _step(self, work: Many[Work], kept: Many[int], sides: Many[int]) -> Tensor:
