@@ -141,7 +141,7 @@ def _serve(cache: Any, prompt: Tokens, output: Tokens, chunk: int) -> Any:
 
 def _commit_in_pieces(cache: Any, sequence: Any, prompt: Tokens, chunk: int) -> None:
     while sequence.length < len(prompt):
-        end = min(sequence.length + chunk, cache.next_checkpoint(sequence) or len(prompt))
+        end = min(sequence.length + min(chunk, cache.step_limit(sequence)), len(prompt))
         sequence.extend(end - sequence.length)
         sequence.commit(prompt[sequence.length : end])
 

@@ -61,7 +61,7 @@ def serve(schema: Schema, block_size: int, work: Workload, capacity: int) -> tup
 def _compute(books: KVCache, sequence: Sequence, prompt: Tokens, output: Tokens) -> None:
     """The prompt in chunks; the output up to its last block boundary, where a checkpoint is due, and the rest."""
     while sequence.length < len(prompt):
-        end = min(sequence.length + STEP_TOKENS, books.next_checkpoint(sequence) or len(prompt))
+        end = min(sequence.length + min(STEP_TOKENS, books.step_limit(sequence)), len(prompt))
         sequence.extend(end - sequence.length)
         sequence.commit(prompt[sequence.length : end])
     whole = (len(prompt) + len(output)) // books.block_size * books.block_size

@@ -54,7 +54,7 @@ def run(cache: KVCache, text: np.ndarray, engine: FakeEngine | None = None) -> i
         engine.spaces[id(sequence)] = 0
         cached = sequence.cached_tokens
         while sequence.length < len(text):
-            end = min(sequence.length + 9, cache.next_checkpoint(sequence) or len(text))
+            end = min(sequence.length + min(9, cache.step_limit(sequence)), len(text))
             new = text[sequence.length : end].astype(np.int32)
             sequence.extend(len(new))
             engine.step([sequence], [new])
@@ -233,7 +233,7 @@ def test_every_byte_comes_back_for_every_family_and_format(name: str, tmp_path: 
     fill_random(cache)
     with cache.open(text, capacity=0) as sequence:
         while sequence.length < len(text):
-            end = min(cache.next_checkpoint(sequence) or len(text), sequence.length + size)
+            end = min(len(text), sequence.length + min(size, cache.step_limit(sequence)))
             sequence.extend(end - sequence.length)
             sequence.commit(text[sequence.length : end])
             if sequence.length == 5 * size:
@@ -419,7 +419,7 @@ def test_a_cache_without_memory_loads_layers_at_once(name: str) -> None:
         with cache.open(text, layerwise=True) as sequence:
             assert sequence.cached_tokens == cached
             while sequence.length < len(text):
-                end = cache.next_checkpoint(sequence) or len(text)
+                end = min(len(text), sequence.length + cache.step_limit(sequence))
                 sequence.extend(end - sequence.length)
                 sequence.commit(text[sequence.length : end])
             cache.check()
@@ -855,7 +855,7 @@ def test_storing_that_is_interrupted_gives_staging_memory_back(error: type[BaseE
         run(cache, np.arange(20))
     assert level.dropped and level.buffer.num_free == level.buffer.num_records
     setattr(owner, name, plain)
-    cache.core.offloader.check(cache.core.prefix.owned_ids(cache.core.prefix.full), cache.core.prefix.checkpoints)  # type: ignore[union-attr, arg-type]
+    cache.core.offloader.check(cache.core.prefix.owned_ids(cache.core.prefix.full), cache.core.prefix.kept)  # type: ignore[union-attr, arg-type]
     cache.close()
 
 

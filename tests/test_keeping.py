@@ -30,7 +30,7 @@ def leave(cache: KVCache, tokens: object, namespace: object = None, **arguments:
     with cache.open(tokens, namespace, capacity=0, **arguments) as sequence:  # type: ignore[arg-type]
         cached, prompt = sequence.cached_tokens, sequence._request.tokens
         while sequence.length < sequence.prompt_length:
-            end = cache.next_checkpoint(sequence) or sequence.prompt_length
+            end = min(sequence.prompt_length, sequence.length + cache.step_limit(sequence))
             sequence.extend(end - sequence.length)
             sequence.commit(prompt[sequence.length : end])
     cache.check()

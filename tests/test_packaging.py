@@ -23,7 +23,7 @@ def project() -> dict[str, object]:
 def test_every_data_file_is_shipped() -> None:
     patterns = project()["tool"]["setuptools"]["package-data"]["kvpagoda"]
     files = [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*") if path.is_file()]
-    data = [name for name in files if not name.endswith((".py", ".pyc"))]
+    data = [name for name in files if not name.endswith(".py") and "__pycache__" not in name]
     assert "py.typed" in data
     assert not [name for name in data if not any(fnmatch(name, pattern) for pattern in patterns)]
 

@@ -184,7 +184,7 @@ def run_mix(seed: int) -> tuple[int, int, int]:
             if job.sequence is None:
                 continue
             begin = job.sequence.length
-            stop = books.next_checkpoint(job.sequence) or len(job.text)
+            stop = min(len(job.text), job.sequence.length + books.step_limit(job.sequence))
             tokens = job.text[begin : min(begin + CHUNK, stop)]
             if queue.make_room(job, len(tokens)):
                 job.sequence.commit(tokens)

@@ -46,7 +46,7 @@ def computed(cache: KVCache, tokens: object, reserve: int = 0, n: int = 0) -> Se
     """A request whose prompt is committed, ``n`` more tokens after it, over random bytes."""
     sequence = cache.open(tokens, capacity=0, reserve=reserve)
     while sequence.length < sequence.prompt_length:
-        end = min(cache.next_checkpoint(sequence) or sequence.prompt_length, sequence.length + 9)
+        end = min(sequence.length + min(9, cache.step_limit(sequence)), sequence.prompt_length)
         sequence.extend(end - sequence.length)
         sequence.commit(sequence._request.tokens[sequence.length : end])
     for i in range(n):
@@ -314,7 +314,7 @@ def test_suspended_in_part_a_hybrid_goes_on_from_a_checkpoint() -> None:
     sequence.commit(range(24, 34))
     sequence.suspend(whole=False)
     cache.core.capacity.forget(cache.core.prefix.clear)
-    assert sequence.resume() == 34 and cache.next_checkpoint(sequence) == 8
+    assert sequence.resume() == 34 and sequence.length + cache.step_limit(sequence) == 8
     cache.check()
 
 
@@ -504,7 +504,7 @@ def traffic(cache: KVCache, steps: int, seed: int) -> dict[str, int]:
             for sequence in [s for s in running if rng.random() < 0.7]:
                 left = sequence.prompt_length - sequence.length
                 n = int(rng.integers(1, min(left, 9) + 1)) if left > 0 else 1
-                n = min(n, (cache.next_checkpoint(sequence) or 10**9) - sequence.length)
+                n = min(n, cache.step_limit(sequence))
                 try:
                     sequence.extend(n)
                 except (OutOfBlocks, BadInput):

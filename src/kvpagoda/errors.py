@@ -59,15 +59,17 @@ class SchemaError(BadInput):
 class LayoutError(BadInput):
     """A layout that breaks a rule of the layout language, or two layouts that hold different content.
 
-    ``rule`` is one word: which rule it is. The message says what breaks it.
+    ``rule`` is one word: which rule it is. The message says what breaks it, and names the rule.
     """
 
-    def __init__(self, rule: str, message: str) -> None:
-        super().__init__(rule, message)
+    def __init__(self, message: str, *, rule: str = "", **of_base: Any) -> None:
+        super().__init__(message, **of_base)
         self.rule = rule
 
-    def __str__(self) -> str:
-        return f"{self.args[1]} (layout rule '{self.rule}')"
+    @classmethod
+    def of(cls, rule: str, message: str) -> LayoutError:
+        """The error of what breaks ``rule``."""
+        return cls(f"{message} (layout rule '{rule}')", rule=rule)
 
 
 class NeverFits(BadInput):

@@ -17,6 +17,7 @@ from kvpagoda.cache.core import Core, Settings
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.invariants import check
 from kvpagoda.cache.lifecycle import Lifecycle
+from kvpagoda.cache.lookup import Lookup, look_up, prefetch
 from kvpagoda.cache.namespace import with_media
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import Pin
@@ -127,6 +128,11 @@ class KVCache:
         return self._core.max_context
 
     @property
+    def epoch(self) -> int:
+        """How often ``invalidate`` was told of new weights of everything."""
+        return self._core.epoch
+
+    @property
     def core(self) -> Core:
         """The parts of this cache, for what is built on top of it in this library: no part of the public interface."""
         return self._core
@@ -145,6 +151,8 @@ class KVCache:
         media: Mapping[int, bytes] | None = None,
         prefetch: Prefetch | None = None,
         layerwise: bool = False,
+        lookup: bool = True,
+        publish: bool = True,
     ) -> Sequence:
         """Admit a request with this prompt: a slot, everything cached that it can start from, and room to go on.
 
@@ -155,7 +163,8 @@ class KVCache:
         reserved, so that it never waits for others once admitted. ``media``: offset -> digest (at least 16 bytes) of each
         image that begins there. What tiers have is loaded, if that is expected to be faster than computing it; ``prefetch``,
         of the same text, is used up. ``layerwise``: blocks of a layer may come in when ``batch.layer`` asks for them, as far
-        as staging memory goes. Raises BadInput, NeverFits (larger than the whole cache), RetryLater (fits, but not now).
+        as staging memory goes. Without ``lookup`` it starts from nothing, and publishes; without ``publish`` it starts from
+        what is cached, and leaves nothing. Raises BadInput, NeverFits (larger than the whole cache), RetryLater (not now).
         Nothing is kept then.
         """
         core = self._core
@@ -176,9 +185,9 @@ class KVCache:
         key, media_ids = core.namespaces.key(namespace), core.media.ids(media, length) if media else {}
         tokens = np.empty(most if most <= 2 * length else length, np.int32)
         tokens[:length] = prompt
-        request = Request(tokens, length, key, priority, media_ids)
+        request = Request(tokens, length, key, priority, media_ids, epoch=core.epoch, publishes=bool(publish))
         sequence = Sequence(self._calls, request)  # made before there is anything to lose
-        self._admission.open(request, first, most, prefetch, layerwise=bool(layerwise))
+        self._admission.open(request, first, most, prefetch, layerwise=bool(layerwise), lookup=bool(lookup))
         return sequence
 
     @exclusive
@@ -190,21 +199,24 @@ class KVCache:
 
         Raises BadInput, also where there are no tiers.
         """
-        core = self._core
-        if core.offloader is None:
-            raise BadInput("this cache has no tiers to prefetch from; give it tiers=[...]")
-        tokens = as_tokens(token_ids, core.vocab_size)
-        key, media_ids = core.namespaces.key(namespace), core.media.ids(media, len(tokens))
-        match, found = core.prefix.find(with_media(tokens, 0, media_ids), key)
-        hashes: list[bytes] = []
-        core.extend_hashes(hashes, key, tokens[: max(0, len(tokens) - 1)], media_ids)
-        return core.offloader.reader.prefetch(hashes, match.num_blocks, found.resumable // core.block_size)
+        return prefetch(self._core, token_ids, namespace, media)
 
     @exclusive
-    def next_checkpoint(self, sequence: Sequence) -> int | None:
-        """The next position at which a step of ``sequence`` should end, so that a checkpoint can be kept there; None
-        where it does not matter. Inside the prompt only: single tokens pass every boundary anyway."""
-        return self._publisher.next_checkpoint(requests_of([sequence], self._core)[0])
+    def lookup(
+        self, token_ids: Any, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None
+    ) -> Lookup:
+        """What ``open`` would find of this prompt, and what running requests are about to publish of it. Admits nothing, needs
+        no slot, holds nothing, and counts as no use. Raises BadInput."""
+        return look_up(self._core, token_ids, namespace, media)
+
+    @exclusive
+    def step_limit(self, sequences: Sequence | Iterable[Sequence]) -> Any:
+        """The most tokens that the next step of a sequence should compute: up to where its states should be copied for others,
+        or, where nothing is due, to the longest context. For several sequences int64 ``[n]``. A longer step is right too, but
+        nobody resumes there then, and ``stats().passed_boundaries`` counts it. Only models with states have such places."""
+        if isinstance(sequences, Sequence):
+            return self._publisher.step_limit(requests_of([sequences], self._core)[0])
+        return np.array([self._publisher.step_limit(one) for one in requests_of(sequences, self._core)], np.int64)
 
     def fence(self, sequences: Iterable[Sequence]) -> Fence:
         """A context; inside, nothing that ``sequences`` hold is freed, published or moved, whatever is committed or closed: a

@@ -124,7 +124,8 @@ class RunQueue(Generic[J]):
     A job that was preempted starts again when blocks for all of it can be reserved, before any younger one.
 
     ``choose`` maps the costs of preempting a job to the mode; what does not fit in the cache's ``swap`` is recomputed.
-    Until ``took`` was called, computing is taken to cost nothing. While the oldest job waits, what tiers have of its text is
+    Until ``took`` was called, computing is taken to cost nothing. A job that begins like a running one waits until that has
+    published what they have in common, and shares it. While the oldest job waits, what tiers have of its text is
     read into host memory.
 
     >>> from kvpagoda import KVCache, Schema
@@ -173,6 +174,8 @@ class RunQueue(Generic[J]):
         """
         while self.waiting:
             job = self.waiting[0]
+            if self.running and job.suspended is None and self._can_share(job):
+                return
             try:
                 sequence = self._begin(job)
             except RetryLater:
@@ -183,6 +186,13 @@ class RunQueue(Generic[J]):
                 return
             del self.waiting[0]
             self._start(job, sequence)
+
+    def _can_share(self, job: J) -> bool:
+        """Whether a running job is about to publish what ``job`` begins with: it will have that without computing it. Not
+        where states are copied at a few places only, which the running job does not know."""
+        if self.cache.core.states is not None:
+            return False
+        return self.cache.lookup(job.text, job.namespace, media=job.media).pending > 0
 
     def fork(self, source: J, job: J) -> None:
         """Start ``job`` with all that ``source``, a running job, has committed; if blocks are lacking, it waits instead."""

@@ -52,7 +52,7 @@ def test_tokens_stay_the_same_while_memory_changes_kind(name: str) -> None:
         found = generator.generate(texts()[::2], NEW, on_step=lambda stats: generator.cache.check())
         assert found == recomputed(name)[::2]
     stats = generator.stats()
-    assert stats.evicted_blocks + stats.evicted_checkpoints > 10 and stats.cached_tokens > 20
+    assert stats.evicted_blocks + stats.evicted_checkpoints >= 10 and stats.cached_tokens > 20
 
 
 @pytest.mark.parametrize("name", [name for name in EXACT if name not in ("qwen3_next", "kimi_linear", "bamba")])

@@ -53,9 +53,8 @@ def wanted_tokens(driver: Driver, request: Request) -> Tokens:
     n = driver.one(1, 1, driver.between(1, most), most)
     if request.prompt_length > length + 1:
         n = driver.one(n, most, min(most, request.prompt_length - length))
-        stop = driver.cache.next_checkpoint(request.handle)
-        if stop is not None and driver.chance(0.7):
-            n = min(n, stop - length)
+        if driver.chance(0.7):
+            n = min(n, driver.cache.step_limit(request.handle))
     n = min(n, driver.longest - length)
     if n < 1:
         raise Refused("at its longest")

@@ -71,7 +71,7 @@ def test_what_a_query_finds(chunk: int) -> None:
         with cache.open(tokens, capacity=0, reserve=40) as sequence:
             assert (sequence.cached_tokens > 0) == (run == "warm")
             while sequence.length < len(tokens):
-                end = min(sequence.length + chunk, cache.next_checkpoint(sequence) or len(tokens))
+                end = min(sequence.length + min(chunk, cache.step_limit(sequence)), len(tokens))
                 step(cache, sequence, tokens[sequence.length : end])
                 assert readable(cache, sequence) == expected(tokens[: sequence.length])
             fork = sequence.fork()

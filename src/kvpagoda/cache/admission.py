@@ -33,14 +33,15 @@ class Admission:
         prefetch: Prefetch | None = None,
         *,
         layerwise: bool = False,
+        lookup: bool = True,
     ) -> None:
         """Let ``request``, which is new, run; see ``KVCache.open``."""
         core, length = self._core, request.prompt_length
         reserved = core.plan.blocks_wanted(reserve, capacity, core.max_context)
         self._check_slot()
-        match, found = core.prefix.find(request.keys(0, length), request.namespace)
+        match, found = core.prefix.find(request.keys(0, length if lookup else 0), request.namespace)
         hit: TierHit | None = None
-        if core.offloader is not None:
+        if core.offloader is not None and lookup:
             hashes = core.hashes_of(request, length // core.block_size)[: (length - 1) // core.block_size + 1]
             hit = self._look_below(hashes, reserved, match, found, prefetch)
         try:
@@ -66,7 +67,10 @@ class Admission:
         core, length, slot = self._core, parent.length, parent.slot
         self._check_slot()
         media_ids = {at: media_id for at, media_id in parent.media_ids.items() if at < length}
-        child = Request(parent.tokens.copy(), length, parent.namespace, parent.priority, media_ids)
+        child = Request(
+            parent.tokens.copy(), length, parent.namespace, parent.priority, media_ids, publishes=parent.publishes
+        )
+        child.epochs = [*parent.epochs]
         ends = [ceil_div(length, group.block_size) for group in core.groups]
         wanted = core.plan.blocks_wanted(reserve, 0, core.max_context)
         reserved = [max(n, end - group.first[slot]) for group, n, end in zip(core.groups, wanted, ends)]

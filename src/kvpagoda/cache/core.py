@@ -19,6 +19,7 @@ from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request, State
 from kvpagoda.cache.swap import Suspended, Swap
+from kvpagoda.errors import BadInput
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.schema import Plan
@@ -77,9 +78,12 @@ class Core:
             BlockGroup(group, plan.max_requests, 1 if group.growth.is_state else columns, index=index)
             for index, group in enumerate(plan.groups)
         )
+        grid = settings.limits.hit_grid
+        if grid > 1 and grid % plan.block_size:
+            raise BadInput(f"hit_grid is a multiple of the block size, {plan.block_size} tokens, got {grid}")
         self.prefix = PrefixCache(
             self.groups, plan.block_size, settings.policy, settings.retention, plan.num_checkpoints,
-            max(8 * columns, UNBACKED_BLOCKS),
+            max(8 * columns, UNBACKED_BLOCKS), grid,
         )  # fmt: skip
         self.full, self.bounded, self.states = self.prefix.full, self.prefix.bounded, self.prefix.states
         self.sectors = Sectors(plan.num_sectors, self.groups) if plan.num_sectors else None
@@ -92,6 +96,7 @@ class Core:
         self.running: dict[int, Request] = {}
         self.suspended: dict[Request, Suspended] = {}
         self.stale: set[bytes] = set()
+        self.epoch = 0  #: of the weights: how often all that was cached became invalid
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
         self.counters, self.is_open = Counters(), True
         self.offloader: Offloader | None = None

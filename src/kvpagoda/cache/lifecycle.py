@@ -129,6 +129,7 @@ class Lifecycle:
         if columns < request.lease.num_blocks:
             self._unshare(request, columns, length)
         request.written = max(request.written, request.own_length)
+        request.cut_epochs(length)
         request.own_length, request.media_ids = length, media_ids
         request.prompt_length = min(request.prompt_length, length)
         request.due = [at for at in request.due if at * self.core.block_size < length]

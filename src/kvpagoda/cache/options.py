@@ -53,9 +53,15 @@ class Limits:
     ``max_context``: the longest request in tokens (default: what fits, at most the model's own limit). ``step_tokens``: the
     most tokens of one request between two commits that window groups keep room for. ``swap``: bytes of host memory, as a
     number or as text such as ``"4GiB"``, for requests that are suspended (default: as many as the plan takes); it is asked
-    for when it is first needed.
+    for when it is first needed. ``hit_grid``: hits end at multiples of so many tokens, a multiple of the block size: the
+    engine's prefill chunk, so that a warm run computes in the same pieces as a cold one, and to the same bits.
     """
 
     max_context: int | None = None
     step_tokens: int = 512
     swap: int | str | None = None
+    hit_grid: int = 1
+
+    def __post_init__(self) -> None:
+        if type(self.hit_grid) is not int or self.hit_grid < 1:
+            raise BadInput(f"hit_grid is a number of tokens, at least 1, got {self.hit_grid!r}")

@@ -71,7 +71,9 @@ class PrefixCache:
         retention: Retention,
         num_checkpoints: int,
         most_unbacked: int,
+        hit_grid: int = 1,
     ) -> None:
+        self.grid, self._hit_grid = max(1, hit_grid // block_size), hit_grid  #: in blocks, in tokens
         self.full = next((group for group in groups if not group.growth.is_bounded), None)
         self.states = next((group for group in groups if group.growth.is_state), None)
         self.bounded = tuple(group for group in groups if group.growth.is_bounded)
@@ -110,9 +112,11 @@ class PrefixCache:
         """What can be reused of ``match``."""
         there = {} if self.full is None else {self.full.plan.name: match.num_tokens}
         if not self.bounded:  # the rest of a block is copied, so that nothing is lost to alignment
-            return match, PrefixMatch(match.num_tokens, match.num_tokens, "nothing", there)
+            resumable = match.num_tokens // self._hit_grid * self._hit_grid
+            limited_by = "nothing" if resumable == match.num_tokens else "alignment"
+            return match, PrefixMatch(match.num_tokens, resumable, limited_by, there)
         size, whole = self.block_size, match.num_blocks * self.block_size
-        end, most, limited_by = resume_point(self.tree, match, self.windows, self.states is not None)
+        end, most, limited_by = resume_point(self.tree, match, self.windows, self.states is not None, self.grid)
         if limited_by == "nothing" and whole < match.num_tokens:
             limited_by = "alignment"
         if self.full is not None:

@@ -36,20 +36,29 @@ class Publisher:
         request.is_settled = False
         if request.num_fences:
             return
+        publishes = self._publishes(request)
         try:
-            self._publish(request, request.own_length, None)
+            if publishes:
+                self._publish(request, request.own_length, None)
             if self._core.bounded:
-                self._keep_due(request)
-                self._slide(request)
+                if publishes:
+                    self._keep_due(request)
+                self._slide(request, publishes)
         except (MemoryError, RuntimeError):
             return
         request.is_settled = True
 
+    def _publishes(self, request: Request) -> bool:
+        """Whether others may find what ``request`` computes now: not what began with weights that are gone, and went on."""
+        return request.publishes and request.namespace not in self._core.stale
+
     def begun(self, request: Request, hit: TierHit | None) -> None:
         """What ``request`` begins with was loaded: it is cached from now on. Or it was cached: it is in use again."""
         core, found = self._core, request.match
-        request.due = self._due_of(request)
         core.counters.loaded += found.loaded
+        if not self._publishes(request):
+            return
+        request.due = self._due_of(request)
         begin = found.resumable // core.block_size
         try:
             if found.loaded:
@@ -64,19 +73,18 @@ class Publisher:
             copies = None if name is None else core.prefix.kept.copies(name)
             core.offloader.reused(request.block_hashes, self._ids(request), name, copies or ())
 
-    def next_checkpoint(self, request: Request) -> int | None:
-        """The next position in the prompt at which a step should end, so that the states can be copied there; None where there
-        is none, or no states."""
-        if self._core.states is None:
-            return None
-        at = next((at for at in request.due if at * self._core.block_size > request.length), None)
-        return None if at is None else at * self._core.block_size
+    def step_limit(self, request: Request) -> int:
+        """See ``KVCache.step_limit``."""
+        length, size = request.length, self._core.block_size
+        due = request.due if self._core.states is not None else ()
+        at = next((at * size for at in due if at * size > length), self._core.max_context)
+        return at - length
 
     def ending(self, request: Request) -> None:
         """``request`` is closed or set aside: where its answer ends it can be taken up again, and where others may part from
         it was in use until now."""
         core = self._core
-        if request.num_fences or not core.bounded:
+        if request.num_fences or not core.bounded or not self._publishes(request):
             return
         try:
             if core.states is None and request.own_length >= request.prompt_length:
@@ -96,11 +104,12 @@ class Publisher:
         size, begin = self._core.block_size, request.match.resumable // self._core.block_size
         end = (request.prompt_length - 1) // size
         due = {end, request.match.num_tokens // size}
+        grid = self._core.prefix.grid
         if self._every:
             due.update(range((begin // self._every + 1) * self._every, end, self._every))
         if self._core.states is not None:
             due.add(end // self._coarse * self._coarse)
-        return sorted(at for at in due if begin < at <= end)
+        return sorted({at // grid * grid for at in due if begin < at // grid * grid <= end})
 
     def _publish(self, request: Request, length: int, source: TierHit | None) -> None:
         """Make the whole blocks of the first ``length`` tokens shareable, here and below. ``source``: where they were loaded
@@ -131,7 +140,7 @@ class Publisher:
         full = self._core.full
         return _NONE if full is None else full.table.cells[request.slot, : request.lease.num_blocks]
 
-    def _slide(self, request: Request) -> None:
+    def _slide(self, request: Request, publishes: bool) -> None:
         """Let windows lose what nobody reads any more: of an answer not what is needed to take it up at its last whole block.
         Once the prompt is computed a request needs room for a block at a time only."""
         core, slot, length = self._core, request.slot, request.own_length
@@ -142,7 +151,8 @@ class Publisher:
             if in_answer and at_rest <= (
                 group.plan.most_blocks or 0
             ):  # else steps are so short that a block less is reserved
-                first = min(first, blocks.first_needed(request.lease.num_blocks))
+                if publishes:
+                    first = min(first, blocks.first_needed(request.lease.num_blocks))
                 if group.reserved[slot] > at_rest:
                     group.reserve(slot, at_rest)
             first = min(first, group.end[slot])

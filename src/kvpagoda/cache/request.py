@@ -38,12 +38,13 @@ class Request:
     (``perf_counter``), 0.0 once that is measured. ``rows``: the persistent batch that is ahead of it, if any.
     ``resumed_at``: the cache's count of stopped requests when it got its slot. ``due``: behind how many blocks of its prompt a
     checkpoint is still to be kept, ascending. ``kept``: checkpoints that it uses; ``tail``: the one that moves along with it.
+    ``publishes``: whether others may find what it computes. ``epochs``: (first position, epoch of the weights), ascending.
     """
 
     __slots__ = (
-        "block_hashes", "due", "is_settled", "kept", "lease", "match", "media_ids", "namespace", "num_fences",
-        "opened_at", "own_length", "priority", "prompt_length", "resumed_at", "rows", "slot", "state", "tail", "tokens",
-        "written",
+        "block_hashes", "due", "epochs", "is_settled", "kept", "lease", "match", "media_ids", "namespace", "num_fences",
+        "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "slot", "state", "tail",
+        "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +54,9 @@ class Request:
         namespace: bytes,
         priority: int,
         media_ids: Mapping[int, int],
+        *,
+        epoch: int = 0,
+        publishes: bool = True,
     ) -> None:
         self.tokens, self.prompt_length, self.own_length, self.written = tokens, prompt_length, 0, 0
         self.namespace, self.priority, self.media_ids = namespace, priority, media_ids
@@ -60,6 +64,7 @@ class Request:
         self.lease: Lease
         self.slot, self.state, self.resumed_at = -1, State.NEW, 0
         self.num_fences, self.is_settled = 0, True
+        self.publishes, self.epochs = publishes, [(0, epoch)]
         self.due: list[int] = []
         self.kept: list[int] = []
         self.tail = -1
@@ -103,8 +108,23 @@ class Request:
             self.prompt_length = self.own_length
             del self.block_hashes[self.own_length // block_size + 1 :]
             self.media_ids = {at: one for at, one in self.media_ids.items() if at < self.own_length}
+            self.cut_epochs(found.resumable)
         self.match = found
         self.own_length = self.written = found.resumable
+
+    def enter_epoch(self, epoch: int) -> None:
+        """What it computes from now on is computed with the weights of ``epoch``."""
+        length = self.length
+        if self.epochs[-1][0] == length:
+            del self.epochs[-1]
+        self.epochs.append((length, epoch))
+
+    def cut_epochs(self, length: int) -> None:
+        """Only ``length`` tokens are left: what follows is computed with the newest weights that it knows."""
+        newest = self.epochs[-1][1]
+        self.epochs = [one for one in self.epochs if one[0] < length] or [(0, newest)]
+        if self.epochs[-1][1] != newest:
+            self.epochs.append((length, newest))
 
     def detach(self) -> None:
         """Let it have the tokens that a persistent batch committed for it; what it does from now on is its own."""

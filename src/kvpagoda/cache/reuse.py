@@ -60,6 +60,10 @@ class Reuse:
             core.guard.is_torn = False
             raise
         core.stale |= old
+        if not namespaces:
+            core.epoch += 1
+            for request in (*core.running.values(), *core.suspended):
+                request.enter_epoch(core.epoch)
         for pin in core.prefix.pins_of(old):
             core.prefix.unpin(pin)
         if weights is not None and core.offloader is not None:

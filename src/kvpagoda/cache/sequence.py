@@ -104,6 +104,12 @@ class Sequence:
         return self._request.match.resumable
 
     @property
+    def epochs(self) -> list[tuple[int, int]]:
+        """Which weights its tokens were computed with: (first position, epoch), ascending; see ``KVCache.epoch``. The last one
+        is that of what it computes next."""
+        return [*self._request.epochs]
+
+    @property
     def tokens(self) -> Tokens:
         """The committed token ids, int32 ``[length]``; a read-only view."""
         request = self._request

@@ -39,6 +39,9 @@ class CacheStats:
     """Of these, prompt tokens that came from tiers below the device."""
     evicted_blocks: int
     evicted_checkpoints: int
+    passed_boundaries: int
+    """Places in prompts where states should have been copied, and a step went on past them: hits that are lost, which
+    ``KVCache.step_limit`` avoids."""
     nbytes: int
     suspended: int
     """Requests that are set aside."""
@@ -73,6 +76,7 @@ def stats_of(core: Core) -> CacheStats:
         loaded_tokens=counters.loaded,
         evicted_blocks=core.prefix.num_evicted_blocks,
         evicted_checkpoints=core.prefix.num_evicted_checkpoints,
+        passed_boundaries=core.counters.passed,
         nbytes=core.plan.nbytes,
         suspended=len(core.suspended),
         swap_nbytes=core.swap.used_nbytes,

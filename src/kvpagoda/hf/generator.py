@@ -264,7 +264,7 @@ class Generator:
             except OutOfBlocks:
                 pass  # nobody is preempted for tokens that may be refused
         most = min(self._chunk, self._runner.most_tokens(sequence) or self._chunk)
-        tokens = text[begin : min(begin + most, self.cache.next_checkpoint(sequence) or len(text))]
+        tokens = text[begin : begin + min(most, self.cache.step_limit(sequence))]
         return Piece(answer, sequence, tokens, []) if self._queue.make_room(answer, len(tokens)) else None
 
     def _take(self, piece: Piece, logits: Tensor, best: list[int]) -> None:

@@ -224,7 +224,7 @@ def append_function(**c: Any) -> Any:
                 num_slow = find_scales(amaxes, sizes, factors, stored)
                 for g in range(groups):
                     at, from_ = data + codes_at + g * code_nbytes, start + g * group
-                    if num_slow == 0:
+                    if num_slow == 0 and not skips_nan:  # else the amax does not say whether there is a NaN
                         encode_group(rows, from_, pages, at, factors[g], count * code_nbytes // group)
                     else:
                         encode_slow_group(rows, from_, pages, at, sizes[g], np.int64(amaxes[g]) << 16)

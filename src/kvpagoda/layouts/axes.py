@@ -42,12 +42,12 @@ class Axis:
             number = whole_number(getattr(self, what), f"{what} of axis {self.name!r}", 0 if what != "size" else 1)
             object.__setattr__(self, what, number)
         if self.first + self.size > self.total:
-            raise LayoutError(
+            raise LayoutError.of(
                 "size",
                 f"axis {self.name!r} holds {self.first}..{self.first + self.size - 1} of only {self.total} indices",
             )
         if self.pieces and self.total % self.pieces:
-            raise LayoutError(
+            raise LayoutError.of(
                 "divide", f"{self.total} indices of axis {self.name!r} are not {self.pieces} equal pieces"
             )
 
@@ -57,9 +57,9 @@ class Axis:
         if not self.pieces or ways == 1:
             return self
         if (self.first, self.size) != (0, self.total):
-            raise LayoutError("divide", f"axis {self.name!r} is a rank's part already; split the whole layout")
+            raise LayoutError.of("divide", f"axis {self.name!r} is a rank's part already; split the whole layout")
         if self.pieces % ways and ways % self.pieces:
-            raise LayoutError(
+            raise LayoutError.of(
                 "divide", f"{self.pieces} pieces of axis {self.name!r} cannot be divided over {ways} ranks"
             )
         each = self.total // self.pieces
@@ -68,7 +68,7 @@ class Axis:
     def stage(self, rank: int, stages: int) -> Axis:
         """What pipeline stage ``rank`` of ``stages`` holds: equal runs, the first ones one more where they do not divide."""
         if stages > self.size:
-            raise LayoutError(
+            raise LayoutError.of(
                 "divide", f"{self.size} indices of axis {self.name!r} cannot be divided over {stages} stages"
             )
         short, longer = divmod(self.size, stages)
@@ -105,7 +105,7 @@ class Sizes:
         """``"B"``, ``"D"``, ``"D/8"``, ``"D%8"``, ``"N@656"`` -> the digit, and the stride in bytes where one is given."""
         match = FOLD.match(word)
         if match is None:
-            raise LayoutError(
+            raise LayoutError.of(
                 "syntax", f"cannot read {word!r} as a digit; write AXIS, AXIS/step, AXIS%count or AXIS@stride"
             )
         axis, step, count, stride = match[1], int(match[2] or 1), int(match[3] or 0), match[4]
@@ -116,12 +116,14 @@ class Sizes:
         }
         if axis in pages:
             if match[2] or match[3]:
-                raise LayoutError("fold", f"{word!r} folds a digit of the tokens; fold the axis {TOKENS!r} itself")
+                raise LayoutError.of("fold", f"{word!r} folds a digit of the tokens; fold the axis {TOKENS!r} itself")
             axis, (step, count) = TOKENS, pages[axis]
         if axis not in self.axes:
-            raise LayoutError("axis", f"{word!r} has no size; sizes are given for: {', '.join(self.axes) or 'nothing'}")
+            raise LayoutError.of(
+                "axis", f"{word!r} has no size; sizes are given for: {', '.join(self.axes) or 'nothing'}"
+            )
         if step < 1:
-            raise LayoutError("fold", f"the step of {word!r} must be at least 1")
+            raise LayoutError.of("fold", f"the step of {word!r} must be at least 1")
         count = count or ceil_div(self.axes[axis].size, step)
         return Fold(word.split("@")[0], axis, step, count), None if stride is None else int(stride)
 
@@ -136,13 +138,13 @@ def check_folds(part: str, folds: Iterable[Fold], axes: Mapping[str, Axis]) -> N
         covered = 1
         for fold in digits:
             if fold.step != covered:
-                raise LayoutError(
+                raise LayoutError.of(
                     "fold",
                     f"part {part!r}: the digits {', '.join(one.word for one in digits)} of axis {name!r} do not number its "
                     f"{axes[name].size} indices once: {fold.word!r} has step {fold.step}, the digits below it cover {covered}",
                 )
             covered *= fold.count
         if covered < axes[name].size:
-            raise LayoutError(
+            raise LayoutError.of(
                 "fold", f"part {part!r}: its digits of axis {name!r} cover {covered} of {axes[name].size} indices"
             )

@@ -107,18 +107,18 @@ class Parser:
         while expression[at:].strip():
             match = _TOKEN.match(expression, at)
             if match is None:
-                raise LayoutError("syntax", f"cannot read {expression[at:].strip()[:24]!r} in {expression!r}")
+                raise LayoutError.of("syntax", f"cannot read {expression[at:].strip()[:24]!r} in {expression!r}")
             self.tokens.append(match[1])
             at = match.end()
         if len(self.tokens) > LONGEST:
-            raise LayoutError("syntax", f"an expression has at most {LONGEST} words, this one {len(self.tokens)}")
+            raise LayoutError.of("syntax", f"an expression has at most {LONGEST} words, this one {len(self.tokens)}")
         self.at = 0
 
     def tree(self) -> Node:
         """The whole expression."""
         node = self._items()
         if self.at < len(self.tokens):
-            raise LayoutError(
+            raise LayoutError.of(
                 "syntax", f"{self.tokens[self.at]!r} is not expected after {self._read()!r} in {self.text!r}"
             )
         return node
@@ -142,26 +142,26 @@ class Parser:
         if word == "(":
             body = self._items()
             if self._next() != ")":
-                raise LayoutError("syntax", f"a ')' is missing after {self._read()!r} in {self.text!r}")
+                raise LayoutError.of("syntax", f"a ')' is missing after {self._read()!r} in {self.text!r}")
             self.at += 1
             align = self._next()
             if not align.startswith("^"):
                 return body
             self.at += 1
             if int(align[1:]) < 1:
-                raise LayoutError("align", f"cannot pad to a multiple of {align[1:]} bytes in {self.text!r}")
+                raise LayoutError.of("align", f"cannot pad to a multiple of {align[1:]} bytes in {self.text!r}")
             return Beside(body.items if isinstance(body, Beside) and body.align == 1 else (body,), int(align[1:]))
         if ":" in word:
             return self._part(word)
         if not word or not word[0].isalpha():
-            raise LayoutError("syntax", f"a part or a digit is missing after {self._read()!r} in {self.text!r}")
+            raise LayoutError.of("syntax", f"a part or a digit is missing after {self._read()!r} in {self.text!r}")
         fold, stride = self.sizes.fold(word)
         return Each(fold, self._item(), stride)
 
     def _part(self, word: str) -> Node:
         match = _PART.match(word)
         if match is None or match[3] not in ITEMSIZE:
-            raise LayoutError("dtype", f"{word!r} needs one of the dtypes {', '.join(ITEMSIZE)}")
+            raise LayoutError.of("dtype", f"{word!r} needs one of the dtypes {', '.join(ITEMSIZE)}")
         node: Node = Part(match[1], match[3])
         dims = [dim.strip() for dim in match[2].split(",")] if match[2] else []
         for number, dim in reversed([*enumerate(dims)]):
@@ -204,7 +204,7 @@ def stride_of(node: Each) -> int:
     """Bytes from one value of the digit to the next."""
     body = size_of(node.body)
     if node.stride is not None and node.stride < body:
-        raise LayoutError(
+        raise LayoutError.of(
             "stride",
             f"{node.fold.word}@{node.stride} would lay {body} bytes on top of each other; the stride is at least {body}",
         )
@@ -227,15 +227,15 @@ def check_parts(found: tuple[Place, ...], sizes: Sizes) -> None:
     """Parts have different names, whole axes, and lie where their dtype can be read. Raises LayoutError."""
     names = [place.name for place in found if place.name not in PADS]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise LayoutError("part", f"part {twice[0]!r} stands twice; every part has a name of its own")
+        raise LayoutError.of("part", f"part {twice[0]!r} stands twice; every part has a name of its own")
     if not names:
-        raise LayoutError("part", "a layout has at least one part that is content")
+        raise LayoutError.of("part", "a layout has at least one part that is content")
     for place in found:
         check_folds(place.name, (fold for fold, _ in place.strides), sizes.axes)
         size = place.itemsize
         odd = [f"stride {stride} of {fold.word}" for fold, stride in place.strides if stride % size and fold.count > 1]
         if odd or place.offset % size:
             where = odd[0] if odd else f"offset {place.offset}"
-            raise LayoutError(
+            raise LayoutError.of(
                 "align", f"part {place.name!r} ({place.dtype}): {where} is not a multiple of {size} bytes"
             )

@@ -85,19 +85,19 @@ class Layout:
             *vars(self.index).items(),
         ):
             if not isinstance(text, int | None if what == "padding" else str):
-                raise LayoutError("syntax", f"{what} cannot be {text!r}")
+                raise LayoutError.of("syntax", f"{what} cannot be {text!r}")
         names = [axis.name for axis in self.axes]
         if len({*names}) != len(names):
-            raise LayoutError("axis", f"an axis is given twice: {', '.join(names)}")
+            raise LayoutError.of("axis", f"an axis is given twice: {', '.join(names)}")
         object.__setattr__(self, "axes", tuple(sorted(self.axes, key=lambda axis: axis.name)))
         text = write(self.tree)
         object.__setattr__(self, "expression", text[1:-1] if text.startswith("(") and text.endswith(")") else text)
         check_parts(self.places, self._sizes)
         used = {axis for place in self.places for axis in place.axes}
         if self.nbytes >= 2**63:
-            raise LayoutError("size", f"{self.nbytes:,} bytes are more than an address can say")
+            raise LayoutError.of("size", f"{self.nbytes:,} bytes are more than an address can say")
         if unused := sorted({*names} - used):
-            raise LayoutError("axis", f"{', '.join(unused)} has a size, but no place in {self.expression!r}")
+            raise LayoutError.of("axis", f"{', '.join(unused)} has a size, but no place in {self.expression!r}")
 
     @classmethod
     def of(
@@ -120,7 +120,7 @@ class Layout:
             blocks = sizes.pop("B")
             tokens = sizes.setdefault(TOKENS, blocks * page * kernel_pages)
             if ceil_div(tokens, page * kernel_pages) != blocks:
-                raise LayoutError(
+                raise LayoutError.of(
                     "size", f"{tokens} tokens are not {blocks} blocks of {page * kernel_pages}; give one of B, T"
                 )
         pieces = {"H": sizes.get("H", 0)} if pieces is None else pieces
@@ -165,7 +165,7 @@ class Layout:
     def axis(self, name: str) -> Axis:
         """The axis ``name``. Raises LayoutError with the names that there are."""
         if name not in self._sizes.axes:
-            raise LayoutError("axis", f"no axis {name!r}; there are {', '.join(self._sizes.axes)}")
+            raise LayoutError.of("axis", f"no axis {name!r}; there are {', '.join(self._sizes.axes)}")
         return self._sizes.axes[name]
 
     def place(self, part: str) -> Place:
@@ -173,7 +173,7 @@ class Layout:
         for place in self.places:
             if place.name == part:
                 return place
-        raise LayoutError("part", f"no part {part!r}; there are {', '.join(place.name for place in self.places)}")
+        raise LayoutError.of("part", f"no part {part!r}; there are {', '.join(place.name for place in self.places)}")
 
     def strides(self, part: str) -> dict[str, int]:
         """Bytes from one value of each digit of a part to the next, the outermost digit first."""
@@ -189,9 +189,9 @@ class Layout:
         digits = {fold.word: (fold.count, stride) for fold, stride in place.strides}
         for word in (*words, *fixed):
             if word not in digits:
-                raise LayoutError("axis", f"part {part!r} has no digit {word!r}; it has {', '.join(digits)}")
+                raise LayoutError.of("axis", f"part {part!r} has no digit {word!r}; it has {', '.join(digits)}")
             if not 0 <= fixed.get(word, 0) < digits[word][0]:
-                raise LayoutError(
+                raise LayoutError.of(
                     "size", f"digit {word!r} of part {part!r} is 0 to {digits[word][0] - 1}, not {fixed[word]}"
                 )
         shape, strides = [digits[word][0] for word in words], [digits[word][1] // place.itemsize for word in words]
@@ -225,7 +225,7 @@ class Layout:
             sizes[TOKENS] = sizes.pop("B") * page * kernel_pages
         changed = {name: self.axis(name) for name in sizes}
         if parts := [name for name, axis in changed.items() if axis.size != axis.total]:
-            raise LayoutError("size", f"axis {parts[0]!r} is a rank's part; resize the whole layout, then split it")
+            raise LayoutError.of("size", f"axis {parts[0]!r} is a rank's part; resize the whole layout, then split it")
         axes = []
         for axis in self.axes:
             size = sizes.get(axis.name, axis.size)
@@ -238,7 +238,7 @@ class Layout:
         ranks. Axes without pieces (a latent, an indexer key) are whole on every rank. Raises LayoutError."""
         tp, pp = whole_number(tp, "tp", at_least=1), whole_number(pp, "pp", at_least=1)
         if pp > 1 and "L" not in {axis.name for axis in self.axes}:
-            raise LayoutError("divide", f"pipeline stages divide layers, and {self.expression!r} has no axis L")
+            raise LayoutError.of("divide", f"pipeline stages divide layers, and {self.expression!r} has no axis L")
         return tuple(
             replace(
                 self,
@@ -302,7 +302,7 @@ class Layout:
         try:
             data = json.loads(text)
             if data["layout"] != VERSION:
-                raise LayoutError("descriptor", f"version {data['layout']!r} of the layout form is not {VERSION}")
+                raise LayoutError.of("descriptor", f"version {data['layout']!r} of the layout form is not {VERSION}")
             axes = tuple(Axis(name, **axis) for name, axis in data["axes"].items())
             kept = {
                 key: data[key] for key in ("page_size", "kernel_pages", "format", "dialect", "offset") if key in data
@@ -314,9 +314,9 @@ class Layout:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, LayoutError):
                 raise
-            raise LayoutError("descriptor", f"this is not a layout: {type(error).__name__} {error}") from None
+            raise LayoutError.of("descriptor", f"this is not a layout: {type(error).__name__} {error}") from None
         if wrong := [key for key, value in claimed.items() if follows.get(key) != value]:
-            raise LayoutError("descriptor", f"{', '.join(wrong)} does not follow from {made.expression!r}")
+            raise LayoutError.of("descriptor", f"{', '.join(wrong)} does not follow from {made.expression!r}")
         return made
 
     def __str__(self) -> str:

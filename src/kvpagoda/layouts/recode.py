@@ -53,7 +53,7 @@ def recode_of(source: Layout, target: Layout) -> Recode | None:
     known, pages = DIALECTS.get(target.format, {}), table()["pages"].get(target.format, {})
     for dialect in (source.dialect, target.dialect):
         if dialect not in known or dialect not in pages:
-            raise LayoutError(
+            raise LayoutError.of(
                 "dialect",
                 f"rows of {target.format!r} cannot go from dialect {source.dialect!r} to {target.dialect!r}: there is no "
                 f"codec for {dialect!r}; there are {', '.join(sorted(known.keys() & pages)) or 'none'}",

@@ -226,7 +226,7 @@ def _alike(
             found, where = _content(layout, given), f"{side} rank {rank}"
             keys = [key for key in keys if found.get(key) == wanted[key]]
             if missing := {key for key in found if layout.movable[key].name not in PADS} ^ parts:
-                raise LayoutError(
+                raise LayoutError.of(
                     "content",
                     f"{where} has the parts {', '.join(found)}; the target has {', '.join(wanted)}: "
                     f"{', '.join(sorted(missing))} not in both",
@@ -234,13 +234,15 @@ def _alike(
             if differing := sorted(parts - {*keys}):
                 one, other = _said(found[differing[0]]), _said(wanted[differing[0]])
                 hint = "lay out the same content on both sides: resize one, or name the slots of the tokens that move"
-                raise LayoutError("content", f"{where}: part {differing[0]!r} is {one}; in the target {other}; {hint}")
+                raise LayoutError.of(
+                    "content", f"{where}: part {differing[0]!r} is {one}; in the target {other}; {hint}"
+                )
             if layout.dialect != layouts[0].dialect:
-                raise LayoutError(
+                raise LayoutError.of(
                     "dialect", f"{where} has dialect {layout.dialect!r}, rank 0 has {layouts[0].dialect!r}"
                 )
             if layout.format != targets[0].format:
-                raise LayoutError(
+                raise LayoutError.of(
                     "content", f"{where} has rows of format {layout.format!r}, the target {targets[0].format!r}"
                 )
     return keys

@@ -40,12 +40,12 @@ def givers(part: str, sources: Sequence[Held], target: Held, rank: int, ways: in
     for one, other in combinations(alike, 2):
         if all(a.start < b.stop and b.start < a.stop for a, b in zip(one, other)):
             ranks = f"{alike[one][0]} and {alike[other][0]}"
-            raise LayoutError(
+            raise LayoutError.of(
                 "shards", f"source ranks {ranks} hold some of the same of {part!r} ({wants}), but not all of it"
             )
     found, wanted = sum(prod(map(len, ranges)) for ranges in alike), prod(axis.size for axis in target.values())
     if found < wanted:
-        raise LayoutError(
+        raise LayoutError.of(
             "shards", f"target rank {rank} holds {wants} of {part!r}; the sources have {found} of its {wanted} elements"
         )
     return sorted(chosen)

@@ -164,7 +164,7 @@ class _Run:
         while (length := sequence.length) < total:
             due = boundary if length < boundary else total
             if length < num_prompt:
-                due = self.cache.next_checkpoint(sequence) or num_prompt
+                due = min(num_prompt, length + self.cache.step_limit(sequence))
             end = min(length + self.step_tokens, due)
             try:
                 sequence.extend(end - length)

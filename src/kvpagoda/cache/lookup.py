@@ -1,0 +1,67 @@
+"""What a cache has of a text, without admitting anything: for routers, schedulers and those who only want to know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.core import Core
+from kvpagoda.cache.namespace import with_media
+from kvpagoda.cache.reuse import AnyNamespace
+from kvpagoda.cache.tier_hit import Prefetch
+from kvpagoda.errors import BadInput
+from kvpagoda.prefix.tokens import as_tokens
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What is found of a text now; nothing of it is held, so that it may be gone a moment later. All in tokens, at most all
+    but the last of the text."""
+
+    cached: int
+    """Leading tokens that are in the prefix tree."""
+    resumable: int
+    """Of these, the tokens that a request with this text would not have to compute."""
+    pending: int
+    """Tokens behind ``cached``, to a whole block, that a running request is about to publish: who waits for it shares them."""
+    groups: Mapping[str, int]
+    """Group -> the longest beginning for which it has what a request needs."""
+    limited_by: str
+    """What cuts ``resumable`` short; see ``PrefixMatch.limited_by``."""
+
+
+def look_up(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> Lookup:
+    """What ``core`` has of a text; see ``KVCache.lookup``. O(n), and O(common tokens) for each running request."""
+    tokens = as_tokens(token_ids, core.vocab_size)
+    keys, key = with_media(tokens, 0, core.media.ids(media, len(tokens))), core.namespaces.key(namespace)
+    _, found = core.prefix.find(keys, key)
+    pending = _pending(core, keys[: max(0, len(keys) - 1)], key)
+    return Lookup(found.num_tokens, found.resumable, max(0, pending - found.num_tokens), found.groups, found.limited_by)
+
+
+def prefetch(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> Prefetch:
+    """Begin to read what tiers have of a text; see ``KVCache.prefetch``."""
+    if core.offloader is None:
+        raise BadInput("this cache has no tiers to prefetch from; give it tiers=[...]")
+    tokens = as_tokens(token_ids, core.vocab_size)
+    key, media_ids = core.namespaces.key(namespace), core.media.ids(media, len(tokens))
+    match, found = core.prefix.find(with_media(tokens, 0, media_ids), key)
+    hashes: list[bytes] = []
+    core.extend_hashes(hashes, key, tokens[: max(0, len(tokens) - 1)], media_ids)
+    return core.offloader.reader.prefetch(hashes, match.num_blocks, found.resumable // core.block_size)
+
+
+def _pending(core: Core, keys: Ids, namespace: bytes) -> int:
+    """Leading tokens of ``keys``, in whole blocks, that running requests have in their prompts, or have committed."""
+    longest, size = 0, core.block_size
+    for request in core.running.values():
+        if request.namespace != namespace or not request.publishes:
+            continue
+        known = request.keys(0, min(len(keys), max(request.prompt_length, request.own_length)))
+        differ = np.flatnonzero(known != keys[: len(known)])
+        longest = max(longest, (int(differ[0]) if len(differ) else len(known)) // size * size)
+    return longest

@@ -1,0 +1,204 @@
+"""Look-up without admission, reading without leaving and leaving without reading, epochs, and where steps should end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpagoda import KVCache, Limits
+from kvpagoda.errors import BadInput
+from kvpagoda.scheduling import Job, RunQueue
+from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
+
+FULL = Attention(2, 4, 4, "float32")
+WINDOW = Attention(1, 4, 4, "float32", Growth(window=10))
+STATE = Recurrent((Rows("recurrent", (2, 4, 4), "float32"),))
+KINDS: dict[str, tuple[LayerKind, ...]] = {
+    "full": (FULL,), "window": (WINDOW,), "full and window": (FULL, WINDOW), "state": (STATE,),
+    "all": (FULL, WINDOW, STATE),
+}  # fmt: skip
+
+
+def cache_of(*kinds: LayerKind, **arguments: Any) -> KVCache:
+    schema = Schema(tuple(Layer(i, type(kind).__name__, (kind,)) for i, kind in enumerate(kinds)), "test")
+    return KVCache(schema, num_blocks=60, block_size=4, max_requests=4, device="none", **arguments)
+
+
+def compute(cache: KVCache, sequence: Any, end: int | None = None) -> None:
+    """Compute the prompt of ``sequence`` up to ``end``, in steps that end where they should."""
+    prompt, end = sequence._request.tokens.copy(), sequence.prompt_length if end is None else end
+    while sequence.length < end:
+        n = min(end - sequence.length, cache.step_limit(sequence))
+        sequence.extend(n)
+        sequence.commit(prompt[sequence.length : sequence.length + n])
+
+
+def leave(cache: KVCache, tokens: Any, **arguments: Any) -> int:
+    with cache.open(tokens, capacity=0, **arguments) as sequence:
+        compute(cache, sequence)
+        cached = sequence.cached_tokens
+    cache.check()
+    return int(cached)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_look_up_says_what_open_finds_and_changes_nothing(name: str) -> None:
+    cache, random = cache_of(*KINDS[name]), np.random.default_rng(1)
+    texts = [random.integers(0, 3, random.integers(1, 60)) for _ in range(30)]
+    num_hits = 0
+    for text in texts:
+        text[:20] = np.arange(min(20, len(text)))
+        found, again = cache.lookup(text), cache.lookup(text.tolist())
+        assert found == again and found.pending == 0
+        with cache.open(text, capacity=0) as sequence:
+            match = sequence.match
+            assert (found.cached, found.resumable) == (match.num_tokens, match.resumable)
+            assert (found.groups, found.limited_by) == (match.groups, match.limited_by)
+            compute(cache, sequence)
+        num_hits += found.resumable > 0
+    assert num_hits > 5
+
+
+def test_a_look_up_needs_no_slot_and_says_what_is_about_to_be_published() -> None:
+    cache = cache_of(FULL)
+    running = [cache.open(range(40 * i, 40 * i + 40), capacity=0) for i in range(4)]
+    assert (cache.lookup(range(40)).pending, cache.lookup(range(30)).pending) == (
+        36,
+        28,
+    )  # whole blocks of all but one token
+    assert cache.lookup([*range(10), 99, *range(11, 40)]).pending == 8
+    assert cache.lookup(range(40), namespace="other").pending == cache.lookup(range(500, 540)).pending == 0
+    compute(cache, running[0], 20)
+    found = cache.lookup(range(40))
+    assert (found.cached, found.resumable, found.pending) == (20, 20, 16)
+    compute(cache, running[0])
+    assert cache.lookup(range(40)).pending == 0
+    cache.check()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_reading_without_leaving_and_leaving_without_reading(name: str) -> None:
+    cache, text = cache_of(*KINDS[name]), list(range(33))
+    assert leave(cache, text, publish=False) == 0 and cache.lookup(text).cached == 0
+    assert leave(cache, text) == 0 and leave(cache, [*text, 1], publish=False) == 32
+    before = cache.lookup([*text, *range(40, 60)])
+    assert leave(cache, [*text, *range(40, 60)], publish=False) == before.resumable
+    assert cache.lookup([*text, *range(40, 60)]) == before
+    assert leave(cache, text, lookup=False) == 0 and leave(cache, text) == 32
+    with cache.open(text, publish=False, capacity=33) as sequence:
+        child = sequence.fork()
+        child.close()
+    cache.check()
+    assert all(group.held == group.evictable for group in cache.stats().groups)
+
+
+def test_steps_that_pass_a_place_for_states_are_counted() -> None:
+    cache, text = cache_of(FULL, STATE), list(range(33))
+    with cache.open(text) as sequence:
+        assert cache.step_limit(sequence) == 32 and cache.step_limit([sequence]).tolist() == [32]
+        sequence.commit(text)
+    assert cache.stats().passed_boundaries == 1 and cache.lookup(text).resumable == 0
+    assert leave(cache, text) == 0 and leave(cache, text) == 32
+    assert cache.stats().passed_boundaries == 1
+    windows = cache_of(FULL, WINDOW)
+    with windows.open(text) as sequence:
+        assert windows.step_limit(sequence) == windows.max_context
+        sequence.commit(text)
+    assert windows.lookup(text).resumable == 32
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_hits_end_on_the_grid(name: str) -> None:
+    cache = cache_of(*KINDS[name], limits=Limits(hit_grid=16))
+    assert [leave(cache, range(n)) for n in (47, 47, 49, 49)] == [0, 32, 32, 48]
+    with pytest.raises(BadInput, match="multiple of the block size, 4 tokens, got 6"):
+        cache_of(FULL, limits=Limits(hit_grid=6))
+    with pytest.raises(BadInput, match="at least 1, got 0"):
+        Limits(hit_grid=0)
+
+
+def test_every_token_knows_its_weights() -> None:
+    cache, text = cache_of(FULL), list(range(40))
+    sequence = cache.open(text)
+    assert cache.epoch == 0 and sequence.epochs == [(0, 0)]
+    sequence.commit(text[:10])
+    cache.invalidate("one adapter")
+    assert cache.epoch == 0
+    cache.invalidate()
+    sequence.commit(text[10:20])
+    child = sequence.fork(reserve=40)
+    assert cache.epoch == 1 and sequence.epochs == child.epochs == [(0, 0), (10, 1)]
+    cache.invalidate()
+    cache.invalidate()
+    assert sequence.epochs == [(0, 0), (10, 1), (20, 3)]
+    sequence.rewind(14)
+    assert sequence.epochs == [(0, 0), (6, 3)] and child.epochs == [(0, 0), (10, 1), (20, 3)]
+    child.suspend()
+    cache.invalidate()
+    child.resume()
+    assert child.epochs == [(0, 0), (10, 1), (20, 4)]
+    with cache.open(text) as fresh:  # nothing of other weights is found
+        assert fresh.cached_tokens == 0 and fresh.epochs == [(0, 4)]
+    cache.check()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_nothing_crosses_epochs_unseen(name: str) -> None:
+    """Every committed token carries the epoch that it was computed in, also where it was found in the cache."""
+    cache, random = cache_of(*KINDS[name]), np.random.default_rng(3)
+    truth: dict[Any, list[int]] = {}  # sequence -> the epoch of each of its tokens
+    num_crossed = 0
+    for step in range(600):
+        chance, alive = random.random(), [*truth]
+        if chance < 0.2 and len(alive) < 4:
+            sequence = cache.open(np.arange(random.integers(1, 40)), capacity=0, reserve=48)
+            truth[sequence] = [cache.epoch] * sequence.cached_tokens
+        elif chance < 0.25:
+            cache.invalidate()
+        elif chance < 0.35 and alive:
+            sequence = alive[random.integers(len(alive))]
+            sequence.suspend(whole=bool(random.random() < 0.5))
+            if random.random() < 0.3:
+                cache.invalidate()
+            again = sequence.resume()
+            assert again == 0 or sequence.length < len(truth[sequence])
+            del truth[sequence][sequence.length :]
+        elif chance < 0.45 and alive:
+            del truth[sequence := alive[random.integers(len(alive))]]
+            sequence.close()
+        elif alive:
+            sequence = alive[random.integers(len(alive))]
+            n = int(min(random.integers(1, 6), sequence.prompt_length - sequence.length, cache.step_limit(sequence)))
+            if n > 0:
+                sequence.extend(n)
+                sequence.commit(np.arange(sequence.length, sequence.length + n))
+                truth[sequence] += [cache.epoch] * n
+        for sequence, epochs in truth.items():
+            said = np.zeros(len(epochs), np.int64)
+            for first, epoch in sequence.epochs:
+                said[first:] = epoch
+            assert said.tolist() == epochs, (step, sequence.epochs)
+            num_crossed += len({*epochs}) > 1
+        cache.check()
+    assert num_crossed > 10
+
+
+def test_jobs_that_begin_alike_share() -> None:
+    """Eight prompts with 224 of 256 tokens in common: what they share is computed once."""
+    cache = KVCache(cache_of(FULL).schema, num_blocks=400, block_size=4, max_requests=8, device="none")
+    queue: RunQueue[Job] = RunQueue(cache)
+    for i in range(8):
+        prompt = np.concatenate((np.arange(224), np.full(32, 1000 + i))).astype(np.int32)
+        queue.enter(Job(prompt, 256))
+    while queue.waiting or queue.running:
+        queue.admit()
+        for job in [*queue.running]:
+            assert job.sequence is not None
+            n = min(64, 256 - job.sequence.length)
+            assert queue.make_room(job, n)
+            job.sequence.commit(job.text[job.sequence.length : job.sequence.length + n])
+            if job.sequence.length == 256:
+                queue.remove(job)
+    assert cache.stats().computed_tokens == 256 + 7 * 32
