@@ -428,7 +428,7 @@ def traffic(cache: KVCache, steps: int, seed: int, engine: FakeEngine | None) ->
             for sequence in [s for s in running if rng.random() < 0.7] or running[:1]:
                 left = sequence.prompt_length - sequence.length
                 n = int(rng.integers(1, min(left, 9) + 1)) if left > 0 else 1
-                n = min(n, cache.step_limit(sequence))
+                n = min(n, cache.step_limit(sequence) or n)
                 try:
                     sequence.extend(n)
                 except (OutOfBlocks, BadInput):

@@ -116,8 +116,8 @@ class Admission:
             if core.offloader is not None:
                 end = (length - 1) // core.block_size
                 hit = self._look_below(core.hashes_of(request, end)[: end + 1], reserved, match, found)
-        self._check_slot()
         with nullcontext() if hit is None else hit:
+            self._check_slot()
             as_it_was = suspended if is_whole else None
             computed = length - request.match.resumable
             self._begin(AdmissionRequest(request, reserved, capacity or 0, match, found, hit, as_it_was))

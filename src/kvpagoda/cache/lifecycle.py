@@ -125,14 +125,14 @@ class Lifecycle:
         self.check_unfenced(request, "rewound")
         self._check_rewindable(request, length)
         media_ids = {at: one for at, one in request.media_ids.items() if at < length}
-        columns = length // self.core.block_size
+        columns, epochs = length // self.core.block_size, request.epochs_until(length)
+        due = [at for at in request.due if at <= columns]
         if columns < request.lease.num_blocks:
             self._unshare(request, columns, length)
         request.written = max(request.written, request.own_length)
-        request.cut_epochs(length)
+        request.due, request.epochs = due, epochs
         request.own_length, request.media_ids = length, media_ids
         request.prompt_length = min(request.prompt_length, length)
-        request.due = [at for at in request.due if at * self.core.block_size < length]
         del request.block_hashes[columns + 1 :]
         self._tidy()
 

@@ -11,10 +11,10 @@ from kvpagoda.errors import BadInput
 class Retention:
     """What is kept for reuse.
 
-    ``checkpoints``: the most copies of windows and states that are kept, for models that have any (default: as many as
-    ``max_requests``, at least 16; see ``Schema.plan``). ``checkpoint_every``: also keep one every so many blocks, beside
-    those at the ends of prompts and outputs and where texts were seen to part. ``pin_share``: the share of the cache's
-    blocks that ``KVCache.pin`` may keep, 0 to 1.
+    ``checkpoints``: the most places to resume at that are kept, with their windows and copies of their states, for models
+    that have any (default: as many as memory holds; see ``Schema.plan``). ``checkpoint_every``: also keep one every so many
+    blocks of a prompt, beside those at the ends of prompts and answers and where texts were seen to part. ``pin_share``: the
+    share of the cache's blocks that ``KVCache.pin`` may keep, 0 to 1.
     """
 
     checkpoints: int | None = None
@@ -51,10 +51,11 @@ class Limits:
     """How far requests may go.
 
     ``max_context``: the longest request in tokens (default: what fits, at most the model's own limit). ``step_tokens``: the
-    most tokens of one request between two commits that window groups keep room for. ``swap``: bytes of host memory, as a
-    number or as text such as ``"4GiB"``, for requests that are suspended (default: as many as the plan takes); it is asked
-    for when it is first needed. ``hit_grid``: hits end at multiples of so many tokens, a multiple of the block size: the
-    engine's prefill chunk, so that a warm run computes in the same pieces as a cold one, and to the same bits.
+    most tokens of a prompt between two commits that window groups keep room for; once it is computed, of an answer, a block.
+    ``swap``: bytes of host memory, as a number or as text such as ``"4GiB"``, for requests that are suspended (default: as
+    many as the plan takes); it is asked for when it is first needed. ``hit_grid``: hits end at multiples of so many tokens,
+    a multiple of the block size: the engine's prefill chunk, so that a warm run computes in the same pieces as a cold one,
+    and to the same bits.
     """
 
     max_context: int | None = None

@@ -108,7 +108,7 @@ class Request:
             self.prompt_length = self.own_length
             del self.block_hashes[self.own_length // block_size + 1 :]
             self.media_ids = {at: one for at, one in self.media_ids.items() if at < self.own_length}
-            self.cut_epochs(found.resumable)
+            self.epochs = self.epochs_until(found.resumable)
         self.match = found
         self.own_length = self.written = found.resumable
 
@@ -119,12 +119,11 @@ class Request:
             del self.epochs[-1]
         self.epochs.append((length, epoch))
 
-    def cut_epochs(self, length: int) -> None:
-        """Only ``length`` tokens are left: what follows is computed with the newest weights that it knows."""
+    def epochs_until(self, length: int) -> list[tuple[int, int]]:
+        """Its epochs if only ``length`` tokens were left: what follows is computed with the newest weights that it knows."""
         newest = self.epochs[-1][1]
-        self.epochs = [one for one in self.epochs if one[0] < length] or [(0, newest)]
-        if self.epochs[-1][1] != newest:
-            self.epochs.append((length, newest))
+        epochs = [one for one in self.epochs if one[0] < length] or [(0, newest)]
+        return epochs if epochs[-1][1] == newest else [*epochs, (length, newest)]
 
     def detach(self) -> None:
         """Let it have the tokens that a persistent batch committed for it; what it does from now on is its own."""

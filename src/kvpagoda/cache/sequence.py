@@ -143,8 +143,8 @@ class Sequence:
 
     @while_running
     def fork(self, *, reserve: SupportsIndex | None = None) -> Sequence:
-        """A second request with the same committed tokens, to go another way: whole blocks are shared, the partial block,
-        windows and state rows copied. ``reserve``: tokens that it may come to hold (default: those committed).
+        """A second request with the same committed tokens, to go another way: whole blocks are shared, the partial block and
+        state rows copied. ``reserve``: tokens that it may come to hold (default: those committed).
 
         Raises RetryLater if there is no slot or no room, or while it is fenced; nothing changed then.
         """

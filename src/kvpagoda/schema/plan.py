@@ -88,9 +88,10 @@ class Plan:
     table of its figures, ``to_dict()`` the same as plain data.
 
     ``schema_name``, ``layers`` and ``max_positions`` (tokens of the longest text; None: no limit known) are the schema's.
-    ``block_size``: tokens of one block. ``max_requests``: that run at once. ``num_checkpoints``: the most copies of states and
-    windows. ``lengths``: tokens, for which ``to_dict`` counts the requests that fit. ``budget`` in bytes. Where groups share
-    memory, it is ``num_sectors`` sectors of ``sector_nbytes`` bytes; both are 0 where each group has its own share.
+    ``block_size``: tokens of one block. ``max_requests``: that run at once. ``num_checkpoints``: the most places to resume
+    at that are kept. ``lengths``: tokens, for which ``to_dict`` counts the requests that fit. ``budget`` in bytes. Where
+    groups share memory, it is ``num_sectors`` sectors of ``sector_nbytes`` bytes; both are 0 where each group has its own
+    share.
 
     >>> from kvpagoda.schema import Attention, Layer, Schema
     >>> plan = Schema((Layer(0, "attention", (Attention(2, 16, 16, "float32"),)),)).plan(num_blocks=100, max_requests=4)

@@ -193,8 +193,9 @@ class Schema:
 
         ``block_size``: tokens of one block; None: the smallest from 16 on that suits the model. ``step_tokens``: the most
         tokens of one request written between two commits (a prefill chunk); window groups keep blocks for them.
-        ``lengths``: tokens, for which to count the requests that fit. ``checkpoints``: the most copies of windows and
-        states, where layers keep any (None: ``max_requests``; where groups share, as many as there is memory for).
+        ``lengths``: tokens, for which to count the requests that fit. ``checkpoints``: the most places to resume at,
+        where layers keep windows or states (None: as many as there is memory for; ``max_requests`` where each group has its
+        own part of it).
         ``shared``: several groups share the memory, cut into sectors; False, or ``num_blocks``: each has its own part of it.
 
         Raises BadInput, and NeverFits if not even one block of one request fits.

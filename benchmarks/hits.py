@@ -1,0 +1,61 @@
+"""How much of its prompts does a hybrid model reuse, and what does a request cost the host, beside full attention?
+
+The first 3,000 requests of the public conversation trace, with no memory behind them. Needs the traces, in ``KVPAGODA_TRACES``
+or beside the checkout in ``../shared/traces``; without them a synthetic mix is served.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from benchmarks.one_budget import GEMMA3_27B, GPT_OSS_120B, QWEN3_NEXT_80B, schema_of
+from benchmarks.timing import Options, Row, tell
+from benchmarks.workload import TRACES
+from kvpagoda.replay import serve, synthetic
+from kvpagoda.replay.trace import Trace
+
+QUESTION = "How much of its prompts does a hybrid model reuse?"
+TRACE = "mooncake_conversation.jsonl.gz"
+WINDOWS_ONLY = {
+    "model_type": "mistral", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "sliding_window": 4096, "torch_dtype": "bfloat16",
+}  # fmt: skip
+FULL_ONLY = {
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "torch_dtype": "bfloat16",
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Gemma-3-27B": GEMMA3_27B, "gpt-oss-120b": GPT_OSS_120B, "Mistral-7B, windows only": WINDOWS_ONLY,
+    "Qwen3-Next-80B": QWEN3_NEXT_80B, "Llama-3-8B, full attention": FULL_ONLY,
+}  # fmt: skip
+BUDGETS = ("20GiB", "50GiB", "100GiB", "400GiB")
+
+
+def measure(options: Options) -> list[Row]:
+    is_there = (TRACES / TRACE).exists() and not options.quick
+    trace = Trace.read(TRACES / TRACE, 3000) if is_there else synthetic(40)
+    tokens, rows = (512 if is_there else 64), list[Row]()
+    for name, config in MODELS.items():
+        for budget in BUDGETS[:: 3 if options.quick else 1]:
+            if options.only not in f"{name} {budget}":
+                continue
+            start = time.process_time()
+            served = serve(trace, schema_of(config), budget, tokens_per_id=tokens)
+            taken = time.process_time() - start
+            rows.append(
+                {
+                    "model": name,
+                    "budget": budget,
+                    "hit_percent": 100 * served.hit_rate,
+                    "found_percent": 100 * served.matched_tokens / served.prompt_tokens,
+                    "ms_per_request": 1e3 * taken / served.requests,
+                    "mean_running": served.mean_running,
+                    "steps": served.steps,
+                }
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    tell("hits", QUESTION, measure)
