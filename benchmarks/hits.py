@@ -49,7 +49,7 @@ def measure(options: Options) -> list[Row]:
                     "budget": budget,
                     "hit_percent": 100 * served.hit_rate,
                     "found_percent": 100 * served.matched_tokens / served.prompt_tokens,
-                    "ms_per_request": 1e3 * taken / served.requests,
+                    "us": 1e6 * taken / served.requests,
                     "mean_running": served.mean_running,
                     "steps": served.steps,
                 }
