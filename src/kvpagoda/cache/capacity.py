@@ -176,11 +176,11 @@ class Capacity:
             return False
         if self._memory.is_copying:
             self._memory.finish_copies(group.index)
-        self.forget(self._prefix.evict, group, n, is_evicted=True)
-        return True
+        return self.forget(self._prefix.evict, group, n, is_evicted=True)
 
-    def forget(self, decide: Callable[..., Evicted], *args: Any, is_evicted: bool = False) -> None:
-        """Free what ``decide(*args)``, a method of the prefix cache, gives up; ``is_evicted``: to make room."""
+    def forget(self, decide: Callable[..., Evicted], *args: Any, is_evicted: bool = False) -> bool:
+        """Free what ``decide(*args)``, a method of the prefix cache, gives up; whether it is anything. ``is_evicted``: to make
+        room."""
         guard = self._guard
         guard.is_torn = True
         try:
@@ -189,6 +189,7 @@ class Capacity:
             guard.is_torn = False
             raise
         self._free(evicted, is_evicted=is_evicted)
+        return bool(evicted.blocks or evicted.checkpoints)
 
     def _free(self, evicted: Evicted, *, is_evicted: bool) -> None:
         """Free what the prefix cache gave up; first store it below, where it goes to make room. The cache is torn until the

@@ -165,16 +165,16 @@ class Lifecycle:
         try:
             is_copied = length % core.block_size > 0
             taking = self._make_room_for_copies(groups, slot) if is_copied else []
-            for group in groups:
+            left = [
+                window.blocks.cells(window.group.table.cells[slot, columns : window.group.shared[slot]])
+                for window in windows
+            ]
+            for group in sorted(groups, key=lambda one: one not in taking):  # what is written over comes last
                 freed, is_taken = group.own_ids(slot), group in taking
                 own = group.peek(1) if is_taken else freed[:is_copied]
                 if is_copied:
                     core.memory.copy(group.index, group.table.cells[slot, columns : columns + 1].copy(), own)
                 cuts.append((group, own, freed if is_taken else freed[len(own) :], is_taken))
-            left = [
-                window.blocks.cells(window.group.table.cells[slot, columns : window.group.shared[slot]])
-                for window in windows
-            ]
         except BaseException:
             if not core.guard.is_torn:
                 core.guard.change(core.prefix.tree.unpin, shorter)
@@ -197,11 +197,12 @@ class Lifecycle:
         core.guard.is_torn = False
 
     def _make_room_for_copies(self, groups: list[BlockGroup], slot: int) -> list[BlockGroup]:
-        """Those of ``groups`` of which a free block can take the copy of a shared one. In the others ``slot`` has a block of
-        its own that can take it, since it means nothing afterwards. Raises OutOfBlocks."""
+        """Those of ``groups`` of which a free block can take the copy of a shared one: all but at most one, of which ``slot``
+        has a block of its own that can take it, since it means nothing afterwards. Raises OutOfBlocks."""
         capacity = self.core.capacity
         lacking = [group for group in groups if group.end[slot] <= group.shared[slot]]
-        for taking in (groups, lacking):
+        others = [[one for one in groups if one is not group] for group in groups if group not in lacking]
+        for taking in (groups, *others):
             needs = [int(group in taking) for group in self.core.groups]
             try:
                 if capacity.fits(needs):
@@ -209,7 +210,7 @@ class Lifecycle:
                     return taking
             except OutOfBlocks:
                 continue
-        names = ", ".join(group.name for group in lacking or groups)
+        names = ", ".join(group.name for group in groups)
         raise OutOfBlocks(f"need 1 block in each of {names} for a copy; close a sequence first")
 
     # -- setting aside and ending ------------------------------------------------------------------------------------

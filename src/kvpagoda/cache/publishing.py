@@ -175,7 +175,7 @@ class Publisher:
             if core.states is not None and not (at == published and is_whole):
                 core.counters.passed += 1
                 continue
-            saved = self._save(request, at, 0 if request.due else self._slack)
+            saved = self._save(request, at, 0 if request.due or core.states is not None else self._slack)
             if saved is not None:
                 request.kept.append(saved[0])
                 if saved[1]:
