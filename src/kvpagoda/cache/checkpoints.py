@@ -43,7 +43,7 @@ class Evicted(NamedTuple):
     """(name, what a text needed of it)."""
 
 
-class Checkpoints(dict[int, Kept]):
+class KeptCheckpoints(dict[int, Kept]):
     """What each checkpoint keeps, by the name that the tree knows it by; no name is ever used again."""
 
     def __init__(self, bounded: Iterable[BlockGroup], windows: Windows) -> None:

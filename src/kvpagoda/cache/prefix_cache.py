@@ -22,7 +22,7 @@ import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.cache.checkpoints import Checkpoints, Evicted, Kept
+from kvpagoda.cache.checkpoints import Evicted, Kept, KeptCheckpoints
 from kvpagoda.cache.options import Retention
 from kvpagoda.cache.prefix_match import PrefixMatch, resume_point
 from kvpagoda.cache.windows import Windows
@@ -96,7 +96,7 @@ class PrefixCache:
         self.tree = PrefixTree(self.block_size, rows, policy, capacity=capacity, proves_ids=False)
         self._window_of = {window.group.index: window for window in self.windows}
         self._pins: dict[Pin, None] = {}  # the oldest first
-        self.kept = Checkpoints(self.bounded, self.windows)
+        self.kept = KeptCheckpoints(self.bounded, self.windows)
 
     # -- what is there -----------------------------------------------------------------------------------------------
 

@@ -142,15 +142,14 @@ class Publisher:
 
     def _slide(self, request: Request, publishes: bool) -> None:
         """Let windows lose what nobody reads any more: of an answer not what is needed to take it up at its last whole block.
-        Once the prompt is computed a request needs room for a block at a time only."""
+        Once the prompt is computed a request needs room for a block at a time only. Where steps are so short that not even
+        that was reserved, an answer loses what slides out, and claims stay as they are."""
         core, slot, length = self._core, request.slot, request.own_length
         in_answer = length >= request.prompt_length
         for number, (group, blocks, _) in enumerate(core.prefix.windows):
             first = group.growth.first_kept(length) // group.block_size
             at_rest = self._at_rest[number]
-            if in_answer and at_rest <= (
-                group.plan.most_blocks or 0
-            ):  # else steps are so short that a block less is reserved
+            if in_answer and at_rest <= (group.plan.most_blocks or 0):
                 if publishes:
                     first = min(first, blocks.first_needed(request.lease.num_blocks))
                 if group.reserved[slot] > at_rest:
