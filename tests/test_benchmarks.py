@@ -41,7 +41,7 @@ def test_every_question_runs_in_a_tiny_size(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)[name]
-    if name == "shared_store" and not found["rows"]:
+    if name in ("shared_store", "adapters") and not found["rows"]:
         pytest.skip(str(found["absent"]))
     assert found["rows"] and found["quick"] and found["machine"]["numpy"] == np.__version__
     measured = ("us", "seconds", "us_a_block", "bytes_a_block", "hit_percent", "lru")

@@ -136,7 +136,7 @@ def nano_vllm() -> Iterator[Any]:
     path = path_of("KVPAGODA_NANO_VLLM", "nanovllm/engine/scheduler.py")
     pytest.importorskip("transformers")
     pytest.importorskip("xxhash")
-    with bare_packages({}, nanovllm=path / "nanovllm"):
+    with bare_packages({"nanovllm": path / "nanovllm"}):
         names = {name: importlib.import_module(f"nanovllm.engine.{name}") for name in ("scheduler", "sequence")}
         yield SimpleNamespace(**names, sampling=importlib.import_module("nanovllm.sampling_params").SamplingParams)
 
