@@ -269,14 +269,14 @@ def _prepare(own: Any) -> Any:
         cache = _given(kwargs)
         if cache is None:
             return own(self, input_ids, *args, **kwargs)
-        mask, newest = kwargs.pop("attention_mask", None), kwargs.pop("next_sequence_length", None)
+        mask, whole = kwargs.pop("attention_mask", None), kwargs.pop("next_sequence_length", None)
         if kwargs.pop("is_first_iteration", False):
-            if newest is None and "attention_mask" in inspect.signature(self.forward).parameters:
-                raise BadInput(
-                    "PagedCache takes whole texts at once: no prefill_chunk_size, and no new tokens by themselves"
-                )
+            if whole is None and "attention_mask" in inspect.signature(self.forward).parameters:
+                raise BadInput("PagedCache takes whole texts at once: no prefill_chunk_size, and no new tokens by themselves")
             cache.reset()
-        ids = input_ids if newest is None else input_ids[:, -newest:]
+            ids = input_ids
+        else:
+            ids = input_ids[:, -1:]  # also where the model's own settings say that it keeps no cache
         return {**kwargs, "input_ids": ids, "past_key_values": cache, "attention_mask": mask}
 
     taken = inspect.signature(own)
