@@ -247,7 +247,7 @@ class Lifecycle:
             self._publisher.ending(request)
             core.release(request)
         counters.closed += 1
-        counters.computed += computed
+        counters.tally(request.namespace).computed += computed
         self._tidy()
 
     def _tidy(self) -> None:
