@@ -45,6 +45,20 @@ def _field(part: Any) -> bytes:
     return (b"s" if isinstance(part, str) else b"b") + len(content).to_bytes(8, "little") + content
 
 
+def fields_of(key: bytes) -> list[bytes | None]:
+    """The contents of the fields that a key is made of."""
+    found, at = list[bytes | None](), 0
+    while at < len(key):
+        begin = at + 9
+        if key[at : at + 1] == b"n":
+            found.append(None)
+            at += 1
+        else:
+            at = begin + int.from_bytes(key[at + 1 : begin], "little")
+            found.append(key[begin:at])
+    return found
+
+
 def owner_of(key: bytes) -> bytes:
     """The ``namespace_key`` of which ``Namespaces.key`` made ``key``: what is behind the first three fields. O(1)."""
     at = 0
