@@ -73,7 +73,7 @@ def test_what_memory_lacked_for_is_said_later(monkeypatch: pytest.MonkeyPatch) -
     cache = cache_of(log)
     stream, follower = EventStream(log), Follower()
     with monkeypatch.context() as patch:
-        patch.setattr(log, "_shared", lambda *_: (_ for _ in ()).throw(MemoryError))
+        patch.setattr(log, "_raw", lambda *_: (_ for _ in ()).throw(MemoryError))
         leave(cache, range(20))
         assert cache.lookup(range(21)).cached == 20 and stream.drain() is None
     leave(cache, range(50, 60))
