@@ -154,7 +154,7 @@ class EventLog:
         """The whole blocks of ``request`` from ``begin`` on are shared."""
         prefix, end = self._prefix, request.lease.num_blocks
         try:
-            if prefix.full is not None and not prefix.bounded and not request.media_ids:
+            if prefix.full is not None and not prefix.windows and not request.media_ids:
                 texts = prefix.full.table.cells[request.slot, begin - 1 if begin else 0 : end].copy()
                 self._put((request.namespace, begin, end, request.tokens, 0, texts, (), _NO_MEDIA))
                 return
