@@ -200,7 +200,10 @@ class EventLog:
 
     def _put(self, record: Record | Evicted | _Raw) -> None:
         if len(self._records) < self.capacity and not self._is_broken:
-            self._records.append(record)
+            try:
+                self._records.append(record)
+            except MemoryError:
+                self._is_broken = True
             return
         self.num_restarts += 1
         self.restart()

@@ -48,14 +48,6 @@ class Block:
         self.groups, self.is_usable = 0, False
         self.children: Children[Block] = _NO_CHILDREN
 
-    def path(self) -> list[Block]:
-        """From the root, without it, to this one."""
-        path, block = list[Block](), self
-        while block.parent is not None:
-            path.append(block)
-            block = block.parent
-        return path[::-1]
-
 
 class PrefixIndex:
     """The blocks of one cache. ``blocks``: by name; ``roots``: by the name of their namespace.
