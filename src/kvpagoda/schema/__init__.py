@@ -1,6 +1,7 @@
 """WHAT is kept: layer kinds, fields, records, and the plan that divides a budget. No torch in this room."""
 
-from kvpagoda.schema.fields import FULL, MXFP4, NVFP4, RAW, STATE, Encoding, Field, Growth, Rows
+from kvpagoda.formats.encoding import MXFP4, NVFP4, RAW, Encoding
+from kvpagoda.schema.fields import FULL, STATE, Field, Growth, Rows
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
 from kvpagoda.schema.layers import Group, Layer
 from kvpagoda.schema.layout import Place, RowLayout

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvpagoda.errors import SchemaError
-from kvpagoda.schema.fields import FULL, RAW, Encoding, Growth, Rows
+from kvpagoda.formats.encoding import RAW, Encoding
+from kvpagoda.schema.fields import FULL, Growth, Rows
 from kvpagoda.units import ceil_div
 
 
