@@ -24,6 +24,7 @@ from kvpagoda.kv_cache import KVCache
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.scheduling import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
 from kvpagoda.schema import Compressed, Schema
+from kvpagoda.schema.layout_choice import LayoutNames
 
 
 class Answer(Job):
@@ -94,7 +95,7 @@ class Generator:
     default what costs least, from the time that steps and copies took. ``num_preempted`` counts requests that were preempted,
     ``num_swapped`` those of them that were suspended. A text that grows past a switch of the model's position encodings
     (``rope_switch``) is computed again and counts as preempted too.
-    ``kv_format``: see ``Schema.from_hf_config``.
+    ``kv_format`` and ``layout``: see ``Schema.from_hf_config``.
     ``cache_arguments``: all other arguments of ``KVCache``. Where ``tiers`` can be read by others, ``identity.weights`` is by
     default a digest of the whole model, which takes seconds for a large one.
 
@@ -121,13 +122,16 @@ class Generator:
         preemption: PreemptionPolicy | None = None,
         preemption_mode: Callable[[Costs], PreemptionMode] = cheapest,
         kv_format: str = "raw",
+        layout: LayoutNames | None = None,
         **cache_arguments: Any,
     ) -> None:
         if prefill_chunk < 1 or lookup < 0:
             raise BadInput(f"need prefill_chunk >= 1 and lookup >= 0 tokens, got {prefill_chunk} and {lookup}")
         model.eval()
         dtype = str(model.dtype).removeprefix("torch.")
-        schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, verify_width=lookup)
+        schema = Schema.from_hf_config(
+            model.config, dtype=dtype, kv_format=kv_format, layout=layout, verify_width=lookup
+        )
         sizes = {**cache_arguments} if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
         identity, limits = sizes.pop("identity", None) or Identity(), sizes.pop("limits", None) or Limits()
         if not identity.weights and not all(getattr(tier, "is_private", True) for tier in sizes.get("tiers", ())):

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvpagoda.errors import SchemaError, unknown_name
 from kvpagoda.formats.encoding import RAW, Encoding
+from kvpagoda.layouts.packed_row import PackedRow
 from kvpagoda.units import ceil_div
 
 ITEMSIZE = {
@@ -53,6 +54,9 @@ class Rows:
     elements of that axis in each): tensor parallelism divides each run for itself, because runs of few heads are
     replicated while others are divided. Without ``heads`` every rank keeps the whole row.
 
+    ``page``: an expression of ``kvpagoda.layouts.pages`` that says how they lie in a page, beside the other rows of the layer
+    that name the same one; "": alone and dense. ``axes``: what the expression calls the axes of ``shape``.
+
     >>> latent = Rows("latent", (1, 512), "bfloat16")
     >>> latent.row_nbytes, [field.nbytes for field in latent.fields(16)]
     (1024, [16384])
@@ -61,11 +65,13 @@ class Rows:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    encoding: Encoding = RAW
+    encoding: Encoding | PackedRow = RAW
     tokens_per_row: int = 1
     count: int = 1
     fill: float = 0.0
     heads: tuple[tuple[int, int], ...] = ()
+    page: str = ""
+    axes: tuple[str, ...] = ()
 
     def fields(self, count: int) -> tuple[Field, ...]:
         """The arrays that ``count`` of these rows take."""
