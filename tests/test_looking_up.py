@@ -202,3 +202,22 @@ def test_jobs_that_begin_alike_share() -> None:
             if job.sequence.length == 256:
                 queue.remove(job)
     assert cache.stats().computed_tokens == 256 + 7 * 32
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4, 9, 11, 12])
+def test_the_last_block_of_a_closed_request_is_reusable_up_to_its_end(num_tokens: int) -> None:
+    cache = cache_of(FULL)
+    text = np.arange(num_tokens + 4, dtype=np.int32)
+    assert leave(cache, text[:num_tokens]) == 0
+    assert cache.lookup(text[:num_tokens]).resumable == num_tokens - 1  # one is left to compute
+    assert cache.lookup(text).resumable == num_tokens
+    assert cache.lookup(np.append(text[:2], 99)).resumable == min(2, num_tokens)
+    assert leave(cache, text) == num_tokens and cache.lookup(text).resumable == num_tokens + 3
+    assert leave(cache, text[:num_tokens]) == num_tokens - 1
+    cache.check()
+
+
+def test_where_hits_end_at_a_grid_a_last_block_is_kept_only_if_a_hit_can_end_in_it() -> None:
+    cache = cache_of(FULL, limits=Limits(hit_grid=4))
+    leave(cache, np.arange(11, dtype=np.int32))
+    assert cache.stats().groups[0].held == 2
