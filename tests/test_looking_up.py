@@ -82,7 +82,8 @@ def test_a_look_up_needs_no_slot_and_says_what_is_about_to_be_published() -> Non
 def test_reading_without_leaving_and_leaving_without_reading(name: str) -> None:
     cache, text = cache_of(*KINDS[name]), list(range(33))
     assert leave(cache, text, publish=False) == 0 and cache.lookup(text).cached == 0
-    assert leave(cache, text) == 0 and leave(cache, [*text, 1], publish=False) == 32
+    most = 33 if name == "full" else 32
+    assert leave(cache, text) == 0 and leave(cache, [*text, 1], publish=False) == most
     before = cache.lookup([*text, *range(40, 60)])
     assert leave(cache, [*text, *range(40, 60)], publish=False) == before.resumable
     assert cache.lookup([*text, *range(40, 60)]) == before
