@@ -11,8 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.peers.bare import bare_packages
+from benchmarks.peers.stubs import Anything
 
-__all__ = ["bare_packages", "path_of"]
+__all__ = ["Anything", "bare_packages", "path_of"]
 
 
 def path_of(variable: str, inside: str) -> Path:
