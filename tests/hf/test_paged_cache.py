@@ -13,13 +13,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from test_every_family import REST, VARIANTS, tiny  # noqa: E402
+from test_every_family import REST, VARIANTS, multimodal, tiny  # noqa: E402
 from test_generator import EXACT, greedy, model_of, prompts, recomputed  # noqa: E402
 from test_rope_switch import model_of as switching  # noqa: E402
 from test_rope_switch import prompts as crossing  # noqa: E402
 
 from kvpagoda.errors import BadInput, OutOfBlocks  # noqa: E402
 from kvpagoda.hf import PagedCache  # noqa: E402
+from more_models import MULTIMODAL  # noqa: E402
 
 NEW = 7
 PLAIN: dict[str, Any] = dict(do_sample=False, pad_token_id=0, max_new_tokens=NEW)
@@ -68,6 +69,15 @@ def test_every_family(name: str, changes: dict[str, Any], monkeypatch: pytest.Mo
         assert generated(model, texts, cache) == expected
     assert [generated(model, [text], cache)[0] for text in texts] == expected
     cache.cache.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_texts_of_multimodal_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, texts = multimodal(name, monkeypatch), [[3, 4, 5, 6, 7, 8, 9] * 3, [7], [3, 4, 5, 6, 7, 8, 9] * 4]
+    cache = PagedCache(model, num_blocks=60, prefill_chunk=7, poison=True)
+    for _ in range(2):
+        assert generated(model, texts, cache, max_new_tokens=5) == [greedy(model, text, 5) for text in texts]
 
 
 def test_rows_of_one_batch_share_and_only_what_is_new_is_computed() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -297,5 +298,7 @@ def _given(kwargs: dict[str, Any]) -> PagedCache | None:
 
 
 def _says_something(value: Any) -> bool:
-    """Whether an argument asks for anything: None and False do not."""
+    """Whether an argument asks for anything: None, False and a mapping to nothing but those do not."""
+    if isinstance(value, Mapping):
+        return any(_says_something(one) for one in value.values())
     return value is not None and value is not False
