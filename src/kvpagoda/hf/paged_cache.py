@@ -187,12 +187,14 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def _append(self, tokens: list[Tokens]) -> Tensor:
         """Logits ``[B, vocab]`` after ``tokens`` more of each row: in one step if that is one token."""
-        texts = [np.concatenate((row.sequence.tokens, more)) for row, more in zip(self._rows, tokens)]
-        for i, text in enumerate(texts):
-            if self._runner.switch.passed(len(text)) != self._rows[i].passed:  # all its rows mean nothing any more
-                self._rows[i].sequence.close()
+        for i, (row, more) in enumerate(zip(self._rows, tokens)):
+            if self._runner.switch.passed(row.sequence.length + len(more)) != row.passed:
+                text = np.concatenate((row.sequence.tokens, more))
+                row.sequence.close()  # all its rows mean nothing any more
                 self._rows[i] = self._open(text)
-        if any(len(text) - row.sequence.length > 1 for row, text in zip(self._rows, texts)):
+                tokens[i] = text[self._rows[i].sequence.length :]
+        if any(len(more) > 1 for more in tokens):
+            texts = [np.concatenate((row.sequence.tokens, more)) for row, more in zip(self._rows, tokens)]
             return torch.stack([self._compute(row, text) for row, text in zip(self._rows, texts)])
         sequences = [row.sequence for row in self._rows]
         for sequence in sequences:
