@@ -113,6 +113,51 @@ def test_no_room_is_none_and_changes_nothing() -> None:
     manager.check()
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_random_requests(size: int) -> None:
+    """Rows of every request are those of its text in the blocks that were told when they were added."""
+    random, num_blocks = np.random.default_rng(size), 25
+    manager, memory = KVCacheManager(config(num_blocks, size), 64 * size), Rows(num_blocks * size)
+    running, found = dict[str, tuple[Request, list[int]]](), 0
+    heads = [random.integers(0, 5, 10 * size).tolist() for _ in range(2)]
+
+    def places(table: list[int], end: int) -> Ints:
+        at = np.arange(end)
+        return np.array(table, np.int64)[at // size] * size + at % size
+
+    for step in range(1500):
+        names = [*running]
+        cached = 0
+        if not names or random.random() < 0.1:
+            head = heads[random.integers(2)][: random.integers(1, 10 * size)]
+            request = Request([*head, *random.integers(0, 5, random.integers(1, 4)).tolist()])
+            blocks, cached, _ = manager.get_computed_blocks(request)
+            table = [*blocks.ids[: cached // size]]
+            memory.prove(request.all_token_ids, places(table, cached), cached, request.request_id)
+            found += cached
+        else:
+            (request, table), blocks = running[names[random.integers(len(names))]], None
+        start = request.num_computed_tokens + cached
+        n = int(random.integers(1, request.num_tokens - start + 1))
+        added = manager.allocate_slots(request, n, cached, blocks)
+        if added is None or random.random() < 0.05:
+            running.pop(request.request_id, None)
+            manager.free(request)
+            continue
+        table += added.ids
+        running[request.request_id] = request, table
+        memory.write(request.all_token_ids, places(table, start + n), start, start + n)
+        request.num_computed_tokens = start + n
+        if start + n == request.num_tokens:
+            request.all_token_ids.append(next_token(request.all_token_ids, 5))
+        if step % 10 == 0:
+            manager.check()
+            for one, blocks_of in running.values():
+                end = one.num_computed_tokens
+                memory.prove(one.all_token_ids, places(blocks_of, end), end, one.request_id)
+    assert found > 100
+
+
 def test_salts_adapters_and_requests_that_do_not_read() -> None:
     manager = KVCacheManager(config(), 64)
     first = Request([1, 2, 3], cache_salt="a")
@@ -129,6 +174,15 @@ def test_salts_adapters_and_requests_that_do_not_read() -> None:
         request = Request([1, 2, 3])
         assert admit(plain, request) == 0
         plain.free(request)
+
+
+def test_a_name_that_is_used_again_means_another_text() -> None:
+    manager = KVCacheManager(config(), 64)
+    first = Request([1, 2, 3], request_id="same")
+    admit(manager, first)
+    manager.free(first)
+    found = [manager.get_computed_blocks(Request(tokens, request_id="same"))[1] for tokens in ([1, 2, 4], [4, 2, 3])]
+    assert found == [2, 0]
 
 
 def test_what_is_not_served_is_told() -> None:

@@ -41,7 +41,7 @@ class Sequence(Protocol):
 class Found(NamedTuple):
     """What was cached of a sequence when it was last asked for."""
 
-    seq_id: int
+    seq: Sequence
     tokens: Ids
     match: Match
 
@@ -98,7 +98,7 @@ class BlockManager:
         if seq.block_table or seq.seq_id in self._running:
             raise BadInput(f"sequence {seq.seq_id} has {len(seq.block_table)} blocks already; deallocate it first")
         found = self._found
-        match = found.match if found is not None and found.seq_id == seq.seq_id else self._look_up(seq)
+        match = found.match if found is not None and found.seq is seq else self._look_up(seq)
         if num_cached_blocks > match.num_blocks:
             raise StaleHandle(
                 f"{num_cached_blocks} blocks of it are not cached, {match.num_blocks} are; ask can_allocate"
@@ -109,7 +109,7 @@ class BlockManager:
         except BaseException:
             self._tree.unpin(lease)
             raise
-        self._running[seq.seq_id] = lease
+        self._running[seq.seq_id], self._found = lease, None
         seq.block_table.extend([*(match.ids[0, :num_cached_blocks] - 1).tolist(), *(own - 1).tolist()])
         seq.num_cached_tokens = num_cached_blocks * self.block_size
 
@@ -166,12 +166,12 @@ class BlockManager:
     def _look_up(self, seq: Sequence) -> Match:
         """What is cached of ``seq``: its tokens are read once while it waits."""
         found = self._found
-        if found is not None and found.seq_id == seq.seq_id and len(found.tokens) == seq.num_tokens:
+        if found is not None and found.seq is seq and len(found.tokens) == seq.num_tokens:
             tokens = found.tokens
         else:
             tokens = as_tokens(seq.token_ids)
         match = self._tree.match(tokens, limit=(self._columns(len(tokens)) - 1) * self.block_size)
-        self._found = Found(seq.seq_id, tokens, match)
+        self._found = Found(seq, tokens, match)
         return match
 
     def _lease_of(self, seq: Sequence) -> Lease:

@@ -95,8 +95,8 @@ class Running:
     """A request that has blocks: their ids in the order of its text, and the lease of what of it is cached. ``doubles``:
     blocks of its own whose text others cached first; the worker knows them, so that it keeps them until its end."""
 
-    def __init__(self, lease: Lease, shared: list[int], namespace: bytes) -> None:
-        self.lease, self.ids, self.namespace = lease, shared, namespace
+    def __init__(self, lease: Lease, shared: list[int]) -> None:
+        self.lease, self.ids = lease, shared
         self.doubles: list[Ids] = []
 
     def own_ids(self) -> Ids:
@@ -141,7 +141,7 @@ class KVCacheManager:
         self._blocks = SharedBlocks(kv_cache_config.num_blocks - 1, self.block_size, policy)
         self._tree = self._blocks.tree
         self._running: dict[str, Running] = {}
-        self._asked: tuple[str, Ids] = ("", np.empty(0, np.int32))
+        self._asked: tuple[Request | None, Ids] = (None, np.empty(0, np.int32))  # who waits, and its tokens
         self._stats = PrefixCacheStats()
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.num_kv_cache_groups, self.empty_kv_cache_blocks = 1, KVCacheBlocks()
@@ -167,10 +167,10 @@ class KVCacheManager:
         all but the last), whole blocks. Changes nothing. O(tokens)."""
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
-        name, tokens = self._asked
-        if name != request.request_id or len(tokens) != request.num_tokens:
+        before, tokens = self._asked
+        if before is not request or len(tokens) != request.num_tokens:
             tokens = as_tokens(request.all_token_ids[:])
-            self._asked = request.request_id, tokens
+            self._asked = request, tokens
         most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
         match = self._tree.match(tokens, _namespace(request), most // self.block_size * self.block_size)
         return KVCacheBlocks(tuple(match.ids[0].tolist()), match), match.num_blocks * self.block_size, 0
@@ -223,7 +223,8 @@ class KVCacheManager:
             return None
         added = self._blocks.take(max(0, need)).tolist()
         if running is None:
-            self._running[request.request_id] = Running(lease, ids, _namespace(request))
+            self._running[request.request_id] = Running(lease, ids)
+            self._asked = None, self._asked[1][:0]
         ids.extend(added)
         return KVCacheBlocks(tuple(added))
 
