@@ -222,6 +222,11 @@ class Run:
             self.tokens += len(text) + sampling.max_tokens - 1
             found.append(project.message.UserMsg(next(self.uids), torch.tensor(text, dtype=torch.int32), sampling))
         del self.waiting[: len(found)]
+        one = self.scheduler
+        active = [req.uid for req in (*one.prefill_manager.pending_list, *one.decode_manager.running_reqs)]
+        if active and self.random.random() < 0.02:
+            found.append(project.message.AbortBackendMsg(sorted(active)[self.random.integers(len(active))]))
+            self.finished += 1
         return found
 
     def reply(self, reply: list[Any]) -> None:
