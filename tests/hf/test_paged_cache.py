@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import doctest
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -155,6 +156,21 @@ def test_the_model_is_itself_with_any_other_cache_and_so_is_a_copy() -> None:
     assert twin.forward.__self__ is twin and generated(twin, [text])[0] == recomputed("llama")[9]
     cache = PagedCache(twin, num_blocks=30)
     assert generated(twin, [text], cache)[0] == recomputed("llama")[9]
+
+
+def test_a_model_whose_forward_was_replaced_is_refused() -> None:
+    model = copy.deepcopy(model_of("llama"))
+    model.forward = functools.partial(model.forward)
+    with pytest.raises(BadInput, match="forward of the LlamaForCausalLM were replaced"):
+        PagedCache(model, num_blocks=30)
+
+
+def test_the_cache_of_another_model_is_refused() -> None:
+    model, text = model_of("llama"), prompts()[9]
+    cache, twin = PagedCache(model, num_blocks=30), copy.deepcopy(model)
+    for other in (twin, model_of("qwen3")):  # one that knows of such caches, one that does not
+        with pytest.raises(BadInput, match="that of a LlamaForCausalLM, another model or a copy"):
+            generated(other, [text], cache)
 
 
 def right_padded(model: Any, cache: PagedCache) -> None:
