@@ -156,7 +156,7 @@ class EventLog:
         prefix, end = self._prefix, request.lease.num_blocks
         try:
             is_plain = not request.media_ids and end * prefix.block_size <= request.own_length
-            if prefix.full is not None and not prefix.bounded and is_plain:
+            if prefix.full is not None and not prefix.windows and is_plain:
                 texts = prefix.full.table.cells[request.slot, begin - 1 if begin else 0 : end].copy()
                 self._put((request.namespace, begin, end, request.tokens, 0, texts, (), _NO_MEDIA))
                 return
@@ -202,7 +202,10 @@ class EventLog:
 
     def _put(self, record: Record | Evicted | _Raw) -> None:
         if len(self._records) < self.capacity and not self._is_broken:
-            self._records.append(record)
+            try:
+                self._records.append(record)
+            except MemoryError:
+                self._is_broken = True
             return
         self.num_restarts += 1
         self.restart()

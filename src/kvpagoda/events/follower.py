@@ -62,17 +62,16 @@ class Follower:
             self._info, self._next, self._last = batch.cache, 0, 0
             self._waiting.clear()
         says_all = bool(batch.events) and isinstance(batch.events[0], AllBlocksCleared)
-        if says_all and sequence > self._next:
-            self._next = sequence  # whatever came before
+        if says_all and sequence > self._next:  # whatever came before
+            self._next = sequence
+            self._waiting = {number: one for number, one in self._waiting.items() if number > sequence}
         self._last = max(self._last, sequence)
-        if batch.events and (sequence == self._next or len(self._waiting) < _MOST_WAITING):
+        is_next = sequence == self._next
+        if batch.events and (is_next or (sequence > self._next and len(self._waiting) < _MOST_WAITING)):
             self._waiting[sequence] = batch
         lost = list[bytes]()
-        for one in sorted(self._waiting):
-            if one <= self._next:
-                early = self._waiting.pop(one)
-                if one == self._next:
-                    self._apply(early.events, lost)
+        while self._next in self._waiting:
+            self._apply(self._waiting.pop(self._next).events, lost)
         return lost
 
     def resumable(

@@ -200,9 +200,7 @@ class EventStream:
             events.append(self._stored(group, [block for _, block in run]))
 
     def _stored(self, group: int, run: list[Block]) -> BlockStored:
-        size, root, parent = self.index.followed.block_size, run[0], run[0].parent
-        while root.parent is not None:
-            root = root.parent
+        size, parent = self.index.followed.block_size, run[0].parent
         keys = np.frombuffer(b"".join(block.key for block in run), np.int32)
         name, growth = (None, None) if group == TEXT else self.index.followed.groups[group]
         return BlockStored(
@@ -216,7 +214,7 @@ class EventStream:
             kv_cache_spec_kind=None if growth is None else kind_of(growth),
             kv_cache_spec_sliding_window=None if growth is None else growth.window,
             group_name=name,
-            namespace=root.name,
+            namespace=run[0].root.name,
         )
 
     def _extra_keys(self, keys: Ids) -> list[tuple[bytes | int, ...] | None] | None:
