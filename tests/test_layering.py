@@ -12,10 +12,11 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "schema", "blocks", "prefix", "formats", "layouts", "kernels", "memory", "tiers", "cache", "batch",
-    "kv_cache", "scheduling", "compat", "console", "doctor", "replay", "hf", "cli",
+    "kv_cache", "scheduling", "compat", "console", "metrics", "doctor", "replay", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},
+    "metrics": {"prometheus_client", "opentelemetry", "rich"},
     "kernels": {"triton", "numba", "llvmlite"},
     "tiers": {"xxhash", "redis", "mooncake"},
 }  # fmt: skip

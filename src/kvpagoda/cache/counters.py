@@ -49,30 +49,33 @@ class Counters:
     def __post_init__(self) -> None:
         self.secret = self.secret or token_bytes(16)
 
-    def began(self, namespace: bytes, match: PrefixMatch, prompt: int, *, is_new: bool = True) -> None:
-        """A request began where ``match`` says, after ``prompt`` tokens were looked up; or, if not ``is_new``, began again."""
-        tally = self._by_key.get(namespace) or self.tally(namespace)
-        tally.requests += is_new
+    def began(self, tally: Tally, match: PrefixMatch, prompt: int) -> None:
+        """A request of the namespace of ``tally`` began, or began again, where ``match`` says, after ``prompt`` tokens were
+        looked up."""
+        known, resumable, limited_by, groups, _, loaded = match
         tally.prompt += prompt
-        tally.cached += match.resumable
-        tally.loaded += match.loaded
-        if match.limited_by != "nothing":
-            self.short_requests[match.limited_by] += 1
-            self.short_tokens[match.limited_by] += match.num_tokens - match.resumable
-        for name, tokens in match.groups.items():
-            self.found[name] += tokens
+        tally.cached += resumable
+        if loaded:
+            tally.loaded += loaded
+        if limited_by != "nothing":
+            self.short_requests[limited_by] += 1
+            self.short_tokens[limited_by] += known - resumable
+        found = self.found
+        for name in groups:
+            found[name] += groups[name]
 
     def tally(self, namespace: bytes) -> Tally:
         """The counters of a namespace, by its key in the tree; the same ones after it was invalidated."""
-        tally = self._by_key.get(namespace)
-        if tally is None:
+        try:
+            return self._by_key[namespace]
+        except KeyError:
             own = own_part(namespace)
             if own not in self._tallies and len(self._tallies) >= MOST_NAMESPACES:
                 own = b""
             if len(self._by_key) > 4 * MOST_NAMESPACES:
                 self._by_key.clear()
             tally = self._by_key[namespace] = self._tallies.setdefault(own, Tally())
-        return tally
+            return tally
 
     def tallies(self) -> list[tuple[str, Tally]]:
         """Each namespace, by its label."""

@@ -128,6 +128,7 @@ class Level:
             driver, self.buffer, fingerprint, in_flight=2 * count * record + (1 << 20), workers=spec.workers,
             checksum=spec.checksum,
         )  # fmt: skip
+        self.tier.name = spec.name
         self.seconds_per_byte: float | None = None  #: of loads, lately
         self._measured_until = 0.0
         self._storing: dict[Future[list[Status]], Sequence[int]] = {}

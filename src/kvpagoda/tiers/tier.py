@@ -8,7 +8,8 @@ caller ── store / lookup / load / discard ──► queue ──► worker t
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ Rows = Sequence[int]
 _KINDS = ("store", "lookup", "load", "discard")
 _PROBED = ("lookup", "load")  # requests wait for them
 _LONGEST_WAIT = 3600.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -107,6 +109,8 @@ class Tier:
         self._latencies = {kind: Latencies() for kind in _KINDS}
         self._faults: dict[str, tuple[bytes, float]] = {}  # of each kind the latest: a key, and how long the call had
         self._last_error = self._last_fault = ""
+        self.name = type(driver).__name__  #: in logs
+        self._turned = deque[str]()  # kinds of calls that began or ceased to fail, to be logged
         self._changed = Condition()
         self._queue: SimpleQueue[_Operation | None] = SimpleQueue()
         self._active: dict[_Operation, None] = {}  # which the driver is not done with, late ones included
@@ -255,6 +259,7 @@ class Tier:
                     self._wakes_at = 0.0
             for operation in late:
                 self._answer(operation, operation.refused(Status.TIMEOUT))
+            self._tell()
         self.driver.close()
         with self._changed:
             self._is_done = True
@@ -278,7 +283,8 @@ class Tier:
     def _end(self, operation: _Operation, fault: Status | None, why: str) -> None:
         """The result of an operation is known, and whether it is a fault."""
         operation.is_over, now = True, monotonic()
-        self._breakers[operation.kind].record(fault is not None, now)
+        if self._breakers[operation.kind].record(fault is not None, now) and not self._is_closed:
+            self._turned.append(operation.kind)
         if not operation.is_probe:
             self._latencies[operation.kind].add(now - operation.begun)
         if fault is None:
@@ -289,6 +295,15 @@ class Tier:
             self._faults[operation.kind] = operation.keys[0], operation.deadline - operation.begun
         if not self._is_closed:
             self._last_fault = f"{operation.kind}: {why or getattr(self.driver, 'last_error', '') or fault.value}"
+
+    def _tell(self) -> None:
+        """Log which calls fail from now on, or work again; where no lock is held, for who listens may take long."""
+        while self._turned:
+            kind = self._turned.popleft()
+            if self._breakers[kind].is_open:
+                _log.warning("tier %s: no %s for a while; %s", self.name, kind, self._last_fault)
+            else:
+                _log.info("tier %s: %s works again", self.name, kind)
 
     def _answer(self, operation: _Operation, result: list[Status] | Lease) -> None:
         if not operation.is_probe:
@@ -326,6 +341,7 @@ class Tier:
             self._answer(operation, result)
         elif isinstance(result, Lease):
             result.release()
+        self._tell()
 
     def _store(
         self, fingerprint: bytes, sizes: Sequence[int], keys: Sequence[bytes], rows: Rows, deadline: float
