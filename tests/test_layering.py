@@ -12,13 +12,14 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "schema", "blocks", "prefix", "formats", "layouts", "kernels", "memory", "tiers", "cache", "batch",
-    "kv_cache", "scheduling", "compat", "console", "metrics", "doctor", "replay", "hf", "cli",
+    "kv_cache", "events", "scheduling", "compat", "console", "metrics", "doctor", "replay", "adapters", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},
     "metrics": {"prometheus_client", "opentelemetry", "rich"},
     "kernels": {"triton", "numba", "llvmlite"},
     "tiers": {"xxhash", "redis", "mooncake"},
+    "events": {"msgspec", "zmq"},
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {

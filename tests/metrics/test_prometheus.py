@@ -96,12 +96,15 @@ def test_every_sample_is_in_the_table_with_its_labels() -> None:
 
 
 def test_a_queue_tells_who_waits_and_who_was_preempted() -> None:
-    cache = KVCache(FULL, num_blocks=4, block_size=2, max_requests=2, device="none")
+    cache = KVCache(FULL, num_blocks=5, block_size=2, max_requests=2, device="none")
     queue: RunQueue[Job] = RunQueue(cache, Youngest())
-    jobs = Job(np.arange(4, dtype=np.int32), 8), Job(np.arange(3, dtype=np.int32), 4)
+    jobs = Job(np.arange(4, dtype=np.int32), 8), Job(np.arange(10, 13, dtype=np.int32), 4)
     for job in jobs:
         queue.enter(job)
     queue.admit()
+    queue.make_room(jobs[0], 4)
+    assert jobs[0].sequence is not None and len(queue.running) == 2
+    jobs[0].sequence.commit(jobs[0].text)
     queue.make_room(jobs[0], 4)
     found = scraped(CacheCollector(queue, model_name="m"))
     assert value(found, "vllm:num_requests_waiting") == 1 == queue.stats().waiting

@@ -259,7 +259,7 @@ class Tier:
                     self._wakes_at = 0.0
             for operation in late:
                 self._answer(operation, operation.refused(Status.TIMEOUT))
-            self._tell()
+            _tell(self)
         self.driver.close()
         with self._changed:
             self._is_done = True
@@ -295,15 +295,6 @@ class Tier:
             self._faults[operation.kind] = operation.keys[0], operation.deadline - operation.begun
         if not self._is_closed:
             self._last_fault = f"{operation.kind}: {why or getattr(self.driver, 'last_error', '') or fault.value}"
-
-    def _tell(self) -> None:
-        """Log which calls fail from now on, or work again; where no lock is held, for who listens may take long."""
-        while self._turned:
-            kind = self._turned.popleft()
-            if self._breakers[kind].is_open:
-                _log.warning("tier %s: no %s for a while; %s", self.name, kind, self._last_fault)
-            else:
-                _log.info("tier %s: %s works again", self.name, kind)
 
     def _answer(self, operation: _Operation, result: list[Status] | Lease) -> None:
         if not operation.is_probe:
@@ -341,7 +332,7 @@ class Tier:
             self._answer(operation, result)
         elif isinstance(result, Lease):
             result.release()
-        self._tell()
+        _tell(self)
 
     def _store(
         self, fingerprint: bytes, sizes: Sequence[int], keys: Sequence[bytes], rows: Rows, deadline: float
@@ -379,6 +370,16 @@ class Tier:
     def _parts(self, n: int) -> list[slice]:
         """Which of ``n`` records go to the driver in one call."""
         return [slice(start, start + self._part) for start in range(0, n, self._part)]
+
+
+def _tell(tier: Tier) -> None:
+    """Log which calls of ``tier`` fail from now on, or work again; where no lock is held, for who listens may take long."""
+    while tier._turned:
+        kind = tier._turned.popleft()
+        if tier._breakers[kind].is_open:
+            _log.warning("tier %s: no %s for a while; %s", tier.name, kind, tier._last_fault)
+        else:
+            _log.info("tier %s: %s works again", tier.name, kind)
 
 
 def _statuses(result: list[Status] | Lease) -> Sequence[Status]:
