@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", re.DOTALL)
 PROGRAMS = [
     pytest.param(code, expected, id=f"{name}-{number}")
-    for name in ("README.md", "docs/layouts.md")
+    for name in ("README.md", "docs/layouts.md", "docs/metrics.md")
     for number, (code, expected) in enumerate(BLOCK.findall((ROOT / name).read_text()))
 ]
 

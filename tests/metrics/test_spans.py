@@ -143,6 +143,26 @@ def test_the_same_happens_with_spans_and_without() -> None:
     traced.check()
 
 
+def test_one_request_in_so_many_and_what_is_inside_a_span_of_the_engine() -> None:
+    cache = cache_of(12)
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = provider.get_tracer("test")
+    with trace(cache, tracer, every=5):
+        for first in range(20):
+            serve(cache, [first] * 30)
+        names = Counter(span.name for span in exporter.get_finished_spans())
+        assert names["kvpagoda.open"] == 4 and 0 < names["kvpagoda.evict"] <= 8
+        exporter.clear()
+        with tracer.start_as_current_span("engine.step"):
+            serve(cache, [77] * 30)
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    parent, step = spans["kvpagoda.open"].parent, spans["engine.step"].context
+    assert parent is not None and step is not None and parent.span_id == step.span_id
+    with pytest.raises(BadInput, match="at least 1, got 0"):
+        trace(cache, tracer, every=0)
+
+
 def test_it_ends_without_a_trace() -> None:
     cache = cache_of()
     before = {name: dict(vars(part)) for name, part in (("core", cache.core), ("admission", cache._admission))}

@@ -30,10 +30,10 @@ class Tally:
 class Counters:
     """Since the cache was made. ``secret`` makes labels of namespaces that nobody can guess; empty: drawn at random.
 
-    ``closed``: requests that are over; ``stopped``: that were closed or suspended. ``passed``: places where states should have
-    been copied, and steps went on past them. ``short_requests``, ``short_tokens``: what cut a hit short -> requests, and tokens
-    that were found and had to be computed all the same. ``found``: group -> tokens of prompts for which it had what a request
-    needs.
+    ``closed``: requests that are over; ``stopped``: closed or suspended. ``passed``: places where states should have been
+    copied, and steps went on past them. ``short_requests``, ``short_tokens``: what cut a hit short -> requests, and tokens
+    that were found and had to be computed all the same. ``found``: group -> tokens of prompts for which it had what a
+    request needs.
     """
 
     def __init__(self, secret: bytes = b"") -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from itertools import count
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +25,7 @@ from kvpagoda.errors import BadInput, Exhausted, MissingExtra
 from kvpagoda.kv_cache import KVCache
 
 try:
-    from opentelemetry.trace import Span, Status, StatusCode, Tracer, get_tracer
+    from opentelemetry.trace import Span, Status, StatusCode, Tracer, get_current_span, get_tracer
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("opentelemetry"):
         raise
@@ -37,21 +38,23 @@ Tell = Callable[[tuple[Any, ...], Any], Told]
 
 
 class Tracing:
-    """The spans around one cache, until ``close``; a context."""
+    """The spans around one cache, until ``close``; a context. See ``trace``."""
 
-    def __init__(self, cache: KVCache, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, cache: KVCache, tracer: Tracer, every: int = 1) -> None:
+        if type(every) is not int or every < 1:
+            raise BadInput(f"every so many requests are traced, at least 1, got {every!r}")
+        self._tracer, self._every = tracer, every
         self._wrapped: list[tuple[Any, str]] = []
-        calls, core = cache._calls, cache.core
-        self._wrap(calls.admission, "open", "open", _opened)
-        self._wrap(calls.admission, "resume", "resume", _resumed)
-        self._wrap(calls.lifecycle, "suspend", "suspend", _suspended)
+        calls, core, turns = cache._calls, cache.core, count(1)
+        self._wrap(calls.admission, "open", "open", _opened, begins=lambda: next(turns) % every == 0)
+        self._wrap(calls.admission, "resume", "resume", _resumed, begins=lambda: True)
+        self._wrap(calls.lifecycle, "suspend", "suspend", _suspended, begins=lambda: True)
         evicted = core.prefix.num_evicted
 
-        def count(_: tuple[Any, ...], __: Any) -> Told:
+        def number(_: tuple[Any, ...], __: Any) -> Told:
             return {"kvpagoda.blocks_evicted": sum(evicted)}  # so far: between two spans lies what one of them evicted
 
-        self._wrap(core.capacity, "forget", "evict", count, only=lambda given, named: bool(named.get("is_evicted")))
+        self._wrap(core.capacity, "forget", "evict", number, only=lambda given, named: bool(named.get("is_evicted")))
         if core.offloader is not None:
             reader = core.offloader.reader
             self._wrap(reader, "find", "find", _found)
@@ -72,18 +75,20 @@ class Tracing:
         self.close()
 
     def _wrap(
-        self, owner: Any, method: str, name: str, tell: Tell,
+        self, owner: Any, method: str, name: str, tell: Tell, *,
+        begins: Callable[[], bool] = lambda: False,
         only: Callable[[tuple[Any, ...], dict[str, Any]], bool] = lambda given, named: True,
     ) -> None:  # fmt: skip
-        """Put a span around ``method`` of this one ``owner``, with what ``tell`` says, for calls that ``only`` takes."""
+        """Put a span around ``method`` of this one ``owner``, with what ``tell`` says, for calls that ``only`` takes; where
+        not every request is traced, for those with which a trace ``begins`` or that are inside of one."""
         if method in vars(owner):
             self.close()
             raise BadInput("this cache is traced already; close that Tracing first")
-        call, tracer = getattr(owner, method), self._tracer
+        call, tracer, is_every = getattr(owner, method), self._tracer, self._every == 1
 
         @wraps(call)
         def spanned(*given: Any, **named: Any) -> Any:
-            if not only(given, named):
+            if not (is_every or begins() or get_current_span().is_recording()) or not only(given, named):
                 return call(*given, **named)
             with tracer.start_as_current_span(
                 f"kvpagoda.{name}", record_exception=False, set_status_on_exception=False
@@ -102,11 +107,12 @@ class Tracing:
         self._wrapped.append((owner, method))
 
 
-def trace(cache: KVCache, tracer: Tracer | None = None) -> Tracing:
+def trace(cache: KVCache, tracer: Tracer | None = None, *, every: int = 1) -> Tracing:
     """Put spans around the calls of ``cache`` from now on, made by ``tracer`` (default: of the provider that the process has
-    set). Costs what a span costs for each of these calls, and nothing once it is closed. Raises BadInput where it is traced
-    already, MissingExtra."""
-    return Tracing(cache, get_tracer("kvpagoda") if tracer is None else tracer)
+    set). ``every``: one ``open`` in so many is traced, with what happens inside of it, and whatever happens inside of a span
+    of the engine's own that is recorded; where a provider samples, each span costs before it is dropped. Nothing is left once
+    it is closed. Raises BadInput, also where the cache is traced already, and MissingExtra."""
+    return Tracing(cache, get_tracer("kvpagoda") if tracer is None else tracer, every)
 
 
 def _failed(span: Span, error: BaseException) -> None:
