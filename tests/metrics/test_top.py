@@ -95,12 +95,13 @@ def test_an_address_and_a_file_say_the_same(registry: CollectorRegistry, file: P
         at = f"127.0.0.1:{server.server_port}"
         for source in (at, f"http://{at}", f"http://{at}/metrics"):
             assert read(source).groups == read(str(file)).groups
-        with pytest.raises(OSError):
-            read(f"http://127.0.0.1:{server.server_port}1")
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
+    for source in (at, "http://127.0.0.1:99999/metrics", "http://[/metrics"):
+        with pytest.raises(BadInput, match="gives no metrics: "):
+            read(source)
 
 
 def test_json_is_as_described(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

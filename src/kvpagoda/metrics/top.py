@@ -139,7 +139,8 @@ class _Samples:
 
 
 def read(source: str) -> Figures:
-    """The figures at ``source``: an http address (``host:port`` will do), or a file. Raises BadInput, OSError."""
+    """The figures at ``source``: an http address (``host:port`` will do), or a file. Raises BadInput, and OSError for a file
+    that cannot be read."""
     address = source
     if "://" not in source and not Path(source).exists() and ":" in source:
         address = f"http://{source}"
@@ -151,9 +152,10 @@ def read(source: str) -> Figures:
         address += "/metrics"
     try:
         with urlopen(address, timeout=_TIMEOUT) as answer:
-            return figures(answer.read().decode(), source)
-    except (HTTPException, ValueError) as error:
-        raise BadInput(f"{address}: {error}") from None
+            text = answer.read().decode()
+    except (HTTPException, OSError, OverflowError, ValueError) as error:
+        raise BadInput(f"{address} gives no metrics: {getattr(error, 'reason', error)}") from None
+    return figures(text, source)
 
 
 def figures(text: str, source: str = "the text") -> Figures:

@@ -83,13 +83,6 @@ def view(figures: Figures, rates: tuple[float, float] | None, width: int) -> Ren
     parts.append(Text("  ".join(f"{_MARKS[state]} {state}" for state in STATES)))
     short = [[reason, f"{n:,}", f"{tokens:,}"] for reason, (n, tokens) in figures.short_hits.items()]
     parts += _table(["hits cut short by", "requests", "tokens lost"], short, ("hits cut short by",), width)
-    by_size = sorted(figures.namespaces.items(), key=lambda one: -one[1][1])[:8]
-    spaces = [
-        [name, f"{n:,}", f"{prompt:,}", f"{cached / max(1, prompt):.1%}"] for name, (n, prompt, cached) in by_size
-    ]
-    parts += _table(
-        ["namespace", "requests", "prompt tokens", "saved"], spaces, ("namespace",), width, drop=("requests",)
-    )
     tiers = [
         [
             f"{one.level} {one.name}{'' if one.is_available else ' (down)'}", one.call,
@@ -100,6 +93,13 @@ def view(figures: Figures, rates: tuple[float, float] | None, width: int) -> Ren
     ]  # fmt: skip
     names = ["tier", "call", "ok", "else", "bytes", "median", "99 %"]
     parts += _table(names, tiers, ("tier", "call"), width, drop=("bytes", "else", "99 %"))
+    by_size = sorted(figures.namespaces.items(), key=lambda one: -one[1][1])[:8]
+    spaces = [
+        [name, f"{n:,}", f"{prompt:,}", f"{cached / max(1, prompt):.1%}"] for name, (n, prompt, cached) in by_size
+    ]
+    parts += _table(
+        ["namespace", "requests", "prompt tokens", "saved"], spaces, ("namespace",), width, drop=("requests",)
+    )
     return Group(*parts)
 
 
