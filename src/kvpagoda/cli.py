@@ -314,6 +314,7 @@ def top(
     source: Annotated[str, typer.Argument(help="where metrics are served, e.g. localhost:9100, or a file of them")],
     every: Annotated[float, typer.Option(help="seconds between two looks")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="print one table and exit")] = False,
+    vllm: Annotated[str, typer.Option(help="what stands before vLLM's names, see CacheCollector")] = "vllm:",
     as_json: Annotated[bool, typer.Option("--json", help="print a line of JSON each time")] = False,
 ) -> None:
     """Watch caches that serve their metrics: blocks by state, hits and what cut them short, tiers, requests.
@@ -323,7 +324,7 @@ def top(
     with one_line_errors(), suppress(KeyboardInterrupt):
         from kvpagoda.metrics import top_view
 
-        top_view.run(source, every, once=once, as_json=as_json)
+        top_view.run(source, every, once=once, as_json=as_json, vllm=vllm)
 
 
 @app.command()

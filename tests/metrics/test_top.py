@@ -104,6 +104,15 @@ def test_an_address_and_a_file_say_the_same(registry: CollectorRegistry, file: P
             read(source)
 
 
+def test_names_before_which_something_else_stands() -> None:
+    """Where vLLM itself is in the same registry, its figures are not ours."""
+    cache, registry = KVCache(GEMMA, "256KiB", device="none", max_requests=3), CollectorRegistry()
+    cache.open([1, 2])
+    registry.register(CacheCollector(cache, vllm="cache:"))
+    text = generate_latest(registry).decode() + "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 7\n"
+    assert figures(text, vllm="cache:").running == 1 and figures(text, vllm="cache:").engines == 1
+
+
 def test_json_is_as_described(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(str(file), 2.0, once=True, as_json=True)
     printed = json.loads(capsys.readouterr().out)
@@ -117,7 +126,7 @@ def test_it_goes_on_until_it_is_stopped(
     from kvpagoda.metrics import top_view
 
     looks = [read, read, lambda _: read("/nowhere"), read, lambda _: (_ for _ in ()).throw(KeyboardInterrupt)]
-    monkeypatch.setattr(top_view, "read", lambda source: looks.pop(0)(source))
+    monkeypatch.setattr(top_view, "read", lambda source, vllm: looks.pop(0)(source))
     with pytest.raises(KeyboardInterrupt):
         run(str(file), 0.1, once=False, as_json=False)
     assert not looks and "0/s computed" in capsys.readouterr().out

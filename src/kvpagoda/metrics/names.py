@@ -16,6 +16,8 @@ from kvpagoda.scheduling import QueueStats
 from kvpagoda.tiers.latency import Histogram
 from kvpagoda.tiers.level import CallStats, LevelStats
 
+VLLM = "vllm:"
+"""What stands before the names that are vLLM's."""
 COMMON = ("model_name", "engine")
 """Labels of every metric, as vLLM's: the name of the model, and the number of the cache in its process."""
 

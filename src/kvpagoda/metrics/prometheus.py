@@ -10,7 +10,7 @@ from kvpagoda.cache.namespace import Namespace, namespace_key
 from kvpagoda.cache.stats import stats_of
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.metrics.names import COMMON, METRICS, Metric, Moment
+from kvpagoda.metrics.names import COMMON, METRICS, VLLM, Metric, Moment
 from kvpagoda.scheduling import RunQueue
 from kvpagoda.tiers.latency import Histogram
 
@@ -44,7 +44,7 @@ class CacheCollector(Collector):
         *sources: KVCache | RunQueue,  # type: ignore[type-arg]  # of any job
         model_name: str = "",
         namespaces: Mapping[Namespace | str | bytes | None, str] | None = None,
-        vllm: str = "vllm:",
+        vllm: str = VLLM,
     ) -> None:
         odd = [one for one in sources if not isinstance(one, KVCache | RunQueue)]
         if odd or not sources:
@@ -69,8 +69,8 @@ class CacheCollector(Collector):
 
     def _family(self, metric: Metric) -> Family:
         name, labels = metric.name, (*COMMON, *metric.labels)
-        if name.startswith("vllm:"):
-            name = self._vllm + name.removeprefix("vllm:")
+        if name.startswith(VLLM):
+            name = self._vllm + name.removeprefix(VLLM)
         made = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}[
             metric.kind
         ]

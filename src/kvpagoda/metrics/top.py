@@ -13,7 +13,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from kvpagoda.errors import BadInput, MissingExtra
-from kvpagoda.metrics.names import METRICS
+from kvpagoda.metrics.names import METRICS, VLLM
 from kvpagoda.tiers.latency import Histogram
 
 try:
@@ -102,12 +102,17 @@ class Figures:
 class _Samples:
     """Samples by name, whoever they are of: added up over engines and whatever other labels are not asked for."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, vllm: str) -> None:
         self._of: dict[str, list[tuple[Mapping[str, str], float]]] = defaultdict(list)
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if sample.name in _SERIES:
-                    self._of[sample.name].append((sample.labels, sample.value))
+                name = sample.name
+                if name.startswith(vllm):
+                    name = VLLM + name.removeprefix(vllm)
+                elif name.startswith(VLLM):  # of vLLM itself
+                    continue
+                if name in _SERIES:
+                    self._of[name].append((sample.labels, sample.value))
         self.engines = {
             (labels.get("model_name"), labels.get("engine")) for some in self._of.values() for labels, _ in some
         }
@@ -138,14 +143,14 @@ class _Samples:
         return Histogram(tuple(end for end in ends if end < inf), tuple(counts), 0.0)
 
 
-def read(source: str) -> Figures:
-    """The figures at ``source``: an http address (``host:port`` will do), or a file. Raises BadInput, and OSError for a file
-    that cannot be read."""
+def read(source: str, vllm: str = VLLM) -> Figures:
+    """The figures at ``source``: an http address (``host:port`` will do), or a file. ``vllm``: see ``CacheCollector``. Raises
+    BadInput, and OSError for a file that cannot be read."""
     address = source
     if "://" not in source and not Path(source).exists() and ":" in source:
         address = f"http://{source}"
     if "://" not in address:
-        return figures(Path(source).read_text(), source)
+        return figures(Path(source).read_text(), source, vllm)
     if not address.startswith(("http://", "https://")):
         raise BadInput(f"{source!r} is no http address of metrics, such as localhost:9100, and no file")
     if address.count("/") < 3:
@@ -155,13 +160,13 @@ def read(source: str) -> Figures:
             text = answer.read().decode()
     except (HTTPException, OSError, OverflowError, ValueError) as error:
         raise BadInput(f"{address} gives no metrics: {getattr(error, 'reason', error)}") from None
-    return figures(text, source)
+    return figures(text, source, vllm)
 
 
-def figures(text: str, source: str = "the text") -> Figures:
+def figures(text: str, source: str = "the text", vllm: str = VLLM) -> Figures:
     """What ``text``, metrics in the form of Prometheus, says. Raises BadInput where it is something else."""
     try:
-        samples = _Samples(text)
+        samples = _Samples(text, vllm)
     except (ValueError, KeyError, IndexError):
         raise BadInput(f"{source} does not hold metrics in the text form of Prometheus") from None
     if not samples.by("kvpagoda:cache_bytes"):

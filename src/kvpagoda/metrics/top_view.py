@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import inf
 from time import monotonic, sleep
 
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from kvpagoda import console
 from kvpagoda.errors import BadInput, KVPagodaError
+from kvpagoda.metrics.names import VLLM
 from kvpagoda.metrics.top import STATES, Figures, read
 from kvpagoda.units import format_bytes
 
@@ -20,36 +22,36 @@ _MARKS = {"private": "█", "shared": "▓", "evictable": "░", "free": "·"}
 _BARS = ((60, 8), (100, 16), (inf, 40))  # up to so many columns, so many marks
 
 
-def run(source: str, every: float, *, once: bool, as_json: bool) -> None:
+def run(source: str, every: float, *, once: bool, as_json: bool, vllm: str = VLLM) -> None:
     """Show the figures at ``source`` until Ctrl-C, or ``once``; or print them as a line of JSON each time. Raises BadInput,
     OSError."""
     if not 0.1 <= every < 3600:
         raise BadInput(f"--every is a number of seconds from 0.1 on, got {every}")
+    look = partial(read, source, vllm)
     if as_json:
-        for figures, _ in _moments(source, every, once=once):
+        for figures, _ in _moments(look, every, once=once):
             print(json.dumps(figures.to_dict()), flush=True)
         return
     out = console.output()
     if once:
-        figures, _ = next(_moments(source, every, once=True))
-        out.print(view(figures, None, out.width))
+        out.print(view(look(), None, out.width))
         return
-    first = read(source)  # what is wrong with it is said in one line, and not on a screen that goes away
+    first = look()  # what is wrong with it is said in one line, and not on a screen that goes away
     with Live(view(first, None, out.width), console=out, screen=out.is_terminal, auto_refresh=False) as live:
         sleep(every)
-        for figures, rates in _moments(source, every, before=first):
+        for figures, rates in _moments(look, every, before=first):
             live.update(view(figures, rates, out.width), refresh=True)
 
 
 def _moments(
-    source: str, every: float, *, once: bool = False, before: Figures | None = None
+    look: Callable[[], Figures], every: float, *, once: bool = False, before: Figures | None = None
 ) -> Iterator[tuple[Figures, tuple[float, float] | None]]:
     """The figures, again and again, with tokens saved and computed a second since the time before. A source that cannot be
     read for a while is asked again; at first it raises."""
     then = monotonic() - every
     while True:
         try:
-            figures, now = read(source), monotonic()
+            figures, now = look(), monotonic()
         except (KVPagodaError, OSError):
             if before is None:
                 raise
@@ -104,7 +106,7 @@ def view(figures: Figures, rates: tuple[float, float] | None, width: int) -> Ren
 
 
 def _head(figures: Figures, rates: tuple[float, float] | None) -> Iterator[str]:
-    """The first lines: requests, memory, tokens; each at most 40 characters, for numbers below a million million."""
+    """The first lines: requests, memory, tokens."""
     waiting = "" if figures.waiting is None else f", {figures.waiting} waiting"
     yield f"{figures.running}/{figures.requests_max} running{waiting}"
     aside = [(figures.suspended, "suspended"), (figures.preempted or 0, "preempted")]
