@@ -20,6 +20,8 @@ PROGRAMS = [
 def test_documented_programs_run(code: str, expected: str) -> None:
     if "kvpagoda.hf" in code:
         pytest.importorskip("transformers")
+    if "kvpagoda.metrics" in code:
+        pytest.importorskip("prometheus_client")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(code, "document", "exec"), {})

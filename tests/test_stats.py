@@ -152,6 +152,7 @@ def test_calls_of_a_tier_are_counted_and_timed() -> None:
     for one in calls.values():
         assert one.seconds.count > 0 and 0 < one.seconds.total < 60
         assert 0 < (one.seconds.quantile(0.5) or 0) <= (one.seconds.quantile(0.99) or 0)
+    assert 0 <= tier.loaded_tokens - cache.stats().loaded_tokens < 12 * 4, "whole blocks of twelve requests"
     assert cache.stats().loaded_tokens == sum(one.loaded_tokens for one in cache.stats().namespaces) > 0
     json.dumps(cache.stats().to_dict())
     cache.close()

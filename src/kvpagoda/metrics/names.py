@@ -170,6 +170,10 @@ METRICS = (
         _tiers(lambda at: at.capacity_nbytes),
     ),
     Metric(
+        "kvpagoda:tier_loaded_tokens", "counter", ("level", "tier"), "Prompt tokens whose blocks came from here.",
+        _tiers(lambda at: at.loaded_tokens),
+    ),
+    Metric(
         "kvpagoda:tier_dropped_records", "counter", ("level", "tier"), "Not stored for want of staging memory.",
         _tiers(lambda at: at.dropped),
     ),

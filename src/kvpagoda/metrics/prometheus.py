@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from time import sleep
+from typing import Any
 
-from kvpagoda.cache.namespace import Namespace, namespace_key
+from kvpagoda.cache.namespace import namespace_key
 from kvpagoda.cache.stats import stats_of
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.kv_cache import KVCache
@@ -43,7 +44,7 @@ class CacheCollector(Collector):
         self,
         *sources: KVCache | RunQueue,  # type: ignore[type-arg]  # of any job
         model_name: str = "",
-        namespaces: Mapping[Namespace | str | bytes | None, str] | None = None,
+        namespaces: Mapping[Any, str] | None = None,
         vllm: str = VLLM,
     ) -> None:
         odd = [one for one in sources if not isinstance(one, KVCache | RunQueue)]
