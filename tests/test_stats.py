@@ -180,7 +180,7 @@ def test_namespaces_are_counted_one_by_one_up_to_a_bound() -> None:
     names, counters, match = Namespaces(), Counters(), PrefixMatch(3, 2, "window")
     for number in range(3 * MOST_NAMESPACES):
         for _ in range(2):
-            counters.began(counters.tally(names.key(str(number))), match, 5)
+            counters.began(names.key(str(number)), match, 5)
     tallies = counters.tallies()
     assert len(tallies) == MOST_NAMESPACES + 1 and sum(tally.prompt for _, tally in tallies) == 30 * MOST_NAMESPACES
     assert dict(tallies)[OTHERS].prompt == 5 * 2 * 2 * MOST_NAMESPACES

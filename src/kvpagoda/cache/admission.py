@@ -51,9 +51,8 @@ class Admission:
             if hit is not None:
                 hit.layerwise = layerwise
             self._begin(AdmissionRequest(request, reserved, capacity, match, found, hit))
-            tally = request.tally = core.counters.tally(request.namespace)
-            tally.requests += 1
-            core.counters.began(tally, request.match, length if lookup else 0)
+            request.tally = core.counters.began(request.namespace, request.match, length if lookup else 0)
+            request.tally.requests += 1
             self._publisher.begun(request, hit)
             if hit is not None:
                 hit.release()
@@ -130,7 +129,7 @@ class Admission:
                 self._publisher.settle(request)
             else:
                 request.tally.computed += computed
-                core.counters.began(request.tally, request.match, length)
+                core.counters.began(namespace, request.match, length)
                 self._publisher.begun(request, hit)
 
     # -- all or nothing ----------------------------------------------------------------------------------------------

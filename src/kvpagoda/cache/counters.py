@@ -43,9 +43,13 @@ class Counters:
         self._tallies: dict[bytes, Tally] = {}
         self._by_key: dict[bytes, Tally] = {}
 
-    def began(self, tally: Tally, match: PrefixMatch, prompt: int) -> None:
-        """A request of the namespace of ``tally`` began, or began again, where ``match`` says, after ``prompt`` tokens were
-        looked up."""
+    def began(self, namespace: bytes, match: PrefixMatch, prompt: int) -> Tally:
+        """A request began, or began again, where ``match`` says, after ``prompt`` tokens were looked up. Returns the counters of
+        its namespace."""
+        try:
+            tally = self._by_key[namespace]
+        except KeyError:
+            tally = self.tally(namespace)
         known, resumable, limited_by, groups, _, loaded = match
         tally.prompt += prompt
         tally.cached += resumable
@@ -57,6 +61,7 @@ class Counters:
         found = self.found
         for name in groups:
             found[name] += groups[name]
+        return tally
 
     def tally(self, namespace: bytes) -> Tally:
         """The counters of a namespace, by its key in the tree; the same ones after it was invalidated."""
