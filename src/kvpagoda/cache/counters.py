@@ -44,8 +44,8 @@ class Counters:
         self._by_key: dict[bytes, Tally] = {}
 
     def began(self, namespace: bytes, match: PrefixMatch, prompt: int) -> Tally:
-        """A request began, or began again, where ``match`` says, after ``prompt`` tokens were looked up. Returns the counters of
-        its namespace."""
+        """A request began, or began again, where ``match`` says, after ``prompt`` tokens were looked up. Returns the counters
+        of its namespace."""
         try:
             tally = self._by_key[namespace]
         except KeyError:
