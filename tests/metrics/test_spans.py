@@ -143,22 +143,20 @@ def test_the_same_happens_with_spans_and_without() -> None:
     traced.check()
 
 
-def test_one_request_in_so_many_and_what_is_inside_a_span_of_the_engine() -> None:
-    cache = cache_of(12)
+def test_one_request_in_so_many() -> None:
+    cache = cache_of(12, limits=Limits(swap="1MiB"))
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = provider.get_tracer("test")
-    with trace(cache, tracer, every=5):
+    with trace(cache, tracer, every=5), tracer.start_as_current_span("engine.step") as step:
         for first in range(20):
             serve(cache, [first] * 30)
-        names = Counter(span.name for span in exporter.get_finished_spans())
-        assert names["kvpagoda.open"] == 4 and 0 < names["kvpagoda.evict"] <= 8
-        exporter.clear()
-        with tracer.start_as_current_span("engine.step"):
-            serve(cache, [77] * 30)
-    spans = {span.name: span for span in exporter.get_finished_spans()}
-    parent, step = spans["kvpagoda.open"].parent, spans["engine.step"].context
-    assert parent is not None and step is not None and parent.span_id == step.span_id
+        sequence = cache.open([7])
+        sequence.suspend()
+    names = Counter(span.name for span in exporter.get_finished_spans())
+    assert names["kvpagoda.open"] == 4 and 0 < names["kvpagoda.evict"] <= 8 and names["kvpagoda.suspend"] == 1
+    opened = next(span for span in exporter.get_finished_spans() if span.name == "kvpagoda.open")
+    assert opened.parent is not None and opened.parent.span_id == step.get_span_context().span_id
     with pytest.raises(BadInput, match="at least 1, got 0"):
         trace(cache, tracer, every=0)
 

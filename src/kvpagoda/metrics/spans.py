@@ -13,10 +13,10 @@ of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
-from itertools import count
+from itertools import cycle, repeat
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +25,7 @@ from kvpagoda.errors import BadInput, Exhausted, MissingExtra
 from kvpagoda.kv_cache import KVCache
 
 try:
-    from opentelemetry.trace import Span, Status, StatusCode, Tracer, get_current_span, get_tracer
+    from opentelemetry.trace import Span, Status, StatusCode, Tracer, get_tracer
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("opentelemetry"):
         raise
@@ -43,12 +43,14 @@ class Tracing:
     def __init__(self, cache: KVCache, tracer: Tracer, every: int = 1) -> None:
         if type(every) is not int or every < 1:
             raise BadInput(f"every so many requests are traced, at least 1, got {every!r}")
-        self._tracer, self._every = tracer, every
+        self._tracer, self._depth = tracer, 0
         self._wrapped: list[tuple[Any, str]] = []
-        calls, core, turns = cache._calls, cache.core, count(1)
-        self._wrap(calls.admission, "open", "open", _opened, begins=lambda: next(turns) % every == 0)
-        self._wrap(calls.admission, "resume", "resume", _resumed, begins=lambda: True)
-        self._wrap(calls.lifecycle, "suspend", "suspend", _suspended, begins=lambda: True)
+        calls, core = cache._calls, cache.core
+        one_in_so_many, always = cycle([False] * (every - 1) + [True]), repeat(True)
+        self._inner = repeat(every == 1)
+        self._wrap(calls.admission, "open", "open", _opened, begins=one_in_so_many)
+        self._wrap(calls.admission, "resume", "resume", _resumed, begins=always)
+        self._wrap(calls.lifecycle, "suspend", "suspend", _suspended, begins=always)
         evicted = core.prefix.num_evicted
 
         def number(_: tuple[Any, ...], __: Any) -> Told:
@@ -76,28 +78,33 @@ class Tracing:
 
     def _wrap(
         self, owner: Any, method: str, name: str, tell: Tell, *,
-        begins: Callable[[], bool] = lambda: False,
+        begins: Iterator[bool] | None = None,
         only: Callable[[tuple[Any, ...], dict[str, Any]], bool] = lambda given, named: True,
     ) -> None:  # fmt: skip
         """Put a span around ``method`` of this one ``owner``, with what ``tell`` says, for calls that ``only`` takes; where
-        not every request is traced, for those with which a trace ``begins`` or that are inside of one."""
+        not every request is traced, for those with which a trace ``begins`` or that are inside of one. A call without a span
+        costs one more call of a C function."""
         if method in vars(owner):
             self.close()
             raise BadInput("this cache is traced already; close that Tracing first")
-        call, tracer, is_every = getattr(owner, method), self._tracer, self._every == 1
+        call, tracer = getattr(owner, method), self._tracer
+        next_begins = (begins or self._inner).__next__
 
         @wraps(call)
         def spanned(*given: Any, **named: Any) -> Any:
-            if not (is_every or begins() or get_current_span().is_recording()) or not only(given, named):
+            if not (next_begins() or self._depth) or not only(given, named):
                 return call(*given, **named)
             with tracer.start_as_current_span(
                 f"kvpagoda.{name}", record_exception=False, set_status_on_exception=False
             ) as span:
+                self._depth += 1
                 try:
                     result = call(*given, **named)
                 except BaseException as error:
                     _failed(span, error)
                     raise
+                finally:
+                    self._depth -= 1
                 if span.is_recording():
                     with suppress(Exception):  # what is done is done, whatever comes of telling it
                         span.set_attributes(tell(given, result))
@@ -109,9 +116,9 @@ class Tracing:
 
 def trace(cache: KVCache, tracer: Tracer | None = None, *, every: int = 1) -> Tracing:
     """Put spans around the calls of ``cache`` from now on, made by ``tracer`` (default: of the provider that the process has
-    set). ``every``: one ``open`` in so many is traced, with what happens inside of it, and whatever happens inside of a span
-    of the engine's own that is recorded; where a provider samples, each span costs before it is dropped. Nothing is left once
-    it is closed. Raises BadInput, also where the cache is traced already, and MissingExtra."""
+    set). ``every``: one ``open`` in so many is traced, with what happens inside of it, and every suspension: for an engine
+    that serves many, since a span costs tens of microseconds, also one that a provider samples away. Nothing is left once it
+    is closed. Raises BadInput, also where the cache is traced already, and MissingExtra."""
     return Tracing(cache, get_tracer("kvpagoda") if tracer is None else tracer, every)
 
 
