@@ -251,7 +251,7 @@ class Lifecycle:
             self._publisher.closing(request)
             core.release(request)
         counters.closed += 1
-        counters.tally(request.namespace).computed += computed
+        request.tally.computed += computed
         self._tidy()
 
     def _tidy(self) -> None:
