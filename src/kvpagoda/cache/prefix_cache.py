@@ -154,12 +154,14 @@ class PrefixCache:
         window = self._window_of.get(group.index)
         return self.num_evictable(group) if window is None else window.blocks.num_cached - window.blocks.num_reads
 
-    def idle_since(self, group: BlockGroup) -> int | None:
-        """When what goes next of ``group`` was used, by one clock for all groups; 0: never. None: nobody knows."""
+    def num_cold(self, group: BlockGroup) -> int:
+        """Cached blocks of ``group`` that slid out of every window, and before which nobody resumes."""
         window = self._window_of.get(group.index)
-        if group is self.full:
-            return self.tree.oldest()
-        return 0 if window is not None and window.blocks.num_cold else self.tree.checkpoints.oldest()
+        return 0 if window is None else window.blocks.num_cold
+
+    def idle_since(self, group: BlockGroup) -> int | None:
+        """When what goes next of ``group``, beside what is cold, was used, by one clock for all groups. None: nobody knows."""
+        return self.tree.oldest() if group is self.full else self.tree.checkpoints.oldest()
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
