@@ -206,6 +206,7 @@ class KVCache:
     ) -> Lookup:
         """What ``open`` would find of this prompt, and what running requests are about to publish of it. Admits nothing, needs
         no slot, holds nothing, and counts as no use. Raises BadInput."""
+        self._publisher.settle_waiting()
         return look_up(self._core, token_ids, namespace, media)
 
     @exclusive
@@ -274,6 +275,7 @@ class KVCache:
         core = self._core
         tokens = as_tokens(token_ids, core.vocab_size)
         media_ids = core.media.ids(media, len(tokens))
+        self._publisher.settle_waiting()
         return self._reuse.pin(with_media(tokens, 0, media_ids), core.namespaces.key(namespace))
 
     @exclusive

@@ -214,13 +214,15 @@ class Batch:
         self._stopped, self.block_size = core.counters.stopped, core.block_size
         self.buffers, self.rows, self.before = buffers, rows, before
         positions = before if rows.one_each else before[rows.row_of] + rows.offsets
-        self.token_columns, self.within = np.divmod(positions, self.block_size)
+        self.token_columns = positions // self.block_size
+        self.within = positions - self.token_columns * self.block_size  # faster than divmod
         last_column, last_within = self.token_columns, self.within
         if not rows.one_each:
             last_column, last_within = last_column[rows.last], last_within[rows.last]
         self.lengths, self.columns, self.last_page_len = before + rows.counts, last_column + 1, last_within + 1
-        for column in (self.lengths, self.columns, self.last_page_len):
-            column[rows.num_sequences :] = 0
+        if rows.num_sequences < len(before):
+            for column in (self.lengths, self.columns, self.last_page_len):
+                column[rows.num_sequences :] = 0
         self.qo_indptr = buffers.put("qo_indptr", rows.indptr)
         states = rows.zeros if core.states is None else core.state_rows(rows.slots)
         self.state_indices = buffers.put("state_indices", states)
