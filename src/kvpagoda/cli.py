@@ -82,7 +82,9 @@ def plan(
     pp: Annotated[int, typer.Option(help="pipeline stages")] = 1,
     stage: Annotated[int, typer.Option(help="which pipeline stage to show")] = 0,
     dtype: Annotated[str | None, typer.Option(help="dtype of the cached rows (default: the config's)")] = None,
-    kv_format: Annotated[str, typer.Option(help="raw, or fp8: the packed rows of the big engines")] = "raw",
+    kv_format: Annotated[
+        str, typer.Option(help="raw, fp8 (the packed rows of the big engines), mxfp4, nvfp4 or int8")
+    ] = "raw",
     lengths: Annotated[str, typer.Option(help="request lengths to count for")] = "1024,8192,32768,131072",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
     list_presets: Annotated[
@@ -190,7 +192,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above, tokens are drawn")] = 0.0,
     seed: Annotated[int, typer.Option(help="of the drawn tokens")] = 0,
     lookup: Annotated[int, typer.Option(help="next tokens proposed from the text so far, verified at once")] = 0,
-    kv_format: Annotated[str, typer.Option(help="raw, or fp8 where the layers have packed rows")] = "raw",
+    kv_format: Annotated[str, typer.Option(help="raw, or fp8, mxfp4, nvfp4, int8 where layers have such rows")] = "raw",
     tier: Tiers = None,
     dtype: Annotated[str, typer.Option(help="dtype to load a --model in")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print results and counters as JSON")] = False,

@@ -18,6 +18,7 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.blocks.sectors import Grant, Sectors, Vacating
 from kvpagoda.cache.checkpoints import Evicted
+from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.offload import Offloader
 from kvpagoda.cache.prefix_cache import PrefixCache
@@ -47,9 +48,11 @@ class Capacity:
         memory: NoMemory,
         guard: Guard,
         running: dict[int, Request],
+        events: EventLog | None = None,
     ) -> None:
         self._groups, self._sectors, self._prefix = groups, sectors, prefix
         self._offloader, self._memory, self._guard, self._running = offloader, memory, guard, running
+        self._events = events
         self._is_told = offloader is not None or memory.is_poisoning
         self._none = [0] * len(groups)
         self._portion = 0 if sectors is None else min(_PORTION, len(sectors.owner) // _MANY)
@@ -220,6 +223,8 @@ class Capacity:
                 for name, copies in evicted.checkpoints:
                     offloader.store_checkpoint(name, copies, "evict")
         finally:
+            if self._events is not None:
+                self._events.evicted(evicted)
             for group, ids in evicted.blocks:
                 if len(ids):
                     self.release(group, ids)
@@ -276,6 +281,8 @@ class Capacity:
                 self._guard.is_torn = True
             self._prefix.remap(group, new_ids)
             group.remap(new_ids, slots)
+            if self._events is not None:
+                self._events.moved(group, sources, targets)
             self.num_moves += 1
         self._sectors.commit_vacating(vacating)
         self._guard.is_torn = False

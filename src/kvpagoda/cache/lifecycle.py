@@ -253,7 +253,7 @@ class Lifecycle:
             self.publisher.ending(request)
             core.release(request)
         counters.closed += 1
-        counters.computed += computed
+        counters.tally(request.namespace).computed += computed
         self._tidy()
 
     def _tidy(self) -> None:

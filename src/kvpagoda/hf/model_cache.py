@@ -13,16 +13,24 @@ from kvpagoda.hf.runner import ModelRunner, Runner
 from kvpagoda.hf.weights import weights_digest
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Compressed, Schema
+from kvpagoda.schema.layout_choice import LayoutNames
 
 
-def runner_of(model: Any, chunk: int, lookup: int, kv_format: str, cache_arguments: dict[str, Any]) -> Runner:
+def runner_of(
+    model: Any,
+    chunk: int,
+    lookup: int,
+    kv_format: str,
+    cache_arguments: dict[str, Any],
+    layout: LayoutNames | None = None,
+) -> Runner:
     """A runner of ``model`` (put in eval mode) over a cache of ``cache_arguments``, those of ``KVCache``. A step computes at
-    most ``chunk`` prompt tokens of a text, or ``lookup`` proposed ones and one more. ``kv_format``: see
+    most ``chunk`` prompt tokens of a text, or ``lookup`` proposed ones and one more. ``kv_format`` and ``layout``: see
     ``Schema.from_hf_config``. Where ``tiers`` can be read by others, ``identity.weights`` is by default a digest of the whole
     model. Raises BadInput, SchemaError, NeverFits."""
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")
-    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, verify_width=lookup)
+    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, layout=layout, verify_width=lookup)
     sizes = {**cache_arguments}
     identity, limits = sizes.pop("identity", None) or Identity(), sizes.pop("limits", None) or Limits()
     if not identity.weights and not all(getattr(tier, "is_private", True) for tier in sizes.get("tiers", ())):

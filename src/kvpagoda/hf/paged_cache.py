@@ -272,7 +272,9 @@ def _prepare(own: Any) -> Any:
         mask, whole = kwargs.pop("attention_mask", None), kwargs.pop("next_sequence_length", None)
         if kwargs.pop("is_first_iteration", False):
             if whole is None and "attention_mask" in inspect.signature(self.forward).parameters:
-                raise BadInput("PagedCache takes whole texts at once: no prefill_chunk_size, and no new tokens by themselves")
+                raise BadInput(
+                    "PagedCache takes whole texts at once: no prefill_chunk_size, and no new tokens by themselves"
+                )
             cache.reset()
             ids = input_ids
         else:
