@@ -19,10 +19,10 @@ from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.schema import Schema
 from kvpagoda.units import whole_number
 
-_EVERY = 32
+_EVERY = 64
 """Blocks that a sequence completes between two times that they are published, where nobody asks for them."""
 
-_AHEAD = 7
+_AHEAD = 15
 """Blocks beyond those that it needs that a sequence takes of what it reserved, while there are free ones."""
 
 
@@ -38,7 +38,7 @@ class PersistentBatch:
         running.commit(tokens, counts)       so many tokens of each are right
 
     What a step completes is shareable at once. But to publish blocks of many sequences costs a step more than all else, so
-    that each step publishes those of a few, in turns, 32 blocks of a sequence at a time; whoever looks for a text makes
+    that each step publishes those of a few, in turns, 64 blocks of a sequence at a time; whoever looks for a text makes
     it publish the rest first. Windows, states and tiers leave no such choice.
 
     Row ``i`` of all arrays is ``sequences[i]``; further rows, up to ``num_rows``, are padded. A step costs a few operations
