@@ -64,7 +64,10 @@ class PersistentBatch:
         self._turn = 0  # part of the way to when the next sequence is published
         self._steps: dict[int, StepRows] = {}  # of steps that compute so many tokens of each
         self._slots, self._one = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
-        self._first_of = np.arange(num_rows) * self._rows.newest.shape[1]
+        self._first_of, self._width = (
+            np.empty(0, np.int64),
+            0,
+        )  # where in ``newest`` each row begins, and how wide that is
         self._batch: Batch | None = None
         self._due: list[Request] = []  # whose blocks are to be published, or slide
         self._in_prompt: dict[int, Request] = {}  # row -> request whose next token is the last one of its prompt
@@ -186,7 +189,7 @@ class PersistentBatch:
         rows.lengths, self._due = after, due
         self._publish_due()
         if self._publishes_later:
-            turns, self._turn = divmod(self._turn + n, _EVERY * size)
+            turns, self._turn = divmod(self._turn + num_tokens, _EVERY * size)
             if turns:
                 self._lifecycle.publisher.settle_waiting(turns)
 
@@ -210,7 +213,9 @@ class PersistentBatch:
             most = self._most_lacking = int((after - rows.known)[:n].max(initial=0))
             if most > width:
                 rows.newest = np.concatenate((rows.newest, np.zeros((self.num_rows, most - width), np.int32)), axis=1)
-                self._first_of = np.arange(self.num_rows) * most
+        if self._width != rows.newest.shape[1]:
+            self._first_of = np.arange(self.num_rows) * rows.newest.shape[1]
+            self._width = rows.newest.shape[1]
         lacking = (before - rows.known)[:n]
         if is_one_each:
             return self._first_of[:n] + lacking
