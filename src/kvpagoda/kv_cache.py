@@ -234,7 +234,8 @@ class KVCache:
         """Index arrays for a step that computes ``new_tokens[i]`` tokens of ``sequences[i]``, for which there is room.
 
         ``pad_to`` rows in all (CUDA graphs): padded rows have one token, slot -1, length 0 and write to block 0. The
-        arrays lie in static buffers: they are valid until the next ``batch``. Raises BadInput, StaleHandle.
+        arrays, which ``help(Batch)`` lists, lie in static buffers: they are valid until the next ``batch``. Raises BadInput,
+        StaleHandle.
         """
         requests = requests_of(sequences, self._core)
         return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to)

@@ -141,7 +141,8 @@ class LayerView:
     def write(self, **rows: Any) -> None:
         """Write the rows of the step's ``T`` new tokens where ``slot_mapping`` says: ``write(k=.., v=..)``, or whatever rows
         the layer's blocks have, each ``[T, *shape]``, or with more axes in place of ``T``. They are encoded as the layer keeps
-        them; what padded tokens have goes to block 0. Nothing is kept from call to call, so that a graph may hold it.
+        them, K and V together where they are packed in one row; what padded tokens have goes to block 0. Nothing is kept from
+        call to call, so that a graph may hold it.
 
         Raises BadInput (no such rows, another shape, rows of several tokens), StaleHandle; nothing is written then.
         """
@@ -149,6 +150,7 @@ class LayerView:
         assert self._batch is not None
         self._batch.check_current()
         kept = {} if pool is None else pool.rows
+        rows = rows if pool is None else pool.joined(rows)
         for name, values in rows.items():
             if name not in kept or kept[name].tokens_per_row > 1:
                 raise BadInput(f"{self._name} has no row {name!r} for every token in memory; it has {[*kept]}")

@@ -133,7 +133,8 @@ class PersistentBatch:
             (width or 1) if n is None else n, "the number of tokens that a step computes of each sequence", 1
         )
         if n != (width or n):
-            raise BadInput(f"a step computes {width} tokens of each row here, tokens_per_row, not {n}")
+            text = f"a step computes {width} tokens of each row here, tokens_per_row, not {n}"
+            raise BadInput(text, needed=n, available=width)
         self._publish_due()
         self._read()
         rows = self._rows
