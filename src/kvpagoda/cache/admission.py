@@ -42,6 +42,7 @@ class Admission:
         core, length = self._core, request.prompt_length
         reserved = core.plan.blocks_wanted(reserve, capacity, core.max_context)
         self._check_slot()
+        self._publisher.settle_waiting()
         match, found = core.prefix.find(request.keys(0, length if lookup else 0), request.namespace)
         hit: TierHit | None = None
         if core.offloader is not None and lookup:
@@ -69,6 +70,7 @@ class Admission:
         """A running request with the committed tokens of ``parent``; see ``Sequence.fork``."""
         core, length, slot = self._core, parent.length, parent.slot
         self._check_slot()
+        self._publisher.settle_waiting()
         media_ids = {at: media_id for at, media_id in parent.media_ids.items() if at < length}
         child = Request(
             parent.tokens.copy(), length, parent.namespace, parent.priority, media_ids, publishes=parent.publishes
@@ -102,6 +104,7 @@ class Admission:
     def resume(self, request: Request, capacity: int | None, reserve: int | None) -> None:
         """``request``, which is suspended, runs again; see ``Sequence.resume``."""
         core, length, namespace = self._core, request.own_length, request.namespace
+        self._publisher.settle_waiting()
         suspended, keys, more = core.suspended[request], request.keys(0, length), max(capacity or 0, reserve or 0)
         match = core.prefix.tree.match(keys, namespace)
         is_whole = core.prefix.has_all(match, suspended.left_behind)

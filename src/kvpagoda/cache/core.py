@@ -86,6 +86,7 @@ class Core:
         self.running: dict[int, Request] = {}
         self.suspended: dict[Request, Suspended] = {}
         self.stale: set[bytes] = set()
+        self.unsettled: dict[Request, None] = {}  #: of persistent batches: to be settled in turns, the oldest first
         self.epoch = 0  #: of the weights: how often all that was cached became invalid
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
         self.counters, self.is_open = Counters(identity.secret), True
@@ -137,6 +138,7 @@ class Core:
         self.prefix.windows.leave(read)
         self.prefix.tree.unpin(request.lease)
         del self.running[slot]
+        self.unsettled.pop(request, None)
         self.free_slots.append(slot)
         request.slot, request.state = -1, State.CLOSED
         if suspended is not None:
@@ -155,6 +157,7 @@ class Core:
         self.running.clear()
         self.suspended.clear()
         self.stale.clear()
+        self.unsettled.clear()
         self.free_slots[:] = range(self.plan.max_requests - 1, -1, -1)
         self.counters.stopped += 1
         for group in self.groups:
