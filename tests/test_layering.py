@@ -12,7 +12,7 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "formats", "layouts", "schema", "blocks", "prefix", "kernels", "memory", "tiers", "cache", "batch",
-    "kv_cache", "scheduling", "compat", "console", "doctor", "replay", "hf", "cli",
+    "kv_cache", "scheduling", "compat", "console", "doctor", "replay", "adapters", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},

@@ -12,6 +12,7 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.blocks.sectors import Sectors
 from kvpagoda.cache.capacity import Capacity
+from kvpagoda.cache.counters import Counters
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.namespace import Media, Namespaces
 from kvpagoda.cache.offload import Offloader
@@ -43,21 +44,6 @@ class Settings:
     identity: Identity = field(default_factory=Identity)
     limits: Limits = field(default_factory=Limits)
     tiers: Many[TierSpec] = ()
-
-
-@dataclass
-class Counters:
-    """Since the cache was made. ``computed``, ``cached``, ``loaded``: tokens of requests that are over, or of all."""
-
-    opened: int = 0
-    closed: int = 0
-    stopped: int = 0
-    """Requests that were closed or suspended."""
-    computed: int = 0
-    cached: int = 0
-    loaded: int = 0
-    passed: int = 0
-    """Places where states should have been copied, and steps went on past them."""
 
 
 class Core:
@@ -98,7 +84,7 @@ class Core:
         self.stale: set[bytes] = set()
         self.epoch = 0  #: of the weights: how often all that was cached became invalid
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
-        self.counters, self.is_open = Counters(), True
+        self.counters, self.is_open = Counters(identity.secret), True
         self.offloader: Offloader | None = None
         if settings.tiers:
             self.offloader = Offloader(settings.tiers, records, self.full, self.bounded, memory, identity.secret)

@@ -45,6 +45,26 @@ def _field(part: Any) -> bytes:
     return (b"s" if isinstance(part, str) else b"b") + len(content).to_bytes(8, "little") + content
 
 
+def fields_of(key: bytes) -> list[bytes | None]:
+    """The contents of the fields that a key is made of."""
+    found, at = list[bytes | None](), 0
+    while at < len(key):
+        begin = at + 9
+        if key[at : at + 1] == b"n":
+            found.append(None)
+            at += 1
+        else:
+            at = begin + int.from_bytes(key[at + 1 : begin], "little")
+            found.append(key[begin:at])
+    return found
+
+
+def own_part(key: bytes) -> bytes:
+    """What ``namespace_key`` said of the namespace with this ``key`` in the tree: the same however often it was renewed."""
+    lengths = [1 if part is None else 9 + len(part) for part in fields_of(key)]
+    return key[len(key) - sum(lengths[-3:]) :]
+
+
 class Namespaces:
     """Namespaces as keys of the tree: ``fingerprint`` of what is cached, who may share it, and a number drawn at random each
     time that it is invalidated, so that no other process takes what is kept from then on for its own."""

@@ -82,7 +82,7 @@ class PrefixCache:
         self._capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
         self._at_once = self._capacity // _AT_ONCE
         self._most_pinned = int(retention.pin_share * self._capacity)
-        self.num_evicted_blocks = self.num_evicted_checkpoints = 0
+        self.num_evicted, self.num_evicted_checkpoints = [0] * len(groups), 0  #: blocks of each group
         self._start(policy)
 
     def clear_all(self) -> None:
@@ -140,6 +140,12 @@ class PrefixCache:
         whole = 0 if self.bounded else match.num_blocks * self.block_size
         return PrefixMatch(found.num_tokens, whole, "memory", found.groups)
 
+    def num_cached(self, group: BlockGroup) -> int:
+        """Blocks of ``group`` that are kept for reuse, in use or not. O(1)."""
+        if group is self.full:
+            return self.tree.num_cached
+        return len(self.kept) if group is self.states else self._window_of[group.index].blocks.num_cached
+
     def num_evictable(self, group: BlockGroup) -> int:
         """Blocks of ``group`` that ``evict`` could give up now. O(1)."""
         if group is self.full:
@@ -154,12 +160,14 @@ class PrefixCache:
         window = self._window_of.get(group.index)
         return self.num_evictable(group) if window is None else window.blocks.num_cached - window.blocks.num_reads
 
-    def idle_since(self, group: BlockGroup) -> int | None:
-        """When what goes next of ``group`` was used, by one clock for all groups; 0: never. None: nobody knows."""
+    def num_cold(self, group: BlockGroup) -> int:
+        """Cached blocks of ``group`` that slid out of every window, and before which nobody resumes."""
         window = self._window_of.get(group.index)
-        if group is self.full:
-            return self.tree.oldest()
-        return 0 if window is not None and window.blocks.num_cold else self.tree.checkpoints.oldest()
+        return 0 if window is None else window.blocks.num_cold
+
+    def idle_since(self, group: BlockGroup) -> int | None:
+        """When what goes next of ``group``, beside what is cold, was used, by one clock for all groups. None: nobody knows."""
+        return self.tree.oldest() if group is self.full else self.tree.checkpoints.oldest()
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
@@ -272,12 +280,12 @@ class PrefixCache:
         what slid out, and where nothing of that is left a checkpoint, so that it has more of it; for states a checkpoint."""
         if group is self.full:
             evicted = self.tree.evict(n + self._at_once)
-            self.num_evicted_blocks += evicted.ids.shape[1]
+            self.num_evicted[group.index] += evicted.ids.shape[1]
             return self._gone(evicted)
         window = self._window_of.get(group.index)
         if window is not None and window.blocks.num_cold:
             ids = window.blocks.evict(n)
-            self.num_evicted_blocks += len(ids)
+            self.num_evicted[group.index] += len(ids)
             return Evicted(((group, ids),))
         return self.evict_checkpoint()
 

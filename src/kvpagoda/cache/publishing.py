@@ -55,7 +55,6 @@ class Publisher:
     def begun(self, request: Request, hit: TierHit | None) -> None:
         """What ``request`` begins with was loaded: it is cached from now on. Or it was cached: it is in use again."""
         core, found = self._core, request.match
-        core.counters.loaded += found.loaded
         if not self._publishes(request):
             return
         request.due = self._due_of(request)
