@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvpagoda.errors import BadInput
 from kvpagoda.formats import decode, encode
 from kvpagoda.formats.encoding import Encoding
 from kvpagoda.kernels.packed_rows import append_rows, decode_parts, gather_rows, round_trip
@@ -93,9 +94,27 @@ class Pool:
             return round_trip(flat, rows.encoding).to(values.dtype).view(values.shape)
         return decode(rows.encoding, encode(rows.encoding, values), getattr(torch, rows.dtype)).to(values.dtype)
 
+    def tensor(self, name: str) -> Tensor:
+        """The one tensor in which kernels take rows ``name`` and what lies beside them: ``[kernel pages, rows, 1, 576]`` of a
+        latent and its RoPE key, ``[slots, heads, value, key]`` of a state, uint8 ``[kernel pages, rows, 1, 656]`` or ``[kernel
+        pages, heads, rows, bytes]`` of packed rows (with the strides that kernels are told, wherever scales lie). An alias,
+        with its axes in the order of memory. Raises BadInput where what lies there has no such form."""
+        page, memory = self.arena.page(self.layer, name)
+        if (whole := page.whole) is None:
+            raise BadInput(f"rows {', '.join(page.rows)} lie side by side as tensors of their own: {[*self.fields]}")
+        dtype = getattr(torch, whole.dtype)
+        typed = memory.view(dtype) if whole.dtype != "uint8" else memory
+        shape, strides = (len(typed), *whole.shape), (typed.stride(0), *whole.strides)
+        start = typed.storage_offset() + whole.offset // dtype.itemsize
+        found = typed.as_strided(shape, strides, start)
+        if page.places[0].field.count == 1 and name in self.rows and self.rows[name].count == 1 and not page.packed:
+            found = found.squeeze(1)
+        strides = found.stride()
+        return found.permute(0, *sorted(range(1, found.ndim), key=lambda axis: (-strides[axis], axis)))
+
     def pages(self, name: str) -> Tensor:
         """The pages that rows ``name`` lie in, as kernels address them: uint8 ``[kernel pages, nbytes]``, an alias."""
-        return self.arena.pages(self.layer)[name]
+        return self.arena.page(self.layer, name)[1]
 
     def _slots(self, index: Index, per_page: int) -> Tensor:
         """Number of each row that ``index`` names among all rows of the pages, int64 or int32."""

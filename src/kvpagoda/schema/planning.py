@@ -17,12 +17,19 @@ def shared_groups(groups: Groups, budget: int) -> tuple[Groups, int, int]:
 
     The first sector belongs to padding. Raises NeverFits unless one block of each group fits beside it.
     """
-    sector = sector_size(tuple(group.row_nbytes for group in groups), budget // 64)
+    multiples = tuple(group.layout.multiple * group.layout.kernel_pages for group in groups)
+    sector = sector_size(tuple(group.row_nbytes for group in groups), budget // 64, multiples)
     count = budget // sector.nbytes
     if count < 1 + len(groups):
         raise _too_small(groups, budget, (1 + len(groups)) * sector.nbytes, "raise the budget")
     shares = tuple(
-        replace(group, num_blocks=(count - 1) * per, row_nbytes=sector.nbytes // per, per_sector=per)
+        replace(
+            group,
+            layout=group.layout.spread(sector.nbytes // per),
+            num_blocks=(count - 1) * per,
+            row_nbytes=sector.nbytes // per,
+            per_sector=per,
+        )
         for group, per in zip(groups, sector.records)
     )
     return shares, count, sector.nbytes
