@@ -10,7 +10,7 @@ import pytest
 
 from kvpagoda import KVCache, Limits, Namespace, Retention, Schema
 from kvpagoda.cache.counters import MOST_NAMESPACES, OTHERS, Counters
-from kvpagoda.cache.namespace import Namespaces, fields_of, namespace_key, own_part
+from kvpagoda.cache.namespace import Namespaces, fields_of, namespace_key, owner_of
 from kvpagoda.cache.prefix_match import PrefixMatch
 from kvpagoda.schema import Attention, Layer
 from kvpagoda.tiers import TierSpec, host_tier
@@ -162,7 +162,7 @@ def test_a_key_tells_its_namespace_however_often_it_was_renewed() -> None:
     for namespace in (None, "salt", b"", Namespace("s", b"adapter", "w"), Namespace(None, "n")):
         for _ in range(2):
             key = names.key(namespace)
-            assert own_part(key) == namespace_key(namespace)
+            assert owner_of(key) == namespace_key(namespace)
             names.renew([namespace])
     assert fields_of(namespace_key(Namespace("s", None, b"w"))) == [b"s", None, b"w"]
 

@@ -82,7 +82,12 @@ def plan(
     pp: Annotated[int, typer.Option(help="pipeline stages")] = 1,
     stage: Annotated[int, typer.Option(help="which pipeline stage to show")] = 0,
     dtype: Annotated[str | None, typer.Option(help="dtype of the cached rows (default: the config's)")] = None,
-    kv_format: Annotated[str, typer.Option(help="raw, or fp8: the packed rows of the big engines")] = "raw",
+    kv_format: Annotated[
+        str, typer.Option(help="raw, fp8 (the packed rows of the big engines), mxfp4, nvfp4 or int8")
+    ] = "raw",
+    layout: Annotated[str | None, typer.Option(help="layouts by name, e.g. flashmla-v32,deepgemm-indexer")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help="what reads the cache, e.g. flashmla-sparse-sm100")] = None,
+    kernel_page: Annotated[int | None, typer.Option(help="tokens of a kernel's page (default: a block)")] = None,
     lengths: Annotated[str, typer.Option(help="request lengths to count for")] = "1024,8192,32768,131072",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
     list_presets: Annotated[
@@ -93,8 +98,13 @@ def plan(
     with one_line_errors():
         from kvpagoda import console
 
-        schema = _schema(config, dtype, kv_format).split(tp=tp, pp=pp, rank=stage)
-        made = schema.plan(budget, max_requests, block_size, lengths=_numbers(lengths, "--lengths", "tokens"))
+        schema = _schema(config, dtype, kv_format)
+        schema = schema if layout is None else schema.laid_out(_words(layout))
+        schema = schema.split(tp=tp, pp=pp, rank=stage)
+        made = schema.plan(
+            budget, max_requests, block_size, lengths=_numbers(lengths, "--lengths", "tokens"), kernels=kernel or (),
+            kernel_page=kernel_page,
+        )  # fmt: skip
         typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made.text(console.output().width))
 
 
@@ -190,7 +200,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above, tokens are drawn")] = 0.0,
     seed: Annotated[int, typer.Option(help="of the drawn tokens")] = 0,
     lookup: Annotated[int, typer.Option(help="next tokens proposed from the text so far, verified at once")] = 0,
-    kv_format: Annotated[str, typer.Option(help="raw, or fp8 where the layers have packed rows")] = "raw",
+    kv_format: Annotated[str, typer.Option(help="raw, or fp8, mxfp4, nvfp4, int8 where layers have such rows")] = "raw",
     tier: Tiers = None,
     dtype: Annotated[str, typer.Option(help="dtype to load a --model in")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print results and counters as JSON")] = False,

@@ -13,6 +13,7 @@ from kvpagoda.batch.persistent import PersistentBatch
 from kvpagoda.batch.step_buffers import StepBuffers
 from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.core import Core, Settings
+from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.invariants import check
 from kvpagoda.cache.lifecycle import Lifecycle
@@ -51,7 +52,8 @@ class KVCache:
     ``dtype``: of what the schema keeps, in place of the model's own. ``retention``, ``identity``, ``limits``: what is kept for
     reuse, who this process is to others, how far requests may go. ``order``, ``kernels``, ``kernel_page``: see
     ``Schema.plan``; several groups share one block-major memory unless ``order`` is ``"layer"``. ``poison``: fill what nobody
-    holds with NaN, to find stale reads.
+    holds with NaN, to find stale reads. ``events``: a log of what changes of what is cached, for routers
+    (``kvpagoda.events.EventLog``).
 
     One owner at a time: a cache and its sequences are used by one thread, or by several under one lock of theirs; a call
     while another thread is inside raises ConcurrentUse. An interrupt (Ctrl-C) between calls, or in one that is not yet
@@ -86,6 +88,7 @@ class KVCache:
         kernels: KernelNames = (),
         kernel_page: int | None = None,
         poison: bool = False,
+        events: EventLog | None = None,
     ) -> None:
         retention, identity, limits = retention or Retention(), identity or Identity(), limits or Limits()
         for value, kind in ((retention, Retention), (identity, Identity), (limits, Limits)):
@@ -98,7 +101,7 @@ class KVCache:
         )  # fmt: skip
         memory = _memory(plan, device, poison, bool(tiers))
         fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
-        settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, tuple(tiers))
+        settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, tuple(tiers), events)
         self._core = Core(plan, memory, settings)
         self._guard = self._core.guard
         self._publisher = Publisher(self._core)
@@ -198,8 +201,7 @@ class KVCache:
         """Begin to look for this prompt in the tiers, and to read what is there into host memory, while the request waits: for
         ``open(..., prefetch=...)``. At most half the staging memory of a tier is used for it; close what is not used.
 
-        Raises BadInput, also where there are no tiers.
-        """
+        Raises BadInput, also where there are no tiers."""
         return prefetch(self._core, token_ids, namespace, media)
 
     @exclusive

@@ -12,6 +12,7 @@ from kvpagoda.schema import MXFP4, NVFP4, RAW, Encoding
 FP8 = Encoding("fp8", kept=64)
 FLASH = Encoding("fp8_ue8m0", kept=64, group=64)
 FP8_GROUPS = Encoding("fp8", group=128)
+INT8 = Encoding("int8", group=64)
 CASES = {
     "raw": (RAW, 512),
     "fp8": (FP8, 512),
@@ -21,6 +22,8 @@ CASES = {
     "mxfp4": (MXFP4, 128),
     "nvfp4": (NVFP4, 128),
     "nvfp4_kept": (Encoding("nvfp4", kept=64, group=16), 128),
+    "int8": (INT8, 128),
+    "int8_kept": (Encoding("int8", kept=64, group=64), 512),
 }
 every_case = pytest.mark.parametrize(("encoding", "dim"), CASES.values(), ids=CASES)
 quantised = pytest.mark.parametrize(
@@ -64,10 +67,11 @@ def by_hand(encoding, x):
     """(codes one a byte, scales) of float32 ``x`` [n, coded] straight from the definitions, in numpy."""
     groups = x.reshape(len(x), -1, encoding.group or x.shape[1])
     amax = np.abs(groups).max(-1)
-    if encoding.name == "fp8":
+    if encoding.name in ("fp8", "int8"):
+        top = np.float32(448 if encoding.name == "fp8" else 127)
         a = np.maximum(amax, np.float32(1e-10))
-        y = groups * (np.float32(448) / a)[..., None]
-        scales = a / np.float32(448)
+        y = groups * (top / a)[..., None]
+        scales = a / top
         scales = scales if encoding.group else scales[:, 0]
     elif encoding.name == "nvfp4":
         scales = nearest_even(np.maximum(amax, np.float32(6 / 512)) / np.float32(6), E4M3, 0x80)
@@ -79,6 +83,8 @@ def by_hand(encoding, x):
         scales = (exponent + 127).astype(np.uint8)
         y = groups / np.ldexp(np.float32(1), exponent)[..., None]
     y = y.astype(np.float32).reshape(x.shape)
+    if encoding.name == "int8":
+        return np.rint(y).astype(np.int8).view(np.uint8), scales
     return nearest_even(y, *((E2M1, 8) if "fp4" in encoding.name else (E4M3, 0x80))), scales
 
 
@@ -114,7 +120,8 @@ def test_kept_elements_are_bit_exact(encoding, dim):
 
 
 @pytest.mark.parametrize(
-    ("encoding", "bound"), [(FP8, 0.036), (FP8_GROUPS, 0.036), (FLASH, 0.036), (NVFP4, 0.13), (MXFP4, 0.16)]
+    ("encoding", "bound"),
+    [(FP8, 0.036), (FP8_GROUPS, 0.036), (FLASH, 0.036), (NVFP4, 0.13), (MXFP4, 0.16), (INT8, 0.015)],
 )
 def test_relative_error(encoding, bound):
     dim = 512

@@ -192,7 +192,7 @@ def test_fp8_of_kinds_without_a_packed_form(config: dict[str, Any]) -> None:
 
 
 def test_unknown_format() -> None:
-    with pytest.raises(SchemaError, match=r"unknown kv_format 'int3'; known: raw, fp8"):
+    with pytest.raises(SchemaError, match=r"unknown kv_format 'int3'; known: raw, fp8, mxfp4, nvfp4, int8"):
         Schema.from_hf_config(LLAMA_8B, kv_format="int3")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from secrets import token_bytes
 
-from kvpagoda.cache.namespace import fields_of, own_part
+from kvpagoda.cache.namespace import fields_of, owner_of
 from kvpagoda.cache.prefix_match import PrefixMatch
 
 MOST_NAMESPACES = 256
@@ -66,7 +66,7 @@ class Counters:
         """The counters of a namespace, by its key in the tree; the same ones after it was invalidated."""
         tally = self._by_key.get(namespace)
         if tally is None:
-            own = own_part(namespace)
+            own = owner_of(namespace)
             if own not in self._tallies and len(self._tallies) >= MOST_NAMESPACES:
                 own = b""
             if len(self._by_key) > 4 * MOST_NAMESPACES:

@@ -14,8 +14,9 @@ from enum import Enum
 from functools import partial
 from typing import ClassVar
 
-from kvpagoda.errors import BadInput, SchemaError
+from kvpagoda.errors import SchemaError, unknown_name
 from kvpagoda.schema import MXFP4, RAW, Compressed, Encoding, IndexKeys, Layer, RowLayout, Schema
+from kvpagoda.schema.from_hf import KV_FORMATS
 from kvpagoda.schema.layers import block_layout, state_layout
 from kvpagoda.units import ceil_div, whole_number
 
@@ -295,13 +296,15 @@ def most_blocks(ratio: int, max_tokens: int, max_requests: int) -> int:
 
 
 def _preset(config: DSV4Config, kv_format: str) -> Schema:
-    if kv_format not in ("raw", "fp8"):
-        raise BadInput(f"kv_format is 'raw' or 'fp8', got {kv_format!r}")
-    is_raw = kv_format == "raw"
-    return config.schema(encoding=RAW if is_raw else FP8_UE8M0, index_encoding=RAW if is_raw else MXFP4)
+    if kv_format not in tuple(KV_FORMATS):
+        raise unknown_name("kv_format", kv_format, KV_FORMATS)
+    if (packed := KV_FORMATS[kv_format]) is None:
+        return config.schema(encoding=RAW, index_encoding=RAW)
+    return config.schema(encoding=replace(packed.entries, kept=config.rope_dim), index_encoding=packed.index_keys)
 
 
 PRESETS: dict[str, Callable[[str], Schema]] = {
     config.name: partial(_preset, config) for config in (DSV4Config.flash(), DSV4Config.pro())
 }
-"""Models by name: the schema for a ``kv_format``, ``raw`` (bfloat16 rows) or ``fp8`` (584-byte entries, MXFP4 index keys)."""
+"""Models by name: the schema for a ``kv_format``, ``raw`` (bfloat16 rows), ``fp8`` (584-byte entries, MXFP4 index
+keys), or another of ``KV_FORMATS``."""

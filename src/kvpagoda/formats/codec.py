@@ -124,5 +124,6 @@ RULES = {
     "fp8_ue8m0": Rule("e4m3", "e8m0", floor=1e-4),
     "mxfp4": Rule("e2m1", "e8m0", floor=6 * 2.0**-126),
     "nvfp4": Rule("e2m1", "e4m3", floor=6 * 2.0**-9),
+    "int8": Rule("int8", "float32", floor=1e-10, by="inverse"),
 }
 """The rules of the schema's encodings; their groups are the encodings' own."""

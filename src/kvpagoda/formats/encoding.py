@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvpagoda.errors import SchemaError, unknown_name
 from kvpagoda.units import align_up
 
-ENCODINGS = ("fp8", "fp8_ue8m0", "mxfp4", "nvfp4")
+ENCODINGS = ("fp8", "fp8_ue8m0", "mxfp4", "nvfp4", "int8")
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Encoding:
                    of 8; the last ``kept`` elements stay bfloat16. With 448 + 64 elements: the 584-byte row of FlashMLA.
     ``mxfp4``      E2M1 codes, two a byte, with one power-of-two scale byte for each 32.
     ``nvfp4``      E2M1 codes, two a byte, with one E4M3 scale for each 16.
+    ``int8``       whole numbers of -127 .. 127 with one float32 scale for each ``group`` elements (None: one a row).
+                   These three may keep their last elements too.
 
     >>> Encoding("fp8_ue8m0", kept=64, group=64).parts((512,), "bfloat16")
     (('_fp8', (448,), 'uint8'), ('_rope', (64,), 'bfloat16'), ('_scales', (8,), 'uint8'))
@@ -47,8 +49,9 @@ class Encoding:
                 f"{coded} to encode is not a positive multiple of {max(group, per_byte)}"
             )
         groups = coded // group
-        codes = ("_fp4" if self.is_fp4 else "_fp8", (*lead, coded // per_byte), "uint8")
-        if self.name == "fp8":
+        suffix = "_fp4" if self.is_fp4 else "_int8" if self.name == "int8" else "_fp8"
+        codes = (suffix, (*lead, coded // per_byte), "uint8")
+        if self.name in ("fp8", "int8"):
             scales = ("_inv_scale", lead if self.group is None else (*lead, groups), "float32")
         else:
             scales = ("_scales", (*lead, align_up(groups, 8) if self.name == "fp8_ue8m0" else groups), "uint8")

@@ -89,7 +89,7 @@ class Generator:
     default what costs least, from the time that steps and copies took. ``num_preempted`` counts requests that were preempted,
     ``num_swapped`` those of them that were suspended. A text that grows past a switch of the model's position encodings
     (``rope_switch``) is computed again and counts as preempted too.
-    ``kv_format``: see ``Schema.from_hf_config``, and ``layout`` among ``cache_arguments``.
+    ``kv_format`` and ``layout``: see ``Schema.from_hf_config``.
     ``cache_arguments``: all other arguments of ``KVCache``. Where ``tiers`` can be read by others, ``identity.weights`` is by
     default a digest of the whole model, which takes seconds for a large one.
 
@@ -116,12 +116,13 @@ class Generator:
         preemption: PreemptionPolicy | None = None,
         preemption_mode: Callable[[Costs], PreemptionMode] = cheapest,
         kv_format: str = "raw",
+        layout: LayoutNames | None = None,
         **cache_arguments: Any,
     ) -> None:
         if prefill_chunk < 1 or lookup < 0:
             raise BadInput(f"need prefill_chunk >= 1 and lookup >= 0 tokens, got {prefill_chunk} and {lookup}")
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
-        self._runner = runner_of(model, prefill_chunk, lookup, kv_format, sizes)
+        self._runner = runner_of(model, prefill_chunk, lookup, kv_format, sizes, layout)
         self.cache = self._runner.cache
         self._chunk, self._lookup = prefill_chunk, min((lookup, *(n for _, _, n in self.cache.plan.rewinds)))
         self._ends = _end_tokens(model)

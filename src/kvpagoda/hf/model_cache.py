@@ -13,19 +13,25 @@ from kvpagoda.hf.runner import ModelRunner, Runner
 from kvpagoda.hf.weights import weights_digest
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Compressed, Schema
+from kvpagoda.schema.layout_choice import LayoutNames
 
 
-def runner_of(model: Any, chunk: int, lookup: int, kv_format: str, cache_arguments: dict[str, Any]) -> Runner:
-    """A runner of ``model`` (put in eval mode) over a cache of ``cache_arguments``, those of ``KVCache`` and ``layout``. A
-    step computes at most ``chunk`` prompt tokens of a text, or ``lookup`` proposed ones and one more. ``kv_format``,
-    ``layout``: see ``Schema.from_hf_config``. Where ``tiers`` can be read by others, ``identity.weights`` is by default a
-    digest of the whole model. Raises BadInput, SchemaError, LayoutError, NeverFits."""
+def runner_of(
+    model: Any,
+    chunk: int,
+    lookup: int,
+    kv_format: str,
+    cache_arguments: dict[str, Any],
+    layout: LayoutNames | None = None,
+) -> Runner:
+    """A runner of ``model`` (put in eval mode) over a cache of ``cache_arguments``, those of ``KVCache``. A step computes at
+    most ``chunk`` prompt tokens of a text, or ``lookup`` proposed ones and one more. ``kv_format`` and ``layout``: see
+    ``Schema.from_hf_config``. Where ``tiers`` can be read by others, ``identity.weights`` is by default a digest of the whole
+    model. Raises BadInput, SchemaError, NeverFits."""
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")
+    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, layout=layout, verify_width=lookup)
     sizes = {**cache_arguments}
-    schema = Schema.from_hf_config(
-        model.config, dtype=dtype, kv_format=kv_format, layout=sizes.pop("layout", None), verify_width=lookup
-    )
     identity, limits = sizes.pop("identity", None) or Identity(), sizes.pop("limits", None) or Limits()
     if not identity.weights and not all(getattr(tier, "is_private", True) for tier in sizes.get("tiers", ())):
         identity = replace(identity, weights=weights_digest(model))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpagoda.errors import SchemaError
-from kvpagoda.formats.encoding import MXFP4, RAW, Encoding
+from kvpagoda.formats.encoding import MXFP4, NVFP4, RAW, Encoding
 from kvpagoda.schema.config import REQUIRED, Config, fields_of
 from kvpagoda.schema.families import Family, model_types, refused
 from kvpagoda.schema.families import layer_types as t
@@ -19,17 +20,35 @@ from kvpagoda.schema.fields import FULL, Growth, itemsize
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
 from kvpagoda.schema.layers import Layer
 
-KV_FORMATS = ("raw", "fp8")
-FP8_LATENT = Encoding("fp8", group=128)
 NOT_CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (True,), "use_bidirectional_attention": (True, "all")}
 """Fields, and the values with which tokens read more than those before them."""
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """A quantised form of the cache: how latents (and their indexers' keys), compressed entries and their indexers' keys lie
+    in memory. The RoPE part of an entry is kept beside its codes."""
+
+    latents: Encoding
+    entries: Encoding
+    index_keys: Encoding
+
+
+KV_FORMATS: dict[str, KVFormat | None] = {
+    "raw": None,
+    "fp8": KVFormat(Encoding("fp8", group=128), Encoding("fp8_ue8m0", group=64), MXFP4),
+    "mxfp4": KVFormat(MXFP4, MXFP4, MXFP4),
+    "nvfp4": KVFormat(NVFP4, NVFP4, NVFP4),
+    "int8": KVFormat(Encoding("int8", group=128), Encoding("int8", group=64), Encoding("int8", group=32)),
+}
+"""The values of ``kv_format``. ``fp8``: the packed rows of the big engines."""
 
 
 def read_config(
     config: Any, *, dtype: str | None, kv_format: str
 ) -> tuple[tuple[Layer, ...], str, int | None, int | None]:
     """The fields of a ``Schema``: (layers, name, max_positions, vocab_size). Raises SchemaError."""
-    if kv_format not in KV_FORMATS:
+    if kv_format not in tuple(KV_FORMATS):
         raise SchemaError(f"unknown kv_format {kv_format!r}; known: {', '.join(KV_FORMATS)}")
     name, c, dtype = open_config(config, dtype)
     family: Family = model_types()[name]["family"]
@@ -44,9 +63,14 @@ def read_config(
     for index, layer_type in enumerate(types):
         try:
             owner = owner_of(c, types, index)
-            kinds = layer_kinds(c.at(index), family, layer_type, index, dtype, packed=kv_format == "fp8")
+            kinds = layer_kinds(c.at(index), family, layer_type, index, dtype, packed=KV_FORMATS[kv_format])
         except SchemaError as error:
             raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
+        if kv_format != "raw" and any(isinstance(kind, Attention | Recurrent) for kind in kinds):
+            raise SchemaError(
+                f"{name} config, layer {index} ({layer_type}): kv_format is {kv_format!r}; only MLA latents and DeepSeek-V4 "
+                f"entries have that form, use 'raw'"
+            )
         layers.append(Layer(index, layer_type, kinds if owner is None else (Shared(owner),)))
     return tuple(layers), name, max_positions, vocab_size
 
@@ -139,20 +163,18 @@ def owner_of(c: Config, types: list[str], index: int) -> int | None:
 
 
 def layer_kinds(
-    c: Config, family: Family, layer_type: str, index: int, dtype: str, *, packed: bool
+    c: Config, family: Family, layer_type: str, index: int, dtype: str, *, packed: KVFormat | None
 ) -> tuple[LayerKind, ...]:
-    """What a layer of type ``layer_type`` keeps. ``packed``: in the FP8 form. Raises SchemaError."""
+    """What a layer of type ``layer_type`` keeps, in the form ``packed``; None: raw. Raises SchemaError."""
     kinds: list[LayerKind] = []
     if layer_type not in (t.LINEAR, t.CONV, t.MOE, t.MLP, t.CROSS):
         kinds.append(attention(c, family, layer_type, index, dtype, packed))
     if layer_type in (t.LINEAR, t.CONV, t.HYBRID, t.HYBRID_SLIDING) and family.states is not None:
         kinds.append(Recurrent(family.states(c.replaced(layer_type=layer_type), dtype)))
-    if packed and any(isinstance(kind, Attention | Recurrent) for kind in kinds):
-        raise SchemaError("kv_format is 'fp8'; only MLA latents and DeepSeek-V4 entries have that form, use 'raw'")
     return tuple(kinds)
 
 
-def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str, packed: bool) -> LayerKind:
+def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str, packed: KVFormat | None) -> LayerKind:
     """The attention of one layer: K/V heads, a latent, or compressed entries."""
     if family.attention == "compressed":
         return compressed(c, layer_type, dtype, packed)
@@ -167,22 +189,22 @@ def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str
     if family.attention == "heads":
         heads = family.heads(c, layer_type)
         return Attention(heads.number, heads.k_dim, heads.v_dim, dtype, law)
-    encoding = FP8_LATENT if packed else RAW
+    encoding = packed.latents if packed else RAW
     has_indexer = layer_type == t.INDEXED and family.has_indexer(c, index)
     indexer = IndexKeys(c.size("index_head_dim"), encoding) if has_indexer else None
     return Latent(c.size("kv_lora_rank"), c.size("qk_rope_head_dim"), dtype, law, encoding, indexer)
 
 
-def compressed(c: Config, layer_type: str, dtype: str, packed: bool) -> Compressed:
-    """A DeepSeek-V4 layer. Packed: 584-byte rows and MXFP4 indexer keys, tails in float32 as the model computes them."""
+def compressed(c: Config, layer_type: str, dtype: str, packed: KVFormat | None) -> Compressed:
+    """A DeepSeek-V4 layer. Packed: tails in float32 as the model computes them."""
     rates = {t.CSA: c.get("compress_rate_csa", 4), t.HCA: c.get("compress_rate_hca", 128), **c.table("compress_rates")}
     return Compressed(
         c.size("head_dim"),
         c.size("sliding_window"),
         "bfloat16" if packed else dtype,
         0 if layer_type == t.SLIDING else Config(rates, {}).size(layer_type, 2),
-        IndexKeys(c.size("index_head_dim"), MXFP4 if packed else RAW) if layer_type == t.CSA else None,
-        Encoding("fp8_ue8m0", kept=rope_dim(c), group=64) if packed else RAW,
+        IndexKeys(c.size("index_head_dim"), packed.index_keys if packed else RAW) if layer_type == t.CSA else None,
+        replace(packed.entries, kept=rope_dim(c)) if packed else RAW,
         tail_dtype="float32" if packed else dtype,
     )
 
