@@ -68,6 +68,7 @@ def test_records_are_padded_as_readers_of_packed_rows_ask_and_the_plan_shows_it(
         (HEADS, "flashmla-dense", {}, "reads latent, entries; no layer keeps such rows"),
         (HEADS, "flash-attention-3-sm100", {}, "runs on sm90, not on sm100"),
         (RAW.laid_out("kvpagoda-mla"), "flashmla-dense", {}, "have no such form"),
+        (DSV4Config.flash().schema(), "flashmla-sparse-dsv4-sm100", {}, "these rows have no such form"),
         (RAW.laid_out("sglang-dsa"), "flashmla-sparse-sm100", {}, "truncates scales to powers of two"),
         (DELTA.laid_out("gdn-state-kv"), "fla", {}, "state order: declared.order = KV must be one of VK"),
     ],

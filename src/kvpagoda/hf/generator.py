@@ -19,6 +19,7 @@ from kvpagoda.hf.runner import Tensor
 from kvpagoda.hf.sampling import GREEDY, Sampling
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.scheduling import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
+from kvpagoda.schema.layout_choice import LayoutNames
 
 
 class Answer(Job):

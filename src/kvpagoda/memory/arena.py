@@ -75,7 +75,8 @@ class Arena:
             if self.order == "block":
                 start, stride = page.offset, self.row_nbytes // layout.kernel_pages
             self._pages.append((page, self.buffer[start:].as_strided((self.num_pages, page.nbytes), (stride, 1))))
-            self._page_of |= {(page.layer, name): self._pages[-1] for name in page.rows}
+            for name in page.rows:
+                self._page_of.setdefault((page.layer, name), self._pages[-1])
             for place in page.places:
                 self._views.setdefault(place.layer, {})[place.field.name] = self._view(place, start, stride)
             end += page.nbytes
@@ -105,7 +106,7 @@ class Arena:
 
     def page(self, layer: int, name: str) -> tuple[Page, Tensor]:
         """The page that rows ``name`` of ``layer`` lie in, beside others or alone, and all of them: uint8 ``[num_pages,
-        nbytes]``. KeyError if there is none."""
+        nbytes]``; of several (codes, and scales apart) the first. KeyError if there is none."""
         return self._page_of[layer, name]
 
     def all_layers(self, name: str) -> Tensor:

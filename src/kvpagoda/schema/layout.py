@@ -122,7 +122,7 @@ def pages_of(layer: int, rows: Iterable[Rows], count: Callable[[Rows], int]) -> 
                 page, number, [PageRows(one.name, one.axes, one.shape, one.dtype) for one in members]
             )
         else:
-            yield from (replace(dense(layer, field), axes=axes) for field in fields)
+            yield from (replace(dense(layer, field), rows=(first.name,), axes=axes) for field in fields)
             continue
         places = tuple(Place(layer, field, *place) for field, place in zip(fields, found))
         yield Page(tuple(one.name for one in members), nbytes, places, multiple, axes=axes, packed=packed)

@@ -234,15 +234,14 @@ class Schema:
         tokens of one request written between two commits (a prefill chunk); window groups keep blocks for them.
         ``lengths``: tokens, for which to count the requests that fit. ``checkpoints``: the most places to resume at,
         where layers keep windows or states (None: as many as there is memory for; ``max_requests`` where each group has its
-        own part of it).
-        ``shared``: several groups share the memory, cut into sectors; False, or ``num_blocks``: each has its own part of it.
-        ``kernels``: what will read and write the cache, by name or by kind (``kvpagoda.layouts.demands.kernels``;
-        ``"flashmla-sparse-sm100"``). What is not given here is chosen so that they can: padding of records, ``kernel_page``
-        (tokens of the pages that kernels see of a block), ``block_size``. ``order``: ``"block"`` (the default) or ``"layer"``,
-        see ``Arena``; layer-major groups share no memory.
+        own part of it). ``shared``: several groups share the memory, cut into sectors; False, or ``num_blocks``: each has its
+        own part of it.
+        ``kernels``: what reads and writes the cache (``kvpagoda.layouts.demands.kernels``; ``"flashmla-sparse-sm100"``), by
+        kind or for all. What is not given is chosen to suit them: padding, ``kernel_page`` (tokens of a page of theirs),
+        ``block_size``. ``order``: ``"block"`` (the default) or ``"layer"``, see ``Arena``; layer-major groups share nothing.
 
-        Raises BadInput, NeverFits if not even one block of one request fits, and SchemaError where a kernel would refuse, copy
-        or read wrongly what it gets, with its rule and what would make it legal.
+        Raises BadInput, NeverFits if not even one block of one request fits, and SchemaError where a kernel would refuse,
+        copy or misread what it gets, with its rule and what would make it legal.
         """
         if (budget is None) == (num_blocks is None):
             raise BadInput("give either a budget in bytes or num_blocks, not both and not neither")
@@ -262,8 +261,7 @@ class Schema:
         groups = self._largest_groups(fit, order, step_tokens, max_requests, checkpoints)
         num_sectors = sector_nbytes = 0
         if blocks:
-            groups = equal_groups(groups, blocks)
-            nbytes = groups_nbytes(groups)
+            nbytes = groups_nbytes(groups := equal_groups(groups, blocks))
         elif is_shared:
             groups, num_sectors, sector_nbytes = shared_groups(groups, nbytes)
         elif len(groups) == 1:
@@ -271,11 +269,9 @@ class Schema:
         else:
             groups = fixed_groups(groups, nbytes)
         given = self.name, self.layers, self.max_positions, size, max_requests, checkpoints, lengths
-        made = Plan(*given, nbytes, groups, num_sectors, sector_nbytes, order, fit.kernel_page, fit.notes)
-        for group in groups:  # sectors may have spread records
-            layers = tuple(self.layers)
-            assert next(unmet(group.layout, layers, readers_of(kernels), order, group.row_nbytes), None) is None
-        return made
+        readers = readers_of(kernels)  # sectors may have spread records
+        assert not any([*unmet(one.layout, self.layers, readers, order, one.row_nbytes)] for one in groups if readers)
+        return Plan(*given, nbytes, groups, num_sectors, sector_nbytes, order, fit.kernel_page, fit.notes)
 
     def _fit(self, block_size: int | None, kernel_page: int | None, kernels: KernelNames, order: str | None) -> Fit:
         """Sizes of blocks and kernel pages, those that are given and others, and padding, with which ``kernels`` can read."""
