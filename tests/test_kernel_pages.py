@@ -72,7 +72,8 @@ def test_rows_are_found_by_tables_runs_and_slots_in_kernel_pages(
     cache.check()
 
 
-def test_packed_pages_are_handed_as_kernels_take_them() -> None:
+def test_packed_pages_are_handed_as_kernels_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPAGODA_KERNELS", "reference")
     schema = Schema((Layer(0, "latent", (Latent(512, 64, "bfloat16"),)),)).laid_out("flashmla-v32")
     cache = KVCache(schema, num_blocks=4, block_size=8, kernel_page=4, device="cpu", kernels="flashmla-sparse-sm100")
     sequence = cache.open(range(6))

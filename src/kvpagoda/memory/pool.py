@@ -31,9 +31,9 @@ class Pool:
     """Named rows of one layer over an arena; ``write`` and ``read`` go through each row's encoding.
 
     A row is addressed by (record id, row in the record): ``(block id, row of the block)`` for what grows with the text,
-    ``(state row, ring row)`` for what a request has a fixed amount of; ids alone name all rows of their records. A negative
-    id is for what nobody reads: it writes to the end, as in torch, or, in packed rows, nowhere. ``fields`` show each record
-    as its kernel pages, one behind another, and alias the arena.
+    ``(state row, ring row)`` for what a request has a fixed amount of. Ids alone are of kernel pages, as tables have them, and
+    name all of their rows. A negative id is for what nobody reads: it writes to the end, as in torch, or, in packed rows,
+    nowhere. ``fields`` show each record as its kernel pages, one behind another, and alias the arena.
 
     The last ``num_hidden`` records absorb what padded rows write: addressable, but not among what ``shown`` gives.
     """
@@ -66,7 +66,7 @@ class Pool:
         if isinstance(encoding, PackedRow):
             slots = self._slots(index, parts[0].shape[1])
             slots = slots.expand(values.shape[: values.ndim - len(self.rows[name].shape)])
-            flat = values.reshape(slots.numel(), -1).to(torch.bfloat16)
+            flat = values.reshape(slots.numel(), math.prod(self.rows[name].shape)).to(torch.bfloat16)
             append_rows(flat, slots.flatten(), self.pages(name), **_packed(encoding, parts[0]))
             return
         cells = self._cells(index, parts[0].shape[1])
@@ -118,13 +118,13 @@ class Pool:
 
     def _slots(self, index: Index, per_page: int) -> Tensor:
         """Number of each row that ``index`` names among all rows of the pages, int64 or int32."""
-        count = per_page * self.arena.layout.kernel_pages
-        record, row = index if len(index) == 2 else (index[0][..., None], _arange(count, index[0].device))
-        return record * count + row
+        if len(index) == 1:
+            return index[0][..., None] * per_page + _arange(per_page, index[0].device)
+        return index[0] * (per_page * self.arena.layout.kernel_pages) + index[1]
 
     def _cells(self, index: Index, per_page: int) -> Index:
         """(kernel page, row of it) of each row that ``index`` names."""
-        if self.arena.layout.kernel_pages == 1:
+        if self.arena.layout.kernel_pages == 1 or len(index) == 1:
             return index
         slots = self._slots(index, per_page)
         return torch.div(slots, per_page, rounding_mode="floor"), slots % per_page
