@@ -85,6 +85,9 @@ def plan(
     kv_format: Annotated[
         str, typer.Option(help="raw, fp8 (the packed rows of the big engines), mxfp4, nvfp4 or int8")
     ] = "raw",
+    layout: Annotated[str | None, typer.Option(help="layouts by name, e.g. flashmla-v32,deepgemm-indexer")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help="what reads the cache, e.g. flashmla-sparse-sm100")] = None,
+    kernel_page: Annotated[int | None, typer.Option(help="tokens of a kernel's page (default: a block)")] = None,
     lengths: Annotated[str, typer.Option(help="request lengths to count for")] = "1024,8192,32768,131072",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
     list_presets: Annotated[
@@ -95,8 +98,13 @@ def plan(
     with one_line_errors():
         from kvpagoda import console
 
-        schema = _schema(config, dtype, kv_format).split(tp=tp, pp=pp, rank=stage)
-        made = schema.plan(budget, max_requests, block_size, lengths=_numbers(lengths, "--lengths", "tokens"))
+        schema = _schema(config, dtype, kv_format)
+        schema = schema if layout is None else schema.laid_out(_words(layout))
+        schema = schema.split(tp=tp, pp=pp, rank=stage)
+        made = schema.plan(
+            budget, max_requests, block_size, lengths=_numbers(lengths, "--lengths", "tokens"), kernels=kernel or (),
+            kernel_page=kernel_page,
+        )  # fmt: skip
         typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made.text(console.output().width))
 
 
