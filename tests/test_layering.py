@@ -11,13 +11,14 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "schema", "blocks", "prefix", "formats", "layouts", "kernels", "memory", "tiers", "cache", "batch",
-    "kv_cache", "scheduling", "compat", "console", "doctor", "replay", "hf", "cli",
+    "errors", "units", "formats", "layouts", "schema", "blocks", "prefix", "kernels", "memory", "tiers", "cache", "batch",
+    "kv_cache", "events", "scheduling", "compat", "console", "doctor", "replay", "adapters", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},
     "kernels": {"triton", "numba", "llvmlite"},
     "tiers": {"xxhash", "redis", "mooncake"},
+    "events": {"msgspec", "zmq"},
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {

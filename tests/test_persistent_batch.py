@@ -110,7 +110,7 @@ def test_random_traffic(name: str, copied: bool) -> None:
     if copied:
         arrays = DeviceArrays(torch.device("cpu"))
         arrays.is_host = False
-        together._buffers._arrays = arrays
+        together._buffers.arrays = arrays
     texts: dict[Sequence, list[int]] = {}
     seen = {"steps": 0, "short": 0, "closed": 0, "forked": 0, "rewound": 0, "alone": 0, "fenced": 0, "moved": 0}
 
@@ -273,7 +273,7 @@ def test_all_get_room_or_none() -> None:
     with pytest.raises(OutOfBlocks, match="need 3 blocks, 1 available"):
         together.extend()
     assert [sequence.capacity for sequence in together.sequences] == [8, 8, 8] and cache.stats().groups[0].free == 1
-    with pytest.raises(BadInput, match="3 tokens for 3 sequences, of which 3 have no room"):
+    with pytest.raises(BadInput, match="3 tokens for 3 sequences, 3 in all, of which 3 have no room"):
         together.commit([1, 2, 3])
     third.close()
     together.remove(third)
@@ -290,7 +290,7 @@ def test_what_cannot_be_is_refused_before_anything_changed() -> None:
     together = cache.persistent_batch([first], num_rows=2)
     for sequences, message in [
         ([first], "each once"), ([second, second], "each once"), ([second, begun], "do not go into 2 rows"),
-        ([begun], "0 of 3 prompt tokens; commit them first"),
+        ([begun], "0 of 3 prompt tokens; commit all but the last first"),
     ]:  # fmt: skip
         with pytest.raises(BadInput, match=message):
             together.add(*sequences)
@@ -306,7 +306,11 @@ def test_what_cannot_be_is_refused_before_anything_changed() -> None:
     with pytest.raises(StaleHandle, match="is closed"):
         together.add(closed)
     together.extend()
-    for tokens, message in [([1, 2], "2 tokens for 1 sequences"), ([100], "token id 100"), ([0.5], "integers")]:
+    for tokens, message in [
+        ([1, 2], "2 tokens for 1 sequences, 1 in all"),
+        ([100], "token id 100"),
+        ([0.5], "integers"),
+    ]:
         with pytest.raises(BadInput, match=message):
             together.commit(tokens)
     assert first.length == 5

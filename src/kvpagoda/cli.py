@@ -82,7 +82,9 @@ def plan(
     pp: Annotated[int, typer.Option(help="pipeline stages")] = 1,
     stage: Annotated[int, typer.Option(help="which pipeline stage to show")] = 0,
     dtype: Annotated[str | None, typer.Option(help="dtype of the cached rows (default: the config's)")] = None,
-    kv_format: Annotated[str, typer.Option(help="raw, fp8 (the packed rows of the big engines), mxfp4, nvfp4 or int8")] = "raw",
+    kv_format: Annotated[
+        str, typer.Option(help="raw, fp8 (the packed rows of the big engines), mxfp4, nvfp4 or int8")
+    ] = "raw",
     lengths: Annotated[str, typer.Option(help="request lengths to count for")] = "1024,8192,32768,131072",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
     list_presets: Annotated[

@@ -8,12 +8,12 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from kvpagoda.batch.batch import Batch
+from kvpagoda.batch.batch import Batch, LayerView, batch_of
 from kvpagoda.batch.persistent import PersistentBatch
-from kvpagoda.batch.step import StepRows
 from kvpagoda.batch.step_buffers import StepBuffers
 from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.core import Core, Settings
+from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.invariants import check
 from kvpagoda.cache.lifecycle import Lifecycle
@@ -51,7 +51,7 @@ class KVCache:
     ``dtype``: of what the schema keeps, in place of the model's own. ``retention``, ``identity``, ``limits``: what is kept for
     reuse, who this process is to others, how far requests may go. ``order``: ``"block"`` or ``"layer"``, see ``Arena``;
     several groups share one block-major memory unless it is ``"layer"``. ``poison``: fill what nobody holds with NaN, to find
-    stale reads.
+    stale reads. ``events``: a log of what changes of what is cached, for routers (``kvpagoda.events.EventLog``).
 
     One owner at a time: a cache and its sequences are used by one thread, or by several under one lock of theirs; a call
     while another thread is inside raises ConcurrentUse. An interrupt (Ctrl-C) between calls, or in one that is not yet
@@ -84,6 +84,7 @@ class KVCache:
         limits: Limits | None = None,
         order: str | None = None,
         poison: bool = False,
+        events: EventLog | None = None,
     ) -> None:
         retention, identity, limits = retention or Retention(), identity or Identity(), limits or Limits()
         for value, kind in ((retention, Retention), (identity, Identity), (limits, Limits)):
@@ -96,7 +97,7 @@ class KVCache:
         )  # fmt: skip
         memory = _memory(plan, device, order, poison, bool(tiers))
         settings = Settings(
-            schema.vocab_size, self.schema.fingerprint, policy, retention, identity, limits, tuple(tiers)
+            schema.vocab_size, self.schema.fingerprint, policy, retention, identity, limits, tuple(tiers), events
         )
         self._core = Core(plan, memory, settings)
         self._guard = self._core.guard
@@ -197,8 +198,7 @@ class KVCache:
         """Begin to look for this prompt in the tiers, and to read what is there into host memory, while the request waits: for
         ``open(..., prefetch=...)``. At most half the staging memory of a tier is used for it; close what is not used.
 
-        Raises BadInput, also where there are no tiers.
-        """
+        Raises BadInput, also where there are no tiers."""
         return prefetch(self._core, token_ids, namespace, media)
 
     @exclusive
@@ -235,43 +235,33 @@ class KVCache:
         ``pad_to`` rows in all (CUDA graphs): padded rows have one token, slot -1, length 0 and write to block 0. The
         arrays lie in static buffers: they are valid until the next ``batch``. Raises BadInput, StaleHandle.
         """
-        core, requests = self._core, requests_of(sequences, self._core)
-        counts = [whole_number(n, "new_tokens of a sequence", 1) for n in new_tokens]
-        if len(requests) != len(counts) or not requests:
-            raise BadInput(
-                f"{len(requests)} sequences need as many positive new_tokens, at least one; got {counts[:16]}"
-            )
-        rows = len(requests) if pad_to is None else whole_number(pad_to, "pad_to", 1)
-        if rows < len(requests):
-            raise BadInput(f"pad_to={pad_to} is less than the {len(requests)} sequences of the batch")
-        if len({*requests}) != len(requests):
-            raise BadInput("a sequence appears twice in the batch")
-        for request, new in zip(requests, counts):
-            request.check_running()
-            capacity = self._lifecycle.capacity_of(request)
-            if request.length + new > capacity:
-                raise BadInput(
-                    f"slot {request.slot} has room for {capacity} tokens, not {request.length} + {new}; extend first"
-                )
-        padding = rows - len(requests)
-        slots = np.array([request.slot for request in requests] + [-1] * padding, np.int64)
-        before = np.array([request.length for request in requests] + [0] * padding, np.int64)
-        step = StepRows(slots, np.array([*counts] + [1] * padding, np.int64), len(requests))
-        for request, new in zip(requests, counts):
-            request.written = max(request.written, request.length + new)
-        return Batch(core, self._step_buffers, self.schema, requests, step, before)
+        requests = requests_of(sequences, self._core)
+        return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to)
 
     @exclusive
     def persistent_batch(
-        self, sequences: Iterable[Sequence] = (), num_rows: SupportsIndex | None = None
+        self,
+        sequences: Iterable[Sequence] = (),
+        num_rows: SupportsIndex | None = None,
+        *,
+        tokens_per_row: SupportsIndex | None = None,
     ) -> PersistentBatch:
-        """Run ``sequences``, whose prompts are committed, step by step: each step costs what changed. ``num_rows`` rows in all
-        (default: as many as there are sequences, at least one), padded as ``batch`` does. Raises BadInput, StaleHandle."""
+        """Run ``sequences``, whose prompts are committed but for the last token at most, step by step: each step costs what
+        changed. ``num_rows`` rows in all (default: as many as there are sequences, at least one), padded as ``batch`` does.
+        ``tokens_per_row``: every step computes so many tokens of each row, padded ones too, and all its arrays have the same
+        shape in every step, as graphs need. Raises BadInput, StaleHandle."""
         members = tuple(sequences)
         rows = max(1, len(members)) if num_rows is None else whole_number(num_rows, "num_rows", 1)
-        running = PersistentBatch(self._lifecycle, self.schema, rows)
+        width = None if tokens_per_row is None else whole_number(tokens_per_row, "tokens_per_row", 1)
+        running = PersistentBatch(self._lifecycle, self.schema, rows, width)
         running.add(*members)
         return running
+
+    @exclusive
+    def layer(self, index: SupportsIndex) -> LayerView:
+        """The memory of layer ``index`` (of its owner, if it shares one) without a step: to bind kernels to it, and to warm up
+        graphs. It stays where it is as long as the cache lives. Raises BadInput."""
+        return LayerView(self._core, self.schema.owner_of(whole_number(index, "a layer's index")))
 
     # -- what is kept ------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ def test_layer_states_are_views_of_the_pool():
     recurrent, conv = pool.get_layer_state(gdn_layer_idx=1)
     assert recurrent.shape == (6, 4, 6, 5) and recurrent.dtype == torch.float32
     assert conv.shape == (6, 7, 3) and conv.dtype == torch.bfloat16
-    assert pool.recurrent_state[1].is_contiguous() and conv.is_contiguous()
+    assert recurrent.is_contiguous() and conv.is_contiguous()
     recurrent[2, 1, 5, 3], conv[4, 6, 2] = 9, 8
     assert pool.recurrent_state[1, 2, 1, 3, 5] == 9 and pool.conv_state[1, 4, 6, 2] == 8
     assert pool.recurrent_state.sum() == 9 and pool.conv_state.sum() == 8

@@ -1,4 +1,4 @@
-"""The Triton kernel without a GPU. Interpreting and compiling exclude each other, so each has a process of its own."""
+"""Triton kernels without a GPU. Interpreting and compiling exclude each other, so each has a process of its own."""
 
 import os
 import subprocess
@@ -12,10 +12,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 HERE = Path(__file__).parent
 
 
-def run_pytest(name, tmp_path, **environment):
+def run_pytest(names, tmp_path, **environment):
+    """Run the files ``names``, with spaces between, in one process."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TRITON", "KVPAGODA"))}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / name)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / name) for name in names.split())],
         env={**kept, "TRITON_CACHE_DIR": str(tmp_path), **environment},
         cwd=HERE.parents[1],
         capture_output=True,
@@ -24,9 +25,9 @@ def run_pytest(name, tmp_path, **environment):
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
-def test_interpreted_kernel_equals_the_reference(tmp_path):
-    run_pytest("interpreted_append_swa.py", tmp_path, TRITON_INTERPRET="1")
+def test_interpreted_kernels_equal_the_reference(tmp_path):
+    run_pytest("interpreted_append_swa.py interpreted_flatten_table.py", tmp_path, TRITON_INTERPRET="1")
 
 
-def test_kernel_compiles_for_ampere_hopper_and_blackwell(tmp_path):
-    run_pytest("compiled_append_swa.py", tmp_path)
+def test_kernels_compile_for_ampere_hopper_and_blackwell(tmp_path):
+    run_pytest("compiled_append_swa.py compiled_flatten_table.py", tmp_path)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Many
 from functools import cached_property
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -13,9 +14,11 @@ from kvpagoda.batch.step_buffers import StepBuffers
 from kvpagoda.batch.table_snapshot import Array, TableSnapshot
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.cache.core import Core
+from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import Request, State
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.schema import Layer, Schema
+from kvpagoda.units import whole_number
 
 
 class GroupArrays:
@@ -33,7 +36,8 @@ class GroupArrays:
     @cached_property
     def block_table(self) -> Any:
         """int32 ``[B, columns]``: block ids (FlashAttention's page table); cells past a row's last block hold no meaning."""
-        return self._batch.buffers.put_rows(self._named("block_table"), self._group.table, self._shown)
+        batch = self._batch
+        return batch.buffers.put_rows(self._named("block_table"), self._group.table, self._shown, batch.rows.is_fixed)
 
     @cached_property
     def cache_seqlens(self) -> Any:
@@ -42,7 +46,7 @@ class GroupArrays:
 
     @cached_property
     def slot_mapping(self) -> Any:
-        """int32 ``[T]`` (int64 where it could pass 2^31): block id times block_size plus row; padded tokens map to 0."""
+        """int32 ``[T]`` (int64 where it could pass 2^31): block id times block_size plus row; 0 for padded tokens."""
         batch, size = self._batch, self._batch.block_size
         wide = np.int64 if self._group.plan.num_rows * size >= 2**31 else np.int32
         if batch.rows.one_each:
@@ -58,9 +62,14 @@ class GroupArrays:
 
     @cached_property
     def kv_indices(self) -> Any:
-        """int32 ``[kv_indptr[-1]]``: block ids of all rows, one behind another. Where blocks were added since the last step,
-        O(all that lie behind): ask for it only if it is used."""
-        return self._batch.buffers.put_runs(self._named("kv_indices"), self._group.table, self._shown)
+        """int32 ``[kv_indptr[-1]]``: block ids of all rows, one behind another. Where blocks were added since the last step it
+        is made anew, O(all cells), from ``block_table`` by the device itself: ask for it only if it is used."""
+        batch, shown = self._batch, self._shown
+        on_device = None
+        if not batch.buffers.arrays.is_host:
+            on_device = self.block_table, self.kv_start, self.kv_indptr, batch.block_size
+        name, is_fixed = self._named("kv_indices"), batch.rows.is_fixed
+        return batch.buffers.put_runs(name, shown, self._group.table, is_fixed, on_device)
 
     @cached_property
     def kv_last_page_len(self) -> Any:
@@ -88,48 +97,106 @@ class GroupArrays:
         return f"{what} of {self._group.name}"
 
 
-_ARRAYS = frozenset(name for name in vars(GroupArrays) if not name.startswith("_"))
+def _of_group(name: str) -> Any:
+    """A property of a layer's view: the array of that name of its group."""
+    return property(lambda view: getattr(view.arrays, name), doc=getattr(GroupArrays, name).__doc__)
 
 
 class LayerView:
-    """What one layer's kernels need for one step: its memory, its group's arrays, and who the tokens belong to.
+    """What one layer's kernels need: its memory, and, as part of a batch, its group's arrays and whose the tokens are.
 
     ``view["k"]`` is a field of the layer's blocks ``[blocks, rows, *shape]`` or of its states, by ``state_indices``.
-    ``blocks`` and ``state``: their pools, None for what the layer does not keep. Valid until the next ``KVCache.batch`` or the
-    close of one of its sequences; makes no copies.
+    ``blocks`` and ``state``: their pools, None for what the layer does not keep; they lie where they lie as long as the cache
+    lives. ``step``, ``qo_indptr``, ``state_indices`` and the arrays below: see ``Batch``, valid as long as that is. A view
+    from ``KVCache.layer`` belongs to no batch: there ``step`` is None and asking for an array raises BadInput. No copies.
     """
 
-    def __init__(self, batch: Batch, layer: Layer, group: BlockGroup | None) -> None:
-        self.layer, self.block_size = layer, batch.block_size
-        self.blocks, self.state = batch.core.memory.pools(layer)
-        self.step, self.state_indices, self.qo_indptr = batch.step, batch.state_indices, batch.qo_indptr
-        self._arrays = None if group is None else batch.arrays(group)
+    block_table = _of_group("block_table")
+    cache_seqlens = _of_group("cache_seqlens")
+    slot_mapping = _of_group("slot_mapping")
+    kv_indptr = _of_group("kv_indptr")
+    kv_indices = _of_group("kv_indices")
+    kv_last_page_len = _of_group("kv_last_page_len")
+    kv_start = _of_group("kv_start")
+
+    def __init__(self, core: Core, layer: Layer, batch: Batch | None = None) -> None:
+        self.layer, self.block_size, self._batch = layer, core.block_size, batch
+        self.blocks, self.state = core.memory.pools(layer)
+        self.step: Any = None if batch is None else batch.step
+        self.state_indices = None if batch is None else batch.state_indices
+        self.qo_indptr = None if batch is None else batch.qo_indptr
+        self._group = next((one for one in core.groups if one.growth == layer.growth), None)
 
     @property
     def arrays(self) -> GroupArrays:
-        """The group's index arrays. Raises BadInput for a layer that keeps nothing per token."""
-        if self._arrays is None:
-            raise BadInput(f"layer {self.layer.index} ({self.layer.label}) keeps no blocks, so it has no block table")
-        return self._arrays
+        """The group's index arrays. Raises BadInput for a layer that keeps nothing per token, and without a batch."""
+        if self._group is None:
+            raise BadInput(f"{self._name} keeps no blocks, so it has no block table")
+        if self._batch is None:
+            raise BadInput(
+                f"this view of {self._name} is of no step; KVCache.batch(...).layer({self.layer.index}) has arrays"
+            )
+        return self._batch.arrays(self._group)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _ARRAYS:
-            return getattr(self.arrays, name)
-        raise AttributeError(name)
+    def write(self, **rows: Any) -> None:
+        """Write the rows of the step's ``T`` new tokens where ``slot_mapping`` says: ``write(k=.., v=..)``, or whatever rows
+        the layer's blocks have, each ``[T, *shape]``, or with more axes in place of ``T``. They are encoded as the layer keeps
+        them; what padded tokens have goes to block 0. Nothing is kept from call to call, so that a graph may hold it.
+
+        Raises BadInput (no such rows, another shape, rows of several tokens), StaleHandle; nothing is written then.
+        """
+        slots, pool, size = self.slot_mapping, self.blocks, self.block_size
+        assert self._batch is not None
+        self._batch.check_current()
+        kept = {} if pool is None else pool.rows
+        for name, values in rows.items():
+            if name not in kept or kept[name].tokens_per_row > 1:
+                raise BadInput(f"{self._name} has no row {name!r} for every token in memory; it has {[*kept]}")
+            shape = kept[name].shape
+            if values.shape[values.ndim - len(shape) :] != shape or values.numel() != len(slots) * math.prod(shape):
+                raise BadInput(
+                    f"rows {name!r} of {self._name} are {[len(slots), *shape]}, one for each new token; got {[*values.shape]}"
+                )
+        for name, values in rows.items():
+            pool.write(name, (slots // size, slots % size), values.reshape(len(slots), *kept[name].shape))
 
     def __getitem__(self, field: str) -> Any:
         pool = self.blocks if self.blocks is not None and field in self.blocks.fields else self.state
         if pool is None or field not in pool.fields:
             fields = [*(self.blocks.fields if self.blocks else ()), *(self.state.fields if self.state else ())]
-            raise BadInput(
-                f"layer {self.layer.index} ({self.layer.label}) has no field {field!r} in memory; it has {fields}"
-            )
+            raise BadInput(f"{self._name} has no field {field!r} in memory; it has {fields}")
         return pool[field]
+
+    @property
+    def _name(self) -> str:
+        return f"layer {self.layer.index} ({self.layer.label})"
 
 
 class Batch:
-    """A step of ``requests`` that computes ``rows.counts[i]`` tokens after the first ``before[i]`` of each, int64 ``[B]``;
-    there is room for them. Its arrays lie in ``buffers``. Made by ``KVCache.batch`` and ``PersistentBatch.extend``."""
+    """The index arrays of one step: ``B`` rows, of which the last may be padded, and ``T`` new tokens, row behind row. Made by
+    ``KVCache.batch`` and ``PersistentBatch.extend``.
+
+         of the step             shape        what it says
+      1  qo_indptr               [B + 1]      where the new tokens of each row begin
+      2  positions               [T]          the position of each new token in its text
+      3  state_indices           [B]          the record of each row in the state pools; 0 for padded rows
+      4  step.request_ids        [T]          the row of each new token
+      5  step.request_slots      [T]          the slot of its request; -1 for padded rows
+      6  step.state_rows         [T]          state_indices of its row
+
+         of a layer: batch.layer(i), alike for all layers of a group
+      7  block_table             [B, columns] block ids                                              FlashAttention
+      8  cache_seqlens           [B]          tokens of the row, the new ones included; 0 if padded  FlashAttention
+      9  slot_mapping            [T]          where the rows of each new token go                    both, see view.write
+     10  kv_indptr               [B + 1]      where each row begins in kv_indices                    FlashInfer
+     11  kv_indices              [cells]      block ids, row behind row                              FlashInfer
+     12  kv_last_page_len        [B]          rows in use of the last block; 0 if padded             FlashInfer
+     13  kv_start                [B]          position of the first row of the first of kv_indices   windows and chunks
+
+    All int32 (9 is int64 in caches of 2^31 rows and more), on the cache's device, or numpy where it has no memory. They lie
+    in static buffers and are valid until the next batch; 7 to 13 are made when they are first asked for. A persistent
+    batch with ``tokens_per_row`` has the same shapes in every step: then 7 has all columns, 11 all cells that there can be.
+    """
 
     def __init__(
         self,
@@ -140,6 +207,7 @@ class Batch:
         rows: StepRows,
         before: Array,
     ) -> None:
+        """``rows.counts[i]`` tokens after the first ``before[i]``, int64 ``[B]``, of each of ``requests``; there is room."""
         buffers.number += 1
         self.core, self._schema, self._requests = core, schema, requests
         self._current = buffers.number, core.capacity.num_moves
@@ -173,8 +241,7 @@ class Batch:
     def layer(self, index: int) -> LayerView:
         """Views and index arrays of layer ``index`` (of its owner, if it shares one). Raises BadInput, StaleHandle."""
         self.check_current()
-        layer = self._schema.owner_of(index)
-        return LayerView(self, layer, next((one for one in self.core.groups if one.growth == layer.growth), None))
+        return LayerView(self.core, self._schema.owner_of(index), self)
 
     def check_current(self) -> None:
         """Raises StaleHandle when the batch is over."""
@@ -193,3 +260,36 @@ class Batch:
         if group.name not in self._arrays:
             self._arrays[group.name] = GroupArrays(self, group)
         return self._arrays[group.name]
+
+
+def batch_of(
+    lifecycle: Lifecycle,
+    buffers: StepBuffers,
+    schema: Schema,
+    requests: Many[Request],
+    new_tokens: Many[SupportsIndex],
+    pad_to: SupportsIndex | None,
+) -> Batch:
+    """A step of ``requests``; see ``KVCache.batch``. Raises BadInput, StaleHandle."""
+    counts = [whole_number(n, "new_tokens of a sequence", 1) for n in new_tokens]
+    if len(requests) != len(counts) or not requests:
+        raise BadInput(f"{len(requests)} sequences need as many positive new_tokens, at least one; got {counts[:16]}")
+    rows = len(requests) if pad_to is None else whole_number(pad_to, "pad_to", 1)
+    if rows < len(requests):
+        raise BadInput(f"pad_to={pad_to} is less than the {len(requests)} sequences of the batch")
+    if len({*requests}) != len(requests):
+        raise BadInput("a sequence appears twice in the batch")
+    for request, new in zip(requests, counts):
+        request.check_running()
+        capacity = lifecycle.capacity_of(request)
+        if request.length + new > capacity:
+            raise BadInput(
+                f"slot {request.slot} has room for {capacity} tokens, not {request.length} + {new}; extend first"
+            )
+    padding = rows - len(requests)
+    slots = np.array([request.slot for request in requests] + [-1] * padding, np.int64)
+    before = np.array([request.length for request in requests] + [0] * padding, np.int64)
+    step = StepRows(slots, np.array([*counts] + [1] * padding, np.int64), len(requests))
+    for request, new in zip(requests, counts):
+        request.written = max(request.written, request.length + new)
+    return Batch(lifecycle.core, buffers, schema, requests, step, before)

@@ -9,6 +9,7 @@ import numpy as np
 from kvpagoda.batch.batch import Batch
 from kvpagoda.batch.step import StepRows
 from kvpagoda.batch.step_buffers import StepBuffers
+from kvpagoda.batch.table_snapshot import Array, cells_between
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import DecodeRows, Request, State
@@ -26,6 +27,10 @@ class PersistentBatch:
         ...                          compute it
         running.commit(tokens)       one token of each is written
 
+        batch = running.extend(4)            room for a token and three drafts of each
+        ...                                  verify them
+        running.commit(tokens, counts)       so many tokens of each are right
+
     Row ``i`` of all arrays is ``sequences[i]``; further rows, up to ``num_rows``, are padded. A step costs a few operations
     on arrays of ``num_rows``, and some work for each sequence that completes a block or lets one slide out. The arrays
     have addresses of their own, which stay the same for the life of this object.
@@ -35,19 +40,21 @@ class PersistentBatch:
     suspended removed or resumed.
     """
 
-    def __init__(self, lifecycle: Lifecycle, schema: Schema, num_rows: int) -> None:
+    def __init__(self, lifecycle: Lifecycle, schema: Schema, num_rows: int, tokens_per_row: int | None = None) -> None:
         core = lifecycle.core
+        self.tokens_per_row = tokens_per_row
         self.num_rows, self._lifecycle, self._core, self._schema = num_rows, lifecycle, core, schema
         self._guard = core.guard
         self._buffers = StepBuffers(core.memory.arrays)
         self._members: tuple[Sequence, ...] = ()
         self._requests: list[Request] = []
-        self._rows = DecodeRows(num_rows, core.block_size)
+        self._rows = DecodeRows(num_rows, 2 * core.block_size)
         self._steps: dict[int, StepRows] = {}  # of steps that compute so many tokens of each
         self._slots, self._one = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
-        self._first_of = np.arange(num_rows) * core.block_size
+        self._first_of = np.arange(num_rows) * self._rows.newest.shape[1]
         self._batch: Batch | None = None
         self._due: list[Request] = []  # whose blocks are to be published, or slide
+        self._in_prompt: dict[int, Request] = {}  # row -> request whose next token is the last one of its prompt
         self._sliding = [group.growth for group in core.groups if group.growth.span is not None]
 
     @property
@@ -57,8 +64,9 @@ class PersistentBatch:
 
     @exclusive
     def add(self, *sequences: Sequence) -> None:
-        """Give each of ``sequences`` the next padded row. Raises BadInput, adding none, without rows for them, for one that is
-        here already or whose prompt is not committed; StaleHandle for one that is closed."""
+        """Give each of ``sequences`` the next padded row. The last token of a prompt may be missing, as where all else was
+        cached: the next step computes it. Raises BadInput, adding none, without rows for them, for one that is here already
+        or of whose prompt more is missing; StaleHandle for one that is closed."""
         members = (*self._members, *sequences)
         if len(members) > self.num_rows or len({*members}) < len(members):
             raise BadInput(
@@ -67,9 +75,10 @@ class PersistentBatch:
         requests = requests_of(sequences, self._core)
         for request in requests:
             request.check_running()
-            if request.length < request.prompt_length:
+            if request.length < request.prompt_length - 1:
                 raise BadInput(
-                    f"slot {request.slot} has {request.length} of {request.prompt_length} prompt tokens; commit them first"
+                    f"slot {request.slot} has {request.length} of {request.prompt_length} prompt tokens; commit all but the "
+                    f"last first"
                 )
         self._steps.clear()
         self._rows.alone.update(requests)
@@ -96,14 +105,19 @@ class PersistentBatch:
         rows.row_of, self._members, self._requests = row_of, tuple(members), requests
 
     @exclusive
-    def extend(self, n: SupportsIndex = 1) -> Batch:
-        """Make room for the next ``n`` tokens of every sequence, in every group, or for none; returns the batch of a step that
-        computes them, as ``KVCache.batch`` does: valid until the next ``extend``.
+    def extend(self, n: SupportsIndex | None = None) -> Batch:
+        """Make room for the next ``n`` tokens (default ``tokens_per_row``, or one) of every sequence, in every group, or for
+        none; returns the batch of a step that computes them, as ``KVCache.batch`` does: valid until the next ``extend``.
 
-        Raises OutOfBlocks, BadInput past the cache's longest context, StaleHandle if a sequence was closed or suspended and
-        is still here; nothing changed then.
+        Raises OutOfBlocks, BadInput past the cache's longest context or for an ``n`` that is not the ``tokens_per_row`` of
+        fixed shapes, StaleHandle if a sequence was closed or suspended and is still here; nothing changed then.
         """
-        n = whole_number(n, "the number of tokens that a step computes of each sequence", 1)
+        width = self.tokens_per_row
+        n = whole_number(
+            (width or 1) if n is None else n, "the number of tokens that a step computes of each sequence", 1
+        )
+        if n != (width or n):
+            raise BadInput(f"a step computes {width} tokens of each row here, tokens_per_row, not {n}")
         self._publish_due()
         self._read()
         rows = self._rows
@@ -115,37 +129,78 @@ class PersistentBatch:
             rows.capacity[short] = np.minimum(-(-ends // size) * size, self._core.max_context)
         np.maximum(rows.written, after, out=rows.written)
         if n not in self._steps:
-            counts = np.where(self._one, n, 1)
-            self._steps = {n: StepRows(self._slots, counts, len(self._members))}
+            counts = np.where(self._one, n, width or 1)
+            self._steps = {n: StepRows(self._slots, counts, len(self._members), width is not None)}
         steps = self._steps[n]
         self._batch = Batch(self._core, self._buffers, self._schema, self._requests, steps, rows.lengths)
         return self._batch
 
     @exclusive
-    def commit(self, token_ids: Any) -> None:
-        """Say that the row of one more token of each sequence is written: ``token_ids`` int32 ``[len(sequences)]``. Otherwise
-        as ``Sequence.commit``. Raises BadInput (no room, other ids), StaleHandle; nothing changed then."""
+    def commit(self, token_ids: Any, counts: Any = None) -> None:
+        """Say that the rows of one more token of each sequence are written: ``token_ids`` int32 ``[len(sequences)]``; or of
+        ``counts[i]`` tokens, 0 or more, of sequence ``i``, which lie row behind row. Otherwise as ``Sequence.commit``.
+        Raises BadInput (no room, other ids), StaleHandle; nothing changed then."""
         self._publish_due()
         self._read()
-        rows, n = self._rows, len(self._members)
-        tokens, size = as_tokens(token_ids, self._core.vocab_size), rows.newest.shape[1]
-        before, batch = rows.lengths, self._batch
-        if batch is not None and batch.before is before and batch.rows.one_each:  # what it made room for
-            within, after, full = batch.within[:n], batch.lengths, 0
+        rows, n, size, batch = self._rows, len(self._members), self._core.block_size, self._batch
+        tokens, before = as_tokens(token_ids, self._core.vocab_size), rows.lengths
+        if counts is None and batch is not None and batch.before is before and batch.rows.one_each:
+            after, full, num_tokens = batch.lengths, 0, n  # what it made room for
+            is_due = batch.within[:n] == size - 1
         else:
-            within, after = before[:n] % size, before + self._one
+            each = self._one if counts is None else self._counted(counts)
+            after, num_tokens = before + each, int(each.sum())
             full = int(np.count_nonzero(after > rows.capacity))
-        if len(tokens) != n or full:
+            is_due = after[:n] // size > before[:n] // size
+        if len(tokens) != num_tokens or full:
             raise BadInput(
-                f"{len(tokens)} tokens for {n} sequences, of which {full} have no room for one more; extend first"
+                f"{len(tokens)} tokens for {n} sequences, {num_tokens} in all, of which {full} have no room; extend first"
             )
-        is_due = within == size - 1
+        places = self._places(before, after)
+        if self._in_prompt:
+            self._check_prompts(tokens, after - before)
         for growth in self._sliding:
             is_due |= growth.first_kept(after[:n]) // size > growth.first_kept(before[:n]) // size
         due = [self._requests[row] for row in np.flatnonzero(is_due).tolist()]
-        rows.newest.ravel()[self._first_of[:n] + within] = tokens
+        if self._in_prompt:
+            done = [row for row in self._in_prompt if after[row] > before[row]]
+            due += [self._in_prompt[row] for row in done if not is_due[row]]
+            self._in_prompt = {row: one for row, one in self._in_prompt.items() if row not in done}
+        rows.newest.ravel()[places] = tokens
         rows.lengths, self._due = after, due
         self._publish_due()
+
+    def _counted(self, counts: Any) -> Array:
+        """``counts`` as int64 ``[num_rows]``. Raises BadInput."""
+        given, n = np.asarray(counts), len(self._members)
+        if given.shape != (n,) or (n and (given.dtype.kind not in "iu" or given.min() < 0)):
+            raise BadInput(f"counts are {n} whole numbers of at least 0, one for each sequence, got {counts!r}")
+        each = np.zeros(self.num_rows, np.int64)
+        each[:n] = given
+        return each
+
+    def _places(self, before: Array, after: Array) -> Array:
+        """Where in ``newest`` the tokens ``before .. after - 1`` of each row go, int64."""
+        rows, n = self._rows, len(self._members)
+        if self._batch is not None and after is self._batch.lengths:
+            return self._first_of[:n] + (before - rows.known)[:n]
+        width = rows.newest.shape[1]
+        for row in np.flatnonzero(after - rows.known > width).tolist():
+            rows.flush(self._requests[row])
+        most = int((after - rows.known).max(initial=0))
+        if most > width:
+            rows.newest = np.concatenate((rows.newest, np.zeros((self.num_rows, most - width), np.int32)), axis=1)
+            self._first_of = np.arange(self.num_rows) * most
+        row_of, columns = cells_between((before - rows.known)[:n], (after - rows.known)[:n])
+        return self._first_of[row_of] + columns
+
+    def _check_prompts(self, tokens: Array, counts: Array) -> None:
+        """Raises BadInput where the next token of a sequence is one of its prompt, and another one is committed."""
+        firsts = np.cumsum(counts) - counts
+        for row, request in self._in_prompt.items():
+            at, known = request.own_length, request.tokens[request.own_length]
+            if counts[row] and tokens[firsts[row]] != known:
+                raise BadInput(f"commit names token {tokens[firsts[row]]} at {at} of row {row}, the prompt has {known}")
 
     def _publish_due(self) -> None:
         """Publish what the last commit completed; what an interrupt left is done with the next call."""
@@ -175,11 +230,13 @@ class PersistentBatch:
             row = rows.row_of[request]
             slots[row], lengths[row] = request.slot, request.own_length
             rows.capacity[row], rows.written[row] = self._lifecycle.capacity_of(request), 0
+            rows.known[row] = request.own_length
         rows.capacity[n:], self._one[:n], self._one[n:] = 0, 1, 0
         if (slots != self._slots).any():
             self._steps.clear()
             self._slots = slots
         rows.lengths = lengths
+        self._in_prompt = {row: one for row, one in enumerate(self._requests) if lengths[row] < one.prompt_length}
         for request in rows.alone:
             request.rows = rows
         rows.alone.clear()

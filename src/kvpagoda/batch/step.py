@@ -15,14 +15,16 @@ class StepRows:
     """Which rows a step has, and which of them each new token belongs to.
 
     ``slots`` int64 ``[B]``, -1 for padded rows, which come last; ``counts`` int64 ``[B]``: new tokens. Nobody changes these
-    arrays: arrays that are the same object as in the step before are not put again.
+    arrays: arrays that are the same object as in the step before are not put again. ``is_fixed``: whether index arrays are
+    as wide as they can get.
     """
 
-    def __init__(self, slots: Array, counts: Array, num_sequences: int) -> None:
-        self.slots, self.counts, self.num_sequences = slots, counts, num_sequences
+    def __init__(self, slots: Array, counts: Array, num_sequences: int, is_fixed: bool = False) -> None:
+        self.slots, self.counts, self.num_sequences, self.is_fixed = slots, counts, num_sequences, is_fixed
         self.indptr = np.concatenate(([0], np.cumsum(counts)))
         self.row_of = np.repeat(np.arange(len(slots)), counts)
         self.offsets = np.arange(len(self.row_of)) - self.indptr[self.row_of]
+        self.offsets[self.indptr[num_sequences] :] = 0  # padded tokens all go to one place
         self.slot_of = slots[self.row_of]
         self.last = self.indptr[1:] - 1
         self.one_each = len(self.row_of) == len(slots)

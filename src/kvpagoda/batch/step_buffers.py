@@ -21,7 +21,7 @@ class StepBuffers:
     """
 
     def __init__(self, arrays: HostArrays) -> None:
-        self._arrays, self.number = arrays, 0
+        self.arrays, self.number = arrays, 0
         self._buffers: dict[str, tuple[Array, Any]] = {}  # the host's side and the device's: on the CPU one memory
         self._put: dict[str, tuple[Array, Any]] = {}  # what was put last, and the part of the buffer that holds it
         self._snapshots: dict[str, TableSnapshot] = {}  # of each table
@@ -31,16 +31,14 @@ class StepBuffers:
         """Copy ``values`` ``[n]``, which nobody may change afterwards, into the buffer of that name; returns the part that
         holds them."""
         n, known = len(values), self._put.get(name)
-        if known is not None and (
-            known[0] is values or (not self._arrays.is_host and np.array_equal(known[0], values))
-        ):
+        if known is not None and (known[0] is values or (not self.arrays.is_host and np.array_equal(known[0], values))):
             return known[1]
         host, target = self._buffer(name, (n,), dtype)
         self._put.pop(name, None)
         host[:n] = values
         part = known[1] if known is not None and len(known[0]) == n else target[:n]
-        if not self._arrays.is_host:
-            self._arrays.upload(part, host[:n])
+        if not self.arrays.is_host:
+            self.arrays.upload(part, host[:n])
         self._put[name] = values, part
         return part
 
@@ -55,9 +53,9 @@ class StepBuffers:
             last = self._snapshots[name] = TableSnapshot(now, keys)
         return last
 
-    def put_rows(self, name: str, table: BlockTable, shown: TableSnapshot) -> Any:
+    def put_rows(self, name: str, table: BlockTable, shown: TableSnapshot, is_fixed: bool = False) -> Any:
         """The cells that are ``shown`` of each row, 0 left of them: int32 ``[B, most columns]``, a part of a buffer as wide as
-        the table. O(B + cells that changed; all of a row that means something else)."""
+        the table, or with ``is_fixed`` all columns. O(B + cells that changed; all of a row that means something else)."""
         host, target = self._buffer(name, (len(shown), table.cells.shape[1]), np.int32)
         held, part = self._held.get(name, (EMPTY, None))
         if part is not None and shown is held:
@@ -68,12 +66,12 @@ class StepBuffers:
             slot, first, end = int(shown.slots[row]), int(shown.first[row]), int(shown.end[row])
             host[row, :first] = 0
             host[row, first:end] = table.cells[slot, first:end]
-            if not self._arrays.is_host:
-                self._arrays.upload(target, host[row], row)
+            if not self.arrays.is_host:
+                self.arrays.upload(target, host[row], row)
         host[delta.rows, delta.columns] = delta.values
-        if not self._arrays.is_host and len(delta.rows):
-            self._arrays.upload(target, delta.values, (delta.rows, delta.columns))
-        shape = len(shown), int(shown.end.max())
+        if not self.arrays.is_host and len(delta.rows):
+            self.arrays.upload(target, delta.values, (delta.rows, delta.columns))
+        shape = len(shown), host.shape[1] if is_fixed else int(shown.end.max())
         if part is None or part.shape != shape:
             part = target[: shape[0], : shape[1]]
         if len(held) > len(shown):  # rows behind these are still there
@@ -82,25 +80,29 @@ class StepBuffers:
         self._held[name] = shown, part
         return part
 
-    def put_runs(self, name: str, table: BlockTable, shown: TableSnapshot) -> Any:
-        """The cells that are ``shown``, row behind row: int32 ``[starts[-1]]``. O(B + cells). Where rows only grew,
-        what lies behind the first of these is moved and not read again."""
-        host, target = self._buffer(name, (len(shown) * table.cells.shape[1],), np.int32)
+    def put_runs(
+        self,
+        name: str,
+        shown: TableSnapshot,
+        table: BlockTable,
+        is_fixed: bool,
+        on_device: tuple[Any, Any, Any, int] | None,
+    ) -> Any:
+        """The cells that are ``shown``, row behind row: int32 ``[starts[-1]]``, or with ``is_fixed`` the whole buffer, as many
+        as all rows can have. ``on_device``: what ``HostArrays.flatten`` makes them from where kernels read them, so that
+        the host copies nothing. O(B + cells), nothing where nothing changed."""
+        most, total = len(shown) * table.cells.shape[1], int(shown.starts[-1])
+        host, target = self._buffer(name, (most,), np.int32)
         held, part = self._held.get(name, (EMPTY, None))
         if part is not None and shown is held:
             return part
-        delta, begin, total = shown.since(held, table), 0, int(shown.starts[-1])
         self._held.pop(name, None)  # until all of it is there
-        if delta.grown is None:
+        part = target[: most if is_fixed else total]
+        if on_device is not None:
+            self.arrays.flatten(*on_device, part)
+        else:
             runs = zip(shown.slots.tolist(), shown.first.tolist(), shown.end.tolist())
             np.concatenate([table.cells[slot, left:right] for slot, left, right in runs], out=host[:total])
-        elif len(delta.grown):
-            begin = int(shown.starts[delta.grown[0]])
-            _insert(host, held.starts, shown, delta.grown)
-            host[shown.starts[delta.rows] + delta.columns - shown.first[delta.rows]] = delta.values
-        if not self._arrays.is_host:
-            self._arrays.upload(target, host[begin:total], slice(begin, total))
-        part = target[:total]
         self._held[name] = shown, part
         return part
 
@@ -108,16 +110,8 @@ class StepBuffers:
         found = self._buffers.get(name)
         if found is None or found[0].shape[0] < shape[0]:
             host: Array = np.zeros((1 << max(6, (shape[0] - 1).bit_length()), *shape[1:]), dtype)
-            found = host, self._arrays.twin(host)
+            found = host, self.arrays.twin(host)
             self._put.pop(name, None)
             self._held.pop(name, None)
             self._buffers[name] = found
         return found
-
-
-def _insert(host: Array, old_starts: Array, shown: TableSnapshot, grown: Array) -> None:
-    """Move what lies behind each row that ``grown`` names to where it lies now, the last first."""
-    sources = old_starts[grown + 1].tolist()
-    ends = (int(old_starts[-1]), *reversed(sources))
-    for source, stop, to in zip(reversed(sources), ends, reversed(shown.starts[grown + 1].tolist())):
-        host[to : to + stop - source] = host[source:stop]

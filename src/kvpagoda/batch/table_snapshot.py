@@ -43,7 +43,7 @@ class TableSnapshot:
         slots, first, end = self.slots, self.first, self.end
         same = [now is old for now, old in zip(self.columns, before.columns)]
         if same == [True, True, True, False]:
-            goes_on, begin = np.ones(len(self), np.bool_), before.end
+            renewed, begin = _NO_ROWS, before.end
         else:
             n = min(len(self), len(before))
             goes_on, begin = np.zeros(len(self), np.bool_), end.copy()
@@ -51,12 +51,12 @@ class TableSnapshot:
             goes_on[:n] &= first[:n] >= before.first[:n]
             old_end = np.where(first[:n] > before.first[:n], before.first[:n], before.end[:n])
             begin[:n] = np.where(goes_on[:n], old_end, end[:n])
+            renewed = np.flatnonzero(~goes_on)
         grown = np.flatnonzero(end > begin)
         rows, columns = cells_between(begin[grown], end[grown])
         rows = grown[rows]
         values = table.cells[slots[rows], columns] * (columns >= first[rows])
-        only_grew = len(self) == len(before) and same[2] and bool(goes_on.all()) and not (end < begin).any()
-        return TableDelta(np.flatnonzero(~goes_on), rows, columns, values, grown if only_grew else None)
+        return TableDelta(renewed, rows, columns, values)
 
 
 class TableDelta(NamedTuple):
@@ -68,10 +68,9 @@ class TableDelta(NamedTuple):
     columns: Array
     values: Array
     """Cells of the other rows that are shown now, and 0 for those that are no longer shown, left of the rest."""
-    grown: Array | None
-    """If all rows hold what they held, and only at the end more: which do."""
 
 
+_NO_ROWS = np.empty(0, np.int64)
 EMPTY = TableSnapshot((np.empty(0, np.int64),) * 4, [b""] * 4)
 
 

@@ -48,8 +48,7 @@ class Admission:
             if hit is not None:
                 hit.layerwise = layerwise
             self._begin(AdmissionRequest(request, reserved, capacity, match, found, hit))
-            core.counters.opened += 1
-            core.counters.cached += request.match.resumable
+            core.counters.began(request.namespace, request.match, length if lookup else 0)
             self._publisher.begun(request, hit)
             if hit is not None:
                 hit.release()
@@ -92,7 +91,7 @@ class Admission:
         except BaseException:
             self._undo(holding, None)
             raise
-        core.counters.opened += 1
+        core.counters.tally(child.namespace).requests += 1
         return child
 
     def resume(self, request: Request, capacity: int | None, reserve: int | None) -> None:
@@ -124,8 +123,8 @@ class Admission:
             if is_whole:
                 self._publisher.settle(request)
             else:
-                core.counters.computed += computed
-                core.counters.cached += request.match.resumable
+                core.counters.tally(namespace).computed += computed
+                core.counters.began(namespace, request.match, length, is_new=False)
                 self._publisher.begun(request, hit)
 
     # -- all or nothing ----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.blocks.sectors import Grant, Sectors, Vacating
 from kvpagoda.cache.checkpoints import Evicted
+from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.offload import Offloader
 from kvpagoda.cache.prefix_cache import PrefixCache
@@ -47,11 +48,14 @@ class Capacity:
         memory: NoMemory,
         guard: Guard,
         running: dict[int, Request],
+        events: EventLog | None = None,
     ) -> None:
         self._groups, self._sectors, self._prefix = groups, sectors, prefix
         self._offloader, self._memory, self._guard, self._running = offloader, memory, guard, running
+        self._events = events
         self._is_told = offloader is not None or memory.is_poisoning
         self._none = [0] * len(groups)
+        self._portion = 0 if sectors is None else min(_PORTION, len(sectors.owner) // _MANY)
         self._fruitless = [0] * len(groups)  # idle sectors of a group when it last had none to give
         self.num_moves = 0
 
@@ -103,23 +107,25 @@ class Capacity:
                     self._memory.poison_freed()  # before anybody is given these blocks
                 return
             short = need - group.free.num_free
-            if not (self._evict(group, short) if self._sectors is None else self._make_room(group, short, more)):
+            if not (self._evict(group, short) if self._sectors is None else self._make_room(group, short, needs, more)):
                 raise OutOfBlocks(
                     f"OOM: need {need} {group.free.what}, {group.free.num_free} free of {group.plan.num_blocks}; close a "
                     f"sequence"
                 )
 
-    def _make_room(self, group: BlockGroup, short: int, more: Many[int]) -> bool:
+    def _make_room(self, group: BlockGroup, short: int, needs: Many[int], more: Many[int]) -> bool:
         """Something for ``group``, which is ``short`` of blocks: free sectors first, then those that another group has empty,
         then what was used longest ago of all that is kept for reuse, in whichever group. False if there is nothing."""
         sectors, wanted = self._sectors, ceil_div(short, group.plan.per_sector)
         assert sectors is not None
-        others = [other for other in self._groups if other is not group]
-        if not sectors.num_free and not self._take_idle(others, wanted, more):
+        if not sectors.num_free and not self._take_idle(group, wanted, more):
+            if self._prefix.num_cold(group):
+                return self._evict(group, short)
             for one in self._by_age(group, more):
                 if one is group:
                     return self._evict(group, short)
-                if self._take_kept(one, wanted, more):
+                if self._take_kept(one, wanted, needs[one.index], more):
+                    wanted = sectors.num_free
                     break
             else:
                 return False
@@ -128,21 +134,34 @@ class Capacity:
 
     def _by_age(self, group: BlockGroup, more: Many[int]) -> list[BlockGroup]:
         """The groups that could give up something for ``group``, the one whose next block was used longest ago first; where a
-        policy does not go by use, ``group`` itself, and then those that have most to spare."""
-        spare = {one: (self.surplus(one) - more[one.index]) // one.plan.per_sector for one in self._groups}
-        able = [one for one in self._groups if (self._prefix.num_evictable(one) if one is group else spare[one] > 0)]
-        ages = {one: self._guard.change(self._prefix.idle_since, one) for one in able}
-        if any(age is None and self._prefix.num_evictable(one) for one, age in ages.items()):
-            return sorted(able, key=lambda one: (one is not group, -spare[one]))
-        return sorted(able, key=lambda one: (ages[one] or 0, one is not group))
+        policy does not go by use, ``group`` itself, and then those that have most to spare. What slid out of another group's
+        windows counts as far as its own requests have not reserved as much: they would soon take the memory back."""
+        prefix, able = self._prefix, list[tuple[int, int, BlockGroup]]()
+        is_known = True
+        for one in self._groups:
+            is_other = one is not group
+            spare = (self.surplus(one) - more[one.index]) // one.plan.per_sector
+            if spare <= 0 if is_other else not prefix.num_evictable(one):
+                continue
+            is_cold = is_other and prefix.num_cold(one) > max(0, one.outstanding - one.free.num_free)
+            age = 0 if is_cold else self._guard.change(prefix.idle_since, one)
+            is_known &= age is not None or not prefix.num_evictable(one)
+            able.append((age or 0, -spare, one))
+        if is_known:
+            able.sort(key=lambda a: (a[0], a[2] is not group))
+        else:
+            able.sort(key=lambda a: (a[2] is not group, a[1]))
+        return [one for _, _, one in able]
 
-    def _take_idle(self, groups: Many[BlockGroup], wanted: int, more: Many[int]) -> bool:
-        """Take sectors away from the one of ``groups`` that has most of them idle: whole sectors' worth of blocks that are
-        free and not outstanding. Empty ones, or if much is idle any. False if there are none."""
-        idle = [(one.free.num_free - one.outstanding - more[one.index]) // one.plan.per_sector for one in groups]
-        most = max(0, *idle)
-        group, sectors = groups[idle.index(max(idle))], self._sectors
+    def _take_idle(self, taker: BlockGroup, wanted: int, more: Many[int]) -> bool:
+        """Take sectors away from the group other than ``taker`` that has most of them idle: whole sectors' worth of blocks
+        that are free and not outstanding, beyond the portion that it may have taken ahead. Empty ones, or if much is idle any.
+        False if there are none."""
+        others = [one for one in self._groups if one is not taker]
+        idle = [(one.free.num_free - one.outstanding - more[one.index]) // one.plan.per_sector for one in others]
+        most, sectors = max(0, max(idle) - self._portion), self._sectors
         assert sectors is not None
+        group = others[idle.index(max(idle))]
         fruitless = self._fruitless[group.index] = min(self._fruitless[group.index], most)
         if most <= fruitless:
             return False
@@ -152,13 +171,14 @@ class Capacity:
         self._fruitless[group.index] = most
         return False
 
-    def _take_kept(self, group: BlockGroup, wanted: int, more: Many[int]) -> bool:
+    def _take_kept(self, group: BlockGroup, wanted: int, need: int, more: Many[int]) -> bool:
         """Take sectors away from ``group``, which could give up one at least, after evicting what it keeps there: ``wanted``,
-        or a small part of all, since it costs a look at every block to move any. False if none may be emptied now."""
+        or a small part of all, since it costs a look at every block to move any. ``need``: blocks that stay free in it. False
+        if none may be emptied now."""
         assert self._sectors is not None
         left_over = (self.surplus(group) - more[group.index]) // group.plan.per_sector
-        count = min(max(wanted, min(_PORTION, len(self._sectors.owner) // _MANY)), left_over)
-        while (lacking := count * group.plan.per_sector - group.free.num_free) > 0:
+        count = min(max(wanted, self._portion), left_over)
+        while (lacking := count * group.plan.per_sector + need - group.free.num_free) > 0:
             if not self._evict(group, lacking):
                 return False
         return self._vacate(self._sectors.vacate(group, count, self._fixed_ids(group)))
@@ -203,6 +223,8 @@ class Capacity:
                 for name, copies in evicted.checkpoints:
                     offloader.store_checkpoint(name, copies, "evict")
         finally:
+            if self._events is not None:
+                self._events.evicted(evicted)
             for group, ids in evicted.blocks:
                 if len(ids):
                     self.release(group, ids)
@@ -259,6 +281,8 @@ class Capacity:
                 self._guard.is_torn = True
             self._prefix.remap(group, new_ids)
             group.remap(new_ids, slots)
+            if self._events is not None:
+                self._events.moved(group, sources, targets)
             self.num_moves += 1
         self._sectors.commit_vacating(vacating)
         self._guard.is_torn = False

@@ -41,6 +41,8 @@ class Evicted(NamedTuple):
     """Of each group that gives up any: int32; those of the full group deepest in their texts first."""
     checkpoints: tuple[tuple[int, Copies], ...] = ()
     """(name, what a text needed of it)."""
+    texts: Ids | None = None
+    """Where no group keeps all tokens and texts are numbered: the numbers of the blocks of texts that go, int32."""
 
 
 class KeptCheckpoints(dict[int, Kept]):

@@ -12,6 +12,8 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.blocks.sectors import Sectors
 from kvpagoda.cache.capacity import Capacity
+from kvpagoda.cache.counters import Counters
+from kvpagoda.cache.event_log import TEXT, EventLog, Followed
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.namespace import Media, Namespaces
 from kvpagoda.cache.offload import Offloader
@@ -43,21 +45,7 @@ class Settings:
     identity: Identity = field(default_factory=Identity)
     limits: Limits = field(default_factory=Limits)
     tiers: Many[TierSpec] = ()
-
-
-@dataclass
-class Counters:
-    """Since the cache was made. ``computed``, ``cached``, ``loaded``: tokens of requests that are over, or of all."""
-
-    opened: int = 0
-    closed: int = 0
-    stopped: int = 0
-    """Requests that were closed or suspended."""
-    computed: int = 0
-    cached: int = 0
-    loaded: int = 0
-    passed: int = 0
-    """Places where states should have been copied, and steps went on past them."""
+    events: EventLog | None = None
 
 
 class Core:
@@ -83,7 +71,7 @@ class Core:
             raise BadInput(f"hit_grid is a multiple of the block size, {plan.block_size} tokens, got {grid}")
         self.prefix = PrefixCache(
             self.groups, plan.block_size, settings.policy, settings.retention, plan.num_checkpoints,
-            max(8 * columns, UNBACKED_BLOCKS), grid,
+            max(8 * columns, UNBACKED_BLOCKS), grid, is_followed=settings.events is not None,
         )  # fmt: skip
         self.full, self.bounded, self.states = self.prefix.full, self.prefix.bounded, self.prefix.states
         self.sectors = Sectors(plan.num_sectors, self.groups) if plan.num_sectors else None
@@ -98,13 +86,19 @@ class Core:
         self.stale: set[bytes] = set()
         self.epoch = 0  #: of the weights: how often all that was cached became invalid
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
-        self.counters, self.is_open = Counters(), True
+        self.counters, self.is_open = Counters(identity.secret), True
         self.offloader: Offloader | None = None
         if settings.tiers:
             self.offloader = Offloader(settings.tiers, records, self.full, self.bounded, memory, identity.secret)
         self.capacity = Capacity(
-            self.groups, self.sectors, self.prefix, self.offloader, memory, self.guard, self.running
+            self.groups, self.sectors, self.prefix, self.offloader, memory, self.guard, self.running, settings.events
         )
+        self.events = settings.events
+        if self.events is not None:
+            full = TEXT if self.full is None else self.full.index
+            groups = tuple((group.name, group.growth) for group in self.groups)
+            followed = Followed(plan.block_size, grid, groups, full, identity.secret)
+            self.events.attach(self.prefix, self.namespaces, self.media, followed)
 
     def extend_hashes(
         self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media_ids: Mapping[int, int]
@@ -169,6 +163,8 @@ class Core:
         self.memory.forget_copies()
         for group in self.groups:
             self.memory.freed(group.index, group.free.free_ids())
+        if self.events is not None:
+            self.events.restart()
         self.guard.is_torn = False
 
     def num_blocks(self, group: BlockGroup) -> int:

@@ -15,7 +15,7 @@ def check(core: Core) -> None:
     for request in (*core.running.values(), *core.suspended):
         _check_request(core, request)
     core.swap.check(core.suspended.values())
-    core.prefix.check(len(core.running), {request.namespace for request in core.running.values()})
+    _check_prefix(core)
     core.capacity.check()
     if core.offloader is not None:
         owned = np.empty(0, np.int32) if core.full is None else core.prefix.owned_ids(core.full)
@@ -36,6 +36,28 @@ def _check_slots(core: Core) -> None:
         idle += [slot for slot in np.flatnonzero(np.array(group.reserved)).tolist() if slot not in core.running]
         if idle:
             raise CheckFailed(f"{group.name}: slots {idle} hold or reserve blocks but do not run")
+
+
+def _check_prefix(core: Core) -> None:
+    """Tree, windows, checkpoints, pins and the leases of requests agree."""
+    prefix, tree, holdings = core.prefix, core.prefix.tree, [pin.holding for pin in core.prefix.pins_of()]
+    tree.check()
+    if tree.num_leases != len(core.running) + len(holdings):
+        raise CheckFailed(
+            f"{tree.num_leases} leases are open: {len(core.running)} requests and {len(holdings)} pins have one each"
+        )
+    missing = {request.namespace for request in core.running.values()} - tree.namespaces()
+    if missing:
+        raise CheckFailed(f"{len(missing)} namespaces in which requests run are not in the tree")
+    if tree.checkpoints.by_state.keys() != prefix.kept.keys() or len(prefix.kept) > prefix.most_checkpoints:
+        raise CheckFailed(
+            f"checkpoints: {len(tree.checkpoints.by_state)} in the tree, {len(prefix.kept)} kept, at most "
+            f"{prefix.most_checkpoints} asked for"
+        )
+    held = {name for name in prefix.kept if tree.checkpoints.is_held(name)}
+    if held != {one.checkpoint for one in holdings if one.checkpoint is not None}:
+        raise CheckFailed(f"checkpoints {sorted(held)[:16]} are held, and not by pins alone")
+    prefix.windows.check(tree, [one.cells for one in holdings], [kept.tail.cells for kept in prefix.kept.values()])
 
 
 def _check_request(core: Core, request: Request) -> None:

@@ -97,9 +97,7 @@ class Lifecycle:
         if count > left:
             request.append(ids)
         request.own_length = end
-        if request.opened_at and end >= request.prompt_length:
-            self._measure(request)
-        self._publisher.settle(request)
+        self.settle(request)
 
     def _measure(self, request: Request) -> None:
         """The prompt of ``request`` is computed: tell how long that took, so that loading can be compared with it."""
@@ -110,6 +108,8 @@ class Lifecycle:
 
     def settle(self, request: Request) -> None:
         """Do what follows from the commits of ``request``; see ``Publisher.settle``."""
+        if request.opened_at and request.own_length >= request.prompt_length:
+            self._measure(request)
         self._publisher.settle(request)
 
     # -- going back --------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class Lifecycle:
             self._publisher.ending(request)
             core.release(request)
         counters.closed += 1
-        counters.computed += computed
+        counters.tally(request.namespace).computed += computed
         self._tidy()
 
     def _tidy(self) -> None:

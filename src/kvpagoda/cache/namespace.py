@@ -45,6 +45,28 @@ def _field(part: Any) -> bytes:
     return (b"s" if isinstance(part, str) else b"b") + len(content).to_bytes(8, "little") + content
 
 
+def fields_of(key: bytes) -> list[bytes | None]:
+    """The contents of the fields that a key is made of."""
+    found, at = list[bytes | None](), 0
+    while at < len(key):
+        begin = at + 9
+        if key[at : at + 1] == b"n":
+            found.append(None)
+            at += 1
+        else:
+            at = begin + int.from_bytes(key[at + 1 : begin], "little")
+            found.append(key[begin:at])
+    return found
+
+
+def owner_of(key: bytes) -> bytes:
+    """The ``namespace_key`` of which ``Namespaces.key`` made ``key``: what is behind the first three fields. O(1)."""
+    at = 0
+    for _ in range(3):
+        at += 1 if key[at : at + 1] == b"n" else 9 + int.from_bytes(key[at + 1 : at + 9], "little")
+    return key[at:]
+
+
 class Namespaces:
     """Namespaces as keys of the tree: ``fingerprint`` of what is cached, who may share it, and a number drawn at random each
     time that it is invalidated, so that no other process takes what is kept from then on for its own."""
@@ -62,12 +84,18 @@ class Namespaces:
             known = None
         if known is not None:
             return known
-        own = namespace_key(namespace)
-        key = self._fingerprint + _field(self._epoch) + _field(self._renewed.get(own)) + own
+        key = self._key_of(namespace_key(namespace))
         if len(self._known) > 1024:
             self._known.clear()
         self._known[namespace] = key
         return key
+
+    def is_current(self, key: bytes) -> bool:
+        """Whether ``key``, which this made, is that of its namespace now."""
+        return key == self._key_of(owner_of(key))
+
+    def _key_of(self, own: bytes) -> bytes:
+        return self._fingerprint + _field(self._epoch) + _field(self._renewed.get(own)) + own
 
     def renew(self, namespaces: Iterable[Namespace | str | bytes | None]) -> set[bytes]:
         """Give ``namespaces`` new keys; returns those they had. Raises BadInput."""
@@ -136,6 +164,10 @@ class Media:
             place = offset.to_bytes(8, "little") + _field(self._digests[-1 - media_ids[at]])
             found[block] = found.get(block, b"") + place
         return found
+
+    def digest(self, media_id: int) -> bytes:
+        """The digest of which ``ids`` made ``media_id``."""
+        return self._digests[-1 - media_id]
 
     def clear(self) -> None:
         """Forget all digests: when nothing is cached."""

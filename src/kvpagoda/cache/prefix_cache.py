@@ -26,9 +26,10 @@ from kvpagoda.cache.checkpoints import Evicted, Kept, KeptCheckpoints
 from kvpagoda.cache.options import Retention
 from kvpagoda.cache.prefix_match import PrefixMatch, resume_point
 from kvpagoda.cache.windows import Windows
-from kvpagoda.errors import CheckFailed, OutOfBlocks
+from kvpagoda.errors import OutOfBlocks
 from kvpagoda.prefix import Evicted as TreeEvicted
 from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
+from kvpagoda.prefix.id_pool import IdPool
 
 _AT_ONCE = 1024  # a thousandth goes beyond what is needed, so that a step that needs one block seldom evicts
 _NONE: Ids = np.empty(0, np.int32)
@@ -60,7 +61,8 @@ class PrefixCache:
     """The tree, the windows, the checkpoints that are ``kept`` and who needs them.
 
     ``policy``: by name or an object. ``num_checkpoints``: how many are kept at most. ``most_unbacked``: blocks of texts that
-    are remembered at most where there is no full group, so that texts take no memory by themselves.
+    are remembered at most where there is no full group, so that texts take no memory by themselves. ``is_followed``: blocks of
+    such texts have numbers, in the last row of the tree, by which a log knows them.
     """
 
     def __init__(
@@ -72,17 +74,19 @@ class PrefixCache:
         num_checkpoints: int,
         most_unbacked: int,
         hit_grid: int = 1,
+        is_followed: bool = False,
     ) -> None:
         self.grid, self._hit_grid = max(1, hit_grid // block_size), hit_grid  #: in blocks, in tokens
         self.full = next((group for group in groups if not group.growth.is_bounded), None)
         self.states = next((group for group in groups if group.growth.is_state), None)
         self.bounded = tuple(group for group in groups if group.growth.is_bounded)
         self.block_size, self._fresh_policy = block_size, deepcopy(policy)
-        self._most_checkpoints, self._most_unbacked = num_checkpoints, most_unbacked
+        self.most_checkpoints, self._most_unbacked = num_checkpoints, most_unbacked
         self._capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
         self._at_once = self._capacity // _AT_ONCE
         self._most_pinned = int(retention.pin_share * self._capacity)
-        self.num_evicted_blocks = self.num_evicted_checkpoints = 0
+        self.num_evicted, self.num_evicted_checkpoints = [0] * len(groups), 0  #: blocks of each group
+        self._numbers = IdPool(first=1) if is_followed and self.full is None else None
         self._start(policy)
 
     def clear_all(self) -> None:
@@ -92,7 +96,7 @@ class PrefixCache:
     def _start(self, policy: str | EvictionPolicy) -> None:
         full_rows, capacity = 0 if self.full is None else 1, max(1, self._capacity)
         self.windows = Windows.of((group for group in self.bounded if group is not self.states), full_rows)
-        rows = full_rows + 2 * len(self.windows)
+        rows = full_rows + 2 * len(self.windows) + (self._numbers is not None)
         self.tree = PrefixTree(self.block_size, rows, policy, capacity=capacity, proves_ids=False)
         self._window_of = {window.group.index: window for window in self.windows}
         self._pins: dict[Pin, None] = {}  # the oldest first
@@ -140,6 +144,12 @@ class PrefixCache:
         whole = 0 if self.bounded else match.num_blocks * self.block_size
         return PrefixMatch(found.num_tokens, whole, "memory", found.groups)
 
+    def num_cached(self, group: BlockGroup) -> int:
+        """Blocks of ``group`` that are kept for reuse, in use or not. O(1)."""
+        if group is self.full:
+            return self.tree.num_cached
+        return len(self.kept) if group is self.states else self._window_of[group.index].blocks.num_cached
+
     def num_evictable(self, group: BlockGroup) -> int:
         """Blocks of ``group`` that ``evict`` could give up now. O(1)."""
         if group is self.full:
@@ -154,12 +164,14 @@ class PrefixCache:
         window = self._window_of.get(group.index)
         return self.num_evictable(group) if window is None else window.blocks.num_cached - window.blocks.num_reads
 
-    def idle_since(self, group: BlockGroup) -> int | None:
-        """When what goes next of ``group`` was used, by one clock for all groups; 0: never. None: nobody knows."""
+    def num_cold(self, group: BlockGroup) -> int:
+        """Cached blocks of ``group`` that slid out of every window, and before which nobody resumes."""
         window = self._window_of.get(group.index)
-        if group is self.full:
-            return self.tree.oldest()
-        return 0 if window is not None and window.blocks.num_cold else self.tree.checkpoints.oldest()
+        return 0 if window is None else window.blocks.num_cold
+
+    def idle_since(self, group: BlockGroup) -> int | None:
+        """When what goes next of ``group``, beside what is cold, was used, by one clock for all groups. None: nobody knows."""
+        return self.tree.oldest() if group is self.full else self.tree.checkpoints.oldest()
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
@@ -181,7 +193,11 @@ class PrefixCache:
             unpublished = windows.publishing(slot, begin, given)
             if full is not None:
                 given[0] = full.table.cells[slot, begin : begin + n]
+        if self._numbers is not None:
+            given[-1] = self._numbers.peek(n)[::-1]  # those that are new are the last ones
         inserted = tree.insert(lease, keys, given, text=text, priority=priority)
+        if self._numbers is not None:
+            self._numbers.advance(inserted.num_added)
         if self.bounded:  # the checkpoint that this text hangs on is in use, also by those that will begin like it
             tree.checkpoints.touch(lease.node, lease.num_blocks)
         is_new, spared = inserted.num_added == n, list[tuple[BlockGroup, Ids]]()
@@ -202,7 +218,7 @@ class PrefixCache:
     @property
     def is_full(self) -> bool:
         """Whether as many checkpoints are kept as may be."""
-        return len(self.kept) >= self._most_checkpoints
+        return len(self.kept) >= self.most_checkpoints
 
     def save(self, lease: Lease, num_blocks: int, kept: Kept) -> int:
         """Keep a checkpoint after ``num_blocks`` blocks of ``lease``, where there is none. Returns its name."""
@@ -272,12 +288,12 @@ class PrefixCache:
         what slid out, and where nothing of that is left a checkpoint, so that it has more of it; for states a checkpoint."""
         if group is self.full:
             evicted = self.tree.evict(n + self._at_once)
-            self.num_evicted_blocks += evicted.ids.shape[1]
+            self.num_evicted[group.index] += evicted.ids.shape[1]
             return self._gone(evicted)
         window = self._window_of.get(group.index)
         if window is not None and window.blocks.num_cold:
             ids = window.blocks.evict(n)
-            self.num_evicted_blocks += len(ids)
+            self.num_evicted[group.index] += len(ids)
             return Evicted(((group, ids),))
         return self.evict_checkpoint()
 
@@ -308,10 +324,13 @@ class PrefixCache:
 
     def _gone(self, evicted: TreeEvicted) -> Evicted:
         """The tree gave up ``evicted``."""
-        blocks, checkpoints = self.kept.forget(evicted.states) if evicted.states else Evicted()
+        blocks, checkpoints, _ = self.kept.forget(evicted.states) if evicted.states else Evicted()
         if self.full is not None:
             blocks += ((self.full, evicted.ids[0]),)
-        return Evicted((*blocks, *self.windows.forget(evicted.ids)) if self.windows else blocks, checkpoints)
+        texts = None if self._numbers is None else evicted.ids[-1]
+        if self._numbers is not None:
+            self._numbers.give(evicted.ids[-1])
+        return Evicted((*blocks, *self.windows.forget(evicted.ids)) if self.windows else blocks, checkpoints, texts)
 
     def remap(self, group: BlockGroup, new_ids: Ids) -> None:
         """Block ``i`` of ``group`` is now block ``new_ids[i]``. O(blocks), of the full group O(nodes) too."""
@@ -334,25 +353,3 @@ class PrefixCache:
             return np.concatenate([_NONE, *(kept.states for kept in self.kept.values())])
         cells = window.cells_of(self.tree.all_ids())
         return window.blocks.ids(cells[0, window.blocks.are_there(cells)])
-
-    def check(self, num_leases: int, namespaces: set[bytes]) -> None:
-        """Prove that tree, windows, checkpoints and pins agree, that ``num_leases`` requests hold leases beside the pins, and
-        that those in ``namespaces`` are there. Raises CheckFailed."""
-        self.tree.check()
-        if self.tree.num_leases != num_leases + len(self._pins):
-            raise CheckFailed(
-                f"{self.tree.num_leases} leases are open: {num_leases} requests and {len(self._pins)} pins have one each"
-            )
-        missing = namespaces - self.tree.namespaces()
-        if missing:
-            raise CheckFailed(f"{len(missing)} namespaces in which requests run are not in the tree")
-        if self.tree.checkpoints.by_state.keys() != self.kept.keys() or len(self.kept) > self._most_checkpoints:
-            raise CheckFailed(
-                f"checkpoints: {len(self.tree.checkpoints.by_state)} in the tree, {len(self.kept)} kept, at most "
-                f"{self._most_checkpoints} asked for"
-            )
-        held = {name for name in self.kept if self.tree.checkpoints.is_held(name)}
-        holdings = [pin.holding for pin in self._pins]
-        if held != {one.checkpoint for one in holdings if one.checkpoint is not None}:
-            raise CheckFailed(f"checkpoints {sorted(held)[:16]} are held, and not by pins alone")
-        self.windows.check(self.tree, [one.cells for one in holdings], [kept.tail.cells for kept in self.kept.values()])

@@ -55,7 +55,6 @@ class Publisher:
     def begun(self, request: Request, hit: TierHit | None) -> None:
         """What ``request`` begins with was loaded: it is cached from now on. Or it was cached: it is in use again."""
         core, found = self._core, request.match
-        core.counters.loaded += found.loaded
         if not self._publishes(request):
             return
         request.due = self._due_of(request)
@@ -129,6 +128,8 @@ class Publisher:
             raise
         for group, ids in spared:
             core.capacity.release(group, ids)
+        if core.events is not None:
+            core.events.published(request, begin)
         guard.is_torn = False
         if core.full is None:
             core.capacity.forget(prefix.evict_unbacked, is_evicted=True)
@@ -227,6 +228,8 @@ class Publisher:
         if states is not None:
             states.take(copy)
         name = prefix.save(request.lease, num_blocks, Kept(tail, copy))
+        if core.events is not None and states is not None:
+            core.events.kept(request, num_blocks, states, copy)
         core.guard.is_torn = False
         if core.offloader is not None:
             core.offloader.checkpoint_saved(name, core.hashes_of(request, num_blocks)[num_blocks])

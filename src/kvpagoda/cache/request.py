@@ -143,14 +143,14 @@ class DecodeRows:
     """Row ``i`` of the arrays is that of one request.
 
     ``lengths``, ``capacity``, ``written`` int64 ``[num_rows]``: tokens committed, tokens that there is room for, the highest
-    length that a step went up to. ``newest`` int32 ``[num_rows, block_size]``: the tokens of the block that each row is in, at
-    their place in it. ``row_of``: request -> row. ``alone``: requests whose rows must be read again before they are used,
-    because they are new or did something by themselves.
+    length that a step went up to. ``newest`` int32 ``[num_rows, width]``: the tokens that each request lacks, of which it has
+    the first ``known``, int64 ``[num_rows]``. ``row_of``: request -> row. ``alone``: requests whose rows must be read again
+    before they are used, because they are new or did something by themselves.
     """
 
-    def __init__(self, num_rows: int, block_size: int) -> None:
-        self.lengths, self.capacity, self.written = np.zeros((3, num_rows), np.int64)
-        self.newest = np.zeros((num_rows, block_size), np.int32)
+    def __init__(self, num_rows: int, width: int) -> None:
+        self.lengths, self.capacity, self.written, self.known = np.zeros((4, num_rows), np.int64)
+        self.newest = np.zeros((num_rows, width), np.int32)
         self.row_of: dict[Request, int] = {}
         self.alone: set[Request] = set()
 
@@ -159,12 +159,12 @@ class DecodeRows:
         return int(self.lengths[self.row_of[request]])
 
     def flush(self, request: Request) -> None:
-        """Give ``request`` the tokens that it lacks; they lie in one block. Does no harm twice."""
+        """Give ``request`` the tokens that it lacks. Does no harm twice."""
         row = self.row_of[request]
-        known, length = request.own_length, int(self.lengths[row])
-        if known < length:
-            first = known % self.newest.shape[1]
-            request.append(self.newest[row, first : first + length - known])
+        known, length = int(self.known[row]), int(self.lengths[row])
+        if request.own_length < length:
+            request.append(self.newest[row, request.own_length - known : length - known])
+        self.known[row] = length
 
     def detach(self, request: Request) -> None:
         """``request`` goes on by itself: its row is read again before it is used."""

@@ -60,6 +60,10 @@ class Reuse:
             core.guard.is_torn = False
             raise
         core.stale |= old
+        if core.events is not None and namespaces:
+            core.events.renewed(old)
+        elif core.events is not None:
+            core.events.restart()  # also a namespace that was gone may be found again
         if not namespaces:
             core.epoch += 1
             for request in (*core.running.values(), *core.suspended):

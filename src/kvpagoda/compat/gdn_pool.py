@@ -10,8 +10,10 @@ from kvpagoda.blocks.free_list import FreeList
 from kvpagoda.blocks.ids import positive_numbers
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.memory.arena import Arena, Device, Tensor, dtype_name
-from kvpagoda.schema import Field, RowLayout
+from kvpagoda.schema import RowLayout, Rows
+from kvpagoda.schema.families.states import delta
 from kvpagoda.schema.fields import itemsize
+from kvpagoda.schema.layout import pages_of
 
 Slots = int | Sequence[int] | Tensor
 
@@ -24,11 +26,12 @@ class GDNPool:
 
     All zero at the start, and alive as long as the pool:
 
-        recurrent_state  float32  [layers, slots, num_v_heads, head_k_dim, head_v_dim]     <- THE axis order: k before v
+        recurrent_state  float32  [layers, slots, num_v_heads, head_k_dim, head_v_dim]
         conv_state       dtype    [layers, slots, conv_dim, conv_kernel_size - 1]
 
-    ``get_layer_state`` gives the other order, v before k, as a view of the same bytes. All arguments are attributes;
-    ``device`` None: CUDA when a GPU is there, else the CPU. Raises BadInput.
+    In memory v lies before k, so that the elements of one k vector are neighbours, as most kernels read them:
+    ``get_layer_state`` gives that order, dense, and ``recurrent_state`` the other, a view of the same bytes. All arguments
+    are attributes; ``device`` None: CUDA when a GPU is there, else the CPU. Raises BadInput.
 
     >>> pool = GDNPool(max_reqs=4, num_gdn_layers=2, num_v_heads=8, head_k_dim=16, head_v_dim=32, conv_dim=64,
     ...                conv_kernel_size=4, device="cpu", max_track_slots=2)
@@ -66,20 +69,21 @@ class GDNPool:
         self._track = FreeList(max_track_slots, first=self.max_reqs + 1, what="track slots")
         self.max_track_slots = self._track.num_ids
         self.num_slots = 1 + self.max_reqs + self.max_track_slots
-        fields = [
-            Field("recurrent", 1, (self.num_v_heads, self.head_k_dim, self.head_v_dim), "float32"),
-            Field("conv", 1, (self.conv_dim, self.conv_kernel_size - 1), dtype_name(dtype)),
+        states = [
+            delta(self.num_v_heads, self.head_k_dim, self.head_v_dim),
+            Rows("conv", (self.conv_dim, self.conv_kernel_size - 1), dtype_name(dtype)),
         ]
         # The widest elements first: then every region starts aligned to its element without a byte of padding.
-        fields.sort(key=lambda field: -itemsize(field.dtype))
-        layout = RowLayout.build((layer, field) for field in fields for layer in range(self.num_gdn_layers))
+        states.sort(key=lambda rows: -itemsize(rows.dtype))
+        layers = range(self.num_gdn_layers)
+        layout = RowLayout.of(page for rows in states for layer in layers for page in pages_of(layer, [rows], _once))
         self.arena = Arena(layout, self.num_slots, device=device, order="layer", packed=True)
         self.device = self.arena.device
         self.recurrent_state, self.conv_state = (self.arena.all_layers(name)[:, :, 0] for name in ("recurrent", "conv"))
 
     def get_layer_state(self, gdn_layer_idx: int) -> tuple[Tensor, Tensor]:
         """The states of a layer, counted among the GDN layers, as views of the pool: recurrent ``[slots, num_v_heads,
-        head_v_dim, head_k_dim]``, the transpose of ``recurrent_state[gdn_layer_idx]``, and conv ``[slots, conv_dim,
+        head_v_dim, head_k_dim]``, dense, the transpose of ``recurrent_state[gdn_layer_idx]``, and conv ``[slots, conv_dim,
         conv_kernel_size - 1]``. Raises BadInput."""
         if not 0 <= gdn_layer_idx < self.num_gdn_layers:
             raise BadInput(f"layer {gdn_layer_idx} is not one of the {self.num_gdn_layers} GDN layers of this pool")
@@ -121,3 +125,8 @@ class GDNPool:
     def check(self) -> None:
         """Prove that every track slot is free or held, once. Raises CheckFailed."""
         self._track.check()
+
+
+def _once(rows: Rows) -> int:
+    """Rows of a state in a record."""
+    return rows.count

@@ -13,10 +13,11 @@ import torch
 
 from kvpagoda.batch.step import Step
 from kvpagoda.errors import BadInput
-from kvpagoda.formats import decode
+from kvpagoda.formats.encoding import Encoding
 from kvpagoda.kernels.append_swa import append_swa
-from kvpagoda.memory.pool import Pool
-from kvpagoda.schema import Compressed, Encoding
+from kvpagoda.layouts.packed_row import PackedRow
+from kvpagoda.memory.pool import Pool, decoded
+from kvpagoda.schema import Compressed
 
 Tensor = torch.Tensor
 
@@ -41,7 +42,7 @@ class SWAView:
     [1.0, 1.0, 0.0, 0.0]
     """
 
-    encoding: Encoding
+    encoding: Encoding | PackedRow
     dtype: torch.dtype
     parts: tuple[Tensor, ...]
     swa_pos: Tensor
@@ -61,7 +62,7 @@ class BlockView:
     alias the pools.
     """
 
-    encoding: Encoding
+    encoding: Encoding | PackedRow
     dtype: torch.dtype
     parts: tuple[Tensor, ...]
     block_table: Tensor
@@ -153,7 +154,7 @@ class LayerCacheHandle:
         Of a step longer than the ring the last rows stay. Call it after ``read_window``: older rows are overwritten.
         """
         _check_rows("kv", kv, len(self.positions), self.kind.dim)
-        if self.kind.encoding.name == "fp8" and self.kind.encoding.group is None:
+        if self.kind.encoding == Encoding("fp8", kept=self.kind.encoding.kept):
             codes, rope, scale = self.state.parts("swa")
             rows, dummy = self.step.state_rows, self.step.dummy % len(codes)
             append_swa(kv, rows, self.positions, codes, rope, scale, self.state["swa_pos"], dummy)
@@ -306,10 +307,10 @@ def _check_rows(what: str, rows: Tensor, count: int, dim: int) -> None:
 def dequantize_swa(view: SWAView) -> Tensor:
     """The plain torch reader: ``[requests, ring, head_dim]`` in the rows' dtype; zero where nothing was written. Which rows
     a token reads, ``swa_pos`` says: see ``SWAView``."""
-    return decode(view.encoding, view.parts, view.dtype).masked_fill((view.swa_pos < 0)[..., None], 0)
+    return decoded(view.encoding, view.parts, view.dtype).masked_fill((view.swa_pos < 0)[..., None], 0)
 
 
 def dequantize_entries(view: ClassicalView, block_ids: Tensor | None = None) -> Tensor:
     """The plain torch reader: entries of blocks ``block_ids`` (default all), ``[blocks, entries_per_block, head_dim]``."""
     parts = view.parts if block_ids is None else [part[block_ids.long()] for part in view.parts]
-    return decode(view.encoding, parts, view.dtype)
+    return decoded(view.encoding, parts, view.dtype)

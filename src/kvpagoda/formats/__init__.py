@@ -1,6 +1,6 @@
 """HOW a row is encoded: raw, FP8 with float32 or power-of-two scales, MXFP4, NVFP4, and the dialects of other engines.
 
-Exact on every device. ``rule`` is plain data; the rest needs torch and is loaded when it is first used.
+Exact on every device. ``encoding`` and ``rule`` are plain data; the rest needs torch and is loaded when it is first used.
 """
 
 from importlib import import_module

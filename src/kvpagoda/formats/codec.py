@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kvpagoda.errors import BadInput
+from kvpagoda.formats.encoding import Encoding
 from kvpagoda.formats.quantise import dequantise, quantise
 from kvpagoda.formats.rule import Rule
-from kvpagoda.schema import Encoding
 from kvpagoda.units import align_up
 
 Tensor = torch.Tensor
@@ -65,7 +65,7 @@ def decode(encoding: Encoding, parts: Sequence[Tensor], dtype: torch.dtype) -> T
     A group that held inf or NaN decodes to NaN. The result is a new tensor, except that ``raw`` may give back its part.
     Raises BadInput for an unknown encoding or parts of the wrong number, dtype or shape. O(elements).
 
-    >>> from kvpagoda.schema import MXFP4
+    >>> from kvpagoda.formats.encoding import MXFP4
     >>> x = torch.arange(32.0)
     >>> decode(MXFP4, encode(MXFP4, x), torch.float32)[24:].tolist()  # steps of 8: a 4-bit code and a scale of 8
     [24.0, 24.0, 24.0, 24.0, 32.0, 32.0, 32.0, 32.0]

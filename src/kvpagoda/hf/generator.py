@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpagoda.cache.options import Identity, Limits
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput, OutOfBlocks
-from kvpagoda.hf.compressed import CompressedRunner
 from kvpagoda.hf.lookup import propose
+from kvpagoda.hf.model_cache import next_piece, runner_of
 from kvpagoda.hf.rope_switch import media_past
-from kvpagoda.hf.runner import ModelRunner, Runner, Tensor
+from kvpagoda.hf.runner import Tensor
 from kvpagoda.hf.sampling import GREEDY, Sampling
-from kvpagoda.hf.weights import weights_digest
-from kvpagoda.kv_cache import KVCache
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.scheduling import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
-from kvpagoda.schema import Compressed, Schema
+from kvpagoda.schema.layout_choice import LayoutNames
 
 
 class Answer(Job):
@@ -94,7 +90,7 @@ class Generator:
     default what costs least, from the time that steps and copies took. ``num_preempted`` counts requests that were preempted,
     ``num_swapped`` those of them that were suspended. A text that grows past a switch of the model's position encodings
     (``rope_switch``) is computed again and counts as preempted too.
-    ``kv_format``: see ``Schema.from_hf_config``.
+    ``kv_format`` and ``layout``: see ``Schema.from_hf_config``.
     ``cache_arguments``: all other arguments of ``KVCache``. Where ``tiers`` can be read by others, ``identity.weights`` is by
     default a digest of the whole model, which takes seconds for a large one.
 
@@ -121,22 +117,15 @@ class Generator:
         preemption: PreemptionPolicy | None = None,
         preemption_mode: Callable[[Costs], PreemptionMode] = cheapest,
         kv_format: str = "raw",
+        layout: LayoutNames | None = None,
         **cache_arguments: Any,
     ) -> None:
         if prefill_chunk < 1 or lookup < 0:
             raise BadInput(f"need prefill_chunk >= 1 and lookup >= 0 tokens, got {prefill_chunk} and {lookup}")
-        model.eval()
-        dtype = str(model.dtype).removeprefix("torch.")
-        schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, verify_width=lookup)
-        sizes = {**cache_arguments} if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
-        identity, limits = sizes.pop("identity", None) or Identity(), sizes.pop("limits", None) or Limits()
-        if not identity.weights and not all(getattr(tier, "is_private", True) for tier in sizes.get("tiers", ())):
-            identity = replace(identity, weights=weights_digest(model))
-        limits = replace(limits, step_tokens=max(prefill_chunk, lookup + 1))
-        self.cache = KVCache(schema, device=model.device, identity=identity, limits=limits, **sizes)
+        sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
+        self._runner = runner_of(model, prefill_chunk, lookup, kv_format, sizes, layout)
+        self.cache = self._runner.cache
         self._chunk, self._lookup = prefill_chunk, min((lookup, *(n for _, _, n in self.cache.plan.rewinds)))
-        compressed = any(isinstance(kind, Compressed) for layer in schema.layers for kind in layer.kinds)
-        self._runner: Runner = (CompressedRunner if compressed else ModelRunner)(model, self.cache)
         self._ends = _end_tokens(model)
         self._queue: RunQueue[Answer] = RunQueue(self.cache, preemption, preemption_mode)
         self.num_proposed = self.num_accepted = 0
@@ -263,8 +252,7 @@ class Generator:
                 return Piece(answer, sequence, np.concatenate((text[begin:], proposed)), proposed.tolist())
             except OutOfBlocks:
                 pass  # nobody is preempted for tokens that may be refused
-        most = min(self._chunk, self._runner.most_tokens(sequence) or self._chunk)
-        tokens = text[begin : begin + min(most, self.cache.step_limit(sequence))]
+        tokens = next_piece(self._runner, sequence, text, self._chunk)
         return Piece(answer, sequence, tokens, []) if self._queue.make_room(answer, len(tokens)) else None
 
     def _take(self, piece: Piece, logits: Tensor, best: list[int]) -> None:

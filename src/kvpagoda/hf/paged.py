@@ -97,15 +97,20 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store ``[B, H, S, D]`` rows; return all rows of the step's requests, contiguous ``[B, H, T, D]``."""
-        first, second = self._row_names[:2]
-        return (
-            self._store(first, key_states.transpose(1, 2)).transpose(1, 2).contiguous(),
-            self._store(second, value_states.transpose(1, 2)).transpose(1, 2).contiguous(),
-        )
+        first, second = self._row_names[0], self._row_names[-1 if len(self._row_names) == 1 else 1]
+        keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        if first == "kv":
+            keys, values = self._store(first, torch.stack((keys, values), dim=2)).unbind(2)
+        elif first == "latent" and second != "k_rope":  # packed rows of both
+            both = self._store(first, torch.cat((keys, values), dim=-1))
+            keys, values = both.tensor_split([keys.shape[-1]], dim=-1)
+        else:
+            keys, values = self._store(first, keys), self._store(second, values)
+        return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store ``[B, S, D]`` indexer keys; return all of them, ``[B, T, D]``."""
-        return self._store(self._row_names[2], indexer_key_states)
+        return self._store(self._row_names[-1], indexer_key_states)
 
     def _store(self, name: str, rows: Tensor) -> Tensor:
         gather, pool = self._context.gather(self._index), self._context.batch.layer(self._index).blocks

@@ -25,9 +25,10 @@ Work = tuple[Sequence, Tokens]
 class Runner(Protocol):
     """Computes the next tokens of some sequences. Room is made before, ``commit`` follows.
 
-    ``switch``: at which lengths of a text all that was computed of it becomes useless.
+    ``cache``: where their rows lie. ``switch``: at which lengths of a text all that was computed of it becomes useless.
     """
 
+    cache: KVCache
     switch: RopeSwitch
 
     def step(self, work: Many[Work], kept: Many[int] | None = None, lengths: Many[int] | None = None) -> Tensor:

@@ -14,9 +14,9 @@ import torch
 
 from kvpagoda.errors import BadInput
 from kvpagoda.formats import encode
+from kvpagoda.formats.encoding import Encoding
 from kvpagoda.kernels.dispatch import backend, jit, tl, triton
 from kvpagoda.kernels.int_views import as_ints
-from kvpagoda.schema import Encoding
 
 Tensor = torch.Tensor
 

@@ -8,6 +8,7 @@ of a row has its place in the page (``layouts.packings``), which the kernel is c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -22,6 +23,7 @@ from kvpagoda.kernels.dispatch import backend
 from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel, gather_rows_kernel
 from kvpagoda.layouts.dialects import Dialect, dialect_for_heads
 from kvpagoda.layouts.packed import decode_rows, encode_rows, views
+from kvpagoda.layouts.packed_row import PackedRow
 
 Tensor = torch.Tensor
 
@@ -107,6 +109,21 @@ def gather_rows(
     places = views(pages, chosen.packing, page_size, heads)
     parts = {part: view[slot // page_size, slot % page_size] for part, view in places.items()}
     out.copy_(decode_rows(parts, chosen, out.dtype).masked_fill_(~live[:, None], 0))
+
+
+def round_trip(rows: Tensor, encoding: PackedRow) -> Tensor:
+    """bfloat16 ``rows`` ``[n, D]`` as they read back once they were appended: float32 ``[n, D]``, new. O(n * D)."""
+    chosen = _as_written(encoding.format, encoding.dialect, encoding.head_dim)
+    return decode_rows(encode_rows(rows, chosen, rows.shape[1] // chosen.packing.width), chosen, torch.float32)
+
+
+def decode_parts(encoding: PackedRow, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The rows ``[.., D]`` of ``dtype`` whose codes, kept elements and scales ``parts`` ``[.., n]`` are, as ``encoding`` lists
+    them; of formats without heads. O(elements)."""
+    names, lead = ("codes", "kept", "scales") if encoding.kept else ("codes", "scales"), parts[0].shape[:-1]
+    flat = (part.contiguous().view(torch.uint8).view(lead.numel(), 1, 1, -1) for part in parts)
+    rows = decode_rows(dict(zip(names, flat)), _as_written(encoding.format, encoding.dialect, None), dtype)
+    return rows.view(*lead, -1)
 
 
 @lru_cache(maxsize=64)

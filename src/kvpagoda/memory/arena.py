@@ -17,7 +17,7 @@ import torch
 
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.memory.id_tensors import Device, default_device, integers
-from kvpagoda.schema import Place, RowLayout
+from kvpagoda.schema import Page, Place, RowLayout
 from kvpagoda.schema.fields import itemsize
 
 __all__ = ["Arena", "Device", "default_device", "dtype_name"]
@@ -35,7 +35,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Arena:
     """Memory for ``num_rows`` records of ``layout``. One allocation, made here and never again.
 
-    ``order``: ``"block"`` or ``"layer"``; default layer-major on a GPU, block-major on the CPU. In either order it takes
+    ``order``: ``"block"`` (the default, on every device) or ``"layer"``. In either order it takes
     exactly ``num_rows * layout.nbytes`` bytes; a layer-major arena that is ``packed`` has no padding, so that it takes
     ``num_rows * layout.payload_nbytes``. New memory is zero; ``reset`` writes the initial values. ``within``: uint8 memory
     that others use too, and the bytes from one record to the next: block-major then.
@@ -54,7 +54,7 @@ class Arena:
     ) -> None:
         self.layout, self.num_rows = layout, num_rows
         self.device = default_device(device) if within is None else within[0].device
-        self.order = order or ("block" if self.device.type == "cpu" or within is not None else "layer")
+        self.order = order or "block"
         if self.order not in ("block", "layer") or num_rows < 0:
             raise BadInput(f"order is 'block' or 'layer' and num_rows >= 0, got {order!r} and {num_rows}")
         self.row_nbytes = layout.nbytes if within is None else within[1]
@@ -64,21 +64,29 @@ class Arena:
             self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device, pin_memory=pin)
         else:
             self.buffer = within[0][: num_rows * self.row_nbytes]
-        self._regions: list[tuple[Place, Region]] = []
+        self.num_pages = num_rows * layout.kernel_pages
+        """Kernel pages: ``layout.kernel_pages`` for each record."""
+        self._pages: list[tuple[Page, Tensor]] = []
         self._views: dict[int, dict[str, Tensor]] = {}
         end = 0
-        for place in layout.places:
-            field, inside = place.field, slice(place.offset, place.offset + place.nbytes)
-            start, stride = num_rows * (end if packed else place.offset), place.nbytes
+        for page in layout.pages:
+            start, stride = self.num_pages * (end if packed else page.offset), page.nbytes
             if self.order == "block":
-                start, stride = place.offset, self.row_nbytes
-            if start % itemsize(field.dtype):
-                raise BadInput(f"packed memory would have {field.name!r} ({field.dtype}) at byte {start}")
-            rows = self.buffer[start:].as_strided((num_rows, place.nbytes), (stride, 1))
-            self._regions.append((place, (inside, rows)))
-            view = rows.view(getattr(torch, field.dtype)).view(num_rows, field.count, *field.shape)
-            self._views.setdefault(place.layer, {})[field.name] = view
-            end += place.nbytes
+                start, stride = page.offset, self.row_nbytes // layout.kernel_pages
+            self._pages.append((page, self.buffer[start:].as_strided((self.num_pages, page.nbytes), (stride, 1))))
+            for place in page.places:
+                self._views.setdefault(place.layer, {})[place.field.name] = self._view(place, start, stride)
+            end += page.nbytes
+
+    def _view(self, place: Place, start: int, stride: int) -> Tensor:
+        """``[num_pages, count, *shape]`` of one field, whose pages begin at byte ``start``, ``stride`` bytes apart."""
+        field, size = place.field, itemsize(place.field.dtype)
+        if any(step % size for step in (start + place.offset, stride, *place.strides)):
+            raise BadInput(f"packed memory would have {field.name!r} ({field.dtype}) at byte {start + place.offset}")
+        memory = self.buffer[start + place.offset :]
+        typed = memory[: len(memory) // size * size].view(getattr(torch, field.dtype))
+        strides = [step // size for step in (stride, *place.strides)]
+        return typed.as_strided((self.num_pages, field.count, *field.shape), strides)
 
     @property
     def nbytes(self) -> int:
@@ -86,11 +94,16 @@ class Arena:
         return self.buffer.numel()
 
     def layer(self, layer: int) -> Mapping[str, Tensor]:
-        """Field name -> view ``[num_rows, count, *shape]`` of that field of ``layer``.
+        """Field name -> view ``[num_pages, count, *shape]`` of that field of ``layer``; a record has one page, or
+        ``layout.kernel_pages``, one behind another.
 
         Views alias the arena and live as long as it does. Empty for a layer without fields here.
         """
         return self._views.get(layer, {})
+
+    def pages(self, layer: int) -> Mapping[str, Tensor]:
+        """Name of rows of ``layer`` -> the pages that they lie in, beside others or alone: uint8 ``[num_pages, nbytes]``."""
+        return {name: memory for page, memory in self._pages if page.layer == layer for name in page.rows}
 
     def all_layers(self, name: str) -> Tensor:
         """Field ``name`` of every layer that has it, in one view ``[layers, num_rows, count, *shape]`` of the arena. The
@@ -106,11 +119,21 @@ class Arena:
     def regions(self, layer: int | None = None) -> list[Region]:
         """What ``layer`` keeps, or all layers do, as bytes, a few of them: where it lies in a record, and uint8
         ``[num_rows, bytes]``, a strided view."""
-        mine = [region for place, region in self._regions if layer in (None, place.layer)]
-        if self.order == "block" and mine:
-            inside = slice(mine[0][0].start, mine[-1][0].stop)
-            return [(inside, self.records[:, inside])]
-        return mine
+        mine = [(page, rows) for page, rows in self._pages if layer in (None, page.layer)]
+        if not mine:
+            return []
+        many, width = self.layout.kernel_pages, self.layout.nbytes // self.layout.kernel_pages
+        starts = range(0, self.layout.nbytes, width)
+        if self.order == "block":
+            first, last = mine[0][0], mine[-1][0]
+            ends = [(start + first.offset, start + last.offset + last.nbytes) for start in starts]
+            ends = ends if layer is not None else [(ends[0][0], ends[-1][1])]
+            return [(slice(*two), self.records[:, slice(*two)]) for two in ends]
+        return [
+            (slice(start + page.offset, start + page.offset + page.nbytes), rows[number::many])
+            for number, start in enumerate(starts)
+            for page, rows in mine
+        ]
 
     def pack(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` (int ``[n]``) as records ``[n, layout.nbytes]`` uint8, the same bytes in either order.
@@ -137,8 +160,8 @@ class Arena:
 
     def reset(self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int] | int) -> None:
         """Set rows ``ids`` of every field to the field's initial value. Raises NotOwned for an id out of range."""
-        index = self.row_index([ids] if isinstance(ids, int) else ids)
-        for place, _ in self._regions:
+        index = self.page_index(self.row_index([ids] if isinstance(ids, int) else ids))
+        for place in self.layout.places:
             self._views[place.layer][place.field.name][index] = place.field.fill
 
     def copy(self, sources: Tensor | npt.NDArray[np.int32], targets: Tensor | npt.NDArray[np.int32]) -> None:
@@ -168,6 +191,11 @@ class Arena:
         if len(index) and not is_proven and not 0 <= int(index.min()) <= int(index.max()) < self.num_rows:
             raise NotOwned(f"row ids {int(index.min())}..{int(index.max())} are not all in 0..{self.num_rows - 1}")
         return index.to(self.device)
+
+    def page_index(self, index: Tensor) -> Tensor:
+        """int64 rows ``[n]`` -> their kernel pages, int64 ``[n * kernel_pages]``."""
+        many = self.layout.kernel_pages
+        return index if many == 1 else (index[:, None] * many + torch.arange(many, device=index.device)).flatten()
 
     @property
     def records(self) -> Tensor:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpagoda.kernels.flatten_table import flatten_table
 from kvpagoda.memory.no_memory import Array, HostArrays
 
 
@@ -30,3 +31,6 @@ class DeviceArrays(HostArrays):
             target[places] = values.to(self.device, target.dtype)
         else:
             target[index].copy_(values)
+
+    def flatten(self, table: Any, starts: Any, indptr: Any, block_size: int, out: Any) -> None:
+        flatten_table(table, starts, indptr, out, block_size)

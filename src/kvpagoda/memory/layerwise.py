@@ -33,7 +33,7 @@ class LayerwiseCopy:
     ) -> None:
         self.arena, self._parts, self._stream = arena, parts, stream
         self._done: Callable[[], None] | None = done
-        layers = [place.layer for place in arena.layout.places]
+        layers = [page.layer for page in arena.layout.pages]
         self._waiting: dict[int, torch.cuda.Event | None] = dict.fromkeys(layers)  # that are not in yet
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(arena.device))

@@ -37,6 +37,10 @@ class HostArrays:
     def upload(self, target: Any, source: npt.NDArray[Any], index: Any = ...) -> None:
         """Copy ``source`` to ``target[index]``, where ``target`` is part of a twin. Not called where ``is_host``."""
 
+    def flatten(self, table: Any, starts: Any, indptr: Any, block_size: int, out: Any) -> None:
+        """The cells of ``table`` that are in use, row behind row, into ``out``: all of them twins, see
+        ``kernels.flatten_table``. Not called where ``is_host``."""
+
 
 class NoMemory:
     """What moves the bytes of a cache's blocks: here, nothing. ``group`` is the index of a group in the plan.

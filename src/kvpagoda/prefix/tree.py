@@ -108,12 +108,15 @@ class PrefixTree:
         nodes = self._roots.nodes() or [self._roots.new(b"")]
         return np.concatenate([node.ids[: self.num_groups] for node in nodes], axis=1)
 
+    def nodes(self) -> list[Node]:
+        """All nodes, to be read only: a root, and those below it, a parent before its children; the next root. O(nodes)."""
+        return self._roots.nodes()
+
     def match(self, tokens: Ids, namespace: bytes = b"", limit: int | None = None) -> Match:
         """What is cached of the first ``limit`` tokens (None: all) of ``tokens``, int32 ``[n]``. Changes nothing.
 
         The longest match there is, to the token; nothing for a ``limit`` below 1. O(n) array work, and O(1) for each node
-        on the path. Raises BadInput.
-        """
+        on the path. Raises BadInput."""
         tokens = _vector(tokens)
         if limit is not None and limit < len(tokens):
             tokens = tokens[: max(0, limit)]
@@ -129,8 +132,7 @@ class PrefixTree:
         """Pin the first ``num_blocks`` blocks (None: all) of what ``at`` covers. O(nodes on the path).
 
         Raises StaleHandle when blocks of the match were evicted meanwhile (match again) or the lease is not open, and
-        BadInput for more blocks than ``at`` covers.
-        """
+        BadInput for more blocks than ``at`` covers."""
         return self._open(*self._locate(at, num_blocks))
 
     def pin_partial(self, match: Match) -> Lease | None:
@@ -154,8 +156,7 @@ class PrefixTree:
 
     def touch(self, at: Match | Lease, num_blocks: int | None = None, priority: int = 0) -> None:
         """Say that the first ``num_blocks`` blocks (None: all) of what ``at`` covers were used once, the deepest first,
-        and with them the last checkpoint there. ``priority`` is for the policy. O(blocks). Raises as ``pin`` does.
-        """
+        and with them the last checkpoint there. ``priority`` is for the policy. O(blocks). Raises as ``pin`` does."""
         node, depth = self._locate(at, num_blocks)
         if depth:
             self._order.touch(node, depth, priority)
@@ -212,8 +213,7 @@ class PrefixTree:
         """Evict ``num_blocks`` blocks, or all that are not pinned if these are fewer; the policy says which.
 
         Leaf first, block by block from the tail. Costs what the policy's choice does, amortised O(log leaves) with LRU,
-        and O(1) for each block. Raises BadInput for a number below 0.
-        """
+        and O(1) for each block. Raises BadInput for a number below 0."""
         asked = num_blocks if type(num_blocks) is int and num_blocks >= 0 else whole_number(num_blocks, _TO_EVICT)
         evictable = self.num_cached - self._leases.num_pinned
         ids = np.empty((self._num_rows, asked if asked < evictable else evictable), np.int32)

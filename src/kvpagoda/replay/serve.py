@@ -129,8 +129,8 @@ class _Run:
         """One step of everything that runs; False when there is nothing left."""
         is_pressed = self._admit()
         self.running = [request for request in self.running if next(request, False)]
-        stats = self.cache.stats()
-        before, self.evicted = self.evicted, stats.evicted_blocks + stats.evicted_checkpoints
+        prefix = self.cache.core.prefix
+        before, self.evicted = self.evicted, sum(prefix.num_evicted) + prefix.num_evicted_checkpoints
         self.steps += 1
         self.running_steps += len(self.running)
         if is_pressed or self.evicted > before:

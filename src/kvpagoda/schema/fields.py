@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpagoda.errors import SchemaError, unknown_name
-from kvpagoda.units import align_up, ceil_div
+from kvpagoda.formats.encoding import RAW, Encoding
+from kvpagoda.layouts.packed_row import PackedRow
+from kvpagoda.units import ceil_div
 
 ITEMSIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -43,68 +45,6 @@ class Field:
         return self.count * math.prod(self.shape) * itemsize(self.dtype)
 
 
-ENCODINGS = ("fp8", "fp8_ue8m0", "mxfp4", "nvfp4", "int8")
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """How one row of numbers lies in memory. The codecs are in ``kvpagoda.formats``.
-
-    ``raw``        the elements as they are.
-    ``fp8``        E4M3 codes with one float32 inverse scale for each ``group`` elements (None: one a row); the last
-                   ``kept`` elements stay bfloat16 (the RoPE part).
-    ``fp8_ue8m0``  E4M3 codes with one power-of-two scale byte for each ``group``, the scale bytes padded to a multiple
-                   of 8; the last ``kept`` elements stay bfloat16. With 448 + 64 elements: the 584-byte row of FlashMLA.
-    ``mxfp4``      E2M1 codes, two a byte, with one power-of-two scale byte for each 32.
-    ``nvfp4``      E2M1 codes, two a byte, with one E4M3 scale for each 16.
-    ``int8``       whole numbers of -127 .. 127 with one float32 scale for each ``group`` elements (None: one a row).
-                   These three may keep their last elements too.
-
-    >>> Encoding("fp8_ue8m0", kept=64, group=64).parts((512,), "bfloat16")
-    (('_fp8', (448,), 'uint8'), ('_rope', (64,), 'bfloat16'), ('_scales', (8,), 'uint8'))
-    """
-
-    name: str = "raw"
-    kept: int = 0
-    group: int | None = None
-
-    def parts(self, shape: tuple[int, ...], dtype: str) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-        """(suffix, shape, dtype) of each array that one row of ``shape`` takes; the last axis is the encoded one.
-
-        Raises SchemaError for an unknown encoding, or a last axis that it does not divide.
-        """
-        if self.name == "raw":
-            return (("", shape, dtype),)
-        if self.name not in ENCODINGS:
-            raise unknown_name("encoding", self.name, ("raw", *ENCODINGS), SchemaError)
-        lead, coded = shape[:-1], shape[-1] - self.kept
-        group, per_byte = self.group or coded, 2 if self.is_fp4 else 1
-        if coded <= 0 or coded % group or coded % per_byte:
-            raise SchemaError(
-                f"encoding {self.name!r} cannot hold a row of {shape[-1]} elements: "
-                f"{coded} to encode is not a positive multiple of {max(group, per_byte)}"
-            )
-        groups = coded // group
-        suffix = "_fp4" if self.is_fp4 else "_int8" if self.name == "int8" else "_fp8"
-        codes = (suffix, (*lead, coded // per_byte), "uint8")
-        if self.name in ("fp8", "int8"):
-            scales = ("_inv_scale", lead if self.group is None else (*lead, groups), "float32")
-        else:
-            scales = ("_scales", (*lead, align_up(groups, 8) if self.name == "fp8_ue8m0" else groups), "uint8")
-        kept = (("_rope", (*lead, self.kept), "bfloat16"),) if self.kept else ()
-        return (codes, *kept, scales)
-
-    @property
-    def is_fp4(self) -> bool:
-        """Whether two codes lie in one byte."""
-        return self.name in ("mxfp4", "nvfp4")
-
-
-RAW = Encoding()
-MXFP4 = Encoding("mxfp4", group=32)
-NVFP4 = Encoding("nvfp4", group=16)
-
-
 @dataclass(frozen=True)
 class Rows:
     """A run of equal rows that a layer keeps.
@@ -114,6 +54,9 @@ class Rows:
     elements of that axis in each): tensor parallelism divides each run for itself, because runs of few heads are
     replicated while others are divided. Without ``heads`` every rank keeps the whole row.
 
+    ``page``: an expression of ``kvpagoda.layouts.pages`` that says how they lie in a page, beside the other rows of the layer
+    that name the same one; "": alone and dense. ``axes``: what the expression calls the axes of ``shape``.
+
     >>> latent = Rows("latent", (1, 512), "bfloat16")
     >>> latent.row_nbytes, [field.nbytes for field in latent.fields(16)]
     (1024, [16384])
@@ -122,11 +65,13 @@ class Rows:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    encoding: Encoding = RAW
+    encoding: Encoding | PackedRow = RAW
     tokens_per_row: int = 1
     count: int = 1
     fill: float = 0.0
     heads: tuple[tuple[int, int], ...] = ()
+    page: str = ""
+    axes: tuple[str, ...] = ()
 
     def fields(self, count: int) -> tuple[Field, ...]:
         """The arrays that ``count`` of these rows take."""

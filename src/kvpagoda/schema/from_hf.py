@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpagoda.errors import SchemaError
+from kvpagoda.formats.encoding import MXFP4, NVFP4, RAW, Encoding
 from kvpagoda.schema.config import REQUIRED, Config, fields_of
 from kvpagoda.schema.families import Family, model_types, refused
 from kvpagoda.schema.families import layer_types as t
-from kvpagoda.schema.fields import FULL, MXFP4, NVFP4, RAW, Encoding, Growth, itemsize
+from kvpagoda.schema.fields import FULL, Growth, itemsize
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
 from kvpagoda.schema.layers import Layer
 

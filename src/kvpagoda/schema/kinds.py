@@ -1,21 +1,27 @@
-"""The layer kinds. Each is frozen data that answers five questions; to add one, add a class here.
+"""The layer kinds. Each is frozen data that answers six questions; to add one, add a class here.
 
     growth()      how its block rows grow with the text (None: it has none)
     block_rows()  what it keeps for every token, or every few tokens
     state_rows()  what it keeps once per request
     rewinds()     how many of the newest tokens it can take back (None: any number)
     split(ways)   the same kind on one of ``ways`` tensor-parallel ranks
+    laid_out(..)  the same kind with its rows in other layouts
 
 A layer is a tuple of kinds: most layers have one, a layer with attention and a state beside it has two.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvpagoda.errors import SchemaError
-from kvpagoda.schema.fields import FULL, RAW, Encoding, Growth, Rows
+from kvpagoda.errors import LayoutError, SchemaError
+from kvpagoda.formats.encoding import RAW, Encoding
+from kvpagoda.layouts.packed_row import PackedRow
+from kvpagoda.layouts.pages import PageChoice, page_choice
+from kvpagoda.schema.fields import FULL, Growth, Rows
 from kvpagoda.units import ceil_div
 
 
@@ -38,6 +44,13 @@ class LayerKind(Protocol):
     def split(self, ways: int) -> LayerKind:
         return self
 
+    def laid_out(self, choices: Choices) -> LayerKind:
+        return self
+
+
+Choices = Mapping[str, PageChoice]
+"""Named layouts, by the kind of rows that they are of: ``kvpagoda.layouts.pages.KINDS``."""
+
 
 def split_heads(what: str, count: int, ways: int) -> int:
     """``count`` heads or channels over ``ways`` ranks; fewer heads than ranks are replicated. Raises SchemaError."""
@@ -56,6 +69,9 @@ class Attention(LayerKind):
     ``[num_sinks]``: a query reads its window from blocks, and what of the sinks lies before the window from there. Raises
     SchemaError for sinks without a window.
 
+    ``layout``: how K and V lie in a page, by the name of a layout ("": each dense, ``[rows, heads, dim]``). An ``encoding``
+    that is a ``PackedRow`` holds both in one row, ``kv`` ``[2, heads, dim]``.
+
     >>> layer = Attention(8, 128, 128, "bfloat16", Growth(window=4096))
     >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
     [('k', (8, 128), 2048), ('v', (8, 128), 2048)]
@@ -68,8 +84,9 @@ class Attention(LayerKind):
     v_dim: int
     dtype: str
     law: Growth = FULL
-    encoding: Encoding = RAW
+    encoding: Encoding | PackedRow = RAW
     num_sinks: int = 0
+    layout: str = ""
 
     def __post_init__(self) -> None:
         if self.num_sinks < 0 or (self.num_sinks and self.law.window is None):
@@ -81,16 +98,34 @@ class Attention(LayerKind):
         return self.law
 
     def block_rows(self) -> tuple[Rows, ...]:
-        heads = ((self.num_kv_heads, 1),)
-        return (
-            Rows("k", (self.num_kv_heads, self.k_dim), self.dtype, self.encoding, heads=heads),
-            Rows("v", (self.num_kv_heads, self.v_dim), self.dtype, self.encoding, heads=heads),
-        )
+        if isinstance(self.encoding, PackedRow):
+            return (Rows("kv", (2, self.num_kv_heads, self.k_dim), self.dtype, self.encoding),)
+        heads, pages = ((self.num_kv_heads, 1),), page_choice(self.layout).pages if self.layout else {}
+        return tuple(
+            Rows(
+                name, (self.num_kv_heads, dim), self.dtype, self.encoding,
+                heads=heads, page=pages.get(name, ""), axes=("H", axis),
+            )
+            for name, dim, axis in (("k", self.k_dim, "D"), ("v", self.v_dim, "Dv"))
+        )  # fmt: skip
 
     def state_rows(self) -> tuple[Rows, ...]:
         if not self.num_sinks:
             return ()
-        return tuple(replace(row, name=f"sink_{row.name}", count=self.num_sinks) for row in self.block_rows())
+        return tuple(replace(row, name=f"sink_{row.name}", count=self.num_sinks, page="") for row in self.block_rows())
+
+    def laid_out(self, choices: Choices) -> Attention:
+        """Raises SchemaError for a packed layout where K and V differ in size or have sinks."""
+        if (choice := choices.get("attention")) is None:
+            return self
+        if choice.format == "raw":
+            return replace(self, layout=choice.name, encoding=RAW)
+        if self.k_dim != self.v_dim or self.num_sinks:
+            raise SchemaError(
+                f"{choice.name!r} has K and V side by side, of one size and without sinks; this layer has "
+                f"K of {self.k_dim}, V of {self.v_dim} and {self.num_sinks} sinks"
+            )
+        return replace(self, layout=choice.name, encoding=choice.encoding(self.k_dim))
 
     def split(self, ways: int) -> Attention:
         return replace(self, num_kv_heads=split_heads("KV heads", self.num_kv_heads, ways))
@@ -106,13 +141,19 @@ class IndexKeys:
     """
 
     dim: int
-    encoding: Encoding = RAW
+    encoding: Encoding | PackedRow = RAW
+
+    def laid_out(self, choices: Choices) -> IndexKeys:
+        return replace(self, encoding=choices["indexer"].encoding()) if "indexer" in choices else self
 
 
 @dataclass(frozen=True)
 class Latent(LayerKind):
     """Multi-head latent attention (arXiv 2405.04434, section 2.1): one compressed row and one RoPE key for every token, with
     an indexer key where the model selects tokens. All heads share the latent, so every tensor-parallel rank keeps all of it.
+
+    ``layout``: how both lie in a page, by the name of a layout; most kernels read one row of both. An ``encoding`` that is a
+    ``PackedRow`` has both in one row, ``latent`` ``[1, latent_dim + rope_dim]``.
 
     >>> layer = Latent(512, 64, "bfloat16")
     >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
@@ -123,20 +164,41 @@ class Latent(LayerKind):
     rope_dim: int
     dtype: str
     law: Growth = FULL
-    encoding: Encoding = RAW
+    encoding: Encoding | PackedRow = RAW
     indexer: IndexKeys | None = None
+    layout: str = "flashmla-dense"
 
     def growth(self) -> Growth:
         return self.law
 
     def block_rows(self) -> tuple[Rows, ...]:
-        rows = (
-            Rows("latent", (1, self.latent_dim), self.dtype, self.encoding),
-            Rows("k_rope", (1, self.rope_dim), self.dtype),
-        )
+        rows: tuple[Rows, ...]
+        if isinstance(self.encoding, PackedRow):
+            rows = (Rows("latent", (1, self.latent_dim + self.rope_dim), self.dtype, self.encoding),)
+        else:
+            pages = page_choice(self.layout).pages if self.encoding == RAW else {}
+            rows = tuple(
+                Rows(name, (1, dim), self.dtype, encoding, page=pages.get(name, ""), axes=("", f"{name}.0"))
+                for name, dim, encoding in (("latent", self.latent_dim, self.encoding), ("k_rope", self.rope_dim, RAW))
+            )
         if self.indexer is None:
             return rows
         return (*rows, Rows("index_key", (self.indexer.dim,), self.dtype, self.indexer.encoding))
+
+    def laid_out(self, choices: Choices) -> Latent:
+        """Raises LayoutError for packed rows that keep another number of RoPE dims."""
+        laid = replace(self, indexer=self.indexer and self.indexer.laid_out(choices))
+        if (choice := choices.get("latent")) is None:
+            return laid
+        if choice.format == "raw":
+            return replace(laid, layout=choice.name, encoding=RAW)
+        packed = choice.encoding()
+        if (self.rope_dim, self.latent_dim) != (packed.kept, packed.packing.coded):
+            raise LayoutError.of(
+                "size", f"rows of {choice.name!r} have {packed.packing.coded} elements and {packed.kept} RoPE dims, not "
+                f"{self.latent_dim} and {self.rope_dim}; choose another layout for this model",
+            )  # fmt: skip
+        return replace(laid, layout=choice.name, encoding=packed)
 
 
 @dataclass(frozen=True)
@@ -155,6 +217,16 @@ class Recurrent(LayerKind):
 
     def rewinds(self) -> int:
         return 0
+
+    def laid_out(self, choices: Choices) -> Recurrent:
+        """Each state whose axes a layout has lies in it."""
+
+        def laid(rows: Rows) -> Rows:
+            page = choices[rows.name].pages[rows.name] if rows.name in choices else ""
+            letters = {*re.findall(r"\b[A-Z]\w*", page)}
+            return replace(rows, page=page) if letters and letters == {*rows.axes} else rows
+
+        return Recurrent(tuple(map(laid, self.states)))
 
     def split(self, ways: int) -> Recurrent:
         def part(rows: Rows) -> Rows:
@@ -207,7 +279,7 @@ class Compressed(LayerKind):
     dtype: str
     ratio: int = 0
     indexer: IndexKeys | None = None
-    encoding: Encoding = RAW
+    encoding: Encoding | PackedRow = RAW
     tail_dtype: str = "float32"
     verify_width: int = 0
 
@@ -222,7 +294,7 @@ class Compressed(LayerKind):
         return None if self.indexer is None else self.indexer.dim
 
     @property
-    def index_encoding(self) -> Encoding:
+    def index_encoding(self) -> Encoding | PackedRow:
         """How indexer keys lie in memory."""
         return RAW if self.indexer is None else self.indexer.encoding
 
@@ -258,6 +330,10 @@ class Compressed(LayerKind):
             count = self.ratio * (1 + ceil_div(self.verify_width, self.ratio))
             rows += [Rows(f"{prefix}overlap_{s}", (dim,), self.tail_dtype, count=count) for s in ("k", "z")]
         return rows
+
+    def laid_out(self, choices: Choices) -> Compressed:
+        laid = replace(self, indexer=self.indexer and self.indexer.laid_out(choices))
+        return replace(laid, encoding=choices["entries"].encoding()) if "entries" in choices else laid
 
     def rewinds(self) -> int:
         return self.verify_width

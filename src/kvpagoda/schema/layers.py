@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from kvpagoda.errors import SchemaError
 from kvpagoda.schema.fields import Growth, Rows
 from kvpagoda.schema.kinds import LayerKind, Shared
-from kvpagoda.schema.layout import RowLayout
+from kvpagoda.schema.layout import ALIGN, RowLayout, pages_of
 
 
 @dataclass(frozen=True)
@@ -64,23 +65,26 @@ class Group:
     def name(self) -> str:
         return self.growth.name
 
-    def block_layout(self, block_size: int) -> RowLayout:
-        """The record of one block of ``block_size`` tokens: all layers of the group."""
-        return block_layout(self.layers, block_size)
+    def block_layout(self, block_size: int, kernel_page: int | None = None, order: str = "block") -> RowLayout:
+        """The record of one block of ``block_size`` tokens: all layers of the group. See ``block_layout``."""
+        return block_layout(self.layers, block_size, kernel_page, order)
 
 
-def block_layout(layers: Iterable[Layer], block_size: int) -> RowLayout:
-    """The record of one block of ``block_size`` tokens of ``layers``, one layer behind another."""
-    return RowLayout.build(
-        (layer.index, field)
-        for layer in layers
-        for rows in layer.block_rows()
-        for field in rows.fields(block_size // rows.tokens_per_row)
-    )
+def block_layout(
+    layers: Iterable[Layer],
+    block_size: int,
+    kernel_page: int | None = None,
+    order: str = "block",
+    multiple: int = ALIGN,
+) -> RowLayout:
+    """The record of one block of ``block_size`` tokens of ``layers``, one layer behind another, once for each kernel page of
+    ``kernel_page`` tokens (None: a block is one). ``order`` and ``multiple``: see ``RowLayout.of``."""
+    tokens = kernel_page or block_size
+    pages = (pages_of(layer.index, layer.block_rows(), lambda rows: tokens // rows.tokens_per_row) for layer in layers)
+    return RowLayout.of(chain.from_iterable(pages), block_size // tokens, order, multiple)
 
 
-def state_layout(layers: Iterable[Layer]) -> RowLayout:
+def state_layout(layers: Iterable[Layer], order: str = "block", multiple: int = ALIGN) -> RowLayout:
     """The record of one request's state of ``layers``, one layer behind another. 0 bytes where none has a state."""
-    return RowLayout.build(
-        (layer.index, field) for layer in layers for rows in layer.state_rows() for field in rows.fields(rows.count)
-    )
+    pages = (pages_of(layer.index, layer.state_rows(), lambda rows: rows.count) for layer in layers)
+    return RowLayout.of(chain.from_iterable(pages), 1, order, multiple)

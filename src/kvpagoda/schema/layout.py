@@ -1,24 +1,31 @@
-"""Where every field lies in a record: offsets, alignment and size. Arithmetic only."""
+"""Where every field lies in a record: pages, offsets, strides and sizes. Arithmetic only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
 
-from kvpagoda.schema.fields import Field
+from kvpagoda.layouts.packed_row import PackedRow
+from kvpagoda.layouts.pages import PageRows, arrange
+from kvpagoda.schema.fields import Field, Rows, itemsize
 from kvpagoda.units import align_up
 
 ALIGN = 16
-"""Bytes to which every field starts and every record ends: one vector load of a kernel."""
+"""Bytes to which every page starts and every record ends: one vector load of a kernel."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One field of one layer inside a record: ``nbytes`` bytes from ``offset``."""
+    """One field of one layer: it begins ``offset`` bytes behind the beginning of its page (in a ``RowLayout``, of the record),
+    and ``strides`` are the bytes from row to row and along each axis of its shape."""
 
     layer: int
     field: Field
     offset: int
+    strides: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -26,32 +33,92 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Page:
+    """What one layer keeps side by side of one kernel page of a block, or of one state: ``nbytes`` bytes from ``offset`` of
+    the record. ``rows``: names of the rows in it. ``multiple``: what kernels want the bytes from page to page to be one of."""
+
+    rows: tuple[str, ...]
+    nbytes: int
+    places: tuple[Place, ...]
+    multiple: int = 1
+    offset: int = 0
+
+    @property
+    def layer(self) -> int:
+        return self.places[0].layer
+
+
+def dense(layer: int, field: Field) -> Page:
+    """A page that holds one field alone, without gaps."""
+    strides = [itemsize(field.dtype)]
+    for size in reversed(field.shape):
+        strides.append(strides[-1] * size)
+    return Page((field.name,), field.nbytes, (Place(layer, field, 0, tuple(reversed(strides))),))
+
+
+def pages_of(layer: int, rows: Iterable[Rows], count: Callable[[Rows], int]) -> Iterator[Page]:
+    """The pages of ``layer``, with ``count(one)`` of each of its rows: rows that name the same page lie together, and every
+    field of rows that name none has a page of its own. Raises LayoutError."""
+    for page, together in groupby(rows, key=lambda one: one.page or one.name):
+        members = [*together]
+        first, number = members[0], count(members[0])
+        fields = [field for one in members for field in one.fields(number)]
+        if isinstance(first.encoding, PackedRow):
+            nbytes, found = first.encoding.arrange(number, first.shape)
+            multiple = first.encoding.page_multiple
+        elif first.page:
+            multiple = 1
+            nbytes, found = arrange(
+                page, number, [PageRows(one.name, one.axes, one.shape, one.dtype) for one in members]
+            )
+        else:
+            yield from (dense(layer, field) for field in fields)
+            continue
+        places = tuple(Place(layer, field, *place) for field, place in zip(fields, found))
+        yield Page(tuple(one.name for one in members), nbytes, places, multiple)
+
+
+@dataclass(frozen=True)
 class RowLayout:
-    """The record of one block, or of one request's state: all layers, all fields.
+    """The record of one block, or of one request's state: all layers, all fields, once for each of its ``kernel_pages``.
 
-        record  | layer 0: field, field, .. | layer 1: .. | .. | pad |
-                0                                              nbytes
+        record  | kernel page 0: layer 0: page, page, .. | layer 1: .. | .. | pad | kernel page 1: .. |
+                0                                                         nbytes / kernel_pages    nbytes
 
-    Every field starts at a multiple of ``ALIGN``; ``payload_nbytes`` is what the fields hold without that padding.
+    Every page starts at a multiple of ``ALIGN``; ``pages`` are those of the first kernel page.
 
     >>> layout = RowLayout.build([(0, Field("scales", 3, (4,), "uint8")), (0, Field("k", 3, (8,), "bfloat16"))])
     >>> [(place.field.name, place.offset) for place in layout.places], layout.nbytes, layout.payload_nbytes
     ([('scales', 0), ('k', 16)], 64, 60)
     """
 
-    places: tuple[Place, ...]
+    pages: tuple[Page, ...]
     nbytes: int
+    kernel_pages: int = 1
 
     @classmethod
     def build(cls, fields: Iterable[tuple[int, Field]]) -> RowLayout:
         """Lay the (layer, field) pairs one behind another, in the order given."""
-        places, offset = [], 0
-        for layer, field in fields:
-            places.append(Place(layer, field, offset))
-            offset = align_up(offset + field.nbytes, ALIGN)
-        return cls(tuple(places), offset)
+        return cls.of(dense(layer, field) for layer, field in fields)
+
+    @classmethod
+    def of(cls, pages: Iterable[Page], kernel_pages: int = 1, order: str = "block", multiple: int = ALIGN) -> RowLayout:
+        """Lay ``pages`` one behind another. What kernels want page strides to be multiples of, records are, and, where the
+        arena's ``order`` is ``"layer"``, each page; and records are a ``multiple`` of bytes."""
+        placed, offset = [], 0
+        for page in pages:
+            stride = align_up(page.nbytes, page.multiple) if order == "layer" else page.nbytes
+            placed.append(replace(page, offset=offset, nbytes=stride))
+            offset = align_up(offset + stride, ALIGN)
+            multiple = multiple if order == "layer" else math.lcm(multiple, page.multiple)
+        return cls(tuple(placed), align_up(offset, multiple) * kernel_pages, kernel_pages)
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Every field of the first kernel page, with its offset in the record."""
+        return tuple(replace(one, offset=page.offset + one.offset) for page in self.pages for one in page.places)
 
     @property
     def payload_nbytes(self) -> int:
         """Bytes that carry data."""
-        return sum(place.nbytes for place in self.places)
+        return sum(place.nbytes for place in self.places) * self.kernel_pages

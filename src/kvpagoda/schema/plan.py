@@ -207,7 +207,9 @@ class Plan:
         of_blocks, of_states = Counter[str](), Counter[str]()
         for group in self.groups:
             for place in group.layout.places:
-                (of_states if group.growth.is_state else of_blocks)[labels[place.layer]] += place.nbytes
+                (of_states if group.growth.is_state else of_blocks)[labels[place.layer]] += (
+                    place.nbytes * group.layout.kernel_pages
+                )
         return [
             {
                 "label": label,

@@ -10,11 +10,13 @@ from functools import cached_property
 from typing import Any
 
 from kvpagoda.errors import BadInput, SchemaError
+from kvpagoda.layouts.pages import KIND_OF_ROWS
 from kvpagoda.schema.fields import STATE, WHOLE_TEXT, Growth, itemsize
 from kvpagoda.schema.from_hf import read_config
 from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind
 from kvpagoda.schema.layers import Group, Layer, state_layout
 from kvpagoda.schema.layout import RowLayout
+from kvpagoda.schema.layout_choice import LayoutNames, choices_of
 from kvpagoda.schema.plan import GroupPlan, Plan
 from kvpagoda.schema.planning import equal_groups, fixed_groups, groups_nbytes, lone_group, shared_groups
 from kvpagoda.units import align_up, parse_bytes, whole_number
@@ -46,19 +48,27 @@ class Schema:
 
     @classmethod
     def from_hf_config(
-        cls, config: Any, *, dtype: str | None = None, kv_format: str = "raw", verify_width: int = 0
+        cls,
+        config: Any,
+        *,
+        dtype: str | None = None,
+        kv_format: str = "raw",
+        layout: LayoutNames | None = None,
+        verify_width: int = 0,
     ) -> Schema:
         """Read a transformers config, or a dict read from ``config.json``. No torch is needed.
 
         ``dtype``: of the cached rows; None: the one that the config names, else bfloat16. ``kv_format``: ``raw`` keeps
         rows as the model computes them; ``fp8`` uses the packed rows of FlashMLA, ``mxfp4``, ``nvfp4`` and ``int8`` codes
-        with a scale for each 32, 16 and 64 or 128 elements, for MLA latents and DeepSeek-V4 entries (other kinds have none: an
-        error). ``verify_width``: tokens that can be taken back, see ``rewindable``.
+        with a scale for each 32, 16 and 64 or 128 elements, for MLA latents and DeepSeek-V4 entries (other kinds have none:
+        an error). ``layout``: see ``laid_out``; of it follow the format and dialect of encoded rows. ``verify_width``: tokens
+        that can be taken back, see ``rewindable``.
 
-        Raises SchemaError, which names the field that is missing, out of range or unknown.
+        Raises SchemaError, which names the field that is missing, out of range or unknown, and LayoutError.
         """
         verify_width = whole_number(verify_width, "verify_width", at_least=0, error=SchemaError)
-        return cls(*read_config(config, dtype=dtype, kv_format=kv_format)).rewindable(verify_width)
+        schema = cls(*read_config(config, dtype=dtype, kv_format=kv_format)).rewindable(verify_width)
+        return schema if layout is None else schema.laid_out(layout)
 
     def __post_init__(self) -> None:
         before: set[int] = set()
@@ -138,6 +148,29 @@ class Schema:
             return replace(kind, dtype=dtype) if isinstance(kind, Attention | Latent | Compressed) else kind
 
         return self._with_kinds(cast)
+
+    def laid_out(self, layout: LayoutNames) -> Schema:
+        """The same schema with rows that lie, and are encoded, as the ``layout`` of that name has them
+        (``kvpagoda.layouts.names``): ``"trtllm"``, several, or by kind, ``{"latent": "flashmla-v32", "indexer":
+        "deepgemm-indexer"}`` (kinds: ``kvpagoda.layouts.pages.KINDS``). ``"vllm-dsv4:flashmla"`` names the dialect too.
+        Layers of other kinds stay as they are.
+
+        Raises SchemaError for a layout that no layer can have, LayoutError for one that is not known or holds rows of other
+        sizes.
+        """
+        choices = choices_of(layout)
+        laid = self._with_kinds(lambda kind: kind.laid_out(choices))
+        rows = [one for layer in laid.layers for one in (*layer.block_rows(), *layer.state_rows())]
+        for kind, choice in choices.items():
+            of_kind = [one for one in rows if KIND_OF_ROWS.get(one.name) == kind]
+            if not any(one.page == choice.pages.get(one.name, one.page) for one in of_kind):
+                raise SchemaError(
+                    f"layout {choice.name!r} is of {kind} rows, and no layer of {self.name} keeps such rows"
+                )
+        for group in laid.groups:
+            group.block_layout(laid.tokens_per_row)  # raises for rows of other sizes
+        _ = laid.state_layout
+        return laid
 
     def rewindable(self, verify_width: int) -> Schema:
         """The same schema with rings and windows from which ``verify_width`` tokens can be taken back: the draft tokens of

@@ -4,7 +4,8 @@ from kvpagoda.tiers.disk import disk_driver
 from kvpagoda.tiers.driver import Driver, DriverStats, Lease, Status
 from kvpagoda.tiers.host import host_driver
 from kvpagoda.tiers.keys import layout_fingerprint, prefix_hashes, prefix_root, record_key
-from kvpagoda.tiers.level import LevelStats
+from kvpagoda.tiers.latency import Histogram
+from kvpagoda.tiers.level import CallStats, LevelStats
 from kvpagoda.tiers.mooncake import mooncake_driver
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.tiers.redis import redis_driver
@@ -12,8 +13,10 @@ from kvpagoda.tiers.spec import TierSpec, disk_tier, host_tier, mooncake_tier, r
 from kvpagoda.tiers.tier import Tier, TierStats
 
 __all__ = [
+    "CallStats",
     "Driver",
     "DriverStats",
+    "Histogram",
     "Lease",
     "LevelStats",
     "RecordBuffer",

@@ -12,6 +12,7 @@ from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.pages import Bytes
 from kvpagoda.tiers.driver import FAULTS, Status
 from kvpagoda.tiers.keys import layout_fingerprint, record_key
+from kvpagoda.tiers.latency import Histogram
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.tiers.tier import Tier
@@ -50,6 +51,17 @@ class RecordIdentity:
 
 
 @dataclass(frozen=True)
+class CallStats:
+    """One kind of call to a tier: records by what became of them (``Status``), bytes of those that were OK, and how long the
+    calls took, from the request to the answer."""
+
+    call: str
+    outcomes: dict[str, int]
+    nbytes: int
+    seconds: Histogram
+
+
+@dataclass(frozen=True)
 class LevelStats:
     """What a tier holds and what became of what was asked of it, in records; ``dropped``: not stored for want of staging
     memory. ``loaded`` counts what proved itself; ``failed`` what was late, unavailable or corrupt, stores included.
@@ -67,6 +79,8 @@ class LevelStats:
     dropped: int
     is_available: bool
     last_fault: str = ""
+    calls: tuple[CallStats, ...] = ()
+    """Stores, lookups, which move no bytes, and loads."""
 
 
 class Loading(NamedTuple):
@@ -212,8 +226,18 @@ class Level:
             for counts in (told.stores, told.lookups, told.loads)
             for status in (*FAULTS, Status.CORRUPT)
         )
+        moved = self.buffer.record_nbytes
+        kinds = (("store", told.stores, moved), ("lookup", told.lookups, 0), ("load", told.loads, moved))
+        calls = tuple(
+            CallStats(
+                kind, {status.value: n for status, n in counts.items()}, counts.get(Status.OK, 0) * nbytes,
+                told.latencies[kind],
+            )
+            for kind, counts, nbytes in kinds
+        )  # fmt: skip
         return LevelStats(
             self.spec.name, held.num_records, held.nbytes, held.capacity_nbytes, self.buffer.records.nbytes,
             told.stores.get(Status.OK, 0), told.loads.get(Status.OK, 0), told.loads.get(Status.MISS, 0), failed,
             self.dropped + told.stores.get(Status.REJECTED, 0), told.is_available, told.last_fault,
+            calls,
         )  # fmt: skip

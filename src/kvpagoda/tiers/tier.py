@@ -24,6 +24,7 @@ from kvpagoda.tiers.breaker import Breaker
 from kvpagoda.tiers.driver import FAULTS, Driver, Lease, Status
 from kvpagoda.tiers.forks import watch_forks
 from kvpagoda.tiers.keys import KEY_NBYTES
+from kvpagoda.tiers.latency import Histogram, Latencies
 from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer, pack_record, verify_record
 from kvpagoda.units import ceil_div, parse_bytes
 
@@ -55,7 +56,8 @@ class _Operation:
 
 @dataclass(frozen=True)
 class TierStats:
-    """Keys by what the caller was told of them. ``last_error``: what the driver raised, which it must not.
+    """Keys by what the caller was told of them; ``latencies``: of each kind of call, from the request to the answer, at the
+    latest its deadline; what was refused at once is not in them. ``last_error``: what the driver raised, which it must not.
     ``last_fault``: which call failed last, and why."""
 
     stores: dict[Status, int]
@@ -66,6 +68,7 @@ class TierStats:
     is_available: bool
     last_error: str
     last_fault: str
+    latencies: dict[str, Histogram]
 
 
 class Tier:
@@ -101,6 +104,7 @@ class Tier:
         self._most_in_flight = parse_bytes(in_flight)
         self._breakers = {kind: Breaker(faults, pause) for kind in _KINDS}
         self._counts: dict[str, Counter[Status]] = {kind: Counter() for kind in _KINDS}
+        self._latencies = {kind: Latencies() for kind in _KINDS}
         self._faults: dict[str, tuple[bytes, float]] = {}  # of each kind the latest: a key, and how long the call had
         self._last_error = self._last_fault = ""
         self._changed = Condition()
@@ -146,7 +150,8 @@ class Tier:
             is_available = not (self._is_closed or any(breaker.is_open for breaker in self._breakers.values()))
             stores, lookups, loads, discards = (dict(self._counts[kind]) for kind in _KINDS)
             in_flight, told = self._in_flight(), (is_available, self._last_error, self._last_fault)
-            return TierStats(stores, lookups, loads, discards, in_flight, *told)
+            latencies = {kind: one.picture() for kind, one in self._latencies.items()}
+            return TierStats(stores, lookups, loads, discards, in_flight, *told, latencies)
 
     @property
     def is_closed(self) -> bool:
@@ -272,8 +277,10 @@ class Tier:
 
     def _end(self, operation: _Operation, fault: Status | None, why: str) -> None:
         """The result of an operation is known, and whether it is a fault."""
-        operation.is_over = True
-        self._breakers[operation.kind].record(fault is not None, monotonic())
+        operation.is_over, now = True, monotonic()
+        self._breakers[operation.kind].record(fault is not None, now)
+        if not operation.is_probe:
+            self._latencies[operation.kind].add(now - operation.begun)
         if fault is None:
             return
         if self._breakers[operation.kind].is_open:

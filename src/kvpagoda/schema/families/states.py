@@ -2,7 +2,8 @@
 these functions.
 
 Shapes are those of transformers' caches without the batch axis, so that a model can write its tensors into ours as they
-are; convolution tails hold ``kernel - 1`` columns, because the oldest of transformers' ``kernel`` columns is never read.
+are, in whatever order they lie; convolution tails hold ``kernel - 1`` columns, because the oldest of transformers'
+``kernel`` columns is never read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvpagoda.errors import SchemaError
+from kvpagoda.layouts.pages import page_choice
 from kvpagoda.schema.config import Config
 from kvpagoda.schema.families.heads import swa
 from kvpagoda.schema.fields import Rows
@@ -20,12 +22,20 @@ StateRule = Callable[[Config, str], tuple[Rows, ...]]
 
 def conv(heads: tuple[tuple[int, int], ...], columns: int, dtype: str) -> Rows:
     """A convolution tail ``[channels, columns]``, oldest column first. ``heads``: runs of (heads, channels of a head)."""
-    return Rows("conv", (sum(number * width for number, width in heads), columns), dtype, heads=heads)
+    return Rows("conv", (sum(number * width for number, width in heads), columns), dtype, heads=heads, axes=("C", "W"))
 
 
-def recurrent(*shape: int, dtype: str = "float32") -> Rows:
-    """A recurrent state, float32 whatever the model's dtype, its heads or channels first."""
-    return Rows("recurrent", shape, dtype, heads=((shape[0], 1),))
+def recurrent(*shape: int, dtype: str = "float32", axes: tuple[str, ...] = (), layout: str = "") -> Rows:
+    """A recurrent state, float32 whatever the model's dtype, its heads or channels first. ``axes`` are the letters of its axes
+    in layouts, ``layout`` the one in which it lies where that is not their order."""
+    page = page_choice(layout).pages["recurrent"] if layout else ""
+    return Rows("recurrent", shape, dtype, heads=((shape[0], 1),), page=page, axes=axes)
+
+
+def delta(heads: int, key_dim: int, value_dim: int) -> Rows:
+    """The matrices of a delta net, ``[heads, key, value]`` to the model; in memory keys are innermost, as nearly all kernels
+    read them."""
+    return recurrent(heads, key_dim, value_dim, axes=("H", "K", "V"), layout="gdn-state-vk")
 
 
 def inner_channels(c: Config, expand: str, inner: str, heads: str) -> tuple[int, int]:
@@ -61,7 +71,7 @@ def mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str, expa
             number, width = c.size(heads), c.size(head_dim)
         projection = (c.size(groups), c.size(state))
         tail = conv(((number, width), projection, projection), c.size(kernel, 2) - 1, dtype)
-        return tail, recurrent(number, width, c.size(state))
+        return tail, recurrent(number, width, c.size(state), axes=("H", "D", "R"))
 
     return states
 
@@ -72,7 +82,7 @@ def gated_delta(c: Config, dtype: str) -> tuple[Rows, ...]:
     keys = (c.size("linear_num_key_heads"), c.size("linear_key_head_dim"))
     values = (c.size("linear_num_value_heads"), c.size("linear_value_head_dim"))
     tail = conv((keys, keys, values), c.size("linear_conv_kernel_dim", 2) - 1, dtype)
-    return tail, recurrent(values[0], keys[1], values[1])
+    return tail, delta(values[0], keys[1], values[1])
 
 
 def olmo_hybrid(c: Config, dtype: str) -> tuple[Rows, ...]:
@@ -103,7 +113,7 @@ def kimi_delta(
 
         number, width = size("num_heads", "linear_num_heads", heads), size("head_dim", "linear_head_dim", head_dim)
         columns = size("short_conv_kernel_size", "linear_conv_kernel_dim", kernel, 2) - 1
-        return conv(((number, width),) * 3, columns, dtype), recurrent(number, width, width)
+        return conv(((number, width),) * 3, columns, dtype), delta(number, width, width)
 
     return states
 

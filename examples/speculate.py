@@ -1,0 +1,121 @@
+"""Speculative decoding: commit what was accepted, when to rewind, and why publishing drafts costs memory.
+
+The rows of drafts are written like all others, behind what is committed. Only ``commit`` makes a row part of the text, so a
+refused draft needs no clean-up: the next step writes over it. Committing drafts and taking them back with ``rewind`` gives the
+same text, but whole blocks become shareable with ``commit``: wrong drafts stay cached under texts that nobody will send.
+
+    python examples/speculate.py
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tiny_model import VOCAB, TinyModel, choose, go_on, is_exact
+
+from kvpagoda import BadInput, KVCache, Schema, Sequence
+
+WIDTH = 6  # drafts a step
+BLOCK = 4
+
+
+def drafts_after(text: list[int], random: np.random.Generator, answer: list[int]) -> np.ndarray:
+    """What a draft model would propose: mostly what the model writes, and now and then something else."""
+    drafts = np.array(answer[len(text) : len(text) + WIDTH], np.int32)
+    wrong = random.random(len(drafts)) < 0.15
+    drafts[wrong] = random.integers(0, VOCAB, wrong.sum())
+    return drafts
+
+
+def verified(model: TinyModel, cache: KVCache, sequence: Sequence, text: list[int], drafts: np.ndarray) -> list[int]:
+    """One step over the last token of ``text`` and ``drafts``: the tokens that really follow, at least one."""
+    tokens = np.concatenate((np.array(text[sequence.length :], np.int32), drafts))
+    sequence.extend(len(tokens))
+    logits = model.forward(cache.batch([sequence], [len(tokens)]), tokens)[-1 - len(drafts) :]
+    new: list[int] = []
+    for i in range(len(logits)):
+        new.append(choose(logits[i], len(text) + i, None))
+        if i < len(drafts) and drafts[i] != new[-1]:
+            break
+    return new
+
+
+def speculate(
+    model: TinyModel, answer: list[int], prompt: list[int], commits_drafts: bool
+) -> tuple[list[int], int, KVCache]:
+    """Write ``answer`` again with drafts; returns the text, the steps, and the cache with what is left in it."""
+    cache = KVCache(model.schema, "256KiB", device="cpu", block_size=BLOCK, max_requests=2)
+    random, text, steps = np.random.default_rng(3), [*prompt], 0
+    with cache.open(prompt) as sequence:
+        while len(text) < len(answer):
+            steps += 1
+            drafts = drafts_after(text, random, answer)
+            new = verified(model, cache, sequence, text, drafts)
+            known = text[sequence.length :]
+            if commits_drafts:  # wrong: refused drafts are published before they are taken back
+                sequence.commit([*known, *drafts.tolist()])
+                if len(drafts) >= len(new):
+                    sequence.rewind(len(drafts) - len(new) + 1)
+            else:  # right: what was accepted, and nothing else
+                sequence.commit([*known, *new[:-1]])
+            text += new
+    cache.check()
+    return text[: len(answer)], steps, cache
+
+
+def take_back(model: TinyModel, prompt: list[int]) -> tuple[list[int], int]:
+    """What ``rewind`` is for: tokens that were right, were committed, and are not wanted any more, here a tool call that the
+    user edits. What was computed before it stays."""
+    cache = KVCache(model.schema, "256KiB", device="cpu", block_size=BLOCK, max_requests=2)
+    text, before = [*prompt], model.computed_tokens
+    with cache.open(prompt) as sequence:
+        go_on(model, cache, sequence, text, 20)
+        sequence.rewind(8)
+        text[sequence.length :] = [1, 2, 3]  # the user's words
+        edited = len(text)
+        go_on(model, cache, sequence, text, 10)
+    assert is_exact(model, np.array(text), edited)
+    return text, model.computed_tokens - before
+
+
+def with_states() -> str:
+    """A recurrent state takes in every token for good. Fork before the drafts: the loser is closed."""
+    config = dict(
+        model_type="qwen3_next", num_hidden_layers=4, hidden_size=32, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        linear_conv_kernel_dim=4, full_attention_interval=4, vocab_size=VOCAB, max_position_embeddings=512,
+    )  # fmt: skip
+    cache = KVCache(Schema.from_hf_config(config, dtype="float32"), "1MiB", device="none", max_requests=4)
+    with cache.open(range(20)) as sequence:
+        sequence.commit(range(20))
+        child = sequence.fork()  # the drafts are computed here ...
+        child.extend(3)
+        child.commit([5, 6, 7])
+        child.close()  # ... and were refused
+        try:
+            sequence.rewind(1)
+        except BadInput as refused:
+            return str(refused)
+    raise AssertionError("a recurrent state went back")
+
+
+def main() -> dict[str, int]:
+    model, prompt = TinyModel(seed=5, verify_width=8), list(range(10))
+    plain = KVCache(model.schema, "256KiB", device="cpu", block_size=BLOCK, max_requests=2)
+    answer = [*prompt]
+    with plain.open(prompt) as sequence:
+        go_on(model, plain, sequence, answer, 120)
+    assert is_exact(model, np.array(answer), len(prompt))
+    told = {"plain: steps": len(answer) - len(prompt), "plain: blocks held": plain.stats().groups[0].held}
+    for name, commits_drafts in (("accepted", False), ("drafts", True)):
+        text, steps, cache = speculate(model, answer, prompt, commits_drafts)
+        assert text == answer
+        told |= {f"commit {name}: steps": steps, f"commit {name}: blocks held": cache.stats().groups[0].held}
+    told["tokens computed with 8 taken back"] = take_back(model, prompt)[1]
+    for name, value in told.items():
+        print(f"{name:>34}  {value}")
+    print("\nOf a model with recurrent states:\n" + with_states())
+    return told
+
+
+if __name__ == "__main__":
+    main()

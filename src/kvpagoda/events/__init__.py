@@ -1,0 +1,19 @@
+"""What routers hear: which blocks a cache has, group by group, and how much of a prompt it would not have to compute."""
+
+from kvpagoda.cache.event_log import EventLog
+from kvpagoda.events.follower import Follower, namespace_name
+from kvpagoda.events.index import Resumable
+from kvpagoda.events.stream import EventStream
+from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+
+__all__ = [
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "EventBatch",
+    "EventLog",
+    "EventStream",
+    "Follower",
+    "Resumable",
+    "namespace_name",
+]

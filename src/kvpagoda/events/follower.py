@@ -1,0 +1,151 @@
+"""What a router knows of one cache: fed with messages in whatever order they come, asked how much of a text it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvpagoda.cache.event_log import TEXT
+from kvpagoda.cache.namespace import Namespace, namespace_key
+from kvpagoda.errors import BadInput
+from kvpagoda.events.index import Block, PrefixIndex, Resumable
+from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, CacheInfo, Event, EventBatch, decode
+from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.tiers.keys import prefix_root
+
+_MOST_WAITING = 4096
+"""Batches behind a gap that are kept until the gap is closed."""
+
+
+def namespace_name(namespace: Namespace | str | bytes | None = None, secret: bytes = b"") -> bytes:
+    """The digest by which events call a namespace, 32 bytes. Raises BadInput."""
+    return prefix_root(namespace_key(namespace), secret)
+
+
+class Follower:
+    """Knows what one cache has, from the messages of its publisher alone. ``secret``: of the cache's ``Identity``.
+
+    ``feed`` takes messages; while ``wanted`` is a number, messages are missing: ask the publisher to replay from there, and
+    feed what it answers. It says what it knew last until then. A publisher that began again is seen by its batches. Not for
+    use from several threads at once.
+    """
+
+    def __init__(self, secret: bytes = b"") -> None:
+        self._secret = secret
+        self._index: PrefixIndex | None = None
+        self._info: CacheInfo | None = None
+        self._next = 0  # the number of the batch that comes next
+        self._waiting: dict[int, EventBatch] = {}
+        self._is_behind = True
+        self.num_lost = 0  #: places where a text could be resumed that were lost since the last time all was told
+
+    @property
+    def wanted(self) -> int | None:
+        """From which sequence number on messages are missing; None: none are, as far as anybody knows."""
+        return self._next if self._is_behind else None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of texts that the cache has."""
+        return 0 if self._index is None else len(self._index.blocks)
+
+    def feed(self, sequence: int, payload: bytes) -> list[bytes]:
+        """The batch number ``sequence`` came, live or replayed. Returns the names of the blocks behind which nothing can be
+        resumed any more (``BlockRemoved.lost``). Raises BadInput, changing nothing, for bytes that are no batch of kvpagoda.
+        """
+        batch = decode(payload)
+        if batch.cache is None:
+            raise BadInput("this batch does not say of which cache it tells; it is not from kvpagoda")
+        is_mine = self._info is not None and batch.cache.instance == self._info.instance
+        if batch.events and isinstance(batch.events[0], AllBlocksCleared) and (sequence >= self._next or not is_mine):
+            if not is_mine:
+                self._waiting.clear()
+            self._begin(batch.cache)
+            self._next = sequence  # whatever came before, it says all
+        elif not is_mine:
+            self._info, self._next, self._is_behind = None, 0, True
+            self._waiting.clear()
+            return []
+        if not batch.events:
+            self._is_behind = sequence >= self._next
+            return []
+        if sequence > self._next:
+            if len(self._waiting) < _MOST_WAITING:
+                self._waiting[sequence] = batch
+            self._is_behind = True
+            return []
+        lost = list[bytes]()
+        if sequence == self._next:
+            self._apply(batch.events, lost)
+        for one in sorted(self._waiting):
+            if one <= self._next:
+                early = self._waiting.pop(one)
+                if one == self._next:
+                    self._apply(early.events, lost)
+        self._is_behind = bool(self._waiting)
+        return lost
+
+    def resumable(
+        self,
+        token_ids: Any,
+        namespace: Namespace | str | bytes | None = None,
+        *,
+        media: Mapping[int, bytes] | None = None,
+    ) -> Resumable:
+        """How many tokens a new request with this prompt would find there, and how many it would not compute: what
+        ``KVCache.lookup`` says. O(n). Raises BadInput."""
+        tokens = as_tokens(token_ids, None)
+        if self._index is None:
+            return Resumable(0, 0)
+        return self._index.look_up(self._index.keys(tokens, media), namespace_name(namespace, self._secret))
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, info: CacheInfo) -> None:
+        """Nothing is there, of the cache ``info``."""
+        if self._index is None or self._info != info:
+            self._index, self._info = PrefixIndex(info.followed()), info
+        self.num_lost = 0
+
+    def _apply(self, events: list[Event], lost: list[bytes]) -> None:
+        """``events`` are those of the next batch."""
+        index = self._index
+        assert index is not None
+        self._next += 1
+        for event in events:
+            match event:
+                case AllBlocksCleared():
+                    index.clear()
+                case BlockStored():
+                    self._store(index, event)
+                case BlockRemoved():
+                    blocks = [index.blocks[name] for name in event.block_hashes if name in index.blocks]
+                    if _is_text(index, event.group_idx):
+                        gone = [block.name for block in blocks if index.remove(block)]
+                    else:
+                        gone = index.set_flag(event.group_idx or 0, blocks, is_there=False)
+                    lost += gone
+                    self.num_lost += len(gone)
+
+    @staticmethod
+    def _store(index: PrefixIndex, event: BlockStored) -> None:
+        if not _is_text(index, event.group_idx):
+            index.set_flag(event.group_idx or 0, [index.blocks[name] for name in event.block_hashes], is_there=True)
+            return
+        size, keys = event.block_size, np.array(event.token_ids, np.int32)
+        for number, extra in enumerate(event.extra_keys or ()):
+            media = {offset: digest for digest, offset in zip(extra[::2], extra[1::2])} if extra else {}
+            for offset, media_id in index.media.ids(media, size).items():
+                keys[number * size + offset] = media_id
+        text, step = keys.tobytes(), 4 * size
+        above = event.parent_block_hash
+        block: Block = index.root(event.namespace) if above is None else index.blocks[above]
+        for at, name in enumerate(event.block_hashes):
+            block = index.add(block, name, text[at * step : (at + 1) * step])
+
+
+def _is_text(index: PrefixIndex, group: int | None) -> bool:
+    """Whether blocks of ``group`` are the texts themselves."""
+    return (TEXT if group is None else group) == index.followed.full

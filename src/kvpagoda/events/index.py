@@ -1,0 +1,190 @@
+"""Which blocks of which texts a cache has, by name, and behind which of them a text can be resumed.
+
+    root of a namespace ── block ── block ── block ── ...     full: is in the index
+                                    └─── block ── ...         a window, a chunk, a state: a flag of the block
+
+Both sides have one: the publisher's is told by the cache's own numbers, the follower's by messages. Nothing here is the
+cache's code: what a look-up says is worked out from single blocks, so that a test can hold one against the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.event_log import Followed
+from kvpagoda.cache.namespace import Media, with_media
+from kvpagoda.prefix.children import Children
+from kvpagoda.schema.fields import Growth
+
+_NO_CHILDREN: Children[Block] = Children()
+
+
+class Resumable(NamedTuple):
+    """What a cache has of a text, in tokens, at most all but the last: as ``KVCache.lookup`` says it."""
+
+    cached: int
+    """Leading tokens that are there."""
+    resumable: int
+    """Of these, the tokens that a new request need not compute."""
+
+
+class Block:
+    """A block of a text. ``key``: its tokens, int32, with media ids; ``depth``: 1 for the first of a text, 0 for a root, whose
+    ``name`` is its namespace's. ``groups``: a bit for each group that keeps it. ``missing``: for each window the depth of the
+    last block up to this one that the group lacks, or less where that makes no difference. ``is_usable``: whether a text can
+    be resumed behind it."""
+
+    __slots__ = ("children", "depth", "groups", "is_usable", "key", "missing", "name", "parent")
+
+    def __init__(self, name: bytes, key: bytes, parent: Block | None, missing: list[int]) -> None:
+        self.name, self.key, self.parent, self.missing = name, key, parent, missing
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.groups, self.is_usable = 0, False
+        self.children: Children[Block] = _NO_CHILDREN
+
+    def path(self) -> list[Block]:
+        """From the root, without it, to this one."""
+        path, block = list[Block](), self
+        while block.parent is not None:
+            path.append(block)
+            block = block.parent
+        return path[::-1]
+
+
+class PrefixIndex:
+    """The blocks of one cache. ``blocks``: by name; ``roots``: by the name of their namespace.
+
+    ``add``, ``remove`` and a flag of states are O(1); a flag of a window O(blocks of the window) in each text that goes on
+    there.
+    """
+
+    def __init__(self, followed: Followed) -> None:
+        self.followed, self.media = followed, Media()
+        self._windows: list[tuple[int, Growth]] = []  # group, growth
+        self._state = -1
+        for number, (_, growth) in enumerate(followed.groups):
+            if growth.is_state:
+                self._state = number
+            elif growth.is_bounded:
+                self._windows.append((number, growth))
+        self._is_bounded = bool(self._windows) or self._state >= 0
+        self._grid = max(1, followed.hit_grid // followed.block_size)
+        self.blocks: dict[bytes, Block] = {}
+        self.roots: dict[bytes, Block] = {}
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.blocks.clear()
+        self.roots.clear()
+        self.media = Media()
+
+    # -- what is there -----------------------------------------------------------------------------------------------
+
+    def root(self, namespace: bytes) -> Block:
+        """The root of the texts of a namespace."""
+        if namespace not in self.roots:
+            self.roots[namespace] = Block(namespace, b"", None, [0] * len(self._windows))
+        return self.roots[namespace]
+
+    def add(self, parent: Block, name: bytes, key: bytes) -> Block:
+        """The block ``name`` follows ``parent``; no group that keeps a bounded part of texts has it yet. O(1)."""
+        block = Block(name, key, parent, [parent.depth + 1] * len(self._windows))
+        if parent.children is _NO_CHILDREN:
+            parent.children = Children()
+        parent.children.put(key, block)
+        self.blocks[name] = block
+        self._judge(block)
+        return block
+
+    def remove(self, block: Block) -> bool:
+        """``block``, which nothing follows, is not there any more. Returns whether a text could be resumed behind it. O(1)."""
+        parent = block.parent
+        assert parent is not None and not block.children
+        parent.children.take(block.key)
+        if parent.parent is None and not parent.children:
+            del self.roots[parent.name]
+        del self.blocks[block.name]
+        block.parent, was_usable = None, block.is_usable
+        return was_usable
+
+    def set_flag(self, group: int, blocks: Iterable[Block], *, is_there: bool) -> list[bytes]:
+        """``group``, which keeps a bounded part of texts, has ``blocks`` from now on, or has not. Returns the names of those
+        behind which a text could be resumed until now."""
+        bit, lost = 1 << group, list[bytes]()
+        blocks = sorted(blocks, key=_depth)
+        for block in blocks:
+            block.groups = block.groups | bit if is_there else block.groups & ~bit
+        for number, (one, growth) in enumerate(self._windows):
+            if one == group:
+                self._spread(number, growth, bit, blocks, lost)
+        if group == self._state:
+            for block in blocks:
+                if self._judge(block):
+                    lost.append(block.name)
+        return lost
+
+    def _spread(self, window: int, growth: Growth, bit: int, blocks: list[Block], lost: list[bytes]) -> None:
+        """Work out anew what ``window`` lacks at ``blocks`` and behind them, until it makes no difference any more."""
+        size, waiting = self.followed.block_size, blocks[::-1]
+        while waiting:
+            block = waiting.pop()
+            assert block.parent is not None
+            last = block.parent.missing[window] if block.groups & bit else block.depth
+            needed, before = self._first_needed(growth, block.depth, size), block.missing[window]
+            if max(last, needed) == max(before, needed):
+                continue
+            block.missing[window] = last
+            if self._judge(block):
+                lost.append(block.name)
+            waiting.extend(block.children.values())
+
+    def _judge(self, block: Block) -> bool:
+        """Work out anew whether a text can be resumed behind ``block``; whether that is over."""
+        size, is_usable = self.followed.block_size, self._state < 0 or bool(block.groups >> self._state & 1)
+        for last, (_, growth) in zip(block.missing, self._windows):
+            is_usable = is_usable and last <= self._first_needed(growth, block.depth, size)
+        was_usable, block.is_usable = block.is_usable, is_usable
+        return was_usable and not is_usable
+
+    @staticmethod
+    def _first_needed(growth: Growth, depth: int, block_size: int) -> int:
+        """Blocks at the beginning of a text that it does not read any more behind ``depth`` of them."""
+        return int(growth.first_needed(depth * block_size)) // block_size
+
+    # -- look-up -----------------------------------------------------------------------------------------------------
+
+    def keys(self, tokens: Ids, media: Mapping[int, bytes] | None) -> Ids:
+        """``tokens`` as texts are compared here: with an id of each medium where it begins."""
+        return with_media(tokens, 0, self.media.ids(media, len(tokens)))
+
+    def look_up(self, keys: Ids, namespace: bytes) -> Resumable:
+        """What is there of a text, int32 ``[n]``, from ``keys``. O(n)."""
+        block, size = self.roots.get(namespace), self.followed.block_size
+        if block is None or len(keys) < 2:
+            return Resumable(0, 0)
+        text, step, at, usable = keys[:-1].tobytes(), 4 * size, 0, 0
+        while (below := block.children.get(text[at : at + step])) is not None:
+            block, at = below, at + step
+            if block.is_usable and block.depth % self._grid == 0:
+                usable = block.depth
+        cached = at // 4 + self._num_alike(block, text[at : at + step])
+        if self._is_bounded:
+            return Resumable(cached, usable * size)
+        return Resumable(cached, cached // self.followed.hit_grid * self.followed.hit_grid)
+
+    @staticmethod
+    def _num_alike(block: Block, rest: bytes) -> int:
+        """How many tokens of ``rest`` a block that follows ``block`` begins with, at most."""
+        most, tokens = 0, np.frombuffer(rest, np.int32)
+        for child in block.children.nearest(rest) if rest else ():
+            differ = np.flatnonzero(np.frombuffer(child.key, np.int32, len(tokens)) != tokens)
+            most = max(most, int(differ[0]) if len(differ) else len(tokens))
+        return most
+
+
+def _depth(block: Block) -> int:
+    return block.depth

@@ -1,0 +1,273 @@
+"""From the log of a cache to numbered batches, and what is asked for again: no sockets, no threads.
+
+EventLog ──take──► EventStream ──► batches 0, 1, 2 ..      the last ``keep`` of them can be had again,
+                                                           or else a snapshot: all that there is now
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import groupby
+from secrets import token_bytes
+from time import time
+
+import numpy as np
+
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.event_log import TEXT, EventLog, Gone, Moved, Record, Renewed, Restart, Shared
+from kvpagoda.cache.namespace import owner_of
+from kvpagoda.errors import BadInput
+from kvpagoda.events.index import Block, PrefixIndex
+from kvpagoda.events.wire import (
+    MEDIUM,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheInfo,
+    Event,
+    EventBatch,
+    encode,
+    kind_of,
+)
+from kvpagoda.tiers.keys import prefix_hashes, prefix_root
+
+Message = tuple[int, bytes]
+"""Sequence number and payload."""
+_INSTANCE_NBYTES = 16
+
+
+class EventStream:
+    """The events of one ``log``, from the first on. ``keep``: batches that can be replayed; ``rank``: of data parallelism.
+
+    It has an index of all blocks of the cache, from which it makes snapshots. One thread uses it; it is made between calls of
+    the cache.
+    """
+
+    def __init__(self, log: EventLog, *, keep: int = 10_000, rank: int | None = None) -> None:
+        if type(keep) is not int or keep < 1:
+            raise BadInput(f"keep is a number of batches, at least 1, got {keep!r}")
+        self.index, self._log, self._rank = PrefixIndex(log.followed), log, rank
+        self._info = CacheInfo.of(log.followed, token_bytes(_INSTANCE_NBYTES))
+        self._text_group = log.followed.full
+        self._by_id: dict[int, dict[int, Block]] = {number: {} for number in range(TEXT, len(log.followed.groups))}
+        self._media: dict[int, bytes] = {}  # media id of the cache -> digest
+        self._sent: deque[Message] = deque(maxlen=keep)
+        self.num_events = 0  #: blocks that were stored or removed in some group
+        log.restart()
+        self._number(self._taken() or [AllBlocksCleared()])
+
+    @property
+    def last(self) -> int:
+        """The number of the last batch."""
+        return self._sent[-1][0]
+
+    def drain(self) -> Message | None:
+        """What happened since the last time, as a batch; None if nothing did. O(blocks of it)."""
+        events = self._taken()
+        return self._number(events) if events else None
+
+    def alive(self) -> Message:
+        """A message without events: whoever missed the last batch sees it by its number."""
+        return self.last, encode(EventBatch(time(), [], self._rank, self._info))
+
+    def replay(self, start: int) -> list[Message]:
+        """The batches from number ``start`` on, if all of them are kept, else one with all that is there, numbered as the last
+        one: what follows on it is the next."""
+        if not self._sent[0][0] <= start <= self.last + 1:
+            events: list[Event] = [AllBlocksCleared(), *self._all()]
+            return [(self.last, encode(EventBatch(time(), events, self._rank, self._info)))]
+        return [message for message in self._sent if message[0] >= start]
+
+    def _taken(self) -> list[Event]:
+        events = list[Event]()
+        for record in self._log.take():
+            if isinstance(record, Restart):
+                events.clear()
+            self._apply(record, events)
+        return events
+
+    def _number(self, events: list[Event]) -> Message:
+        message = self.last + 1 if self._sent else 0, encode(EventBatch(time(), events, self._rank, self._info))
+        self._sent.append(message)
+        return message
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def _apply(self, record: Record, events: list[Event]) -> None:
+        match record:
+            case Shared():
+                self._share(record, events)
+            case Gone(blocks):
+                for group, ids in blocks:
+                    self._remove(group, self._forget(group, ids), events)
+            case Moved(group, sources, targets):
+                self._move(group, sources, targets)
+            case Renewed(namespaces):
+                self._drop({prefix_root(owner_of(one), self._log.followed.secret) for one in namespaces}, events)
+            case Restart(shared):
+                self.index.clear()
+                for by_id in self._by_id.values():
+                    by_id.clear()
+                events.append(AllBlocksCleared())
+                for one in shared:
+                    self._share(one, events)
+
+    def _share(self, shared: Shared, events: list[Event]) -> None:
+        """Blocks are cached: those that the index lacks are new."""
+        known, numbers = self._by_id[self._text_group], shared.texts.tolist()
+        self._media.update(shared.media)
+        above = numbers.pop(0) if shared.first else 0
+        parent = known.get(above)
+        path = [known.get(one) for one in numbers]
+        first_new = path.index(None) if None in path else len(path)
+        if first_new:
+            parent = path[first_new - 1]
+        elif not shared.first:
+            parent = self.index.root(self._namespace(shared.namespace))
+        if parent is None:
+            return  # of a namespace that is not found any more
+        new = self._add(parent, shared, first_new, len(numbers))
+        for number, block in zip(numbers[first_new:], new):
+            known[number] = block
+        self._store(self._text_group, new, events)
+        blocks = [*(block for block in path[:first_new] if block is not None), *new]
+        for group, first, ids in shared.groups:
+            there = self._by_id[group]
+            fresh = [
+                (block, one)
+                for block, one in zip(blocks[first - shared.first :], ids.tolist())
+                if one and one not in there
+            ]
+            there.update((one, block) for block, one in fresh)
+            stored = [block for block, _ in fresh]
+            if stored:
+                self.index.set_flag(group, stored, is_there=True)
+                self._store(group, stored, events)
+
+    def _add(self, parent: Block, shared: Shared, first: int, end: int) -> list[Block]:
+        """Blocks ``first .. end - 1`` of ``shared`` are new, below ``parent``: with their names."""
+        size, new = self.index.followed.block_size, list[Block]()
+        keys = shared.keys[first * size : end * size]
+        tokens, extras = keys, dict[int, bytes]()
+        if shared.media:
+            tokens = np.maximum(keys, 0)
+            for at in np.flatnonzero(keys < 0).tolist():
+                extras[at // size] = extras.get(at // size, b"") + self._place(at % size, int(keys[at]))
+        root = parent.name if parent.depth else prefix_root(shared.namespace, self.index.followed.secret)
+        text, step = keys.tobytes(), 4 * size
+        for at, name in enumerate(prefix_hashes(root, tokens, size, extras)):
+            parent = self.index.add(parent, name, text[at * step : (at + 1) * step])
+            new.append(parent)
+        return new
+
+    def _place(self, offset: int, media_id: int) -> bytes:
+        digest = self._media[media_id]
+        return offset.to_bytes(8, "little") + len(digest).to_bytes(8, "little") + digest
+
+    def _namespace(self, key: bytes) -> bytes:
+        return prefix_root(owner_of(key), self.index.followed.secret)
+
+    def _forget(self, group: int, ids: Ids) -> list[Block]:
+        """What ``ids`` of ``group`` were, if the index has it."""
+        known = self._by_id[group]
+        blocks = [known.pop(one, None) for one in ids.tolist()]
+        return [block for block in blocks if block is not None and block.parent is not None]
+
+    def _move(self, group: int, sources: Ids, targets: Ids) -> None:
+        known = self._by_id[group]
+        moved = [(target, known.pop(source, None)) for source, target in zip(sources.tolist(), targets.tolist())]
+        known.update((target, block) for target, block in moved if block is not None)
+
+    def _drop(self, namespaces: Iterable[bytes], events: list[Event]) -> None:
+        """Nothing of ``namespaces`` is found any more."""
+        for one in namespaces:
+            if one in self.index.roots:
+                blocks = _below(self.index.roots[one])
+                for group in range(len(self.index.followed.groups)):
+                    if group != self._text_group:
+                        self._remove(group, [block for block in blocks if block.groups >> group & 1], events)
+                self._remove(self._text_group, blocks[::-1], events)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _store(self, group: int, blocks: list[Block], events: list[Event]) -> None:
+        """``group`` has ``blocks``, of one text, in its order: an event for each run of consecutive ones."""
+        self.num_events += len(blocks)
+        for _, run in groupby(enumerate(blocks), lambda pair: pair[1].depth - pair[0]):
+            events.append(self._stored(group, [block for _, block in run]))
+
+    def _stored(self, group: int, run: list[Block]) -> BlockStored:
+        size, root, parent = self.index.followed.block_size, run[0], run[0].parent
+        while root.parent is not None:
+            root = root.parent
+        keys = np.frombuffer(b"".join(block.key for block in run), np.int32)
+        name, growth = (None, None) if group == TEXT else self.index.followed.groups[group]
+        return BlockStored(
+            [block.name for block in run],
+            parent.name if parent is not None and parent.depth else None,
+            np.maximum(keys, 0).tolist(),
+            size,
+            medium=MEDIUM,
+            extra_keys=self._extra_keys(keys.reshape(-1, size)) if len(self._media) else None,
+            group_idx=None if group == TEXT else group,
+            kv_cache_spec_kind=None if growth is None else kind_of(growth),
+            kv_cache_spec_sliding_window=None if growth is None else growth.window,
+            group_name=name,
+            namespace=root.name,
+        )
+
+    def _extra_keys(self, keys: Ids) -> list[tuple[bytes | int, ...] | None] | None:
+        """For each row of ``keys`` the digest and the offset of each medium that begins there, by turns."""
+        if keys.min() >= 0:
+            return None
+        found = list[tuple[bytes | int, ...] | None]()
+        for row in keys:
+            media = list[bytes | int]()
+            for offset in np.flatnonzero(row < 0).tolist():
+                media += [self._media[int(row[offset])], offset]
+            found.append(tuple(media) or None)
+        return found
+
+    def _remove(self, group: int, blocks: list[Block], events: list[Event]) -> None:
+        """``blocks`` are in ``group`` no more; of the group of texts the deepest of a text come first."""
+        if not blocks:
+            return
+        self.num_events += len(blocks)
+        names = [block.name for block in blocks]
+        if group == self._text_group:
+            lost = [name for block, name in zip(blocks, names) if self.index.remove(block)]
+        else:
+            lost = self.index.set_flag(group, blocks, is_there=False)
+        name, growth = (None, None) if group == TEXT else self.index.followed.groups[group]
+        kind = None if growth is None else kind_of(growth)
+        number = None if group == TEXT else group
+        events.append(BlockRemoved(names, MEDIUM, number, name, kind, lost))
+
+    def _all(self) -> Iterable[Event]:
+        """All that is there, parents before their children."""
+        events, counted = list[Event](), self.num_events
+        for root in self.index.roots.values():
+            for run in _runs(root):
+                self._store(self._text_group, run, events)
+                for group in range(len(self.index.followed.groups)):
+                    if group != self._text_group:
+                        self._store(group, [block for block in run if block.groups >> group & 1], events)
+        self.num_events = counted
+        return events
+
+
+def _below(root: Block) -> list[Block]:
+    """All blocks of a namespace, parents before their children."""
+    return [block for run in _runs(root) for block in run]
+
+
+def _runs(root: Block) -> Iterable[list[Block]]:
+    """The blocks below ``root``, in runs along texts, parents before their children."""
+    waiting = [*root.children.values()]
+    while waiting:
+        run = [waiting.pop()]
+        while len(run[-1].children) == 1:
+            run.extend(run[-1].children.values())
+        waiting.extend(run[-1].children.values())
+        yield run

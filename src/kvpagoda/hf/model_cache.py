@@ -1,0 +1,47 @@
+"""A ``KVCache`` for a transformers model, and who runs the model's steps over it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kvpagoda.cache.options import Identity, Limits
+from kvpagoda.cache.request import Tokens
+from kvpagoda.cache.sequence import Sequence
+from kvpagoda.hf.compressed import CompressedRunner
+from kvpagoda.hf.runner import ModelRunner, Runner
+from kvpagoda.hf.weights import weights_digest
+from kvpagoda.kv_cache import KVCache
+from kvpagoda.schema import Compressed, Schema
+from kvpagoda.schema.layout_choice import LayoutNames
+
+
+def runner_of(
+    model: Any,
+    chunk: int,
+    lookup: int,
+    kv_format: str,
+    cache_arguments: dict[str, Any],
+    layout: LayoutNames | None = None,
+) -> Runner:
+    """A runner of ``model`` (put in eval mode) over a cache of ``cache_arguments``, those of ``KVCache``. A step computes at
+    most ``chunk`` prompt tokens of a text, or ``lookup`` proposed ones and one more. ``kv_format`` and
+    ``layout``: see ``Schema.from_hf_config``. Where ``tiers`` can be read by others, ``identity.weights`` is by default a digest of the whole
+    model. Raises BadInput, SchemaError, NeverFits."""
+    model.eval()
+    dtype = str(model.dtype).removeprefix("torch.")
+    schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, layout=layout, verify_width=lookup)
+    sizes = {**cache_arguments}
+    identity, limits = sizes.pop("identity", None) or Identity(), sizes.pop("limits", None) or Limits()
+    if not identity.weights and not all(getattr(tier, "is_private", True) for tier in sizes.get("tiers", ())):
+        identity = replace(identity, weights=weights_digest(model))
+    limits = replace(limits, step_tokens=max(chunk, lookup + 1))
+    cache = KVCache(schema, device=model.device, identity=identity, limits=limits, **sizes)
+    compressed = any(isinstance(kind, Compressed) for layer in schema.layers for kind in layer.kinds)
+    return (CompressedRunner if compressed else ModelRunner)(model, cache)
+
+
+def next_piece(runner: Runner, sequence: Sequence, text: Tokens, chunk: int) -> Tokens:
+    """Which tokens of ``text`` the next step of ``sequence`` computes: at most ``chunk``, those behind what is committed."""
+    begin, most = sequence.length, min(chunk, runner.most_tokens(sequence) or chunk)
+    return text[begin : begin + min(most, runner.cache.step_limit(sequence))]

@@ -1,0 +1,301 @@
+"""A ``KVCache`` behind the ``past_key_values`` of a transformers model: for ``model.generate`` and loops of one's own.
+
+transformers asks a cache for rows, layer by layer, of a padded batch that starts from nothing. Here a batch is texts: each
+row is a sequence of its own, what is cached of it is not computed, and what it computes is found by texts that come later. So
+a call of the model with a ``PagedCache`` runs as the ``Generator``'s steps do (``runner.py``), in place of the padded pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Cache
+from transformers.utils import ModelOutput
+
+from kvpagoda.cache.request import Tokens
+from kvpagoda.cache.sequence import Sequence
+from kvpagoda.cache.stats import CacheStats
+from kvpagoda.errors import BadInput
+from kvpagoda.hf.model_cache import next_piece, runner_of
+from kvpagoda.hf.rope_switch import media_past
+from kvpagoda.prefix.tokens import as_tokens
+
+Tensor = torch.Tensor
+_READ = {"input_ids", "attention_mask", "past_key_values", "cache_params"}
+_PLAIN = {"position_ids", "cache_position", "use_cache", "return_dict", "logits_to_keep"}
+"""What may be given and changes nothing here: positions are those of the texts, and the last logits are what is returned."""
+
+
+@dataclass
+class PagedOutput(ModelOutput):  # type: ignore[misc]
+    """``logits`` float ``[B, 1, vocab]``, those after the last token of each row, and the cache."""
+
+    logits: Tensor | None = None
+    past_key_values: Any = None
+
+
+class Row:
+    """One row of the batch. ``passed``: the switch of position encodings that its text is past, see ``rope_switch``."""
+
+    def __init__(self, sequence: Sequence, passed: int) -> None:
+        self.sequence, self.passed = sequence, passed
+
+
+class PagedCache(Cache):  # type: ignore[misc]
+    """The cache of ``model``, for ``model.generate(ids, past_key_values=cache)``, again and again.
+
+    Every call of ``generate`` names whole texts, padded on the left; what is cached of them, from rows before it in the batch
+    or from earlier calls, is not computed again. Greedy tokens are those of ``generate`` without it. Sampling and beam search
+    work; assisted generation, images and other inputs than token ids raise BadInput.
+
+    ``budget``: memory, bytes or text; not used where ``cache_arguments``, those of ``KVCache``, have ``num_blocks``. It must
+    hold all rows of a batch at once, and ``max_requests`` of them (with beam search twice as many rows): else ``generate``
+    raises OutOfBlocks or RetryLater, and the cache goes on. ``prefill_chunk``: the most tokens of one text in one step.
+    ``kv_format``: see ``Schema.from_hf_config``. ``cache``: the ``KVCache``.
+
+    In a loop of one's own the first call after ``reset`` starts texts, and each further one appends tokens to every row.
+    ``get_seq_length`` is always 0: ``generate`` then hands over whole texts. The ``forward`` and
+    ``prepare_inputs_for_generation`` of ``model``, the object, look from now on whether they are given a PagedCache; with
+    any other cache they do what they did. Raises BadInput, SchemaError for a model whose layers are not known, NeverFits.
+
+    >>> from kvpagoda.hf.embedded import embedded_model
+    >>> model = embedded_model()
+    >>> cache = PagedCache(model, "16MiB")
+    >>> prompt = torch.tensor([list(b"a prompt that is the same " * 10)])
+    >>> own = model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    >>> for _ in range(2):
+    ...     ours = model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0, past_key_values=cache)
+    ...     assert ours.tolist() == own.tolist()
+    >>> cache.stats().cached_tokens >= 128  # found, not computed
+    True
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        budget: int | str = "512MiB",
+        *,
+        prefill_chunk: int = 512,
+        kv_format: str = "raw",
+        **cache_arguments: Any,
+    ) -> None:
+        if prefill_chunk < 1:
+            raise BadInput(f"need prefill_chunk >= 1 tokens, got {prefill_chunk}")
+        sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
+        self._runner = runner_of(model, prefill_chunk, 0, kv_format, sizes)
+        self.cache, self._chunk, self._rows = self._runner.cache, prefill_chunk, list[Row]()
+        Cache.__init__(self, layers=[])
+        _route(model)
+
+    # -- what transformers asks of a cache ---------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch that runs, or -1."""
+        return len(self._rows) or -1
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """The longest text, in tokens."""
+        return self.cache.max_context
+
+    def reset(self) -> None:
+        """End the texts of the batch, as a new ``generate`` does by itself; they stay cached while memory lasts."""
+        while self._rows:
+            sequence = self._rows.pop().sequence
+            if sequence.is_open:
+                sequence.close()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row ``i`` goes on as row ``beam_idx[i]`` did: shared blocks, copied tails. Raises RetryLater, changing nothing,
+        without slots or room for the copies."""
+        chosen, forks, used = [self._rows[i] for i in beam_idx.tolist()], list[Sequence](), set[Row]()
+        rows = list[Row]()
+        try:
+            for row in chosen:
+                if row in used:
+                    forks.append(row.sequence.fork())
+                    rows.append(Row(forks[-1], row.passed))
+                else:
+                    used.add(row)
+                    rows.append(row)
+        except BaseException:
+            for sequence in forks:
+                sequence.close()
+            raise
+        for row in self._rows:
+            if row not in used:
+                row.sequence.close()
+        self._rows = rows
+
+    def activate_past_recording(self) -> None:
+        raise BadInput(
+            "assisted generation is not supported by PagedCache; kvpagoda.hf.Generator(lookup=..) verifies proposed tokens"
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.activate_past_recording()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Row ``i`` becomes rows ``i * repeats ..``, each of which goes its own way."""
+        self.reorder_cache(torch.arange(len(self._rows)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows, in this order."""
+        self.reorder_cache(indices)
+
+    # -- its steps ---------------------------------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """The cache's counters."""
+        return self.cache.stats()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> PagedOutput:
+        """Compute ``input_ids`` ``[B, S]``: whole texts where none run, else the next tokens of each row. ``attention_mask``
+        ``[B, S or more]``: 0 for padding on the left of texts that begin. On an error all rows end."""
+        ids = input_ids.cpu().numpy()
+        if ids.ndim != 2 or not ids.size or (self._rows and len(ids) != len(self._rows)):
+            raise BadInput(f"expected token ids [{len(self._rows) or 'rows'}, tokens], got {list(ids.shape)}")
+        try:
+            if self._rows:
+                logits = self._append([as_tokens(row) for row in ids])
+            else:
+                logits = torch.stack([self._begin(text) for text in _texts(ids, attention_mask)])
+        except BaseException:
+            self.reset()
+            raise
+        return PagedOutput(logits=logits[:, None], past_key_values=self)
+
+    def _begin(self, text: Tokens) -> Tensor:
+        """A new row; what is cached of ``text`` is not computed. Logits ``[vocab]`` after it."""
+        row = self._open(text)
+        self._rows.append(row)
+        return self._compute(row, text)
+
+    def _append(self, tokens: list[Tokens]) -> Tensor:
+        """Logits ``[B, vocab]`` after ``tokens`` more of each row: in one step if that is one token."""
+        texts = [np.concatenate((row.sequence.tokens, more)) for row, more in zip(self._rows, tokens)]
+        for i, text in enumerate(texts):
+            if self._runner.switch.passed(len(text)) != self._rows[i].passed:  # all its rows mean nothing any more
+                self._rows[i].sequence.close()
+                self._rows[i] = self._open(text)
+        if any(len(text) - row.sequence.length > 1 for row, text in zip(self._rows, texts)):
+            return torch.stack([self._compute(row, text) for row, text in zip(self._rows, texts)])
+        sequences = [row.sequence for row in self._rows]
+        for sequence in sequences:
+            sequence.extend(1)
+        logits = self._runner.step(list(zip(sequences, tokens)))
+        for sequence, more in zip(sequences, tokens):
+            sequence.commit(more)
+        return logits
+
+    def _open(self, text: Tokens) -> Row:
+        passed = self._runner.switch.passed(len(text))
+        return Row(self.cache.open(text, capacity=0, media=media_past(passed, int(text[0]))), passed)
+
+    def _compute(self, row: Row, text: Tokens) -> Tensor:
+        """Compute what is not committed of ``text``, piece by piece. Logits ``[vocab]`` after it."""
+        sequence = row.sequence
+        while True:
+            tokens = next_piece(self._runner, sequence, text, self._chunk)
+            sequence.extend(len(tokens))
+            logits = self._runner.step([(sequence, tokens)], lengths=[len(text)])
+            sequence.commit(tokens)
+            if sequence.length == len(text):
+                return logits[0]
+
+
+def _texts(ids: np.ndarray[Any, Any], attention_mask: Tensor | None) -> list[Tokens]:
+    """The texts in ``ids`` ``[B, S]``, without padding on the left. Raises BadInput for other padding and for empty rows."""
+    if attention_mask is None:
+        return [as_tokens(row) for row in ids]
+    real = attention_mask.cpu().numpy() != 0
+    if real.shape != ids.shape:
+        raise BadInput(f"the mask is {list(real.shape)}, the token ids are {list(ids.shape)}: give whole texts")
+    first = real.argmax(axis=1)
+    for i, row in enumerate(real):
+        if not row[-1] or not row[first[i] :].all():
+            raise BadInput(f"row {i} is not padded on the left alone; set the tokenizer's padding_side to 'left'")
+    return [as_tokens(row[begin:]) for row, begin in zip(ids, first)]
+
+
+# -- the way in ------------------------------------------------------------------------------------------------------------
+
+
+def _route(model: Any) -> None:
+    """Let ``forward`` and ``prepare_inputs_for_generation`` of ``model`` hand over to a PagedCache where they are given one.
+    The methods are bound, so that a copy of the model has its own. Does nothing the second time."""
+    for name, route in (("forward", _forward), ("prepare_inputs_for_generation", _prepare)):
+        method = getattr(model, name)
+        if not hasattr(method, "is_kvpagoda_route"):
+            setattr(model, name, MethodType(route(method.__func__), model))
+
+
+def _forward(own: Any) -> Any:
+    """``forward`` of a model; ``own``: the function that it was."""
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = _given(kwargs)
+        if cache is None:
+            return own(self, *args, **kwargs)
+        given = {**dict(zip(inspect.signature(self.forward).parameters, args)), **kwargs}
+        unknown = [name for name, value in given.items() if name not in _READ | _PLAIN and _says_something(value)]
+        if unknown or given.get("input_ids") is None:
+            raise BadInput(f"PagedCache computes token ids, input_ids; it was also given {sorted(unknown)}")
+        return cache.forward(given["input_ids"], given.get("attention_mask"))
+
+    forward.is_kvpagoda_route = True  # type: ignore[attr-defined]
+    return forward
+
+
+def _prepare(own: Any) -> Any:
+    """``prepare_inputs_for_generation`` of a model: with a PagedCache the whole texts, then the newest tokens."""
+
+    @functools.wraps(own)
+    def prepare(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = _given(kwargs)
+        if cache is None:
+            return own(self, input_ids, *args, **kwargs)
+        mask, whole = kwargs.pop("attention_mask", None), kwargs.pop("next_sequence_length", None)
+        if kwargs.pop("is_first_iteration", False):
+            if whole is None and "attention_mask" in inspect.signature(self.forward).parameters:
+                raise BadInput(
+                    "PagedCache takes whole texts at once: no prefill_chunk_size, and no new tokens by themselves"
+                )
+            cache.reset()
+            ids = input_ids
+        else:
+            ids = input_ids[:, -1:]  # also where the model's own settings say that it keeps no cache
+        return {**kwargs, "input_ids": ids, "past_key_values": cache, "attention_mask": mask}
+
+    taken = inspect.signature(own)
+    if "past_key_values" not in taken.parameters:  # generate asks here which arguments the model knows
+        more = inspect.Parameter("past_key_values", inspect.Parameter.KEYWORD_ONLY, default=None)
+        *those, last = taken.parameters.values()
+        prepare.__signature__ = taken.replace(parameters=[*those, more, last])  # type: ignore[attr-defined]
+    prepare.is_kvpagoda_route = True  # type: ignore[attr-defined]
+    return prepare
+
+
+def _given(kwargs: dict[str, Any]) -> PagedCache | None:
+    """The PagedCache among the arguments of a model, if there is one."""
+    caches = (kwargs.get(name) for name in ("past_key_values", "cache_params"))
+    return next((cache for cache in caches if isinstance(cache, PagedCache)), None)
+
+
+def _says_something(value: Any) -> bool:
+    """Whether an argument asks for anything: None and False do not."""
+    return value is not None and value is not False

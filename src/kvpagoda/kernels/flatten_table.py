@@ -1,0 +1,85 @@
+"""The cells of a block table that are in use, row behind row: FlashInfer's ``kv_indices``, made where they are read.
+
+table  | 0 0 7 9 |   starts 8, 0 tokens, blocks of 4   ->   out  7 9 3 ..
+       | 3 . . . |   indptr 0, 2, 3
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvpagoda.errors import BadInput
+from kvpagoda.kernels.dispatch import backend, jit, tl, triton
+
+Tensor = torch.Tensor
+CELLS = 1024
+"""Cells that one program copies."""
+
+
+def flatten_table(table: Tensor, starts: Tensor, indptr: Tensor, out: Tensor, block_size: int) -> None:
+    """``out[indptr[i] : indptr[i + 1]] = table[i, starts[i] // block_size :]``, as many cells as fit there, in place.
+
+    ``table``   int32 ``[B, columns]``: rows may be strided, cells of a row are contiguous
+    ``starts``  int32 ``[B]``: the position of the first token of each row's first cell
+    ``indptr``  int32 ``[B + 1]``, ascending from 0
+    ``out``     int32 ``[n]``, at least ``indptr[-1]`` long; what lies behind that means nothing afterwards
+
+    All on one device. Nothing is read back, and with Triton nothing is allocated: the launch depends on shapes alone, so
+    that a graph may hold it. Raises BadInput for a wrong shape, dtype, stride or device, before anything is written. The
+    values are not checked. O(cells).
+
+    >>> table = torch.tensor([[0, 0, 7, 9], [3, 0, 0, 0]], dtype=torch.int32)
+    >>> starts, indptr = (torch.tensor(values, dtype=torch.int32) for values in ([8, 0], [0, 2, 3]))
+    >>> out = torch.zeros(3, dtype=torch.int32)
+    >>> flatten_table(table, starts, indptr, out, block_size=4)
+    >>> out.tolist()
+    [7, 9, 3]
+    """
+    rows = len(table) if table.ndim == 2 else -1
+    for name, tensor, shape in (
+        ("table", table, (rows, table.shape[-1])),
+        ("starts", starts, (rows,)),
+        ("indptr", indptr, (rows + 1,)),
+        ("out", out, (out.numel(),)),
+    ):
+        if tensor.dtype != torch.int32 or tensor.shape != shape or tensor.device != table.device:
+            raise BadInput(
+                f"flatten_table: {name} must be int32 {list(shape)} on {table.device}, "
+                f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            )
+    if block_size < 1 or any(
+        tensor.shape[-1] > 1 and tensor.stride(-1) != 1 for tensor in (table, starts, indptr, out)
+    ):
+        raise BadInput(
+            f"flatten_table needs contiguous cells and block_size >= 1, got {table.stride()} and {block_size}"
+        )
+    if out.numel() and table.numel():
+        run = _triton if backend(table.device.type) == "triton" else _reference
+        run(table, starts, indptr, out, block_size)
+
+
+def _reference(table: Tensor, starts: Tensor, indptr: Tensor, out: Tensor, block_size: int) -> None:
+    """What ``flatten_table`` writes, by definition: in torch, on any device. Allocates temporaries."""
+    place = torch.arange(len(out), dtype=torch.int32, device=out.device)
+    row = torch.searchsorted(indptr[1:], place, right=True).clamp(max=len(table) - 1)
+    column = place - indptr[row] + starts[row] // block_size
+    out.copy_(table[row, column.clamp(max=table.shape[1] - 1).long()])
+
+
+def _triton(table: Tensor, starts: Tensor, indptr: Tensor, out: Tensor, block_size: int) -> None:
+    """Launch the kernel, one program for each ``CELLS`` cells that a row may have."""
+    grid = len(table), triton.cdiv(table.shape[1], CELLS)
+    with torch.cuda.device_of(table):  # type: ignore[no-untyped-call]
+        flatten_table_kernel[grid](table, starts, indptr, out, table.stride(0), block_size, CELLS=CELLS, num_warps=4)
+
+
+@jit()
+def flatten_table_kernel(table, starts, indptr, out, stride, block_size, CELLS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program per row and ``CELLS`` of its cells."""
+    row = tl.program_id(0)
+    begin, end = tl.load(indptr + row), tl.load(indptr + row + 1)
+    cells = tl.program_id(1) * CELLS + tl.arange(0, CELLS)
+    here = cells < end - begin
+    # int64 before the stride: a table may have more than 2^31 cells.
+    source = table + row.to(tl.int64) * stride + tl.load(starts + row) // block_size
+    tl.store(out + begin + cells, tl.load(source + cells, mask=here), mask=here)

@@ -1,0 +1,88 @@
+"""A packed row as the encoding of what a layer keeps: its format, its dialect, and where the parts of rows lie in a page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpagoda.errors import LayoutError
+from kvpagoda.layouts.dialects import Dialect, dialect_for_heads
+from kvpagoda.layouts.packings import Packing
+
+Parts = tuple[tuple[str, tuple[int, ...], str], ...]
+_CODES = {("e4m3", 8): "_fp8", ("e2m1", 4): "_fp4", ("int8", 8): "_int8", ("int4", 4): "_int4"}
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """Rows in the packed ``format`` of a kernel, written by the rules of ``dialect``. Both are part of what rows are: engines
+    whose dialects differ by a floor share none. ``head_dim``: of formats with heads, else None. Raises BadInput.
+
+    >>> PackedRow("v32_656", "flashmla").parts((1, 576), "bfloat16")
+    (('_fp8', (1, 512), 'uint8'), ('_rope', (1, 64), 'bfloat16'), ('_inv_scale', (1, 4), 'float32'))
+    >>> nbytes, places = PackedRow("v32_656", "flashmla").arrange(64, (1, 576))
+    >>> nbytes, places[2]  # scales: offset, and the strides of rows and axes, in bytes
+    (41984, (512, (656, 656, 4)))
+    """
+
+    format: str
+    dialect: str
+    head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.rules
+
+    @property
+    def name(self) -> str:
+        return self.format
+
+    @property
+    def rules(self) -> Dialect:
+        """Geometry and numbers."""
+        return dialect_for_heads(self.format, self.dialect, self.head_dim)
+
+    @property
+    def packing(self) -> Packing:
+        """Where the parts of a row lie in a page."""
+        return self.rules.packing
+
+    @property
+    def kept(self) -> int:
+        """Elements at the end of a row that have no codes."""
+        return self.packing.kept
+
+    @property
+    def page_multiple(self) -> int:
+        """What kernels want the bytes from page to page to be a multiple of."""
+        return self.packing.page_multiple
+
+    def parts(self, shape: tuple[int, ...], dtype: str) -> Parts:
+        """(suffix, shape, dtype) of each array that one row of ``shape`` takes: codes, kept elements, scales.
+
+        ``shape``: ``[.., width]``, or ``[2, heads, head_dim]`` of formats with K and V side by side. Raises LayoutError.
+        """
+        packing = self.packing
+        if shape[-1] != packing.coded + packing.kept or (packing.cells > 1 and len(shape) != 3):
+            raise LayoutError.of(
+                "size",
+                f"{self.format} holds rows of {packing.coded} + {packing.kept} elements, not of {list(shape)}; choose another "
+                f"layout for this model",
+            )
+        lead, codes = shape[:-1], packing.coded * packing.code_bits // 8
+        found: Parts = ((_CODES[self.rules.rule.codes, packing.code_bits], (*lead, codes), "uint8"),)
+        if packing.kept:
+            found += (("_rope", (*lead, packing.kept), "bfloat16" if packing.kept_nbytes == 2 else "uint8"),)
+        if packing.scale_nbytes == 4:
+            return (*found, ("_inv_scale", (*lead, packing.groups), "float32"))
+        return (*found, ("_scales", (*lead, packing.groups + packing.scale_pad), "uint8"))
+
+    def arrange(self, count: int, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, tuple[int, ...]]]]:
+        """Bytes of a page of ``count`` rows, and, in the order of ``parts``, the offset of each part and the strides of
+        (rows, its axes), all in bytes."""
+        places, heads = self.packing.places(count), shape[1] if self.packing.cells > 1 else 1
+        names = [name for name in ("codes", "kept", "scales") if name in places]
+        found = []
+        for name, (_, part, dtype) in zip(names, self.parts(shape, "")):
+            place, last = places[name], {"float32": 4, "bfloat16": 2}.get(dtype, 1)
+            lead = (place.cell, place.head) if self.packing.cells > 1 else (place.row,) * (len(part) - 1)
+            found.append((place.base, (place.row, *lead, last)))
+        return self.packing.payload_nbytes(count, heads), found

@@ -1,0 +1,12 @@
+"""The examples in the docstrings of the room do what they say."""
+
+import doctest
+import importlib
+
+import pytest
+
+
+@pytest.mark.parametrize("name", ["nano_vllm"])
+def test_examples(name):
+    failed, tried = doctest.testmod(importlib.import_module(f"kvpagoda.adapters.{name}"))
+    assert failed == 0 and tried

@@ -1,0 +1,94 @@
+"""A follower rebuilds from events what ``lookup`` says, with messages lost and processes restarted."""
+
+from __future__ import annotations
+
+import pytest
+from following import Line
+from traffic import Traffic
+
+from random_driver.schemas import SCHEMA_NAMES
+
+STEPS, MANY_EVENTS = 250, 1_000_000
+
+
+def follow(schema: str, seed: int, num_steps: int, *, loss: float, log_capacity: int = 65_536) -> Line:
+    """So many operations; the follower is compared with the cache after each of them, or, where messages are lost, each time
+    that it has asked for them."""
+    traffic = Traffic(schema, seed, log_capacity)
+    line = Line(traffic.cache, traffic.log, traffic.random, loss, keep=40)
+    line.follower._secret = b"s"
+    texts, num_restarts = [(traffic.text(), None)], 0
+    for step in range(num_steps):
+        traffic.step()
+        texts = [*texts[-5:], (traffic.text(), traffic.namespace())]
+        if loss and traffic.random.random() < 0.01:
+            line.restart_follower()
+            line.follower._secret = b"s"
+        if loss and traffic.random.random() < 0.01:
+            line.restart_publisher()
+        if loss and traffic.random.random() < 0.005:
+            line.num_events += line.stream.num_events
+            num_restarts += traffic.log.num_restarts
+            traffic.start()
+            line.follow(traffic.cache, traffic.log)
+        if traffic.random.random() < 0.7:
+            line.send()
+        if not loss:
+            line.send()
+        if not loss or traffic.random.random() < 0.3:
+            line.catch_up()
+            texts += [
+                ((one._request.tokens[: one.length].copy(), dict(one_media(traffic, one))), None)
+                for one in traffic.running
+            ]
+            for (tokens, media), namespace in texts:
+                line.compare(tokens, namespace, media)
+            texts = texts[:6]
+        if step % 50 == 0:
+            line.catch_up()
+            line.check()
+    line.num_events += line.stream.num_events
+    line.num_restarts = num_restarts + traffic.log.num_restarts
+    traffic.cache.check()
+    return line
+
+
+def one_media(traffic: Traffic, sequence: object) -> dict[int, bytes]:
+    """The media of a running request."""
+    request = sequence._request  # type: ignore[attr-defined]
+    return {
+        at: traffic.cache.core.media.digest(one) for at, one in request.media_ids.items() if at < request.own_length
+    }
+
+
+@pytest.mark.parametrize("schema", SCHEMA_NAMES)
+def test_a_follower_says_what_lookup_says(schema: str) -> None:
+    line = follow(schema, 1, STEPS, loss=0.0)
+    assert line.num_compared > STEPS and line.num_events > 100 and line.num_replays == 1
+    assert line.num_hits > STEPS // 4 and (schema in ("full", "mla") or line.num_cut > 3), vars(line)
+
+
+@pytest.mark.parametrize("schema", SCHEMA_NAMES)
+def test_it_finds_again_what_was_lost(schema: str) -> None:
+    line = follow(schema, 2, STEPS, loss=0.2)
+    assert line.num_compared > STEPS and line.num_replays > 5
+
+
+@pytest.mark.parametrize("schema", ["full", "gemma", "qwen3_next", "mamba"])
+def test_a_log_that_is_always_full_loses_nothing(schema: str) -> None:
+    line = follow(schema, 3, STEPS, loss=0.1, log_capacity=1)
+    assert line.num_restarts > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schema", SCHEMA_NAMES)
+def test_a_million_events(schema: str) -> None:
+    """An eighth of them for each schema."""
+    num_events = num_compared = 0
+    seed = 10
+    while num_events < MANY_EVENTS // len(SCHEMA_NAMES):
+        line = follow(
+            schema, seed, 2000, loss=(0.0, 0.1, 0.3)[seed % 3], log_capacity=(65_536, 65_536, 65_536, 3)[seed % 4]
+        )
+        num_events, num_compared, seed = num_events + line.num_events, num_compared + line.num_compared, seed + 1
+    print(f"{schema}: {num_events:,} events, {num_compared:,} look-ups compared, {seed - 10} runs")

@@ -1,0 +1,95 @@
+"""Pools of packed rows: the bytes are those of ``pack``, in either order of the arena and any number of kernel pages."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from kvpagoda.layouts import pack
+from kvpagoda.layouts.dialects import DIALECTS
+from kvpagoda.layouts.packed_row import PackedRow
+from kvpagoda.memory.arena import Arena
+from kvpagoda.memory.pool import Pool, decoded
+from kvpagoda.schema import Attention, Compressed, IndexKeys, Latent, Layer, Rows
+from kvpagoda.schema.layers import block_layout
+
+HEADS, HEAD_DIM, BLOCKS = 3, 64, 4
+CASES = [(name, dialect) for name, dialects in DIALECTS.items() for dialect in dialects]
+
+
+def layer_of(name: str, dialect: str) -> tuple[Layer, Rows]:
+    """A layer that keeps rows of a format, beside others where the format is an indexer's."""
+    if name.startswith("gqa"):
+        layer = Layer(
+            0, "gqa", (Attention(HEADS, HEAD_DIM, HEAD_DIM, "bfloat16", encoding=PackedRow(name, dialect, HEAD_DIM)),)
+        )
+        return layer, layer.block_rows()[0]
+    encoding = PackedRow(name, dialect)
+    width = encoding.packing.width
+    if width == 576:
+        layer = Layer(0, "latent", (Latent(512, 64, "bfloat16", encoding=encoding),))
+    elif name.startswith("index"):
+        layer = Layer(0, "indexer", (Latent(512, 64, "bfloat16", indexer=IndexKeys(128, encoding)),))
+    else:
+        layer = Layer(0, "entries", (Compressed(512, 8, "bfloat16", 2, encoding=encoding),))
+    return layer, layer.block_rows()[-1]
+
+
+@pytest.mark.parametrize(("name", "dialect"), CASES)
+def test_rows_of_a_pool_are_the_bytes_that_pack_gives(name: str, dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPAGODA_KERNELS", "reference")
+    layer, rows = layer_of(name, dialect)
+    source = torch.Generator().manual_seed(1)
+    per_block = 8
+    values = torch.randn(BLOCKS, per_block, *rows.shape, generator=source).to(torch.bfloat16)
+    block, row = torch.arange(BLOCKS)[:, None], torch.arange(per_block)
+    for order, kernel_pages in product(("block", "layer"), (1, 2)):
+        size = per_block * rows.tokens_per_row
+        layout = block_layout((layer,), size, size // kernel_pages, order)
+        arena = Arena(layout, BLOCKS, device="cpu", order=order)
+        assert arena.nbytes == BLOCKS * layout.nbytes and layout.kernel_pages == kernel_pages
+        pool = Pool(arena, 0, layer.block_rows())
+        pool.write(rows.name, (block, row), values)
+        count = per_block // kernel_pages
+        wanted = pack(
+            values.reshape(BLOCKS * kernel_pages, count, -1), name, page_size=count, dialect=dialect,
+            head_dim=HEAD_DIM if name.startswith("gqa") else None,
+        )  # fmt: skip
+        pages = pool.pages(rows.name)
+        assert torch.equal(pages[:, : wanted.shape[1]], wanted) and not pages[:, wanted.shape[1] :].any()
+        read = pool.read(rows.name, (torch.arange(BLOCKS),))
+        assert read.shape == values.shape and torch.equal(read, pool.read(rows.name, (block, row)))
+        assert torch.equal(read, pool.stored(rows.name, values))
+        if not name.startswith("gqa"):
+            shown = decoded(rows.encoding, pool.parts(rows.name), torch.bfloat16)
+            assert torch.equal(shown.reshape(values.shape), read)
+
+
+@pytest.mark.parametrize("layout", ["trtllm", "vllm-blhnc", "sglang-mha", "transformers", "flashinfer-gqa-nhd"])
+def test_records_are_the_same_bytes_in_either_order(layout: str) -> None:
+    layer = Layer(0, "attention", (Attention(HEADS, 8, 16, "bfloat16", layout=layout),))
+    plain = Layer(0, "attention", (Attention(HEADS, 8, 16, "bfloat16"),))
+    block, row, source = torch.arange(BLOCKS)[:, None], torch.arange(8), torch.Generator().manual_seed(1)
+    values = {
+        name: torch.randn(BLOCKS, 8, HEADS, n, generator=source).to(torch.bfloat16) for name, n in (("k", 8), ("v", 16))
+    }
+    for kernel_page in (8, 4):
+        records = []
+        for order in ("block", "layer"):
+            arena = Arena(block_layout((layer,), 8, kernel_page, order), BLOCKS, device="cpu", order=order)
+            pool = Pool(arena, 0, layer.block_rows())
+            reference = Pool(Arena(block_layout((plain,), 8), BLOCKS, device="cpu"), 0, plain.block_rows())
+            for name, rows in values.items():
+                pool.write(name, (block, row), rows)
+                reference.write(name, (block, row), rows)
+                assert torch.equal(
+                    pool.read(name, (torch.arange(BLOCKS),)), reference.read(name, (torch.arange(BLOCKS),))
+                )
+            records.append(arena.pack(torch.arange(BLOCKS)))
+            copied = Arena(arena.layout, BLOCKS, device="cpu", order=order)
+            copied.unpack(torch.tensor([2, 0, 1, 3]), records[-1])
+            copied.copy(torch.tensor([2]), torch.tensor([3]))
+            assert torch.equal(copied.pack(torch.tensor([2, 0, 1, 3])), records[-1][[0, 1, 2, 0]])
+        assert torch.equal(*records)

@@ -1,0 +1,218 @@
+"""What an engine needs of a step: memory without a step, fixed shapes, rows written where the arrays say, verified drafts."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvpagoda import Batch, KVCache, LayerView, Schema
+from kvpagoda.batch.batch import GroupArrays
+from kvpagoda.errors import BadInput, StaleHandle
+from kvpagoda.memory.device_arrays import DeviceArrays
+from kvpagoda.schema import Attention, Compressed, Encoding, Growth, Layer, LayerKind, Recurrent, Rows
+
+FULL = Attention(2, 4, 4, "float32")
+WINDOW = Attention(2, 4, 4, "float32", Growth(window=10))
+STATE = Recurrent((Rows("recurrent", (3,), "float32"),))
+ARRAYS = ("block_table", "cache_seqlens", "slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len", "kv_start")
+
+
+def cache_of(*kinds: LayerKind, **arguments: Any) -> KVCache:
+    layers = tuple(Layer(i, type(kind).__name__, (kind,)) for i, kind in enumerate(kinds))
+    usual = {"budget": "256KiB", "max_requests": 8, "block_size": 4, "device": "cpu"}
+    return KVCache(Schema(layers, "test", vocab_size=100), **{**usual, **arguments})
+
+
+def prefilled(cache: KVCache, length: int, first: int) -> Any:
+    sequence = cache.open([(first + i) % 100 for i in range(length)])
+    sequence.commit([(first + i) % 100 for i in range(sequence.length, length)])
+    return sequence
+
+
+def test_memory_of_every_layer_without_a_step() -> None:
+    cache = cache_of(FULL, WINDOW, STATE)
+    before = [cache.layer(i)[name] for i, name in ((0, "k"), (1, "v"), (2, "recurrent"))]
+    sequence = prefilled(cache, 9, 0)
+    batch = cache.batch([sequence], [1]) if sequence.extend(1) is None else None
+    assert batch is not None
+    after = [batch.layer(i)[name] for i, name in ((0, "k"), (1, "v"), (2, "recurrent"))]
+    assert [one.data_ptr() for one in before] == [one.data_ptr() for one in after]
+    assert [one.shape for one in before] == [one.shape for one in after]
+    view = cache.layer(0)
+    assert view.step is None and view.blocks is not None and view.state is None
+    with pytest.raises(BadInput, match=r"of no step; KVCache.batch\(...\).layer\(0\) has arrays"):
+        _ = view.block_table
+    with pytest.raises(BadInput, match=r"layer 3 is not in this schema; it has \[0, 1, 2\]"):
+        cache.layer(3)
+    with pytest.raises(BadInput, match="a layer's index must be"):
+        cache.layer(True)
+
+
+@pytest.mark.parametrize("encoding", [Encoding(), Encoding("fp8")], ids=["raw", "fp8"])
+def test_write_does_what_slot_mapping_says(encoding: Encoding) -> None:
+    cache = cache_of(Attention(2, 8, 8, "bfloat16", encoding=encoding), WINDOW)
+    one, two = prefilled(cache, 6, 0), prefilled(cache, 9, 50)
+    for sequence in (one, two):
+        sequence.extend(3)
+    view = cache.batch([one, two], [3, 2], pad_to=3).layer(0)
+    k, v = torch.randn(2, 6, 2, 8).bfloat16().unbind()
+    view.write(k=k, v=v.view(6, 2, 8))
+    slots = view.slot_mapping.long()[:5]
+    for name, rows in (("k", k), ("v", v)):
+        found = view.blocks.read(name, (slots // 4, slots % 4))
+        assert torch.equal(found, view.blocks.stored(name, rows[:5]))
+    again = torch.randn(2, 3, 2, 8).bfloat16()  # rows and tokens as two axes
+    view.write(k=again)
+    assert torch.equal(view.blocks.read("k", (slots // 4, slots % 4)), view.blocks.stored("k", again.view(6, 2, 8)[:5]))
+
+
+def test_write_refuses_before_it_writes() -> None:
+    cache = cache_of(FULL, STATE, Compressed(16, 8, "float32", 4), block_size=8)
+    sequence = prefilled(cache, 9, 0)
+    sequence.extend(2)
+    batch = cache.batch([sequence], [2])
+    view, good = batch.layer(0), torch.ones(2, 2, 4)
+    before = view["k"].view(torch.int32).clone()
+    for rows, message in [
+        ({"k": good, "q": good}, r"has no row 'q' for every token in memory; it has \['k', 'v'\]"),
+        ({"k": good, "v": torch.ones(3, 2, 4)}, r"rows 'v' of layer 0 .* are \[2, 2, 4\], .* got \[3, 2, 4\]"),
+        ({"k": good, "v": torch.ones(2, 4, 2)}, r"got \[2, 4, 2\]"),
+    ]:
+        with pytest.raises(BadInput, match=message):
+            view.write(**rows)
+    assert view["k"].view(torch.int32).equal(before)
+    with pytest.raises(BadInput, match="keeps no blocks"):
+        batch.layer(1).write(recurrent=torch.ones(2, 3))
+    name = next(iter(batch.layer(2).blocks.rows))
+    with pytest.raises(BadInput, match="for every token"):
+        batch.layer(2).write(**{name: torch.ones(2, 16)})
+    with pytest.raises(BadInput, match="of no step"):
+        cache.layer(0).write(k=good)
+    sequence.close()
+    with pytest.raises(StaleHandle, match="batch is over"):
+        view.write(k=good)
+
+
+def test_write_without_memory_says_so() -> None:
+    cache = cache_of(FULL, device="none")
+    sequence = prefilled(cache, 3, 0)
+    with pytest.raises(BadInput, match=r"no row 'k' for every token in memory; it has \[\]"):
+        cache.batch([sequence], [1], 1).layer(0).write(k=None)
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["shared memory", "copied as to a GPU"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_fixed_shapes(width: int, copied: bool) -> None:
+    """Same shapes and addresses in every step, whoever is in it; in the part that means something, a fresh batch's values."""
+    cache = cache_of(FULL, WINDOW, STATE)
+    graph = cache.persistent_batch(num_rows=4, tokens_per_row=width)
+    if copied:
+        arrays = DeviceArrays(torch.device("cpu"))
+        arrays.is_host = False
+        graph._buffers.arrays = arrays
+    columns, seen, members = -(-cache.max_context // 4), set(), []
+    for step in range(30):
+        if step % 9 == 0:
+            members.append(prefilled(cache, 5 + step, 10 * step))
+            graph.add(members[-1])
+        if step == 20:
+            graph.remove(members[0])
+            members.pop(0).close()
+        batch = graph.extend()
+        shown = {name: getattr(batch.layer(i), name) for i in (0, 1) for name in ARRAYS}
+        shown |= {name: getattr(batch, name) for name in ("qo_indptr", "positions", "state_indices")}
+        shown |= {name: getattr(batch.step, name) for name in ("request_ids", "request_slots", "state_rows")}
+        seen.add(tuple((name, *one.shape, one.data_ptr()) for name, one in shown.items()))
+        assert shown["block_table"].shape == (4, columns) and shown["kv_indices"].shape == (4 * columns,)
+        assert len(shown["slot_mapping"]) == len(shown["positions"]) == 4 * width
+        assert batch.qo_indptr.tolist() == [0, width, 2 * width, 3 * width, 4 * width]
+        order = list(graph.sequences)
+        for i in (0, 1):
+            view, fresh = batch.layer(i), cache.batch(order, [width] * len(order)).layer(i)
+            n, total = len(order), len(fresh.kv_indices)
+            for name in ("cache_seqlens", "kv_last_page_len", "kv_start"):
+                assert getattr(view, name).tolist() == [*getattr(fresh, name).tolist(), *[0] * (4 - n)]
+            assert view.slot_mapping.tolist() == [*fresh.slot_mapping.tolist(), *[0] * ((4 - n) * width)]
+            assert view.kv_indices[:total].equal(fresh.kv_indices) and int(view.kv_indptr[-1]) == total
+            most = fresh.block_table.shape[1]
+            for row, length in enumerate(fresh.cache_seqlens.tolist()):
+                assert view.block_table[row, : -(-length // 4)].equal(fresh.block_table[row, :most][: -(-length // 4)])
+        graph.commit([1] * len(order))
+    assert len(seen) == 1
+    with pytest.raises(BadInput, match=f"computes {width} tokens of each row here, tokens_per_row, not {width + 1}"):
+        graph.extend(width + 1)
+    with pytest.raises(BadInput, match="tokens_per_row must be a positive"):
+        cache.persistent_batch(num_rows=4, tokens_per_row=0)
+
+
+def test_a_text_that_is_cached_up_to_its_last_token_joins() -> None:
+    cache = cache_of(FULL)
+    text = list(range(17))
+    with cache.open(text) as first:
+        first.commit(text)
+    again, other = cache.open(text), prefilled(cache, 5, 50)
+    assert again.cached_tokens == 16
+    running = cache.persistent_batch([again, other])
+    batch = running.extend()
+    assert batch.positions.tolist() == [16, 5]
+    with pytest.raises(BadInput, match="commit names token 3 at 16 of row 0, the prompt has 16"):
+        running.commit([3, 60])
+    assert (again.length, other.length) == (16, 5)
+    running.commit([16, 60])
+    assert again.tokens.tolist() == text and other.tokens[-1] == 60
+    running.extend()
+    running.commit([70, 61])
+    assert again.tokens.tolist() == [*text, 70]
+    cache.check()
+
+
+def test_as_many_drafts_as_are_right_are_committed() -> None:
+    """Steps that verify, committed for all rows at once, leave what commits one by one leave."""
+    random = np.random.default_rng(0)
+    together, alone = (cache_of(FULL, WINDOW) for _ in range(2))
+    members = [prefilled(together, 3 + i, 20 * i) for i in range(4)]
+    others = [prefilled(alone, 3 + i, 20 * i) for i in range(4)]
+    running = together.persistent_batch(members, num_rows=5, tokens_per_row=6)
+    for _ in range(25):
+        counts = random.integers(0, 7, 4)
+        tokens = [random.integers(0, 100, n).astype(np.int32) for n in counts]
+        running.extend()
+        running.commit(np.concatenate(tokens), counts)
+        for other, some in zip(others, tokens):
+            other.extend(6)
+            other.commit(some)
+        for member, other in zip(members, others):
+            assert member.tokens.tolist() == other.tokens.tolist()
+        together.check()
+    for member, other in zip(members, others):
+        text = [*member.tokens.tolist(), 1]
+        assert together.lookup(text).resumable == alone.lookup(text).resumable >= other.length - other.length % 4 - 4
+
+
+def test_counts_are_looked_at_first() -> None:
+    cache = cache_of(FULL)
+    running = cache.persistent_batch([prefilled(cache, 4, 0), prefilled(cache, 4, 50)])
+    running.extend(3)
+    for tokens, counts, message in [
+        ([1, 2, 3], [1, 1], "3 tokens for 2 sequences, 2 in all"), ([1], [1], "counts are 2 whole numbers"),
+        ([1, 2], [1.0, 1.0], "whole numbers"), ([1], [2, -1], "at least 0"), ([1] * 6, [5, 1], "of which 1 have no room"),
+    ]:  # fmt: skip
+        with pytest.raises(BadInput, match=message):
+            running.commit(tokens, counts)
+    assert [one.length for one in running.sequences] == [4, 4]
+    running.commit([], [0, 0])
+    running.commit([7, 8, 9], [0, 3])
+    assert [one.length for one in running.sequences] == [4, 7]
+
+
+def test_help_lists_the_index_arrays() -> None:
+    told = inspect.getdoc(Batch) or ""
+    for number, name in enumerate(("qo_indptr", "positions", "state_indices"), 1):
+        assert f"{number}  {name} " in told
+    for number, name in enumerate(ARRAYS, 7):
+        assert f"{number}  {name} " in told
+        assert inspect.getdoc(getattr(LayerView, name)) == inspect.getdoc(getattr(GroupArrays, name))

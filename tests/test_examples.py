@@ -1,0 +1,122 @@
+"""The examples run as they stand, and what each claims is so."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LINES = {"engine": 300}
+"""The most lines of each; all others 150."""
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def told(name: str) -> Any:
+    return importlib.import_module(name).main()
+
+
+def told_without_torch(name: str) -> Any:
+    code = "import sys; sys.modules['torch'] = None; sys.path.insert(0, sys.argv[1]); from {} import *; print(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(name), str(EXAMPLES)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout.splitlines()[-1])
+
+
+def test_each_is_here_and_can_be_read_in_one_sitting() -> None:
+    lengths = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    names = {"engine", "speculate", "rollouts", "agents", "policy", "simulate", "kernels", "tiny_model"}
+    assert lengths.keys() == names
+    assert not {name: n for name, n in lengths.items() if n > LINES.get(name, 150)}
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    assert all(f"examples/{name}.py" in readme for name in names - {"tiny_model"})
+
+
+def test_engine_is_exact_under_pressure() -> None:
+    counts = told("engine")
+    assert counts["answers"] == counts["exact"] == 24
+    for what in ("preempted", "forked", "accepted", "evicted blocks", "cached prompt tokens"):
+        assert counts[what] > 0, what
+    assert counts["accepted"] < counts["drafts"]  # refused drafts were written, and nobody read them
+
+
+def test_engine_tells_a_wrong_block() -> None:
+    """That its comparison can fail: one block of one layer has the rows of another one."""
+    engine, tiny_model = importlib.import_module("engine"), importlib.import_module("tiny_model")
+    model = tiny_model.TinyModel()
+    whole = engine.Engine(model, "80KiB")
+    (answer,) = whole.submit(list(range(40)), 40)
+    for _ in range(4):
+        whole.step()
+    assert answer.sequence is not None
+    one, other = whole.cache.core.full.held_ids(answer.sequence.slot)[:2].tolist()
+    for field in whole.cache.layer(1).blocks.fields.values():
+        field[one] = field[other]
+    whole.run()
+    assert not tiny_model.is_exact(model, np.array(answer.text), 40)
+
+
+def test_speculate() -> None:
+    counts = told("speculate")
+    assert counts["commit accepted: steps"] < counts["plain: steps"] / 2
+    assert counts["commit accepted: blocks held"] == counts["plain: blocks held"] < counts["commit drafts: blocks held"]
+    assert counts["tokens computed with 8 taken back"] == 10 + 20 - 1 + 3 + 10 - 1
+
+
+def test_rollouts() -> None:
+    counts = told("rollouts")
+    assert counts["exact, epoch 0"] and counts["exact, epoch 1"] and counts["exact until the update"]
+    assert not counts["of either weights as a whole"]
+    assert counts["computed"] < counts["computed without sharing"] / 2
+    assert (
+        counts["found before the update"] == 64
+        and counts["found after the update"] == counts["found of what it left"] == 0
+    )
+    assert [epoch for _, epoch in counts["epochs of the sample that ran"]] == [1, 2]
+    assert counts["found for the updated adapter"] == 0 < counts["found for the other one"]
+
+
+def test_agents() -> None:
+    pytest.importorskip("xxhash", reason="tiers need kvpagoda[disk]")
+    counts = told("agents")
+    assert counts["exact"] == counts["agents"]
+    for process in ("first process", "after a restart"):
+        assert counts[f"{process}: found"] > counts[f"{process}: prompt tokens"] / 2
+        assert counts[f"{process}: of these loaded"] > 0 < counts[f"{process}: evicted blocks"]
+        assert counts[f"{process}: manual still pinned"]
+
+
+def test_policy() -> None:
+    rates = told_without_torch("policy")
+    assert rates["replay, lru"] < rates["replay, used once first"] < rates["replay, bound"]
+    assert rates["cache, lru"] < rates["cache, used once first"]
+
+
+def test_simulate() -> None:
+    small, preempting, large, same = told_without_torch("simulate").values()
+    assert small["preempted"] == large["preempted"] == same["preempted"] == 0 < preempting["preempted"]
+    assert preempting["first token, median s"] < small["first token, median s"]
+    assert large["output tokens a second"] > small["output tokens a second"]
+    assert all(0.3 < one["prompt tokens cached"] < 1 for one in (small, preempting, large))
+
+
+def test_kernels() -> None:
+    verdicts = told("kernels")
+    assert verdicts[16]["flash_attention_2"].startswith("reject: k.size.token = 16 must be a multiple of 256")
+    assert (
+        set(verdicts[256].values())
+        == {"ok"}
+        == {said for name, said in verdicts[16].items() if "attention_2" not in name}
+    )
