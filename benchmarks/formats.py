@@ -15,19 +15,19 @@ QUESTION = "What does each form of the cache save, and what does it cost on held
 
 def measure(options: Options) -> list[Row]:
     from kvpagoda.hf.embedded import embedded_model, held_out_text
-    from kvpagoda.hf.held_out import format_cost
+    from kvpagoda.hf.held_out import Cost, format_cost
 
     torch.set_num_threads(1)
-    model, text = embedded_model(), held_out_text()[: 2048 if options.quick else None]
-    rows: list[Row] = []
+    model, text = embedded_model(), held_out_text()[: 200 if options.quick else None]
+    raw, rows = Cost.of(model, "raw", text), list[Row]()
     for kv_format in KV_FORMATS:
-        cost = format_cost(model, kv_format, text)
+        cost = format_cost(model, kv_format, text, raw)
         rows.append({
             "kv_format": kv_format,
-            "bytes_per_token": cost.bytes_per_token,
-            "saved_percent": 100 * (1 - cost.bytes_per_token / cost.raw_bytes_per_token),
-            "bytes_per_request": cost.bytes_per_request,
-            "bits_per_byte": cost.bits_per_byte,
+            "bytes_per_token": cost.packed.bytes_per_token,
+            "saved_percent": 100 * cost.saved,
+            "bytes_per_request": cost.packed.bytes_per_request,
+            "bits_per_byte": cost.packed.bits_per_byte,
             "lost_millibits": 1000 * cost.lost_bits_per_byte,
         })  # fmt: skip
     return rows

@@ -26,13 +26,13 @@ OPENING = (
     "record has a checksum, and whatever is wrong below the device is a miss: the request computes what did not come. "
 )
 PROMPTS = (
-    OPENING,
-    OPENING + "A block that",
-    OPENING + "The policy",
-    "If the string ",
-    "The function returns ",
+    OPENING + "The memory",
+    OPENING + "When a request",
+    "A class ",
+    "The value of ",
+    OPENING + "Blocks that",
 )
-"""The first is the beginning of two others, which find it in the cache."""
+"""With four requests at once the last one begins when another has ended, and finds in the cache what they have in common."""
 
 
 def embedded_model() -> Any:

@@ -20,50 +20,63 @@ STEP = 256
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What one form of the cache takes: bytes for each token and each request, and mean bits for a byte of a text."""
+
+    bytes_per_token: float
+    bytes_per_request: int
+    bits_per_byte: float
+
+    @classmethod
+    def of(cls, model: Any, kv_format: str, text: bytes) -> Cost:
+        schema = Schema.from_hf_config(model.config, dtype=_dtype(model), kv_format=kv_format)
+        bits = bits_per_byte(model, schema, text)
+        return cls(schema.bytes_per_token, schema.state_layout.payload_nbytes, bits)
+
+
+@dataclass(frozen=True)
 class FormatCost:
-    """A ``kv_format`` beside raw rows: bytes for each token and each request, and mean bits for a byte of a text."""
+    """A ``kv_format`` beside raw rows of ``raw_dtype``, on a text of ``text_bytes``."""
 
     kv_format: str
     raw_dtype: str
-    bytes_per_token: float
-    raw_bytes_per_token: float
-    bytes_per_request: int
-    raw_bytes_per_request: int
     text_bytes: int
-    bits_per_byte: float
-    raw_bits_per_byte: float
+    packed: Cost
+    raw: Cost
 
     @property
     def lost_bits_per_byte(self) -> float:
         """Bits that the format costs for a byte of the text; below 0 where rounding happens to help."""
-        return self.bits_per_byte - self.raw_bits_per_byte
+        return self.packed.bits_per_byte - self.raw.bits_per_byte
+
+    @property
+    def saved(self) -> float:
+        """The share of a token's bytes that the format saves."""
+        return 1 - self.packed.bytes_per_token / self.raw.bytes_per_token
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, for JSON."""
         return {**asdict(self), "lost_bits_per_byte": self.lost_bits_per_byte}
 
     def __str__(self) -> str:
-        saved = 1 - self.bytes_per_token / self.raw_bytes_per_token
+        packed, raw = self.packed, self.raw
         return (
-            f"{self.kv_format}: {self.bytes_per_token:,.0f} bytes a token instead of {self.raw_bytes_per_token:,.0f} "
-            f"({self.raw_dtype}), {saved:.0%} saved, and {format_bytes(self.bytes_per_request)} a request instead of "
-            f"{format_bytes(self.raw_bytes_per_request)}; {self.lost_bits_per_byte:+.4f} bits for each of {self.text_bytes:,} "
-            f"bytes of text it was not trained on ({self.bits_per_byte:.3f})"
+            f"{self.kv_format}: {packed.bytes_per_token:,.0f} bytes a token instead of {raw.bytes_per_token:,.0f} "
+            f"({self.raw_dtype}), {self.saved:.0%} saved, and {format_bytes(packed.bytes_per_request)} a request instead of "
+            f"{format_bytes(raw.bytes_per_request)}; {self.lost_bits_per_byte:+.4f} bits for each of {self.text_bytes:,} "
+            f"bytes of text it was not trained on ({packed.bits_per_byte:.3f})"
         )
 
 
-def format_cost(model: Any, kv_format: str, text: bytes) -> FormatCost:
-    """What ``kv_format`` costs ``model``, a byte model with compressed attention, on ``text``.
+def format_cost(model: Any, kv_format: str, text: bytes, raw: Cost | None = None) -> FormatCost:
+    """What ``kv_format`` costs ``model``, a byte model with compressed attention, on ``text`` of at least two bytes. ``raw``:
+    of the same text, if it is known. Raises SchemaError for a format that there is not."""
+    packed = Cost.of(model, kv_format, text)
+    return FormatCost(kv_format, _dtype(model), len(text), packed, raw or Cost.of(model, "raw", text))
 
-    Raises SchemaError for a format that there is not, BadInput for a text of less than two bytes.
-    """
-    dtype = str(model.dtype).removeprefix("torch.")
-    schemas = [Schema.from_hf_config(model.config, dtype=dtype, kv_format=name) for name in (kv_format, "raw")]
-    (packed, raw), (bits, raw_bits) = schemas, [bits_per_byte(model, schema, text) for schema in schemas]
-    return FormatCost(
-        kv_format, dtype, packed.bytes_per_token, raw.bytes_per_token,
-        packed.state_layout.payload_nbytes, raw.state_layout.payload_nbytes, len(text), bits, raw_bits,
-    )  # fmt: skip
+
+def _dtype(model: Any) -> str:
+    return str(model.dtype).removeprefix("torch.")
 
 
 def bits_per_byte(model: Any, schema: Schema, text: bytes, length: int = 1024) -> float:
