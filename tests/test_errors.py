@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import doctest
 import pickle
+import re
+from typing import Any
 
 import pytest
 
-from kvpagoda import errors
-from kvpagoda.errors import BadInput, KVPagodaError, MissingExtra, NeverFits, SchemaError, did_you_mean, unknown_name
+from kvpagoda import KVCache, errors
+from kvpagoda.errors import (
+    BadInput,
+    KVPagodaError,
+    MissingExtra,
+    NeverFits,
+    OutOfBlocks,
+    RetryLater,
+    SchemaError,
+    did_you_mean,
+    unknown_name,
+)
 from kvpagoda.replay import read_requests, replay
 from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.schema.fields import itemsize
@@ -53,6 +65,72 @@ def test_numbers_of_a_request_that_never_fits() -> None:
     with pytest.raises(NeverFits) as caught:
         SCHEMA.plan("1KiB", max_requests=1)
     assert caught.value.available == 1024 < caught.value.needed and "raise the budget" in str(caught.value.hint)
+
+
+GEMMA = {
+    "model_type": "gemma3_text", "num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 64, "torch_dtype": "float32",
+    "max_position_embeddings": 100_000,
+}  # fmt: skip
+QWEN3_NEXT = {
+    "model_type": "qwen3_next", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 100_000, "torch_dtype": "float32",
+}  # fmt: skip
+LLAMA = {key: value for key, value in GEMMA.items() if key != "sliding_window"} | {"model_type": "llama"}
+MISTRAL = {**GEMMA, "model_type": "mistral"}
+
+
+@pytest.mark.parametrize("config", [GEMMA, QWEN3_NEXT, LLAMA, MISTRAL], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("shared", [True, False], ids=["one budget", "shares"])
+def test_the_budget_that_is_named_holds_the_request(config: dict[str, Any], shared: bool) -> None:
+    schema, named = Schema.from_hf_config(config), re.compile(r"(?:budget of|needs) ([\d,]+) bytes")
+    for num_tokens in (20, 333, 5000):
+        for room in (16, num_tokens if shared else 16):  # a share of its own is capped: there no budget gives any room
+            with pytest.raises(NeverFits) as caught:
+                schema.plan("9KiB", 3, shared=shared).blocks_wanted(num_tokens, room)
+            found = named.search(str(caught.value))
+            assert found, str(caught.value)
+            if found[0].startswith("needs"):  # not even a block: the plan says what one needs
+                with pytest.raises(NeverFits, match="would hold it") as caught:
+                    plan = schema.plan(int(found[1].replace(",", "")), 3, shared=shared)
+                    plan.blocks_wanted(max(num_tokens, 1000), room)
+                found = named.search(str(caught.value))
+                assert found
+                schema.plan(int(found[1]), 3, shared=shared).blocks_wanted(max(num_tokens, 1000), room)
+            else:
+                schema.plan(int(found[1]), 3, shared=shared).blocks_wanted(num_tokens, room)
+
+
+def small_cache(**arguments: Any) -> KVCache:
+    return KVCache(SCHEMA, num_blocks=4, max_requests=2, device="none", **arguments)
+
+
+def test_numbers_of_what_a_cache_has_no_room_for() -> None:
+    cache = small_cache()
+    with cache.open(range(40)) as one:
+        with pytest.raises(OutOfBlocks) as short:
+            one.extend(70)
+        assert (short.value.needed, short.value.available, short.value.group) == (2, 1, "full")
+        with pytest.raises(RetryLater) as later:
+            cache.open(range(100, 140))
+        assert (later.value.needed, later.value.available, later.value.group) == (3, 1, "full")
+        with pytest.raises(BadInput) as beyond:
+            one.commit(range(49))
+        assert (beyond.value.needed, beyond.value.available, beyond.value.hint) == (49, 48, "extend first")
+        one.commit(range(40))
+        with pytest.raises(BadInput) as back:
+            one.rewind(41)
+        assert (back.value.needed, back.value.available) == (41, 40)
+        with pytest.raises(RetryLater) as busy:
+            cache.reset()
+        assert busy.value.available == [one.slot] and str(busy.value).endswith(str(busy.value.hint))
+        two = cache.open(range(200, 210))
+        with pytest.raises(RetryLater, match="slots are in use") as full:
+            cache.open(range(300, 310))
+        assert (full.value.needed, full.value.available) == (1, 0)
+        two.close()
 
 
 NEAR = {

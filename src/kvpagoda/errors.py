@@ -20,7 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound="KVPagodaError")
 
 
 class KVPagodaError(Exception):
@@ -46,6 +48,15 @@ class KVPagodaError(Exception):
     ) -> None:
         super().__init__(*message, **of_base)
         self.needed, self.available, self.group, self.hint = needed, available, group, hint
+
+    @classmethod
+    def with_hint(cls: type[E], text: str, hint: str, **numbers: Any) -> E:
+        """The error that says ``text`` and then ``hint``, with ``numbers`` as attributes.
+
+        >>> str(RetryLater.with_hint("all 4 slots are in use", "close a sequence", needed=1, available=0))
+        'all 4 slots are in use; close a sequence'
+        """
+        return cls(f"{text}; {hint}", hint=hint, **numbers)
 
 
 class BadInput(KVPagodaError, ValueError):

@@ -8,7 +8,7 @@ from traffic import Traffic
 
 from random_driver.schemas import SCHEMA_NAMES
 
-STEPS, MANY_EVENTS = 250, 1_000_000
+STEPS, MANY_EVENTS = 120, 1_000_000
 
 
 def follow(schema: str, seed: int, num_steps: int, *, loss: float, log_capacity: int = 65_536) -> Line:
@@ -64,8 +64,8 @@ def one_media(traffic: Traffic, sequence: object) -> dict[int, bytes]:
 @pytest.mark.parametrize("schema", SCHEMA_NAMES)
 def test_a_follower_says_what_lookup_says(schema: str) -> None:
     line = follow(schema, 1, STEPS, loss=0.0)
-    assert line.num_compared > STEPS and line.num_events > 100 and line.num_replays == 1
-    assert line.num_hits > STEPS // 4 and (schema in ("full", "mla") or line.num_cut > 3), vars(line)
+    assert line.num_compared > STEPS and line.num_events > 50 and line.num_replays == 1
+    assert line.num_hits > STEPS // 4 and (schema in ("full", "mla") or line.num_cut > 0), vars(line)
 
 
 @pytest.mark.parametrize("schema", SCHEMA_NAMES)

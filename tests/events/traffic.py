@@ -27,11 +27,9 @@ class Traffic:
             limits=Limits(MOST_TOKENS + 16, 8, hit_grid=(1, 1, 16)[seed % 3]),
             retention=Retention(checkpoint_every=seed % 3), order=None if seed % 4 else "layer",
         )  # fmt: skip
-        plan = schema_named(schema).plan("1MiB", 4, self.settings["block_size"], step_tokens=8)
         self.nbytes = 2048
         while not _fits(self, 3):
             self.nbytes += self.nbytes // 8
-        del plan
         self.start()
 
     def start(self) -> None:
@@ -134,7 +132,7 @@ def _fits(traffic: Traffic, num_requests: int) -> bool:
     try:
         cache = KVCache(schema_named(traffic.schema), traffic.nbytes, device="none", **settings)
         for number in range(num_requests):
-            cache.open([number] * (MOST_TOKENS + 8))
+            cache.open([number] * (MOST_TOKENS + 8), capacity=0)
     except (RetryLater, ValueError):
         return False
     return True

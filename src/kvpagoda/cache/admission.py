@@ -80,7 +80,7 @@ class Admission:
         try:
             more = [max(n - len(some), need) for n, some, need in zip(reserved, shared, needs)]
             if not make_room(core.capacity, needs, more):
-                raise RetryLater(core.capacity.shortage(reserved, core.plan.budget))
+                raise core.capacity.shortage(RetryLater, reserved, core.plan.budget)
             allotments = []
             for group, some, end, n in zip(core.groups, shared, ends, reserved):
                 cells, own = group.table.cells[slot], group.peek(end - some.stop)
@@ -132,7 +132,8 @@ class Admission:
     def _check_slot(self) -> None:
         core = self._core
         if not core.free_slots:
-            raise RetryLater(f"all {core.plan.max_requests} request slots are in use; close one, or raise max_requests")
+            text, hint = f"all {core.plan.max_requests} request slots are in use", "close one, or raise max_requests"
+            raise RetryLater.with_hint(text, hint, needed=1, available=0)
 
     def _look_below(
         self,
@@ -155,7 +156,7 @@ class Admission:
         while not self._start_from_most(wish):
             pin = core.prefix.oldest_pin()
             if pin is None:
-                raise RetryLater(core.capacity.shortage(wish.reserved, core.plan.budget))
+                raise core.capacity.shortage(RetryLater, wish.reserved, core.plan.budget)
             core.guard.change(core.prefix.unpin, pin)
             wish = self._again(wish)
 
@@ -184,7 +185,7 @@ class Admission:
         match, found = prefix.find_again(wish.match)
         if suspended is not None:
             if not prefix.has_all(match, suspended.left_behind):
-                raise RetryLater(self._core.capacity.shortage(wish.reserved, self._core.plan.budget))
+                raise self._core.capacity.shortage(RetryLater, wish.reserved, self._core.plan.budget)
             found = PrefixMatch(match.num_tokens, match.num_blocks * self._core.block_size, "nothing")
         return wish._replace(match=match, found=found)
 

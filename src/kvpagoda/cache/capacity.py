@@ -23,7 +23,7 @@ from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.offload import Offloader
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request
-from kvpagoda.errors import CheckFailed, OutOfBlocks
+from kvpagoda.errors import CheckFailed, Exhausted, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.units import ceil_div, format_bytes
 
@@ -108,10 +108,9 @@ class Capacity:
                 return
             short = need - group.free.num_free
             if not (self._evict(group, short) if self._sectors is None else self._make_room(group, short, needs, more)):
-                raise OutOfBlocks(
-                    f"OOM: need {need} {group.free.what}, {group.free.num_free} free of {group.plan.num_blocks}; close a "
-                    f"sequence"
-                )
+                free, name = group.free.num_free, group.plan.name
+                text = f"OOM: need {need} {group.free.what}, {free} free of {group.plan.num_blocks}"
+                raise OutOfBlocks.with_hint(text, "close a sequence", needed=need, available=free, group=name)
 
     def _make_room(self, group: BlockGroup, short: int, needs: Many[int], more: Many[int]) -> bool:
         """Something for ``group``, which is ``short`` of blocks: free sectors first, then those that another group has empty,
@@ -290,19 +289,23 @@ class Capacity:
 
     # -- words for it ------------------------------------------------------------------------------------------------
 
-    def shortage(self, wanted: Many[int], budget: int) -> str:
-        """Which group lacks how many of the ``wanted`` blocks, and how they could become free."""
-        short = [(group, n, self.available(group)) for group, n in zip(self._groups, wanted)]
-        short = [(group, n, there) for group, n, there in short if n > there]
+    def shortage(self, error: type[Exhausted], wanted: Many[int], budget: int) -> Exhausted:
+        """The error that says which group lacks how many of the ``wanted`` blocks, and how they could become free; its
+        attributes are those of the first one."""
+        there = [self.available(group) for group in self._groups]
+        short = [at for at, n in enumerate(wanted) if n > there[at]]
         if not short:
-            names = [group.name for group in self._groups]
-            return f"need {list(wanted)} blocks in {names} at once; close a sequence first"
-        return "; ".join(
-            f"need {n} blocks, {there} available ({group.free.num_free} free, {group.outstanding} reserved by running "
-            f"requests) of {group.plan.num_blocks} in {group.name}: {n - there} more must be freed by running requests; close "
-            f"a sequence or raise the budget (now {format_bytes(budget)})"
-            for group, n, there in short
+            text = f"need {list(wanted)} blocks in {[group.name for group in self._groups]} at once"
+            return error.with_hint(text, "close a sequence first", needed=list(wanted), available=there)
+        text = "; ".join(
+            f"need {wanted[at]} blocks, {there[at]} available ({group.free.num_free} free, {group.outstanding} reserved by "
+            f"running requests) of {group.plan.num_blocks} in {group.name}: {wanted[at] - there[at]} more must be freed by "
+            f"running requests"
+            for at, group in ((at, self._groups[at]) for at in short)
         )
+        hint, first = f"close a sequence or raise the budget (now {format_bytes(budget)})", short[0]
+        name = self._groups[first].plan.name
+        return error.with_hint(text, hint, needed=wanted[first], available=there[first], group=name)
 
     def check(self) -> None:
         """Prove that sectors and groups agree, and that every reservation can be kept. Raises CheckFailed."""

@@ -96,7 +96,7 @@ class Core:
         self.events = settings.events
         if self.events is not None:
             full = TEXT if self.full is None else self.full.index
-            groups = tuple((group.name, group.growth) for group in self.groups)
+            groups = tuple((group.plan.name, group.growth) for group in self.groups)
             followed = Followed(plan.block_size, grid, groups, full, identity.secret)
             self.events.attach(self.prefix, self.namespaces, self.media, followed)
 

@@ -22,7 +22,6 @@ from kvpagoda.cache.namespace import Media, Namespaces
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import BadInput
-from kvpagoda.prefix import Lease
 from kvpagoda.schema.fields import Growth
 
 TEXT = -1
@@ -39,7 +38,7 @@ class Shared(NamedTuple):
     texts: Ids
     """By which number each is known: its id in the full group, or in ``TEXT``. Where ``first`` is not 0 one more, in front:
     that of the block before."""
-    groups: tuple[tuple[int, int, Ids], ...]
+    groups: _Groups
     """(group, first block, ids): what is cached of them in groups that keep windows, chunks and states; 0: nothing."""
     media: dict[int, bytes]
     """Media id -> digest, of those in ``keys``."""
@@ -72,6 +71,11 @@ class Restart(NamedTuple):
 
 
 Record = Shared | Gone | Moved | Renewed | Restart
+_Groups = tuple[tuple[int, int, Ids], ...]
+_Raw = tuple[bytes, int, int, Ids, int, Ids, _Groups, dict[int, bytes]]
+"""What becomes a ``Shared`` when it is taken: namespace, first and last block, tokens, which of the text's is the first of
+them, texts, groups, media. A step of an engine has a microsecond for it."""
+_NO_MEDIA: dict[int, bytes] = {}
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class EventLog:
             raise BadInput(f"the capacity of a log is a number of records, at least 1, got {capacity!r}")
         self.capacity = capacity
         self.num_restarts = 0  #: how often it was full, or memory lacked for a record
-        self._records: deque[Record] = deque()
+        self._records: deque[Record | Evicted | _Raw] = deque()
         self._followed: Followed | None = None
         self._is_broken = False
 
@@ -122,20 +126,44 @@ class EventLog:
         taken = list[Record]()
         with suppress(IndexError):  # the thread of the cache may begin anew meanwhile
             while True:
-                taken.append(self._records.popleft())
+                record = self._records.popleft()
+                if isinstance(record, Evicted):
+                    taken.append(self._gone(record))
+                elif isinstance(record, Record):
+                    taken.append(record)
+                else:
+                    taken.append(self._finished(record))
         return taken
+
+    def _finished(self, raw: _Raw) -> Shared:
+        namespace, low, end, tokens, start, texts, groups, media = raw
+        size = self.followed.block_size
+        return Shared(namespace, low, tokens[low * size - start : end * size - start], texts, groups, media)
+
+    def _gone(self, evicted: Evicted) -> Gone:
+        full, texts = self.followed.full, evicted.texts
+        gone = [(group.index, ids) for group, ids in evicted.blocks if len(ids)]
+        gone.sort(key=lambda one: one[0] == full)
+        if texts is not None and len(texts):
+            gone.append((TEXT, texts))
+        return Gone(tuple(gone))
 
     # -- what the cache says, after it has changed -------------------------------------------------------------------
 
     def published(self, request: Request, begin: int) -> None:
         """The whole blocks of ``request`` from ``begin`` on are shared."""
+        prefix, end = self._prefix, request.lease.num_blocks
         try:
-            lease, slot, low, groups = request.lease, request.slot, begin, []
-            for window in self._prefix.windows:
+            if prefix.full is not None and not prefix.bounded and not request.media_ids:
+                texts = prefix.full.table.cells[request.slot, begin - 1 if begin else 0 : end].copy()
+                self._put((request.namespace, begin, end, request.tokens, 0, texts, (), _NO_MEDIA))
+                return
+            low, groups = begin, list[tuple[int, int, Ids]]()
+            for window in prefix.windows:
                 group, first = window.group, window.group.first[request.slot]
-                groups.append((group.index, first, group.table.cells[slot, first : lease.num_blocks].copy()))
+                groups.append((group.index, first, group.table.cells[request.slot, first:end].copy()))
                 low = min(low, first)
-            self._put(self._shared(request, lease, low, lease.num_blocks, tuple(groups)))
+            self._put(self._raw(request, low, end, tuple(groups)))
         except MemoryError:
             self._is_broken = True
 
@@ -143,19 +171,14 @@ class EventLog:
         """Behind the first ``num_blocks`` blocks of ``request`` there is a checkpoint, block ``copy`` of ``states``."""
         try:
             groups = ((states.index, num_blocks - 1, copy),)
-            self._put(self._shared(request, request.lease, num_blocks - 1, num_blocks, groups))
+            self._put(self._raw(request, num_blocks - 1, num_blocks, groups))
         except MemoryError:
             self._is_broken = True
 
     def evicted(self, evicted: Evicted) -> None:
         """The prefix cache gave up ``evicted``."""
-        full, texts = self._prefix.full, evicted.texts
-        gone = [(group.index, ids) for group, ids in evicted.blocks if group is not full and len(ids)]
-        gone += [(group.index, ids) for group, ids in evicted.blocks if group is full and len(ids)]
-        if texts is not None and len(texts):
-            gone.append((TEXT, texts))
-        if gone:
-            self._put(Gone(tuple(gone)))
+        if evicted.blocks or evicted.texts is not None:
+            self._put(evicted)
 
     def moved(self, group: BlockGroup, sources: Ids, targets: Ids) -> None:
         """Blocks ``sources`` of ``group`` are blocks ``targets`` now."""
@@ -175,25 +198,25 @@ class EventLog:
 
     # -- records -----------------------------------------------------------------------------------------------------
 
-    def _put(self, record: Record) -> None:
+    def _put(self, record: Record | Evicted | _Raw) -> None:
         if len(self._records) < self.capacity and not self._is_broken:
             self._records.append(record)
             return
         self.num_restarts += 1
         self.restart()
 
-    def _shared(
-        self, request: Request, lease: Lease, low: int, end: int, groups: tuple[tuple[int, int, Ids], ...]
-    ) -> Shared:
-        """Blocks ``low .. end - 1`` of ``request``, which ``lease`` covers."""
+    def _raw(self, request: Request, low: int, end: int, groups: _Groups) -> _Raw:
+        """Blocks ``low .. end - 1`` of ``request`` are shared."""
         prefix, above = self._prefix, low - 1 if low else 0
         if prefix.full is not None:
             texts = prefix.full.table.cells[request.slot, above:end].copy()
         else:
-            texts = prefix.tree.ids_between(lease, above, end)[-1]
-        size = prefix.block_size
-        keys = request.keys(low * size, end * size)
-        return Shared(request.namespace, low, keys, texts, groups, self._digests(keys) if request.media_ids else {})
+            texts = prefix.tree.ids_between(request.lease, above, end)[-1]
+        if not request.media_ids:
+            return request.namespace, low, end, request.tokens, 0, texts, groups, _NO_MEDIA
+        start = low * prefix.block_size
+        keys = request.keys(start, end * prefix.block_size)
+        return request.namespace, low, end, keys, start, texts, groups, self._digests(keys)
 
     def _digests(self, keys: Ids) -> dict[int, bytes]:
         return {one: self._media.digest(one) for one in np.unique(keys[keys < 0]).tolist()}

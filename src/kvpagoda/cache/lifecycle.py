@@ -47,9 +47,10 @@ class Lifecycle:
                         more[group.index] += beyond
                         is_more = True
         if is_more and not core.capacity.fits(more):
-            raise OutOfBlocks(core.capacity.shortage(more, core.plan.budget))
+            raise core.capacity.shortage(OutOfBlocks, more, core.plan.budget)
         if furthest > core.max_context:
-            raise BadInput(f"{furthest} tokens are more than the longest context of {core.max_context}")
+            text = f"{furthest} tokens are more than the longest context of {core.max_context}"
+            raise BadInput(text, needed=furthest, available=core.max_context)
         if not lacking:
             return
         core.capacity.ensure_free(needs, more)
@@ -87,7 +88,8 @@ class Lifecycle:
         count, capacity = len(ids), self.capacity_of(request)
         end = length + count
         if end > capacity:
-            raise BadInput(f"commit of {count} tokens after {length} passes the capacity of {capacity}; extend first")
+            text = f"commit of {count} tokens after {length} passes the capacity of {capacity}"
+            raise BadInput.with_hint(text, "extend first", needed=end, available=capacity)
         if left > 0 and count:
             known = request.tokens[length : length + left if left < count else end]
             same = known == (ids if count <= left else ids[:left])
@@ -118,7 +120,7 @@ class Lifecycle:
         """The last ``n`` tokens are taken back; see ``Sequence.rewind``."""
         request.detach()
         if n > request.own_length:
-            raise BadInput(f"cannot rewind {n} of {request.own_length} tokens")
+            raise BadInput(f"cannot rewind {n} of {request.own_length} tokens", needed=n, available=request.own_length)
         if not n:
             return
         length = request.own_length - n
@@ -152,7 +154,8 @@ class Lifecycle:
             first = group.growth.first_needed(length) // group.block_size
             if first < group.first[slot]:
                 furthest = group.first[slot] * group.block_size
-                raise BadInput(f"{group.name} no longer keeps positions before {furthest}; {length} tokens need them")
+                text = f"{group.name} no longer keeps positions before {furthest}; {length} tokens need them"
+                raise BadInput(text, needed=length, available=furthest, group=group.plan.name)
 
     def _unshare(self, request: Request, columns: int, length: int) -> None:
         """Let ``length`` tokens be committed, and the blocks behind the first ``columns`` be the request's own, for others
@@ -211,7 +214,7 @@ class Lifecycle:
             except OutOfBlocks:
                 continue
         names = ", ".join(group.name for group in groups)
-        raise OutOfBlocks(f"need 1 block in each of {names} for a copy; close a sequence first")
+        raise OutOfBlocks.with_hint(f"need 1 block in each of {names} for a copy", "close a sequence first", needed=1)
 
     # -- setting aside and ending ------------------------------------------------------------------------------------
 
@@ -268,9 +271,8 @@ class Lifecycle:
 
     def check_unfenced(self, request: Request, what: str) -> None:
         if request.num_fences:
-            raise RetryLater(
-                f"slot {request.slot} has {request.num_fences} fences and cannot be {what}; leave them first"
-            )
+            text = f"slot {request.slot} has {request.num_fences} fences and cannot be {what}"
+            raise RetryLater.with_hint(text, "leave them first", available=request.num_fences)
 
     def enter_fence(self, requests: list[Request]) -> None:
         """One fence more around each of ``requests``. Raises StaleHandle, fencing none."""

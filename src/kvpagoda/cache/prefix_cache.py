@@ -257,10 +257,11 @@ class PrefixCache:
         """Keep what ``match`` found, and what a text needs to go on there. Raises OutOfBlocks, changing nothing."""
         pinned = sum(pin.holding.lease.num_blocks for pin in self._pins)
         if pinned + match.num_blocks > self._most_pinned:
-            raise OutOfBlocks(
-                f"a pin of {match.num_blocks} blocks beside {pinned} pinned ones passes the {self._most_pinned} that pins may "
-                f"have; unpin others, or raise pin_share"
+            most, hint = self._most_pinned, "unpin others, or raise pin_share"
+            text = (
+                f"a pin of {match.num_blocks} blocks beside {pinned} pinned ones passes the {most} that pins may have"
             )
+            raise OutOfBlocks.with_hint(text, hint, needed=match.num_blocks, available=most - pinned)
         _, found = self.found(match)
         cells = self.windows.cells_of(match.ids, self.windows.spans_before(found.resumable // self.block_size))
         pin = Pin(self.hold(match, match.num_blocks, cells, found.checkpoint), match.namespace)

@@ -27,10 +27,11 @@ class Reuse:
         try:
             if core.capacity.fits([0] * len(core.groups)):
                 return pin
-            raise OutOfBlocks(
+            text = (
                 f"{match.num_blocks} blocks are cached of this text, and running requests have reserved what they would keep "
-                f"back; close a sequence first"
+                f"back"
             )
+            raise OutOfBlocks.with_hint(text, "close a sequence first", needed=match.num_blocks)
         except BaseException:
             core.guard.change(core.prefix.unpin, pin)
             raise
@@ -83,10 +84,9 @@ class Reuse:
             core.clear()
             return
         if core.suspended or core.running:
-            raise RetryLater(
-                f"{len(core.running)} requests run, in slots {sorted(core.running)[:16]}, {len(core.suspended)} are "
-                f"suspended; close them first"
-            )
+            slots = sorted(core.running)
+            text = f"{len(slots)} requests run, in slots {slots[:16]}, {len(core.suspended)} are suspended"
+            raise RetryLater.with_hint(text, "close them first", available=slots)
         for pin in core.prefix.pins_of():
             core.guard.change(core.prefix.unpin, pin)
         core.capacity.forget(core.prefix.clear)

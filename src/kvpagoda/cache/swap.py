@@ -107,10 +107,10 @@ class Swap:
         counts = [table_rows(end - begin, _width(one), self.width) for one, (begin, end) in zip(self._groups, columns)]
         need, free = sum(counts), self._rows.num_free
         if need > free:
-            raise OutOfBlocks(
-                f"need {need} rows of {format_bytes(self.width)} to suspend {length} tokens, {free} free of "
-                f"{self._rows.num_ids}; resume or close what is suspended, or raise swap (now {format_bytes(self.nbytes)})"
-            )
+            rows = f"{need} rows of {format_bytes(self.width)}"
+            text = f"need {rows} to suspend {length} tokens, {free} free of {self._rows.num_ids}"
+            hint = f"resume or close what is suspended, or raise swap (now {format_bytes(self.nbytes)})"
+            raise OutOfBlocks.with_hint(text, hint, needed=need, available=free)
         pieces = np.split(self._rows.peek(need), np.cumsum(counts)[:-1])
         parts = tuple(Part(begin, end, some) for (begin, end), some in zip(columns, pieces))
         ids = [group.table.cells[slot, begin:end].copy() for group, (begin, end, _) in zip(self._groups, parts)]

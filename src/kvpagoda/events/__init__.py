@@ -3,6 +3,7 @@
 from kvpagoda.cache.event_log import EventLog
 from kvpagoda.events.follower import Follower, namespace_name
 from kvpagoda.events.index import Resumable
+from kvpagoda.events.publisher import Publisher, Subscriber
 from kvpagoda.events.stream import EventStream
 from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
@@ -14,6 +15,8 @@ __all__ = [
     "EventLog",
     "EventStream",
     "Follower",
+    "Publisher",
     "Resumable",
+    "Subscriber",
     "namespace_name",
 ]

@@ -37,14 +37,14 @@ class Follower:
         self._index: PrefixIndex | None = None
         self._info: CacheInfo | None = None
         self._next = 0  # the number of the batch that comes next
+        self._last = 0  # the highest number that is known of
         self._waiting: dict[int, EventBatch] = {}
-        self._is_behind = True
         self.num_lost = 0  #: places where a text could be resumed that were lost since the last time all was told
 
     @property
     def wanted(self) -> int | None:
         """From which sequence number on messages are missing; None: none are, as far as anybody knows."""
-        return self._next if self._is_behind else None
+        return self._next if self._next <= self._last else None
 
     @property
     def num_blocks(self) -> int:
@@ -58,33 +58,21 @@ class Follower:
         batch = decode(payload)
         if batch.cache is None:
             raise BadInput("this batch does not say of which cache it tells; it is not from kvpagoda")
-        is_mine = self._info is not None and batch.cache.instance == self._info.instance
-        if batch.events and isinstance(batch.events[0], AllBlocksCleared) and (sequence >= self._next or not is_mine):
-            if not is_mine:
-                self._waiting.clear()
-            self._begin(batch.cache)
-            self._next = sequence  # whatever came before, it says all
-        elif not is_mine:
-            self._info, self._next, self._is_behind = None, 0, True
+        if self._info is None or batch.cache.instance != self._info.instance:
+            self._info, self._next, self._last = batch.cache, 0, 0
             self._waiting.clear()
-            return []
-        if not batch.events:
-            self._is_behind = sequence >= self._next
-            return []
-        if sequence > self._next:
-            if len(self._waiting) < _MOST_WAITING:
-                self._waiting[sequence] = batch
-            self._is_behind = True
-            return []
+        says_all = bool(batch.events) and isinstance(batch.events[0], AllBlocksCleared)
+        if says_all and sequence > self._next:
+            self._next = sequence  # whatever came before
+        self._last = max(self._last, sequence)
+        if batch.events and (sequence == self._next or len(self._waiting) < _MOST_WAITING):
+            self._waiting[sequence] = batch
         lost = list[bytes]()
-        if sequence == self._next:
-            self._apply(batch.events, lost)
         for one in sorted(self._waiting):
             if one <= self._next:
                 early = self._waiting.pop(one)
                 if one == self._next:
                     self._apply(early.events, lost)
-        self._is_behind = bool(self._waiting)
         return lost
 
     def resumable(
@@ -99,35 +87,31 @@ class Follower:
         tokens = as_tokens(token_ids, None)
         if self._index is None:
             return Resumable(0, 0)
-        return self._index.look_up(self._index.keys(tokens, media), namespace_name(namespace, self._secret))
+        return self._index.look_up(tokens, namespace_name(namespace, self._secret), media or {})
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, info: CacheInfo) -> None:
-        """Nothing is there, of the cache ``info``."""
-        if self._index is None or self._info != info:
-            self._index, self._info = PrefixIndex(info.followed()), info
-        self.num_lost = 0
-
     def _apply(self, events: list[Event], lost: list[bytes]) -> None:
         """``events`` are those of the next batch."""
-        index = self._index
-        assert index is not None
         self._next += 1
         for event in events:
-            match event:
-                case AllBlocksCleared():
-                    index.clear()
-                case BlockStored():
-                    self._store(index, event)
-                case BlockRemoved():
-                    blocks = [index.blocks[name] for name in event.block_hashes if name in index.blocks]
-                    if _is_text(index, event.group_idx):
-                        gone = [block.name for block in blocks if index.remove(block)]
-                    else:
-                        gone = index.set_flag(event.group_idx or 0, blocks, is_there=False)
-                    lost += gone
-                    self.num_lost += len(gone)
+            if isinstance(event, AllBlocksCleared):
+                assert self._info is not None
+                self._index, self.num_lost = PrefixIndex(self._info.followed()), 0
+            elif self._index is not None:  # the first batch of a publisher clears
+                if isinstance(event, BlockStored):
+                    self._store(self._index, event)
+                else:
+                    lost += self._remove(self._index, event)
+
+    def _remove(self, index: PrefixIndex, event: BlockRemoved) -> list[bytes]:
+        blocks = [index.blocks[name] for name in event.block_hashes]
+        if _is_text(index, event.group_idx):
+            lost = [block.name for block in blocks if index.remove(block)]
+        else:
+            lost = index.set_flag(event.group_idx or 0, blocks, is_there=False)
+        self.num_lost += len(lost)
+        return lost
 
     @staticmethod
     def _store(index: PrefixIndex, event: BlockStored) -> None:
@@ -136,9 +120,8 @@ class Follower:
             return
         size, keys = event.block_size, np.array(event.token_ids, np.int32)
         for number, extra in enumerate(event.extra_keys or ()):
-            media = {offset: digest for digest, offset in zip(extra[::2], extra[1::2])} if extra else {}
-            for offset, media_id in index.media.ids(media, size).items():
-                keys[number * size + offset] = media_id
+            for digest, offset in zip(extra[::2], extra[1::2]) if extra else ():
+                keys[number * size + offset] = index.media_id(digest)
         text, step = keys.tobytes(), 4 * size
         above = event.parent_block_hash
         block: Block = index.root(event.namespace) if above is None else index.blocks[above]

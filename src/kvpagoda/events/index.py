@@ -16,10 +16,12 @@ import numpy as np
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.event_log import Followed
-from kvpagoda.cache.namespace import Media, with_media
+from kvpagoda.cache.namespace import with_media
 from kvpagoda.prefix.children import Children
 from kvpagoda.schema.fields import Growth
 
+_UNKNOWN = -(2**31)
+"""A medium that is in no block."""
 _NO_CHILDREN: Children[Block] = Children()
 
 
@@ -63,7 +65,8 @@ class PrefixIndex:
     """
 
     def __init__(self, followed: Followed) -> None:
-        self.followed, self.media = followed, Media()
+        self.followed = followed
+        self._media: dict[bytes, int] = {}
         self._windows: list[tuple[int, Growth]] = []  # group, growth
         self._state = -1
         for number, (_, growth) in enumerate(followed.groups):
@@ -80,7 +83,7 @@ class PrefixIndex:
         """Forget everything."""
         self.blocks.clear()
         self.roots.clear()
-        self.media = Media()
+        self._media.clear()
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
@@ -157,12 +160,13 @@ class PrefixIndex:
 
     # -- look-up -----------------------------------------------------------------------------------------------------
 
-    def keys(self, tokens: Ids, media: Mapping[int, bytes] | None) -> Ids:
-        """``tokens`` as texts are compared here: with an id of each medium where it begins."""
-        return with_media(tokens, 0, self.media.ids(media, len(tokens)))
+    def media_id(self, digest: bytes) -> int:
+        """The number below 0 by which a medium is known in keys."""
+        return self._media.setdefault(digest, -1 - len(self._media))
 
-    def look_up(self, keys: Ids, namespace: bytes) -> Resumable:
-        """What is there of a text, int32 ``[n]``, from ``keys``. O(n)."""
+    def look_up(self, tokens: Ids, namespace: bytes, media: Mapping[int, bytes]) -> Resumable:
+        """What is there of a text, int32 ``[n]``; ``media``: offset -> digest of each that begins in it. O(n)."""
+        keys = with_media(tokens, 0, {at: self._media.get(digest, _UNKNOWN) for at, digest in media.items()})
         block, size = self.roots.get(namespace), self.followed.block_size
         if block is None or len(keys) < 2:
             return Resumable(0, 0)

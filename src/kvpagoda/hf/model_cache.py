@@ -25,8 +25,8 @@ def runner_of(
     layout: LayoutNames | None = None,
 ) -> Runner:
     """A runner of ``model`` (put in eval mode) over a cache of ``cache_arguments``, those of ``KVCache``. A step computes at
-    most ``chunk`` prompt tokens of a text, or ``lookup`` proposed ones and one more. ``kv_format`` and
-    ``layout``: see ``Schema.from_hf_config``. Where ``tiers`` can be read by others, ``identity.weights`` is by default a digest of the whole
+    most ``chunk`` prompt tokens of a text, or ``lookup`` proposed ones and one more. ``kv_format`` and ``layout``: see
+    ``Schema.from_hf_config``. Where ``tiers`` can be read by others, ``identity.weights`` is by default a digest of the whole
     model. Raises BadInput, SchemaError, NeverFits."""
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.errors import BadInput, NeverFits, OutOfBlocks, RetryLater
@@ -78,6 +79,7 @@ def serve(
     shared: bool = True,
     tiers: Many[TierSpec] = (),
     part: range | None = None,
+    events: EventLog | None = None,
     on_request: Callable[[int], None] | None = None,
 ) -> ServeResult:
     """Admit, compute, publish and close every request of a trace, up to ``max_requests`` at once, in its order.
@@ -96,6 +98,7 @@ def serve(
         replace(schema, vocab_size=None), budget, device="none", max_requests=max_requests, block_size=block_size,
         policy=policy, tiers=tiers, retention=Retention(checkpoints, checkpoint_every),
         identity=Identity(weights="none: a trace"), limits=Limits(longest, step_tokens), order=None if shared else "layer",
+        events=events,
     )  # fmt: skip
     numbers = range(len(columns)) if part is None else part
     run = _Run(cache, columns, tokens_per_id, step_tokens, numbers)

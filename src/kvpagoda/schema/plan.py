@@ -16,6 +16,7 @@ from kvpagoda.errors import NeverFits
 from kvpagoda.schema.fields import Growth, itemsize
 from kvpagoda.schema.layers import Layer
 from kvpagoda.schema.layout import RowLayout
+from kvpagoda.schema.sectors import budget_for
 from kvpagoda.units import ceil_div, format_bytes
 
 
@@ -170,7 +171,7 @@ class Plan:
                 f"{self.schema_name} itself; shorten the text"
             )
         if longest is not None and num_tokens > longest:
-            hint = self._budget_hint(num_tokens)
+            hint = self._budget_hint(num_tokens, room)
             text = f"{num_tokens} tokens are more than the longest context of {longest}; {hint}"
             raise NeverFits(text, needed=num_tokens, available=longest, hint=hint)
         wanted = []
@@ -181,25 +182,27 @@ class Plan:
             if blocks > group.num_blocks:
                 hint = "open it with a smaller room and extend chunk by chunk"
                 if at_most > group.num_blocks:
-                    hint = self._budget_hint(num_tokens)
+                    hint = self._budget_hint(num_tokens, room)
                 has = f"blocks of group {group.name!r}, which has {group.num_blocks}"
                 text = f"{num_tokens} tokens need {blocks} {has}; {hint}"
                 raise NeverFits(text, needed=blocks, available=group.num_blocks, group=group.name, hint=hint)
             wanted.append(blocks)
         if self.num_sectors and not self.holds(wanted):
             need = sum(blocks * group.row_nbytes for blocks, group in zip(wanted, self.groups))
-            hint = self._budget_hint(num_tokens)
+            hint = self._budget_hint(num_tokens, room)
             text = f"{num_tokens} tokens need {wanted} blocks, {format_bytes(need)} in all; {hint}"
             raise NeverFits(text, needed=need, available=self.nbytes, hint=hint)
         return wanted
 
-    def _budget_hint(self, num_tokens: int) -> str:
-        """How many bytes would hold a request of that length, as the end of an error."""
-        need = self.nbytes if self.num_sectors else 0
-        for group in self.groups:
-            blocks = group.num_blocks if group.growth.is_state else group.blocks_for(num_tokens)
-            need += (blocks + 1) * group.row_nbytes
-        return f"a budget of at least {format_bytes(need)} would hold it (now {format_bytes(self.budget)})"
+    def _budget_hint(self, num_tokens: int, room: int = 0) -> str:
+        """How many bytes would hold a request of that length and room, as the end of an error."""
+        counts = [max(group.blocks_for(num_tokens), ceil_div(room, group.block_size)) for group in self.groups]
+        if self.num_sectors:
+            need = budget_for(tuple(group.layout.nbytes for group in self.groups), counts)
+        else:
+            counts = [group.num_blocks if group.growth.is_state else max(counts) for group in self.groups]
+            need = sum((count + 1) * group.row_nbytes for count, group in zip(counts, self.groups))
+        return f"a budget of {need} bytes ({format_bytes(need)}) would hold it (now {format_bytes(self.budget)})"
 
     def _by_label(self) -> list[dict[str, Any]]:
         """What the layers of each label take together, in bytes of data, in the order of their first layer."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvpagoda.errors import NeverFits
 from kvpagoda.schema.plan import GroupPlan, largest_below
-from kvpagoda.schema.sectors import sector_size
+from kvpagoda.schema.sectors import SHARE, budget_for, sector_size
 from kvpagoda.units import format_bytes
 
 Groups = tuple[GroupPlan, ...]
@@ -17,10 +17,11 @@ def shared_groups(groups: Groups, budget: int) -> tuple[Groups, int, int]:
 
     The first sector belongs to padding. Raises NeverFits unless one block of each group fits beside it.
     """
-    sector = sector_size(tuple(group.row_nbytes for group in groups), budget // 64)
+    rows = tuple(group.row_nbytes for group in groups)
+    sector = sector_size(rows, budget // SHARE)
     count = budget // sector.nbytes
     if count < 1 + len(groups):
-        raise _too_small(groups, budget, (1 + len(groups)) * sector.nbytes, "raise the budget")
+        raise _too_small(groups, budget, budget_for(rows, [1] * len(groups)), "raise the budget")
     shares = tuple(
         replace(group, num_blocks=(count - 1) * per, row_nbytes=sector.nbytes // per, per_sector=per)
         for group, per in zip(groups, sector.records)

@@ -7,12 +7,15 @@ So in every group's view of the arena record ``id`` starts at ``id * sector / pe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpagoda.schema.layout import ALIGN
-from kvpagoda.units import align_up
+from kvpagoda.units import align_up, ceil_div
 
 MAX_WASTE = 0.02
+SHARE = 64
+"""A sector is at most one of so many parts of the budget, but where a record is larger."""
 MAX_RECORDS = 64
 """Of the largest records, so many are tried in one sector."""
 MAX_SIZES = 4096
@@ -52,6 +55,22 @@ def sector_size(record_nbytes: tuple[int, ...], max_nbytes: int) -> SectorSize:
             if least <= MAX_WASTE:
                 return best
     return best
+
+
+def budget_for(record_nbytes: tuple[int, ...], counts: Sequence[int]) -> int:
+    """Bytes of a budget whose sectors hold ``counts[i]`` records of each group i at once, beside the one for padding; sectors
+    grow with the budget, so that a little less may do.
+
+    >>> budget_for((1000, 4000), (9, 2))
+    48000
+    """
+    budget = sum((count + 1) * nbytes for count, nbytes in zip(counts, record_nbytes))
+    while True:
+        sector = sector_size(record_nbytes, budget // SHARE)
+        needed = (1 + sum(ceil_div(count, per) for count, per in zip(counts, sector.records))) * sector.nbytes
+        if needed <= budget:
+            return budget
+        budget = needed
 
 
 def _records_in(sector: int, record: int) -> int:

@@ -1,0 +1,105 @@
+"""What does it cost a request that routers are told of its blocks?
+
+The first requests of the public conversation trace, with no memory behind them, in turns: without events; with a log that is
+emptied after each step; and the same records made into messages afterwards, which a publisher does in its own thread. Needs
+the traces, in ``KVPAGODA_TRACES`` or beside the checkout in ``../shared/traces``; without them a synthetic mix is served.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from statistics import median
+from typing import Any
+
+from benchmarks.hits import FULL_ONLY, TRACE
+from benchmarks.one_budget import GEMMA3_27B, QWEN3_NEXT_80B, schema_of
+from benchmarks.timing import Options, Row, tell
+from benchmarks.workload import TRACES
+from kvpagoda.cache.event_log import Record, Restart
+from kvpagoda.events import EventLog, EventStream
+from kvpagoda.replay import serve, synthetic
+from kvpagoda.replay.trace import Trace
+from kvpagoda.schema import Schema
+
+QUESTION = "What does it cost a request that routers are told of its blocks?"
+REQUESTS = 1000
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-3-8B, full attention": FULL_ONLY, "Gemma-3-27B": GEMMA3_27B, "Qwen3-Next-80B": QWEN3_NEXT_80B,
+}  # fmt: skip
+BUDGET = "100GiB"
+
+
+class Emptied(EventLog):
+    """A log that is emptied after each step: what the cache's own thread does for it is left."""
+
+    def step(self, _: int) -> None:
+        """A step is over."""
+        self._records.clear()
+
+
+class Tape(EventLog):
+    """A log whose records are set aside after each step, and played to a stream later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[list[Record]] = []
+
+    def step(self, _: int) -> None:
+        """A step is over."""
+        if records := super().take():
+            self.steps.append(records)
+
+    def play(self) -> tuple[float, int, int]:
+        """Processor seconds, blocks and bytes of all messages."""
+        steps, self.steps = self.steps, []
+        stream, nbytes = EventStream(self, keep=1), 0
+        self._records.clear()
+        self._records.append(Restart(()))  # from the beginning
+        stream.drain()
+        start = time.process_time()
+        for records in steps:
+            self._records.extend(records)
+            if (message := stream.drain()) is not None:
+                nbytes += len(message[1])
+        return time.process_time() - start, stream.num_events, nbytes
+
+
+def measure(options: Options) -> list[Row]:
+    is_there = (TRACES / TRACE).exists() and not options.quick
+    trace = Trace.read(TRACES / TRACE, REQUESTS) if is_there else synthetic(40)
+    tokens, rows = (512 if is_there else 64), list[Row]()
+    for name, config in MODELS.items():
+        if options.only not in name:
+            continue
+        schema, off, on = schema_of(config), list[float](), list[float]()
+        for _ in range(options.runs):
+            off.append(_microseconds(trace, schema, tokens, None))
+            on.append(_microseconds(trace, schema, tokens, Emptied()))
+        tape = Tape()
+        _microseconds(trace, schema, tokens, tape)
+        seconds, num_blocks, nbytes = tape.play()
+        rows.append(
+            {
+                "model": name,
+                "off_us": median(off),
+                "us": median(on),
+                "on_over_off": median(b / a for a, b in zip(off, on)),
+                "blocks_a_request": num_blocks / len(trace),
+                "publisher_us_a_block": 1e6 * seconds / max(1, num_blocks),
+                "bytes_a_block": nbytes / max(1, num_blocks),
+            }
+        )
+    return rows
+
+
+def _microseconds(trace: Trace, schema: Schema, tokens: int, log: Emptied | Tape | None) -> float:
+    """Of the processor, for each request."""
+    gc.collect()
+    start = time.process_time()
+    serve(trace, schema, BUDGET, tokens_per_id=tokens, events=log, on_request=int if log is None else log.step)
+    return 1e6 * (time.process_time() - start) / len(trace)
+
+
+if __name__ == "__main__":
+    tell("events", QUESTION, measure)

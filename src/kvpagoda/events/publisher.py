@@ -1,0 +1,189 @@
+"""The two ends of the wire: who sends a cache's events over ZMQ, and who receives them.
+
+engine's thread   cache ──► EventLog            router    Subscriber.poll ──► Follower
+                               │                                ▲    │
+publisher's thread        EventStream ──► PUB ──────────────► SUB    │
+                               └────────► ROUTER ◄─────────────► DEALER   what was missed, or a snapshot
+"""
+
+from __future__ import annotations
+
+from threading import Condition, Thread
+from time import monotonic
+from typing import Any
+
+from kvpagoda.cache.event_log import EventLog
+from kvpagoda.errors import BadInput, MissingExtra
+from kvpagoda.events.follower import Follower
+from kvpagoda.events.stream import EventStream, Message
+from kvpagoda.events.wire import END, SEQUENCE_NBYTES
+
+try:
+    import zmq
+except ModuleNotFoundError as error:
+    raise MissingExtra("kvpagoda.events needs pyzmq; pip install 'kvpagoda[events]'", name="zmq") from error
+
+HEARTBEAT = 1.0
+"""Seconds without events after which a publisher says that it is alive."""
+PATIENCE = 1.0
+"""Seconds that a subscriber waits for the end of a replay before it asks again."""
+MOST_UNREAD = 100_000
+"""Messages that wait for a subscriber at most; of one that is slower the next are lost, and asked for again."""
+_LINGER = 200  # milliseconds that what was sent may still take when a socket is closed
+
+
+class Publisher:
+    """Sends what happens to the cache of ``log``, from a thread of its own, as vLLM's publisher does.
+
+    ``endpoint``: bound where it has ``*`` or is ``ipc:``, else connected to. ``replay``: where subscribers ask
+    for batches again; None: nowhere. ``interval``: seconds between two batches, at most. ``keep``: batches that can be had
+    again. ``rank``: of data parallelism. Made between calls of the cache. Raises BadInput for an endpoint that ZMQ refuses.
+    """
+
+    def __init__(
+        self,
+        log: EventLog,
+        endpoint: str = "tcp://*:5557",
+        replay: str | None = "tcp://*:5558",
+        *,
+        topic: str = "",
+        interval: float = 0.01,
+        keep: int = 10_000,
+        rank: int | None = None,
+    ) -> None:
+        self._context = zmq.Context()
+        self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        self._pub.set_hwm(MOST_UNREAD)
+        self._router.set_hwm(keep + 2)
+        try:
+            _open(self._pub, endpoint)
+            if replay is not None:
+                _open(self._router, replay)
+            self._stream = EventStream(log, keep=keep, rank=rank)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)  #: with the port that was found for ``*``
+        self.replay_endpoint = "" if replay is None else self._router.get_string(zmq.LAST_ENDPOINT)
+        self._topic, self._interval = topic.encode(), interval
+        self._turn, self._num_flushes, self._num_flushed, self._is_open = Condition(), 0, 0, True
+        self._thread = Thread(target=self._run, name="kvpagoda-events", daemon=True)
+        self._thread.start()
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until what happened before this call is sent, at most ``timeout`` seconds; whether it is."""
+        with self._turn:
+            self._num_flushes += 1
+            wanted = self._num_flushes
+            return self._turn.wait_for(lambda: self._num_flushed >= wanted, timeout)
+
+    def close(self) -> None:
+        """Send what is left and end. Does no harm twice."""
+        if self._is_open:
+            self._is_open = False
+            self._thread.join()
+            self._context.destroy(linger=_LINGER)
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- its thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        spoke = 0.0
+        while True:
+            is_last, asked = not self._is_open, self._num_flushes
+            message = self._stream.drain()
+            if message is not None or monotonic() - spoke > HEARTBEAT:
+                self._send(self._stream.alive() if message is None else message)
+                spoke = monotonic()
+            with self._turn:
+                self._num_flushed = asked
+                self._turn.notify_all()
+            if is_last:
+                return
+            if self._router.poll(int(self._interval * 1000)):
+                self._replay(self._router.recv_multipart())
+
+    def _send(self, message: Message) -> None:
+        self._pub.send_multipart([self._topic, message[0].to_bytes(SEQUENCE_NBYTES, "big"), message[1]])
+
+    def _replay(self, frames: list[bytes]) -> None:
+        """Answer ``[client, b"", number]``, and no other request."""
+        if len(frames) != 3 or len(frames[2]) != SEQUENCE_NBYTES:
+            return
+        for sequence, payload in self._stream.replay(int.from_bytes(frames[2], "big")):
+            self._router.send_multipart([frames[0], b"", sequence.to_bytes(SEQUENCE_NBYTES, "big"), payload])
+        self._router.send_multipart([frames[0], b"", END, b""])
+
+
+class Subscriber:
+    """Receives what a ``Publisher`` sends, asks for what is missing, and feeds a ``follower``, which answers.
+
+    ``endpoint`` and ``replay_endpoint`` are those of the publisher, which need not be there yet. One thread. Raises BadInput
+    for an endpoint that ZMQ refuses.
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str, *, topic: str = "", secret: bytes = b"") -> None:
+        self.follower = Follower(secret)
+        self._context = zmq.Context()
+        self._sub, self._dealer = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
+        for socket in (self._sub, self._dealer):
+            socket.set_hwm(MOST_UNREAD)
+        try:
+            self._sub.connect(endpoint)
+            self._dealer.connect(replay_endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise BadInput(f"cannot connect to {endpoint!r} and {replay_endpoint!r}: {error}") from None
+        self._sub.subscribe(topic.encode())
+        self._poller = zmq.Poller()
+        self._poller.register(self._sub, zmq.POLLIN)
+        self._poller.register(self._dealer, zmq.POLLIN)
+        self._asked_at: float | None = None
+        self._ask(0)
+
+    def poll(self, timeout: float = 0.0) -> list[bytes]:
+        """Receive what has come, or wait for it at most ``timeout`` seconds. Returns what ``Follower.feed`` does of it."""
+        lost, end = list[bytes](), monotonic() + timeout
+        while ready := dict(self._poller.poll(max(0, round(1000 * (end - monotonic()))))):
+            end = 0.0
+            if self._dealer in ready:
+                _, number, payload = self._dealer.recv_multipart()
+                if number == END:
+                    self._asked_at = None
+                else:
+                    lost += self.follower.feed(int.from_bytes(number, "big"), payload)
+            if self._sub in ready:
+                _, number, payload = self._sub.recv_multipart()
+                lost += self.follower.feed(int.from_bytes(number, "big"), payload)
+        wanted = self.follower.wanted
+        if wanted is not None and (self._asked_at is None or monotonic() - self._asked_at > PATIENCE):
+            self._ask(wanted)
+        return lost
+
+    def close(self) -> None:
+        """End. Does no harm twice."""
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, start: int) -> None:
+        self._dealer.send_multipart([b"", start.to_bytes(SEQUENCE_NBYTES, "big")])
+        self._asked_at = monotonic()
+
+
+def _open(socket: Any, endpoint: str) -> None:
+    """Bind or connect, as ``Publisher`` says. Raises BadInput."""
+    is_bound = "*" in endpoint or endpoint.startswith("ipc:")
+    try:
+        (socket.bind if is_bound else socket.connect)(endpoint)
+    except zmq.ZMQError as error:
+        raise BadInput(f"cannot {'bind' if is_bound else 'connect to'} {endpoint!r}: {error}") from None

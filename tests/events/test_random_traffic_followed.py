@@ -1,0 +1,66 @@
+"""Random traffic of every layer kind, tier and policy, with memory that fails, followed from outside after each operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from following import Line
+
+from kvpagoda import KVCache
+from kvpagoda.events import EventLog
+from random_driver import caches
+from random_driver.caches import settings_of
+from random_driver.driver import driving
+from random_driver.schemas import SCHEMA_NAMES
+from random_driver.texts import NAMESPACES
+
+OPERATIONS = 60
+
+
+def follow(schema: str, seed: int, num_operations: int, monkeypatch: pytest.MonkeyPatch) -> Line:
+    """A run of the driver; its cache is compared with what a follower says of the driver's documents."""
+    logs: list[EventLog] = []
+
+    def make(*arguments: Any, **settings: Any) -> KVCache:
+        logs.append(EventLog(settings.pop("capacity", 64)))
+        return KVCache(*arguments, events=logs[-1], **settings)
+
+    settings = settings_of(schema, seed)
+    if "disk" in settings.tiers and not caches.has_xxhash():
+        pytest.skip("records on disk need xxhash for their checksums: pip install kvpagoda[disk]")
+    monkeypatch.setattr(caches, "KVCache", make)
+    with driving(settings) as driver:
+        line = Line(driver.cache, logs[-1], np.random.default_rng(seed), loss=0.1)
+        for _ in range(num_operations):
+            driver.operate()
+            if line.cache is not driver.cache:
+                line.num_events += line.stream.num_events
+                line.follow(driver.cache, logs[-1])
+            line.catch_up()
+            for _ in range(4):
+                tokens, media = driver.documents.one()
+                line.compare(tokens, driver.one(None, None, *NAMESPACES), media)
+            for request in [*driver.requests.values()][:3]:
+                media = {at: one for at, one in request.media.items() if at < request.length}
+                line.compare(request.text, request.namespace, media)
+        line.check()
+        driver.cache.check()
+        line.num_events += line.stream.num_events
+        driver.cache.close()
+    return line
+
+
+@pytest.mark.parametrize("schema", SCHEMA_NAMES)
+def test_random_traffic_is_followed(schema: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = follow(schema, 1, OPERATIONS, monkeypatch)
+    assert line.num_events > 10 and line.num_hits > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 12))
+@pytest.mark.parametrize("schema", SCHEMA_NAMES)
+def test_long_random_traffic_is_followed(schema: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = follow(schema, seed, 2000, monkeypatch)
+    print(f"{schema} {seed}: {line.num_events:,} events, {line.num_compared:,} look-ups compared")
