@@ -21,7 +21,7 @@ from kvpagoda.hf.sampling import Sampling
 from kvpagoda.schema.from_hf import KV_FORMATS
 
 ROOT = Path(__file__).parents[2]
-TEXT = held_out_text()[:1024]
+TEXT = held_out_text()[:768]
 MOST = {"fp8": 0.005, "int8": 0.005, "nvfp4": 0.02, "mxfp4": 0.02}
 """Bits for each byte that a form may cost."""
 

@@ -115,7 +115,7 @@ def say_answer(prompt: str, prompt_tokens: int, answer: str, new_tokens: int) ->
     room = max(8, out.width - len(count))
     shown = clipped(prompt, len(prompt))
     out.print(count + (shown if len(shown) <= room else "…" + shown[1 - room :]))
-    lines = textwrap.wrap(clipped(answer, len(answer)), max(8, out.width - 4)) or [""]
+    lines = textwrap.wrap(clipped(answer.rstrip(), len(answer)), max(8, out.width - 4)) or [""]
     out.print("\n".join(f"    {line}" for line in lines))
     out.print()
 
