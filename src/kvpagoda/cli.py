@@ -192,7 +192,7 @@ def generate(
         str | None, typer.Option(help="a transformers model: name or folder (default: a tiny one)")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="a file, one prompt a line (default: embedded ones)")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt")] = 48,
+    max_new_tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt, at most")] = 160,
     budget: Annotated[str, typer.Option(help="memory for the cache")] = "64MiB",
     max_requests: Annotated[int, typer.Option(help="requests that run at once; more wait")] = 4,
     prefill_chunk: Annotated[int, typer.Option(help="prompt tokens of one request in one step")] = 256,
