@@ -34,6 +34,11 @@ def test_documented_programs_run(code: str, expected: str) -> None:
         pytest.importorskip("torch")
     if "disk_tier" in code or "TierSpec" in code:
         pytest.importorskip("xxhash")
+    if "kvpagoda.events" in code:
+        pytest.importorskip("msgspec")
+        pytest.importorskip("zmq")
+    if "kvpagoda.metrics" in code:
+        pytest.importorskip("prometheus_client")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(code, "document", "exec"), {"__name__": "__main__"})
