@@ -30,15 +30,15 @@ PROGRAMS = [
 def test_documented_programs_run(code: str, expected: str) -> None:
     if "kvpagoda.hf" in code:
         pytest.importorskip("transformers")
-    if 'device="cpu"' in code or "import torch" in code:
-        pytest.importorskip("torch")
-    if "disk_tier" in code or "TierSpec" in code:
-        pytest.importorskip("xxhash")
     if "kvpagoda.events" in code:
         pytest.importorskip("msgspec")
         pytest.importorskip("zmq")
     if "kvpagoda.metrics" in code:
         pytest.importorskip("prometheus_client")
+    if 'device="cpu"' in code or "import torch" in code:
+        pytest.importorskip("torch")
+    if "disk_tier" in code or "TierSpec" in code:
+        pytest.importorskip("xxhash")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(code, "document", "exec"), {"__name__": "__main__"})
