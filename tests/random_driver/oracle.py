@@ -98,8 +98,8 @@ class StepTexts:
 class Oracle:
     """Fills and compares what the batches of one schema show."""
 
-    def __init__(self, schema: Schema, block_size: int) -> None:
-        self._layers, self._size = schema.layers, block_size
+    def __init__(self, schema: Schema, page_size: int) -> None:
+        self._layers, self._size = schema.layers, page_size
         self._by_index = schema.by_index
         self._blocks = {layer.index: self._block_fields(layer) for layer in schema.layers}
         self._states = {layer.index: self._state_fields(layer) for layer in schema.layers}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from time import perf_counter
 
@@ -15,6 +16,8 @@ from kvpagoda.cache.tier_hit import Prefetch, TierHit
 from kvpagoda.errors import RetryLater
 from kvpagoda.prefix import Lease, Match
 from kvpagoda.units import ceil_div
+
+_log = logging.getLogger(__name__)
 
 
 class Admission:
@@ -49,7 +52,8 @@ class Admission:
             if hit is not None:
                 hit.layerwise = layerwise
             self._begin(AdmissionRequest(request, reserved, capacity, match, found, hit))
-            core.counters.began(request.namespace, request.match, length if lookup else 0)
+            request.tally = core.counters.began(request.namespace, request.match, length if lookup else 0)
+            request.tally.requests += 1
             self._publisher.begun(request, hit)
             if hit is not None:
                 hit.release()
@@ -93,7 +97,8 @@ class Admission:
         except BaseException:
             self._undo(holding, None)
             raise
-        core.counters.tally(child.namespace).requests += 1
+        child.tally = parent.tally
+        child.tally.requests += 1
         return child
 
     def resume(self, request: Request, capacity: int | None, reserve: int | None) -> None:
@@ -126,8 +131,8 @@ class Admission:
             if is_whole:
                 self._publisher.settle(request)
             else:
-                core.counters.tally(namespace).computed += computed
-                core.counters.began(namespace, request.match, length, is_new=False)
+                request.tally.computed += computed
+                core.counters.began(namespace, request.match, length)
                 self._publisher.begun(request, hit)
 
     # -- all or nothing ----------------------------------------------------------------------------------------------
@@ -160,6 +165,7 @@ class Admission:
             pin = core.prefix.oldest_pin()
             if pin is None:
                 raise core.capacity.shortage(RetryLater, wish.reserved, core.plan.budget)
+            _log.info("a pin of %d blocks is given up for a request", pin.holding.lease.num_blocks)
             core.guard.change(core.prefix.unpin, pin)
             wish = self._again(wish)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -27,8 +28,9 @@ from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.schema import Plan
 from kvpagoda.tiers.level import RecordIdentity
 from kvpagoda.tiers.spec import TierSpec
-from kvpagoda.units import ceil_div, parse_bytes
+from kvpagoda.units import ceil_div, format_bytes, parse_bytes
 
+_log = logging.getLogger(__name__)
 DEFAULT_CONTEXT = 131_072
 UNBACKED_BLOCKS = 2**20
 """Blocks of texts that a cache without full attention remembers; they take host memory alone: tokens, and 64 bytes each."""
@@ -100,6 +102,10 @@ class Core:
             groups = tuple((group.plan.name, group.growth) for group in self.groups)
             followed = Followed(plan.block_size, grid, groups, full, identity.secret)
             self.events.attach(self.prefix, self.namespaces, self.media, followed)
+        _log.info(
+            "cache of %s for %d requests: %s", format_bytes(plan.nbytes), plan.max_requests,
+            ", ".join(f"{group.num_blocks} blocks of {group.name}" for group in plan.groups),
+        )  # fmt: skip
 
     def extend_hashes(
         self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media_ids: Mapping[int, int]

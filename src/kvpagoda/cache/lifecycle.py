@@ -254,9 +254,10 @@ class Lifecycle:
             if not request.is_settled:
                 self.publisher.settle(request)
             self.publisher.ending(request)
+            self.publisher.closing(request)
             core.release(request)
         counters.closed += 1
-        counters.tally(request.namespace).computed += computed
+        request.tally.computed += computed
         self._tidy()
 
     def _tidy(self) -> None:
