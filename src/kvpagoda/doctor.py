@@ -26,9 +26,13 @@ from kvpagoda.units import format_bytes
 EXTRAS = {
     "xxhash": ("disk", "tiers: a file, Redis, Mooncake Store"),
     "redis": ("redis", "a store that many machines share"),
+    "msgspec": ("events", "messages for routers"),
+    "zmq": ("events", "sockets for routers"),
     "transformers": ("hf", "kvpagoda.hf, kvpagoda generate"),
     "rich": ("cli", "tables and progress"),
     "matplotlib": ("plot", "kvpagoda replay --plot"),
+    "prometheus_client": ("metrics", "figures for Prometheus, kvpagoda top"),
+    "opentelemetry.trace": ("metrics", "spans of open, load, suspend, evict"),
     "triton": ("triton", "kernels on a GPU; elsewhere torch does their work"),
     "mooncake.store": ("mooncake", "a store that many machines share"),
 }
