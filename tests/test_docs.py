@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", re.DOTALL)
 PROGRAMS = [
     pytest.param(code, expected, id=f"{name}-{number}")
-    for name in ("README.md", "docs/layouts.md")
+    for name in ("README.md", "docs/adapters.md", "docs/events.md", "docs/layouts.md")
     for number, (code, expected) in enumerate(BLOCK.findall((ROOT / name).read_text()))
 ]
 
@@ -20,6 +20,9 @@ PROGRAMS = [
 def test_documented_programs_run(code: str, expected: str) -> None:
     if "kvpagoda.hf" in code:
         pytest.importorskip("transformers")
+    if "kvpagoda.events" in code:
+        pytest.importorskip("msgspec")
+        pytest.importorskip("zmq")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(code, "document", "exec"), {})

@@ -25,7 +25,7 @@ NEEDS_TORCH = {
     "formats.codec", "formats.quantise", "formats.scales", "formats.small_floats", "kernels", "layouts.encoded_anew",
     "layouts.packed", "doctor", "hf",
     "memory.arena", "memory.device_arrays", "memory.device_memory", "memory.host_copy",
-    "memory.id_tensors", "memory.layerwise", "memory.pool", "compat.block_allocator",
+    "memory.id_tensors", "memory.layerwise", "memory.pool", "adapters.mini_sglang", "compat.block_allocator",
     "compat.cache_engine", "compat.compressed_pools", "compat.gdn_pool", "compat.kv_cache_manager",
     "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",
 }  # fmt: skip

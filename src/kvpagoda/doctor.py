@@ -26,6 +26,8 @@ from kvpagoda.units import format_bytes
 EXTRAS = {
     "xxhash": ("disk", "tiers: a file, Redis, Mooncake Store"),
     "redis": ("redis", "a store that many machines share"),
+    "msgspec": ("events", "messages for routers"),
+    "zmq": ("events", "sockets for routers"),
     "transformers": ("hf", "kvpagoda.hf, kvpagoda generate"),
     "rich": ("cli", "tables and progress"),
     "matplotlib": ("plot", "kvpagoda replay --plot"),

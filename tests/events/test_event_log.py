@@ -9,8 +9,12 @@ import pytest
 from kvpagoda import KVCache, Limits
 from kvpagoda.cache.event_log import Gone, Moved, Renewed, Restart, Shared
 from kvpagoda.errors import BadInput
-from kvpagoda.events import EventLog, EventStream, Follower
 from kvpagoda.schema import Attention, Growth, Layer, Schema
+
+pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
+pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
+
+from kvpagoda.events import EventLog, EventStream, Follower
 
 SCHEMA = Schema(
     tuple(

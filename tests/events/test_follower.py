@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from following import Line
-from traffic import Traffic
 
 from random_driver.schemas import SCHEMA_NAMES
+
+pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
+pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
+
+from following import Line
+from traffic import Traffic
 
 STEPS, MANY_EVENTS = 120, 1_000_000
 

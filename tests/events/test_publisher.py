@@ -12,12 +12,17 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import msgspec
 import pytest
+
+from kvpagoda.errors import BadInput
+
+pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
+pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
+
+import msgspec
 import zmq
 from traffic import Traffic
 
-from kvpagoda.errors import BadInput
 from kvpagoda.events import EventLog, Publisher, Subscriber
 
 LOCAL = "tcp://127.0.0.1:*"

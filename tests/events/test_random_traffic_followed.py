@@ -6,15 +6,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from following import Line
 
 from kvpagoda import KVCache
-from kvpagoda.events import EventLog
 from random_driver import caches
 from random_driver.caches import settings_of
 from random_driver.driver import driving
 from random_driver.schemas import SCHEMA_NAMES
 from random_driver.texts import NAMESPACES
+
+pytest.importorskip("msgspec", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
+pytest.importorskip("zmq", reason="events need msgspec and pyzmq: pip install kvpagoda[events]")
+
+from following import Line
+
+from kvpagoda.events import EventLog
 
 OPERATIONS = 60
 

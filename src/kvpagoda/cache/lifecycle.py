@@ -248,6 +248,7 @@ class Lifecycle:
             if not request.is_settled:
                 self._publisher.settle(request)
             self._publisher.ending(request)
+            self._publisher.closing(request)
             core.release(request)
         counters.closed += 1
         counters.tally(request.namespace).computed += computed

@@ -12,6 +12,7 @@ from kvpagoda.cache.namespace import with_media
 from kvpagoda.cache.prefix_match import PrefixMatch
 from kvpagoda.errors import StaleHandle
 from kvpagoda.prefix import Lease
+from kvpagoda.prefix.tokens import NO_TOKEN
 
 Tokens = Ids
 
@@ -81,6 +82,11 @@ class Request:
         """Tokens ``first .. end - 1`` as texts are compared: with media ids."""
         tokens = self.tokens[first:end]
         return with_media(tokens, first, self.media_ids) if self.media_ids else tokens
+
+    def committed_keys(self, first: int, end: int) -> Tokens:
+        """As ``keys``, of committed tokens alone: ``NO_TOKEN`` where ``end`` is behind them."""
+        keys = self.keys(first, min(end, self.own_length))
+        return keys if end <= self.own_length else np.append(keys, np.full(end - self.own_length, NO_TOKEN, np.int32))
 
     @property
     def text(self) -> Tokens | None:

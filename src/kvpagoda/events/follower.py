@@ -12,7 +12,7 @@ from kvpagoda.cache.namespace import Namespace, namespace_key
 from kvpagoda.errors import BadInput
 from kvpagoda.events.index import Block, PrefixIndex, Resumable
 from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, CacheInfo, Event, EventBatch, decode
-from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.prefix.tokens import NO_TOKEN, as_tokens
 from kvpagoda.tiers.keys import prefix_root
 
 _MOST_WAITING = 4096
@@ -62,17 +62,16 @@ class Follower:
             self._info, self._next, self._last = batch.cache, 0, 0
             self._waiting.clear()
         says_all = bool(batch.events) and isinstance(batch.events[0], AllBlocksCleared)
-        if says_all and sequence > self._next:
-            self._next = sequence  # whatever came before
+        if says_all and sequence > self._next:  # whatever came before
+            self._next = sequence
+            self._waiting = {number: one for number, one in self._waiting.items() if number > sequence}
         self._last = max(self._last, sequence)
-        if batch.events and (sequence == self._next or len(self._waiting) < _MOST_WAITING):
+        is_next = sequence == self._next
+        if batch.events and (is_next or (sequence > self._next and len(self._waiting) < _MOST_WAITING)):
             self._waiting[sequence] = batch
         lost = list[bytes]()
-        for one in sorted(self._waiting):
-            if one <= self._next:
-                early = self._waiting.pop(one)
-                if one == self._next:
-                    self._apply(early.events, lost)
+        while self._next in self._waiting:
+            self._apply(self._waiting.pop(self._next).events, lost)
         return lost
 
     def resumable(
@@ -118,7 +117,9 @@ class Follower:
         if not _is_text(index, event.group_idx):
             index.set_flag(event.group_idx or 0, [index.blocks[name] for name in event.block_hashes], is_there=True)
             return
-        size, keys = event.block_size, np.array(event.token_ids, np.int32)
+        size = event.block_size
+        keys = np.full(size * len(event.block_hashes), NO_TOKEN, np.int32)
+        keys[: len(event.token_ids)] = event.token_ids
         for number, extra in enumerate(event.extra_keys or ()):
             for digest, offset in zip(extra[::2], extra[1::2]) if extra else ():
                 keys[number * size + offset] = index.media_id(digest)

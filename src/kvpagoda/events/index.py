@@ -18,9 +18,10 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.event_log import Followed
 from kvpagoda.cache.namespace import with_media
 from kvpagoda.prefix.children import Children
+from kvpagoda.prefix.tokens import NO_TOKEN
 from kvpagoda.schema.fields import Growth
 
-_UNKNOWN = -(2**31)
+_UNKNOWN = NO_TOKEN + 1
 """A medium that is in no block."""
 _NO_CHILDREN: Children[Block] = Children()
 
@@ -40,21 +41,14 @@ class Block:
     last block up to this one that the group lacks, or less where that makes no difference. ``is_usable``: whether a text can
     be resumed behind it."""
 
-    __slots__ = ("children", "depth", "groups", "is_usable", "key", "missing", "name", "parent")
+    __slots__ = ("children", "depth", "groups", "is_usable", "key", "missing", "name", "parent", "root")
 
     def __init__(self, name: bytes, key: bytes, parent: Block | None, missing: list[int]) -> None:
         self.name, self.key, self.parent, self.missing = name, key, parent, missing
         self.depth: int = 0 if parent is None else parent.depth + 1
+        self.root: Block = self if parent is None else parent.root
         self.groups, self.is_usable = 0, False
         self.children: Children[Block] = _NO_CHILDREN
-
-    def path(self) -> list[Block]:
-        """From the root, without it, to this one."""
-        path, block = list[Block](), self
-        while block.parent is not None:
-            path.append(block)
-            block = block.parent
-        return path[::-1]
 
 
 class PrefixIndex:
@@ -108,7 +102,7 @@ class PrefixIndex:
         parent = block.parent
         assert parent is not None and not block.children
         parent.children.take(block.key)
-        if parent.parent is None and not parent.children:
+        if parent is block.root and not parent.children:
             del self.roots[parent.name]
         del self.blocks[block.name]
         block.parent, was_usable = None, block.is_usable

@@ -30,6 +30,7 @@ from kvpagoda.events.wire import (
     encode,
     kind_of,
 )
+from kvpagoda.prefix.tokens import NO_TOKEN, are_media
 from kvpagoda.tiers.keys import prefix_hashes, prefix_root
 
 Message = tuple[int, bytes]
@@ -151,8 +152,9 @@ class EventStream:
         keys = shared.keys[first * size : end * size]
         tokens, extras = keys, dict[int, bytes]()
         if shared.media:
-            tokens = np.maximum(keys, 0)
-            for at in np.flatnonzero(keys < 0).tolist():
+            is_media = are_media(keys)
+            tokens = np.where(is_media, 0, keys)
+            for at in np.flatnonzero(is_media).tolist():
                 extras[at // size] = extras.get(at // size, b"") + self._place(at % size, int(keys[at]))
         root = parent.name if parent.depth else prefix_root(shared.namespace, self.index.followed.secret)
         text, step = keys.tobytes(), 4 * size
@@ -198,15 +200,13 @@ class EventStream:
             events.append(self._stored(group, [block for _, block in run]))
 
     def _stored(self, group: int, run: list[Block]) -> BlockStored:
-        size, root, parent = self.index.followed.block_size, run[0], run[0].parent
-        while root.parent is not None:
-            root = root.parent
+        size, parent = self.index.followed.block_size, run[0].parent
         keys = np.frombuffer(b"".join(block.key for block in run), np.int32)
         name, growth = (None, None) if group == TEXT else self.index.followed.groups[group]
         return BlockStored(
             [block.name for block in run],
             parent.name if parent is not None and parent.depth else None,
-            np.maximum(keys, 0).tolist(),
+            np.maximum(keys[keys != NO_TOKEN], 0).tolist(),
             size,
             medium=MEDIUM,
             extra_keys=self._extra_keys(keys.reshape(-1, size)) if len(self._media) else None,
@@ -214,17 +214,17 @@ class EventStream:
             kv_cache_spec_kind=None if growth is None else kind_of(growth),
             kv_cache_spec_sliding_window=None if growth is None else growth.window,
             group_name=name,
-            namespace=root.name,
+            namespace=run[0].root.name,
         )
 
     def _extra_keys(self, keys: Ids) -> list[tuple[bytes | int, ...] | None] | None:
         """For each row of ``keys`` the digest and the offset of each medium that begins there, by turns."""
-        if keys.min() >= 0:
+        if not are_media(keys).any():
             return None
         found = list[tuple[bytes | int, ...] | None]()
         for row in keys:
             media = list[bytes | int]()
-            for offset in np.flatnonzero(row < 0).tolist():
+            for offset in np.flatnonzero(are_media(row)).tolist():
                 media += [self._media[int(row[offset])], offset]
             found.append(tuple(media) or None)
         return found
