@@ -12,10 +12,11 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "formats", "layouts", "schema", "blocks", "prefix", "kernels", "memory", "tiers", "cache", "batch",
-    "kv_cache", "events", "scheduling", "compat", "console", "doctor", "replay", "adapters", "hf", "cli",
+    "kv_cache", "events", "scheduling", "compat", "console", "metrics", "doctor", "replay", "adapters", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},
+    "metrics": {"prometheus_client", "opentelemetry", "rich"},
     "kernels": {"triton", "numba", "llvmlite"},
     "tiers": {"xxhash", "redis", "mooncake"},
     "events": {"msgspec", "zmq"},

@@ -210,6 +210,7 @@ class KVCache:
     ) -> Lookup:
         """What ``open`` would find of this prompt, and what running requests are about to publish of it. Admits nothing, needs
         no slot, holds nothing, and counts as no use. Raises BadInput."""
+        self._publisher.settle_waiting()
         return look_up(self._core, token_ids, namespace, media)
 
     @exclusive
@@ -236,7 +237,8 @@ class KVCache:
         """Index arrays for a step that computes ``new_tokens[i]`` tokens of ``sequences[i]``, for which there is room.
 
         ``pad_to`` rows in all (CUDA graphs): padded rows have one token, slot -1, length 0 and write to block 0. The
-        arrays lie in static buffers: they are valid until the next ``batch``. Raises BadInput, StaleHandle.
+        arrays, which ``help(Batch)`` lists, lie in static buffers: they are valid until the next ``batch``. Raises BadInput,
+        StaleHandle.
         """
         requests = requests_of(sequences, self._core)
         return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to)
@@ -278,6 +280,7 @@ class KVCache:
         core = self._core
         tokens = as_tokens(token_ids, core.vocab_size)
         media_ids = core.media.ids(media, len(tokens))
+        self._publisher.settle_waiting()
         return self._reuse.pin(with_media(tokens, 0, media_ids), core.namespaces.key(namespace))
 
     @exclusive

@@ -157,7 +157,8 @@ class LayerView:
     def write(self, **rows: Any) -> None:
         """Write the rows of the step's ``T`` new tokens where ``slot_mapping`` says: ``write(k=.., v=..)``, or whatever rows
         the layer's blocks have, each ``[T, *shape]``, or with more axes in place of ``T``. They are encoded as the layer keeps
-        them; what padded tokens have goes to block 0. Nothing is kept from call to call, so that a graph may hold it.
+        them, K and V together where they are packed in one row; what padded tokens have goes to block 0. Nothing is kept from
+        call to call, so that a graph may hold it.
 
         Raises BadInput (no such rows, another shape, rows of several tokens), StaleHandle; nothing is written then.
         """
@@ -165,6 +166,7 @@ class LayerView:
         assert self._batch is not None
         self._batch.check_current()
         kept = {} if pool is None else pool.rows
+        rows = rows if pool is None else pool.joined(rows)
         for name, values in rows.items():
             if name not in kept or kept[name].tokens_per_row > 1:
                 raise BadInput(f"{self._name} has no row {name!r} for every token in memory; it has {[*kept]}")
@@ -251,13 +253,15 @@ class Batch:
         self._stopped, self.block_size = core.counters.stopped, core.block_size
         self.buffers, self.rows, self.before = buffers, rows, before
         positions = before if rows.one_each else before[rows.row_of] + rows.offsets
-        self.token_columns, self.within = np.divmod(positions, self.block_size)
+        self.token_columns = positions // self.block_size
+        self.within = positions - self.token_columns * self.block_size  # faster than divmod
         last_column, last_within = self.token_columns, self.within
         if not rows.one_each:
             last_column, last_within = last_column[rows.last], last_within[rows.last]
         self.lengths, self.columns, self.last_page_len = before + rows.counts, last_column + 1, last_within + 1
-        for column in (self.lengths, self.columns, self.last_page_len):
-            column[rows.num_sequences :] = 0
+        if rows.num_sequences < len(before):
+            for column in (self.lengths, self.columns, self.last_page_len):
+                column[rows.num_sequences :] = 0
         self.qo_indptr = buffers.put("qo_indptr", rows.indptr)
         states = rows.zeros if core.states is None else core.state_rows(rows.slots)
         self.state_indices = buffers.put("state_indices", states)

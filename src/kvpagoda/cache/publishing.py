@@ -50,6 +50,18 @@ class Publisher:
             return
         request.is_settled = True
 
+    def settle_waiting(self, most: int | None = None) -> None:
+        """Publish what persistent batches have left for later, of all requests or of the ``most`` that wait longest. Whoever
+        reads the prefix tree calls this first, so that nobody can tell."""
+        waiting = self._core.unsettled
+        while waiting and most != 0:
+            request = next(iter(waiting))
+            if request.rows is not None:
+                request.rows.flush(request)
+            self.settle(request)
+            waiting.pop(request, None)
+            most = None if most is None else most - 1
+
     def _publishes(self, request: Request) -> bool:
         """Whether others may find what ``request`` computes now: not what began with weights that are gone, and went on."""
         return request.publishes and request.namespace not in self._core.stale

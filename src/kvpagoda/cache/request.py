@@ -8,6 +8,7 @@ from enum import Enum
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.counters import Tally
 from kvpagoda.cache.namespace import with_media
 from kvpagoda.cache.prefix_match import PrefixMatch
 from kvpagoda.errors import StaleHandle
@@ -40,12 +41,13 @@ class Request:
     ``resumed_at``: the cache's count of stopped requests when it got its slot. ``due``: behind how many blocks of its prompt a
     checkpoint is still to be kept, ascending. ``kept``: checkpoints that it uses; ``tail``: the one that moves along with it.
     ``publishes``: whether others may find what it computes. ``epochs``: (first position, epoch of the weights), ascending.
+    ``tally``: the counters of its namespace.
     """
 
     __slots__ = (
         "block_hashes", "due", "epochs", "is_settled", "kept", "lease", "match", "media_ids", "namespace", "num_fences",
         "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "slot", "state", "tail",
-        "tokens", "written",
+        "tally", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -63,6 +65,7 @@ class Request:
         self.namespace, self.priority, self.media_ids = namespace, priority, media_ids
         self.match = PrefixMatch(0, 0, "nothing")
         self.lease: Lease
+        self.tally: Tally
         self.slot, self.state, self.resumed_at = -1, State.NEW, 0
         self.num_fences, self.is_settled = 0, True
         self.publishes, self.epochs = publishes, [(0, epoch)]

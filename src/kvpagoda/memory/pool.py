@@ -59,6 +59,16 @@ class Pool:
         """``parts`` without the hidden records: what views give to callers."""
         return tuple(part[: self.num_shown] for part in self.parts(name))
 
+    def joined(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """``rows`` under the names that they have here: K and V ``[.., heads, dim]`` of one shape, or a latent and its RoPE
+        key ``[.., dim]``, are put together where this pool keeps them packed in one row."""
+        if rows.keys() == {"k", "v"} and "kv" in self.rows and rows["k"].shape == rows["v"].shape:
+            return {"kv": torch.stack((rows["k"], rows["v"]), dim=-3)}
+        is_packed = "latent" in self.rows and "k_rope" not in self.rows
+        if is_packed and rows.keys() == {"latent", "k_rope"} and rows["latent"].shape[:-1] == rows["k_rope"].shape[:-1]:
+            return {"latent": torch.cat((rows["latent"], rows["k_rope"]), dim=-1)}
+        return rows
+
     def write(self, name: str, index: Index, values: Tensor) -> None:
         """Encode ``values`` ``[*index, *shape]`` and store them; packed rows as bfloat16. One writer a row: duplicate indices
         are undefined."""
