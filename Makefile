@@ -1,12 +1,13 @@
 # make run    make the environment if needed, then run the main job on an embedded model: no GPU, no network, no weights
 # make test   everything that CI runs: format, lint, types, layering, tests
+# make docs   the documents as a site, in build/site
 # make servers  as root on Debian: Redis and Mooncake Store, for tests to start and stop; without them those tests skip
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test check format gpu slow servers clean
+.PHONY: run test check format gpu slow docs servers clean
 
 run: $(READY)
 	$(BIN)/kvpagoda generate
@@ -34,6 +35,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
+
+docs: $(READY)
+	$(BIN)/python -m mkdocs build --strict
 
 servers: $(READY)
 	apt-get update -qq

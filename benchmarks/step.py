@@ -1,6 +1,7 @@
 """One decode step for 256 requests: room for a token of each, and the step's index arrays where the host makes them.
 
-``staggered`` requests do not all begin a block in the same step, but a sixteenth of them in every step.
+``staggered`` requests do not all begin a block in the same step, but a sixteenth of them in every step. So many steps that
+what is done in turns, or once for several blocks, is done for all requests.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ def measure(options: Options) -> list[Row]:
         for staggered in (False, True)
     ]
     return compare(
-        Options(options.quick, options.peers, options.only, max(32, options.runs)), "step", cases, needs="step"
+        Options(options.quick, options.peers, options.only, max(32 if options.quick else 512, options.runs)),
+        "step",
+        cases,
+        needs="step",
     )
 
 

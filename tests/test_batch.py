@@ -12,8 +12,10 @@ import torch
 from kvpagoda import Batch, KVCache, LayerView, Schema
 from kvpagoda.batch.batch import GroupArrays
 from kvpagoda.errors import BadInput, StaleHandle
+from kvpagoda.layouts.dialects import DIALECTS
+from kvpagoda.layouts.packed_row import PackedRow
 from kvpagoda.memory.device_arrays import DeviceArrays
-from kvpagoda.schema import Attention, Compressed, Encoding, Growth, Layer, LayerKind, Recurrent, Rows
+from kvpagoda.schema import Attention, Compressed, Encoding, Growth, Latent, Layer, LayerKind, Recurrent, Rows
 
 FULL = Attention(2, 4, 4, "float32")
 WINDOW = Attention(2, 4, 4, "float32", Growth(window=10))
@@ -68,6 +70,32 @@ def test_write_does_what_slot_mapping_says(encoding: Encoding) -> None:
     again = torch.randn(2, 3, 2, 8).bfloat16()  # rows and tokens as two axes
     view.write(k=again)
     assert torch.equal(view.blocks.read("k", (slots // 4, slots % 4)), view.blocks.stored("k", again.view(6, 2, 8)[:5]))
+
+
+def test_write_joins_what_is_packed_in_one_row() -> None:
+    packed = PackedRow("gqa_int8_head", "vllm", 64)
+    cache = cache_of(Attention(2, 64, 64, "bfloat16", encoding=packed), budget="1MiB")
+    sequence = prefilled(cache, 6, 0)
+    sequence.extend(3)
+    view = cache.batch([sequence], [3]).layer(0)
+    k, v = torch.randn(2, 3, 2, 64).bfloat16().unbind()
+    view.write(k=k, v=v)
+    slots = view.slot_mapping.long()
+    kv = torch.stack((k, v), dim=1)
+    found = view.blocks.read("kv", (slots // 4, slots % 4))
+    assert torch.equal(found, view.blocks.stored("kv", kv)) and (found - kv).abs().max() < 0.05
+    name = next(
+        name for name in DIALECTS for dialect in DIALECTS[name] if PackedRow(name, dialect).packing.width == 576
+    )
+    latents = cache_of(Latent(512, 64, "bfloat16", encoding=PackedRow(name, next(iter(DIALECTS[name])))), budget="1MiB")
+    sequence = latents.open(range(3))
+    view = latents.batch([sequence], [3]).layer(0)
+    latent, k_rope = torch.randn(3, 1, 512).bfloat16(), torch.randn(3, 1, 64).bfloat16()
+    view.write(latent=latent, k_rope=k_rope)
+    slots = view.slot_mapping.long()
+    found = view.blocks.read("latent", (slots // 4, slots % 4))
+    assert torch.equal(found, view.blocks.stored("latent", torch.cat((latent, k_rope), dim=-1)))
+    assert (found - torch.cat((latent, k_rope), dim=-1)).abs().max() < 0.3
 
 
 def test_write_refuses_before_it_writes() -> None:

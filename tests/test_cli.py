@@ -221,6 +221,22 @@ def test_generate_runs_the_embedded_model() -> None:
     found = json.loads(done.stdout)
     assert [len(result["tokens"]) for result in found["results"]] == [3] * 5 and found["new_tokens"] == 15
     assert found["stats"]["running"] == 0 and found["stats"]["nbytes"] <= 64 << 20
+    again = found["again"]
+    assert again["num_same"] == again["num_answers"] == 5 and "format_cost" not in found
+    assert again["cached_tokens"] > 0.8 * again["prompt_tokens"], "the second time what was computed is found"
+
+
+def test_generate_says_what_a_format_saves_and_costs(
+    tmp_path: Path, here: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pytest.importorskip("kvpagoda.hf.report"), "HELD_OUT_BYTES", 256)
+    (tmp_path / "prompts.txt").write_text("The \n")
+    done = here("generate", "--max-new-tokens", "2", "--prompts", str(tmp_path / "prompts.txt"), "--kv-format", "int8")
+    lines = " ".join(done.stdout.split())
+    assert done.returncode == 0 and not done.stderr
+    assert re.search(r"int8: [\d,]+ bytes a token instead of [\d,]+ \(float32\), \d\d% saved", lines)
+    assert re.search(r"[+-]0\.\d{4} bits for each of [\d,]+ bytes of text it was not trained on", lines)
+    assert re.search(r"all prompts again: 0 of 4 prompt tokens found in the cache, the same answers in", lines)
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

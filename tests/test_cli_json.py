@@ -20,9 +20,10 @@ COMMANDS = {
     "replay_workers": ["replay", "--limit", "10", "--schema", "qwen3-8b", "--budget", "1GiB", "--workers", "1"],
     "doctor": ["doctor", "--tier", "host:64MiB"],
     "generate": ["generate", "--max-new-tokens", "2"],
+    "top": ["top", "METRICS", "--once"],
     "bench": ["bench", "allocate", "--quick"],
 }
-NEEDS = {"doctor": "torch", "generate": "transformers", "bench": "torch"}
+NEEDS = {"top": "prometheus_client", "doctor": "torch", "generate": "transformers", "bench": "torch"}
 
 
 def run(*arguments: str, cwd: Path) -> str:
@@ -32,10 +33,24 @@ def run(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
+def write_metrics(path: Path) -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    from kvpagoda import KVCache, Schema
+    from kvpagoda.metrics import CacheCollector
+    from kvpagoda.schema import Attention, Layer
+
+    schema, registry = Schema((Layer(0, "full", (Attention(1, 1, 1, "float16"),)),), "tiny"), CollectorRegistry()
+    registry.register(CacheCollector(KVCache(schema, "64KiB", device="none")))
+    path.write_bytes(generate_latest(registry))
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_json_is_as_described(name: str, tmp_path: Path) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
+    if name == "top":
+        write_metrics(tmp_path / "METRICS")
     printed = json.loads(run(*COMMANDS[name], "--json", cwd=tmp_path))
     assert violations(printed, schema_of(name)) == []
     if name == "replay":

@@ -12,10 +12,11 @@ import kvpagoda
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "formats", "layouts", "schema", "blocks", "prefix", "kernels", "memory", "tiers", "cache", "batch",
-    "kv_cache", "events", "scheduling", "compat", "console", "doctor", "replay", "adapters", "hf", "cli",
+    "kv_cache", "events", "scheduling", "compat", "console", "metrics", "doctor", "replay", "adapters", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},
+    "metrics": {"prometheus_client", "opentelemetry", "rich"},
     "kernels": {"triton", "numba", "llvmlite"},
     "tiers": {"xxhash", "redis", "mooncake"},
     "events": {"msgspec", "zmq"},
@@ -25,7 +26,7 @@ NEEDS_TORCH = {
     "formats.codec", "formats.quantise", "formats.scales", "formats.small_floats", "kernels", "layouts.encoded_anew",
     "layouts.packed", "doctor", "hf",
     "memory.arena", "memory.device_arrays", "memory.device_memory", "memory.host_copy",
-    "memory.id_tensors", "memory.layerwise", "memory.pool", "compat.block_allocator",
+    "memory.id_tensors", "memory.layerwise", "memory.pool", "adapters.mini_sglang", "compat.block_allocator",
     "compat.cache_engine", "compat.compressed_pools", "compat.gdn_pool", "compat.kv_cache_manager",
     "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",
 }  # fmt: skip

@@ -175,6 +175,7 @@ def test_random_traffic(name: str, copied: bool) -> None:
                 seen["moved"] += 1
         elif members:
             n = int(random.choice([1, 1, 1, 1, 2, 6]))
+            cache.lookup([0, 0])  # what was left for later is published, so that a step that fails changes nothing
             held = [(ledger.end.copy(), ledger.outstanding, ledger.free.num_free) for ledger in cache.core.groups]
             try:
                 batch = together.extend(n)
@@ -327,7 +328,7 @@ def test_what_a_sequence_does_between_extend_and_commit_counts() -> None:
     first.commit([7])
     together.commit([8, 9])
     assert first.tokens[6:].tolist() == [7, 8] and second.tokens[9:].tolist() == [9]
-    assert first._request.lease.num_blocks == 2
+    assert cache.lookup([*range(6), 7, 8, 0]).cached == 8 and first._request.lease.num_blocks == 2
     batch = together.extend()
     move_blocks(cache, cache.core.groups[0], cache.core.groups[0].held_ids(first.slot)[:1])
     with pytest.raises(StaleHandle, match="batch is over"):
@@ -375,3 +376,82 @@ def test_what_a_step_wrote_limits_how_far_a_sequence_goes_back() -> None:
     together.commit([1])
     short.rewind(3)
     assert short.length == 1
+
+
+def test_what_was_left_for_later_is_there_for_whoever_looks() -> None:
+    """Publishing in turns is not seen: each of these finds all blocks that steps completed until then."""
+    for look in ("lookup", "open", "pin", "fork", "close", "suspend"):
+        cache = cache_of(FULL, num_blocks=60)
+        sequence, other = running(cache, 5), running(cache, 9, 50)
+        together = cache.persistent_batch([sequence, other])
+        for token in range(30):
+            together.extend()
+            together.commit([token, token + 40])
+        assert sequence._request in cache.core.unsettled and sequence._request.lease.num_blocks < 35 // 4
+        text = sequence.tokens.tolist()
+        if look == "lookup":
+            assert cache.lookup(text).cached == 32
+        elif look == "open":
+            with cache.open(text) as again:
+                assert again.cached_tokens == 32
+        elif look == "pin":
+            cache.unpin(cache.pin(text))
+            assert sequence._request.lease.num_blocks == 8
+        elif look == "fork":
+            with sequence.fork() as child:
+                assert child._request.lease.num_blocks == 8 and child.tokens.tolist() == text
+        elif look == "close":
+            together.remove(sequence)
+            sequence.close()
+            assert sequence._request not in cache.core.unsettled
+            assert cache.lookup([*text, 0]).cached == 32
+        else:
+            together.remove(sequence)
+            sequence.suspend()
+            assert sequence._request not in cache.core.unsettled
+            sequence.resume()
+            assert cache.lookup([*text, 0]).cached == 32 and sequence.tokens.tolist() == text
+        cache.check()
+
+
+def test_steps_publish_in_turns_by_themselves() -> None:
+    cache = cache_of(FULL, num_blocks=500, max_context=800)
+    members = [running(cache, 4 + i, 20 * i) for i in range(3)]
+    together, most = cache.persistent_batch(members), 0
+    for token in range(600):
+        together.extend()
+        together.commit([token % 10, token % 11, token % 12])
+        behind = [one.length // 4 - one._request.lease.num_blocks for one in members]
+        most = max(most, *behind)
+    assert 8 < most <= 66  # some wait, and none for ever
+    assert together._rows.newest.shape[1] == 66 * 4
+    for i, one in enumerate(members):
+        assert one.tokens.tolist() == [(20 * i + j) % 100 for j in range(4 + i)] + [t % (10 + i) for t in range(600)]
+    cache.check()
+
+
+def test_blocks_that_two_wrote_alike_become_free_before_a_step_fails_for_room() -> None:
+    """Each writes the same 20 blocks, and there are 28: what the one has more than the other is free when it is needed."""
+    cache = cache_of(FULL, num_blocks=28)
+    members = [running(cache, 4), running(cache, 4)]
+    together = cache.persistent_batch(members)
+    for token in range(76):
+        together.extend()
+        together.commit([token % 7, token % 7])
+        cache.check()
+    assert [one.length for one in members] == [80, 80]
+
+
+def test_blocks_are_taken_in_advance_only_where_they_are_promised_and_free() -> None:
+    cache = cache_of(FULL, num_blocks=60)
+    promised = cache.open(range(8), reserve=76)
+    promised.commit(range(8))
+    together = cache.persistent_batch([promised], num_rows=2)
+    together.extend()
+    assert promised.capacity == 4 * (2 + 1 + 15) and cache.core.full.outstanding == 1
+    together.commit([1])
+    plain = running(cache, 8, 50)
+    together.add(plain)
+    together.extend()
+    assert plain.capacity == 12 and promised.capacity == 72
+    cache.check()

@@ -44,7 +44,7 @@ def config() -> DeepseekV4Config:
         q_lora_rank=64, partial_rotary_factor=0.2, num_experts_per_tok=2, n_routed_experts=4, n_shared_experts=1,
         compress_ratios=[0, 4, 128, 4, 0], num_hash_layers=1, sliding_window=128, o_groups=2, o_lora_rank=32,
         index_n_heads=16, index_head_dim=32, index_topk=128, hc_mult=2, hc_sinkhorn_iters=3, max_position_embeddings=8192,
-        eos_token_id=None, bos_token_id=None, dtype="float32",
+        eos_token_id=10, bos_token_id=None, dtype="float32",
     )  # fmt: skip
 
 

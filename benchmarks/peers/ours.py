@@ -16,8 +16,8 @@ from kvpagoda.schema import Attention, Layer, Schema
 
 VERSION, LEAST_BLOCK = version("kvpagoda"), 1
 FULL = Schema((Layer(0, "full_attention", (Attention(1, 1, 1, "float16"),)),), "full attention")
-ARRAYS = ("block_table", "cache_seqlens", "slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len")
-"""What FlashAttention and FlashInfer take."""
+ARRAYS = ("block_table", "cache_seqlens", "slot_mapping", "kv_indptr", "kv_last_page_len")
+"""What FlashAttention and FlashInfer take, but ``kv_indices``: where there is a GPU, a kernel makes them from the table."""
 torch.set_num_threads(1)
 
 

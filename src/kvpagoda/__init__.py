@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import Any
 
@@ -45,6 +46,7 @@ _PUBLIC = {
 _ROOM = {name: room for room, names in _PUBLIC.items() for name in names}
 __all__ = sorted(_ROOM)
 __version__ = "0.1.0"
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, until a program says what to do with it
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The command line: ``kvpagoda plan``, ``layout``, ``generate``, ``replay``, ``bench``, ``doctor``.
+"""The command line: ``kvpagoda plan``, ``layout``, ``generate``, ``replay``, ``bench``, ``top``, ``doctor``.
 
 Exit 0, or 2 on bad input with one line on standard error; ``doctor`` exits with 1 if something is broken.
 """
@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -85,6 +85,9 @@ def plan(
     kv_format: Annotated[
         str, typer.Option(help="raw, fp8 (the packed rows of the big engines), mxfp4, nvfp4 or int8")
     ] = "raw",
+    layout: Annotated[str | None, typer.Option(help="layouts by name, e.g. flashmla-v32,deepgemm-indexer")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help="what reads the cache, e.g. flashmla-sparse-sm100")] = None,
+    kernel_page: Annotated[int | None, typer.Option(help="tokens of a kernel's page (default: a block)")] = None,
     lengths: Annotated[str, typer.Option(help="request lengths to count for")] = "1024,8192,32768,131072",
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
     list_presets: Annotated[
@@ -95,8 +98,13 @@ def plan(
     with one_line_errors():
         from kvpagoda import console
 
-        schema = _schema(config, dtype, kv_format).split(tp=tp, pp=pp, rank=stage)
-        made = schema.plan(budget, max_requests, block_size, lengths=_numbers(lengths, "--lengths", "tokens"))
+        schema = _schema(config, dtype, kv_format)
+        schema = schema if layout is None else schema.laid_out(_words(layout))
+        schema = schema.split(tp=tp, pp=pp, rank=stage)
+        made = schema.plan(
+            budget, max_requests, block_size, lengths=_numbers(lengths, "--lengths", "tokens"), kernels=kernel or (),
+            kernel_page=kernel_page,
+        )  # fmt: skip
         typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made.text(console.output().width))
 
 
@@ -184,7 +192,7 @@ def generate(
         str | None, typer.Option(help="a transformers model: name or folder (default: a tiny one)")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="a file, one prompt a line (default: embedded ones)")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt")] = 48,
+    max_new_tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt, at most")] = 160,
     budget: Annotated[str, typer.Option(help="memory for the cache")] = "64MiB",
     max_requests: Annotated[int, typer.Option(help="requests that run at once; more wait")] = 4,
     prefill_chunk: Annotated[int, typer.Option(help="prompt tokens of one request in one step")] = 256,
@@ -309,6 +317,24 @@ def bench(context: typer.Context) -> None:
             )
     done = subprocess.run([sys.executable, "-m", "benchmarks", *context.args], cwd=root)
     raise typer.Exit(done.returncode)
+
+
+@app.command()
+def top(
+    source: Annotated[str, typer.Argument(help="where metrics are served, e.g. localhost:9100, or a file of them")],
+    every: Annotated[float, typer.Option(help="seconds between two looks")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="print one table and exit")] = False,
+    vllm: Annotated[str, typer.Option(help="what stands before vLLM's names, see CacheCollector")] = "vllm:",
+    as_json: Annotated[bool, typer.Option("--json", help="print a line of JSON each time")] = False,
+) -> None:
+    """Watch caches that serve their metrics: blocks by state, hits and what cut them short, tiers, requests.
+
+    See kvpagoda.metrics.CacheCollector for how to serve them.
+    """
+    with one_line_errors(), suppress(KeyboardInterrupt):
+        from kvpagoda.metrics import top_view
+
+        top_view.run(source, every, once=once, as_json=as_json, vllm=vllm)
 
 
 @app.command()

@@ -31,6 +31,8 @@ EXTRAS = {
     "transformers": ("hf", "kvpagoda.hf, kvpagoda generate"),
     "rich": ("cli", "tables and progress"),
     "matplotlib": ("plot", "kvpagoda replay --plot"),
+    "prometheus_client": ("metrics", "figures for Prometheus, kvpagoda top"),
+    "opentelemetry.trace": ("metrics", "spans of open, load, suspend, evict"),
     "triton": ("triton", "kernels on a GPU; elsewhere torch does their work"),
     "mooncake.store": ("mooncake", "a store that many machines share"),
 }

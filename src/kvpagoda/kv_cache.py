@@ -32,6 +32,7 @@ from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.schema import Plan, Schema
+from kvpagoda.schema.kernel_fit import KernelNames
 from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import whole_number
 
@@ -49,9 +50,10 @@ class KVCache:
     ``policy``: which cached block goes first, by name (``kvpagoda.prefix.POLICY_NAMES``) or as an ``EvictionPolicy``.
     ``tiers``: where blocks and checkpoints go below the device, the fastest first (``kvpagoda.tiers.host_tier`` and others).
     ``dtype``: of what the schema keeps, in place of the model's own. ``retention``, ``identity``, ``limits``: what is kept for
-    reuse, who this process is to others, how far requests may go. ``order``: ``"block"`` or ``"layer"``, see ``Arena``;
-    several groups share one block-major memory unless it is ``"layer"``. ``poison``: fill what nobody holds with NaN, to find
-    stale reads. ``events``: a log of what changes of what is cached, for routers (``kvpagoda.events.EventLog``).
+    reuse, who this process is to others, how far requests may go. ``order``, ``kernels``, ``kernel_page``: see
+    ``Schema.plan``; several groups share one block-major memory unless ``order`` is ``"layer"``. ``poison``: fill what nobody
+    holds with NaN, to find stale reads. ``events``: a log of what changes of what is cached, for routers
+    (``kvpagoda.events.EventLog``).
 
     One owner at a time: a cache and its sequences are used by one thread, or by several under one lock of theirs; a call
     while another thread is inside raises ConcurrentUse. An interrupt (Ctrl-C) between calls, or in one that is not yet
@@ -83,6 +85,8 @@ class KVCache:
         identity: Identity | None = None,
         limits: Limits | None = None,
         order: str | None = None,
+        kernels: KernelNames = (),
+        kernel_page: int | None = None,
         poison: bool = False,
         events: EventLog | None = None,
     ) -> None:
@@ -93,12 +97,11 @@ class KVCache:
         self.schema = schema if dtype is None else schema.cast(str(dtype).removeprefix("torch."))
         plan = self.schema.plan(
             budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=limits.step_tokens,
-            checkpoints=retention.checkpoints, shared=order != "layer",
+            checkpoints=retention.checkpoints, kernels=kernels, kernel_page=kernel_page, order=order,
         )  # fmt: skip
-        memory = _memory(plan, device, order, poison, bool(tiers))
-        settings = Settings(
-            schema.vocab_size, self.schema.fingerprint, policy, retention, identity, limits, tuple(tiers), events
-        )
+        memory = _memory(plan, device, poison, bool(tiers))
+        fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
+        settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, tuple(tiers), events)
         self._core = Core(plan, memory, settings)
         self._guard = self._core.guard
         self._publisher = Publisher(self._core)
@@ -207,6 +210,7 @@ class KVCache:
     ) -> Lookup:
         """What ``open`` would find of this prompt, and what running requests are about to publish of it. Admits nothing, needs
         no slot, holds nothing, and counts as no use. Raises BadInput."""
+        self._publisher.settle_waiting()
         return look_up(self._core, token_ids, namespace, media)
 
     @exclusive
@@ -233,7 +237,8 @@ class KVCache:
         """Index arrays for a step that computes ``new_tokens[i]`` tokens of ``sequences[i]``, for which there is room.
 
         ``pad_to`` rows in all (CUDA graphs): padded rows have one token, slot -1, length 0 and write to block 0. The
-        arrays lie in static buffers: they are valid until the next ``batch``. Raises BadInput, StaleHandle.
+        arrays, which ``help(Batch)`` lists, lie in static buffers: they are valid until the next ``batch``. Raises BadInput,
+        StaleHandle.
         """
         requests = requests_of(sequences, self._core)
         return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to)
@@ -275,6 +280,7 @@ class KVCache:
         core = self._core
         tokens = as_tokens(token_ids, core.vocab_size)
         media_ids = core.media.ids(media, len(tokens))
+        self._publisher.settle_waiting()
         return self._reuse.pin(with_media(tokens, 0, media_ids), core.namespaces.key(namespace))
 
     @exclusive
@@ -330,7 +336,7 @@ class KVCache:
         core.is_open = False
 
 
-def _memory(plan: Plan, device: Any, order: str | None, poison: bool, has_tiers: bool) -> NoMemory:
+def _memory(plan: Plan, device: Any, poison: bool, has_tiers: bool) -> NoMemory:
     """Memory for ``plan`` on ``device``; none for ``"none"``. Raises MissingExtra without torch."""
     if device == NO_DEVICE:
         return NoMemory()
@@ -342,7 +348,7 @@ def _memory(plan: Plan, device: Any, order: str | None, poison: bool, has_tiers:
         raise MissingExtra(
             "a KVCache with memory needs torch; pip install 'kvpagoda[torch]', or give device='none'", name="torch"
         ) from None
-    return DeviceMemory(plan, device, order, poison=poison, copies_aside=has_tiers)
+    return DeviceMemory(plan, device, poison=poison, copies_aside=has_tiers)
 
 
 def _priority(priority: SupportsIndex) -> int:

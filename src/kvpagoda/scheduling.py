@@ -13,6 +13,7 @@ The text so far is kept in each mode, and the tokens that follow are the same.
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
@@ -31,6 +32,8 @@ from kvpagoda.cache.tier_hit import Prefetch
 from kvpagoda.errors import Exhausted, OutOfBlocks, RetryLater
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.units import ceil_div
+
+_log = logging.getLogger(__name__)
 
 
 class PreemptionPolicy(Protocol):
@@ -75,6 +78,16 @@ class Costs:
 def cheapest(costs: Costs) -> PreemptionMode:
     """The mode that costs least; of equals the one that moves fewer bytes."""
     return min(PreemptionMode, key=lambda mode: getattr(costs, mode.value))
+
+
+@dataclass(frozen=True)
+class QueueStats:
+    """Jobs that wait and that run now; so far preempted, and of these set aside in host memory."""
+
+    waiting: int
+    running: int
+    preempted: int
+    swapped: int
 
 
 class Job:
@@ -241,6 +254,7 @@ class RunQueue(Generic[J]):
             self.remove(job)
         job.num_preempted += 1
         self.num_preempted += 1
+        _log.debug("job %d preempted: %s", job.number, "computed again" if job.suspended is None else "set aside")
         insort(self.waiting, job, key=_by_age)
 
     def costs(self, job: J) -> Costs:
@@ -310,6 +324,10 @@ class RunQueue(Generic[J]):
         self.rate.add(seconds, num_tokens)
         if self.cache.core.offloader is not None:
             self.cache.core.offloader.reader.seconds_per_token = self.rate.seconds
+
+    def stats(self) -> QueueStats:
+        """Its counters."""
+        return QueueStats(len(self.waiting), len(self.running), self.num_preempted, self.num_swapped)
 
     def _reserve(self, job: J) -> int:
         if self.policy is None or job.num_preempted:

@@ -10,9 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.peers import stubs
 from benchmarks.peers.bare import bare_packages
+from benchmarks.peers.stubs import Anything
 
-__all__ = ["bare_packages", "path_of"]
+__all__ = ["Anything", "bare_packages", "path_of", "stubs"]
 
 
 def path_of(variable: str, inside: str) -> Path:

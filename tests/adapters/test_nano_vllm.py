@@ -16,6 +16,7 @@ from rows import Ints, Rows, next_token
 
 from kvpagoda import BadInput, CheckFailed, NotOwned, OutOfBlocks, StaleHandle
 from kvpagoda.adapters.nano_vllm import BlockManager
+from kvpagoda.prefix import POLICY_NAMES
 
 
 @dataclass
@@ -128,6 +129,43 @@ def test_check_sees_a_block_in_two_places() -> None:
         manager.check()
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_random_sequences(size: int) -> None:
+    """Rows of every sequence are those of its text, whatever is shared, evicted and preempted."""
+    random, num_blocks = np.random.default_rng(size), 24
+    manager, memory, running = BlockManager(num_blocks, size), Rows(num_blocks * size), list[Text]()
+    heads = [random.integers(0, 5, 10 * size).tolist() for _ in range(2)]
+    found = 0
+    for step in range(1500):
+        text = running[random.integers(len(running))] if running else None
+        if text is None or random.random() < 0.1:
+            head = heads[random.integers(2)][: random.integers(1, 10 * size)]
+            text = Text([*head, *random.integers(0, 5, random.integers(1, 4)).tolist()])
+            if (cached := manager.can_allocate(text)) < 0:
+                continue
+            manager.allocate(text, cached)
+            running.append(text)
+            found += cached
+            memory.prove(text.token_ids, places(text, cached * size, size), cached * size, text.seq_id)
+        elif random.random() < 0.1 or not manager.can_append(text):
+            running.remove(text)
+            manager.deallocate(text)
+            continue
+        else:
+            manager.may_append(text)
+        end = text.num_cached_tokens + int(random.integers(1, text.num_tokens - text.num_cached_tokens + 1))
+        memory.write(text.token_ids, places(text, end, size), text.num_cached_tokens, end)
+        compute(manager, text, end - text.num_cached_tokens)
+        memory.prove(text.token_ids, places(text, end, size), end, text.seq_id)
+        if end == text.num_tokens:
+            text.token_ids.append(next_token(text.token_ids, 5))
+        if step % 10 == 0:
+            manager.check()
+            for one in running:
+                memory.prove(one.token_ids, places(one, one.num_cached_tokens, size), one.num_cached_tokens, one.seq_id)
+    assert found > 100
+
+
 # -- under the project's own scheduler -----------------------------------------------------------------------------------
 
 
@@ -206,6 +244,10 @@ def test_random_traffic_of_its_own_scheduler(nano_vllm: Any, seed: int) -> None:
     checks = count()
 
     class Checked(BlockManager):
+        def __init__(self, num_blocks: int, block_size: int) -> None:
+            policies = [name for name in POLICY_NAMES if name not in ("priority", "ttl")]
+            super().__init__(num_blocks, block_size, policies[seed % len(policies)])
+
         def hash_blocks(self, seq: Any) -> None:
             super().hash_blocks(seq)
             if next(checks) % 7 == 0:

@@ -54,9 +54,8 @@ def test_tokens_equal_full_recomputation(name: str, changes: dict[str, Any], mon
     assert generator.generate(prompts, 6) == [greedy(model, prompt, 6) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", MULTIMODAL)
-def test_texts_of_multimodal_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the config around that of the text names no end of text."""
+def multimodal(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A multimodal model, also where the config around that of the text names no end of text."""
     text, others = MULTIMODAL[name]
     monkeypatch.setitem(FAMILIES, text, FAMILIES.get(text, MORE.get(text, {})))
     config = CONFIG_MAPPING[name](text_config={**tiny_config(text).to_dict(), "pad_token_id": 0}, **others)
@@ -65,6 +64,12 @@ def test_texts_of_multimodal_models(name: str, monkeypatch: pytest.MonkeyPatch) 
     randomise(model)
     for field in ("bos_token_id", "eos_token_id"):
         setattr(model.generation_config, field, None)
+    return model
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_texts_of_multimodal_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = multimodal(name, monkeypatch)
     prompts = [[3, 4, 5, 6, 7, 8, 9] * 3, [7], [3, 4, 5, 6, 7, 8, 9] * 4]
     generator = Generator(model, num_blocks=60, max_requests=2, prefill_chunk=7, poison=True)
     monkeypatch.setattr(generator, "_ends", frozenset())

@@ -26,6 +26,8 @@ def test_tokens_equal_full_recomputation(name: str, way: PreemptionMode) -> None
     for prompt, new in zip(prompts(), found):
         assert_greedy(model_of(name), prompt, new)
     assert generator.num_swapped == generator.num_preempted > 0
+    told = generator.queue.stats()
+    assert (told.preempted, told.swapped, told.waiting) == (generator.num_preempted, generator.num_swapped, 0)
     assert_empty(generator)
     stats = generator.stats()
     assert stats.suspended == stats.swap_nbytes == 0

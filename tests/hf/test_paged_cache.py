@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import doctest
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +14,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from test_every_family import REST, VARIANTS, tiny  # noqa: E402
+from test_every_family import REST, VARIANTS, multimodal, tiny  # noqa: E402
 from test_generator import EXACT, greedy, model_of, prompts, recomputed  # noqa: E402
 from test_rope_switch import model_of as switching  # noqa: E402
 from test_rope_switch import prompts as crossing  # noqa: E402
 
 from kvpagoda.errors import BadInput, OutOfBlocks  # noqa: E402
 from kvpagoda.hf import PagedCache  # noqa: E402
+from more_models import MULTIMODAL  # noqa: E402
 
 NEW = 7
 PLAIN: dict[str, Any] = dict(do_sample=False, pad_token_id=0, max_new_tokens=NEW)
@@ -70,6 +72,15 @@ def test_every_family(name: str, changes: dict[str, Any], monkeypatch: pytest.Mo
     cache.cache.check()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_texts_of_multimodal_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, texts = multimodal(name, monkeypatch), [[3, 4, 5, 6, 7, 8, 9] * 3, [7], [3, 4, 5, 6, 7, 8, 9] * 4]
+    cache = PagedCache(model, num_blocks=60, prefill_chunk=7, poison=True)
+    for _ in range(2):
+        assert generated(model, texts, cache, max_new_tokens=5) == [greedy(model, text, 5) for text in texts]
+
+
 def test_rows_of_one_batch_share_and_only_what_is_new_is_computed() -> None:
     model, head = model_of("llama"), prompts()[-1]
     cache = PagedCache(model, num_blocks=60)
@@ -88,7 +99,7 @@ def test_a_conversation_goes_on_from_what_is_cached() -> None:
         found = cache.stats().cached_tokens
         answer = generated(model, [text], cache)[0]
         assert answer == greedy(model, text, NEW)
-        assert cache.stats().cached_tokens - found == (0, 32, 48)[turn]
+        assert cache.stats().cached_tokens - found == (0, 47, 61)[turn]  # all but the last token said
         text += [*answer, *prompts()[5]]
 
 
@@ -145,6 +156,21 @@ def test_the_model_is_itself_with_any_other_cache_and_so_is_a_copy() -> None:
     assert twin.forward.__self__ is twin and generated(twin, [text])[0] == recomputed("llama")[9]
     cache = PagedCache(twin, num_blocks=30)
     assert generated(twin, [text], cache)[0] == recomputed("llama")[9]
+
+
+def test_a_model_whose_forward_was_replaced_is_refused() -> None:
+    model = copy.deepcopy(model_of("llama"))
+    model.forward = functools.partial(model.forward)
+    with pytest.raises(BadInput, match="forward of the LlamaForCausalLM were replaced"):
+        PagedCache(model, num_blocks=30)
+
+
+def test_the_cache_of_another_model_is_refused() -> None:
+    model, text = model_of("llama"), prompts()[9]
+    cache, twin = PagedCache(model, num_blocks=30), copy.deepcopy(model)
+    for other in (twin, model_of("qwen3")):  # one that knows of such caches, one that does not
+        with pytest.raises(BadInput, match="that of a LlamaForCausalLM, another model or a copy"):
+            generated(other, [text], cache)
 
 
 def right_padded(model: Any, cache: PagedCache) -> None:

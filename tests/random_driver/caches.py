@@ -21,6 +21,11 @@ from kvpagoda.tiers import Driver, Lease, RecordBuffer, TierSpec, disk_tier, hos
 from .schemas import SCHEMA_NAMES, schema_named
 
 MAX_CONTEXT = 72
+LAYOUTS = {
+    **dict.fromkeys(("full", "sliding", "gemma", "mixed"), ("trtllm", "vllm-blhnc", "flashinfer-gqa-nhd")),
+    "mla": ("kvpagoda-mla",), "qwen3_next": ("gdn-state-kv", "vllm-gdn-conv-sd", "transformers"),
+}  # fmt: skip
+"""Layouts that the rows of a schema may have beside its own."""
 TIERS = ("none", "commit", "evict", "disk", "none", "reuse", "packed", "host over disk")
 
 
@@ -44,6 +49,8 @@ class Settings:
     pin_share: float
     swap: str | None
     settled: bool
+    kernel_page: int | None
+    layout: str | None
 
 
 def settings_of(schema: str, seed: int) -> Settings:
@@ -67,6 +74,8 @@ def settings_of(schema: str, seed: int) -> Settings:
         pin_share=one(0.5, 1.0),
         swap=one(None, None, "4KiB"),
         settled=one(True, True, True, False),
+        kernel_page=None if schema == "deepseek_v4" else one(None, None, 2, 4),
+        layout=one(None, *LAYOUTS.get(schema, ())),
     )  # fmt: skip
 
 
@@ -77,7 +86,7 @@ def budget_of(settings: Settings, schema: Schema) -> int:
         try:
             plan = schema.plan(
                 nbytes, settings.max_requests, settings.block_size, step_tokens=settings.step_tokens,
-                checkpoints=settings.checkpoints, shared=settings.order != "layer",
+                checkpoints=settings.checkpoints, order=settings.order, kernel_page=settings.kernel_page,
             )  # fmt: skip
             if plan.fits(min(settings.num_long, settings.max_requests), 48):
                 return nbytes
@@ -89,10 +98,12 @@ def budget_of(settings: Settings, schema: Schema) -> int:
 def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[KVCache, list[Counting]]:
     """The cache of a run, and the drivers of its tiers. ``folder``: of the disk tier, if it has one."""
     schema = schema_named(settings.schema, settings.verify_width)
+    schema = schema if settings.layout is None else schema.laid_out(settings.layout)
     drivers: list[Counting] = []
     cache = KVCache(
         schema, budget_of(settings, schema), device="cpu", block_size=settings.block_size,
-        max_requests=settings.max_requests, order=settings.order, poison=True, policy=settings.policy,
+        max_requests=settings.max_requests, order=settings.order, kernel_page=settings.kernel_page, poison=True,
+        policy=settings.policy,
         tiers=[_counted(tier, drivers) for tier in _tiers(settings, folder)], identity=Identity(weights),
         limits=Limits(MAX_CONTEXT, settings.step_tokens, settings.swap),
         retention=Retention(settings.checkpoints, settings.checkpoint_every, settings.pin_share),

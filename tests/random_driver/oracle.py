@@ -98,8 +98,8 @@ class StepTexts:
 class Oracle:
     """Fills and compares what the batches of one schema show."""
 
-    def __init__(self, schema: Schema, block_size: int) -> None:
-        self._layers, self._size = schema.layers, block_size
+    def __init__(self, schema: Schema, page_size: int) -> None:
+        self._layers, self._size = schema.layers, page_size
         self._by_index = schema.by_index
         self._blocks = {layer.index: self._block_fields(layer) for layer in schema.layers}
         self._states = {layer.index: self._state_fields(layer) for layer in schema.layers}
@@ -219,10 +219,13 @@ class Oracle:
     def check_arrays(self, batch: Any, step: StepTexts, num_rows: int) -> None:
         """The arrays of all groups agree with the lengths and with each other. Raises WrongBytes."""
         padding = num_rows - len(step.before)
-        counts = [end - before for before, end in zip(step.before, step.ends)] + [1] * padding
         rows, positions, _ = step.part(step.before, step.ends)
+        num_padded = len(batch.positions) - len(rows)
+        counts = [end - before for before, end in zip(step.before, step.ends)] + [
+            num_padded // max(1, padding)
+        ] * padding
         _same("qo_indptr", batch.qo_indptr, np.cumsum([0, *counts]))
-        _same("positions", batch.positions, [*positions, *[0] * padding])
+        _same("positions", batch.positions, [*positions, *[0] * num_padded])
         states = batch.state_indices.numpy()
         _same("state_indices of padded rows", batch.state_indices[len(step.before) :], [0] * padding)
         if any(self._states.values()) and len({*states[: len(step.before)].tolist()} - {0}) < len(step.before):
@@ -239,7 +242,7 @@ class Oracle:
             _same(
                 "slot_mapping",
                 view.slot_mapping,
-                [*(blocks.astype(np.int64) * size + positions % size), *[0] * padding],
+                [*(blocks.astype(np.int64) * size + positions % size), *[0] * num_padded],
             )
             columns = [-(-end // size) for end in step.ends]
             starts = view.kv_start.numpy()[: len(columns)] // size

@@ -134,9 +134,11 @@ def members_of(driver: Driver, together: Any) -> list[Request]:
 def change_members(driver: Driver) -> None:
     """A persistent batch is made, or requests join or leave one."""
     if len(driver.together) < 2 and driver.chance(0.3):
-        rows = driver.between(1, 5)
+        rows, most = driver.between(1, 5), min(1 + driver.draft_width, driver.settings.step_tokens)
+        width = driver.one(None, None, 1, most)
+        told = f"persistent_batch({rows}, tokens_per_row={width})"
         driver.together.append(
-            driver.attempt(f"persistent_batch({rows})", lambda: driver.cache.persistent_batch((), rows))
+            driver.attempt(told, lambda: driver.cache.persistent_batch((), rows, tokens_per_row=width))
         )
     if not driver.together:
         raise Refused("there is no persistent batch")
@@ -147,7 +149,9 @@ def change_members(driver: Driver) -> None:
         number = driver.requests[handle].number if handle in driver.requests else "closed"
         driver.attempt(f"remove(#{number}) from a persistent batch", lambda: together.remove(handle), may_fail=False)
         return
-    request = driver.pick(lambda one: one.is_running and one.length >= one.prompt_length and one.handle not in members)
+    request = driver.pick(
+        lambda one: one.is_running and one.length >= one.prompt_length - 1 and one.handle not in members
+    )
     driver.attempt(
         f"add(#{request.number}) to a persistent batch of {len(members)}", lambda: together.add(request.handle),
         *([BadInput] if len(members) == together.num_rows else []), may_fail=False,
@@ -169,7 +173,8 @@ def step_together(driver: Driver, together: Any) -> None:
         return
     for _ in range(driver.one(1, 1, 2, 5)):
         requests = members_of(driver, together)
-        n = driver.one(1, 1, 1, min(1 + driver.draft_width, driver.settings.step_tokens))
+        most = min(1 + driver.draft_width, driver.settings.step_tokens)
+        n = together.tokens_per_row or driver.one(1, 1, 1, most)
         if not requests:
             raise Refused("nobody is in it")
         if max(request.length for request in requests) + n > driver.longest:
@@ -177,12 +182,16 @@ def step_together(driver: Driver, together: Any) -> None:
             return
         told = f"step of {n} together: {[request.number for request in requests]}"
         batch = make_room(driver, requests, n, partial(together.extend, n), told)
-        news = [request.next_tokens(n, driver.documents.after(request.length, n)) for request in requests]
+        afters = [driver.documents.after(max(one.length, one.prompt_length), n) for one in requests]
+        news = [request.next_tokens(n, after) for request, after in zip(requests, afters)]
         compute(driver, batch, requests, news, together.num_rows)
         with ExitStack() as stack:
             if driver.chance(0.1):
                 fenced = [request for request in requests if driver.chance(0.5)]
                 stack.enter_context(driver.cache.fence([request.handle for request in fenced]))
+            if driver.chance(0.3):
+                commit_some_of_each(driver, together, requests, news)
+                continue
             for i in range(driver.between(1, n)):
                 tokens = [int(new[i]) for new in news]
                 told = f"commit({tokens}) together"
@@ -190,6 +199,17 @@ def step_together(driver: Driver, together: Any) -> None:
                 for request in requests:
                     request.length += 1
                     driver.right_length(request.handle, request)
+
+
+def commit_some_of_each(driver: Driver, together: Any, requests: list[Request], news: list[Tokens]) -> None:
+    """As many tokens of each as turned out to be right, at once."""
+    counts = [driver.between(max(0, len(new) - driver.draft_width), len(new)) for new in news]
+    tokens = np.concatenate([new[:count] for new, count in zip(news, counts)])
+    told = f"commit({tokens.tolist()}, {counts}) together"
+    at_last(partial(driver.attempt, told, partial(together.commit, tokens, counts)))
+    for request, count in zip(requests, counts):
+        request.length += count
+        driver.right_length(request.handle, request)
 
 
 def step_of_some_gone(driver: Driver, together: Any, gone: list[Any]) -> None:

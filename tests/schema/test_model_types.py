@@ -16,7 +16,7 @@ from kvpagoda.schema.families import RULES, Family, heads, layer_types, model_ty
 TABLE = json.loads(files("kvpagoda.schema.families").joinpath("model_types.json").read_text("utf-8"))
 INLINE = {name: row["family"] for name, row in TABLE["model_types"].items() if not isinstance(row["family"], str)}
 SPELLED = {**TABLE["families"], **INLINE}
-PARTS = {"conv", "recurrent", "inner_channels", "has_rope"}
+PARTS = {"conv", "delta", "recurrent", "inner_channels", "has_rope"}
 """Functions that rules are made of."""
 
 

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvpagoda.blocks import FreeList
-from kvpagoda.blocks.ids import Ids, positive_numbers
-from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks, StaleHandle
-from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
+from kvpagoda.adapters.shared_blocks import SharedBlocks
+from kvpagoda.blocks.ids import Ids
+from kvpagoda.errors import BadInput, StaleHandle
+from kvpagoda.prefix import EvictionPolicy, Lease, Match
 from kvpagoda.prefix.tokens import as_tokens
 
 
@@ -41,7 +41,7 @@ class Sequence(Protocol):
 class Found(NamedTuple):
     """What was cached of a sequence when it was last asked for."""
 
-    seq_id: int
+    seq: Sequence
     tokens: Ids
     match: Match
 
@@ -69,18 +69,16 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int, policy: str | EvictionPolicy = "lru") -> None:
-        self.num_blocks, self.block_size = positive_numbers(num_blocks=num_blocks, block_size=block_size)
-        self._tree = PrefixTree(self.block_size, policy=policy, capacity=self.num_blocks, proves_ids=False)
-        self._free = FreeList(
-            self.num_blocks, first=1, what="blocks"
-        )  # the tree's ids are those of the engine, plus one
+        self._blocks = SharedBlocks(num_blocks, block_size, policy)  # its ids are those of the engine, plus one
+        self._tree, self._free = self._blocks.tree, self._blocks.free
+        self.num_blocks, self.block_size = self._blocks.num_blocks, self._blocks.block_size
         self._running: dict[int, Lease] = {}
         self._found: Found | None = None
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that a sequence could have now: free ones, and cached ones that nobody uses. O(1)."""
-        return self._free.num_free + self._tree.num_evictable
+        return self._blocks.num_available
 
     # -- what the scheduler asks of a sequence that waits ------------------------------------------------------------
 
@@ -89,12 +87,7 @@ class BlockManager:
         Changes nothing. O(tokens)."""
         match = self._look_up(seq)
         wanted = self._columns(seq.num_tokens) - match.num_blocks
-        if wanted <= self.num_free_blocks - match.num_blocks:  # even if nobody uses what was found
-            return match.num_blocks
-        lease = self._tree.pin(match)
-        is_room = wanted <= self.num_free_blocks
-        self._tree.unpin(lease)
-        return match.num_blocks if is_room else -1
+        return match.num_blocks if self._blocks.has_room(match, wanted) else -1
 
     def allocate(self, seq: Sequence, num_cached_blocks: int) -> None:
         """Give ``seq`` blocks for all its tokens: the first ``num_cached_blocks``, as ``can_allocate`` said, are shared.
@@ -105,18 +98,18 @@ class BlockManager:
         if seq.block_table or seq.seq_id in self._running:
             raise BadInput(f"sequence {seq.seq_id} has {len(seq.block_table)} blocks already; deallocate it first")
         found = self._found
-        match = found.match if found is not None and found.seq_id == seq.seq_id else self._look_up(seq)
+        match = found.match if found is not None and found.seq is seq else self._look_up(seq)
         if num_cached_blocks > match.num_blocks:
             raise StaleHandle(
                 f"{num_cached_blocks} blocks of it are not cached, {match.num_blocks} are; ask can_allocate"
             )
         lease = self._tree.pin(match, num_cached_blocks)
         try:
-            own = self._take(self._columns(seq.num_tokens) - num_cached_blocks)
+            own = self._blocks.take(self._columns(seq.num_tokens) - num_cached_blocks)
         except BaseException:
             self._tree.unpin(lease)
             raise
-        self._running[seq.seq_id] = lease
+        self._running[seq.seq_id], self._found = lease, None
         seq.block_table.extend([*(match.ids[0, :num_cached_blocks] - 1).tolist(), *(own - 1).tolist()])
         seq.num_cached_tokens = num_cached_blocks * self.block_size
 
@@ -129,7 +122,7 @@ class BlockManager:
     def may_append(self, seq: Sequence) -> None:
         """Give ``seq`` a block for its last token, if it needs one. Raises OutOfBlocks, changing nothing."""
         if seq.num_tokens > len(seq.block_table) * self.block_size:
-            seq.block_table.append(int(self._take(1)[0]) - 1)
+            seq.block_table.append(int(self._blocks.take(1)[0]) - 1)
 
     def hash_blocks(self, seq: Sequence) -> None:
         """The scheduled tokens of ``seq`` are computed: blocks that are full now may be shared from here on.
@@ -163,15 +156,7 @@ class BlockManager:
 
     def check(self) -> None:
         """Prove that every block is in one place: free, cached, or one sequence's own. Raises CheckFailed. O(blocks)."""
-        self._free.check()
-        self._tree.check()
-        cached = self._tree.owned_ids()
-        lost = cached[~self._free.are_held(cached)]
-        if len(lost) or self._tree.num_leases != len(self._running):
-            raise CheckFailed(
-                f"blocks both cached and free: {(lost[:16] - 1).tolist()}; {self._tree.num_leases} leases of "
-                f"{len(self._running)} sequences"
-            )
+        self._blocks.check(len(self._running))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -181,27 +166,13 @@ class BlockManager:
     def _look_up(self, seq: Sequence) -> Match:
         """What is cached of ``seq``: its tokens are read once while it waits."""
         found = self._found
-        if found is not None and found.seq_id == seq.seq_id and len(found.tokens) == seq.num_tokens:
+        if found is not None and found.seq is seq and len(found.tokens) == seq.num_tokens:
             tokens = found.tokens
         else:
             tokens = as_tokens(seq.token_ids)
         match = self._tree.match(tokens, limit=(self._columns(len(tokens)) - 1) * self.block_size)
-        self._found = Found(seq.seq_id, tokens, match)
+        self._found = Found(seq, tokens, match)
         return match
-
-    def _take(self, n: int) -> Ids:
-        """``n`` blocks, int32: free ones, then cached ones. Raises OutOfBlocks, taking none."""
-        short = n - self._free.num_free
-        if short > 0:
-            if short > self._tree.num_evictable:
-                raise OutOfBlocks(
-                    f"need {n} blocks, {self._free.num_free} free, {self._tree.num_cached} cached "
-                    f"({self._tree.num_pinned} in use) of {self.num_blocks}; deallocate a sequence first",
-                    needed=n,
-                    available=self.num_free_blocks,
-                )
-            self._free.release(self._tree.evict(short).ids[0])
-        return self._free.acquire(n)
 
     def _lease_of(self, seq: Sequence) -> Lease:
         lease = self._running.get(seq.seq_id)

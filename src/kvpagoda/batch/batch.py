@@ -9,6 +9,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
+from kvpagoda.batch.kernel_pages import PagedTables
 from kvpagoda.batch.step import Step, StepRows
 from kvpagoda.batch.step_buffers import StepBuffers
 from kvpagoda.batch.table_snapshot import Array, TableSnapshot
@@ -27,7 +28,8 @@ class GroupArrays:
 
     ``cache_seqlens`` counts the new tokens too: write them by ``slot_mapping``, then attend. A window group's
     ``kv_indices`` start at the first block that the row's first new token still reads, ``kv_start`` is that block's
-    first position; earlier cells of ``block_table`` are 0.
+    first position; earlier cells of ``block_table`` are 0. Where the plan has several kernel pages in a block, tables,
+    ``kv_indptr`` and ``kv_last_page_len`` are in kernel pages (``batch/kernel_pages.py``).
     """
 
     def __init__(self, batch: Batch, group: BlockGroup) -> None:
@@ -37,6 +39,8 @@ class GroupArrays:
     def block_table(self) -> Any:
         """int32 ``[B, columns]``: block ids (FlashAttention's page table); cells past a row's last block hold no meaning."""
         batch = self._batch
+        if self._pages is not None:
+            return self._put("block_table", self._pages.rows(batch.rows.is_fixed).ravel()).reshape(len(self._shown), -1)
         return batch.buffers.put_rows(self._named("block_table"), self._group.table, self._shown, batch.rows.is_fixed)
 
     @cached_property
@@ -58,13 +62,15 @@ class GroupArrays:
     @cached_property
     def kv_indptr(self) -> Any:
         """int32 ``[B + 1]``: where each row's part of ``kv_indices`` starts (FlashInfer)."""
-        return self._put("kv_indptr", self._shown.starts)
+        return self._put("kv_indptr", (self._pages or self._shown).starts)
 
     @cached_property
     def kv_indices(self) -> Any:
         """int32 ``[kv_indptr[-1]]``: block ids of all rows, one behind another. Where blocks were added since the last step it
         is made anew, O(all cells), from ``block_table`` by the device itself: ask for it only if it is used."""
         batch, shown = self._batch, self._shown
+        if self._pages is not None:
+            return self._put("kv_indices", self._pages.runs(batch.rows.is_fixed))
         on_device = None
         if not batch.buffers.arrays.is_host:
             on_device = self.block_table, self.kv_start, self.kv_indptr, batch.block_size
@@ -74,12 +80,20 @@ class GroupArrays:
     @cached_property
     def kv_last_page_len(self) -> Any:
         """int32 ``[B]``: rows in use of each row's last block; 0 for padded rows."""
-        return self._put("kv_last_page_len", self._batch.last_page_len)
+        pages = self._pages
+        return self._put("kv_last_page_len", self._batch.last_page_len if pages is None else pages.last_page_len())
 
     @cached_property
     def kv_start(self) -> Any:
         """int32 ``[B]``: position of the first row of the first block in ``kv_indices``."""
         return self._put("kv_start", self._shown.first * self._batch.block_size)
+
+    @cached_property
+    def _pages(self) -> PagedTables | None:
+        """The same in kernel pages, where a block has several."""
+        batch, group, many = self._batch, self._group, self._group.plan.layout.kernel_pages
+        size = batch.block_size // many
+        return None if many == 1 else PagedTables(self._shown, group.table, batch.lengths, size, many)
 
     @cached_property
     def _shown(self) -> TableSnapshot:
@@ -105,10 +119,11 @@ def _of_group(name: str) -> Any:
 class LayerView:
     """What one layer's kernels need: its memory, and, as part of a batch, its group's arrays and whose the tokens are.
 
-    ``view["k"]`` is a field of the layer's blocks ``[blocks, rows, *shape]`` or of its states, by ``state_indices``.
-    ``blocks`` and ``state``: their pools, None for what the layer does not keep; they lie where they lie as long as the cache
-    lives. ``step``, ``qo_indptr``, ``state_indices`` and the arrays below: see ``Batch``, valid as long as that is. A view
-    from ``KVCache.layer`` belongs to no batch: there ``step`` is None and asking for an array raises BadInput. No copies.
+    ``view["k"]`` is a field of the layer's blocks ``[kernel pages, rows, *shape]`` or of its states, by ``state_indices``;
+    ``page_size``: tokens of a kernel page, by which fields and tables go. ``blocks`` and ``state``: their pools, None for what
+    the layer does not keep; they lie where they lie as long as the cache lives. ``step``, ``qo_indptr``, ``state_indices`` and
+    the arrays below: see ``Batch``, valid as long as that is. A view from ``KVCache.layer`` belongs to no batch: there
+    ``step`` is None and asking for an array raises BadInput. No copies.
     """
 
     block_table = _of_group("block_table")
@@ -121,6 +136,7 @@ class LayerView:
 
     def __init__(self, core: Core, layer: Layer, batch: Batch | None = None) -> None:
         self.layer, self.block_size, self._batch = layer, core.block_size, batch
+        self.page_size = core.plan.kernel_page
         self.blocks, self.state = core.memory.pools(layer)
         self.step: Any = None if batch is None else batch.step
         self.state_indices = None if batch is None else batch.state_indices
@@ -141,7 +157,8 @@ class LayerView:
     def write(self, **rows: Any) -> None:
         """Write the rows of the step's ``T`` new tokens where ``slot_mapping`` says: ``write(k=.., v=..)``, or whatever rows
         the layer's blocks have, each ``[T, *shape]``, or with more axes in place of ``T``. They are encoded as the layer keeps
-        them; what padded tokens have goes to block 0. Nothing is kept from call to call, so that a graph may hold it.
+        them, K and V together where they are packed in one row; what padded tokens have goes to block 0. Nothing is kept from
+        call to call, so that a graph may hold it.
 
         Raises BadInput (no such rows, another shape, rows of several tokens), StaleHandle; nothing is written then.
         """
@@ -149,6 +166,7 @@ class LayerView:
         assert self._batch is not None
         self._batch.check_current()
         kept = {} if pool is None else pool.rows
+        rows = rows if pool is None else pool.joined(rows)
         for name, values in rows.items():
             if name not in kept or kept[name].tokens_per_row > 1:
                 raise BadInput(f"{self._name} has no row {name!r} for every token in memory; it has {[*kept]}")
@@ -159,6 +177,27 @@ class LayerView:
                 )
         for name, values in rows.items():
             pool.write(name, (slots // size, slots % size), values.reshape(len(slots), *kept[name].shape))
+
+    def tensor(self, rows: str) -> Any:
+        """The one tensor in which kernels take ``rows`` and what lies beside them, by kernel page or state slot: see
+        ``Pool.tensor``. Raises BadInput for rows that are not in memory, or have no such form."""
+        pools = [pool for pool in (self.blocks, self.state) if pool is not None and rows in pool]
+        if not pools:
+            raise BadInput(f"{self._name} has no rows {rows!r} in memory")
+        return pools[0].tensor(rows)
+
+    def flat_indices(self, rows: Any, rows_per_page: int | None = None) -> Any:
+        """Where chosen rows of the texts lie, as sparse kernels name them: kernel page * rows of a page + row; -1 for none.
+
+        ``rows``: whole numbers ``[T, k]``, of each new token k positions of its text, or with ``rows_per_page`` k of its
+        compressed rows, -1 for none; a tensor on the cache's device, or numpy without memory. The result is new and like it.
+        Positions that are not kept any more are the caller's to leave out. O(T * k), nothing is read back.
+        """
+        size, at = rows_per_page or self.page_size, rows.clip(0)
+        one = at * 0 + 1  # in the dtype of rows
+        is_there = (rows >= 0) * one
+        pages = self.block_table[self.step.request_ids[:, None], at // size]
+        return (pages * (size * one) + at % size) * is_there + is_there - 1
 
     def __getitem__(self, field: str) -> Any:
         pool = self.blocks if self.blocks is not None and field in self.blocks.fields else self.state
@@ -214,13 +253,15 @@ class Batch:
         self._stopped, self.block_size = core.counters.stopped, core.block_size
         self.buffers, self.rows, self.before = buffers, rows, before
         positions = before if rows.one_each else before[rows.row_of] + rows.offsets
-        self.token_columns, self.within = np.divmod(positions, self.block_size)
+        self.token_columns = positions // self.block_size
+        self.within = positions - self.token_columns * self.block_size  # faster than divmod
         last_column, last_within = self.token_columns, self.within
         if not rows.one_each:
             last_column, last_within = last_column[rows.last], last_within[rows.last]
         self.lengths, self.columns, self.last_page_len = before + rows.counts, last_column + 1, last_within + 1
-        for column in (self.lengths, self.columns, self.last_page_len):
-            column[rows.num_sequences :] = 0
+        if rows.num_sequences < len(before):
+            for column in (self.lengths, self.columns, self.last_page_len):
+                column[rows.num_sequences :] = 0
         self.qo_indptr = buffers.put("qo_indptr", rows.indptr)
         states = rows.zeros if core.states is None else core.state_rows(rows.slots)
         self.state_indices = buffers.put("state_indices", states)

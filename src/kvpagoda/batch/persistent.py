@@ -19,6 +19,12 @@ from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.schema import Schema
 from kvpagoda.units import whole_number
 
+_EVERY = 64
+"""Blocks that a sequence completes between two times that they are published, where nobody asks for them."""
+
+_AHEAD = 15
+"""Blocks beyond those that it needs that a sequence takes of what it reserved, while there are free ones."""
+
 
 class PersistentBatch:
     """Decode steps of a set of sequences. Made by ``KVCache.persistent_batch``.
@@ -30,6 +36,10 @@ class PersistentBatch:
         batch = running.extend(4)            room for a token and three drafts of each
         ...                                  verify them
         running.commit(tokens, counts)       so many tokens of each are right
+
+    What a step completes is shareable at once. But to publish blocks of many sequences costs a step more than all else, so
+    that each step publishes those of a few, in turns, 64 blocks of a sequence at a time; whoever looks for a text makes
+    it publish the rest first. Windows, states and tiers leave no such choice.
 
     Row ``i`` of all arrays is ``sequences[i]``; further rows, up to ``num_rows``, are padded. A step costs a few operations
     on arrays of ``num_rows``, and some work for each sequence that completes a block or lets one slide out. The arrays
@@ -48,10 +58,16 @@ class PersistentBatch:
         self._buffers = StepBuffers(core.memory.arrays)
         self._members: tuple[Sequence, ...] = ()
         self._requests: list[Request] = []
-        self._rows = DecodeRows(num_rows, 2 * core.block_size)
+        self._publishes_later = not core.bounded and core.offloader is None
+        self._rows = DecodeRows(num_rows, (_EVERY + 2 if self._publishes_later else 2) * core.block_size)
+        self._most_lacking = 0  # tokens that a request lacks, at most
+        self._turn = 0  # part of the way to when the next sequence is published
         self._steps: dict[int, StepRows] = {}  # of steps that compute so many tokens of each
         self._slots, self._one = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
-        self._first_of = np.arange(num_rows) * self._rows.newest.shape[1]
+        self._first_of, self._width = (
+            np.empty(0, np.int64),
+            0,
+        )  # where in ``newest`` each row begins, and how wide that is
         self._batch: Batch | None = None
         self._due: list[Request] = []  # whose blocks are to be published, or slide
         self._in_prompt: dict[int, Request] = {}  # row -> request whose next token is the last one of its prompt
@@ -117,15 +133,19 @@ class PersistentBatch:
             (width or 1) if n is None else n, "the number of tokens that a step computes of each sequence", 1
         )
         if n != (width or n):
-            raise BadInput(f"a step computes {width} tokens of each row here, tokens_per_row, not {n}")
+            text = f"a step computes {width} tokens of each row here, tokens_per_row, not {n}"
+            raise BadInput(text, needed=n, available=width)
         self._publish_due()
         self._read()
         rows = self._rows
         after = rows.lengths + (self._one if n == 1 else n * self._one)
-        short = np.flatnonzero(after > rows.capacity)
+        short = (after > rows.capacity).nonzero()[0]
         if len(short):
-            ends, size = after[short], self._core.block_size
-            self._lifecycle.extend(dict(zip(self._slots[short].tolist(), ends.tolist())))
+            ends, size, slots = after[short], self._core.block_size, self._slots[short].tolist()
+            full = self._core.full
+            if self._publishes_later and full is not None and full.are_promised(slots, _AHEAD + n):
+                ends = np.minimum(ends + _AHEAD * size, self._core.max_context)
+            self._lifecycle.extend(dict(zip(slots, ends.tolist())))
             rows.capacity[short] = np.minimum(-(-ends // size) * size, self._core.max_context)
         np.maximum(rows.written, after, out=rows.written)
         if n not in self._steps:
@@ -161,7 +181,7 @@ class PersistentBatch:
             self._check_prompts(tokens, after - before)
         for growth in self._sliding:
             is_due |= growth.first_kept(after[:n]) // size > growth.first_kept(before[:n]) // size
-        due = [self._requests[row] for row in np.flatnonzero(is_due).tolist()]
+        due = [self._requests[row] for row in is_due.nonzero()[0].tolist()]
         if self._in_prompt:
             done = [row for row in self._in_prompt if after[row] > before[row]]
             due += [self._in_prompt[row] for row in done if not is_due[row]]
@@ -169,6 +189,10 @@ class PersistentBatch:
         rows.newest.ravel()[places] = tokens
         rows.lengths, self._due = after, due
         self._publish_due()
+        if self._publishes_later:
+            turns, self._turn = divmod(self._turn + num_tokens, _EVERY * size)
+            if turns:
+                self._lifecycle.publisher.settle_waiting(turns)
 
     def _counted(self, counts: Any) -> Array:
         """``counts`` as int64 ``[num_rows]``. Raises BadInput."""
@@ -181,17 +205,22 @@ class PersistentBatch:
 
     def _places(self, before: Array, after: Array) -> Array:
         """Where in ``newest`` the tokens ``before .. after - 1`` of each row go, int64."""
-        rows, n = self._rows, len(self._members)
-        if self._batch is not None and after is self._batch.lengths:
-            return self._first_of[:n] + (before - rows.known)[:n]
-        width = rows.newest.shape[1]
-        for row in np.flatnonzero(after - rows.known > width).tolist():
-            rows.flush(self._requests[row])
-        most = int((after - rows.known).max(initial=0))
-        if most > width:
-            rows.newest = np.concatenate((rows.newest, np.zeros((self.num_rows, most - width), np.int32)), axis=1)
-            self._first_of = np.arange(self.num_rows) * most
-        row_of, columns = cells_between((before - rows.known)[:n], (after - rows.known)[:n])
+        rows, n, width = self._rows, len(self._members), self._rows.newest.shape[1]
+        is_one_each = self._batch is not None and after is self._batch.lengths
+        self._most_lacking += 1 if is_one_each else width
+        if self._most_lacking > width:  # it may be that one lacks more than there are places
+            for row in np.flatnonzero((after - rows.known)[:n] > width).tolist():
+                rows.flush(self._requests[row])
+            most = self._most_lacking = int((after - rows.known)[:n].max(initial=0))
+            if most > width:
+                rows.newest = np.concatenate((rows.newest, np.zeros((self.num_rows, most - width), np.int32)), axis=1)
+        if self._width != rows.newest.shape[1]:
+            self._first_of = np.arange(self.num_rows) * rows.newest.shape[1]
+            self._width = rows.newest.shape[1]
+        lacking = (before - rows.known)[:n]
+        if is_one_each:
+            return self._first_of[:n] + lacking
+        row_of, columns = cells_between(lacking, (after - rows.known)[:n])
         return self._first_of[row_of] + columns
 
     def _check_prompts(self, tokens: Array, counts: Array) -> None:
@@ -203,7 +232,13 @@ class PersistentBatch:
                 raise BadInput(f"commit names token {tokens[firsts[row]]} at {at} of row {row}, the prompt has {known}")
 
     def _publish_due(self) -> None:
-        """Publish what the last commit completed; what an interrupt left is done with the next call."""
+        """Publish what the last commit completed, or put it down for later; what an interrupt left is done with the next
+        call."""
+        if self._due and self._publishes_later:
+            waiting = self._core.unsettled
+            for request in self._due:
+                waiting[request], request.is_settled = None, False
+            self._due = []
         while self._due:
             request = self._due[-1]
             if request.rows is self._rows:

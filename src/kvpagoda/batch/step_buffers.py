@@ -46,10 +46,11 @@ class StepBuffers:
         """What a step shows of ``table`` now: the same object as the last time, if nothing of it changed."""
         last = self._snapshots.get(name, EMPTY)
         now: tuple[Array, ...] = (slots, table.version[slots], first, end)
-        keys = [column.tobytes() for column in now]
+        both = zip(now, last.columns, last.keys)
+        keys = [key if column is old else column.tobytes() for column, old, key in both]
         if keys != last.keys:
-            both = zip(now, last.columns, keys, last.keys)
-            now = tuple(old if key == old_key else new for new, old, key, old_key in both)
+            same = zip(now, last.columns, keys, last.keys)
+            now = tuple([old if key == old_key else new for new, old, key, old_key in same])
             last = self._snapshots[name] = TableSnapshot(now, keys)
         return last
 

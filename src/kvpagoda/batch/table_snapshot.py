@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,20 +13,21 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class TableSnapshot:
-    """Of each row of a step its slot, the version of what it holds, and its cells ``first .. end - 1``, int64 ``[B]`` each;
-    ``starts`` int64 ``[B + 1]``: where they begin if they lie row behind row.
-    """
+    """Of each row of a step its slot, the version of what it holds, and its cells ``first .. end - 1``, int64 ``[B]`` each."""
 
     def __init__(self, columns: tuple[Array, ...], keys: list[bytes]) -> None:
         self.slots, self.versions, self.first, self.end = self.columns = columns
         self.keys = keys  # the columns as bytes
-        self.starts = np.zeros(len(self.slots) + 1, np.int64)
-        np.cumsum(self.end - self.first, out=self.starts[1:])
         self._since: tuple[TableSnapshot, TableDelta] | None = None
         self._last_cells: Array | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    @cached_property
+    def starts(self) -> Array:
+        """int64 ``[B + 1]``: where the cells of each row begin if they lie row behind row."""
+        return np.concatenate((_ZERO, np.cumsum(self.end - self.first)))
 
     def last_cells(self, table: BlockTable) -> Array:
         """int64 ``[B]``: the last cell of each row that is shown."""
@@ -52,10 +54,16 @@ class TableSnapshot:
             old_end = np.where(first[:n] > before.first[:n], before.first[:n], before.end[:n])
             begin[:n] = np.where(goes_on[:n], old_end, end[:n])
             renewed = np.flatnonzero(~goes_on)
-        grown = np.flatnonzero(end > begin)
-        rows, columns = cells_between(begin[grown], end[grown])
-        rows = grown[rows]
-        values = table.cells[slots[rows], columns] * (columns >= first[rows])
+        grown = (end > begin).nonzero()[0]
+        columns, ends = begin[grown], end[grown]
+        if not np.count_nonzero(ends - columns != 1):  # by a cell each
+            rows = grown
+        else:
+            rows, columns = cells_between(columns, ends)
+            rows = grown[rows]
+        values = table.cells[slots[rows], columns]
+        if first is not before.first:
+            values *= columns >= first[rows]
         return TableDelta(renewed, rows, columns, values)
 
 
@@ -70,7 +78,7 @@ class TableDelta(NamedTuple):
     """Cells of the other rows that are shown now, and 0 for those that are no longer shown, left of the rest."""
 
 
-_NO_ROWS = np.empty(0, np.int64)
+_NO_ROWS, _ZERO = np.empty(0, np.int64), np.zeros(1, np.int64)
 EMPTY = TableSnapshot((np.empty(0, np.int64),) * 4, [b""] * 4)
 
 

@@ -29,6 +29,10 @@ class BlockTable:
         """Write ``ids`` into the row of ``slot`` from ``column`` on, where it ended."""
         self.cells[slot, column : column + len(ids)] = ids
 
+    def append_each(self, slots: list[int], columns: list[int], ids: Ids) -> None:
+        """Write one of ``ids`` into the row of each of ``slots``, at its column of ``columns``, where it ended."""
+        self.cells[slots, columns] = ids
+
     def put(self, slot: int, column: int, ids: Ids) -> None:
         """Write ``ids`` into the row of ``slot`` from ``column`` on, in place of others."""
         self.append(slot, column, ids)

@@ -58,6 +58,10 @@ class BlockGroup:
         outstanding = self.reserved[slot] - self.end[slot] + self.first[slot]
         return outstanding if outstanding > 0 else 0
 
+    def are_promised(self, slots: list[int], n: int) -> bool:
+        """Whether each of ``slots`` may have ``n`` blocks more of what it reserved, and all of these are free. O(slots)."""
+        return self.free.num_free >= n * len(slots) and all(self.outstanding_of(slot) >= n for slot in slots)
+
     def held_ids(self, slot: int) -> Ids:
         """The ids that ``slot`` holds, shared and own, in the order of the text: int32, the caller's copy."""
         ids: Ids = self.table.cells[slot, self.first[slot] : self.end[slot]].copy()
@@ -123,6 +127,15 @@ class BlockGroup:
         if outstanding > 0:
             self.outstanding -= count if count < outstanding else outstanding
         self.end[slot] = end + count
+
+    def append_each(self, slots: list[int], own: Ids) -> None:
+        """Give each of ``slots``, which are different, the next one of ``own``, from ``peek``. O(n)."""
+        self.take(own)
+        self.table.append_each(slots, [self.end[slot] for slot in slots], own)
+        for slot in slots:
+            if self.reserved[slot] - self.end[slot] + self.first[slot] > 0:
+                self.outstanding -= 1
+            self.end[slot] += 1
 
     def grow(self, slot: int, n: int) -> None:
         """Give ``slot`` the next ``n`` free blocks. Raises OutOfBlocks, changing nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from time import perf_counter
 
@@ -15,6 +16,8 @@ from kvpagoda.cache.tier_hit import Prefetch, TierHit
 from kvpagoda.errors import RetryLater
 from kvpagoda.prefix import Lease, Match
 from kvpagoda.units import ceil_div
+
+_log = logging.getLogger(__name__)
 
 
 class Admission:
@@ -39,6 +42,7 @@ class Admission:
         core, length = self._core, request.prompt_length
         reserved = core.plan.blocks_wanted(reserve, capacity, core.max_context)
         self._check_slot()
+        self._publisher.settle_waiting()
         match, found = core.prefix.find(request.keys(0, length if lookup else 0), request.namespace)
         hit: TierHit | None = None
         if core.offloader is not None and lookup:
@@ -48,7 +52,8 @@ class Admission:
             if hit is not None:
                 hit.layerwise = layerwise
             self._begin(AdmissionRequest(request, reserved, capacity, match, found, hit))
-            core.counters.began(request.namespace, request.match, length if lookup else 0)
+            request.tally = core.counters.began(request.namespace, request.match, length if lookup else 0)
+            request.tally.requests += 1
             self._publisher.begun(request, hit)
             if hit is not None:
                 hit.release()
@@ -65,6 +70,7 @@ class Admission:
         """A running request with the committed tokens of ``parent``; see ``Sequence.fork``."""
         core, length, slot = self._core, parent.length, parent.slot
         self._check_slot()
+        self._publisher.settle_waiting()
         media_ids = {at: media_id for at, media_id in parent.media_ids.items() if at < length}
         child = Request(
             parent.tokens.copy(), length, parent.namespace, parent.priority, media_ids, publishes=parent.publishes
@@ -91,12 +97,14 @@ class Admission:
         except BaseException:
             self._undo(holding, None)
             raise
-        core.counters.tally(child.namespace).requests += 1
+        child.tally = parent.tally
+        child.tally.requests += 1
         return child
 
     def resume(self, request: Request, capacity: int | None, reserve: int | None) -> None:
         """``request``, which is suspended, runs again; see ``Sequence.resume``."""
         core, length, namespace = self._core, request.own_length, request.namespace
+        self._publisher.settle_waiting()
         suspended, keys, more = core.suspended[request], request.keys(0, length), max(capacity or 0, reserve or 0)
         match = core.prefix.tree.match(keys, namespace)
         is_whole = core.prefix.has_all(match, suspended.left_behind)
@@ -123,8 +131,8 @@ class Admission:
             if is_whole:
                 self._publisher.settle(request)
             else:
-                core.counters.tally(namespace).computed += computed
-                core.counters.began(namespace, request.match, length, is_new=False)
+                request.tally.computed += computed
+                core.counters.began(namespace, request.match, length)
                 self._publisher.begun(request, hit)
 
     # -- all or nothing ----------------------------------------------------------------------------------------------
@@ -157,6 +165,7 @@ class Admission:
             pin = core.prefix.oldest_pin()
             if pin is None:
                 raise core.capacity.shortage(RetryLater, wish.reserved, core.plan.budget)
+            _log.info("a pin of %d blocks is given up for a request", pin.holding.lease.num_blocks)
             core.guard.change(core.prefix.unpin, pin)
             wish = self._again(wish)
 

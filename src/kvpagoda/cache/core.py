@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -27,8 +28,9 @@ from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.schema import Plan
 from kvpagoda.tiers.level import RecordIdentity
 from kvpagoda.tiers.spec import TierSpec
-from kvpagoda.units import ceil_div, parse_bytes
+from kvpagoda.units import ceil_div, format_bytes, parse_bytes
 
+_log = logging.getLogger(__name__)
 DEFAULT_CONTEXT = 131_072
 UNBACKED_BLOCKS = 2**20
 """Blocks of texts that a cache without full attention remembers; they take host memory alone: tokens, and 64 bytes each."""
@@ -84,6 +86,7 @@ class Core:
         self.running: dict[int, Request] = {}
         self.suspended: dict[Request, Suspended] = {}
         self.stale: set[bytes] = set()
+        self.unsettled: dict[Request, None] = {}  #: of persistent batches: to be settled in turns, the oldest first
         self.epoch = 0  #: of the weights: how often all that was cached became invalid
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
         self.counters, self.is_open = Counters(identity.secret), True
@@ -99,6 +102,10 @@ class Core:
             groups = tuple((group.plan.name, group.growth) for group in self.groups)
             followed = Followed(plan.block_size, grid, groups, full, identity.secret)
             self.events.attach(self.prefix, self.namespaces, self.media, followed)
+        _log.info(
+            "cache of %s for %d requests: %s", format_bytes(plan.nbytes), plan.max_requests,
+            ", ".join(f"{group.num_blocks} blocks of {group.name}" for group in plan.groups),
+        )  # fmt: skip
 
     def extend_hashes(
         self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media_ids: Mapping[int, int]
@@ -131,6 +138,7 @@ class Core:
         self.prefix.windows.leave(read)
         self.prefix.tree.unpin(request.lease)
         del self.running[slot]
+        self.unsettled.pop(request, None)
         self.free_slots.append(slot)
         request.slot, request.state = -1, State.CLOSED
         if suspended is not None:
@@ -149,6 +157,7 @@ class Core:
         self.running.clear()
         self.suspended.clear()
         self.stale.clear()
+        self.unsettled.clear()
         self.free_slots[:] = range(self.plan.max_requests - 1, -1, -1)
         self.counters.stopped += 1
         for group in self.groups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from secrets import token_bytes
 
@@ -27,52 +27,54 @@ class Tally:
     computed: int = 0
 
 
-@dataclass
 class Counters:
-    """Since the cache was made. ``secret`` makes labels of namespaces that nobody can guess; empty: drawn at random."""
+    """Since the cache was made. ``secret`` makes labels of namespaces that nobody can guess; empty: drawn at random.
 
-    secret: bytes = b""
-    closed: int = 0
-    stopped: int = 0
-    """Requests that were closed or suspended."""
-    passed: int = 0
-    """Places where states should have been copied, and steps went on past them."""
-    short_requests: Counter[str] = field(default_factory=Counter)
-    """What cut a hit short -> requests."""
-    short_tokens: Counter[str] = field(default_factory=Counter)
-    """What cut a hit short -> tokens that were found and had to be computed all the same."""
-    found: Counter[str] = field(default_factory=Counter)
-    """Group -> tokens of prompts for which it had what a request needs."""
-    _tallies: dict[bytes, Tally] = field(default_factory=dict)
-    _by_key: dict[bytes, Tally] = field(default_factory=dict)
+    ``closed``: requests that are over; ``stopped``: closed or suspended. ``passed``: places where states should have been
+    copied, and steps went on past them. ``short_requests``, ``short_tokens``: what cut a hit short -> requests, and tokens
+    that were found and had to be computed all the same. ``found``: group -> tokens of prompts for which it had what a
+    request needs.
+    """
 
-    def __post_init__(self) -> None:
-        self.secret = self.secret or token_bytes(16)
+    def __init__(self, secret: bytes = b"") -> None:
+        self._secret = secret[:64] or token_bytes(16)
+        self.closed = self.stopped = self.passed = 0
+        self.short_requests, self.short_tokens, self.found = Counter[str](), Counter[str](), Counter[str]()
+        self._tallies: dict[bytes, Tally] = {}
+        self._by_key: dict[bytes, Tally] = {}
 
-    def began(self, namespace: bytes, match: PrefixMatch, prompt: int, *, is_new: bool = True) -> None:
-        """A request began where ``match`` says, after ``prompt`` tokens were looked up; or, if not ``is_new``, began again."""
-        tally = self._by_key.get(namespace) or self.tally(namespace)
-        tally.requests += is_new
+    def began(self, namespace: bytes, match: PrefixMatch, prompt: int) -> Tally:
+        """A request began, or began again, where ``match`` says, after ``prompt`` tokens were looked up. Returns the counters
+        of its namespace."""
+        try:
+            tally = self._by_key[namespace]
+        except KeyError:
+            tally = self.tally(namespace)
+        known, resumable, limited_by, groups, _, loaded = match
         tally.prompt += prompt
-        tally.cached += match.resumable
-        tally.loaded += match.loaded
-        if match.limited_by != "nothing":
-            self.short_requests[match.limited_by] += 1
-            self.short_tokens[match.limited_by] += match.num_tokens - match.resumable
-        for name, tokens in match.groups.items():
-            self.found[name] += tokens
+        tally.cached += resumable
+        if loaded:
+            tally.loaded += loaded
+        if limited_by != "nothing":
+            self.short_requests[limited_by] += 1
+            self.short_tokens[limited_by] += known - resumable
+        found = self.found
+        for name in groups:
+            found[name] += groups[name]
+        return tally
 
     def tally(self, namespace: bytes) -> Tally:
         """The counters of a namespace, by its key in the tree; the same ones after it was invalidated."""
-        tally = self._by_key.get(namespace)
-        if tally is None:
+        try:
+            return self._by_key[namespace]
+        except KeyError:
             own = owner_of(namespace)
             if own not in self._tallies and len(self._tallies) >= MOST_NAMESPACES:
                 own = b""
             if len(self._by_key) > 4 * MOST_NAMESPACES:
                 self._by_key.clear()
             tally = self._by_key[namespace] = self._tallies.setdefault(own, Tally())
-        return tally
+            return tally
 
     def tallies(self) -> list[tuple[str, Tally]]:
         """Each namespace, by its label."""
@@ -86,5 +88,5 @@ class Counters:
         salt, adapter, weights = fields_of(own)
         shown = [part.decode("utf-8", "replace") for part in (adapter, weights) if part is not None]
         if salt is not None:
-            shown.append("salt-" + blake2b(own, key=self.secret[:64], digest_size=4).hexdigest())
+            shown.append("salt-" + blake2b(own, key=self._secret, digest_size=4).hexdigest())
         return "/".join(shown) or "default"

@@ -22,6 +22,7 @@ from kvpagoda.cache.namespace import Media, Namespaces
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import BadInput
+from kvpagoda.prefix.tokens import are_media
 from kvpagoda.schema.fields import Growth
 
 TEXT = -1
@@ -34,7 +35,7 @@ class Shared(NamedTuple):
     namespace: bytes
     first: int
     keys: Ids
-    """Their tokens as texts are compared: with media ids below 0."""
+    """Their tokens as texts are compared: with media ids below 0, and ``NO_TOKEN`` behind the end of a closed text."""
     texts: Ids
     """By which number each is known: its id in the full group, or in ``TEXT``. Where ``first`` is not 0 one more, in front:
     that of the block before."""
@@ -151,10 +152,11 @@ class EventLog:
     # -- what the cache says, after it has changed -------------------------------------------------------------------
 
     def published(self, request: Request, begin: int) -> None:
-        """The whole blocks of ``request`` from ``begin`` on are shared."""
+        """The blocks of ``request`` from ``begin`` on are shared."""
         prefix, end = self._prefix, request.lease.num_blocks
         try:
-            if prefix.full is not None and not prefix.windows and not request.media_ids:
+            is_plain = not request.media_ids and end * prefix.block_size <= request.own_length
+            if prefix.full is not None and not prefix.windows and is_plain:
                 texts = prefix.full.table.cells[request.slot, begin - 1 if begin else 0 : end].copy()
                 self._put((request.namespace, begin, end, request.tokens, 0, texts, (), _NO_MEDIA))
                 return
@@ -215,14 +217,15 @@ class EventLog:
             texts = prefix.full.table.cells[request.slot, above:end].copy()
         else:
             texts = prefix.tree.ids_between(request.lease, above, end)[-1]
-        if not request.media_ids:
+        start, stop = low * prefix.block_size, end * prefix.block_size
+        if not request.media_ids and stop <= request.own_length:
             return request.namespace, low, end, request.tokens, 0, texts, groups, _NO_MEDIA
-        start = low * prefix.block_size
-        keys = request.keys(start, end * prefix.block_size)
-        return request.namespace, low, end, keys, start, texts, groups, self._digests(keys)
+        keys = request.committed_keys(start, stop)
+        digests = self._digests(keys) if request.media_ids else _NO_MEDIA
+        return request.namespace, low, end, keys, start, texts, groups, digests
 
     def _digests(self, keys: Ids) -> dict[int, bytes]:
-        return {one: self._media.digest(one) for one in np.unique(keys[keys < 0]).tolist()}
+        return {one: self._media.digest(one) for one in np.unique(keys[are_media(keys)]).tolist()}
 
     def _all(self) -> Iterator[Shared]:
         """All that is cached. O(blocks)."""

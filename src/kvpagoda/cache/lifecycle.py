@@ -25,7 +25,7 @@ class Lifecycle:
 
     def __init__(self, core: Core, publisher: Publisher) -> None:
         self.core = core
-        self._publisher = publisher
+        self.publisher = publisher
 
     # -- growing -----------------------------------------------------------------------------------------------------
 
@@ -36,18 +36,20 @@ class Lifecycle:
         lacking: list[tuple[BlockGroup, int, int]] = []  # group, slot, blocks
         needs, more, is_more = [0] * len(core.groups), [0] * len(core.groups), False
         for group in core.groups:
-            size, held = group.block_size, group.end
+            size, held, begins, reserved = group.block_size, group.end, group.first, group.reserved
             for slot, end in ends.items():
                 n = -(-end // size) - held[slot]
                 if n > 0:
                     lacking.append((group, slot, n))
                     needs[group.index] += n
-                    beyond = n - group.outstanding_of(slot)
-                    if beyond > 0:
-                        more[group.index] += beyond
+                    outstanding = reserved[slot] - held[slot] + begins[slot]
+                    if n > outstanding:
+                        more[group.index] += n - outstanding if outstanding > 0 else n
                         is_more = True
         if is_more and not core.capacity.fits(more):
-            raise core.capacity.shortage(OutOfBlocks, more, core.plan.budget)
+            self.publisher.settle_waiting()  # what turns out to be cached already becomes free
+            if not core.capacity.fits(more):
+                raise core.capacity.shortage(OutOfBlocks, more, core.plan.budget)
         if furthest > core.max_context:
             text = f"{furthest} tokens are more than the longest context of {core.max_context}"
             raise BadInput(text, needed=furthest, available=core.max_context)
@@ -58,11 +60,15 @@ class Lifecycle:
         if core.states is not None and needs[core.states.index]:
             core.memory.reset(core.states.index, ids[core.states.index])
         begin = [0] * len(core.groups)
+        only = lacking[0][0]
         core.guard.is_torn = True
-        for group, slot, n in lacking:
-            first = begin[group.index]
-            group.append(slot, ids[group.index][first : first + n])
-            begin[group.index] = first + n
+        if len(lacking) == needs[only.index] == sum(needs):  # as when sequences decode
+            only.append_each([slot for _, slot, _ in lacking], ids[only.index])
+        else:
+            for group, slot, n in lacking:
+                first = begin[group.index]
+                group.append(slot, ids[group.index][first : first + n])
+                begin[group.index] = first + n
         core.guard.is_torn = False
 
     def capacity_of(self, request: Request) -> int:
@@ -112,7 +118,7 @@ class Lifecycle:
         """Do what follows from the commits of ``request``; see ``Publisher.settle``."""
         if request.opened_at and request.own_length >= request.prompt_length:
             self._measure(request)
-        self._publisher.settle(request)
+        self.publisher.settle(request)
 
     # -- going back --------------------------------------------------------------------------------------------------
 
@@ -223,7 +229,7 @@ class Lifecycle:
         core = self.core
         request.detach()
         self.check_unfenced(request, "suspended")
-        self._publisher.ending(request)
+        self.publisher.ending(request)
         suspended = core.swap.copy_out(request.slot, request.own_length, self.capacity_of(request), whole)
         core.release(request, suspended)
         self._tidy()
@@ -246,11 +252,12 @@ class Lifecycle:
             core.guard.is_torn = False
         else:
             if not request.is_settled:
-                self._publisher.settle(request)
-            self._publisher.ending(request)
+                self.publisher.settle(request)
+            self.publisher.ending(request)
+            self.publisher.closing(request)
             core.release(request)
         counters.closed += 1
-        counters.tally(request.namespace).computed += computed
+        request.tally.computed += computed
         self._tidy()
 
     def _tidy(self) -> None:
@@ -308,4 +315,4 @@ class Lifecycle:
             self.close(request)
         elif request.state is State.RUNNING and not request.is_settled:
             request.detach()
-            self._publisher.settle(request)
+            self.publisher.settle(request)

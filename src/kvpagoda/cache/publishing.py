@@ -6,6 +6,8 @@ where it began, and at the end of its answer.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
@@ -47,6 +49,18 @@ class Publisher:
         except (MemoryError, RuntimeError):
             return
         request.is_settled = True
+
+    def settle_waiting(self, most: int | None = None) -> None:
+        """Publish what persistent batches have left for later, of all requests or of the ``most`` that wait longest. Whoever
+        reads the prefix tree calls this first, so that nobody can tell."""
+        waiting = self._core.unsettled
+        while waiting and most != 0:
+            request = next(iter(waiting))
+            if request.rows is not None:
+                request.rows.flush(request)
+            self.settle(request)
+            waiting.pop(request, None)
+            most = None if most is None else most - 1
 
     def _publishes(self, request: Request) -> bool:
         """Whether others may find what ``request`` computes now: not what began with weights that are gone, and went on."""
@@ -117,12 +131,32 @@ class Publisher:
         end = length // size
         if begin == end:
             return
-        offloader, prefix, guard = core.offloader, core.prefix, core.guard
-        keys = request.keys(begin * size, end * size)
+        offloader = core.offloader
         hashes = None if offloader is None else core.hashes_of(request, end)
+        self._share(request, request.keys(begin * size, end * size), request.text)
+        if core.full is None:
+            core.capacity.forget(core.prefix.evict_unbacked, is_evicted=True)
+        if offloader is not None and hashes is not None and request.namespace not in core.stale:
+            offloader.published(hashes, begin, self._ids(request), source)
+
+    def closing(self, request: Request) -> None:
+        """``request`` is closed, and ends inside a block: of a model whose hits may end anywhere that block is reusable up to
+        there. To the tree it is a whole one, whose other tokens are ``NO_TOKEN``."""
+        core, size = self._core, self._core.block_size
+        begin = request.own_length // size
+        grid = core.settings.limits.hit_grid
+        is_found = begin == request.lease.num_blocks and request.own_length // grid * grid > begin * size
+        if not is_found or core.bounded or not self._publishes(request):
+            return
+        with suppress(MemoryError):
+            self._share(request, request.committed_keys(begin * size, (begin + 1) * size), None)
+
+    def _share(self, request: Request, keys: Ids, text: Ids | None) -> None:
+        """Publish the blocks ``keys``, which follow those that ``request`` shares. Raises MemoryError, changing nothing."""
+        core, guard, begin = self._core, self._core.guard, request.lease.num_blocks
         guard.is_torn = True
         try:
-            spared = prefix.publish(request.slot, request.lease, keys, request.text, request.priority)
+            spared = core.prefix.publish(request.slot, request.lease, keys, text, request.priority)
         except Exception:
             guard.is_torn = False
             raise
@@ -131,10 +165,6 @@ class Publisher:
         if core.events is not None:
             core.events.published(request, begin)
         guard.is_torn = False
-        if core.full is None:
-            core.capacity.forget(prefix.evict_unbacked, is_evicted=True)
-        if offloader is not None and hashes is not None and request.namespace not in core.stale:
-            offloader.published(hashes, begin, self._ids(request), source)
 
     def _ids(self, request: Request) -> Ids:
         """The blocks that ``request`` shares with the prefix cache, int32."""

@@ -8,10 +8,12 @@ from enum import Enum
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.counters import Tally
 from kvpagoda.cache.namespace import with_media
 from kvpagoda.cache.prefix_match import PrefixMatch
 from kvpagoda.errors import StaleHandle
 from kvpagoda.prefix import Lease
+from kvpagoda.prefix.tokens import NO_TOKEN
 
 Tokens = Ids
 
@@ -39,12 +41,13 @@ class Request:
     ``resumed_at``: the cache's count of stopped requests when it got its slot. ``due``: behind how many blocks of its prompt a
     checkpoint is still to be kept, ascending. ``kept``: checkpoints that it uses; ``tail``: the one that moves along with it.
     ``publishes``: whether others may find what it computes. ``epochs``: (first position, epoch of the weights), ascending.
+    ``tally``: the counters of its namespace.
     """
 
     __slots__ = (
         "block_hashes", "due", "epochs", "is_settled", "kept", "lease", "match", "media_ids", "namespace", "num_fences",
         "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "slot", "state", "tail",
-        "tokens", "written",
+        "tally", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +65,7 @@ class Request:
         self.namespace, self.priority, self.media_ids = namespace, priority, media_ids
         self.match = PrefixMatch(0, 0, "nothing")
         self.lease: Lease
+        self.tally: Tally
         self.slot, self.state, self.resumed_at = -1, State.NEW, 0
         self.num_fences, self.is_settled = 0, True
         self.publishes, self.epochs = publishes, [(0, epoch)]
@@ -81,6 +85,11 @@ class Request:
         """Tokens ``first .. end - 1`` as texts are compared: with media ids."""
         tokens = self.tokens[first:end]
         return with_media(tokens, first, self.media_ids) if self.media_ids else tokens
+
+    def committed_keys(self, first: int, end: int) -> Tokens:
+        """As ``keys``, of committed tokens alone: ``NO_TOKEN`` where ``end`` is behind them."""
+        keys = self.keys(first, min(end, self.own_length))
+        return keys if end <= self.own_length else np.append(keys, np.full(end - self.own_length, NO_TOKEN, np.int32))
 
     @property
     def text(self) -> Tokens | None:

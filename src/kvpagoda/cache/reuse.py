@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
@@ -10,6 +12,7 @@ from kvpagoda.cache.prefix_cache import Pin
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
 from kvpagoda.prefix import Match
 
+_log = logging.getLogger(__name__)
 AnyNamespace = Namespace | str | bytes | None
 
 
@@ -75,6 +78,7 @@ class Reuse:
             core.offloader.set_weights(weights)
         core.guard.is_torn = False
         self._lifecycle.clear_stale()
+        _log.info("invalidated %s; epoch %d", f"{len(namespaces)} namespaces" if namespaces else "all", core.epoch)
 
     def reset(self) -> None:
         """Forget everything that is kept for reuse. Raises RetryLater while a request runs or is suspended; but where a signal

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from kvpagoda.blocks.group import BlockGroup
@@ -106,11 +107,12 @@ class CacheStats:
         return asdict(self)
 
 
-def stats_of(core: Core) -> CacheStats:
-    """The counters of a cache now. Changes nothing. O(groups, requests, namespaces and pins)."""
+def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> CacheStats:
+    """The counters of a cache now. Changes nothing. ``names``: label of a namespace -> what to call it. O(groups, requests,
+    namespaces and pins)."""
     counters, prefix = core.counters, core.prefix
     running, suspended = [*core.running.values()], [*core.suspended]
-    namespaces = _namespaces(core, (*running, *suspended))
+    namespaces = _namespaces(core, (*running, *suspended), names)
     pins = prefix.pins_of()
     return CacheStats(
         running=len(running),
@@ -151,21 +153,21 @@ def _group(core: Core, group: BlockGroup) -> GroupStats:
     )  # fmt: skip
 
 
-def _namespaces(core: Core, alive: Iterable[Request]) -> tuple[NamespaceStats, ...]:
-    """What every namespace cost and saved, the requests ``alive`` included; those of one label together."""
+def _namespaces(core: Core, alive: Iterable[Request], names: Mapping[str, str]) -> tuple[NamespaceStats, ...]:
+    """What every namespace cost and saved, the requests ``alive`` included; those of one name together."""
     computed: dict[int, int] = {}
     for request in alive:
-        key = id(core.counters.tally(request.namespace))
+        key = id(request.tally)
         computed[key] = computed.get(key, 0) + request.length - request.match.resumable
     found: dict[str, Tally] = {}
     for label, tally in core.counters.tallies():
-        sum_of = found.setdefault(label, Tally())
+        sum_of = found.setdefault(names.get(label, label), Tally())
         sum_of.requests += tally.requests
         sum_of.prompt += tally.prompt
         sum_of.cached += tally.cached
         sum_of.loaded += tally.loaded
         sum_of.computed += tally.computed + computed.get(id(tally), 0)
     return tuple(
-        NamespaceStats(label, one.requests, one.prompt, one.cached, one.loaded, one.computed)
-        for label, one in sorted(found.items())
+        NamespaceStats(name, one.requests, one.prompt, one.cached, one.loaded, one.computed)
+        for name, one in sorted(found.items())
     )

@@ -253,12 +253,14 @@ class TierReader:
             self._read_ahead(hit, wanted)
             if wanted and all(record in hit.held for record in wanted):
                 self._load_later(full, hit, wanted, ids, first)
+                _count(wanted, first, first + len(ids))
                 return len(ids)
         for records in self._read(hit, wanted):
             for part in self._parts_of(hit, records, ids, first):
                 self._memory.from_host(full.index, *part)
             level, number = records[-1]
             level.buffer.release([hit.held.pop(record) for record in records])
+            _count(records, first, first + len(ids))
             done = min(len(ids), (number + 1) * level.unit - first)
         return done
 
@@ -294,6 +296,12 @@ class TierReader:
             if count:
                 self._memory.from_host(group.index, ids[:count], level.buffer.payloads, rows[:num_rows])
             rows = rows[num_rows:]
+
+
+def _count(records: Many[Record], first: int, end: int) -> None:
+    """Of blocks ``first .. end - 1`` of a text those that lie in ``records`` came from their levels."""
+    for level, number in records:
+        level.loaded_blocks += min(end, (number + 1) * level.unit) - max(first, number * level.unit)
 
 
 def _batches(records: Many[Record]) -> Iterator[list[Record]]:

@@ -267,7 +267,8 @@ class LayerCacheHandle:
 
     def _block_rows(self, pool: Pool, slots: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
         per_block = pool.parts("entries")[0].shape[1]
-        return self.block_table[slots, windows // per_block].long(), windows % per_block
+        page, many = self.block_table[slots, windows // per_block].long(), pool.arena.layout.kernel_pages
+        return page // many, page % many * per_block + windows % per_block
 
     def _write_blocks(self, name: str, closed: ClosedWindows, rows: Tensor) -> None:
         pool = self._blocks(name)

@@ -12,7 +12,7 @@ from kvpagoda.cache.namespace import Namespace, namespace_key
 from kvpagoda.errors import BadInput
 from kvpagoda.events.index import Block, PrefixIndex, Resumable
 from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, CacheInfo, Event, EventBatch, decode
-from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.prefix.tokens import NO_TOKEN, as_tokens
 from kvpagoda.tiers.keys import prefix_root
 
 _MOST_WAITING = 4096
@@ -117,7 +117,9 @@ class Follower:
         if not _is_text(index, event.group_idx):
             index.set_flag(event.group_idx or 0, [index.blocks[name] for name in event.block_hashes], is_there=True)
             return
-        size, keys = event.block_size, np.array(event.token_ids, np.int32)
+        size = event.block_size
+        keys = np.full(size * len(event.block_hashes), NO_TOKEN, np.int32)
+        keys[: len(event.token_ids)] = event.token_ids
         for number, extra in enumerate(event.extra_keys or ()):
             for digest, offset in zip(extra[::2], extra[1::2]) if extra else ():
                 keys[number * size + offset] = index.media_id(digest)

@@ -18,9 +18,10 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.event_log import Followed
 from kvpagoda.cache.namespace import with_media
 from kvpagoda.prefix.children import Children
+from kvpagoda.prefix.tokens import NO_TOKEN
 from kvpagoda.schema.fields import Growth
 
-_UNKNOWN = -(2**31)
+_UNKNOWN = NO_TOKEN + 1
 """A medium that is in no block."""
 _NO_CHILDREN: Children[Block] = Children()
 

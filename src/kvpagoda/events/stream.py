@@ -30,6 +30,7 @@ from kvpagoda.events.wire import (
     encode,
     kind_of,
 )
+from kvpagoda.prefix.tokens import NO_TOKEN, are_media
 from kvpagoda.tiers.keys import prefix_hashes, prefix_root
 
 Message = tuple[int, bytes]
@@ -151,8 +152,9 @@ class EventStream:
         keys = shared.keys[first * size : end * size]
         tokens, extras = keys, dict[int, bytes]()
         if shared.media:
-            tokens = np.maximum(keys, 0)
-            for at in np.flatnonzero(keys < 0).tolist():
+            is_media = are_media(keys)
+            tokens = np.where(is_media, 0, keys)
+            for at in np.flatnonzero(is_media).tolist():
                 extras[at // size] = extras.get(at // size, b"") + self._place(at % size, int(keys[at]))
         root = parent.name if parent.depth else prefix_root(shared.namespace, self.index.followed.secret)
         text, step = keys.tobytes(), 4 * size
@@ -204,7 +206,7 @@ class EventStream:
         return BlockStored(
             [block.name for block in run],
             parent.name if parent is not None and parent.depth else None,
-            np.maximum(keys, 0).tolist(),
+            np.maximum(keys[keys != NO_TOKEN], 0).tolist(),
             size,
             medium=MEDIUM,
             extra_keys=self._extra_keys(keys.reshape(-1, size)) if len(self._media) else None,
@@ -217,12 +219,12 @@ class EventStream:
 
     def _extra_keys(self, keys: Ids) -> list[tuple[bytes | int, ...] | None] | None:
         """For each row of ``keys`` the digest and the offset of each medium that begins there, by turns."""
-        if keys.min() >= 0:
+        if not are_media(keys).any():
             return None
         found = list[tuple[bytes | int, ...] | None]()
         for row in keys:
             media = list[bytes | int]()
-            for offset in np.flatnonzero(row < 0).tolist():
+            for offset in np.flatnonzero(are_media(row)).tolist():
                 media += [self._media[int(row[offset])], offset]
             found.append(tuple(media) or None)
         return found

@@ -45,9 +45,10 @@ class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
     """Consecutive blocks of a text are there in one group.
 
     ``block_hashes``: 32 bytes each, made of all tokens up to its end, the namespace and the weights. ``token_ids``: of all
-    these blocks; 0 where a medium begins. ``extra_keys``: None, or for each block None or digest and offset of each medium
-    that begins in it, by turns. ``group_idx``: None where it is the text alone that is there, of a model none of whose groups
-    keeps all of it. ``namespace``: a digest of who may share it, see ``kvpagoda.events.namespace_name``.
+    these blocks; 0 where a medium begins; fewer where the last block is that of a closed text, of use up to its end.
+    ``extra_keys``: None, or for each block None or digest and offset of each medium that begins in it, by turns.
+    ``group_idx``: None where it is the text alone that is there, of a model none of whose groups keeps all of it.
+    ``namespace``: a digest of who may share it, see ``kvpagoda.events.namespace_name``.
     """
 
     block_hashes: list[bytes]

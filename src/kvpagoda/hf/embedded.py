@@ -1,45 +1,54 @@
-"""The model that ``kvpagoda generate`` runs by default: DeepSeek-V4 from a config, tiny, random, over bytes.
+"""The model that ``kvpagoda generate`` speaks with by default: a DeepSeek-V4 of 1.2 million parameters over bytes.
 
-It has the real mix of layers (sliding window, compressed sparse, heavily compressed) with the real ratios, window and
-indexer; only the widths are small. Its text means nothing: it exercises the cache, without weights or a network.
+It has the real mix of layers (sliding window, compressed sparse, heavily compressed) with the real ratios and window; only
+the widths are small, and its indexers were never trained. ``tools/train_demo.py`` made it, from the prose of this project
+and of Python's documentation; ``demo/training.json`` says how. It ends a paragraph with a line break, and then stops.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
-PROMPTS = (
-    "The cache of a transformer grows with every token that it reads.",
-    "Two prompts that begin alike ",
-    "Two prompts that begin alike may end differently.",
-    "A ring keeps the last 128 rows; a compressor folds four tokens, or a hundred and twenty-eight, into one entry. "
-    * 3,
-    "?",
+FOLDER = Path(__file__).parent / "demo"
+
+OPENING = (
+    "The cache keeps what a request leaves behind, so that the next request that begins with the same tokens does not have to "
+    "compute them again. Blocks are shared by reference, and what slid out of a window stays cached while memory lasts. When "
+    "memory runs out, the policy says which block goes first, and nothing that a running request holds is ever taken. A state "
+    "cannot be shared like a block, because every step writes over it, so it is copied where a text is likely to be taken up "
+    "again: at the end of a prompt, at the end of an answer, and where two texts parted. What the device has no room for goes "
+    "to the memory of the host, to a disk, or to a store that many machines share, and is found again after a restart. Every "
+    "record has a checksum, and whatever is wrong below the device is a miss: the request computes what did not come. "
 )
+PROMPTS = (
+    OPENING + "The memory",
+    OPENING + "When a request",
+    "A class ",
+    "The value of ",
+    OPENING + "Blocks that",
+)
+"""With four requests at once the last one begins when another has ended, and finds in the cache what they have in common."""
 
 
-def embedded_model(seed: int = 0) -> Any:
-    """The tiny model, float32 on the CPU; the same for the same seed. Torch's own random state is left alone."""
-    config = DeepseekV4Config(
-        vocab_size=256, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, head_dim=32,
-        q_lora_rank=32, partial_rotary_factor=0.25, num_experts_per_tok=2, n_routed_experts=4, n_shared_experts=1,
-        compress_ratios=[0, 0, 4, 128, 4, 128, 0], num_hash_layers=2, sliding_window=128, o_groups=2, o_lora_rank=16,
-        index_n_heads=32, index_head_dim=32, index_topk=16, hc_mult=2, max_position_embeddings=4096,
-        initializer_range=0.2, eos_token_id=None, bos_token_id=None, dtype="float32",
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        model = DeepseekV4ForCausalLM(config)
-        for name, value in model.named_parameters():
-            if name.endswith(("sinks", "position_bias")):
-                value.normal_()
-        for name, table in model.named_buffers():
-            if name.endswith("tid2eid"):
-                table.random_(0, config.n_routed_experts)
-    return model.eval()
+def embedded_model() -> Any:
+    """The model, float32 on the CPU, in eval mode. Reads files of the package alone, no network."""
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32, local_files_only=True).eval()
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()
+
+
+def held_out_text() -> bytes:
+    """Prose of the same kind that the model was not trained on."""
+    return (FOLDER / "held_out.txt").read_bytes()
 
 
 class ByteTokenizer:

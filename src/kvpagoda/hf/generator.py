@@ -131,6 +131,11 @@ class Generator:
         self.num_proposed = self.num_accepted = 0
 
     @property
+    def queue(self) -> RunQueue[Answer]:
+        """Its jobs; ``kvpagoda.metrics.CacheCollector(generator.queue)`` reads who waits and what the cache counts."""
+        return self._queue
+
+    @property
     def num_preempted(self) -> int:
         return self._queue.num_preempted
 

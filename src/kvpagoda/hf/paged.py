@@ -28,7 +28,7 @@ class GroupGather:
     """How one group's rows are read in one step of ``B`` rows and ``S`` new tokens each."""
 
     def __init__(self, view: LayerView, growth: Growth) -> None:
-        arrays, size = view.arrays, view.block_size
+        arrays = view.arrays
         counts = arrays.kv_indptr[1:] - arrays.kv_indptr[:-1]
         most, self.first = int(counts.max()), int(arrays.kv_start[0])
         self.length = int((arrays.cache_seqlens - arrays.kv_start).max())
@@ -37,7 +37,6 @@ class GroupGather:
         place = (arrays.kv_indptr[:-1, None] + column).clamp(max=len(arrays.kv_indices) - 1)
         self.blocks = torch.where(column < counts[:, None], arrays.kv_indices[place.long()], 0).long()
         rows, queries = len(counts), len(view.step.positions) // len(counts)
-        self.write_index = (arrays.slot_mapping.long() // size, arrays.slot_mapping.long() % size)
         kv = arrays.kv_start[:, None].long() + torch.arange(self.length, device=counts.device)
         self.absent = kv >= arrays.cache_seqlens[:, None]
         query = view.step.positions.long().view(rows, queries, 1)
@@ -113,11 +112,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._store(self._row_names[-1], indexer_key_states)
 
     def _store(self, name: str, rows: Tensor) -> Tensor:
-        gather, pool = self._context.gather(self._index), self._context.batch.layer(self._index).blocks
-        assert pool is not None
+        gather, view = self._context.gather(self._index), self._context.batch.layer(self._index)
         self._context.last_stored = self._index
-        pool.write(name, gather.write_index, rows.flatten(0, 1))
-        found: Tensor = pool.read(name, (gather.blocks,)).flatten(1, 2)[:, : gather.length].to(rows.dtype)
+        view.write(**{name: rows})
+        assert view.blocks is not None
+        found: Tensor = view.blocks.read(name, (gather.blocks,)).flatten(1, 2)[:, : gather.length].to(rows.dtype)
         return found.masked_fill(gather.absent.view(*gather.absent.shape, *(1,) * (found.ndim - 2)), 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -57,7 +58,7 @@ class PagedCache(Cache):  # type: ignore[misc]
     ``budget``: memory, bytes or text; not used where ``cache_arguments``, those of ``KVCache``, have ``num_blocks``. It must
     hold all rows of a batch at once, and ``max_requests`` of them (with beam search twice as many rows): else ``generate``
     raises OutOfBlocks or RetryLater, and the cache goes on. ``prefill_chunk``: the most tokens of one text in one step.
-    ``kv_format``: see ``Schema.from_hf_config``. ``cache``: the ``KVCache``.
+    ``kv_format``: see ``Schema.from_hf_config``. ``model``, ``cache``: the model, and its ``KVCache``.
 
     In a loop of one's own the first call after ``reset`` starts texts, and each further one appends tokens to every row.
     ``get_seq_length`` is always 0: ``generate`` then hands over whole texts. The ``forward`` and
@@ -88,10 +89,11 @@ class PagedCache(Cache):  # type: ignore[misc]
         if prefill_chunk < 1:
             raise BadInput(f"need prefill_chunk >= 1 tokens, got {prefill_chunk}")
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
-        self._runner = runner_of(model, prefill_chunk, 0, kv_format, sizes)
-        self.cache, self._chunk, self._rows = self._runner.cache, prefill_chunk, list[Row]()
-        Cache.__init__(self, layers=[])
         _route(model)
+        self._runner = runner_of(model, prefill_chunk, 0, kv_format, sizes)
+        self.model, self.cache = model, self._runner.cache
+        self._chunk, self._rows = prefill_chunk, list[Row]()
+        Cache.__init__(self, layers=[])
 
     # -- what transformers asks of a cache ---------------------------------------------------------------------------
 
@@ -110,6 +112,16 @@ class PagedCache(Cache):  # type: ignore[misc]
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """The longest text, in tokens."""
         return self.cache.max_context
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Its own model never comes here. Raises BadInput."""
+        raise self.error_of_another_model()
+
+    def error_of_another_model(self) -> BadInput:
+        """The error for a model that is given the cache of another."""
+        return BadInput(
+            f"this PagedCache is that of a {type(self.model).__name__}, another model or a copy of this one"
+        )
 
     def reset(self) -> None:
         """End the texts of the batch, as a new ``generate`` does by itself; they stay cached while memory lasts."""
@@ -186,12 +198,14 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def _append(self, tokens: list[Tokens]) -> Tensor:
         """Logits ``[B, vocab]`` after ``tokens`` more of each row: in one step if that is one token."""
-        texts = [np.concatenate((row.sequence.tokens, more)) for row, more in zip(self._rows, tokens)]
-        for i, text in enumerate(texts):
-            if self._runner.switch.passed(len(text)) != self._rows[i].passed:  # all its rows mean nothing any more
-                self._rows[i].sequence.close()
+        for i, (row, more) in enumerate(zip(self._rows, tokens)):
+            if self._runner.switch.passed(row.sequence.length + len(more)) != row.passed:
+                text = np.concatenate((row.sequence.tokens, more))
+                row.sequence.close()  # all its rows mean nothing any more
                 self._rows[i] = self._open(text)
-        if any(len(text) - row.sequence.length > 1 for row, text in zip(self._rows, texts)):
+                tokens[i] = text[self._rows[i].sequence.length :]
+        if any(len(more) > 1 for more in tokens):
+            texts = [np.concatenate((row.sequence.tokens, more)) for row, more in zip(self._rows, tokens)]
             return torch.stack([self._compute(row, text) for row, text in zip(self._rows, texts)])
         sequences = [row.sequence for row in self._rows]
         for sequence in sequences:
@@ -236,11 +250,17 @@ def _texts(ids: np.ndarray[Any, Any], attention_mask: Tensor | None) -> list[Tok
 
 def _route(model: Any) -> None:
     """Let ``forward`` and ``prepare_inputs_for_generation`` of ``model`` hand over to a PagedCache where they are given one.
-    The methods are bound, so that a copy of the model has its own. Does nothing the second time."""
-    for name, route in (("forward", _forward), ("prepare_inputs_for_generation", _prepare)):
-        method = getattr(model, name)
+    The methods are bound, so that a copy of the model has its own. Does nothing the second time. Raises BadInput."""
+    routes = {"forward": _forward, "prepare_inputs_for_generation": _prepare}
+    methods = {name: getattr(model, name, None) for name in routes}
+    replaced = [name for name, method in methods.items() if not isinstance(method, MethodType)]
+    if replaced:
+        raise BadInput(
+            f"{' and '.join(replaced)} of the {type(model).__name__} were replaced by something that is no method"
+        )
+    for name, method in methods.items():
         if not hasattr(method, "is_kvpagoda_route"):
-            setattr(model, name, MethodType(route(method.__func__), model))
+            setattr(model, name, MethodType(routes[name](getattr(method, "__func__", None)), model))
 
 
 def _forward(own: Any) -> Any:
@@ -251,6 +271,8 @@ def _forward(own: Any) -> Any:
         cache = _given(kwargs)
         if cache is None:
             return own(self, *args, **kwargs)
+        if cache.model is not self:
+            raise cache.error_of_another_model()
         given = {**dict(zip(inspect.signature(self.forward).parameters, args)), **kwargs}
         unknown = [name for name, value in given.items() if name not in _READ | _PLAIN and _says_something(value)]
         if unknown or given.get("input_ids") is None:
@@ -297,5 +319,7 @@ def _given(kwargs: dict[str, Any]) -> PagedCache | None:
 
 
 def _says_something(value: Any) -> bool:
-    """Whether an argument asks for anything: None and False do not."""
+    """Whether an argument asks for anything: None, False and a mapping to nothing but those do not."""
+    if isinstance(value, Mapping):
+        return any(_says_something(one) for one in value.values())
     return value is not None and value is not False

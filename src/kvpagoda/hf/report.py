@@ -1,22 +1,26 @@
-"""What ``kvpagoda generate`` does: load a model, generate with a progress line, print a table or JSON."""
+"""What ``kvpagoda generate`` does: load a model, generate with a progress line, print the answers and figures, or JSON."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvpagoda import console
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput
-from kvpagoda.hf.embedded import PROMPTS, ByteTokenizer, embedded_model
+from kvpagoda.hf.embedded import PROMPTS, ByteTokenizer, embedded_model, held_out_text
 from kvpagoda.hf.generator import Generator
+from kvpagoda.hf.held_out import format_cost
 from kvpagoda.units import format_bytes
 
 Outputs = list[list[int]]
+HELD_OUT_BYTES = 3072
+"""Of the held-out text: what takes seconds."""
 
 
 def run(
@@ -27,51 +31,93 @@ def run(
     how: dict[str, Any],
     dtype: str,
 ) -> None:
-    """Generate and print. ``how``: what ``Generator.generate`` takes."""
+    """Generate and print. ``how``: what ``Generator.generate`` takes. The embedded model then answers the same prompts again,
+    from the cache, and says what its rows lose in another format."""
     texts = list(PROMPTS) if prompt_file is None else prompt_file.read_text().splitlines()
     texts = [text for text in texts if text]
     if not texts:
         raise BadInput(f"{prompt_file} holds no prompts; write one on each line")
+    is_demo, kv_format = model_name is None, generator_arguments["kv_format"]
     if model_name is None:
         torch.set_num_threads(1)  # the embedded model is so small that more threads wait for each other
         model, tokenizer = embedded_model(), ByteTokenizer()
+        Generator(model, "8MiB", max_requests=1, kv_format=kv_format).generate([[32, 32]], 2)  # torch warms up
     else:
         model, tokenizer = load(model_name, dtype)
     generator = Generator(model, **generator_arguments)
     prompts = [tokenizer.encode(text) for text in texts]
-    began = time.perf_counter()
-    outputs = generate(generator, prompts, how)
-    seconds = time.perf_counter() - began
+    outputs, seconds = timed(generator, prompts, how)
     generator.cache.flush()
     stats = generator.stats()
+    again = Again.of(generator, prompts, how, outputs, seconds) if is_demo else None
     generator.cache.close()
-    rows = [
-        (text, len(prompt), outputs[i * how["n"] + answer])
-        for i, (text, prompt) in enumerate(zip(texts, prompts))
-        for answer in range(how["n"])
-    ]
+    cost = format_cost(model, kv_format, held_out_text()[:HELD_OUT_BYTES]) if is_demo and kv_format != "raw" else None
+    rows = [(i, outputs[i * how["n"] + answer]) for i in range(len(texts)) for answer in range(how["n"])]
     if as_json:
-        results = [{"prompt": text, "tokens": output, "text": tokenizer.decode(output)} for text, _, output in rows]
+        results = [{"prompt": texts[i], "tokens": output, "text": tokenizer.decode(output)} for i, output in rows]
         figures = {
             "seconds": round(seconds, 3),
             "new_tokens": sum(map(len, outputs)),
             "proposed_tokens": generator.num_proposed,
             "accepted_tokens": generator.num_accepted,
             "stats": stats.to_dict(),
+            **({} if again is None else {"again": again._asdict()}),
+            **({} if cost is None else {"format_cost": cost.to_dict()}),
         }
         print(json.dumps({"results": results, **figures}, indent=2))
         return
+    for i, output in rows:
+        say_answer(texts[i], len(prompts[i]), tokenizer.decode(output), len(output))
+    for line in (*summary(generator, stats, outputs, seconds), cost, again):
+        if line is not None:
+            console.output().print(str(line))
+
+
+def timed(generator: Generator, prompts: list[list[int]], how: dict[str, Any]) -> tuple[Outputs, float]:
+    """The answers, and the seconds that they took."""
+    began = time.perf_counter()
+    outputs = generate(generator, prompts, how)
+    return outputs, time.perf_counter() - began
+
+
+class Again(NamedTuple):
+    """The same prompts answered a second time, with what the first time left in the cache."""
+
+    num_answers: int
+    num_same: int
+    prompt_tokens: int
+    cached_tokens: int
+    first_seconds: float
+    seconds: float
+
+    @classmethod
+    def of(
+        cls, generator: Generator, prompts: list[list[int]], how: dict[str, Any], outputs: Outputs, seconds: float
+    ) -> Again:
+        before = generator.stats().cached_tokens
+        repeated, took = timed(generator, prompts, how)
+        num_same = sum(one == other for one, other in zip(outputs, repeated))
+        cached, asked = generator.stats().cached_tokens - before, sum(map(len, prompts))
+        return cls(len(outputs), num_same, asked, cached, round(seconds, 3), round(took, 3))
+
+    def __str__(self) -> str:
+        same = "the same answers" if self.num_same == self.num_answers else f"{self.num_same} answers the same"
+        return (
+            f"all prompts again: {self.cached_tokens:,} of {self.prompt_tokens:,} prompt tokens found in the cache, {same} in "
+            f"{self.seconds:.2f} s instead of {self.first_seconds:.2f} s"
+        )
+
+
+def say_answer(prompt: str, prompt_tokens: int, answer: str, new_tokens: int) -> None:
+    """Print the end of a prompt on a line, and the answer below it, broken at spaces and indented."""
     out = console.output()
-    counts = [f"{length} + {len(output)}" for _, length, output in rows]
-    room = max(8, (out.width - max(map(len, counts)) - 4) // 2)
-    cells = [
-        (clipped(text, room), count, clipped(tokenizer.decode(output), room))
-        for (text, _, output), count in zip(rows, counts)
-    ]
-    out.print(console.table(("prompt", "tokens", "new text"), cells, left=("prompt", "new text")))
+    count = f"{prompt_tokens} + {new_tokens} tokens: "
+    room = max(8, out.width - len(count))
+    shown = clipped(prompt, len(prompt))
+    out.print(count + (shown if len(shown) <= room else "…" + shown[1 - room :]))
+    lines = textwrap.wrap(clipped(answer.rstrip(), len(answer)), max(8, out.width - 4)) or [""]
+    out.print("\n".join(f"    {line}" for line in lines))
     out.print()
-    for line in summary(generator, stats, outputs, seconds):
-        out.print(line)
 
 
 def summary(generator: Generator, stats: CacheStats, outputs: Outputs, seconds: float) -> list[str]:
@@ -81,7 +127,8 @@ def summary(generator: Generator, stats: CacheStats, outputs: Outputs, seconds: 
     lines = [f"{len(outputs)} answers, {tokens} new tokens in {seconds:.2f} s: {tokens / seconds:.0f} a second"]
     if generator.num_proposed:
         lines.append(f"{generator.num_accepted} of {generator.num_proposed} proposed tokens accepted")
-    lines.append(f"{stats.computed_tokens} tokens computed; cache {format_bytes(stats.nbytes)}; {groups}")
+    lines.append(f"{stats.computed_tokens:,} tokens computed, {stats.cached_tokens:,} found in the cache")
+    lines.append(f"cache {format_bytes(stats.nbytes)}; {groups}")
     if stats.tiers:
         tiers = (f"{tier.name}: {tier.num_records} records, {format_bytes(tier.nbytes)}" for tier in stats.tiers)
         lines.append(f"{stats.loaded_tokens} tokens loaded from tiers; {', '.join(tiers)}")

@@ -75,6 +75,12 @@ class PackedRow:
             return (*found, ("_inv_scale", (*lead, packing.groups), "float32"))
         return (*found, ("_scales", (*lead, packing.groups + packing.scale_pad), "uint8"))
 
+    def page_shape(self, count: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in which kernels take a page of ``count`` rows, in bytes: ``[rows, 1, bytes of a row]``, or, of formats
+        with heads, ``[heads, rows, bytes]``."""
+        row = self.packing.row_nbytes
+        return (shape[1], count, row) if self.packing.cells > 1 else (count, 1, row)
+
     def arrange(self, count: int, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, tuple[int, ...]]]]:
         """Bytes of a page of ``count`` rows, and, in the order of ``parts``, the offset of each part and the strides of
         (rows, its axes), all in bytes."""

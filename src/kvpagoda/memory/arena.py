@@ -67,6 +67,7 @@ class Arena:
         self.num_pages = num_rows * layout.kernel_pages
         """Kernel pages: ``layout.kernel_pages`` for each record."""
         self._pages: list[tuple[Page, Tensor]] = []
+        self._page_of: dict[tuple[int, str], tuple[Page, Tensor]] = {}
         self._views: dict[int, dict[str, Tensor]] = {}
         end = 0
         for page in layout.pages:
@@ -74,6 +75,8 @@ class Arena:
             if self.order == "block":
                 start, stride = page.offset, self.row_nbytes // layout.kernel_pages
             self._pages.append((page, self.buffer[start:].as_strided((self.num_pages, page.nbytes), (stride, 1))))
+            for name in page.rows:
+                self._page_of.setdefault((page.layer, name), self._pages[-1])
             for place in page.places:
                 self._views.setdefault(place.layer, {})[place.field.name] = self._view(place, start, stride)
             end += page.nbytes
@@ -101,9 +104,10 @@ class Arena:
         """
         return self._views.get(layer, {})
 
-    def pages(self, layer: int) -> Mapping[str, Tensor]:
-        """Name of rows of ``layer`` -> the pages that they lie in, beside others or alone: uint8 ``[num_pages, nbytes]``."""
-        return {name: memory for page, memory in self._pages if page.layer == layer for name in page.rows}
+    def page(self, layer: int, name: str) -> tuple[Page, Tensor]:
+        """The page that rows ``name`` of ``layer`` lie in, beside others or alone, and all of them: uint8 ``[num_pages,
+        nbytes]``; of several (codes, and scales apart) the first. KeyError if there is none."""
+        return self._page_of[layer, name]
 
     def all_layers(self, name: str) -> Tensor:
         """Field ``name`` of every layer that has it, in one view ``[layers, num_rows, count, *shape]`` of the arena. The

@@ -28,7 +28,7 @@ POISON = 0xFF
 class DeviceMemory(NoMemory):
     """Arenas for ``plan``, all allocated here. Groups that share one memory lie in one buffer, in sectors, block-major.
 
-    ``order``: see ``Arena``. ``poison``: what nobody holds is filled with NaN. ``copies_aside``: whether copies from the host
+    ``poison``: what nobody holds is filled with NaN. ``copies_aside``: whether copies from the host
     may run on a stream of their own.
     """
 
@@ -38,7 +38,6 @@ class DeviceMemory(NoMemory):
         self,
         plan: Plan,
         device: Device = None,
-        order: str | None = None,
         *,
         poison: bool = False,
         copies_aside: bool = False,
@@ -48,7 +47,7 @@ class DeviceMemory(NoMemory):
         shared = torch.zeros(plan.num_sectors * plan.sector_nbytes, dtype=torch.uint8, device=self.device)
         self.arenas = [
             Arena(
-                group.layout, group.num_rows, device=self.device, order=order,
+                group.layout, group.num_rows, device=self.device, order=plan.order,
                 within=(shared, group.row_nbytes) if plan.num_sectors else None,
             )
             for group in plan.groups

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvpagoda.errors import BadInput
 from kvpagoda.formats import decode, encode
 from kvpagoda.formats.encoding import Encoding
 from kvpagoda.kernels.packed_rows import append_rows, decode_parts, gather_rows, round_trip
@@ -30,9 +31,9 @@ class Pool:
     """Named rows of one layer over an arena; ``write`` and ``read`` go through each row's encoding.
 
     A row is addressed by (record id, row in the record): ``(block id, row of the block)`` for what grows with the text,
-    ``(state row, ring row)`` for what a request has a fixed amount of; ids alone name all rows of their records. A negative
-    id is for what nobody reads: it writes to the end, as in torch, or, in packed rows, nowhere. ``fields`` show each record
-    as its kernel pages, one behind another, and alias the arena.
+    ``(state row, ring row)`` for what a request has a fixed amount of. Ids alone are of kernel pages, as tables have them, and
+    name all of their rows. A negative id is for what nobody reads: it writes to the end, as in torch, or, in packed rows,
+    nowhere. ``fields`` show each record as its kernel pages, one behind another, and alias the arena.
 
     The last ``num_hidden`` records absorb what padded rows write: addressable, but not among what ``shown`` gives.
     """
@@ -58,6 +59,16 @@ class Pool:
         """``parts`` without the hidden records: what views give to callers."""
         return tuple(part[: self.num_shown] for part in self.parts(name))
 
+    def joined(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """``rows`` under the names that they have here: K and V ``[.., heads, dim]`` of one shape, or a latent and its RoPE
+        key ``[.., dim]``, are put together where this pool keeps them packed in one row."""
+        if rows.keys() == {"k", "v"} and "kv" in self.rows and rows["k"].shape == rows["v"].shape:
+            return {"kv": torch.stack((rows["k"], rows["v"]), dim=-3)}
+        is_packed = "latent" in self.rows and "k_rope" not in self.rows
+        if is_packed and rows.keys() == {"latent", "k_rope"} and rows["latent"].shape[:-1] == rows["k_rope"].shape[:-1]:
+            return {"latent": torch.cat((rows["latent"], rows["k_rope"]), dim=-1)}
+        return rows
+
     def write(self, name: str, index: Index, values: Tensor) -> None:
         """Encode ``values`` ``[*index, *shape]`` and store them; packed rows as bfloat16. One writer a row: duplicate indices
         are undefined."""
@@ -65,7 +76,7 @@ class Pool:
         if isinstance(encoding, PackedRow):
             slots = self._slots(index, parts[0].shape[1])
             slots = slots.expand(values.shape[: values.ndim - len(self.rows[name].shape)])
-            flat = values.reshape(slots.numel(), -1).to(torch.bfloat16)
+            flat = values.reshape(slots.numel(), math.prod(self.rows[name].shape)).to(torch.bfloat16)
             append_rows(flat, slots.flatten(), self.pages(name), **_packed(encoding, parts[0]))
             return
         cells = self._cells(index, parts[0].shape[1])
@@ -93,19 +104,37 @@ class Pool:
             return round_trip(flat, rows.encoding).to(values.dtype).view(values.shape)
         return decode(rows.encoding, encode(rows.encoding, values), getattr(torch, rows.dtype)).to(values.dtype)
 
+    def tensor(self, name: str) -> Tensor:
+        """The one tensor in which kernels take rows ``name`` and what lies beside them: ``[kernel pages, rows, 1, 576]`` of a
+        latent and its RoPE key, ``[slots, heads, value, key]`` of a state, uint8 ``[kernel pages, rows, 1, 656]`` or ``[kernel
+        pages, heads, rows, bytes]`` of packed rows (with the strides that kernels are told, wherever scales lie). An alias,
+        with its axes in the order of memory. Raises BadInput where what lies there has no such form."""
+        page, memory = self.arena.page(self.layer, name)
+        if (whole := page.whole) is None:
+            raise BadInput(f"rows {', '.join(page.rows)} lie side by side as tensors of their own: {[*self.fields]}")
+        dtype = getattr(torch, whole.dtype)
+        typed = memory.view(dtype) if whole.dtype != "uint8" else memory
+        shape, strides = (len(typed), *whole.shape), (typed.stride(0), *whole.strides)
+        start = typed.storage_offset() + whole.offset // dtype.itemsize
+        found = typed.as_strided(shape, strides, start)
+        if page.places[0].field.count == 1 and name in self.rows and self.rows[name].count == 1 and not page.packed:
+            found = found.squeeze(1)
+        strides = found.stride()
+        return found.permute(0, *sorted(range(1, found.ndim), key=lambda axis: (-strides[axis], axis)))
+
     def pages(self, name: str) -> Tensor:
         """The pages that rows ``name`` lie in, as kernels address them: uint8 ``[kernel pages, nbytes]``, an alias."""
-        return self.arena.pages(self.layer)[name]
+        return self.arena.page(self.layer, name)[1]
 
     def _slots(self, index: Index, per_page: int) -> Tensor:
         """Number of each row that ``index`` names among all rows of the pages, int64 or int32."""
-        count = per_page * self.arena.layout.kernel_pages
-        record, row = index if len(index) == 2 else (index[0][..., None], _arange(count, index[0].device))
-        return record * count + row
+        if len(index) == 1:
+            return index[0][..., None] * per_page + _arange(per_page, index[0].device)
+        return index[0] * (per_page * self.arena.layout.kernel_pages) + index[1]
 
     def _cells(self, index: Index, per_page: int) -> Index:
         """(kernel page, row of it) of each row that ``index`` names."""
-        if self.arena.layout.kernel_pages == 1:
+        if self.arena.layout.kernel_pages == 1 or len(index) == 1:
             return index
         slots = self._slots(index, per_page)
         return torch.div(slots, per_page, rounding_mode="floor"), slots % per_page

@@ -5,11 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput
 
+NO_TOKEN = -(2**31)
+"""Stands behind the last token of a text that ends inside a block: no token, and no media id, is this."""
 _INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
+
+
+def are_media(keys: Ids) -> npt.NDArray[np.bool_]:
+    """Which of ``keys``, a text as texts are compared, are media ids."""
+    media: npt.NDArray[np.bool_] = (keys < 0) & (keys != NO_TOKEN)
+    return media
 
 
 def as_tokens(token_ids: Any, vocab_size: int | None = None) -> Ids:

@@ -33,6 +33,22 @@ class Place:
 
 
 @dataclass(frozen=True)
+class KernelTensor:
+    """A page as a kernel takes it: names and sizes of its axes, strides in elements, and the byte of its page where it begins.
+    The axis of pages, or of state slots, comes before these."""
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    offset: int
+
+
+_AXES = {"": "one", "H": "head", "K": "key", "V": "value", "R": "dstate", "C": "channel", "W": "column"}
+"""What kernels call the axes of rows; any other is ``dim``."""
+
+
+@dataclass(frozen=True)
 class Page:
     """What one layer keeps side by side of one kernel page of a block, or of one state: ``nbytes`` bytes from ``offset`` of
     the record. ``rows``: names of the rows in it. ``multiple``: what kernels want the bytes from page to page to be one of."""
@@ -42,10 +58,42 @@ class Page:
     places: tuple[Place, ...]
     multiple: int = 1
     offset: int = 0
+    axes: tuple[str, ...] = ()
+    packed: tuple[int, ...] = ()
 
     @property
     def layer(self) -> int:
         return self.places[0].layer
+
+    @cached_property
+    def whole(self) -> KernelTensor | None:
+        """All of it as the one tensor that kernels take; None where its parts have no such form, and are tensors of their own.
+
+        Packed rows are uint8 ``[rows, 1, bytes of a row]`` or ``[heads, rows, bytes]``, wherever scales really lie.
+        """
+        if self.packed:
+            _, middle, row = self.packed
+            names = ("token", "one", "dim") if middle == 1 else ("head", "token", "dim")
+            return KernelTensor(names, self.packed, (middle * row, row, 1), "uint8", 0)
+        tensors = [self.tensor(place) for place in self.places]
+        first, end, width = tensors[0], tensors[0].offset, sum(one.shape[-1] for one in tensors)
+        if len(tensors) == 1:
+            return first
+        strides = tuple(width if n == 1 else step for n, step in zip(first.shape[:-1], first.strides))
+        for one in tensors:
+            same = tuple(width if n == 1 else step for n, step in zip(one.shape[:-1], one.strides)) == strides
+            if (one.dtype, one.offset, one.strides[-1]) != (first.dtype, end, 1) or not same:
+                return None
+            end += one.shape[-1] * itemsize(one.dtype)
+        return replace(first, shape=(*first.shape[:-1], width), strides=(*strides, 1))
+
+    def tensor(self, place: Place) -> KernelTensor:
+        """One field of it as a tensor of its own."""
+        size = itemsize(place.field.dtype)
+        strides = tuple(stride // size for stride in place.strides)
+        return KernelTensor(
+            ("token", *self.axes), (place.field.count, *place.field.shape), strides, place.field.dtype, place.offset
+        )
 
 
 def dense(layer: int, field: Field) -> Page:
@@ -63,19 +111,21 @@ def pages_of(layer: int, rows: Iterable[Rows], count: Callable[[Rows], int]) -> 
         members = [*together]
         first, number = members[0], count(members[0])
         fields = [field for one in members for field in one.fields(number)]
+        axes = tuple(_AXES.get(axis, "dim") for axis in first.axes or ("dim",) * len(first.shape))
+        packed: tuple[int, ...] = ()
         if isinstance(first.encoding, PackedRow):
             nbytes, found = first.encoding.arrange(number, first.shape)
-            multiple = first.encoding.page_multiple
+            multiple, packed = first.encoding.page_multiple, first.encoding.page_shape(number, first.shape)
         elif first.page:
             multiple = 1
             nbytes, found = arrange(
                 page, number, [PageRows(one.name, one.axes, one.shape, one.dtype) for one in members]
             )
         else:
-            yield from (dense(layer, field) for field in fields)
+            yield from (replace(dense(layer, field), rows=(first.name,), axes=axes) for field in fields)
             continue
         places = tuple(Place(layer, field, *place) for field, place in zip(fields, found))
-        yield Page(tuple(one.name for one in members), nbytes, places, multiple)
+        yield Page(tuple(one.name for one in members), nbytes, places, multiple, axes=axes, packed=packed)
 
 
 @dataclass(frozen=True)
@@ -85,7 +135,8 @@ class RowLayout:
         record  | kernel page 0: layer 0: page, page, .. | layer 1: .. | .. | pad | kernel page 1: .. |
                 0                                                         nbytes / kernel_pages    nbytes
 
-    Every page starts at a multiple of ``ALIGN``; ``pages`` are those of the first kernel page.
+    Every page starts at a multiple of ``ALIGN``; ``pages`` are those of the first kernel page. The bytes from kernel page to
+    kernel page are a multiple of ``multiple``.
 
     >>> layout = RowLayout.build([(0, Field("scales", 3, (4,), "uint8")), (0, Field("k", 3, (8,), "bfloat16"))])
     >>> [(place.field.name, place.offset) for place in layout.places], layout.nbytes, layout.payload_nbytes
@@ -95,6 +146,7 @@ class RowLayout:
     pages: tuple[Page, ...]
     nbytes: int
     kernel_pages: int = 1
+    multiple: int = ALIGN
 
     @classmethod
     def build(cls, fields: Iterable[tuple[int, Field]]) -> RowLayout:
@@ -111,7 +163,11 @@ class RowLayout:
             placed.append(replace(page, offset=offset, nbytes=stride))
             offset = align_up(offset + stride, ALIGN)
             multiple = multiple if order == "layer" else math.lcm(multiple, page.multiple)
-        return cls(tuple(placed), align_up(offset, multiple) * kernel_pages, kernel_pages)
+        return cls(tuple(placed), align_up(offset, multiple) * kernel_pages, kernel_pages, multiple)
+
+    def spread(self, nbytes: int) -> RowLayout:
+        """The same for records of ``nbytes`` bytes: several kernel pages are equally far apart in them."""
+        return self if self.kernel_pages == 1 else replace(self, nbytes=nbytes)
 
     @cached_property
     def places(self) -> tuple[Place, ...]:

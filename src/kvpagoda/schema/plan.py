@@ -15,7 +15,7 @@ from typing import Any
 from kvpagoda.errors import NeverFits
 from kvpagoda.schema.fields import Growth, itemsize
 from kvpagoda.schema.layers import Layer
-from kvpagoda.schema.layout import RowLayout
+from kvpagoda.schema.layout import ALIGN, RowLayout
 from kvpagoda.schema.sectors import budget_for
 from kvpagoda.units import ceil_div, format_bytes
 
@@ -41,6 +41,11 @@ class GroupPlan:
     def name(self) -> str:
         """``full``, ``window(1024)``, ``chunk(8192)`` or ``state``."""
         return self.growth.name
+
+    @property
+    def multiple(self) -> int:
+        """What the bytes from record to record are a multiple of."""
+        return self.layout.multiple * self.layout.kernel_pages
 
     @property
     def num_rows(self) -> int:
@@ -92,7 +97,8 @@ class Plan:
     ``block_size``: tokens of one block. ``max_requests``: that run at once. ``num_checkpoints``: the most places to resume
     at that are kept. ``lengths``: tokens, for which ``to_dict`` counts the requests that fit. ``budget`` in bytes. Where
     groups share memory, it is ``num_sectors`` sectors of ``sector_nbytes`` bytes; both are 0 where each group has its own
-    share.
+    share. ``order`` of the arenas; ``kernel_page``: tokens of the pages that kernels see; ``kernel_notes``: what was chosen
+    for the kernels that were named.
 
     >>> from kvpagoda.schema import Attention, Layer, Schema
     >>> plan = Schema((Layer(0, "attention", (Attention(2, 16, 16, "float32"),)),)).plan(num_blocks=100, max_requests=4)
@@ -113,6 +119,9 @@ class Plan:
     groups: tuple[GroupPlan, ...]
     num_sectors: int = 0
     sector_nbytes: int = 0
+    order: str = "block"
+    kernel_page: int = 0
+    kernel_notes: tuple[str, ...] = ()
 
     @cached_property
     def rewinds(self) -> tuple[tuple[int, str, int], ...]:
@@ -123,6 +132,11 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes that the arenas take: exactly what ``KVCache`` allocates."""
         return self.num_sectors * self.sector_nbytes or sum(group.nbytes for group in self.groups)
+
+    @property
+    def record_layout(self) -> str:
+        """What tells apart records of one schema: bytes and kernel pages of a block of each group."""
+        return ", ".join(f"{group.layout.nbytes}/{group.layout.kernel_pages}" for group in self.groups)
 
     @property
     def bytes_per_token(self) -> float:
@@ -198,7 +212,8 @@ class Plan:
         """How many bytes would hold a request of that length and room, as the end of an error."""
         counts = [max(group.blocks_for(num_tokens), ceil_div(room, group.block_size)) for group in self.groups]
         if self.num_sectors:
-            need = budget_for(tuple(group.layout.nbytes for group in self.groups), counts)
+            rows, multiples = zip(*((group.layout.nbytes, group.multiple) for group in self.groups))
+            need = budget_for(rows, counts, multiples)
         else:
             counts = [group.num_blocks if group.growth.is_state else max(counts) for group in self.groups]
             need = sum((count + 1) * group.row_nbytes for count, group in zip(counts, self.groups))
@@ -247,6 +262,9 @@ class Plan:
             "sector_bytes": self.sector_nbytes,
             "block_size": self.block_size,
             "hit_granularity": self.block_size,
+            "kernel_page": self.kernel_page,
+            "order": self.order,
+            "kernels": list(self.kernel_notes),
             "max_requests": self.max_requests,
             "checkpoints": self.num_checkpoints,
             "bytes_per_token": round(self.bytes_per_token, 3),
@@ -305,6 +323,11 @@ class Plan:
             lines["one budget"] = f"{self.num_sectors:,} sectors of {format_bytes(self.sector_nbytes)}"
             lines["floor"] = f"{format_bytes(floor)} for {self.max_requests} short requests"
             lines["floats"] = f"{format_bytes(max(0, self.nbytes - floor))}, to the groups that need it"
+        if padded := [group for group in self.groups if group.layout.multiple > ALIGN]:
+            each = (f"{group.layout.multiple} bytes ({group.name})" for group in padded)
+            lines["records"] = f"padded to multiples of {', '.join(each)}"
+        for number, note in enumerate(self.kernel_notes):
+            lines[f"kernels{number + 1 if number else ''}"] = note
         lines["waste"] = f"{figures['padding_percent']:.2f} % padding, {figures['unused_percent']:.2f} % unused"
         if wide := [group.name for group in self.groups if group.index_dtype == "int64"]:
             lines["int64 offsets"] = f"{', '.join(wide)}: element offsets pass 2^31"

@@ -17,13 +17,19 @@ def shared_groups(groups: Groups, budget: int) -> tuple[Groups, int, int]:
 
     The first sector belongs to padding. Raises NeverFits unless one block of each group fits beside it.
     """
-    rows = tuple(group.row_nbytes for group in groups)
-    sector = sector_size(rows, budget // SHARE)
+    rows, multiples = tuple(group.row_nbytes for group in groups), tuple(group.multiple for group in groups)
+    sector = sector_size(rows, budget // SHARE, multiples)
     count = budget // sector.nbytes
     if count < 1 + len(groups):
-        raise _too_small(groups, budget, budget_for(rows, [1] * len(groups)), "raise the budget")
+        raise _too_small(groups, budget, budget_for(rows, [1] * len(groups), multiples), "raise the budget")
     shares = tuple(
-        replace(group, num_blocks=(count - 1) * per, row_nbytes=sector.nbytes // per, per_sector=per)
+        replace(
+            group,
+            layout=group.layout.spread(sector.nbytes // per),
+            num_blocks=(count - 1) * per,
+            row_nbytes=sector.nbytes // per,
+            per_sector=per,
+        )
         for group, per in zip(groups, sector.records)
     )
     return shares, count, sector.nbytes

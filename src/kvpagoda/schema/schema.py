@@ -13,6 +13,8 @@ from kvpagoda.errors import BadInput, SchemaError
 from kvpagoda.layouts.pages import KIND_OF_ROWS
 from kvpagoda.schema.fields import STATE, WHOLE_TEXT, Growth, itemsize
 from kvpagoda.schema.from_hf import read_config
+from kvpagoda.schema.kernel_fit import LARGEST_BLOCK, Fit, KernelNames, readers_of, unmet
+from kvpagoda.schema.kernel_fit import fit as fitted
 from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind
 from kvpagoda.schema.layers import Group, Layer, state_layout
 from kvpagoda.schema.layout import RowLayout
@@ -221,6 +223,9 @@ class Schema:
         lengths: tuple[int, ...] = (1024, 8192, 32768, 131072),
         checkpoints: int | None = None,
         shared: bool = True,
+        kernels: KernelNames = (),
+        kernel_page: int | None = None,
+        order: str | None = None,
     ) -> Plan:
         """Divide ``budget`` (bytes, or text such as "40GiB"), or size for ``num_blocks`` blocks of every group, for
         ``max_requests`` requests at once. Exactly one of the two is given.
@@ -229,30 +234,34 @@ class Schema:
         tokens of one request written between two commits (a prefill chunk); window groups keep blocks for them.
         ``lengths``: tokens, for which to count the requests that fit. ``checkpoints``: the most places to resume at,
         where layers keep windows or states (None: as many as there is memory for; ``max_requests`` where each group has its
-        own part of it).
-        ``shared``: several groups share the memory, cut into sectors; False, or ``num_blocks``: each has its own part of it.
+        own part of it). ``shared``: several groups share the memory, cut into sectors; False, or ``num_blocks``: each has its
+        own part of it.
+        ``kernels``: what reads and writes the cache (``kvpagoda.layouts.demands.kernels``; ``"flashmla-sparse-sm100"``), by
+        kind or for all. What is not given is chosen to suit them: padding, ``kernel_page`` (tokens of a page of theirs),
+        ``block_size``. ``order``: ``"block"`` (the default) or ``"layer"``, see ``Arena``; layer-major groups share nothing.
 
-        Raises BadInput, and NeverFits if not even one block of one request fits.
+        Raises BadInput, NeverFits if not even one block of one request fits, and SchemaError where a kernel would refuse,
+        copy or misread what it gets, with its rule and what would make it legal.
         """
         if (budget is None) == (num_blocks is None):
             raise BadInput("give either a budget in bytes or num_blocks, not both and not neither")
-        size, max_requests = self.block_size(block_size), whole_number(max_requests, "max_requests", at_least=1)
+        fit, order = self._fit(block_size, kernel_page, kernels, order), order or "block"
+        size, max_requests = fit.block_size, whole_number(max_requests, "max_requests", at_least=1)
         step_tokens = whole_number(step_tokens, "step_tokens", at_least=1)
         lengths = tuple(whole_number(length, "each of lengths", at_least=1) for length in lengths)
         nbytes = 0 if budget is None else parse_bytes(budget)
         blocks = 0 if num_blocks is None else whole_number(num_blocks, "num_blocks", at_least=1)
         has_states = bool(self.state_layout.nbytes)
-        is_shared = shared and not blocks and len(self.groups) + has_states > 1
+        is_shared = shared and order == "block" and not blocks and len(self.groups) + has_states > 1
         if checkpoints is None:
             is_bounded = has_states or any(group.growth.is_bounded for group in self.groups)
             has_parts = bool(blocks) or (not is_shared and len(self.groups) + has_states > 1)
             checkpoints = (max_requests if has_parts else MAX_CHECKPOINTS) if is_bounded else 0
         checkpoints = whole_number(checkpoints, "checkpoints", at_least=0)
-        groups = self._largest_groups(size, step_tokens, max_requests, checkpoints)
+        groups = self._largest_groups(fit, order, step_tokens, max_requests, checkpoints)
         num_sectors = sector_nbytes = 0
         if blocks:
-            groups = equal_groups(groups, blocks)
-            nbytes = groups_nbytes(groups)
+            nbytes = groups_nbytes(groups := equal_groups(groups, blocks))
         elif is_shared:
             groups, num_sectors, sector_nbytes = shared_groups(groups, nbytes)
         elif len(groups) == 1:
@@ -260,19 +269,44 @@ class Schema:
         else:
             groups = fixed_groups(groups, nbytes)
         given = self.name, self.layers, self.max_positions, size, max_requests, checkpoints, lengths
-        return Plan(*given, nbytes, groups, num_sectors, sector_nbytes)
+        readers = readers_of(kernels)  # sectors may have spread records
+        assert not any([*unmet(one.layout, self.layers, readers, order, one.row_nbytes)] for one in groups if readers)
+        return Plan(*given, nbytes, groups, num_sectors, sector_nbytes, order, fit.kernel_page, fit.notes)
+
+    def _fit(self, block_size: int | None, kernel_page: int | None, kernels: KernelNames, order: str | None) -> Fit:
+        """Sizes of blocks and kernel pages, those that are given and others, and padding, with which ``kernels`` can read."""
+        if order not in (None, "block", "layer"):
+            raise BadInput(f"order is 'block' or 'layer', got {order!r}")
+        size, unit = self.block_size(block_size), self.tokens_per_row
+        if kernel_page is not None:
+            kernel_page = whole_number(kernel_page, "kernel_page", at_least=1)
+            if size % kernel_page or kernel_page % unit:
+                raise BadInput(
+                    f"kernel_page must divide the block_size of {size} and be a multiple of {unit}, got {kernel_page}"
+                )
+        if not kernels:
+            return Fit(size, kernel_page or size)
+        larger = (2**n for n in range(LARGEST_BLOCK.bit_length())) if block_size is None else ()
+        blocks = [size, *(one for one in larger if one > size and one % (kernel_page or unit) == 0)]
+        parts = (1, 2, 4, 8, 16, 32)
+        sizes = [
+            (block, page)
+            for block in blocks
+            for page in ([kernel_page] if kernel_page else [block // n for n in parts if block % (n * unit) == 0])
+        ]
+        return fitted(self.layers, self.groups, readers_of(kernels), sizes, order or "block")
 
     def _largest_groups(
-        self, block_size: int, step_tokens: int, max_requests: int, checkpoints: int
+        self, fit: Fit, order: str, step_tokens: int, max_requests: int, checkpoints: int
     ) -> tuple[GroupPlan, ...]:
         """Every group, and the states as one more, with as many blocks as all requests and checkpoints hold at once: without
         a bound where a group has none. A state is one block, however long the text is."""
-        layouts = {group.growth: group.block_layout(block_size) for group in self.groups}
+        layouts = {group.growth: fit.block_layout(group, order) for group in self.groups}
         if self.state_layout.nbytes:
-            layouts[STATE] = self.state_layout
+            layouts[STATE] = fit.state_layout(self.layers, order)
         largest = []
         for law, layout in layouts.items():
-            size = WHOLE_TEXT if law.is_state else block_size
+            size = WHOLE_TEXT if law.is_state else fit.block_size
             most, kept = law.most_blocks(size, step_tokens), law.most_blocks(size, 1)
             blocks = WHOLE_TEXT if most is None or kept is None else max_requests * most + checkpoints * kept
             largest.append(GroupPlan(law, layout, size, blocks, most, layout.nbytes))

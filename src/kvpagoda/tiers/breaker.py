@@ -30,13 +30,15 @@ class Breaker:
         self.next_probe = now + self._pause
         return True
 
-    def record(self, is_fault: bool, now: float) -> None:
-        """A call, or a probe, came back, or did not in time."""
+    def record(self, is_fault: bool, now: float) -> bool:
+        """A call, or a probe, came back, or did not in time; whether this opened or closed it."""
+        was_open = self.is_open
         if is_fault:
             self._faults += 1
             self.next_probe = now + self._pause
         else:
             self._faults, self._pause = 0, self._least_pause
+        return self.is_open != was_open
 
     def retry_now(self) -> None:
         """A call that was given up succeeded at last: the next probe is due."""

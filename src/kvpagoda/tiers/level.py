@@ -79,6 +79,8 @@ class LevelStats:
     dropped: int
     is_available: bool
     last_fault: str = ""
+    loaded_tokens: int = 0
+    """Of prompts: their blocks came from here."""
     calls: tuple[CallStats, ...] = ()
     """Stores, lookups, which move no bytes, and loads."""
 
@@ -128,10 +130,12 @@ class Level:
             driver, self.buffer, fingerprint, in_flight=2 * count * record + (1 << 20), workers=spec.workers,
             checksum=spec.checksum,
         )  # fmt: skip
+        self.tier.name = spec.name
         self.seconds_per_byte: float | None = None  #: of loads, lately
         self._measured_until = 0.0
         self._storing: dict[Future[list[Status]], Sequence[int]] = {}
-        self.dropped = 0
+        self.dropped = self.loaded_blocks = 0
+        self._block_size = identity.block_size
 
     def _num_staged(self, record: int, checkpoint: int) -> int:
         """How many records of ``record`` bytes staging memory has, where a checkpoint takes ``checkpoint``."""
@@ -239,5 +243,5 @@ class Level:
             self.spec.name, held.num_records, held.nbytes, held.capacity_nbytes, self.buffer.records.nbytes,
             told.stores.get(Status.OK, 0), told.loads.get(Status.OK, 0), told.loads.get(Status.MISS, 0), failed,
             self.dropped + told.stores.get(Status.REJECTED, 0), told.is_available, told.last_fault,
-            calls,
+            self.loaded_blocks * self._block_size, calls,
         )  # fmt: skip

@@ -8,7 +8,8 @@ caller ── store / lookup / load / discard ──► queue ──► worker t
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ Rows = Sequence[int]
 _KINDS = ("store", "lookup", "load", "discard")
 _PROBED = ("lookup", "load")  # requests wait for them
 _LONGEST_WAIT = 3600.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -107,6 +109,8 @@ class Tier:
         self._latencies = {kind: Latencies() for kind in _KINDS}
         self._faults: dict[str, tuple[bytes, float]] = {}  # of each kind the latest: a key, and how long the call had
         self._last_error = self._last_fault = ""
+        self.name = type(driver).__name__  #: in logs
+        self._turned = deque[str]()  # kinds of calls that began or ceased to fail, to be logged
         self._changed = Condition()
         self._queue: SimpleQueue[_Operation | None] = SimpleQueue()
         self._active: dict[_Operation, None] = {}  # which the driver is not done with, late ones included
@@ -255,6 +259,7 @@ class Tier:
                     self._wakes_at = 0.0
             for operation in late:
                 self._answer(operation, operation.refused(Status.TIMEOUT))
+            _tell(self)
         self.driver.close()
         with self._changed:
             self._is_done = True
@@ -278,7 +283,8 @@ class Tier:
     def _end(self, operation: _Operation, fault: Status | None, why: str) -> None:
         """The result of an operation is known, and whether it is a fault."""
         operation.is_over, now = True, monotonic()
-        self._breakers[operation.kind].record(fault is not None, now)
+        if self._breakers[operation.kind].record(fault is not None, now) and not self._is_closed:
+            self._turned.append(operation.kind)
         if not operation.is_probe:
             self._latencies[operation.kind].add(now - operation.begun)
         if fault is None:
@@ -326,6 +332,7 @@ class Tier:
             self._answer(operation, result)
         elif isinstance(result, Lease):
             result.release()
+        _tell(self)
 
     def _store(
         self, fingerprint: bytes, sizes: Sequence[int], keys: Sequence[bytes], rows: Rows, deadline: float
@@ -363,6 +370,16 @@ class Tier:
     def _parts(self, n: int) -> list[slice]:
         """Which of ``n`` records go to the driver in one call."""
         return [slice(start, start + self._part) for start in range(0, n, self._part)]
+
+
+def _tell(tier: Tier) -> None:
+    """Log which calls of ``tier`` fail from now on, or work again; where no lock is held, for who listens may take long."""
+    while tier._turned:
+        kind = tier._turned.popleft()
+        if tier._breakers[kind].is_open:
+            _log.warning("tier %s: no %s for a while; %s", tier.name, kind, tier._last_fault)
+        else:
+            _log.info("tier %s: %s works again", tier.name, kind)
 
 
 def _statuses(result: list[Status] | Lease) -> Sequence[Status]:

@@ -1,0 +1,172 @@
+"""What do metrics and spans cost? A trace replayed by caches in one process, in turns, slice by slice:
+
+    uncounted  nothing attached, and what a request says when it begins is not counted either
+    off        nothing attached
+    metrics    with a collector, that is scraped once a second
+    all        that, and spans of one request in a hundred: the provider of the OpenTelemetry SDK, whose spans go nowhere
+    sampled    spans of each request, of which the provider drops 99 in a hundred
+    spans      spans of each request, recorded
+
+Without an engine around it, so that the share of an engine's time is less. ``calls``: the Python and C calls of a pass
+without scrapes, over those of ``off``. ``benchmarks.heads`` tells what counting costs, beside a tree that does not count.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterator
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any
+
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
+from prometheus_client import CollectorRegistry, generate_latest
+
+from benchmarks.head_cases import FULL, GEMMA, Clock, _serve, _steps_of
+from benchmarks.timing import Options, Row, tell
+from benchmarks.workload import GENERATED, TRACES, workload
+from kvpagoda import KVCache, Limits, Schema
+from kvpagoda.cache.counters import Tally
+from kvpagoda.metrics import CacheCollector, trace
+
+QUESTION = "What do metrics and spans cost the host?"
+_EVERY, _TOGETHER = 1.0, 16
+"""Seconds between two scrapes; admissions and ends in a slice."""
+Attach = Callable[[KVCache], Callable[[], object] | None]
+"""Attaches something to a cache that is new; returns what is to be called once in ``_EVERY`` seconds."""
+
+
+def _counted(cache: KVCache) -> Callable[[], object]:
+    registry = CollectorRegistry()
+    registry.register(CacheCollector(cache))
+    return lambda: generate_latest(registry)
+
+
+def _spans(share: float, every: int = 1, *, is_counted: bool = False) -> Attach:
+    provider = TracerProvider(sampler=TraceIdRatioBased(share))
+    provider.add_span_processor(SpanProcessor())
+    tracer = provider.get_tracer("benchmark")
+
+    def attach(cache: KVCache) -> Callable[[], object] | None:
+        trace(cache, tracer, every=every)
+        return _counted(cache) if is_counted else None
+
+    return attach
+
+
+def _nothing(cache: KVCache) -> None:
+    """Off."""
+
+
+def _uncounted(cache: KVCache) -> None:
+    counters, tally = cache.core.counters, Tally()
+    vars(counters)["began"] = lambda namespace, match, prompt: tally
+
+
+MODES: dict[str, Attach] = {
+    "uncounted": _uncounted, "off": _nothing, "metrics": _counted, "all": _spans(1.0, 100, is_counted=True),
+    "sampled": _spans(0.01), "spans": _spans(1.0),
+}  # fmt: skip
+
+
+def _passes(work: Any, schema: Schema, attach: Attach, clock: Clock) -> Iterator[tuple[int, float]]:
+    """Passes over the trace, with a new cache each; a slice ends with a ``yield`` of its number, and of the seconds of a
+    scrape after it, if there was one."""
+    steps, texts, capacity = _steps_of(work)
+    longest = max(len(prompt) + len(output) for prompt, output in texts.values())
+    since = 0.0
+    while True:
+        cache = KVCache(
+            schema, num_blocks=capacity // 16, block_size=16, max_requests=80, device="none",
+            limits=Limits(longest, step_tokens=8192),
+        )  # fmt: skip
+        scrape, running = attach(cache), dict[int, Any]()
+        gc.collect()
+        for number, first in enumerate(range(0, len(steps), _TOGETHER)):
+            with clock:
+                for i in steps[first : first + _TOGETHER]:
+                    if i < 0:
+                        running.pop(~i).close()
+                    else:
+                        running[i] = _serve(cache, *texts[i], 1 << 30)
+            since, scraping = since + (0.0 if clock.is_counting else clock.found), 0.0
+            if scrape is not None and since > _EVERY:
+                begun = process_time()
+                scrape()
+                since, scraping = 0.0, process_time() - begun
+            yield number, scraping
+
+
+def _measured(work: Any, schema: Schema, modes: dict[str, Attach], enough: float) -> dict[str, tuple[float, float]]:
+    """Seconds and calls of a pass in each mode. Seconds: the sum over slices of the median, of whole passes of all in turns,
+    and of scrapes the mean."""
+    clock = Clock()
+    passes = {name: _passes(work, schema, attach, clock) for name, attach in modes.items()}
+    times: dict[str, dict[int, list[float]]] = {name: {} for name in modes}
+    scrapes, order = dict.fromkeys(modes, 0.0), deque(modes)
+    number, begun = -1, process_time()
+    while number or process_time() - begun < enough * len(modes):
+        order.rotate(1)  # who comes after spans finds less in the processor's caches
+        for name in order:
+            number, scraping = next(passes[name])
+            times[name].setdefault(number, []).append(clock.found)
+            scrapes[name] += scraping
+    clock.is_counting = True
+    calls = {}
+    for name, slices in passes.items():
+        calls[name], number = 0.0, -1
+        while number:
+            number, _ = next(slices)
+            calls[name] += clock.found
+    return {
+        name: (sum(map(median, slices.values())) + scrapes[name] / len(slices[0]), calls[name])
+        for name, slices in times.items()
+    }
+
+
+def _scrape_seconds(schema: Schema) -> float:
+    """One scrape of a cache in which 64 requests run."""
+    cache = KVCache(schema, num_blocks=4096, block_size=16, max_requests=64, device="none")
+    for first in range(64):
+        cache.open([first, *range(200)])
+    scrape = _counted(cache)
+    taken = []
+    for _ in range(20):
+        begun = perf_counter()
+        scrape()
+        taken.append(perf_counter() - begun)
+    return median(taken)
+
+
+def measure(options: Options) -> list[Row]:
+    is_there = (TRACES / "mooncake_conversation.jsonl.gz").exists() and not options.quick
+    work = workload("conversation", 250) if is_there else workload(GENERATED, 20)
+    schemas = {"full attention": FULL, "Gemma-like": Schema.from_hf_config(GEMMA)}
+    rows = list[Row]()
+    for label, schema in schemas.items():
+        if options.only not in label:
+            continue
+        scrape, rounds = _scrape_seconds(schema), list[dict[str, tuple[float, float]]]()
+        for _ in range(options.runs):
+            rounds.append(_measured(work, schema, MODES, 0.05 if options.quick else 2.0))
+        for name in MODES:
+            ratios = [one[name][0] / one["off"][0] for one in rounds]
+            rows.append(
+                {
+                    "case": f"{label}, {len(work)} requests",
+                    "mode": name,
+                    "us": 1e6 * median(one[name][0] for one in rounds) / len(work),
+                    "over_off": median(ratios),
+                    "from": min(ratios),
+                    "to": max(ratios),
+                    "calls": rounds[0][name][1] / rounds[0]["off"][1],
+                    "scrape_us": 1e6 * scrape if name == "metrics" else None,
+                }
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    tell("metrics", QUESTION, measure)

@@ -1,0 +1,60 @@
+"""Blocks of one engine: free, cached in a prefix tree, or one request's own."""
+
+from __future__ import annotations
+
+from kvpagoda.blocks import FreeList
+from kvpagoda.blocks.ids import Ids, positive_numbers
+from kvpagoda.errors import CheckFailed, OutOfBlocks
+from kvpagoda.prefix import EvictionPolicy, Match, PrefixTree
+
+
+class SharedBlocks:
+    """Ids 1 to ``num_blocks`` of blocks of ``block_size`` tokens. ``tree`` knows the cached ones, ``free`` those that nobody
+    has; whoever takes others keeps account of them. Cached blocks are evicted only when one is needed, by ``policy``.
+    Raises BadInput for numbers below 1."""
+
+    def __init__(self, num_blocks: int, block_size: int, policy: str | EvictionPolicy) -> None:
+        self.num_blocks, self.block_size = positive_numbers(num_blocks=num_blocks, block_size=block_size)
+        self.tree = PrefixTree(self.block_size, policy=policy, capacity=self.num_blocks, proves_ids=False)
+        self.free = FreeList(self.num_blocks, first=1, what="blocks")
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that could be had now: free ones, and cached ones that nobody uses. O(1)."""
+        return self.free.num_free + self.tree.num_evictable
+
+    def has_room(self, match: Match, wanted: int) -> bool:
+        """Whether ``wanted`` blocks could be had beside those of ``match``, which must stay. O(nodes on the path)."""
+        if wanted <= self.num_available - match.num_blocks:  # even if nobody uses what was found
+            return True
+        lease = self.tree.pin(match)
+        is_room = wanted <= self.num_available
+        self.tree.unpin(lease)
+        return is_room
+
+    def take(self, n: int) -> Ids:
+        """``n`` blocks, int32: free ones, then cached ones. Raises OutOfBlocks, taking none."""
+        short = n - self.free.num_free
+        if short > 0:
+            tree = self.tree
+            if short > tree.num_evictable:
+                raise OutOfBlocks(
+                    f"need {n} blocks, {self.free.num_free} free, {tree.num_cached} cached ({tree.num_pinned} in use) of "
+                    f"{self.num_blocks}; end a request first",
+                    needed=n,
+                    available=self.num_available,
+                )
+            self.free.release(tree.evict(short).ids[0])
+        return self.free.acquire(n)
+
+    def check(self, num_running: int) -> None:
+        """Prove that no block is both cached and free, and that ``num_running`` requests hold leases. Raises CheckFailed.
+        O(blocks)."""
+        self.free.check()
+        self.tree.check()
+        cached = self.tree.owned_ids()
+        lost = cached[~self.free.are_held(cached)]
+        if len(lost) or self.tree.num_leases != num_running:
+            raise CheckFailed(
+                f"blocks both cached and free: {lost[:16].tolist()}; {self.tree.num_leases} leases of {num_running} requests"
+            )

@@ -1,0 +1,97 @@
+"""What a form of the cache costs: bytes of memory, and bits on text that the model has not seen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from kvpagoda.hf.compressed import CompressedRunner
+from kvpagoda.kv_cache import KVCache
+from kvpagoda.schema import Schema
+from kvpagoda.units import format_bytes
+
+STEP = 256
+"""Bytes that are computed at a time."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one form of the cache takes: bytes for each token and each request, and mean bits for a byte of a text."""
+
+    bytes_per_token: float
+    bytes_per_request: int
+    bits_per_byte: float
+
+    @classmethod
+    def of(cls, model: Any, kv_format: str, text: bytes) -> Cost:
+        schema = Schema.from_hf_config(model.config, dtype=_dtype(model), kv_format=kv_format)
+        bits = bits_per_byte(model, schema, text)
+        return cls(schema.bytes_per_token, schema.state_layout.payload_nbytes, bits)
+
+
+@dataclass(frozen=True)
+class FormatCost:
+    """A ``kv_format`` beside raw rows of ``raw_dtype``, on a text of ``text_bytes``."""
+
+    kv_format: str
+    raw_dtype: str
+    text_bytes: int
+    packed: Cost
+    raw: Cost
+
+    @property
+    def lost_bits_per_byte(self) -> float:
+        """Bits that the format costs for a byte of the text; below 0 where rounding happens to help."""
+        return self.packed.bits_per_byte - self.raw.bits_per_byte
+
+    @property
+    def saved(self) -> float:
+        """The share of a token's bytes that the format saves."""
+        return 1 - self.packed.bytes_per_token / self.raw.bytes_per_token
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data, for JSON."""
+        return {**asdict(self), "lost_bits_per_byte": self.lost_bits_per_byte}
+
+    def __str__(self) -> str:
+        packed, raw = self.packed, self.raw
+        return (
+            f"{self.kv_format}: {packed.bytes_per_token:,.0f} bytes a token instead of {raw.bytes_per_token:,.0f} "
+            f"({self.raw_dtype}), {self.saved:.0%} saved, and {format_bytes(packed.bytes_per_request)} a request instead of "
+            f"{format_bytes(raw.bytes_per_request)}; {self.lost_bits_per_byte:+.4f} bits for each of {self.text_bytes:,} "
+            f"bytes of text it was not trained on ({packed.bits_per_byte:.3f})"
+        )
+
+
+def format_cost(model: Any, kv_format: str, text: bytes, raw: Cost | None = None) -> FormatCost:
+    """What ``kv_format`` costs ``model``, a byte model with compressed attention, on ``text`` of at least two bytes. ``raw``:
+    of the same text, if it is known. Raises SchemaError for a format that there is not."""
+    packed = Cost.of(model, kv_format, text)
+    return FormatCost(kv_format, _dtype(model), len(text), packed, raw or Cost.of(model, "raw", text))
+
+
+def _dtype(model: Any) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def bits_per_byte(model: Any, schema: Schema, text: bytes, length: int = 1024) -> float:
+    """Mean bits that ``model`` needs for a byte of ``text``, cut into pieces of ``length``, when it reads its past from a
+    cache of ``schema``. O(pieces) forward passes."""
+    cache = KVCache(schema, num_blocks=length // schema.block_size() + 2, max_requests=1, device=model.device)
+    runner, total, count = CompressedRunner(model, cache), 0.0, 0
+    for start in range(0, len(text) - 1, length):
+        piece = np.frombuffer(text[start : start + length], np.uint8).astype(np.int32)
+        with cache.open(piece, lookup=False) as sequence:
+            for step in np.split(piece, range(STEP, len(piece), STEP)):
+                logits = runner.step([(sequence, step)], [len(step)])
+                targets = torch.from_numpy(piece[sequence.length + 1 :][: len(step)]).to(logits.device, torch.int64)
+                total += cross_entropy(logits[: len(targets)], targets, reduction="sum").item()
+                count += len(targets)
+                sequence.commit(step)
+    cache.close()
+    return total / math.log(2) / count

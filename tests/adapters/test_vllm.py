@@ -1,0 +1,359 @@
+"""vLLM's cache manager: by itself, and under that project's own scheduler where its path is given."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from projects import path_of, stubs
+from rows import Ints, Rows, next_token
+
+from kvpagoda import BadInput, SchemaError
+from kvpagoda.adapters.vllm import KVCacheManager
+
+
+@dataclass
+class Request:
+    """A request as the manager sees it."""
+
+    all_token_ids: list[int]
+    request_id: str = field(default_factory=map(str, count()).__next__)
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    num_preemptions: int = 0
+    skip_reading_prefix_cache: bool = False
+    cache_salt: str | None = None
+    lora_request: Any = None
+    mm_features: tuple[Any, ...] = ()
+    status: Any = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+def config(num_blocks: int = 9, block_size: int = 2, **spec: Any) -> Any:
+    one = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=block_size, head_size=1, **spec))
+    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[one])
+
+
+def admit(manager: KVCacheManager, request: Request) -> int:
+    blocks, found, _ = manager.get_computed_blocks(request)
+    assert manager.allocate_slots(request, request.num_tokens - found, found, blocks) is not None
+    request.num_computed_tokens = request.num_tokens
+    return found
+
+
+def decode(manager: KVCacheManager, request: Request, token: int) -> Any:
+    request.all_token_ids.append(token)
+    added = manager.allocate_slots(request, 1)
+    request.num_computed_tokens += added is not None
+    return added
+
+
+def test_computed_blocks_are_shared_from_the_next_step_on() -> None:
+    manager = KVCacheManager(config(), 64, log_stats=True)
+    first = Request([1, 2, 3, 4, 5])
+    assert admit(manager, first) == 0 and manager.get_block_ids(first.request_id) == ([1, 2, 3],)
+    assert manager.get_computed_blocks(Request([1, 2, 3, 4, 6]))[1] == 0  # scheduled, not known to be computed
+    assert decode(manager, first, 6).get_block_ids(allow_none=True) is None
+    assert manager.estimate_cached_tokens(first) == 4
+    second = Request([1, 2, 3, 4, 6])
+    assert admit(manager, second) == 4
+    assert manager.get_blocks(second.request_id).blocks[0][1].block_id == 2 and manager.usage == 0.5
+    manager.record_prefix_cache_stats(second, 4)
+    stats = manager.make_prefix_cache_stats()
+    assert stats is not None and (stats.requests, stats.queries, stats.hits) == (1, 5, 4)
+    for request in (first, second, Request([9])):
+        manager.free(request)
+    manager.check()
+    assert manager.usage == 0 and manager.get_computed_blocks(Request([1, 2, 3, 4, 5, 6, 7]))[1] == 6
+
+
+def test_a_worker_keeps_its_blocks_where_two_compute_the_same() -> None:
+    manager = KVCacheManager(config(), 64)
+    one, two = Request([1, 2, 3]), Request([1, 2, 3])
+    for request in (one, two):
+        admit(manager, request)
+    before = manager.get_block_ids(two.request_id)
+    for request in (one, two):
+        decode(manager, request, 4)
+    assert manager.get_block_ids(two.request_id) == before
+    for request in (one, two):
+        manager.free(request)
+    manager.check()
+    assert manager.block_pool.get_num_free_blocks() == 8 and manager.block_pool.get_usage() == 0
+
+
+def test_no_room_is_none_and_changes_nothing() -> None:
+    manager = KVCacheManager(config(num_blocks=4), 64, watermark=0.3)
+    request = Request([1, 2, 3, 4])
+    admit(manager, request)
+    waiting = Request([7, 8], status=SimpleNamespace(name="WAITING"))
+    assert manager.allocate_slots(waiting, 2) is None  # one block is left, and the watermark is one
+    assert manager.allocate_slots(waiting, 2, has_scheduled_reqs=False, reserved_blocks=1) is None
+    assert manager.allocate_slots(Request([1] * 9), 2, full_sequence_must_fit=True) is None
+    decode(manager, request, 5)
+    for token in (6, 7):
+        last = decode(manager, request, token)
+    assert last is None and len(manager.get_blocks(request.request_id).ids) == 3
+    manager.check()
+    assert not manager.reset_prefix_cache()
+    manager.free(request)
+    assert manager.reset_prefix_cache() and manager.get_computed_blocks(Request([1, 2, 3]))[1] == 0
+    manager.check()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_random_requests(size: int) -> None:
+    """Rows of every request are those of its text in the blocks that were told when they were added."""
+    random, num_blocks = np.random.default_rng(size), 25
+    manager, memory = KVCacheManager(config(num_blocks, size), 64 * size), Rows(num_blocks * size)
+    running, found = dict[str, tuple[Request, list[int]]](), 0
+    heads = [random.integers(0, 5, 10 * size).tolist() for _ in range(2)]
+
+    def places(table: list[int], end: int) -> Ints:
+        at = np.arange(end)
+        return np.array(table, np.int64)[at // size] * size + at % size
+
+    for step in range(1500):
+        names = [*running]
+        cached = 0
+        if not names or random.random() < 0.1:
+            head = heads[random.integers(2)][: random.integers(1, 10 * size)]
+            request = Request([*head, *random.integers(0, 5, random.integers(1, 4)).tolist()])
+            blocks, cached, _ = manager.get_computed_blocks(request)
+            table = [*blocks.ids[: cached // size]]
+            memory.prove(request.all_token_ids, places(table, cached), cached, request.request_id)
+            found += cached
+        else:
+            (request, table), blocks = running[names[random.integers(len(names))]], None
+        start = request.num_computed_tokens + cached
+        n = int(random.integers(1, request.num_tokens - start + 1))
+        added = manager.allocate_slots(request, n, cached, blocks)
+        if added is None or random.random() < 0.05:
+            running.pop(request.request_id, None)
+            manager.free(request)
+            continue
+        table += added.ids
+        running[request.request_id] = request, table
+        memory.write(request.all_token_ids, places(table, start + n), start, start + n)
+        request.num_computed_tokens = start + n
+        if start + n == request.num_tokens:
+            request.all_token_ids.append(next_token(request.all_token_ids, 5))
+        if step % 10 == 0:
+            manager.check()
+            for one, blocks_of in running.values():
+                end = one.num_computed_tokens
+                memory.prove(one.all_token_ids, places(blocks_of, end), end, one.request_id)
+    assert found > 100
+
+
+def test_salts_adapters_and_requests_that_do_not_read() -> None:
+    manager = KVCacheManager(config(), 64)
+    first = Request([1, 2, 3], cache_salt="a")
+    admit(manager, first)
+    manager.free(first)
+    lora = SimpleNamespace(lora_name="tuned")
+    found = [
+        manager.get_computed_blocks(Request([1, 2, 3], cache_salt="a", **more))[1]
+        for more in ({}, dict(lora_request=lora), dict(skip_reading_prefix_cache=True))
+    ]
+    assert found == [2, 0, 0] and manager.get_computed_blocks(Request([1, 2, 3]))[1] == 0
+    plain = KVCacheManager(config(), 64, enable_caching=False)
+    for _ in range(2):
+        request = Request([1, 2, 3])
+        assert admit(plain, request) == 0
+        plain.free(request)
+
+
+def test_a_name_that_is_used_again_means_another_text() -> None:
+    manager = KVCacheManager(config(), 64)
+    first = Request([1, 2, 3], request_id="same")
+    admit(manager, first)
+    manager.free(first)
+    found = [manager.get_computed_blocks(Request(tokens, request_id="same"))[1] for tokens in ([1, 2, 4], [4, 2, 3])]
+    assert found == [2, 0]
+
+
+def test_what_is_not_served_is_told() -> None:
+    for spec in (dict(sliding_window=8), dict(attention_chunk_size=8)):
+        with pytest.raises(SchemaError, match="one group of full attention"):
+            KVCacheManager(config(**spec), 64)
+    with pytest.raises(SchemaError, match="one group"):
+        KVCacheManager(SimpleNamespace(num_blocks=4, kv_cache_groups=config().kv_cache_groups * 2), 64)
+    for more in (dict(use_eagle=True), dict(dcp_world_size=2), dict(unknown=1), dict(watermark=1.0)):
+        with pytest.raises(BadInput, match="no KVCacheManager with"):
+            KVCacheManager(config(), 64, **more)
+    manager = KVCacheManager(config(), 64, use_eagle=False, hash_block_size=2, pcp_world_size=1)
+    with pytest.raises(BadInput, match="images"):
+        manager.get_computed_blocks(Request([1, 2], mm_features=("image",)))
+    with pytest.raises(BadInput, match="connectors"):
+        manager.allocate_slots(Request([1, 2]), 1, num_external_computed_tokens=1)
+    for request, cached in ((Request([1, 2, 3]), 1), (Request([1, 2, 3], num_computed_tokens=2), 0)):
+        with pytest.raises(BadInput, match="has no blocks yet"):
+            manager.allocate_slots(request, 1, cached)
+    with pytest.raises(BadInput, match="at least 1"):
+        manager.allocate_slots(Request([1, 2]), 0)
+    manager.check()
+
+
+# -- under the project's own scheduler -----------------------------------------------------------------------------------
+
+HEAVY = ("torchvision", "xgrammar", "llguidance", "openai_harmony", "uvloop")
+"""Packages that vLLM imports and its scheduler does not use."""
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[Any]:
+    path = path_of("KVPAGODA_VLLM", "vllm/v1/core/sched/scheduler.py")
+    pytest.importorskip("torch")
+    before, finders = dict(sys.modules), [*sys.meta_path]
+    stubs.install(*(name for name in HEAVY if importlib.util.find_spec(name) is None))
+    sys.path.insert(0, str(path))
+    try:
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+            warnings.simplefilter("ignore")
+            patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+            modules = (
+                "config", "v1.core.sched.scheduler", "v1.request", "v1.kv_cache_interface", "v1.outputs", "sampling_params",
+            )  # fmt: skip
+            try:
+                yield SimpleNamespace(
+                    **{name.rpartition(".")[2]: importlib.import_module(f"vllm.{name}") for name in modules}
+                )
+            except ImportError as error:
+                pytest.skip(f"vLLM at {path} cannot be imported here: {error}")
+    finally:
+        sys.path.remove(str(path))
+        sys.meta_path[:] = finders
+        for name in set(sys.modules) - set(before):
+            if name.split(".")[0] in ("vllm", *HEAVY):
+                del sys.modules[name]
+
+
+class ModelConfig(SimpleNamespace):
+    """A model with nothing special: whatever else is asked of it is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class Run:
+    """One random workload through vLLM's own scheduler. The worker's tables grow by what the scheduler tells; every row is
+    proved before it is read and after it is written."""
+
+    def __init__(self, project: Any, seed: int, manager: type | None = None) -> None:
+        self.project, self.random = project, np.random.default_rng(seed)
+        random, self.longest = self.random, 160
+        self.size = int(random.choice([1, 4, 16]))
+        blocks = int(random.integers(1.1 * self.longest, 4 * self.longest)) // self.size + 2
+        scheduling = project.config.SchedulerConfig(
+            max_num_seqs=int(random.integers(2, 12)), max_num_batched_tokens=int(random.integers(16, 90)),
+            max_model_len=self.longest, enable_chunked_prefill=True, is_encoder_decoder=False,
+        )  # fmt: skip
+        caching = project.config.CacheConfig(block_size=self.size, enable_prefix_caching=True)
+        caching.num_gpu_blocks = blocks
+        settings = project.config.VllmConfig(
+            scheduler_config=scheduling, cache_config=caching, device_config=project.config.DeviceConfig("cpu")
+        )
+        settings.model_config = ModelConfig(
+            max_model_len=self.longest, runner_type="generate", skip_tokenizer_init=True
+        )
+        interface = project.kv_cache_interface
+        spec = interface.FullAttentionSpec(block_size=self.size, num_kv_heads=1, head_size=1, dtype=caching_dtype())
+        groups = [interface.KVCacheGroupSpec(["layer"], spec)]
+        if manager is not None:
+            project.scheduler.KVCacheManager = manager
+        self.scheduler = project.scheduler.Scheduler(
+            vllm_config=settings, block_size=self.size, log_stats=True,
+            kv_cache_config=interface.KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+            structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True, clear_backend=lambda: None),
+        )  # fmt: skip
+        self.rows, self.tables = Rows(blocks * self.size), dict[str, list[int]]()
+        self.computed = self.tokens = 0
+        heads = [random.integers(0, 9, 100).tolist() for _ in range(3)]
+        self.texts = []
+        for _ in range(50):
+            text = heads[random.integers(3)][: random.integers(1, 100)]
+            self.texts.append([*text, *random.integers(0, 9, random.integers(1, 9)).tolist()])
+
+    def run(self) -> Run:
+        finished, waiting, names = 0, self.texts, map(str, count())
+        while finished < 50:
+            for _ in range(min(len(waiting), int(self.random.integers(0, 4)))):
+                text = waiting.pop()
+                most = int(self.random.integers(1, min(40, self.longest - len(text))))
+                self.tokens += len(text) + most - 1
+                sampling = self.project.sampling_params.SamplingParams(max_tokens=most, ignore_eos=True)
+                self.scheduler.add_request(self.project.request.Request(next(names), text, sampling, None))
+            finished += self.step()
+        return self
+
+    def step(self) -> int:
+        out = self.scheduler.schedule()
+        for new in out.scheduled_new_reqs:
+            self.tables[new.req_id] = [*new.block_ids[0]]
+        cached = out.scheduled_cached_reqs
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids):
+            if name in cached.resumed_req_ids:
+                self.tables[name] = []
+            self.tables[name] += blocks[0] if blocks else []
+        spans, said = [], []
+        for name, n in out.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            tokens, end = list(request.all_token_ids), request.num_computed_tokens
+            spans.append((name, tokens, self.places(name, end), end - n, end))
+            self.rows.prove(tokens, spans[-1][2], end - n, name)
+        for _, tokens, places, start, end in spans:
+            self.rows.write(tokens, places, start, end)
+            self.computed += end - start
+        for name, tokens, places, _, end in spans:
+            self.rows.prove(tokens, places, end, name)
+            said.append([next_token(tokens, 9)] if end == len(tokens) else [])
+        names = [span[0] for span in spans]
+        output = self.project.outputs.ModelRunnerOutput(
+            req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)}, sampled_token_ids=said
+        )
+        told = self.scheduler.update_from_output(out, output)
+        return sum(one.finish_reason is not None for each in told.values() for one in each.outputs)
+
+    def places(self, name: str, end: int) -> Ints:
+        """The row of each of the first ``end`` tokens."""
+        at = np.arange(end)
+        return np.array(self.tables[name], np.int64)[at // self.size] * self.size + at % self.size
+
+
+def caching_dtype() -> Any:
+    return importlib.import_module("torch").float32
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_traffic_of_its_own_scheduler(vllm: Any, seed: int) -> None:
+    checks, preempted = count(), 0
+
+    class Checked(KVCacheManager):
+        def new_step_starts(self) -> None:
+            if next(checks) % 7 == 0:
+                self.check()
+
+        def free(self, request: Any) -> None:
+            nonlocal preempted
+            preempted += not request.is_finished()
+            super().free(request)
+
+    run = Run(vllm, seed, Checked).run()
+    manager = run.scheduler.kv_cache_manager
+    manager.check()
+    assert isinstance(manager, Checked) and manager.usage == 0 and not manager._running
+    assert run.computed < run.tokens or preempted

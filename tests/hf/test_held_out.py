@@ -1,0 +1,88 @@
+"""The model that is shipped speaks, and what each form of the cache costs it is bounded."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from json_schema import schema_of, violations
+from kvpagoda.errors import SchemaError
+from kvpagoda.hf.embedded import FOLDER, OPENING, ByteTokenizer, embedded_model, held_out_text
+from kvpagoda.hf.generator import Generator
+from kvpagoda.hf.held_out import Cost, format_cost
+from kvpagoda.hf.sampling import Sampling
+from kvpagoda.schema.from_hf import KV_FORMATS
+
+ROOT = Path(__file__).parents[2]
+TEXT = held_out_text()[:768]
+MOST = {"fp8": 0.01, "int8": 0.01, "nvfp4": 0.02, "mxfp4": 0.02}
+"""Bits for each byte that a form may cost, on a text so short that rounding may help as well."""
+
+
+@cache
+def model() -> Any:
+    return embedded_model()
+
+
+@cache
+def raw() -> Cost:
+    return Cost.of(model(), "raw", TEXT)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_it_has_a_million_parameters_and_all_kinds_of_layers() -> None:
+    assert 1e6 < sum(p.numel() for p in model().parameters()) < 1.5e6
+    assert len({*model().config.layer_types}) == 3
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 4 << 20
+
+
+def test_it_predicts_text_that_it_was_not_trained_on() -> None:
+    with torch.no_grad():
+        ids = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8).long()[None]
+        logits = model()(input_ids=ids, use_cache=False).logits[0, :-1]
+        whole = torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item() / torch.log(torch.tensor(2.0)).item()
+    assert raw().bits_per_byte == pytest.approx(whole, abs=1e-4), "the cache changes nothing"
+    assert whole < 3.0, "8 bits without a model"
+
+
+@pytest.mark.parametrize("kv_format", MOST)
+def test_what_a_form_of_the_cache_costs_is_bounded(kv_format: str) -> None:
+    cost = format_cost(model(), kv_format, TEXT, raw())
+    assert violations(cost.to_dict(), schema_of("generate")["properties"]["format_cost"]) == []
+    assert -0.02 < cost.lost_bits_per_byte < MOST[kv_format] and cost.lost_bits_per_byte, "not the raw rows"
+    assert cost.saved > 0.65 and cost.packed.bytes_per_request < cost.raw.bytes_per_request
+    assert f"{cost.lost_bits_per_byte:+.4f}" in str(cost)
+
+
+def test_every_form_has_a_bound() -> None:
+    assert {*MOST} == {*KV_FORMATS} - {"raw"}
+    with pytest.raises(SchemaError, match="unknown kv_format 'fp3'"):
+        format_cost(model(), "fp3", TEXT)
+
+
+def test_it_writes_words() -> None:
+    """Most of its words are words of the documents, though it knows bytes alone."""
+    prompts = [ByteTokenizer().encode(text) for text in (OPENING[:125], "The function ", "If the ")]
+    outputs = Generator(model(), "8MiB", max_requests=3).generate(prompts, 60, sampling=Sampling(0.3, seed=1))
+    text = "\n".join(ByteTokenizer().decode(output).rpartition(" ")[0] for output in outputs)
+    known = (
+        " ".join(path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+        + held_out_text().decode()
+        + OPENING
+    )
+    found = [word in re.findall("[a-z]+", known.lower()) for word in re.findall("[a-z]+", text.lower())]
+    assert text.isascii() and len(found) >= 10 and sum(found) > 0.7 * len(found), text

@@ -1,0 +1,239 @@
+"""What Prometheus scrapes is what ``stats`` says, under the names of the table, also while somebody else works."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvpagoda import BadInput, KVCache, MissingExtra, Namespace, Schema
+from kvpagoda.metrics import METRICS, CacheCollector, dashboard
+from kvpagoda.metrics.names import COMMON
+from kvpagoda.scheduling import Job, RunQueue, Youngest
+from kvpagoda.schema import Attention, Layer
+from kvpagoda.tiers import host_tier
+
+FULL = Schema((Layer(0, "full", (Attention(1, 1, 1, "float16"),)),), "tiny")
+VLLM = {
+    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions", "vllm:kv_cache_usage_perc",
+    "vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:external_prefix_cache_queries",
+    "vllm:external_prefix_cache_hits",
+}  # fmt: skip
+"""Names of vLLM 0.30 that mean the same here."""
+
+
+def made(**settings: object) -> KVCache:
+    return KVCache(FULL, num_blocks=32, block_size=4, device="none", max_requests=3, **settings)  # type: ignore[arg-type]
+
+
+def serve(cache: KVCache, tokens: list[int], namespace: Namespace | str | None = None) -> None:
+    with cache.open(tokens, namespace) as sequence:
+        sequence.commit(tokens[sequence.length :])
+
+
+def scraped(*collectors: CacheCollector) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    registry = CollectorRegistry()
+    for one in collectors:
+        registry.register(one)
+    text = generate_latest(registry).decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert len({(one.name, frozenset(one.labels.items())) for one in samples}) == len(samples)
+    return {(one.name, frozenset(one.labels.items())): one.value for one in samples}
+
+
+def value(found: dict[tuple[str, frozenset[tuple[str, str]]], float], name: str, **labels: str) -> float:
+    return found[name, frozenset({"model_name": "m", "engine": "0", **labels}.items())]
+
+
+def test_figures_are_those_of_stats() -> None:
+    cache = made(tiers=[host_tier("1MiB")])
+    for first in range(8):
+        serve(cache, [first % 3, *range(40)], "ab"[first % 2])
+    cache.flush()
+    for first in range(3):
+        serve(cache, [first, *range(40)], "a")
+    running = cache.open([2, *range(30), 5, 6], "a")
+    stats, found = cache.stats(), scraped(CacheCollector(cache, model_name="m"))
+    assert value(found, "vllm:num_requests_running") == 1 == stats.running
+    assert value(found, "vllm:kv_cache_usage_perc") == stats.usage > 0
+    assert value(found, "vllm:prefix_cache_queries_total") == stats.prompt_tokens
+    assert value(found, "vllm:prefix_cache_hits_total") == stats.cached_tokens - stats.loaded_tokens
+    assert value(found, "vllm:external_prefix_cache_hits_total") == stats.loaded_tokens > 0
+    assert value(found, "kvpagoda:blocks", group="full", state="free") == stats.groups[0].free
+    assert value(found, "kvpagoda:blocks_evicted_total", group="full") == stats.evicted_blocks > 0
+    for one in stats.namespaces:
+        assert value(found, "kvpagoda:cached_tokens_total", namespace=one.name) == one.cached_tokens
+        assert value(found, "kvpagoda:computed_tokens_total", namespace=one.name) == one.computed_tokens
+    load = next(one for one in stats.tiers[0].calls if one.call == "load")
+    labels = {"level": "1", "tier": "host", "call": "load"}
+    assert value(found, "kvpagoda:tier_call_seconds_count", **labels) == load.seconds.count > 0
+    assert value(found, "kvpagoda:tier_call_seconds_bucket", **labels, le="+Inf") == load.seconds.count
+    assert value(found, "kvpagoda:tier_moved_bytes_total", **labels) == load.nbytes > 0
+    assert ("vllm:num_requests_waiting", frozenset({"model_name": "m", "engine": "0"}.items())) not in found
+    running.close()
+
+
+def test_every_sample_is_in_the_table_with_its_labels() -> None:
+    cache = made(tiers=[host_tier("1MiB"), host_tier("2MiB")])
+    serve(cache, [*range(20)])
+    series = {name: metric for metric in METRICS for name in metric.series}
+    seen = set()
+    for name, labels in scraped(CacheCollector(RunQueue(cache))):
+        metric = series[name]
+        seen.add(metric.name)
+        assert {key for key, _ in labels} - {"le"} == {*COMMON, *metric.labels}
+    assert {metric.name for metric in METRICS} - seen == {"kvpagoda:short_hits", "kvpagoda:short_hit_tokens"}
+    assert {metric.name for metric in METRICS if metric.name.startswith("vllm:")} == VLLM
+
+
+def test_a_queue_tells_who_waits_and_who_was_preempted() -> None:
+    cache = KVCache(FULL, num_blocks=5, block_size=2, max_requests=2, device="none")
+    queue: RunQueue[Job] = RunQueue(cache, Youngest())
+    jobs = Job(np.arange(4, dtype=np.int32), 8), Job(np.arange(10, 13, dtype=np.int32), 4)
+    for job in jobs:
+        queue.enter(job)
+    queue.admit()
+    queue.make_room(jobs[0], 4)
+    assert jobs[0].sequence is not None and len(queue.running) == 2
+    jobs[0].sequence.commit(jobs[0].text)
+    queue.make_room(jobs[0], 4)
+    found = scraped(CacheCollector(queue, model_name="m"))
+    assert value(found, "vllm:num_requests_waiting") == 1 == queue.stats().waiting
+    assert value(found, "vllm:num_preemptions_total") == 1
+
+
+def test_several_caches_and_names_for_namespaces() -> None:
+    one, two = made(), made()
+    serve(one, [*range(9)], "tenant secret")
+    serve(two, [*range(9)], Namespace("tenant secret", "adapter"))
+    names = {"tenant secret": "tenant 7", Namespace("tenant secret", "adapter"): "tenant 7"}
+    found = scraped(CacheCollector(one, two, model_name="m", namespaces=names))
+    for engine in "01":
+        assert value(found, "kvpagoda:requests_total", engine=engine, namespace="tenant 7") == 1
+    assert "secret" not in str(found) and "secret" not in str(scraped(CacheCollector(one)))
+
+
+def test_the_names_of_vllm_can_be_others() -> None:
+    found = scraped(CacheCollector(made(), model_name="m", vllm="cache:"))
+    assert value(found, "cache:num_requests_running") == 0
+    assert not [name for name, _ in found if name.startswith("vllm:")]
+
+
+def test_counters_never_go_back() -> None:
+    cache = made()
+    collector = CacheCollector(cache, model_name="m")
+    sequence = cache.open([*range(8)])
+    sequence.commit([*range(8)])
+    seen = []
+    for rewound in (0, 6, 0):
+        sequence.rewind(rewound)
+        seen.append(value(scraped(collector), "kvpagoda:computed_tokens_total", namespace="default"))
+    assert seen == [8, 8, 8] and cache.stats().computed_tokens == 2
+
+
+def test_a_scrape_does_not_disturb_the_owner() -> None:
+    """The owner works and is scraped without a pause: no call of either fails, and counters only grow."""
+    cache, ended, errors = made(), Event(), list[BaseException]()
+    collector, told = CacheCollector(cache, model_name="m"), Counter[str]()
+
+    def scrape() -> None:
+        last: dict[object, float] = {}
+        try:
+            while not ended.is_set():
+                found = scraped(collector)
+                for key, now in found.items():
+                    assert not key[0].endswith("_total") or now >= last.get(key, 0)
+                last = found
+                told["scrapes"] += 1
+        except BaseException as error:
+            errors.append(error)
+
+    thread = Thread(target=scrape)
+    thread.start()
+    for first in range(400):
+        sequences = [cache.open([first % 17, *range(12 + i)]) for i in range(3)]
+        for number, one in enumerate(sequences):
+            one.commit([first % 17, *range(12 + number)][one.length :])
+        running = cache.persistent_batch(sequences)
+        for token in range(5):
+            running.extend()
+            running.commit(np.full(3, token, np.int32))
+        for one in sequences:
+            one.close()
+    ended.set()
+    thread.join()
+    assert not errors and told["scrapes"] > 3
+
+
+def test_what_is_no_cache_is_refused() -> None:
+    with pytest.raises(BadInput, match="at least one; got none"):
+        CacheCollector()
+    with pytest.raises(BadInput, match="run queues"):
+        CacheCollector("cache")  # type: ignore[arg-type]
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    for module in ("prometheus_client", "prometheus_client.core", "prometheus_client.parser"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for name in ("prometheus", "top"):
+        monkeypatch.delitem(sys.modules, f"kvpagoda.metrics.{name}", raising=False)
+        with pytest.raises(MissingExtra, match=re.escape("pip install 'kvpagoda[metrics]'")):
+            __import__(f"kvpagoda.metrics.{name}")
+
+
+# -- the dashboard -------------------------------------------------------------------------------------------------------
+
+WORDS = {"sum", "rate", "by", "on", "topk", "histogram_quantile", "label_values"}
+
+
+def expressions() -> list[tuple[str, str]]:
+    """(expression, legend) of every query, those of variables included."""
+    board = json.loads(dashboard())
+    found = [(target["expr"], target["legendFormat"]) for panel in board["panels"] for target in panel["targets"]]
+    return found + [(one["query"]["query"], "") for one in board["templating"]["list"] if one["type"] == "query"]
+
+
+@pytest.mark.parametrize(("expression", "legend"), expressions())
+def test_each_query_of_the_dashboard_names_what_is_served(expression: str, legend: str) -> None:
+    series = {name: metric for metric in METRICS for name in metric.series}
+    metrics = re.findall(r"[a-z_]+:[a-z_]+", expression)
+    assert metrics and set(metrics) <= series.keys()
+    labels = {*COMMON, *set.intersection(*({*series[name].labels} for name in metrics))}
+    if all(name.endswith("_bucket") for name in metrics):
+        labels.add("le")
+    grouped = [label for some in re.findall(r"(?:by|on) \(([^)]*)\)", expression) for label in some.split(", ")]
+    selected = re.findall(r"(\w+)(?:=|!=|=~|!~)\"", expression)
+    shown = re.findall(r"{{(\w+)}}", legend)
+    assert {*grouped, *selected} <= labels and {*shown} <= {*grouped}
+    variables = {one["name"] for one in json.loads(dashboard())["templating"]["list"]} | {"__rate_interval"}
+    assert {*re.findall(r"\$(\w+)", expression)} <= variables
+    bare = re.sub(r"\{[^}]*\}|\[[^]]*\]|\([a-z_, ]*\)(?= \()|[a-z_]+:[a-z_]+|on \([^)]*\)", " ", expression)
+    assert {*re.findall(r"[a-z_]{2,}", bare)} <= WORDS | {*labels}
+    for counter in re.findall(r"[a-z_]+:[a-z_]+_(?:total|bucket)", expression):
+        assert re.search(rf"rate\({counter}{{", expression), "a counter is shown as a rate"
+
+
+def test_panels_do_not_overlap_and_every_metric_of_trouble_is_shown() -> None:
+    board = json.loads(dashboard())
+    cells = Counter(
+        (column, row)
+        for at in (panel["gridPos"] for panel in board["panels"])
+        for column in range(at["x"], at["x"] + at["w"])
+        for row in range(at["y"], at["y"] + at["h"])
+    )
+    assert max(cells.values()) == 1 and max(column for column, _ in cells) < 24
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    shown = " ".join(expression for expression, _ in expressions())
+    for name in ("short_hit_tokens", "tier_outcomes", "tier_available", "checkpoints_passed", "num_preemptions"):
+        assert name in shown

@@ -1,0 +1,154 @@
+"""``kvpagoda top``: from a file and from an address, in every width."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+pytest.importorskip("rich")
+
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from rich.console import Console
+
+from json_schema import schema_of, violations
+from kvpagoda import BadInput, KVCache, Schema
+from kvpagoda.metrics import CacheCollector
+from kvpagoda.metrics.top import Figures, figures, read
+from kvpagoda.metrics.top_view import run, view
+from kvpagoda.scheduling import RunQueue
+from kvpagoda.tiers import host_tier
+
+GEMMA = Schema.from_hf_config(
+    dict(
+        model_type="gemma3_text", vocab_size=1000, hidden_size=48, intermediate_size=64, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=1, head_dim=8, max_position_embeddings=4096, sliding_window=8,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+    ),
+    dtype="float32",
+)  # fmt: skip
+
+
+def served(**settings: object) -> KVCache:
+    cache = KVCache(GEMMA, "256KiB", device="none", max_requests=3, block_size=4, **settings)  # type: ignore[arg-type]
+    for first in range(20):
+        tokens = [first % 7, *range(60 + first)]
+        with cache.open(tokens, f"tenant {first % 2}") as sequence:
+            sequence.commit(tokens[sequence.length :])
+    return cache
+
+
+@pytest.fixture(scope="module")
+def registry() -> CollectorRegistry:
+    registry, caches = CollectorRegistry(), [served(tiers=[host_tier("1MiB")]), served()]
+    caches[0].open([1, 2, 3])
+    caches[0].flush()
+    registry.register(CacheCollector(RunQueue(caches[0]), caches[1], model_name="gemma"))
+    registry.stats = [cache.stats() for cache in caches]  # type: ignore[attr-defined]
+    return registry
+
+
+@pytest.fixture(scope="module")
+def file(registry: CollectorRegistry, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("top") / "metrics.prom"
+    path.write_bytes(generate_latest(registry))
+    return path
+
+
+def test_figures_are_the_sums_of_the_caches(registry: CollectorRegistry, file: Path) -> None:
+    found, all_stats = read(str(file)), registry.stats  # type: ignore[attr-defined]
+    assert found.engines == 2 and found.running == 1 and found.waiting == 0 and found.requests_max == 6
+    for name in ("prompt_tokens", "cached_tokens", "loaded_tokens", "computed_tokens", "checkpoints", "nbytes"):
+        assert getattr(found, name) == sum(getattr(stats, name) for stats in all_stats), name
+    assert found.usage == pytest.approx(sum(one.usage * one.nbytes for one in all_stats) / found.nbytes)
+    for number, group in enumerate(found.groups):
+        of_all = [stats.groups[number] for stats in all_stats]
+        assert group.blocks == {state: sum(getattr(one, state) for one in of_all) for state in group.blocks}
+        assert (group.name, group.evicted) == (of_all[0].name, sum(one.evicted for one in of_all))
+    (tier,) = all_stats[0].tiers
+    for told, call in zip(found.tiers, sorted(tier.calls, key=lambda one: one.call)):
+        assert (told.call, told.ok, told.nbytes) == (call.call, call.outcomes.get("ok", 0), call.nbytes)
+        assert told.median == pytest.approx(call.seconds.quantile(0.5))
+        assert told.slowest == pytest.approx(call.seconds.quantile(0.99))
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_it_fits_every_terminal(file: Path, width: int) -> None:
+    found = read(str(file))
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(view(found, (1e6, 1e6), width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and "…" not in out.getvalue()
+    for what in ("running", "memory", "hits", "full", "window(8)", "host", "lookup", "saved"):
+        assert any(what in line for line in lines), what
+    assert ("evicted" in out.getvalue()) == (width > 70)
+    group = next(line for line in lines if line.startswith("full"))
+    assert f" {found.groups[0].blocks['private']:,}" in group
+
+
+def test_an_address_and_a_file_say_the_same(registry: CollectorRegistry, file: Path) -> None:
+    server, thread = start_http_server(0, "127.0.0.1", registry)
+    try:
+        at = f"127.0.0.1:{server.server_port}"
+        for source in (at, f"http://{at}", f"http://{at}/metrics"):
+            assert read(source).groups == read(str(file)).groups
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    for source in (at, "http://127.0.0.1:99999/metrics", "http://[/metrics"):
+        with pytest.raises(BadInput, match="gives no metrics: "):
+            read(source)
+
+
+def test_names_before_which_something_else_stands() -> None:
+    """Where vLLM itself is in the same registry, its figures are not ours."""
+    cache, registry = KVCache(GEMMA, "256KiB", device="none", max_requests=3), CollectorRegistry()
+    cache.open([1, 2])
+    registry.register(CacheCollector(cache, vllm="cache:"))
+    text = generate_latest(registry).decode() + "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 7\n"
+    assert figures(text, vllm="cache:").running == 1 and figures(text, vllm="cache:").engines == 1
+
+
+def test_json_is_as_described(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(str(file), 2.0, once=True, as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert violations(printed, schema_of("top")) == [] and printed["groups"][0]["blocks"]["free"] >= 0
+
+
+def test_it_goes_on_until_it_is_stopped(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look that fails is left out, the rate of the next is shown, and Ctrl-C ends it."""
+    from kvpagoda.metrics import top_view
+
+    looks = [read, read, lambda _: read("/nowhere"), read, lambda _: (_ for _ in ()).throw(KeyboardInterrupt)]
+    monkeypatch.setattr(top_view, "read", lambda source, vllm: looks.pop(0)(source))
+    with pytest.raises(KeyboardInterrupt):
+        run(str(file), 0.1, once=False, as_json=False)
+    assert not looks and "0/s computed" in capsys.readouterr().out
+
+
+def test_what_is_no_source_is_told(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no metrics { here\n")
+    (tmp_path / "other").write_text("# TYPE up gauge\nup 1\n")
+    for source, what in (
+        (str(tmp_path / "text"), "text form of Prometheus"), (str(tmp_path / "other"), "no metrics of kvpagoda"),
+        ("ftp://somewhere/metrics", "no http address"),
+    ):  # fmt: skip
+        with pytest.raises(BadInput, match=what):
+            read(source)
+    with pytest.raises(FileNotFoundError):
+        read(str(tmp_path / "nothing"))
+    with pytest.raises(BadInput, match=r"from 0\.1 on"):
+        run("x", 0.0, once=True, as_json=False)
+
+
+def test_a_cache_without_traffic_has_no_rates() -> None:
+    cache, registry = KVCache(GEMMA, "256KiB", device="none", max_requests=3), CollectorRegistry()
+    registry.register(CacheCollector(cache))
+    found: Figures = figures(generate_latest(registry).decode())
+    assert found.hit_rate == 0.0 and found.tiers == () and found.waiting is None
