@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("typer")
 
 LLAMA = {
-    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 8192, "num_attention_heads": 32,
     "num_key_value_heads": 8, "max_position_embeddings": 131072, "vocab_size": 128256, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
@@ -111,9 +111,9 @@ def test_plan_takes_a_preset_by_its_name_on_the_hub(here: Command) -> None:
 
 
 def test_plan_counts_no_request_beyond_the_model_s_limit(here: Command) -> None:
-    made = json.loads(here("plan", "qwen3-8b", "--json", "--lengths", "40960,40961").stdout)
-    assert made["requests_at"]["40960"] > 0 and made["requests_at"]["40961"] == 0
-    assert "requests of 40,961  0 (the model's limit is lower)" in here("plan", "qwen3-8b", "--lengths", "40961").stdout
+    made = json.loads(here("plan", "qwen3-8b", "--json", "--lengths", "81920,40961").stdout)
+    assert made["requests_at"]["81920"] > 0 and made["requests_at"]["40961"] == 0
+    assert "requests of 40,961  0 (the model's limit is lower)" in here("plan", "qwen3-8b", "--lengths", "81921").stdout
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])
@@ -170,7 +170,7 @@ BAD = {
     "prompts": (["generate", "--prompts", "nowhere.txt"], "nowhere.txt"),
     "empty prompts": (["generate", "--prompts", "empty.txt"], "holds no prompts"),
     "budget": (["generate", "--budget", "1KiB"], "needs"),
-    "prompt too long": (["generate", "--prompts", "long.txt", "--max-new-tokens", "2"], "longest context of 4096"),
+    "prompt too long": (["generate", "--prompts", "long.txt", "--max-new-tokens", "2"], "longest context of 8192"),
     "no new tokens": (["generate", "--max-new-tokens", "0"], "max_new_tokens >= 1"),
     "temperature": (["generate", "--temperature", "-1"], "temperature >= 0"),
 }
@@ -194,7 +194,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     Path("text.json").write_text("not json")
     Path("list.json").write_text("[1]")
     Path("empty.txt").write_text("\n\n")
-    Path("long.txt").write_text("x" * 5000)
+    Path("long.txt").write_text("x" * 9000)
     arguments, message = BAD[case]
     done = (kvpagoda if case in OWN_PROCESS else here)(*arguments)
     assert done.returncode == 2, done.stderr
