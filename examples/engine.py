@@ -12,6 +12,7 @@ is evicted. At the end every token is compared with a computation without any ca
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,9 +61,7 @@ class Engine:
         self.decoding = self.cache.persistent_batch(num_rows=max_rows, tokens_per_row=self.width)
         self.waiting: list[Answer] = []
         self.running: list[Answer] = []  # oldest first
-        self.num_answers = self.num_preempted = self.num_forked = self.num_steps = self.num_drafted = (
-            self.num_accepted
-        ) = 0
+        self.counts: Counter[str] = Counter()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -71,8 +70,8 @@ class Engine:
         answers = []
         for i in range(n):
             own = None if seed is None else seed + i
-            answers.append(Answer(self.num_answers, [*prompt], len(prompt), max_new_tokens, own))
-            self.num_answers += 1
+            answers.append(Answer(self.counts["answers"], [*prompt], len(prompt), max_new_tokens, own))
+            self.counts["answers"] += 1
         answers[0].forks = answers[1:]
         self.waiting.append(answers[0])
         return answers
@@ -83,7 +82,7 @@ class Engine:
 
     def step(self) -> None:
         """Admit what fits, compute one piece of every prompt, then one step of everything that decodes."""
-        self.num_steps += 1
+        self.counts["steps"] += 1
         self._admit()
         for answer in [*self.running]:
             if answer.sequence is not None and answer.num_missing:
@@ -132,7 +131,7 @@ class Engine:
                 except RetryLater:  # no room: it waits, and finds the prompt in the cache later
                     self.waiting.append(fork)
                 else:
-                    self.num_forked += 1
+                    self.counts["forked"] += 1
                     self.running.append(fork)
                     self.decoding.add(fork.sequence)
             self.decoding.add(answer.sequence)
@@ -179,8 +178,8 @@ class Engine:
             new.append(choose(logits[i], len(answer.text) + i, answer.seed))
             if i + 1 < self.width and tokens[i + 1] != new[-1]:
                 break
-        self.num_drafted += self.width - 1
-        self.num_accepted += len(new) - 1
+        self.counts["drafts"] += self.width - 1
+        self.counts["accepted"] += len(new) - 1
         return new
 
     # -- memory ------------------------------------------------------------------------------------------------------
@@ -203,7 +202,7 @@ class Engine:
         """Its blocks stay in the cache until somebody needs them. It waits, with the text so far as its prompt."""
         self._stop(answer)
         self.waiting.append(answer)
-        self.num_preempted += 1
+        self.counts["preempted"] += 1
 
     def _stop(self, answer: Answer) -> None:
         sequence, answer.sequence = answer.sequence, None
@@ -248,9 +247,7 @@ def main(budget: str = "80KiB") -> dict[str, int]:
     exact = sum(is_exact(model, np.array(one.text, np.int32), one.prompt_length, one.seed) for one in answers)
     stats = engine.cache.stats()
     told = {
-        "answers": len(answers), "exact": exact, "steps": engine.num_steps, "preempted": engine.num_preempted,
-        "forked": engine.num_forked, "drafts": engine.num_drafted, "accepted": engine.num_accepted,
-        "evicted blocks": stats.evicted_blocks, "cached prompt tokens": stats.cached_tokens,
+        **engine.counts, "exact": exact, "evicted blocks": stats.evicted_blocks, "cached prompt tokens": stats.cached_tokens,
         "written tokens": sum(len(one.text) - one.prompt_length for one in answers),
     }  # fmt: skip
     for name, value in told.items():

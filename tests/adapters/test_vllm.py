@@ -199,6 +199,9 @@ def test_what_is_not_served_is_told() -> None:
         manager.get_computed_blocks(Request([1, 2], mm_features=("image",)))
     with pytest.raises(BadInput, match="connectors"):
         manager.allocate_slots(Request([1, 2]), 1, num_external_computed_tokens=1)
+    for request, cached in ((Request([1, 2, 3]), 1), (Request([1, 2, 3], num_computed_tokens=2), 0)):
+        with pytest.raises(BadInput, match="has no blocks yet"):
+            manager.allocate_slots(request, 1, cached)
     with pytest.raises(BadInput, match="at least 1"):
         manager.allocate_slots(Request([1, 2]), 0)
     manager.check()

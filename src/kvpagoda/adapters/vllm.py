@@ -202,31 +202,40 @@ class KVCacheManager:
             raise BadInput("tokens from connectors and encoders have no blocks here; leave them out")
         if num_new_tokens + num_new_computed_tokens < 1:
             raise BadInput("num_new_tokens must be at least 1 where no computed tokens are added")
-        computed, found = request.num_computed_tokens + num_new_computed_tokens, new_computed_blocks
-        running, match = self._running.get(request.request_id), None if found is None else found.match
-        if running is not None:
+        known, computed = self._running.get(request.request_id), request.num_computed_tokens + num_new_computed_tokens
+        if known is not None:
             self.cache_blocks(request, request.num_computed_tokens - request.num_in_flight_tokens)
-            lease, ids = running.lease, running.ids
-        else:
-            if match is None or not num_new_computed_tokens:
-                match = self._tree.match(np.empty(0, np.int32), _namespace(request))
-            lease = self._tree.pin(match, num_new_computed_tokens // self.block_size)
-            ids = match.ids[0, : lease.num_blocks].tolist()
+        running = known or self._pin(request, num_new_computed_tokens, new_computed_blocks)
+        ids = running.ids
         end = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         need = self._columns(end) - len(ids)
         most = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
         is_new = has_scheduled_reqs and getattr(request.status, "name", "") in ("WAITING", "PREEMPTED")
         spare = self._blocks.num_available - (self.watermark_blocks if is_new else 0)
         if need > spare - reserved_blocks or self._columns(most) - len(ids) > spare:
-            if running is None:
-                self._tree.unpin(lease)
+            if known is None:
+                self._tree.unpin(running.lease)
             return None
         added = self._blocks.take(max(0, need)).tolist()
-        if running is None:
-            self._running[request.request_id] = Running(lease, ids)
+        if known is None:
+            self._running[request.request_id] = running
             self._asked = None, self._asked[1][:0]
         ids.extend(added)
         return KVCacheBlocks(tuple(added))
+
+    def _pin(self, request: Request, num_tokens: int, found: KVCacheBlocks | None) -> Running:
+        """``request`` with the first ``num_tokens`` tokens, whole blocks, of what was ``found``, and nothing more."""
+        num_blocks, rest = divmod(num_tokens, self.block_size)
+        if rest or request.num_computed_tokens:
+            raise BadInput(
+                f"request {request.request_id} has no blocks yet: it begins with whole blocks of {self.block_size} tokens "
+                f"that were found, not with {num_tokens} tokens and {request.num_computed_tokens} computed ones"
+            )
+        match = None if found is None or not num_blocks else found.match
+        if match is None:
+            match = self._tree.match(np.empty(0, np.int32), _namespace(request))
+        lease = self._tree.pin(match, num_blocks)
+        return Running(lease, match.ids[0, :num_blocks].tolist())
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """The first ``num_computed_tokens`` tokens of ``request`` are computed: its whole blocks may be shared from here on.
