@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("typer")
 
 LLAMA = {
-    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 8192, "num_attention_heads": 32,
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
     "num_key_value_heads": 8, "max_position_embeddings": 131072, "vocab_size": 128256, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
@@ -111,9 +111,9 @@ def test_plan_takes_a_preset_by_its_name_on_the_hub(here: Command) -> None:
 
 
 def test_plan_counts_no_request_beyond_the_model_s_limit(here: Command) -> None:
-    made = json.loads(here("plan", "qwen3-8b", "--json", "--lengths", "81920,40961").stdout)
-    assert made["requests_at"]["81920"] > 0 and made["requests_at"]["40961"] == 0
-    assert "requests of 40,961  0 (the model's limit is lower)" in here("plan", "qwen3-8b", "--lengths", "81921").stdout
+    made = json.loads(here("plan", "qwen3-8b", "--json", "--lengths", "40960,40961").stdout)
+    assert made["requests_at"]["40960"] > 0 and made["requests_at"]["40961"] == 0
+    assert "requests of 40,961  0 (the model's limit is lower)" in here("plan", "qwen3-8b", "--lengths", "40961").stdout
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])
