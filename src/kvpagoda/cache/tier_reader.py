@@ -207,7 +207,7 @@ class TierReader:
     # -- reading into staging memory -----------------------------------------------------------------------------------
 
     def _read_ahead(self, hit: TierHit, records: Many[Record]) -> None:
-        """Read ``records``, and keep them in staging memory, as far as half of it goes."""
+        """Read ``records``, and keep them in staging memory, as far as the part of it for that goes."""
         for _ in self._read(hit, records, is_ahead=True):
             pass
 
@@ -218,7 +218,7 @@ class TierReader:
         while batches or begun:
             while batches and len(begun) < batches[0][0][0].spec.workers:
                 level, lacking = batches[0][0][0], [one for one in batches[0] if one not in hit.held]
-                if is_ahead and len(lacking) > level.num_writable:
+                if is_ahead and len(lacking) > level.num_readable_ahead:
                     break
                 rows = level.acquire(len(lacking), hit, 0.0 if begun else hit.deadline(level))
                 if rows is None:

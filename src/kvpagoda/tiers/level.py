@@ -124,6 +124,7 @@ class Level:
         self.buffer = RecordBuffer(count, self.payload_nbytes, memory(count * record))
         self.batch = max(1, min(count // 4, _BATCH_NBYTES // record))  #: records in one call
         self._kept_free = count // 2  # for what is loaded
+        self._kept_for_stores = max(1, count // 4)  # of the rest: what is read ahead may lie there for long
         fingerprint = identity.fingerprint(self.unit, self.payload_nbytes)
         driver = spec.make(self.buffer)
         self.tier = Tier(
@@ -160,8 +161,13 @@ class Level:
 
     @property
     def num_writable(self) -> int:
-        """Records that may be stored, or read ahead, now; what is left is for loads."""
+        """Records that may be stored now; what is left is for loads."""
         return 0 if self.tier.is_closed else max(0, self.buffer.num_free - self._kept_free)
+
+    @property
+    def num_readable_ahead(self) -> int:
+        """Records that may be read before anybody asks for them now; what is left is for stores and loads."""
+        return max(0, self.num_writable - self._kept_for_stores)
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], nbytes: Sequence[int] | None = None) -> None:
         """Store records in ``rows``, which this level acquired; they are released when that is done. Nobody waits."""
