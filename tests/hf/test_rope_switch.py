@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -45,8 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def model_of(name: str) -> Any:
-    FAMILIES.setdefault(name, MORE.get(name, {}))
-    return tiny_model(name, **MODELS[name])
+    with patch.dict(FAMILIES, {name: FAMILIES.get(name, MORE.get(name, {}))}):
+        return tiny_model(name, **MODELS[name])
 
 
 @functools.cache

@@ -123,15 +123,19 @@ class Core:
             self.extend_hashes(request.block_hashes, request.namespace, tokens, request.media_ids)
         return request.block_hashes
 
-    def release(self, request: Request, suspended: Suspended | None = None) -> None:
+    def release(self, request: Request, suspended: Suspended | None = None, last: Ids | None = None) -> None:
         """``request`` runs no more: what it alone holds and its slot are free, what it published is unpinned. With
-        ``suspended``, from ``Swap.copy_out``, it is set aside, else closed."""
+        ``suspended``, from ``Swap.copy_out``, it is set aside, else closed. ``last``: the keys of its own first block, which
+        is published before, if there is memory for that."""
         slot, guard = request.slot, self.guard
         owned = [group.own_ids(slot) for group in self.groups]
         read = self.prefix.windows.shared_by(slot)
         if self.memory.is_copying:
             self.memory.finish_copies()
+        others = [ids[1:] for ids in owned]
         guard.is_torn = True
+        if last is not None and self._publish_last(request, last):
+            owned = others
         for group, ids in zip(self.groups, owned):
             group.close(slot)
             self.capacity.release(group, ids)
@@ -147,6 +151,17 @@ class Core:
             request.state = State.SUSPENDED
         self.counters.stopped += 1
         guard.is_torn = False
+
+    def _publish_last(self, request: Request, keys: Ids) -> bool:
+        """Publish the first block of ``request``'s own; whether it is cached by that, and its own no more."""
+        begin = request.lease.num_blocks
+        try:
+            spared = self.prefix.publish(request.slot, request.lease, keys, None, request.priority)
+        except MemoryError:
+            return False
+        if self.events is not None:
+            self.events.published(request, begin)
+        return not spared
 
     def clear(self) -> None:
         """Forget every request and everything cached, whatever state a signal left this in."""

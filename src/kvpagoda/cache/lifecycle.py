@@ -254,8 +254,7 @@ class Lifecycle:
             if not request.is_settled:
                 self.publisher.settle(request)
             self.publisher.ending(request)
-            self.publisher.closing(request)
-            core.release(request)
+            core.release(request, last=self.publisher.last_block(request))
         counters.closed += 1
         request.tally.computed += computed
         self._tidy()

@@ -6,8 +6,6 @@ where it began, and at the end of its answer.
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
@@ -133,30 +131,10 @@ class Publisher:
             return
         offloader = core.offloader
         hashes = None if offloader is None else core.hashes_of(request, end)
-        self._share(request, request.keys(begin * size, end * size), request.text)
-        if core.full is None:
-            core.capacity.forget(core.prefix.evict_unbacked, is_evicted=True)
-        if offloader is not None and hashes is not None and request.namespace not in core.stale:
-            offloader.published(hashes, begin, self._ids(request), source)
-
-    def closing(self, request: Request) -> None:
-        """``request`` is closed, and ends inside a block: of a model whose hits may end anywhere that block is reusable up to
-        there. To the tree it is a whole one, whose other tokens are ``NO_TOKEN``."""
-        core, size = self._core, self._core.block_size
-        begin = request.own_length // size
-        grid = core.settings.limits.hit_grid
-        is_found = begin == request.lease.num_blocks and request.own_length // grid * grid > begin * size
-        if not is_found or core.bounded or not self._publishes(request):
-            return
-        with suppress(MemoryError):
-            self._share(request, request.committed_keys(begin * size, (begin + 1) * size), None)
-
-    def _share(self, request: Request, keys: Ids, text: Ids | None) -> None:
-        """Publish the blocks ``keys``, which follow those that ``request`` shares. Raises MemoryError, changing nothing."""
-        core, guard, begin = self._core, self._core.guard, request.lease.num_blocks
+        keys, guard = request.keys(begin * size, end * size), core.guard
         guard.is_torn = True
         try:
-            spared = core.prefix.publish(request.slot, request.lease, keys, text, request.priority)
+            spared = core.prefix.publish(request.slot, request.lease, keys, request.text, request.priority)
         except Exception:
             guard.is_torn = False
             raise
@@ -165,6 +143,20 @@ class Publisher:
         if core.events is not None:
             core.events.published(request, begin)
         guard.is_torn = False
+        if core.full is None:
+            core.capacity.forget(core.prefix.evict_unbacked, is_evicted=True)
+        if offloader is not None and hashes is not None and request.namespace not in core.stale:
+            offloader.published(hashes, begin, self._ids(request), source)
+
+    def last_block(self, request: Request) -> Ids | None:
+        """The keys of the block inside which ``request`` ends, of a model whose hits may end anywhere: it is reusable up to
+        there, and to the tree a whole one, whose other tokens are ``NO_TOKEN``. None if there is none to publish."""
+        core, size, grid = self._core, self._core.block_size, self._core.settings.limits.hit_grid
+        begin = request.own_length // size
+        is_found = begin == request.lease.num_blocks and request.own_length // grid * grid > begin * size
+        if not is_found or core.bounded or not self._publishes(request):
+            return None
+        return request.committed_keys(begin * size, (begin + 1) * size)
 
     def _ids(self, request: Request) -> Ids:
         """The blocks that ``request`` shares with the prefix cache, int32."""
