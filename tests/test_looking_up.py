@@ -186,9 +186,10 @@ def test_nothing_crosses_epochs_unseen(name: str) -> None:
     assert num_crossed > 10
 
 
-def test_jobs_that_begin_alike_share() -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_jobs_that_begin_alike_share(name: str) -> None:
     """Eight prompts with 224 of 256 tokens in common: what they share is computed once."""
-    cache = KVCache(cache_of(FULL).schema, num_blocks=400, block_size=4, max_requests=8, device="none")
+    cache = KVCache(cache_of(*KINDS[name]).schema, num_blocks=800, block_size=4, max_requests=8, device="none")
     queue: RunQueue[Job] = RunQueue(cache)
     for i in range(8):
         prompt = np.concatenate((np.arange(224), np.full(32, 1000 + i))).astype(np.int32)
@@ -197,7 +198,7 @@ def test_jobs_that_begin_alike_share() -> None:
         queue.admit()
         for job in [*queue.running]:
             assert job.sequence is not None
-            n = min(64, 256 - job.sequence.length)
+            n = min(64, 256 - job.sequence.length, cache.step_limit(job.sequence))
             assert queue.make_room(job, n)
             job.sequence.commit(job.text[job.sequence.length : job.sequence.length + n])
             if job.sequence.length == 256:

@@ -25,6 +25,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from kvpagoda.cache.lookup import will_have
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.cache.swap import Rate
@@ -201,11 +202,10 @@ class RunQueue(Generic[J]):
             self._start(job, sequence)
 
     def _can_share(self, job: J) -> bool:
-        """Whether a running job is about to publish what ``job`` begins with: it will have that without computing it. Not
-        where states are copied at a few places only, which the running job does not know."""
-        if self.cache.core.states is not None:
+        """Whether a running job is about to publish what ``job`` begins with: it will have that without computing it."""
+        if not self.cache.lookup(job.text, job.namespace, media=job.media).pending:
             return False
-        return self.cache.lookup(job.text, job.namespace, media=job.media).pending > 0
+        return will_have(self.cache.core, job.text, job.namespace, job.media)
 
     def fork(self, source: J, job: J) -> None:
         """Start ``job`` with all that ``source``, a running job, has committed; if blocks are lacking, it waits instead."""

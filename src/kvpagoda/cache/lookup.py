@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.namespace import with_media
+from kvpagoda.cache.request import Request
 from kvpagoda.cache.reuse import AnyNamespace
 from kvpagoda.cache.tier_hit import Prefetch
 from kvpagoda.errors import BadInput
@@ -39,7 +41,7 @@ def look_up(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[
     tokens = as_tokens(token_ids, core.vocab_size)
     keys, key = with_media(tokens, 0, core.media.ids(media, len(tokens))), core.namespaces.key(namespace)
     _, found = core.prefix.find(keys, key)
-    pending = _pending(core, keys[: max(0, len(keys) - 1)], key)
+    pending, _ = _nearest_running(core, keys[: max(0, len(keys) - 1)], key)
     return Lookup(found.num_tokens, found.resumable, max(0, pending - found.num_tokens), found.groups, found.limited_by)
 
 
@@ -55,13 +57,35 @@ def prefetch(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping
     return core.offloader.reader.prefetch(hashes, match.num_blocks, found.resumable // core.block_size)
 
 
-def _pending(core: Core, keys: Ids, namespace: bytes) -> int:
-    """Leading tokens of ``keys``, in whole blocks, that running requests have in their prompts, or have committed."""
-    longest, size = 0, core.block_size
+def will_have(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> bool:
+    """Whether a running request will soon have published more of a text than there is, so that another request with this text
+    can begin from it. Where the model has states, that request is told to keep a checkpoint where the two part, if it has
+    not come so far. Costs what ``look_up`` does."""
+    tokens = as_tokens(token_ids, core.vocab_size)
+    keys, key = with_media(tokens, 0, core.media.ids(media, len(tokens))), core.namespaces.key(namespace)
+    _, found = core.prefix.find(keys, key)
+    common, request = _nearest_running(core, keys[: max(0, len(keys) - 1)], key)
+    if request is None or common <= found.num_tokens or core.states is None:
+        return common > found.num_tokens
+    grid = core.prefix.grid
+    at = common // core.block_size // grid * grid
+    if at * core.block_size <= max(request.length, found.resumable):
+        return False
+    if at not in request.due:
+        insort(request.due, at)
+    return True
+
+
+def _nearest_running(core: Core, keys: Ids, namespace: bytes) -> tuple[int, Request | None]:
+    """The most leading tokens of ``keys``, in whole blocks, that a running request has in its prompt, or has committed; and
+    which one."""
+    longest, nearest, size = 0, None, core.block_size
     for request in core.running.values():
         if request.namespace != namespace or not request.publishes:
             continue
         known = request.keys(0, min(len(keys), max(request.prompt_length, request.own_length)))
         differ = np.flatnonzero(known != keys[: len(known)])
-        longest = max(longest, (int(differ[0]) if len(differ) else len(known)) // size * size)
-    return longest
+        common = (int(differ[0]) if len(differ) else len(known)) // size * size
+        if common > longest:
+            longest, nearest = common, request
+    return longest, nearest
