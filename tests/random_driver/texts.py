@@ -135,6 +135,8 @@ class Documents:
 
     def add(self, tokens: Tokens, media: Mapping[int, bytes]) -> None:
         """Let later prompts begin with ``tokens``."""
+        if not len(tokens):
+            return  # a prompt that was taken back whole
         own = {at: digest for at, digest in media.items() if at < len(tokens)}
         self._texts = [*self._texts[:6], *self._texts[-2:], (tokens, own)]
 
