@@ -25,7 +25,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from kvpagoda.cache.lookup import will_have
+from kvpagoda.cache.lookup import keep_where_they_part
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.cache.swap import Rate
@@ -202,10 +202,12 @@ class RunQueue(Generic[J]):
             self._start(job, sequence)
 
     def _can_share(self, job: J) -> bool:
-        """Whether a running job is about to publish what ``job`` begins with: it will have that without computing it."""
-        if not self.cache.lookup(job.text, job.namespace, media=job.media).pending:
+        """Whether a running job is about to publish what ``job`` begins with: it will have that without computing it. Where
+        the model has states, the running one keeps a checkpoint for it."""
+        cache, text, namespace, media = self.cache, job.text, job.namespace, job.media
+        if not cache.lookup(text, namespace, media=media).pending:
             return False
-        return will_have(self.cache.core, job.text, job.namespace, job.media)
+        return cache.core.states is None or keep_where_they_part(cache.core, text, namespace, media)
 
     def fork(self, source: J, job: J) -> None:
         """Start ``job`` with all that ``source``, a running job, has committed; if blocks are lacking, it waits instead."""

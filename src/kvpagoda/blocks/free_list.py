@@ -38,8 +38,8 @@ class FreeStack:
     def require(self, n: int) -> Ids:
         """What ``peek`` says. Raises OutOfBlocks if there are fewer."""
         if n > self.num_free:
-            text, free = f"OOM: need {n} {self.what}, {self.num_free} free of {self.num_ids}", self.num_free
-            raise OutOfBlocks.with_hint(text, "release some first", needed=n, available=free)
+            text = f"OOM: need {n} {self.what}, {self.num_free} free of {self.num_ids}"
+            raise OutOfBlocks.with_hint(text, "release some first", needed=n, available=self.num_free)
         return self.peek(n)
 
     def peek(self, n: int) -> Ids:
@@ -116,11 +116,8 @@ class FreeList(FreeStack):
         count = whole_number(n, f"the number of {self.what} to take")
         if count > self.num_free:
             waiting = f" and {self.num_waiting} waiting" if self.num_waiting else ""
-            text, free = (
-                f"OOM: need {count} {self.what}, {self.num_free} free{waiting} of {self.num_ids}",
-                self.num_free,
-            )
-            raise OutOfBlocks.with_hint(text, "release some first", needed=count, available=free)
+            text = f"OOM: need {count} {self.what}, {self.num_free} free{waiting} of {self.num_ids}"
+            raise OutOfBlocks.with_hint(text, "release some first", needed=count, available=self.num_free)
         self.num_free -= count
         ids: Ids = self._stack[self.num_free : self.num_free + count][::-1].copy()
         self._held.flags[ids] = True

@@ -155,11 +155,6 @@ class EventLog:
         """The blocks of ``request`` from ``begin`` on are shared."""
         prefix, end = self._prefix, request.lease.num_blocks
         try:
-            is_plain = not request.media_ids and end * prefix.block_size <= request.own_length
-            if prefix.full is not None and not prefix.windows and is_plain:
-                texts = prefix.full.table.cells[request.slot, begin - 1 if begin else 0 : end].copy()
-                self._put((request.namespace, begin, end, request.tokens, 0, texts, (), _NO_MEDIA))
-                return
             low, groups = begin, list[tuple[int, int, Ids]]()
             for window in prefix.windows:
                 group, first = window.group, window.group.first[request.slot]

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.namespace import with_media
+from kvpagoda.cache.prefix_match import PrefixMatch
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.reuse import AnyNamespace
 from kvpagoda.cache.tier_hit import Prefetch
@@ -38,11 +38,8 @@ class Lookup:
 
 def look_up(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> Lookup:
     """What ``core`` has of a text; see ``KVCache.lookup``. O(n), and O(common tokens) for each running request."""
-    tokens = as_tokens(token_ids, core.vocab_size)
-    keys, key = with_media(tokens, 0, core.media.ids(media, len(tokens))), core.namespaces.key(namespace)
-    _, found = core.prefix.find(keys, key)
-    pending, _ = _nearest_running(core, keys[: max(0, len(keys) - 1)], key)
-    return Lookup(found.num_tokens, found.resumable, max(0, pending - found.num_tokens), found.groups, found.limited_by)
+    found, common, _ = _found_and_running(core, token_ids, namespace, media)
+    return Lookup(found.num_tokens, found.resumable, max(0, common - found.num_tokens), found.groups, found.limited_by)
 
 
 def prefetch(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> Prefetch:
@@ -57,35 +54,37 @@ def prefetch(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping
     return core.offloader.reader.prefetch(hashes, match.num_blocks, found.resumable // core.block_size)
 
 
-def will_have(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> bool:
-    """Whether a running request will soon have published more of a text than there is, so that another request with this text
-    can begin from it. Where the model has states, that request is told to keep a checkpoint where the two part, if it has
-    not come so far. Costs what ``look_up`` does."""
-    tokens = as_tokens(token_ids, core.vocab_size)
-    keys, key = with_media(tokens, 0, core.media.ids(media, len(tokens))), core.namespaces.key(namespace)
-    _, found = core.prefix.find(keys, key)
-    common, request = _nearest_running(core, keys[: max(0, len(keys) - 1)], key)
-    if request is None or common <= found.num_tokens or core.states is None:
-        return common > found.num_tokens
+def keep_where_they_part(
+    core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None
+) -> bool:
+    """Let the running request that has most of a text keep a checkpoint where the two part, for a model with states; False
+    where that would be of no use, or where it is past that place. Costs what ``look_up`` does."""
+    found, common, request = _found_and_running(core, token_ids, namespace, media)
     grid = core.prefix.grid
     at = common // core.block_size // grid * grid
-    if at * core.block_size <= max(request.length, found.resumable):
+    if request is None or at * core.block_size <= max(request.length, found.resumable):
         return False
     if at not in request.due:
         insort(request.due, at)
     return True
 
 
-def _nearest_running(core: Core, keys: Ids, namespace: bytes) -> tuple[int, Request | None]:
-    """The most leading tokens of ``keys``, in whole blocks, that a running request has in its prompt, or has committed; and
-    which one."""
+def _found_and_running(
+    core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None
+) -> tuple[PrefixMatch, int, Request | None]:
+    """What is cached of a text; the most leading tokens of it, in whole blocks and at most all but the last, that a running
+    request has in its prompt, or has committed; and which one."""
+    tokens = as_tokens(token_ids, core.vocab_size)
+    keys, key = with_media(tokens, 0, core.media.ids(media, len(tokens))), core.namespaces.key(namespace)
+    _, found = core.prefix.find(keys, key)
+    keys = keys[: max(0, len(keys) - 1)]
     longest, nearest, size = 0, None, core.block_size
     for request in core.running.values():
-        if request.namespace != namespace or not request.publishes:
+        if request.namespace != key or not request.publishes:
             continue
         known = request.keys(0, min(len(keys), max(request.prompt_length, request.own_length)))
         differ = np.flatnonzero(known != keys[: len(known)])
         common = (int(differ[0]) if len(differ) else len(known)) // size * size
         if common > longest:
             longest, nearest = common, request
-    return longest, nearest
+    return found, longest, nearest
