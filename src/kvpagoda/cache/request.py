@@ -16,6 +16,8 @@ from kvpagoda.prefix import Lease
 from kvpagoda.prefix.tokens import NO_TOKEN
 
 Tokens = Ids
+TextPart = tuple[Tokens, Tokens | None]
+"""Keys of whole blocks, and the text that has them at their place, for ``PrefixCache.publish``."""
 
 
 class State(Enum):
@@ -91,7 +93,7 @@ class Request:
         keys = self.keys(first, min(end, self.own_length))
         return keys if end <= self.own_length else np.append(keys, np.full(end - self.own_length, NO_TOKEN, np.int32))
 
-    def last_keys(self, first: int, end: int) -> tuple[Tokens, Tokens | None]:
+    def last_keys(self, first: int, end: int) -> TextPart:
         """As ``committed_keys`` and ``text``, of a text that ends: what stands behind it in its array is overwritten."""
         if end <= self.own_length:
             return self.keys(first, end), self.text
