@@ -32,8 +32,8 @@ refused.
 `tests/hf/test_model_table.py` makes this table from the schemas that the tests compare with transformers; a type that is in
 neither part is an error there.
 
-*Together* says which requests that decode share a forward pass in `kvpagoda.hf.Generator`: of any lengths, or of equal
-length, where a model has attention of its own, counts positions by itself or ranks tokens.
+*Together* says which requests that decode share a forward pass in `kvpagoda.hf.Generator`: of any lengths, of equal length,
+where a model has attention of its own, counts positions by itself or ranks tokens, or none, where its code mixes the rows.
 
 Tokens equal those of the model's own forward pass without a cache. Three things to know:
 
@@ -54,7 +54,7 @@ NOTES = {
 def kept(kind: LayerKind) -> str:
     """What a layer keeps, in a few words."""
     if isinstance(kind, Attention):
-        return f"K/V {growth(kind)}"
+        return f"K/V {growth(kind)}" + (" with indexer keys" if kind.indexer else "")
     if isinstance(kind, Latent):
         return f"latent {growth(kind)}" + (" with indexer keys" if kind.indexer else "")
     if isinstance(kind, Compressed):
@@ -81,9 +81,11 @@ def is_together(name: str, text: str, schema: Schema) -> str:
     model: Any = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
     family = families()[text]
     if any(isinstance(kind, Compressed) for layer in schema.layers for kind in layer.kinds) or not schema.groups:
-        return "any"
+        return "any" if family.batched else "none"
     own = family.own_attention or family.counts_positions or not model._can_set_attn_implementation()
-    ranks = any(isinstance(kind, Latent) and kind.indexer for layer in schema.layers for kind in layer.kinds)
+    ranks = any(
+        isinstance(kind, Attention | Latent) and kind.indexer for layer in schema.layers for kind in layer.kinds
+    )
     takes = "position_ids" in inspect.signature(model.forward).parameters
     return "equal" if own or ranks or not takes else "any"
 

@@ -262,7 +262,7 @@ def config_class(name: str) -> Any:
 
 
 NOT_WITHOUT = {
-    "deepseek_v4": "compress_ratios", "nemotron_h": "num_hidden_layers",
+    "deepseek_v4": "compress_ratios", "nemotron_h": "num_hidden_layers", "qwen4_exp_text": "index_head_dim",
 }  # fmt: skip
 """Types that have no sound defaults, and the field that their configs must have."""
 
@@ -277,7 +277,7 @@ def test_fields_that_are_left_out(name: str) -> None:
     decoder = {key: MORE[name][key] for key in AS_DECODER if key in MORE[name]} if name in DECODERS else {}
     nothing: dict[str, Any] = {"model_type": "multimodal", "text_config": {"model_type": name, **decoder}}
     if name in NOT_WITHOUT:
-        with pytest.raises(SchemaError, match=f"{name} config.*: {NOT_WITHOUT[name]} is"):
+        with pytest.raises(SchemaError, match=rf"{name} config.*: {NOT_WITHOUT[name]} is"):
             Schema.from_hf_config(nothing)
         return
     found, real = Schema.from_hf_config(nothing), Schema.from_hf_config(config_class(name)(**decoder))

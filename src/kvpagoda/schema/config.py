@@ -14,6 +14,7 @@ ALIASES = {
     "hidden_size": ("n_embd", "n_embed", "d_model"),
     "max_position_embeddings": ("n_positions", "model_max_length", "max_seq_len"),
     "layer_types": ("layers_block_type",),
+    "index_head_dim": ("indexer_head_dim",),
     "sliding_window": ("attention_window_size", "sliding_window_size"),
 }
 """Other names under which configs have the same field."""

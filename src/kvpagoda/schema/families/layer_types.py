@@ -163,6 +163,22 @@ def deepseek_v4(c: Config, i: int) -> str:
     return types[ratios[i]]
 
 
+def dots3_note(c: Config, i: int) -> str:
+    """Without a list: windows on all but the first two layers and every fourth from there on. A checkpoint calls layers full
+    that have an indexer, unless it says that they have none."""
+    slides = c.get("use_sliding_window", True) and i >= 2 and i % 4 != 1
+    own = (SLIDING if slides else INDEXED) if c.get("layer_types") is None else c.item("layer_types", i)
+    has_indexer = c.get("use_dsa", None if "per_layer_config" in c.raw else True)
+    return own if own == SLIDING or has_indexer is None else INDEXED if has_indexer else FULL
+
+
+def qwen4_exp(c: Config, i: int) -> str:
+    """A checkpoint calls layers full that have an indexer."""
+    listed = c.get("layer_types")
+    linear = (i + 1) % c.size_or("full_attention_interval", 4) if listed is None else c.item("layer_types", i) == LINEAR
+    return LINEAR if linear else INDEXED
+
+
 def recurrent_gemma(c: Config, i: int) -> str:
     """``block_types`` repeats over the layers."""
     pattern = c.get("block_types") or ()
