@@ -58,7 +58,7 @@ MORE: dict[str, dict[str, Any]] = {
     ),
     **each(
         """aria_text ernie4_5_moe flex_olmo glm4_moe granitemoe granitemoeshared hunyuan_v1_moe hy_v3 minimax_m2
-        minimax_m3_vl_text olmoe qwen3_vl_moe_text solar_open""",
+        olmoe qwen3_vl_moe_text solar_open""",
         head_dim=12,
         **EXPERTS,
     ),
@@ -106,6 +106,10 @@ MORE: dict[str, dict[str, Any]] = {
     ),
     "inkling_text": dict(INKLING, local_layer_ids=[0, 2], mlp_layer_types=["dense", "sparse"] * 2),
     "minimax": dict(EXPERTS, block_size=8, layer_types=[LINEAR, FULL] * 2),
+    "minimax_m3_vl_text": dict(
+        EXPERTS, head_dim=12, rotary_dim=4, layer_types=[FULL, "minimax_m3_sparse"] * 2, index_n_heads=2, index_head_dim=8,
+        index_block_size=4, index_topk_blocks=3, index_local_blocks=1,
+    ),
     "mllama_text_model": dict(TOKENS, cross_attention_layers=[1]),
     "moshi": dict(ffn_dim=64, sliding_window=8),
     "phi4_multimodal": dict(

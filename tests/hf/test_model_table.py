@@ -47,7 +47,6 @@ Tokens equal those of the model's own forward pass without a cache. Three things
 NOTES = {
     **dict.fromkeys(DECODERS, "as a decoder"),
     "big_bird": "as a decoder, attention_type original_full",
-    "minimax_m3_vl_text": "without sparse layers",
 }
 
 

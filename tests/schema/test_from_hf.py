@@ -72,12 +72,14 @@ def tensor_of(layer: Any, name: str) -> Any:
 def check_rows(layer: Layer, real: Any) -> None:
     """The rows of every token: heads, widths, dtypes, bytes a token, and how many tokens are kept."""
     rows = {row.name: row for row in layer.block_rows()}
-    names = {"k": "keys", "v": "values", "latent": "keys", "k_rope": "values", "index_key": "indexer_keys"}
+    index_keys = "idx_keys" if hasattr(real, "idx_keys") else "indexer_keys"
+    names = {"k": "keys", "v": "values", "latent": "keys", "k_rope": "values", "index_key": index_keys}
     kept = {attribute for attribute in set(names.values()) if tensor_of(real, attribute) is not None}
     assert kept == {names[name] for name in rows}
     for name, row in rows.items():
         tensor = tensor_of(real, names[name])
         by_token = tensor[0].transpose(0, 1) if tensor.dim() == 4 else tensor[0]
+        by_token = by_token[:, 0] if name == "index_key" and tensor.dim() == 4 else by_token
         assert row.shape == tuple(by_token.shape[1:])
         assert row.dtype == dtype_of(tensor)
         assert row.row_nbytes == tensor.nbytes / len(by_token)

@@ -119,6 +119,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Store ``[B, S, D]`` indexer keys; return all of them, ``[B, T, D]``."""
         return self._store(self._row_names[-1], indexer_key_states)
 
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """The same of ``[B, 1, S, D]`` keys, for an indexer of blocks of tokens."""
+        return self.update_indexer(idx_k[:, 0])[:, None]
+
     def _store(self, name: str, rows: Tensor) -> Tensor:
         gather, view = self._context.gather(self._index), self._context.batch.layer(self._index)
         self._context.last_stored = self._index
@@ -309,6 +313,7 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     position_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     **kwargs: Any,
@@ -317,13 +322,19 @@ def attend(
 
     The reference: one matrix product, one softmax with the sinks ``s_aux`` ``[H]``, or ``sinks`` ``[B, H, S, 1]``, as one more
     column, one product. ``position_bias`` ``[B, H, S, T]`` is added to the scores. ``indices`` ``[B, S, k]``: the rows that an
-    indexer chose. Returns ``[B, S, H, D_v]``.
+    indexer chose; ``block_indices`` ``[B, .., S, k]``: blocks of them, as the indexer of ``module`` cuts and masks them.
+    Returns ``[B, S, H, D_v]``.
     """
     context, own = _step.get(), getattr(module, "layer_idx", None)
     layer = own if isinstance(own, int) and own in context.schema.by_index else context.last_stored
     visible = context.gather(layer).visible[:, None, -query.shape[2] :]  # some models drop queries that no logit needs
     if indices is not None:
         visible = visible & torch.zeros_like(visible).scatter(-1, indices[:, None].long(), True)
+    if block_indices is not None:
+        blocks: Any = module.indexer
+        attention_mask = blocks.build_block_mask(
+            block_indices, visible, key.shape[2], query.dtype, query.device, position_ids=None
+        )
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         visible = visible & attention_mask
     repeat = query.shape[1] // key.shape[1]

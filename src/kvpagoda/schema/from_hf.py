@@ -187,7 +187,7 @@ def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str
     if law.span is not None and longest is not None and law.span >= longest:
         law = FULL  # no text is long enough to leave it
     encoding = packed.latents if packed else RAW
-    has_indexer = layer_type == t.INDEXED and family.has_indexer(c, index)
+    has_indexer = layer_type in (t.INDEXED, t.BLOCK_INDEXED) and family.has_indexer(c, index)
     indexer = IndexKeys(c.size("index_head_dim"), encoding, family.index_dtype) if has_indexer else None
     heads = family.heads(c, layer_type)
     if family.attention == "latent":
