@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from huggingface_hub.errors import StrictDataclassError  # noqa: E402
+from test_every_family import multimodal  # noqa: E402
 from test_generator import greedy  # noqa: E402
 from test_paged_cache import generated  # noqa: E402
 from test_random_configs import NAMES, drawn  # noqa: E402
@@ -24,7 +25,7 @@ from kvpagoda.hf import Generator, PagedCache  # noqa: E402
 from kvpagoda.scheduling import Youngest  # noqa: E402
 from kvpagoda.schema.families import families  # noqa: E402
 from models import FAMILIES, tiny_config, tiny_model  # noqa: E402
-from more_models import MORE  # noqa: E402
+from more_models import MORE, MULTIMODAL  # noqa: E402
 
 NEW = 5
 NOT_RUN = (ValueError, RuntimeError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ZeroDivisionError,
@@ -45,7 +46,7 @@ VALUES: dict[str, list[Any]] = {
     "attention_chunk_size": [1, 3, 16, 19, 1000],
     **dict.fromkeys(
         ("conv_kernel", "mamba_d_conv", "linear_conv_kernel_dim", "conv_L_cache", "conv1d_width", "conv_kernel_size",
-         "short_conv_kernel_size"), [2, 3, 5],
+         "short_conv_kernel_size", "ple_conv_kernel_size"), [1, 2, 3, 5],
     ),
     **dict.fromkeys(("cca_time0", "cca_time1"), [1, 2, 4]),
     **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), [2, 6, 24]),
@@ -82,8 +83,16 @@ VALUES: dict[str, list[Any]] = {
     "indexer_types": [["full", "shared", "full", "shared"], ["full", "shared", "shared", "shared"]],
     "attention_types": [[[["local"], 4]], [[["local", "global"], 2]], [[["global"], 4]]],
     "num_attention_heads_per_layer": [[2, 4, 2, 4], [4, 8, 2, 2]],
+    "max_position_embeddings": [64], "floor_scale": [4, 16], "log_scaling_n_floor": [4, 16],
+    "rel_extent": [2, 100], "d_rel": [8], "hc_mult": [3], "hc_count": [3], "ngram_size": [2, 4],
+    "ple_layer_ids": [[], [1], [1, 3]], "indexer_budget": [2, 4, 100], "indexer_compress_ratio": [1, 2],
+    "index_block_size": [1, 3, 16, 128], "index_topk_blocks": [1, 2, 16], "index_local_blocks": [0, 1, 2],
+    "qk_dim_factor": [1.0], "v_dim_factor": [0.5, 2.0], "attention_hidden_size": [32, 80], "num_blocks": [1, 3],
+    "max_inference_chunksize": [4, 16], "rescale_every": [0, 1], "num_kv_heads": [1, 2], "word_embed_proj_dim": [32],
+    "compress_rates": [{"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
+                       {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}],
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), [None, 5.0]),
-    "keep_window_size": [3, 8], "query_pre_attn_scalar": [4, 100], "clip_qkv": [None, 0.5],
+    "query_pre_attn_scalar": [4, 100], "clip_qkv": [None, 0.5],
     "dtype": [None], "eos_token_id": [None], "tie_word_embeddings": [True],
 }  # fmt: skip
 """Field -> values that it is given, where the config has it."""
@@ -156,8 +165,7 @@ def model_of(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any
     return model, accepted
 
 
-def check(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, changes = model_of(name, seed, monkeypatch)
+def check(model: Any, changes: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source = torch.Generator().manual_seed(seed)
     text = torch.randint(2, 100, (50 + seed,), generator=source).tolist()
     prompts = [text[:1], text[:9], text, [7, *text[:16]], text[:20] + text[:8], text[:34]]
@@ -187,4 +195,14 @@ def check(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_of_drawn_fields(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(name, seed, monkeypatch)
+    check(*model_of(name, seed, monkeypatch), seed, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_tokens_of_drawn_fields_of_a_text_part(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The width is that which the other parts of the model have."""
+    text, _ = MULTIMODAL[name]
+    _, changes = model_of(text, 1, monkeypatch)
+    changes.pop("hidden_size", None)
+    check(multimodal(name, monkeypatch, **changes), changes, 1, monkeypatch)

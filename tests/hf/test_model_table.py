@@ -39,9 +39,10 @@ Tokens equal those of the model's own forward pass without a cache. Three things
 
 - LongRoPE (Phi-3-mini-128k, Phi-3.5-MoE, Phi-4-mini): a text that grows past `original_max_position_embeddings` is computed
   again, because all of its positions are encoded otherwise from then on; texts of the two sides share nothing.
-- Indexers (DeepSeek-V3.2, GLM-DSA and others) with few heads give many tokens the same score. Which of them are taken depends
-  on how many there are to rank, so transformers' own cache differs from recomputation. The tokens are those of transformers'
-  cache then, as long as the prompt is computed in the same pieces.
+- Indexers (DeepSeek-V3.2, GLM-DSA and others) with few heads give many tokens the same score, and so does Doge to repeated
+  tokens of a text longer than `keep_window_size`. Which of them are taken depends on how many there are to rank, so
+  transformers' own cache differs from recomputation. The tokens are those of transformers' cache then (of Doge: where it has
+  no window), as long as the prompt is computed in the same pieces.
 - Texts only: images and sounds of multimodal models are not taken.
 """
 NOTES = {
@@ -81,7 +82,7 @@ def is_together(name: str, text: str, schema: Schema) -> str:
     family = families()[text]
     if any(isinstance(kind, Compressed) for layer in schema.layers for kind in layer.kinds) or not schema.groups:
         return "any" if family.batched else "none"
-    own = family.own_attention or family.counts_positions or not model._can_set_attn_implementation()
+    own = family.own_attention or family.aligned or not model._can_set_attn_implementation()
     ranks = any(
         isinstance(kind, Attention | Latent) and kind.indexer for layer in schema.layers for kind in layer.kinds
     )

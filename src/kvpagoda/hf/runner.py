@@ -69,7 +69,7 @@ class ModelRunner:
         self._cache_name = names[0]
         self._attention = ATTENTION if through_interface else None
         self._trims_logits = "logits_to_keep" in accepted
-        takes_positions = through_interface and "position_ids" in accepted and not family.counts_positions
+        takes_positions = through_interface and "position_ids" in accepted and not family.aligned
         kinds = [kind for layer in cache.schema.layers for kind in layer.kinds]
         ranks_tokens = any(isinstance(kind, Attention | Latent) and kind.indexer is not None for kind in kinds)
         self._is_aligned = bool(cache.schema.groups) and (ranks_tokens or not takes_positions)

@@ -43,7 +43,8 @@ class Family:
     window       tokens of the sliding window
     num_layers   number of layers that have a cache
     max_positions  tokens of the longest text that the config names; None where it names none
-    counts_positions  whether the model counts positions from the length of its cache, though it is given them
+    aligned      whether requests that share a forward pass must be equally long: the model counts positions from the length of
+                 its cache, though it is given them, or ranks tokens without an indexer
     own_states   how the model passes its states around where it does so outside of transformers' cache interface: "stacked"
                  over the layers, or "by_layer"
     batched      whether several requests may decode in one forward pass; False where the model's code mixes its rows then
@@ -62,7 +63,7 @@ class Family:
     window: Callable[[Config], Any] = sliding_window
     num_layers: Callable[[Config], int] = hidden_layers
     max_positions: Callable[[Config], int | None] = positions.named
-    counts_positions: bool = False
+    aligned: bool = False
     own_states: str = ""
     batched: bool = True
     own_attention: bool = False
