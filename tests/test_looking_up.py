@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpagoda import KVCache, Limits
+from kvpagoda import KVCache, Limits, Namespace
 from kvpagoda.errors import BadInput
 from kvpagoda.scheduling import Job, RunQueue
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
@@ -76,6 +76,50 @@ def test_a_look_up_needs_no_slot_and_says_what_is_about_to_be_published() -> Non
     compute(cache, running[0])
     assert cache.lookup(range(40)).pending == 0
     cache.check()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_many_are_looked_up_as_each_alone(name: str) -> None:
+    """Whatever runs, in whatever form texts come, with a namespace and media of all or of each."""
+    cache, random = cache_of(*KINDS[name]), np.random.default_rng(2)
+    photo, other = b"p" * 16, b"q" * 16
+    num_pending = num_hits = 0
+    for _ in range(20):
+        texts = [np.arange(random.integers(2, 50), dtype=np.int32) for _ in range(6)]
+        for text in texts:
+            text[random.integers(1, len(text)) :] += int(random.integers(0, 3))
+        namespaces = [(None, "a", Namespace("a"), Namespace(adapter="a"))[random.integers(4)] for _ in texts]
+        media = [({0: photo}, None, {1: other})[random.integers(3)] for _ in texts]
+        running = []
+        for text, namespace, one in zip(texts[:3], namespaces, media):
+            running.append(cache.open(text, namespace, media=one, capacity=0, publish=bool(random.random() < 0.9)))
+            compute(cache, running[-1], int(random.integers(0, len(text) + 1)))
+        found = cache.lookup(texts, namespaces, media=media)
+        assert found == [cache.lookup(*one[:2], media=one[2]) for one in zip(texts, namespaces, media)]
+        assert cache.lookup(tuple(text.tolist() for text in texts), "a") == [cache.lookup(text, "a") for text in texts]
+        assert cache.lookup(texts, media=media[0]) == [cache.lookup(text, media=media[0]) for text in texts]
+        num_pending += sum(one.pending > 0 for one in found)
+        num_hits += sum(one.resumable > 0 for one in found)
+        for sequence in running:
+            sequence.close()
+    assert num_pending > 10 and num_hits > 10, (num_pending, num_hits)
+    cache.check()
+
+
+def test_bad_lists_of_texts_are_told() -> None:
+    cache = cache_of(FULL)
+    assert cache.lookup([]) == cache.lookup(()) == cache.lookup(np.array([], np.int32)) != []
+    assert cache.lookup([[]]) == [cache.lookup([])] and cache.lookup([np.int64(1), 2]).cached == 0
+    for wrong, message in (
+        (lambda: cache.lookup([[1], [2]], ["a"]), "1 namespaces for 2 texts; give one for each"),
+        (lambda: cache.lookup([[1]], media=[{}, {}]), "2 media for 1 texts"),
+        (lambda: cache.lookup([[1], [-2]]), "token id -2 is outside"),
+        (lambda: cache.lookup([[1], 2]), "vector of integers"),
+        (lambda: cache.lookup([1, 2], ["a", "b"]), "namespace"),
+        (lambda: cache.lookup(np.ones((2, 2), np.int32)), r"shape \[2, 2\]"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            wrong()
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -17,7 +17,7 @@ from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.invariants import check
 from kvpagoda.cache.lifecycle import Lifecycle
-from kvpagoda.cache.lookup import Lookup, look_up, prefetch
+from kvpagoda.cache.lookup import look_up, prefetch
 from kvpagoda.cache.namespace import with_media
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import Pin
@@ -205,11 +205,13 @@ class KVCache:
         return prefetch(self._core, token_ids, namespace, media)
 
     @exclusive
-    def lookup(
-        self, token_ids: Any, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None
-    ) -> Lookup:
-        """What ``open`` would find of this prompt, and what running requests are about to publish of it. Admits nothing, needs
-        no slot, holds nothing, and counts as no use. Raises BadInput."""
+    def lookup(self, token_ids: Any, namespace: Any = None, *, media: Any = None) -> Any:
+        """The ``Lookup`` of this prompt: what ``open`` would find of it, and what running requests are about to publish of it.
+        Admits nothing, needs no slot, holds nothing, and counts as no use.
+
+        For a list or tuple of prompts a list, in their order: of each what it would find alone, since they are not compared
+        with one another. ``namespace`` and ``media`` are those of all of them then, or lists with one for each. ``[]`` is a
+        prompt without tokens. Raises BadInput."""
         self._publisher.settle_waiting()
         return look_up(self._core, token_ids, namespace, media)
 
