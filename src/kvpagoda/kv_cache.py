@@ -18,7 +18,7 @@ from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.invariants import check
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.lookup import look_up, prefetch
-from kvpagoda.cache.namespace import with_media
+from kvpagoda.cache.namespace import Namespace, with_media
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import Pin
 from kvpagoda.cache.publishing import Publisher
@@ -133,8 +133,8 @@ class KVCache:
 
     @property
     def epoch(self) -> int:
-        """How often ``invalidate`` was told of new weights of everything."""
-        return self._core.epoch
+        """How often ``invalidate`` was told of new weights of everything: of the newest weights, the number."""
+        return self._core.namespaces.epoch
 
     @property
     def core(self) -> Core:
@@ -189,7 +189,8 @@ class KVCache:
         key, media_ids = core.namespaces.key(namespace), core.media.ids(media, length) if media else {}
         tokens = np.empty(most if most <= 2 * length else length, np.int32)
         tokens[:length] = prompt
-        request = Request(tokens, length, key, priority, media_ids, epoch=core.epoch, publishes=bool(publish))
+        request = Request(tokens, length, key, priority, media_ids, publishes=bool(publish))
+        core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
         sequence = Sequence(self._calls, request)  # made before there is anything to lose
         self._admission.open(request, first, most, prefetch, layerwise=bool(layerwise), lookup=bool(lookup))
         return sequence
@@ -293,7 +294,8 @@ class KVCache:
     @exclusive
     def invalidate(self, *namespaces: AnyNamespace, weights: str | None = None) -> None:
         """From now on nothing is found of what was cached in ``namespaces`` (none given: in all): after an adapter or the
-        weights were loaded anew. Requests that run go on; what they leave behind is dropped when they end.
+        weights were loaded anew. Requests that run go on with the new ones, as ``Sequence.epochs`` says, and leave nothing.
+        Those whose ``Namespace`` has an epoch stay on it, and share with others on it until the last of them ends.
 
         What is kept below the device from then on is found by this process alone; with ``weights``, a digest of the new
         weights of all namespaces, by all that have the same. A name that outlives the process must not mean two adapters.

@@ -36,7 +36,7 @@ class Publisher:
         request.is_settled = False
         if request.num_fences:
             return
-        publishes = self._publishes(request)
+        publishes = request.publishes
         try:
             if publishes:
                 self._publish(request, request.own_length, None)
@@ -60,14 +60,10 @@ class Publisher:
             waiting.pop(request, None)
             most = None if most is None else most - 1
 
-    def _publishes(self, request: Request) -> bool:
-        """Whether others may find what ``request`` computes now: not what began with weights that are gone, and went on."""
-        return request.publishes and request.namespace not in self._core.stale
-
     def begun(self, request: Request, hit: TierHit | None) -> None:
         """What ``request`` begins with was loaded: it is cached from now on. Or it was cached: it is in use again."""
         core, found = self._core, request.match
-        if not self._publishes(request):
+        if not request.publishes:
             return
         request.due = self._due_of(request)
         begin = found.resumable // core.block_size
@@ -95,7 +91,7 @@ class Publisher:
         """``request`` is closed or set aside: where its answer ends it can be taken up again, and where others may part from
         it was in use until now."""
         core = self._core
-        if request.num_fences or not core.bounded or not self._publishes(request):
+        if request.num_fences or not core.bounded or not request.publishes:
             return
         try:
             if core.states is None and request.own_length >= request.prompt_length:
@@ -140,12 +136,12 @@ class Publisher:
             raise
         for group, ids in spared:
             core.capacity.release(group, ids)
-        if core.events is not None:
+        if core.events is not None and request.namespace not in core.stale:
             core.events.published(request, begin)
         guard.is_torn = False
         if core.full is None:
             core.capacity.forget(core.prefix.evict_unbacked, is_evicted=True)
-        if offloader is not None and hashes is not None and request.namespace not in core.stale:
+        if offloader is not None and hashes is not None:
             offloader.published(hashes, begin, self._ids(request), source)
 
     def last_block(self, request: Request) -> Ids | None:
@@ -154,7 +150,7 @@ class Publisher:
         core, size, grid = self._core, self._core.block_size, self._core.settings.limits.hit_grid
         begin = request.own_length // size
         is_found = begin == request.lease.num_blocks and request.own_length // grid * grid > begin * size
-        if not is_found or core.bounded or not self._publishes(request):
+        if not is_found or core.bounded or not request.publishes:
             return None
         return request.committed_keys(begin * size, (begin + 1) * size)
 
@@ -250,7 +246,7 @@ class Publisher:
         if states is not None:
             states.take(copy)
         name = prefix.save(request.lease, num_blocks, Kept(tail, copy))
-        if core.events is not None and states is not None:
+        if core.events is not None and states is not None and request.namespace not in core.stale:
             core.events.kept(request, num_blocks, states, copy)
         core.guard.is_torn = False
         if core.offloader is not None:

@@ -20,7 +20,10 @@ _MOST_WAITING = 4096
 
 
 def namespace_name(namespace: Namespace | str | bytes | None = None, secret: bytes = b"") -> bytes:
-    """The digest by which events call a namespace, 32 bytes. Raises BadInput."""
+    """The digest by which events call a namespace, 32 bytes. Raises BadInput, also for one that names an epoch: events tell of
+    the newest alone."""
+    if isinstance(namespace, Namespace) and namespace.epoch is not None:
+        raise BadInput(f"events tell of the newest weights alone; ask without epoch {namespace.epoch}")
     return prefix_root(namespace_key(namespace), secret)
 
 
