@@ -86,10 +86,8 @@ class Follower:
     ) -> Resumable:
         """How many tokens a new request with this prompt would find there, and how many it would not compute: what
         ``KVCache.lookup`` says. O(n). Raises BadInput."""
-        tokens = as_tokens(token_ids, None)
-        if self._index is None:
-            return Resumable(0, 0)
-        return self._index.look_up(tokens, namespace_name(namespace, self._secret), media or {})
+        tokens, name = as_tokens(token_ids, None), namespace_name(namespace, self._secret)
+        return Resumable(0, 0) if self._index is None else self._index.look_up(tokens, name, media or {})
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
