@@ -94,7 +94,7 @@ def test_every_name_is_read_or_refused_for_a_reason() -> None:
         "vllm-lhbnc", "vllm-bhlnc", "sglang-host-page-first", "sglang-host-page-head", "sglang-host-mla-page-first",
     }  # fmt: skip
     unknown = {name for name, why in refused.items() if "known:" in why}
-    assert {*refused} - outside == unknown == {"vllm-v32", "vllm-nvfp4", "sglang-v41-fp4-inline"}
+    assert {*refused} - outside == unknown == {"vllm-nvfp4"}
 
 
 @pytest.mark.parametrize(
