@@ -24,6 +24,10 @@ from kvpagoda.units import ceil_div
 
 LAST_STATE = Growth(window=2, is_state=True)
 """A state as a window: the block that holds the last token says all, what lies before it nobody reads."""
+_TEXTS = 16
+"""Blocks of texts that are remembered for each block of memory, where no group keeps whole texts."""
+_EARLIER = 1024
+"""Tokens before what a place needs that are kept with it, as far as they are there: for texts that part a little earlier."""
 _NONE: Ids = np.empty(0, np.int32)
 
 
@@ -61,6 +65,10 @@ class GroupBlocks(SharedBlocks):
         idle = sum(blocks.num_idle for _, blocks in self._windows.values())
         return self.free.num_free + len(self.full) * self.tree.num_evictable + idle
 
+    @property
+    def num_cached(self) -> int:
+        return len(self.full) * self.tree.num_cached + sum(blocks.num_cached for _, blocks in self._windows.values())
+
     # -- what is cached ----------------------------------------------------------------------------------------------
 
     def resumable(self, match: Match) -> int:
@@ -87,6 +95,11 @@ class GroupBlocks(SharedBlocks):
             self._windows[group][1].read(some[0])
             first[group] = num_blocks - some.shape[1]
         return Table(lease, self.found(match, num_blocks), first, match.num_blocks)
+
+    def admit(self, table: Table) -> None:
+        """``table`` is there to stay: the place at which it goes on was used."""
+        if self._windows:
+            self.tree.touch(table.lease)
 
     def publish(self, table: Table, tokens: Ids, num_tokens: int) -> None:
         """``tokens``, of whole blocks behind what is cached of ``table``, are computed, as part of ``num_tokens``: they may be
@@ -117,8 +130,8 @@ class GroupBlocks(SharedBlocks):
             blocks.publish(ours[0, mine])
         if begin < table.parting <= end:
             self._keep_place(table, table.parting)
-        if not self.full and self.tree.num_cached > self.num_blocks:  # texts take no blocks by themselves
-            self._evict_texts(self.tree.num_cached - self.num_blocks)
+        if not self.full and (surplus := self.tree.num_cached - _TEXTS * self.num_blocks) > 0:
+            self._evict_texts(surplus)
 
     # -- a request's blocks ------------------------------------------------------------------------------------------
 
@@ -202,16 +215,20 @@ class GroupBlocks(SharedBlocks):
         return int(np.flatnonzero(allowed)[-1])
 
     def _keep_place(self, table: Table, num_blocks: int) -> None:
-        """Keep what the text of ``table`` needs of each window where it can be resumed last within ``num_blocks`` blocks."""
+        """Keep what the text of ``table`` needs of each window where it can be resumed last within ``num_blocks`` blocks, and
+        what lies a little before that."""
         if not self._windows or not num_blocks:
             return
         rows = self.tree.ids_between(table.lease, 0, num_blocks)
         at, name = self._last_boundary(rows), self._next_place
         if at and self.tree.set_checkpoint(table.lease, at * self.block_size, name):
             self._next_place += 1
-            self._kept[name] = [cells[0].copy() for cells in self._cells(rows, at).values()]
-            for (_, blocks), ids in zip(self._windows.values(), self._kept[name]):
-                blocks.keep(ids)
+            self._kept[name] = []
+            for row, blocks in self._windows.values():
+                first = max(0, blocks.first_needed(at) - ceil_div(_EARLIER, self.block_size))
+                cells = rows[row : row + 2, first:at]
+                self._kept[name].append(cells[0, blocks.are_there(cells)])
+                blocks.keep(self._kept[name][-1])
 
     def _forget_places(self, names: Iterable[int]) -> None:
         for name in names:

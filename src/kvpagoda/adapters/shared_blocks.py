@@ -23,6 +23,11 @@ class SharedBlocks:
         """Blocks that could be had now: free ones, and cached ones that nobody uses. O(1)."""
         return self.free.num_free + self.tree.num_evictable
 
+    @property
+    def num_cached(self) -> int:
+        """Blocks that are cached, in use or not. O(1)."""
+        return self.tree.num_cached
+
     def has_room(self, match: Match, wanted: int) -> bool:
         """Whether ``wanted`` blocks could be had beside those of ``match``, which must stay. O(nodes on the path)."""
         if wanted <= self.num_available - match.num_blocks:  # even if nobody uses what was found
@@ -36,11 +41,11 @@ class SharedBlocks:
         """``n`` blocks, int32: free ones, then cached ones. Raises OutOfBlocks, taking none."""
         short = n - self.free.num_free
         if short > 0:
-            available = self.num_available
+            available, idle = self.num_available, self.num_available - self.free.num_free
             if n > available:
                 raise OutOfBlocks(
-                    f"need {n} blocks, {self.free.num_free} free and {available - self.free.num_free} cached ones that nobody "
-                    f"uses of {self.num_blocks}; end a request first",
+                    f"need {n} blocks, {self.free.num_free} free, {self.num_cached} cached ({self.num_cached - idle} in use) "
+                    f"of {self.num_blocks}; end a request first",
                     needed=n,
                     available=available,
                 )

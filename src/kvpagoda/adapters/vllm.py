@@ -223,6 +223,7 @@ class KVCacheManager:
             return None
         added = blocks.grow(table, columns)
         if known is None:
+            blocks.admit(table)
             self._running[request.request_id] = table
             self._asked = None, self._asked[1][:0]
         if self._needs_zeros:
