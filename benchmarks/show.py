@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-
 _CALLED = {
     "ours": "kvpagoda", "prototype": "prototype of ours", "vllm": "vLLM", "sglang": "SGLang", "hf": "transformers",
     "sglang_rust": "SGLang, Rust tree",
