@@ -52,12 +52,8 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, until a 
 def __getattr__(name: str) -> Any:
     if name not in _ROOM:
         raise AttributeError(f"module 'kvpagoda' has no attribute {name!r}")
-    try:
+    with MissingExtra.unless("torch", f"kvpagoda.{name} needs torch; pip install 'kvpagoda[torch]'"):
         return getattr(import_module(_ROOM[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise MissingExtra(f"kvpagoda.{name} needs torch; pip install 'kvpagoda[torch]'", name="torch") from None
 
 
 def __dir__() -> list[str]:
