@@ -67,7 +67,7 @@ def test_plan_prints_a_table(llama: Path) -> None:
     assert done.returncode == 0 and not done.stderr
     assert "full_attention      32  131,072          0" in done.stdout
     assert "longest context      131,072 tokens (the model's own limit)" in done.stdout
-    assert "requests of 8,192   39" in done.stdout and "int64 offsets       full" in done.stdout
+    assert "at 8,192 tokens      39 requests" in done.stdout and "int64 offsets        full" in done.stdout
 
 
 def test_plan_as_json_divides_over_ranks(llama: Path) -> None:
