@@ -108,6 +108,7 @@ class KVCache:
         self._admission = Admission(self._core, self._publisher)
         self._lifecycle = Lifecycle(self._core, self._publisher)
         self._reuse = Reuse(self._core, self._lifecycle)
+        self._core.parts += (self._admission, self._lifecycle)
         self._calls = Calls(self._core, self._admission, self._lifecycle)
         self._step_buffers = StepBuffers(memory.arrays)
 
@@ -347,14 +348,9 @@ def _memory(plan: Plan, device: Any, poison: bool, has_tiers: bool) -> NoMemory:
     """Memory for ``plan`` on ``device``; none for ``"none"``. Raises MissingExtra without torch."""
     if device == NO_DEVICE:
         return NoMemory()
-    try:
+    lacking = "a KVCache with memory needs torch; pip install 'kvpagoda[torch]', or give device='none'"
+    with MissingExtra.unless("torch", lacking):
         from kvpagoda.memory.device_memory import DeviceMemory
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise MissingExtra(
-            "a KVCache with memory needs torch; pip install 'kvpagoda[torch]', or give device='none'", name="torch"
-        ) from None
     return DeviceMemory(plan, device, poison=poison, copies_aside=has_tiers)
 
 

@@ -95,6 +95,9 @@ class Core:
         self.capacity = Capacity(
             self.groups, self.sectors, self.prefix, self.offloader, memory, self.guard, self.running, settings.events
         )
+        self.parts: tuple[object, ...] = (self.capacity,)  #: whose marked calls an observer may stand around
+        if self.offloader is not None:
+            self.parts += (self.offloader.reader,)
         self.events = settings.events
         if self.events is not None:
             full = TEXT if self.full is None else self.full.index

@@ -12,6 +12,7 @@ import numpy as np
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
+from kvpagoda.cache.observing import observable
 from kvpagoda.cache.publishing import Publisher
 from kvpagoda.cache.request import Request, State
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
@@ -227,6 +228,7 @@ class Lifecycle:
 
     # -- setting aside and ending ------------------------------------------------------------------------------------
 
+    @observable
     def suspend(self, request: Request, whole: bool) -> None:
         """``request`` goes to host memory; see ``Sequence.suspend``."""
         core = self.core
