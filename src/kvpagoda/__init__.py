@@ -46,16 +46,7 @@ __all__ = sorted(_ROOM)
 __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, until a program says what to do with it
 
-<<<<<<< HEAD
 __getattr__ = load_when_used(__name__, _ROOM)
-=======
-
-def __getattr__(name: str) -> Any:
-    if name not in _ROOM:
-        raise AttributeError(f"module 'kvpagoda' has no attribute {name!r}")
-    with MissingExtra.unless("torch", f"kvpagoda.{name} needs torch; pip install 'kvpagoda[torch]'"):
-        return getattr(import_module(_ROOM[name]), name)
->>>>>>> seen
 
 
 def __dir__() -> list[str]:
