@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -22,6 +23,7 @@ from test_random_configs import NAMES, drawn  # noqa: E402
 from kvpagoda import Schema  # noqa: E402
 from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.hf import Generator, PagedCache  # noqa: E402
+from kvpagoda.hf.model_cache import runner_of  # noqa: E402
 from kvpagoda.scheduling import Youngest  # noqa: E402
 from kvpagoda.schema.families import families  # noqa: E402
 from models import FAMILIES, tiny_config, tiny_model  # noqa: E402
@@ -85,7 +87,7 @@ VALUES: dict[str, list[Any]] = {
     "indexer_types": [["full", "shared", "full", "shared"], ["full", "shared", "shared", "shared"]],
     "attention_types": [[[["local"], 4]], [[["local", "global"], 2]], [[["global"], 4]]],
     "num_attention_heads_per_layer": [[2, 4, 2, 4], [4, 8, 2, 2]],
-    "max_position_embeddings": [64], "floor_scale": [4, 16], "log_scaling_n_floor": [4, 16],
+    "max_position_embeddings": [80], "floor_scale": [4, 16], "log_scaling_n_floor": [4, 16],
     "rel_extent": [2, 100], "d_rel": [8], "hc_mult": [3], "hc_count": [3], "ngram_size": [2, 4],
     "ple_layer_ids": [[], [1], [1, 3]], "indexer_budget": [2, 4, 100], "indexer_compress_ratio": [1, 2],
     "index_block_size": [1, 3, 16, 128], "index_topk_blocks": [1, 2, 16], "index_local_blocks": [0, 1, 2],
@@ -169,7 +171,7 @@ def model_of(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any
 
 def check(model: Any, changes: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source = torch.Generator().manual_seed(seed)
-    text = torch.randint(2, 100, (50 + seed,), generator=source).tolist()
+    text = torch.randint(2, 100, (50 + seed % 16,), generator=source).tolist()
     prompts = [text[:1], text[:9], text, [7, *text[:16]], text[:20] + text[:8], text[:34]]
     expected = [greedy(model, prompt, NEW) for prompt in prompts]
     generator = Generator(
@@ -186,11 +188,40 @@ def check(model: Any, changes: dict[str, Any], seed: int, monkeypatch: pytest.Mo
         assert few.generate(prompts, NEW) == expected, ("under pressure, with proposals", run, changes)
     few.cache.check()
     cache = PagedCache(model, num_blocks=80, prefill_chunk=6, poison=True)
+    if all(layer.rewinds is None or layer.rewinds >= 3 for layer in few.cache.schema.layers):
+        assert after_a_rewind(model, prompts[1]) == expected[1], ("after rewinds", changes)
+        assert after_a_rewind(model, prompts[2]) == expected[2], ("after rewinds", changes)
     for field in ("bos_token_id", "eos_token_id"):
         setattr(model.generation_config, field, None)
     for run in ("cold", "warm"):
         assert generated(model, prompts, cache, max_new_tokens=NEW) == expected, ("PagedCache", run, changes)
     cache.cache.check()
+
+
+def after_a_rewind(model: Any, text: list[int]) -> list[int]:
+    """Greedy tokens of a text behind which others were computed, committed and taken back."""
+    runner = runner_of(model, len(text), 3, "raw", dict(num_blocks=40, max_requests=2, poison=True))
+    wrong, found = np.array([5, 6, 7], np.int32), list[int]()
+
+    def advance(tokens: Any) -> int:
+        while True:
+            piece = tokens[: runner.most_tokens(sequence)]
+            sequence.extend(len(piece))
+            logits = runner.step([(sequence, piece)])
+            sequence.commit(piece)
+            if len(piece) == len(tokens):
+                return int(logits[0].argmax())
+            tokens = tokens[len(piece) :]
+
+    with runner.cache.open(text) as sequence:
+        best = advance(np.array(text, np.int32))
+        for _ in range(NEW):
+            advance(wrong)
+            sequence.rewind(len(wrong))
+            found.append(best)
+            best = advance(np.array([best], np.int32))
+        runner.cache.check()
+    return found
 
 
 @pytest.mark.slow
