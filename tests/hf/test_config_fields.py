@@ -92,7 +92,7 @@ VALUES: dict[str, list[Any]] = {
     "ple_layer_ids": [[], [1], [1, 3]], "indexer_budget": [2, 4, 100], "indexer_compress_ratio": [1, 2],
     "index_block_size": [1, 3, 16, 128], "index_topk_blocks": [1, 2, 16], "index_local_blocks": [0, 1, 2],
     "qk_dim_factor": [1.0], "v_dim_factor": [0.5, 2.0], "attention_hidden_size": [32, 80], "num_blocks": [1, 3],
-    "max_inference_chunksize": [4, 16], "rescale_every": [0, 1], "num_kv_heads": [1, 2], "word_embed_proj_dim": [32],
+    "rescale_every": [0, 1], "num_kv_heads": [1, 2], "word_embed_proj_dim": [32],
     "compress_rates": [{"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
                        {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}],
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), [None, 5.0]),
