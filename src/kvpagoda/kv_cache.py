@@ -187,7 +187,8 @@ class KVCache:
         if prefetch is not None and not isinstance(prefetch, Prefetch):
             raise BadInput(f"prefetch is what KVCache.prefetch returned, got {type(prefetch).__name__}")
         key, media_ids = core.namespaces.key(namespace), core.media.ids(media, length) if media else {}
-        tokens = np.empty(most if most <= 2 * length else length, np.int32)
+        buffer = most if most <= 2 * length else length
+        tokens = np.empty(buffer + -buffer % core.block_size, np.int32)
         tokens[:length] = prompt
         request = Request(tokens, length, key, priority, media_ids, publishes=bool(publish))
         core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
@@ -208,11 +209,9 @@ class KVCache:
     @exclusive
     def lookup(self, token_ids: Any, namespace: Any = None, *, media: Any = None) -> Any:
         """The ``Lookup`` of this prompt: what ``open`` would find of it, and what running requests are about to publish of it.
-        Admits nothing, needs no slot, holds nothing, and counts as no use.
-
-        For a list or tuple of prompts a list, in their order: of each what it would find alone, since they are not compared
-        with one another. ``namespace`` and ``media`` are those of all of them then, or lists with one for each. ``[]`` is a
-        prompt without tokens. Raises BadInput."""
+        Admits nothing, needs no slot, holds nothing, and counts as no use. For a list or tuple of prompts a list, of each what
+        it would find alone; ``namespace`` and ``media`` are those of all of them then, or lists with one for each. ``[]`` is
+        one prompt, without tokens. Raises BadInput."""
         self._publisher.settle_waiting()
         return look_up(self._core, token_ids, namespace, media)
 
@@ -244,6 +243,7 @@ class KVCache:
         StaleHandle.
         """
         requests = requests_of(sequences, self._core)
+        self._publisher.settle_alone()
         return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to)
 
     @exclusive
@@ -318,6 +318,7 @@ class KVCache:
     @exclusive
     def stats(self) -> CacheStats:
         """Counters; cheap enough for every step."""
+        self._publisher.settle_alone()
         return stats_of(self._core)
 
     @exclusive
