@@ -17,9 +17,10 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
+from kvpagoda.replay.serve import text_of
+
 from benchmarks.peers import stubs
 from kvpagoda.replay import Trace
-from kvpagoda.replay.serve import text_of
 from kvpagoda.units import ceil_div
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -205,8 +206,8 @@ def _with_states(config: dict[str, Any], attention: dict[str, Any]) -> dict[str,
 
 
 def _settings(block_size: int, retention: int | None) -> Any:
-    """What its planning reads of its configuration, with the defaults of its options. ``retention``: 0, its default: of windows
-    and states only what the end of a prompt and seen junctions need is kept for reuse; None: all."""
+    """What its planning reads of its configuration, with the defaults of its options. ``retention``: 0, its default: of
+    windows and states only what the end of a prompt and seen junctions need is kept for reuse; None: all."""
     caching = SimpleNamespace(
         block_size=block_size, enable_prefix_caching=True, prefix_match_unit=None, num_gpu_blocks_override=None,
         prefix_cache_retention_interval=retention, get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,

@@ -22,7 +22,7 @@ from kvpagoda.cache.namespace import Namespace, with_media
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import Pin
 from kvpagoda.cache.publishing import Publisher
-from kvpagoda.cache.request import Request, State
+from kvpagoda.cache.request import Request, State, buffer_of
 from kvpagoda.cache.reuse import AnyNamespace, Reuse
 from kvpagoda.cache.sequence import Calls, Fence, Sequence, requests_of
 from kvpagoda.cache.stats import CacheStats, stats_of
@@ -108,6 +108,7 @@ class KVCache:
         self._admission = Admission(self._core, self._publisher)
         self._lifecycle = Lifecycle(self._core, self._publisher)
         self._reuse = Reuse(self._core, self._lifecycle)
+        self._core.parts += (self._admission, self._lifecycle)
         self._calls = Calls(self._core, self._admission, self._lifecycle)
         self._step_buffers = StepBuffers(memory.arrays)
 
@@ -187,9 +188,7 @@ class KVCache:
         if prefetch is not None and not isinstance(prefetch, Prefetch):
             raise BadInput(f"prefetch is what KVCache.prefetch returned, got {type(prefetch).__name__}")
         key, media_ids = core.namespaces.key(namespace), core.media.ids(media, length) if media else {}
-        buffer = most if most <= 2 * length else length
-        tokens = np.empty(buffer + -buffer % core.block_size, np.int32)
-        tokens[:length] = prompt
+        tokens = buffer_of(prompt, most if most <= 2 * length else length, core.block_size)
         request = Request(tokens, length, key, priority, media_ids, publishes=bool(publish))
         core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
         sequence = Sequence(self._calls, request)  # made before there is anything to lose
@@ -209,9 +208,10 @@ class KVCache:
     @exclusive
     def lookup(self, token_ids: Any, namespace: Any = None, *, media: Any = None) -> Any:
         """The ``Lookup`` of this prompt: what ``open`` would find of it, and what running requests are about to publish of it.
-        Admits nothing, needs no slot, holds nothing, and counts as no use. For a list or tuple of prompts a list, of each what
-        it would find alone; ``namespace`` and ``media`` are those of all of them then, or lists with one for each. ``[]`` is
-        one prompt, without tokens. Raises BadInput."""
+        Admits nothing, needs no slot, holds nothing, and counts as no use.
+
+        For a list or tuple of prompts a list, in their order: of each what it would find alone, since they are not compared
+        with one another; ``namespace`` and ``media`` are those of all, or lists. ``[]`` is one prompt. Raises BadInput."""
         self._publisher.settle_waiting()
         return look_up(self._core, token_ids, namespace, media)
 
@@ -345,14 +345,9 @@ def _memory(plan: Plan, device: Any, poison: bool, has_tiers: bool) -> NoMemory:
     """Memory for ``plan`` on ``device``; none for ``"none"``. Raises MissingExtra without torch."""
     if device == NO_DEVICE:
         return NoMemory()
-    try:
+    lacking = "a KVCache with memory needs torch; pip install 'kvpagoda[torch]', or give device='none'"
+    with MissingExtra.unless("torch", lacking):
         from kvpagoda.memory.device_memory import DeviceMemory
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise MissingExtra(
-            "a KVCache with memory needs torch; pip install 'kvpagoda[torch]', or give device='none'", name="torch"
-        ) from None
     return DeviceMemory(plan, device, poison=poison, copies_aside=has_tiers)
 
 

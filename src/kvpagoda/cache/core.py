@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from kvpagoda.cache.namespace import Media, Namespaces
 from kvpagoda.cache.offload import Offloader
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import PrefixCache
-from kvpagoda.cache.request import Request, State
+from kvpagoda.cache.request import Request, State, TextPart
 from kvpagoda.cache.swap import Suspended, Swap
 from kvpagoda.errors import BadInput
 from kvpagoda.memory.no_memory import NoMemory
@@ -49,14 +48,6 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     tiers: Many[TierSpec] = ()
     events: EventLog | None = None
-
-
-class LastBlocks(NamedTuple):
-    """The blocks that a request which ends has not published yet, for ``PrefixCache.publish``."""
-
-    num_blocks: int
-    keys: Ids
-    text: Ids | None
 
 
 class Core:
@@ -104,6 +95,9 @@ class Core:
         self.capacity = Capacity(
             self.groups, self.sectors, self.prefix, self.offloader, memory, self.guard, self.running, settings.events
         )
+        self.parts: tuple[object, ...] = (self.capacity,)  #: whose marked calls an observer may stand around
+        if self.offloader is not None:
+            self.parts += (self.offloader.reader,)
         self.events = settings.events
         if self.events is not None:
             full = TEXT if self.full is None else self.full.index
@@ -138,7 +132,7 @@ class Core:
         if request.stays and not self.namespaces.is_current(request.namespace):
             self.stale.add(request.namespace)  # what it leaves goes with the last one that stays there
 
-    def release(self, request: Request, suspended: Suspended | None = None, last: LastBlocks | None = None) -> None:
+    def release(self, request: Request, suspended: Suspended | None = None, last: TextPart | None = None) -> None:
         """``request`` runs no more: what it alone holds and its slot are free, what it published is unpinned. With
         ``suspended``, from ``Swap.copy_out``, it is set aside, else closed. ``last`` is published before, if there is memory
         for that."""
@@ -168,17 +162,17 @@ class Core:
         guard.is_torn = False
 
     def _publish_last(
-        self, request: Request, last: LastBlocks, owned: list[tuple[BlockGroup, Ids]]
+        self, request: Request, last: TextPart, owned: list[tuple[BlockGroup, Ids]]
     ) -> list[tuple[BlockGroup, Ids]]:
         """Publish the ``last`` blocks of ``request``, which alone holds ``owned``; what is its own after that."""
         begin = request.lease.num_blocks
         try:
-            spared = self.prefix.publish(request.slot, request.lease, last.keys, last.text, request.priority)
+            spared = self.prefix.publish(request.slot, request.lease, *last, request.priority)
         except MemoryError:
             return owned
         if self.events is not None and request.namespace not in self.stale:
             self.events.published(request, begin)
-        return [*spared, *((group, ids[last.num_blocks :]) for group, ids in owned)]
+        return [*spared, *((group, ids[request.lease.num_blocks - begin :]) for group, ids in owned)]
 
     def clear(self) -> None:
         """Forget every request and everything cached, whatever state a signal left this in."""

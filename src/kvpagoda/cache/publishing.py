@@ -10,8 +10,8 @@ import numpy as np
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.checkpoints import Kept
-from kvpagoda.cache.core import Core, LastBlocks
-from kvpagoda.cache.request import Request
+from kvpagoda.cache.core import Core
+from kvpagoda.cache.request import Request, TextPart
 from kvpagoda.cache.start import make_room
 from kvpagoda.cache.tier_hit import TierHit
 
@@ -157,16 +157,17 @@ class Publisher:
         if offloader is not None and hashes is not None:
             offloader.published(hashes, begin, self._ids(request), source)
 
-    def last_blocks(self, request: Request) -> LastBlocks | None:
+    def last_blocks(self, request: Request) -> TextPart | None:
         """What ``request``, which ends, has not published, of a model whose hits may end anywhere. The block inside which it
         ends is reusable up to there: to the tree a whole one, with ``NO_TOKEN`` behind. None if there is none."""
         core, size, grid = self._core, self._core.block_size, self._core.settings.limits.hit_grid
         begin, end = request.lease.num_blocks, request.own_length // size
         if request.own_length // grid * grid > end * size:
             end += 1
-        if begin == end or core.bounded or not request.publishes:
+        has_computed = request.own_length > request.match.resumable
+        if begin == end or not has_computed or core.bounded or not request.publishes:
             return None
-        return LastBlocks(end - begin, *request.last_keys(begin * size, end * size))
+        return request.last_keys(begin * size, end * size)
 
     def _ids(self, request: Request) -> Ids:
         """The blocks that ``request`` shares with the prefix cache, int32."""

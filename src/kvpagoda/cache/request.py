@@ -16,6 +16,8 @@ from kvpagoda.prefix import Lease
 from kvpagoda.prefix.tokens import NO_TOKEN
 
 Tokens = Ids
+TextPart = tuple[Tokens, Tokens | None]
+"""Keys of whole blocks, and the text that has them at their place, for ``PrefixCache.publish``."""
 
 
 class State(Enum):
@@ -91,7 +93,7 @@ class Request:
         keys = self.keys(first, min(end, self.own_length))
         return keys if end <= self.own_length else np.append(keys, np.full(end - self.own_length, NO_TOKEN, np.int32))
 
-    def last_keys(self, first: int, end: int) -> tuple[Tokens, Tokens | None]:
+    def last_keys(self, first: int, end: int) -> TextPart:
         """As ``committed_keys`` and ``text``, of a text that ends: what stands behind it in its array is overwritten."""
         if end <= self.own_length:
             return self.keys(first, end), self.text
@@ -155,6 +157,13 @@ class Request:
             raise StaleHandle(
                 f"this sequence is {'suspended; resume it first' if is_aside else 'closed; open a new one'}"
             )
+
+
+def buffer_of(prompt: Tokens, num_tokens: int, block_size: int) -> Tokens:
+    """An array of whole blocks for ``num_tokens`` tokens, of which the first are those of ``prompt``."""
+    tokens = np.empty(num_tokens + -num_tokens % block_size, np.int32)
+    tokens[: len(prompt)] = prompt
+    return tokens
 
 
 class DecodeRows:
