@@ -12,6 +12,7 @@ import numpy as np
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
+from kvpagoda.cache.observing import observable
 from kvpagoda.cache.publishing import Publisher
 from kvpagoda.cache.request import Request, State
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
@@ -91,8 +92,7 @@ class Lifecycle:
                 as_tokens(ids[left:], core.vocab_size)
         else:
             ids = as_tokens(token_ids, core.vocab_size)
-        count, capacity = len(ids), self.capacity_of(request)
-        end = length + count
+        count, end, capacity = len(ids), length + len(ids), self.capacity_of(request)
         if end > capacity:
             text = f"commit of {count} tokens after {length} passes the capacity of {capacity}"
             raise BadInput.with_hint(text, "extend first", needed=end, available=capacity)
@@ -105,7 +105,10 @@ class Lifecycle:
         if count > left:
             request.append(ids)
         request.own_length = end
-        self.settle(request)
+        if core.events is not None or not self.publisher.publishes_later:  # who follows the events is told at once
+            self.settle(request)
+        elif end // core.block_size > request.lease.num_blocks:
+            self.publisher.settle_later(request)
 
     def _measure(self, request: Request) -> None:
         """The prompt of ``request`` is computed: tell how long that took, so that loading can be compared with it."""
@@ -224,11 +227,14 @@ class Lifecycle:
 
     # -- setting aside and ending ------------------------------------------------------------------------------------
 
+    @observable
     def suspend(self, request: Request, whole: bool) -> None:
         """``request`` goes to host memory; see ``Sequence.suspend``."""
         core = self.core
         request.detach()
         self.check_unfenced(request, "suspended")
+        if not request.is_settled:
+            self.publisher.settle(request)
         self.publisher.ending(request)
         suspended = core.swap.copy_out(request.slot, request.own_length, self.capacity_of(request), whole)
         core.release(request, suspended)
@@ -251,10 +257,10 @@ class Lifecycle:
             request.state = State.CLOSED
             core.guard.is_torn = False
         else:
-            if not request.is_settled:
+            if not request.is_settled and not self.publisher.publishes_later:
                 self.publisher.settle(request)
             self.publisher.ending(request)
-            core.release(request, last=self.publisher.last_block(request))
+            core.release(request, last=self.publisher.last_blocks(request))
         counters.closed += 1
         request.tally.computed += computed
         self._tidy()

@@ -11,7 +11,7 @@ import numpy as np
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.checkpoints import Kept
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.request import Request
+from kvpagoda.cache.request import Request, TextPart
 from kvpagoda.cache.start import make_room
 from kvpagoda.cache.tier_hit import TierHit
 
@@ -25,6 +25,8 @@ class Publisher:
 
     def __init__(self, core: Core) -> None:
         self._core, size = core, core.block_size
+        self.publishes_later = not core.bounded and core.offloader is None
+        """Whether a commit leaves it for later: nothing slides, and nothing below waits for it."""
         self._every = core.settings.retention.checkpoint_every
         self._slack, self._coarse = _SLACK // size, max(1, _COARSE // size)
         self._spans = [window.group.growth.span or 0 for window in core.prefix.windows]
@@ -34,9 +36,10 @@ class Publisher:
         """Publish the whole blocks of ``request``, keep the checkpoints that are due, let its windows slide. While a step or a
         copy of it is in flight all of that waits; where memory for it lacks, it is tried again with the next commit."""
         request.is_settled = False
+        self._core.unsettled.pop(request, None)
         if request.num_fences:
             return
-        publishes = self._publishes(request)
+        publishes = request.publishes
         try:
             if publishes:
                 self._publish(request, request.own_length, None)
@@ -48,28 +51,34 @@ class Publisher:
             return
         request.is_settled = True
 
+    def settle_later(self, request: Request) -> None:
+        """``request`` completed a block: it is published when somebody looks, or with the request's next step."""
+        request.is_settled = False
+        self._core.unsettled[request] = None
+
     def settle_waiting(self, most: int | None = None) -> None:
-        """Publish what persistent batches have left for later, of all requests or of the ``most`` that wait longest. Whoever
-        reads the prefix tree calls this first, so that nobody can tell."""
+        """Publish what was left for later, of all requests or of the ``most`` that wait longest. Whoever reads the prefix tree
+        calls this first, so that nobody can tell."""
         waiting = self._core.unsettled
         while waiting and most != 0:
             request = next(iter(waiting))
             if request.rows is not None:
                 request.rows.flush(request)
             self.settle(request)
-            waiting.pop(request, None)
             most = None if most is None else most - 1
 
-    def _publishes(self, request: Request) -> bool:
-        """Whether others may find what ``request`` computes now: not what began with weights that are gone, and went on."""
-        return request.publishes and request.namespace not in self._core.stale
+    def settle_alone(self) -> None:
+        """As ``settle_waiting``, of the requests that no persistent batch steps."""
+        for request in [one for one in self._core.unsettled if one.rows is None]:
+            self.settle(request)
 
     def begun(self, request: Request, hit: TierHit | None) -> None:
         """What ``request`` begins with was loaded: it is cached from now on. Or it was cached: it is in use again."""
         core, found = self._core, request.match
-        if not self._publishes(request):
+        if not request.publishes:
             return
-        request.due = self._due_of(request)
+        if core.bounded:
+            request.due = self._due_of(request)
         begin = found.resumable // core.block_size
         try:
             if found.loaded:
@@ -95,7 +104,7 @@ class Publisher:
         """``request`` is closed or set aside: where its answer ends it can be taken up again, and where others may part from
         it was in use until now."""
         core = self._core
-        if request.num_fences or not core.bounded or not self._publishes(request):
+        if request.num_fences or not core.bounded or not request.publishes:
             return
         try:
             if core.states is None and request.own_length >= request.prompt_length:
@@ -140,23 +149,25 @@ class Publisher:
             raise
         for group, ids in spared:
             core.capacity.release(group, ids)
-        if core.events is not None:
+        if core.events is not None and request.namespace not in core.stale:
             core.events.published(request, begin)
         guard.is_torn = False
         if core.full is None:
             core.capacity.forget(core.prefix.evict_unbacked, is_evicted=True)
-        if offloader is not None and hashes is not None and request.namespace not in core.stale:
+        if offloader is not None and hashes is not None:
             offloader.published(hashes, begin, self._ids(request), source)
 
-    def last_block(self, request: Request) -> Ids | None:
-        """The keys of the block inside which ``request`` ends, of a model whose hits may end anywhere: it is reusable up to
-        there, and to the tree a whole one, whose other tokens are ``NO_TOKEN``. None if there is none to publish."""
+    def last_blocks(self, request: Request) -> TextPart | None:
+        """What ``request``, which ends, has not published, of a model whose hits may end anywhere. The block inside which it
+        ends is reusable up to there: to the tree a whole one, with ``NO_TOKEN`` behind. None if there is none."""
         core, size, grid = self._core, self._core.block_size, self._core.settings.limits.hit_grid
-        begin = request.own_length // size
-        is_found = begin == request.lease.num_blocks and request.own_length // grid * grid > begin * size
-        if not is_found or core.bounded or not self._publishes(request):
+        begin, end = request.lease.num_blocks, request.own_length // size
+        if request.own_length // grid * grid > end * size:
+            end += 1
+        has_computed = request.own_length > request.match.resumable
+        if begin == end or not has_computed or core.bounded or not request.publishes:
             return None
-        return request.committed_keys(begin * size, (begin + 1) * size)
+        return request.last_keys(begin * size, end * size)
 
     def _ids(self, request: Request) -> Ids:
         """The blocks that ``request`` shares with the prefix cache, int32."""
@@ -250,7 +261,7 @@ class Publisher:
         if states is not None:
             states.take(copy)
         name = prefix.save(request.lease, num_blocks, Kept(tail, copy))
-        if core.events is not None and states is not None:
+        if core.events is not None and states is not None and request.namespace not in core.stale:
             core.events.kept(request, num_blocks, states, copy)
         core.guard.is_torn = False
         if core.offloader is not None:
