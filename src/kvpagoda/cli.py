@@ -18,7 +18,8 @@ from typing import Annotated, Any
 
 import kvpagoda
 from kvpagoda.compat.deepseek_v4 import PRESETS
-from kvpagoda.errors import BadInput, KVPagodaError, did_you_mean
+from kvpagoda.errors import BadInput, KVPagodaError, SchemaError, did_you_mean
+from kvpagoda.layouts import names
 from kvpagoda.schema import Schema
 from kvpagoda.schema.presets import find_preset, presets
 
@@ -101,11 +102,26 @@ def plan(
         schema = _schema(config, dtype, kv_format)
         schema = schema if layout is None else schema.laid_out(_words(layout))
         schema = schema.split(tp=tp, pp=pp, rank=stage)
-        made = schema.plan(
-            budget, max_requests, block_size, lengths=_numbers(lengths, "--lengths", "tokens"), kernels=kernel or (),
-            kernel_page=kernel_page,
-        )  # fmt: skip
+        counted = _numbers(lengths, "--lengths", "tokens")
+        sizes: dict[str, Any] = {"block_size": block_size, "kernel_page": kernel_page}
+        try:
+            made = schema.plan(budget, max_requests, lengths=counted, kernels=kernel or (), **sizes)
+        except SchemaError as error:
+            fitting = _fitting_layouts(schema, kernel or [], sizes)
+            raise SchemaError(f"{error}; it fits with --layout {fitting}" if fitting else str(error)) from None
         typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made.text(console.output().width))
+
+
+def _fitting_layouts(schema: Schema, kernels: list[str], sizes: dict[str, Any]) -> str:
+    """Layouts with which all of ``kernels`` read what ``schema`` keeps, one for each that does not now; "" for none."""
+    different = {layer.kinds: layer for layer in schema.layers if layer.owner == layer.index}
+    small, found = replace(schema, layers=tuple(different.values())), []
+    for name, layout in product(kernels, ("", *names())):
+        if name not in found:
+            with suppress(KVPagodaError):
+                (small.laid_out(layout) if layout else small).plan(num_blocks=2, max_requests=1, kernels=name, **sizes)
+                found += [name, layout]
+    return ",".join(filter(None, found[1::2])) if len(found) == 2 * len(kernels) else ""
 
 
 def _words(text: str) -> list[str]:
