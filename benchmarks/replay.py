@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.timing import Options, Peers, Row, tell
 from benchmarks.workload import GENERATED, SOURCES, TRACES
 
-QUESTION = "What does the host pay to serve a whole trace: match, allocate, publish, append, evict?"
+QUESTION = "What does the host pay to serve a whole trace (cases: trace, tokens of a block, tokens of memory)?"
 CAPACITIES = {"3M": 3_000_000, "300K": 300_000}
 BLOCK_SIZES = (1, 16, 64)
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+_CALLED = {
+    "ours": "kvpagoda", "prototype": "prototype of ours", "vllm": "vLLM", "sglang": "SGLang", "hf": "transformers",
+    "sglang_rust": "SGLang, Rust tree",
+}  # fmt: skip
+"""A peer's name in results -> in pictures."""
 
 
 def table(found: dict[str, Any], width: int = 80) -> str:
@@ -68,7 +75,7 @@ def plots(results: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
         )  # fmt: skip
         for axis, case in zip(axes[:, 0], cases):
             of_case = [row for row in rows if row["case"] == case]
-            names, times = [row["who"] for row in of_case], [row["over_ours"] for row in of_case]
+            names, times = [_called(row["who"]) for row in of_case], [row["over_ours"] for row in of_case]
             axis.hlines(names, 1, times, color="#4878a8", linewidth=2)
             axis.plot(times, names, "o", color="#4878a8", markersize=4)
             for who, over in zip(names, times):
@@ -76,17 +83,24 @@ def plots(results: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
                 axis.annotate(_short(over), (over, who), text, textcoords="offset points", fontsize=7, ha=side)
             axis.axvline(1, color="#888888", linewidth=0.8)
             axis.set_xscale("log")
+            axis.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+            axis.xaxis.set_minor_formatter("")
             axis.set_title(case, loc="left", fontsize=8)
             axis.set_ylim(len(names) - 0.5, -0.5)
             axis.margins(x=0.12)
             axis.tick_params(labelsize=7)
-        axes[-1, 0].set_xlabel("times our time (left of 1: faster than ours)", fontsize=8)
-        figure.suptitle(found["question"], fontsize=10, wrap=True)
+        axes[-1, 0].set_xlabel("times what ours takes (left of 1: less than ours)", fontsize=8)
+        figure.suptitle(textwrap.fill(found["question"], 90), fontsize=10)
         path = folder / f"{name}.png"
         figure.savefig(path, dpi=100)
         pyplot.close(figure)
         made.append(path)
     return made
+
+
+def _called(who: str) -> str:
+    name, comma, rest = who.partition(", ")
+    return _CALLED.get(name, name) + comma + rest
 
 
 def _of(rows: list[dict[str, Any]], case: str) -> int:

@@ -66,8 +66,8 @@ def test_plan_prints_a_table(llama: Path) -> None:
     done = kvpagoda("plan", str(llama), "--budget", "40GiB", "--max-requests", "256", "--lengths", "8192")
     assert done.returncode == 0 and not done.stderr
     assert "full_attention      32  131,072          0" in done.stdout
-    assert "longest context     131,072 tokens (the model's own limit)" in done.stdout
-    assert "requests of 8,192   39" in done.stdout and "int64 offsets       full" in done.stdout
+    assert "longest context      131,072 tokens (the model's own limit)" in done.stdout
+    assert "at 8,192 tokens      39 requests" in done.stdout and "int64 offsets        full" in done.stdout
 
 
 def test_plan_as_json_divides_over_ranks(llama: Path) -> None:
@@ -113,7 +113,9 @@ def test_plan_takes_a_preset_by_its_name_on_the_hub(here: Command) -> None:
 def test_plan_counts_no_request_beyond_the_model_s_limit(here: Command) -> None:
     made = json.loads(here("plan", "qwen3-8b", "--json", "--lengths", "40960,40961").stdout)
     assert made["requests_at"]["40960"] > 0 and made["requests_at"]["40961"] == 0
-    assert "requests of 40,961  0 (the model's limit is lower)" in here("plan", "qwen3-8b", "--lengths", "40961").stdout
+    assert (
+        "at 40,961 tokens     0 (the model's limit is lower)" in here("plan", "qwen3-8b", "--lengths", "40961").stdout
+    )
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])

@@ -361,7 +361,7 @@ def doctor(
         for finding in examine(tier or ()):
             found.append(finding)
             if not as_json:
-                console.say(f"{finding.state:7} {finding.name}: {finding.detail}")
+                console.say(f"{finding.state:7} {finding.name}: {finding.detail}", indent=8)
     broken = [finding.name for finding in found if finding.state == "broken"]
     if as_json:
         typer.echo(json.dumps({"broken": broken, "findings": [finding.to_dict() for finding in found]}, indent=2))

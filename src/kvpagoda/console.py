@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,10 +19,13 @@ def output() -> Console:
     return Console(highlight=False, markup=False)
 
 
-def say(line: str) -> None:
-    """Print a line, broken at spaces where the terminal is narrower; as it is where nobody says how wide (in a pipe)."""
+def say(line: str, indent: int = 0) -> None:
+    """Print a line, broken at spaces where the terminal is narrower, with what follows indented; as it is where nobody says
+    how wide (in a pipe)."""
     out = output()
-    out.print(line, soft_wrap=not (out.is_terminal or "COLUMNS" in os.environ))
+    if out.is_terminal or "COLUMNS" in os.environ:
+        line = textwrap.fill(line, out.width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    out.print(line, soft_wrap=True)
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str]) -> Table:

@@ -109,7 +109,7 @@ def _import(name: str, extra: str, purpose: str) -> str:
             raise _Absent(f"{purpose}: pip install 'kvpagoda[{extra}]'") from None
         raise
     packages = packages_distributions().get(top)
-    return f"{version(packages[0]) if packages else 'of unknown version'}: {purpose}"
+    return f"{purpose} ({version(packages[0]) if packages else 'of unknown version'})"
 
 
 def _serve(device: torch.device) -> str:

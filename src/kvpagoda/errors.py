@@ -18,7 +18,8 @@ KVPagodaError
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -109,6 +110,17 @@ class StaleHandle(KVPagodaError, RuntimeError):
 
 class MissingExtra(KVPagodaError, ImportError):
     """A name of the library that needs an optional package; ``name`` is the package, the text says how to install it."""
+
+    @classmethod
+    @contextmanager
+    def unless(cls, package: str, text: str) -> Iterator[None]:
+        """Around imports from ``package``: where it is not installed, that is this error, with ``text``."""
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != package:
+                raise
+            raise cls(text, name=package) from None
 
 
 class ConcurrentUse(KVPagodaError, RuntimeError):

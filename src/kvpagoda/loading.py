@@ -23,12 +23,8 @@ def load_when_used(package: str, modules: Mapping[str, str]) -> Callable[[str], 
     def load(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        try:
+        with MissingExtra.unless("torch", f"{package}.{name} needs torch; pip install 'kvpagoda[torch]'"):
             return getattr(import_module(modules[name]), name)
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
-                raise
-            raise MissingExtra(f"{package}.{name} needs torch; pip install 'kvpagoda[torch]'", name="torch") from None
 
     return load
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from time import perf_counter
 
 from kvpagoda.cache.core import Core
+from kvpagoda.cache.observing import observable
 from kvpagoda.cache.prefix_cache import Holding
 from kvpagoda.cache.prefix_match import PrefixMatch
 from kvpagoda.cache.publishing import Publisher
@@ -28,6 +29,7 @@ class Admission:
 
     # -- three ways to begin -----------------------------------------------------------------------------------------
 
+    @observable
     def open(
         self,
         request: Request,
@@ -75,7 +77,7 @@ class Admission:
         child = Request(
             parent.tokens.copy(), length, parent.namespace, parent.priority, media_ids, publishes=parent.publishes
         )
-        child.epochs = [*parent.epochs]
+        child.stays, child.epochs = parent.stays, [*parent.epochs]
         ends = [ceil_div(length, group.block_size) for group in core.groups]
         wanted = core.plan.blocks_wanted(reserve, 0, core.max_context)
         reserved = [max(n, end - group.first[slot]) for group, n, end in zip(core.groups, wanted, ends)]
@@ -101,6 +103,7 @@ class Admission:
         child.tally.requests += 1
         return child
 
+    @observable
     def resume(self, request: Request, capacity: int | None, reserve: int | None) -> None:
         """``request``, which is suspended, runs again; see ``Sequence.resume``."""
         core, length, namespace = self._core, request.own_length, request.namespace

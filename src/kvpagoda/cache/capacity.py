@@ -20,6 +20,7 @@ from kvpagoda.blocks.sectors import Grant, Sectors, Vacating
 from kvpagoda.cache.checkpoints import Evicted
 from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import Guard
+from kvpagoda.cache.observing import observable
 from kvpagoda.cache.offload import Offloader
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request
@@ -197,6 +198,7 @@ class Capacity:
             self._memory.finish_copies(group.index)
         return self.forget(self._prefix.evict, group, n, is_evicted=True)
 
+    @observable
     def forget(self, decide: Callable[..., Evicted], *args: Any, is_evicted: bool = False) -> bool:
         """Free what ``decide(*args)``, a method of the prefix cache, gives up; whether it is anything. ``is_evicted``: to make
         room."""

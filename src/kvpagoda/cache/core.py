@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from kvpagoda.cache.namespace import Media, Namespaces
 from kvpagoda.cache.offload import Offloader
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import PrefixCache
-from kvpagoda.cache.request import Request, State
+from kvpagoda.cache.request import Request, State, TextPart
 from kvpagoda.cache.swap import Suspended, Swap
 from kvpagoda.errors import BadInput
 from kvpagoda.memory.no_memory import NoMemory
@@ -51,20 +50,12 @@ class Settings:
     events: EventLog | None = None
 
 
-class LastBlocks(NamedTuple):
-    """The blocks that a request which ends has not published yet, for ``PrefixCache.publish``."""
-
-    num_blocks: int
-    keys: Ids
-    text: Ids | None
-
-
 class Core:
     """Who holds what of ``plan``: request slots, one ``BlockGroup`` for every growth law, and what is kept for reuse, over
     ``memory``, which moves the bytes. No torch.
 
-    ``running``: slot -> request; ``suspended``: request -> where its bytes are; ``stale``: namespaces that were invalidated
-    while something of them was in use.
+    ``running``: slot -> request; ``suspended``: request -> where its bytes are; ``stale``: namespaces that were invalidated,
+    or are of an epoch that is over, while something of them was in use.
     """
 
     def __init__(self, plan: Plan, memory: NoMemory, settings: Settings) -> None:
@@ -96,7 +87,6 @@ class Core:
         self.suspended: dict[Request, Suspended] = {}
         self.stale: set[bytes] = set()
         self.unsettled: dict[Request, None] = {}  #: with blocks to publish, the one that waits longest first
-        self.epoch = 0  #: of the weights: how often all that was cached became invalid
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
         self.counters, self.is_open = Counters(identity.secret), True
         self.offloader: Offloader | None = None
@@ -105,6 +95,9 @@ class Core:
         self.capacity = Capacity(
             self.groups, self.sectors, self.prefix, self.offloader, memory, self.guard, self.running, settings.events
         )
+        self.parts: tuple[object, ...] = (self.capacity,)  #: whose marked calls an observer may stand around
+        if self.offloader is not None:
+            self.parts += (self.offloader.reader,)
         self.events = settings.events
         if self.events is not None:
             full = TEXT if self.full is None else self.full.index
@@ -132,7 +125,14 @@ class Core:
             self.extend_hashes(request.block_hashes, request.namespace, tokens, request.media_ids)
         return request.block_hashes
 
-    def release(self, request: Request, suspended: Suspended | None = None, last: LastBlocks | None = None) -> None:
+    def set_epoch(self, request: Request, epoch: int | None) -> None:
+        """``request``, which is new, is computed with the weights of ``epoch`` to its end; None: with the newest, which may
+        change."""
+        request.stays, request.epochs = epoch is not None, [(0, self.namespaces.epoch if epoch is None else epoch)]
+        if request.stays and not self.namespaces.is_current(request.namespace):
+            self.stale.add(request.namespace)  # what it leaves goes with the last one that stays there
+
+    def release(self, request: Request, suspended: Suspended | None = None, last: TextPart | None = None) -> None:
         """``request`` runs no more: what it alone holds and its slot are free, what it published is unpinned. With
         ``suspended``, from ``Swap.copy_out``, it is set aside, else closed. ``last`` is published before, if there is memory
         for that."""
@@ -162,17 +162,17 @@ class Core:
         guard.is_torn = False
 
     def _publish_last(
-        self, request: Request, last: LastBlocks, owned: list[tuple[BlockGroup, Ids]]
+        self, request: Request, last: TextPart, owned: list[tuple[BlockGroup, Ids]]
     ) -> list[tuple[BlockGroup, Ids]]:
         """Publish the ``last`` blocks of ``request``, which alone holds ``owned``; what is its own after that."""
         begin = request.lease.num_blocks
         try:
-            spared = self.prefix.publish(request.slot, request.lease, last.keys, last.text, request.priority)
+            spared = self.prefix.publish(request.slot, request.lease, *last, request.priority)
         except MemoryError:
             return owned
-        if self.events is not None:
+        if self.events is not None and request.namespace not in self.stale:
             self.events.published(request, begin)
-        return [*spared, *((group, ids[last.num_blocks :]) for group, ids in owned)]
+        return [*spared, *((group, ids[request.lease.num_blocks - begin :]) for group, ids in owned)]
 
     def clear(self) -> None:
         """Forget every request and everything cached, whatever state a signal left this in."""

@@ -12,6 +12,7 @@ import numpy as np
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.core import Core
+from kvpagoda.cache.observing import observable
 from kvpagoda.cache.publishing import Publisher
 from kvpagoda.cache.request import Request, State
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
@@ -91,8 +92,7 @@ class Lifecycle:
                 as_tokens(ids[left:], core.vocab_size)
         else:
             ids = as_tokens(token_ids, core.vocab_size)
-        count, capacity = len(ids), self.capacity_of(request)
-        end = length + count
+        count, end, capacity = len(ids), length + len(ids), self.capacity_of(request)
         if end > capacity:
             text = f"commit of {count} tokens after {length} passes the capacity of {capacity}"
             raise BadInput.with_hint(text, "extend first", needed=end, available=capacity)
@@ -227,6 +227,7 @@ class Lifecycle:
 
     # -- setting aside and ending ------------------------------------------------------------------------------------
 
+    @observable
     def suspend(self, request: Request, whole: bool) -> None:
         """``request`` goes to host memory; see ``Sequence.suspend``."""
         core = self.core

@@ -16,6 +16,8 @@ from kvpagoda.prefix import Lease
 from kvpagoda.prefix.tokens import NO_TOKEN
 
 Tokens = Ids
+TextPart = tuple[Tokens, Tokens | None]
+"""Keys of whole blocks, and the text that has them at their place, for ``PrefixCache.publish``."""
 
 
 class State(Enum):
@@ -40,14 +42,15 @@ class Request:
     (``perf_counter``), 0.0 once that is measured. ``rows``: the persistent batch that is ahead of it, if any.
     ``resumed_at``: the cache's count of stopped requests when it got its slot. ``due``: behind how many blocks of its prompt a
     checkpoint is still to be kept, ascending. ``kept``: checkpoints that it uses; ``tail``: the one that moves along with it.
-    ``publishes``: whether others may find what it computes. ``epochs``: (first position, epoch of the weights), ascending.
+    ``publishes``: whether others may find what it computes; not once it went on with other weights than it began with.
+    ``epochs``: (first position, epoch of the weights), ascending. ``stays``: whether on the epoch that it began with.
     ``tally``: the counters of its namespace.
     """
 
     __slots__ = (
         "block_hashes", "due", "epochs", "is_settled", "kept", "lease", "match", "media_ids", "namespace", "num_fences",
-        "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "slot", "state", "tail",
-        "tally", "tokens", "written",
+        "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "slot", "state", "stays",
+        "tail", "tally", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +61,6 @@ class Request:
         priority: int,
         media_ids: Mapping[int, int],
         *,
-        epoch: int = 0,
         publishes: bool = True,
     ) -> None:
         self.tokens, self.prompt_length, self.own_length, self.written = tokens, prompt_length, 0, 0
@@ -68,7 +70,7 @@ class Request:
         self.tally: Tally
         self.slot, self.state, self.resumed_at = -1, State.NEW, 0
         self.num_fences, self.is_settled = 0, True
-        self.publishes, self.epochs = publishes, [(0, epoch)]
+        self.publishes, self.stays, self.epochs = publishes, False, [(0, 0)]
         self.due: list[int] = []
         self.kept: list[int] = []
         self.tail = -1
@@ -91,7 +93,7 @@ class Request:
         keys = self.keys(first, min(end, self.own_length))
         return keys if end <= self.own_length else np.append(keys, np.full(end - self.own_length, NO_TOKEN, np.int32))
 
-    def last_keys(self, first: int, end: int) -> tuple[Tokens, Tokens | None]:
+    def last_keys(self, first: int, end: int) -> TextPart:
         """As ``committed_keys`` and ``text``, of a text that ends: what stands behind it in its array is overwritten."""
         if end <= self.own_length:
             return self.keys(first, end), self.text
@@ -131,8 +133,8 @@ class Request:
         self.own_length = self.written = found.resumable
 
     def enter_epoch(self, epoch: int) -> None:
-        """What it computes from now on is computed with the weights of ``epoch``."""
-        length = self.length
+        """What it computes from now on is computed with the weights of ``epoch``: a text that nobody else may go on with."""
+        length, self.publishes = self.length, False
         if self.epochs[-1][0] == length:
             del self.epochs[-1]
         self.epochs.append((length, epoch))
@@ -155,6 +157,13 @@ class Request:
             raise StaleHandle(
                 f"this sequence is {'suspended; resume it first' if is_aside else 'closed; open a new one'}"
             )
+
+
+def buffer_of(prompt: Tokens, num_tokens: int, block_size: int) -> Tokens:
+    """An array of whole blocks for ``num_tokens`` tokens, of which the first are those of ``prompt``."""
+    tokens = np.empty(num_tokens + -num_tokens % block_size, np.int32)
+    tokens[: len(prompt)] = prompt
+    return tokens
 
 
 class DecodeRows:

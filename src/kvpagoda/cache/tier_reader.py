@@ -22,6 +22,7 @@ import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.observing import observable
 from kvpagoda.cache.swap import Rate
 from kvpagoda.cache.tier_hit import Prefetch, Record, TierHit
 from kvpagoda.memory.no_memory import NoMemory, Part
@@ -67,6 +68,7 @@ class TierReader:
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
+    @observable
     def find(
         self, block_hashes: list[bytes], num_cached: int, resumable: int, prefetch: Prefetch | None = None
     ) -> TierHit | None:
@@ -238,6 +240,7 @@ class TierReader:
 
     # -- loading into blocks -------------------------------------------------------------------------------------------
 
+    @observable
     def load(self, hit: TierHit, ids: Ids, first: int) -> int:
         """Fill blocks ``first ..`` of the hit's text, which are ``ids`` of the full group; how many could be filled.
 

@@ -18,10 +18,8 @@ from kvpagoda.events.follower import Follower
 from kvpagoda.events.stream import EventStream, Message
 from kvpagoda.events.wire import END, SEQUENCE_NBYTES
 
-try:
+with MissingExtra.unless("zmq", "kvpagoda.events needs pyzmq; pip install 'kvpagoda[events]'"):
     import zmq
-except ModuleNotFoundError as error:
-    raise MissingExtra("kvpagoda.events needs pyzmq; pip install 'kvpagoda[events]'", name="zmq") from error
 
 HEARTBEAT = 1.0
 """Seconds without events after which a publisher says that it is alive."""

@@ -19,10 +19,8 @@ from kvpagoda.cache.event_log import Followed
 from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.schema.fields import FULL, STATE, Growth
 
-try:
+with MissingExtra.unless("msgspec", "kvpagoda.events needs msgspec; pip install 'kvpagoda[events]'"):
     import msgspec
-except ModuleNotFoundError as error:
-    raise MissingExtra("kvpagoda.events needs msgspec; pip install 'kvpagoda[events]'", name="msgspec") from error
 
 SEQUENCE_NBYTES = 8
 END = (-1).to_bytes(SEQUENCE_NBYTES, "big", signed=True)

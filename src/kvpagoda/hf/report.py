@@ -94,10 +94,11 @@ class Again(NamedTuple):
     def of(
         cls, generator: Generator, prompts: list[list[int]], how: dict[str, Any], outputs: Outputs, seconds: float
     ) -> Again:
-        before = generator.stats().cached_tokens
+        before = generator.stats()
         repeated, took = timed(generator, prompts, how)
         num_same = sum(one == other for one, other in zip(outputs, repeated))
-        cached, asked = generator.stats().cached_tokens - before, sum(map(len, prompts))
+        after = generator.stats()  # of several samples some are forked, others look their prompt up too
+        asked, cached = after.prompt_tokens - before.prompt_tokens, after.cached_tokens - before.cached_tokens
         return cls(len(outputs), num_same, asked, cached, round(seconds, 3), round(took, 3))
 
     def __str__(self) -> str:
@@ -122,13 +123,13 @@ def say_answer(prompt: str, prompt_tokens: int, answer: str, new_tokens: int) ->
 
 def summary(generator: Generator, stats: CacheStats, outputs: Outputs, seconds: float) -> list[str]:
     """What was computed, proposed and loaded, in lines."""
-    groups = ", ".join(f"{group.name}: at most {group.peak_held} of {group.total} blocks" for group in stats.groups)
+    groups = ", ".join(f"{group.name} {group.peak_held} of {group.total} blocks" for group in stats.groups)
     tokens = sum(map(len, outputs))
     lines = [f"{len(outputs)} answers, {tokens} new tokens in {seconds:.2f} s: {tokens / seconds:.0f} a second"]
     if generator.num_proposed:
         lines.append(f"{generator.num_accepted} of {generator.num_proposed} proposed tokens accepted")
     lines.append(f"{stats.computed_tokens:,} tokens computed, {stats.cached_tokens:,} found in the cache")
-    lines.append(f"cache {format_bytes(stats.nbytes)}; {groups}")
+    lines.append(f"cache of {format_bytes(stats.nbytes)}; in use at most: {groups}")
     if stats.tiers:
         tiers = (f"{tier.name}: {tier.num_records} records, {format_bytes(tier.nbytes)}" for tier in stats.tiers)
         lines.append(f"{stats.loaded_tokens} tokens loaded from tiers; {', '.join(tiers)}")

@@ -15,16 +15,10 @@ from kvpagoda.metrics.names import COMMON, METRICS, VLLM, Metric, Moment
 from kvpagoda.scheduling import RunQueue
 from kvpagoda.tiers.latency import Histogram
 
-try:
+with MissingExtra.unless("prometheus_client", "metrics need prometheus_client; pip install 'kvpagoda[metrics]'"):
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.metrics_core import Metric as Family
     from prometheus_client.registry import Collector
-except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] != "prometheus_client":
-        raise
-    raise MissingExtra(
-        "metrics need prometheus_client; pip install 'kvpagoda[metrics]'", name="prometheus_client"
-    ) from None
 
 _TRIES, _PAUSE = 20, 1e-3
 

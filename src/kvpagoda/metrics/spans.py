@@ -7,34 +7,43 @@
     kvpagoda.suspend    a request goes to host memory
     kvpagoda.resume     it comes back, or begins again
 
-The spans are wrapped around methods of the parts of one cache, of that object alone; a cache that is not traced knows nothing
-of it.
+They stand around the calls that ``kvpagoda.cache.observing`` lists; a cache that is not traced knows nothing of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from itertools import cycle, repeat
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvpagoda.cache.core import Core
+from kvpagoda.cache.observing import observe
 from kvpagoda.cache.request import Request
+from kvpagoda.cache.tier_hit import TierHit
 from kvpagoda.errors import BadInput, Exhausted, MissingExtra
 from kvpagoda.kv_cache import KVCache
 
-try:
+with MissingExtra.unless("opentelemetry", "spans need opentelemetry-api; pip install 'kvpagoda[metrics]'"):
     from opentelemetry.trace import Span, Status, StatusCode, Tracer, get_tracer
-except ModuleNotFoundError as error:
-    if not (error.name or "").startswith("opentelemetry"):
-        raise
-    raise MissingExtra("spans need opentelemetry-api; pip install 'kvpagoda[metrics]'", name="opentelemetry") from None
 
 Told = dict[str, Any]
 """Attributes of a span."""
-Tell = Callable[[tuple[Any, ...], Any], Told]
-"""Attributes of a call that is done, from its arguments and its result."""
+Given = tuple[Any, ...]
+"""Arguments of a call."""
+
+
+class Spanned(NamedTuple):
+    """How one observable call becomes a span."""
+
+    name: str
+    tell: Callable[[Core, Given, Any], Told]
+    """What is said of a call that is done, from its arguments and its result."""
+    begins: bool = False
+    """Whether a trace may begin here; the others are traced inside of one."""
+    applies: Callable[[Given, dict[str, Any]], bool] = lambda given, named: True
 
 
 class Tracing:
@@ -43,30 +52,9 @@ class Tracing:
     def __init__(self, cache: KVCache, tracer: Tracer, every: int = 1) -> None:
         if type(every) is not int or every < 1:
             raise BadInput(f"every so many requests are traced, at least 1, got {every!r}")
-        self._tracer, self._depth = tracer, 0
-        self._wrapped: list[tuple[Any, str]] = []
-        calls, core = cache._calls, cache.core
-        one_in_so_many, always = cycle([False] * (every - 1) + [True]), repeat(True)
-        self._inner = repeat(every == 1)
-        self._wrap(calls.admission, "open", "open", _opened, begins=one_in_so_many)
-        self._wrap(calls.admission, "resume", "resume", _resumed, begins=always)
-        self._wrap(calls.lifecycle, "suspend", "suspend", _suspended, begins=always)
-        evicted = core.prefix.num_evicted
-
-        def number(_: tuple[Any, ...], __: Any) -> Told:
-            return {"kvpagoda.blocks_evicted": sum(evicted)}  # so far: between two spans lies what one of them evicted
-
-        self._wrap(core.capacity, "forget", "evict", number, only=lambda given, named: bool(named.get("is_evicted")))
-        if core.offloader is not None:
-            reader = core.offloader.reader
-            self._wrap(reader, "find", "find", _found)
-            self._wrap(reader, "load", "load", _loaded, only=lambda given, named: len(given[1]) > 0)
-
-    def close(self) -> None:
+        self._core, self._tracer, self._every, self._depth = cache.core, tracer, every, 0
+        self.close = observe(cache.core.parts, self._around)
         """No more spans. Does no harm twice."""
-        while self._wrapped:
-            owner, method = self._wrapped.pop()
-            delattr(owner, method)
 
     def __enter__(self) -> Tracing:
         return self
@@ -76,26 +64,21 @@ class Tracing:
     ) -> None:
         self.close()
 
-    def _wrap(
-        self, owner: Any, method: str, name: str, tell: Tell, *,
-        begins: Iterator[bool] | None = None,
-        only: Callable[[tuple[Any, ...], dict[str, Any]], bool] = lambda given, named: True,
-    ) -> None:  # fmt: skip
-        """Put a span around ``method`` of this one ``owner``, with what ``tell`` says, for calls that ``only`` takes; where
-        not every request is traced, for those with which a trace ``begins`` or that are inside of one. A call without a span
-        costs one more call of a C function."""
-        if method in vars(owner):
-            self.close()
-            raise BadInput("this cache is traced already; close that Tracing first")
-        call, tracer = getattr(owner, method), self._tracer
-        next_begins = (begins or self._inner).__next__
+    def _around(self, method: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call`` with a span around it; where not every request is traced, for those with which a trace begins or that are
+        inside of one. A call without a span costs one more call of a C function."""
+        spanned, core, tracer = SPANS[method], self._core, self._tracer
+        if method == "open":
+            next_begins = cycle([False] * (self._every - 1) + [True]).__next__
+        else:
+            next_begins = repeat(spanned.begins or self._every == 1).__next__
 
         @wraps(call)
-        def spanned(*given: Any, **named: Any) -> Any:
-            if not (next_begins() or self._depth) or not only(given, named):
+        def around(*given: Any, **named: Any) -> Any:
+            if not (next_begins() or self._depth) or not spanned.applies(given, named):
                 return call(*given, **named)
             with tracer.start_as_current_span(
-                f"kvpagoda.{name}", record_exception=False, set_status_on_exception=False
+                f"kvpagoda.{spanned.name}", record_exception=False, set_status_on_exception=False
             ) as span:
                 self._depth += 1
                 try:
@@ -107,11 +90,10 @@ class Tracing:
                     self._depth -= 1
                 if span.is_recording():
                     with suppress(Exception):  # what is done is done, whatever comes of telling it
-                        span.set_attributes(tell(given, result))
+                        span.set_attributes(spanned.tell(core, given, result))
                 return result
 
-        setattr(owner, method, spanned)
-        self._wrapped.append((owner, method))
+        return around
 
 
 def trace(cache: KVCache, tracer: Tracer | None = None, *, every: int = 1) -> Tracing:
@@ -130,7 +112,8 @@ def _failed(span: Span, error: BaseException) -> None:
             span.set_status(Status(StatusCode.ERROR, str(error)))
 
 
-def _start(request: Request) -> Told:
+def _opened(_: Core, given: Given, __: None) -> Told:
+    request: Request = given[0]
     match = request.match
     return {
         "kvpagoda.prompt_tokens": request.prompt_length,
@@ -140,22 +123,34 @@ def _start(request: Request) -> Told:
     }
 
 
-def _opened(given: tuple[Any, ...], _: Any) -> Told:
-    return _start(given[0])
-
-
-def _resumed(given: tuple[Any, ...], _: Any) -> Told:
+def _resumed(_: Core, given: Given, __: None) -> Told:
     return {"kvpagoda.tokens": given[0].own_length}
 
 
-def _suspended(given: tuple[Any, ...], _: Any) -> Told:
+def _suspended(_: Core, given: Given, __: None) -> Told:
     request, is_whole = given
     return {"kvpagoda.tokens": request.own_length, "kvpagoda.is_whole": is_whole}
 
 
-def _found(given: tuple[Any, ...], hit: Any) -> Told:
+def _evicted(core: Core, _: Given, __: bool) -> Told:
+    """So far: between two spans lies what one of them evicted."""
+    return {"kvpagoda.blocks_evicted": sum(core.prefix.num_evicted)}
+
+
+def _found(_: Core, given: Given, hit: TierHit | None) -> Told:
     return {"kvpagoda.blocks": 0 if hit is None else max(0, hit.end - given[1])}
 
 
-def _loaded(given: tuple[Any, ...], blocks: int) -> Told:
+def _loaded(_: Core, given: Given, blocks: int) -> Told:
     return {"kvpagoda.blocks_wanted": len(given[1]), "kvpagoda.blocks": blocks}
+
+
+SPANS = {
+    "open": Spanned("open", _opened, begins=True),
+    "resume": Spanned("resume", _resumed, begins=True),
+    "suspend": Spanned("suspend", _suspended, begins=True),
+    "find": Spanned("find", _found),
+    "load": Spanned("load", _loaded, applies=lambda given, named: len(given[1]) > 0),
+    "forget": Spanned("evict", _evicted, applies=lambda given, named: bool(named.get("is_evicted"))),
+}
+"""Observable call -> its span."""

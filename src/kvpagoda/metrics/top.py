@@ -16,14 +16,8 @@ from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.metrics.names import METRICS, VLLM
 from kvpagoda.tiers.latency import Histogram
 
-try:
+with MissingExtra.unless("prometheus_client", "'top' needs prometheus_client; pip install 'kvpagoda[metrics]'"):
     from prometheus_client.parser import text_string_to_metric_families
-except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] != "prometheus_client":
-        raise
-    raise MissingExtra(
-        "'top' needs prometheus_client; pip install 'kvpagoda[metrics]'", name="prometheus_client"
-    ) from None
 
 _TIMEOUT = 5.0
 STATES = ("private", "shared", "evictable", "free")

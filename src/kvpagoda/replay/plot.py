@@ -70,11 +70,13 @@ def _distances(axes: Any, trace: Trace, reuse: Reuse) -> None:
     rows = reuse_histogram(reuse)
     share = 100 / max(1, trace.num_refs)
     bars = [count * share for _, _, count in rows]
-    axes.bar(range(len(rows)), bars, width=0.9, color="C0")
+    axes.bar(range(len(rows)), bars, width=0.9, color="C0", zorder=2)
     total = np.cumsum(bars)
-    axes.plot(range(len(rows)), total, color="black", marker=".", linewidth=1, label="up to here")
+    axes.plot(range(len(rows)), total, color="black", marker=".", linewidth=1, label="cumulative", zorder=3)
     axes.set_xticks(range(0, len(rows), 2), [_short(low) for low, _, _ in rows[::2]])
-    axes.set(xlabel="different blocks used since (from; ranges double)", ylabel="% of block references")
+    axes.set(
+        xlabel="different blocks used since, from .. (each range is twice the last)", ylabel="% of block references"
+    )
     first = 100 - (total[-1] if len(total) else 0)
     axes.set_title(f"Reuse distance ({first:.1f} % are first uses)", fontsize=10)
     axes.grid(True, axis="y", alpha=0.3)

@@ -287,7 +287,7 @@ class Plan:
         kinds = {"layer kind": "label", "layers": "num_layers", "B/token": "bytes_per_token"}
         groups = {"group": "name", "layers": "num_layers"}
         if self.num_sectors:
-            groups |= {"at most": "num_blocks", "B/block": "block_bytes", "in a sector": "blocks_per_sector"}
+            groups |= {"blocks at most": "num_blocks", "B/block": "block_bytes", "in a sector": "blocks_per_sector"}
         else:
             groups |= {"blocks": "num_blocks", "B/block": "block_bytes", "bytes": "total"}
         rows = [{**group, "total": format_bytes(group["bytes"])} for group in figures["groups"]]
@@ -301,7 +301,7 @@ class Plan:
                 "",
                 *_table(rows, groups, width),
                 "",
-                *(line for pair in self._lines(figures).items() for line in _wrapped("{:<19} {}".format(*pair), width)),
+                *(line for pair in self._lines(figures).items() for line in _wrapped("{:<20} {}".format(*pair), width)),
             ]
         )
 
@@ -317,7 +317,9 @@ class Plan:
         }
         for length, number in figures["requests_at"].items():
             too_long = self.max_positions is not None and int(length) > self.max_positions
-            lines[f"requests of {int(length):,}"] = "0 (the model's limit is lower)" if too_long else f"{number:,}"
+            lines[f"at {int(length):,} tokens"] = (
+                "0 (the model's limit is lower)" if too_long else f"{number:,} requests"
+            )
         lines["hit granularity"] = f"{self.block_size} tokens"
         if self.num_sectors:
             lines["one budget"] = f"{self.num_sectors:,} sectors of {format_bytes(self.sector_nbytes)}"
