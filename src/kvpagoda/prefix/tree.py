@@ -246,11 +246,13 @@ class PrefixTree:
 
     def remap(self, group: int, names: Ids) -> None:
         """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
-        after = [(node.ids[group], names[node.ids[group]]) for node in self._roots.nodes()]
+        rows, first = [node.ids[group] for node in self._roots.nodes()], 0
+        after = names[np.concatenate(rows)] if rows else names
         if self._owned is not None:
             self._owned.remap(group, names)
-        for row, ids in after:
-            row[:] = ids
+        for row in rows:
+            row[:] = after[first : first + len(row)]
+            first += len(row)
         self._removals += 1
 
     def clear(self, namespace: bytes | None = None) -> Evicted:
