@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Annotated, Any
 
 import kvpagoda
@@ -34,7 +35,12 @@ CONFIG = "config.json, a folder that holds one, or a preset such as qwen3-8b ('k
 Tiers = Annotated[
     list[str] | None, typer.Option(help="host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT; again for more")
 ]
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+WIDTH = get_terminal_size().columns
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode="rich" if WIDTH >= 80 else None, context_settings={"terminal_width": WIDTH},
+)  # fmt: skip
+"""Help in a frame cuts the names of options where the terminal is narrow: there it has none."""
 
 
 @contextmanager
@@ -268,8 +274,9 @@ def replay_trace(
 
     The policy opt is a bound: it knows the future.
 
-    With --schema the trace runs through the whole life of requests, checkpoints and all, with no memory behind them; with
-    --workers several processes share the trace, and the store below their caches.
+    With --schema the trace runs through the whole life of requests, with no memory behind them.
+
+    With --workers several processes share the trace, and the store below their caches.
     """
     with one_line_errors():
         from kvpagoda.replay import report
