@@ -58,7 +58,7 @@ MORE: dict[str, dict[str, Any]] = {
     ),
     **each(
         """aria_text ernie4_5_moe flex_olmo glm4_moe granitemoe granitemoeshared hunyuan_v1_moe hy_v3 minimax_m2
-        minimax_m3_vl_text olmoe qwen3_vl_moe_text solar_open""",
+        olmoe qwen3_vl_moe_text solar_open""",
         head_dim=12,
         **EXPERTS,
     ),
@@ -93,6 +93,11 @@ MORE: dict[str, dict[str, Any]] = {
     "gptj": dict(rotary_dim=8, n_embd=48, n_layer=3, n_head=4),
     "hy_v4": dict(MLA_DIMS, **INDEXER),
     "cohere_compass_text": dict(sliding_window=8, layer_types=[SLIDING, FULL] * 2, logit_scale=1.0, rope_parameters=ROPES),
+    "dots3_note_text": dict(
+        MLA_DIMS, **INDEXER, layer_types=["indexed_attention", SLIDING] * 2, sliding_window=8, swa_num_attention_heads=2,
+        swa_num_key_value_heads=2, swa_q_lora_rank=20, swa_kv_lora_rank=28, swa_head_dim=22, swa_qk_nope_head_dim=16,
+        swa_v_head_dim=12, head_dim=24, shared_experts_intermediate_size=32, n_routed_experts=4,
+    ),
     "emu3_text_model": TOKENS,
     "git": dict(pad_token_id=0, vision_config=dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)),
     "hrm_text": dict(head_dim=12, H_cycles=2, L_cycles=2, num_hidden_layers=1),
@@ -101,6 +106,10 @@ MORE: dict[str, dict[str, Any]] = {
     ),
     "inkling_text": dict(INKLING, local_layer_ids=[0, 2], mlp_layer_types=["dense", "sparse"] * 2),
     "minimax": dict(EXPERTS, block_size=8, layer_types=[LINEAR, FULL] * 2),
+    "minimax_m3_vl_text": dict(
+        EXPERTS, head_dim=12, rotary_dim=4, layer_types=[FULL, "minimax_m3_sparse"] * 2, index_n_heads=2, index_head_dim=8,
+        index_block_size=4, index_topk_blocks=3, index_local_blocks=1,
+    ),
     "mllama_text_model": dict(TOKENS, cross_attention_layers=[1]),
     "moshi": dict(ffn_dim=64, sliding_window=8),
     "phi4_multimodal": dict(
@@ -127,8 +136,15 @@ MORE: dict[str, dict[str, Any]] = {
         EXPERTS, sliding_window=8, use_sliding_window=True, max_window_layers=2, shared_expert_intermediate_size=32
     ),
     "qwen3_5_moe_text": GDN,
+    "qwen4_exp_text": dict(
+        GDN, layer_types=[LINEAR, LINEAR, LINEAR, "indexed_attention"], hc_count=2, hc_lowrank=8, ple_layer_ids=[2],
+        ple_embed_dim=32, ngram_size=3, heads_per_ngram=2, ngram_vocab_size_base=64, eos_token_id=1, indexer_n_heads=32,
+        indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4,
+    ),
     "qwen3_moe": dict(EXPERTS, **SLIDES, use_sliding_window=True),
+    "rwkv": dict(attention_hidden_size=48, rescale_every=2),
     "xglm": dict(d_model=48, num_layers=3, attention_heads=4, ffn_dim=64),
+    "xlstm": dict(num_blocks=4, num_heads=4, chunk_size=16),
     "zaya": dict(
         num_experts=4, num_experts_per_tok=1, moe_intermediate_size=32, head_dim=16, router_hidden_size=16,
         sliding_window=8, layer_types=["hybrid", "hybrid_sliding"] * 2, cca_time0=2, cca_time1=3,
@@ -139,6 +155,13 @@ VISION = dict(
     hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
 )  # fmt: skip
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "dots3_note": (
+        "dots3_note_text",
+        dict(
+            vision_config=dict(VISION, adapter_in_dim=16, adapter_out_dim=48, mlp_layer_types=["dense"]),
+            audio_config=dict(VISION, adapter_input_size=16, adapter_out_dim=48),
+        ),
+    ),
     "emu3": ("emu3_text_model", {}),
     "fuyu": ("persimmon", dict(num_hidden_layers=1, hidden_size=48)),
     "gemma3": ("gemma3_text", dict(vision_config=VISION)),
@@ -157,5 +180,6 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5": ("qwen3_5_text", {}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "qwen4_exp": ("qwen4_exp_text", {}),
 }  # fmt: skip
 """Multimodal types that transformers builds as causal language models: the type of their text part, and what else is small."""

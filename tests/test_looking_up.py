@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -216,6 +217,37 @@ def test_the_last_block_of_a_closed_request_is_reusable_up_to_its_end(num_tokens
     assert cache.lookup(np.append(text[:2], 99)).resumable == min(2, num_tokens)
     assert leave(cache, text) == num_tokens and cache.lookup(text).resumable == num_tokens + 3
     assert leave(cache, text[:num_tokens]) == num_tokens - 1
+    cache.check()
+
+
+def test_a_request_that_computed_nothing_leaves_nothing() -> None:
+    cache = cache_of(FULL)
+    text = np.arange(11, dtype=np.int32)
+    leave(cache, text)
+    before = cache.stats().groups[0]
+    cache.open(text).close()
+    assert cache.stats().groups[0] == replace(before, found_tokens=before.found_tokens + 10, peak_held=4)
+    cache.check()
+
+
+def test_what_a_step_completed_is_published_when_somebody_looks_or_with_the_next_step() -> None:
+    cache = cache_of(FULL)
+    text = np.arange(9, dtype=np.int32)
+    first = cache.open(text, reserve=16)
+    first.commit(text)
+    (waiting,) = cache.core.unsettled
+    assert cache.core.prefix.tree.num_cached == 0 and not waiting.is_settled
+    assert cache.lookup(text).cached == 8 and cache.core.prefix.tree.num_cached == 2 and waiting.is_settled
+    first.extend(4)
+    first.commit(np.arange(20, 24))
+    assert cache.core.prefix.tree.num_cached == 2
+    cache.batch([first], [1])
+    assert cache.core.prefix.tree.num_cached == 3
+    first.extend(3)
+    first.commit(np.arange(24, 27))
+    assert cache.core.prefix.tree.num_cached == 3 and cache.stats().groups[0].shared == 4
+    first.close()
+    assert not cache.core.unsettled and cache.core.prefix.tree.num_cached == 4
     cache.check()
 
 

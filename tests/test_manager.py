@@ -507,6 +507,7 @@ def test_rewind_takes_tokens_back_or_says_what_cannot_go_back() -> None:
     cache = KVCache(SCHEMAS["full"], num_blocks=8, max_requests=2, block_size=4, device="cpu")
     sequence = cache.open(range(10), reserve=20)
     sequence.commit(range(10))
+    assert cache.lookup(range(10)).cached == 8  # who looks makes it publish
     before = cache.core.groups[0].table.cells[sequence.slot].copy()
     sequence.rewind(1)
     assert sequence.length == 9 and cache.core.groups[0].table.cells[sequence.slot].tolist() == before.tolist()

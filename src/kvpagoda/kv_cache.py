@@ -188,7 +188,8 @@ class KVCache:
         if prefetch is not None and not isinstance(prefetch, Prefetch):
             raise BadInput(f"prefetch is what KVCache.prefetch returned, got {type(prefetch).__name__}")
         key, media_ids = core.namespaces.key(namespace), core.media.ids(media, length) if media else {}
-        tokens = np.empty(most if most <= 2 * length else length, np.int32)
+        buffer = most if most <= 2 * length else length
+        tokens = np.empty(buffer + -buffer % core.block_size, np.int32)
         tokens[:length] = prompt
         request = Request(tokens, length, key, priority, media_ids, epoch=core.epoch, publishes=bool(publish))
         sequence = Sequence(self._calls, request)  # made before there is anything to lose
@@ -242,6 +243,7 @@ class KVCache:
         StaleHandle.
         """
         requests = requests_of(sequences, self._core)
+        self._publisher.settle_alone()
         return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to)
 
     @exclusive
@@ -315,6 +317,7 @@ class KVCache:
     @exclusive
     def stats(self) -> CacheStats:
         """Counters; cheap enough for every step."""
+        self._publisher.settle_alone()
         return stats_of(self._core)
 
     @exclusive

@@ -27,7 +27,7 @@ import numpy as np
 
 from kvpagoda.cache.lookup import keep_where_they_part
 from kvpagoda.cache.request import Tokens
-from kvpagoda.cache.sequence import Sequence, requests_of
+from kvpagoda.cache.sequence import Sequence, settled
 from kvpagoda.cache.swap import Rate
 from kvpagoda.cache.tier_hit import Prefetch
 from kvpagoda.errors import Exhausted, OutOfBlocks, RetryLater
@@ -266,7 +266,8 @@ class RunQueue(Generic[J]):
         ones may come to need more blocks than there are without it.
         """
         core = self.cache.core
-        (request,) = requests_of([job.sequence] if job.sequence else [], core)
+        assert job.sequence is not None
+        request = settled(job.sequence)
         slot, length, size, full = request.slot, request.length, core.block_size, core.full
         published = left = request.lease.num_blocks
         if full is not None:

@@ -13,15 +13,17 @@ from kvpagoda import Retention
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from test_generator import greedy  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from kvpagoda.cache.sequence import Sequence  # noqa: E402
 from kvpagoda.compat.layer_handle import LayerCacheHandle  # noqa: E402
 from kvpagoda.errors import BadInput  # noqa: E402
+from kvpagoda.hf import Generator  # noqa: E402
 from kvpagoda.hf.compressed import ROPE_KINDS, CompressedRunner, attention  # noqa: E402
 from kvpagoda.kv_cache import KVCache  # noqa: E402
 from kvpagoda.schema import Schema  # noqa: E402
-from models import TINY, VOCAB, tiny_model  # noqa: E402
+from models import TINY, VOCAB, tiny_config, tiny_model  # noqa: E402
 
 
 @functools.cache
@@ -160,6 +162,17 @@ def test_a_real_ratio_of_128_is_crossed() -> None:
         sequence.commit(ids[done : done + n])
         done += n
         torch.testing.assert_close(found, expected[done - 1], rtol=1e-3, atol=1e-3)
+
+
+def test_rotations_that_look_for_the_furthest_position() -> None:
+    """Also in steps that close no window, where there is none."""
+    rope = {
+        kind: {**own, "rope_type": "dynamic", "factor": 2.0}
+        for kind, own in tiny_config("deepseek_v4").rope_parameters.items()
+    }
+    model, prompts = tiny_model("deepseek_v4", rope_parameters=rope), [[3, 4], [5, 6, 7, 8, 9] * 4]
+    generator = Generator(model, num_blocks=20, max_requests=2, prefill_chunk=3, poison=True)
+    assert generator.generate(prompts, 5) == [greedy(model, prompt, 5) for prompt in prompts]
 
 
 def test_the_tiny_model_exercises_the_indexer() -> None:

@@ -54,11 +54,11 @@ def test_tokens_equal_full_recomputation(name: str, changes: dict[str, Any], mon
     assert generator.generate(prompts, 6) == [greedy(model, prompt, 6) for prompt in prompts]
 
 
-def multimodal(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A multimodal model, also where the config around that of the text names no end of text."""
+def multimodal(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
+    """A multimodal model, also where the config around that of the text names no end. ``changes``: of the text part."""
     text, others = MULTIMODAL[name]
     monkeypatch.setitem(FAMILIES, text, FAMILIES.get(text, MORE.get(text, {})))
-    config = CONFIG_MAPPING[name](text_config={**tiny_config(text).to_dict(), "pad_token_id": 0}, **others)
+    config = CONFIG_MAPPING[name](text_config={**tiny_config(text, **changes).to_dict(), "pad_token_id": 0}, **others)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     randomise(model)

@@ -34,9 +34,22 @@ def with_own_cache(model: Any, prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize("name", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"])
 def test_tokens_equal_those_of_transformers_cache(name: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also beside longer requests."""
+    check(name, monkeypatch, index_n_heads=heads, index_topk=5)
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_repeated_tokens_of_doge_are_ranked_as_in_transformers_cache(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ranks values, which do not depend on positions, so repeated tokens are equal in its first layer."""
+    check("doge", monkeypatch, seed=seed, keep_window_size=8, sliding_window=None)
+
+
+def check(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setitem(FAMILIES, name, FAMILIES.get(name, MORE.get(name, {})))
-    model, source = tiny_model(name, index_n_heads=heads, index_topk=5), torch.Generator().manual_seed(1)
+    model, source = tiny_model(name, **changes), torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, 100, (n,), generator=source).tolist() for n in (3, 9, 17, 30, 33)]
     generator = Generator(model, num_blocks=60, max_requests=4, prefill_chunk=64, poison=True)
     monkeypatch.setattr(generator, "_ends", frozenset())
+    prompts.append(torch.randint(2, 100, (14,), generator=source).tolist() * 2)
     assert generator.generate(prompts, NEW) == [with_own_cache(model, prompt) for prompt in prompts]

@@ -32,29 +32,29 @@ refused.
 `tests/hf/test_model_table.py` makes this table from the schemas that the tests compare with transformers; a type that is in
 neither part is an error there.
 
-*Together* says which requests that decode share a forward pass in `kvpagoda.hf.Generator`: of any lengths, or of equal
-length, where a model has attention of its own, counts positions by itself or ranks tokens.
+*Together* says which requests that decode share a forward pass in `kvpagoda.hf.Generator`: of any lengths, of equal length,
+where a model has attention of its own, counts positions by itself or ranks tokens, or none, where its code mixes the rows.
 
 Tokens equal those of the model's own forward pass without a cache. Three things to know:
 
 - LongRoPE (Phi-3-mini-128k, Phi-3.5-MoE, Phi-4-mini): a text that grows past `original_max_position_embeddings` is computed
   again, because all of its positions are encoded otherwise from then on; texts of the two sides share nothing.
-- Indexers (DeepSeek-V3.2, GLM-DSA and others) with few heads give many tokens the same score. Which of them are taken depends
-  on how many there are to rank, so transformers' own cache differs from recomputation. The tokens are those of transformers'
-  cache then, as long as the prompt is computed in the same pieces.
+- Indexers (DeepSeek-V3.2, GLM-DSA and others) with few heads give many tokens the same score, and so does Doge to repeated
+  tokens of a text longer than `keep_window_size`. Which of them are taken depends on how many there are to rank, so
+  transformers' own cache differs from recomputation. The tokens are those of transformers' cache then (of Doge: where it has
+  no window), as long as the prompt is computed in the same pieces.
 - Texts only: images and sounds of multimodal models are not taken.
 """
 NOTES = {
     **dict.fromkeys(DECODERS, "as a decoder"),
     "big_bird": "as a decoder, attention_type original_full",
-    "minimax_m3_vl_text": "without sparse layers",
 }
 
 
 def kept(kind: LayerKind) -> str:
     """What a layer keeps, in a few words."""
     if isinstance(kind, Attention):
-        return f"K/V {growth(kind)}"
+        return f"K/V {growth(kind)}" + (" with indexer keys" if kind.indexer else "")
     if isinstance(kind, Latent):
         return f"latent {growth(kind)}" + (" with indexer keys" if kind.indexer else "")
     if isinstance(kind, Compressed):
@@ -81,9 +81,11 @@ def is_together(name: str, text: str, schema: Schema) -> str:
     model: Any = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
     family = families()[text]
     if any(isinstance(kind, Compressed) for layer in schema.layers for kind in layer.kinds) or not schema.groups:
-        return "any"
-    own = family.own_attention or family.counts_positions or not model._can_set_attn_implementation()
-    ranks = any(isinstance(kind, Latent) and kind.indexer for layer in schema.layers for kind in layer.kinds)
+        return "any" if family.batched else "none"
+    own = family.own_attention or family.aligned or not model._can_set_attn_implementation()
+    ranks = any(
+        isinstance(kind, Attention | Latent) and kind.indexer for layer in schema.layers for kind in layer.kinds
+    )
     takes = "position_ids" in inspect.signature(model.forward).parameters
     return "equal" if own or ranks or not takes else "any"
 

@@ -41,7 +41,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "phimoe": dict(longrope(6, short_mscale=1.1, long_mscale=1.6), head_dim=12),
     "llama": longrope(6, factor=4.0),
     "minicpm3": longrope(4, factor=4.0),
+    "llama4_text": longrope(8, factor=4.0),
 }
+"""The last rotates by complex numbers."""
 
 
 @functools.cache

@@ -19,9 +19,8 @@ from models import VOCAB, randomise, tiny_config  # noqa: E402
 from more_models import MORE  # noqa: E402
 
 TOKENS = 21
-KEEPS_ALL_COLUMNS = ("zaya",)
-"""Families whose convolutions read the oldest column that transformers keeps."""
-
+KEEPS_ALL_COLUMNS = {"qwen4_exp_text": ["conv_1", "conv_2"], "zaya": ["conv"]}
+"""Families with convolutions that read the oldest column that transformers keeps, and which those are."""
 
 TESTED = sorted({*TINY_FAMILIES, *MORE})
 NOT_MEASURED = {
@@ -33,6 +32,8 @@ NOT_MEASURED = {
     "recurrent_gemma": "its modules hold the states, and it does not give its cache back",
 }
 """Types whose rows ``tests/hf`` alone verifies, by the tokens that follow from them, and why."""
+OWN_STATES = sorted(name for name, family in families().items() if family.own_states)
+"""Types that pass their states around outside of transformers' cache interface."""
 
 
 def config_of(name: str, **changes: Any) -> Any:
@@ -71,12 +72,14 @@ def tensor_of(layer: Any, name: str) -> Any:
 def check_rows(layer: Layer, real: Any) -> None:
     """The rows of every token: heads, widths, dtypes, bytes a token, and how many tokens are kept."""
     rows = {row.name: row for row in layer.block_rows()}
-    names = {"k": "keys", "v": "values", "latent": "keys", "k_rope": "values", "index_key": "indexer_keys"}
+    index_keys = "idx_keys" if hasattr(real, "idx_keys") else "indexer_keys"
+    names = {"k": "keys", "v": "values", "latent": "keys", "k_rope": "values", "index_key": index_keys}
     kept = {attribute for attribute in set(names.values()) if tensor_of(real, attribute) is not None}
     assert kept == {names[name] for name in rows}
     for name, row in rows.items():
         tensor = tensor_of(real, names[name])
         by_token = tensor[0].transpose(0, 1) if tensor.dim() == 4 else tensor[0]
+        by_token = by_token[:, 0] if name == "index_key" and tensor.dim() == 4 else by_token
         assert row.shape == tuple(by_token.shape[1:])
         assert row.dtype == dtype_of(tensor)
         assert row.row_nbytes == tensor.nbytes / len(by_token)
@@ -84,20 +87,31 @@ def check_rows(layer: Layer, real: Any) -> None:
         assert len(by_token) == (TOKENS if span is None else min(TOKENS, span - 1))
 
 
-def check_states(layer: Layer, real: Any, skipped: int) -> None:
-    """The rows of a request: shapes, dtypes and bytes; of a convolution, transformers keeps ``skipped`` columns more."""
+def states_of(real: Any) -> dict[str, Any]:
+    """The state tensors of one of transformers' cache layers, by the names that they have here."""
+    return {
+        name if index == 0 else f"{name}_{index}": tensor
+        for name, attribute in (("conv", "conv_states"), ("recurrent", "recurrent_states"))
+        for index, tensor in (getattr(real, attribute, None) or {}).items()
+        if tensor is not None
+    }
+
+
+def check_states(layer: Layer, found: dict[str, Any], read_whole: list[str]) -> None:
+    """The rows of a request: shapes, dtypes and bytes; of convolutions that are not ``read_whole``, transformers keeps one
+    column more."""
     rows = {row.name: row for row in layer.state_rows()}
-    found = {}
-    for name, attribute in (("conv", "conv_states"), ("recurrent", "recurrent_states")):
-        for index, tensor in (getattr(real, attribute, None) or {}).items():
-            if tensor is not None:
-                found[name if index == 0 else f"{name}_{index}"] = tensor[..., skipped:] if name == "conv" else tensor
     assert found.keys() == rows.keys()
+    found = {
+        name: tensor[..., 1:] if name.startswith("conv") and name not in read_whole else tensor
+        for name, tensor in found.items()
+    }
     for name, tensor in found.items():
         assert rows[name].shape == tuple(tensor.shape[1:])
         assert rows[name].dtype == dtype_of(tensor)
         assert rows[name].row_nbytes == math.prod(tensor.shape) * tensor.element_size()
-        assert sum(number * width for number, width in rows[name].heads) == tensor.shape[1]
+        if rows[name].heads:
+            assert sum(number * width for number, width in rows[name].heads) == tensor.shape[1]
 
 
 def check_compressed(layer: Layer, real: Any) -> None:
@@ -153,7 +167,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 """Families whose fields switch between several caches: the other settings."""
 
 
-@pytest.mark.parametrize(("name", "changes"), [*((name, {}) for name in TESTED if name not in NOT_MEASURED), *VARIANTS])
+@pytest.mark.parametrize(
+    ("name", "changes"), [*((name, {}) for name in TESTED if name not in {*NOT_MEASURED, *OWN_STATES}), *VARIANTS]
+)
 def test_what_a_forward_pass_keeps(name: str, changes: dict[str, Any]) -> None:
     config = config_of(name, **changes)
     schema = Schema.from_hf_config(config)
@@ -166,13 +182,31 @@ def test_what_a_forward_pass_keeps(name: str, changes: dict[str, Any]) -> None:
             check_compressed(layer, real)
             continue
         check_rows(layer, real)
-        check_states(layer, real, skipped=0 if name in KEEPS_ALL_COLUMNS else 1)
+        check_states(layer, states_of(real), KEEPS_ALL_COLUMNS.get(name, []))
         for kind in layer.kinds:
             assert isinstance(kind, Attention | Latent | Recurrent | Shared)
 
 
+@pytest.mark.parametrize("name", OWN_STATES)
+def test_states_outside_of_the_cache_interface(name: str) -> None:
+    """The widths of xLSTM's heads are those of its layers. transformers rounds those of its own cache up to a multiple of 64,
+    which they are here."""
+    config = config_of(name, **(dict(hidden_size=128, num_heads=2) if name == "xlstm" else {}))
+    schema = Schema.from_hf_config(config)
+    assert schema == Schema.from_hf_config(config.to_dict())
+    with torch.no_grad():
+        output = model_of(config)(torch.randint(2, VOCAB, (1, TOKENS)), use_cache=True)
+    by_layer = (
+        [[state[..., index] for state in output.state] for index in range(len(schema.layers))]
+        if families()[name].own_states == "stacked"
+        else list(output.cache_params.rnn_state.values())
+    )
+    for layer, tensors in zip(schema.layers, by_layer, strict=True):
+        check_states(layer, dict(zip([row.name for row in layer.state_rows()], tensors, strict=True)), [])
+
+
 WITH_STATES = {name for name, family in families().items() if family.states is not None}
-WITH_CONVOLUTION = sorted(WITH_STATES - NOT_MEASURED.keys())
+WITH_CONVOLUTION = sorted(WITH_STATES - NOT_MEASURED.keys() - {*OWN_STATES})
 
 
 @pytest.mark.parametrize("name", WITH_CONVOLUTION)
@@ -185,9 +219,9 @@ def test_the_oldest_convolution_column_is_never_read(name: str) -> None:
     for step in (1, 3):
         spoiled = copy.deepcopy(cache)
         for layer in spoiled.layers:
-            for state in (getattr(layer, "conv_states", None) or {}).values():
-                if state is not None:
-                    state[..., 0] += 100.0
+            for state, tensor in states_of(layer).items():
+                if state.startswith("conv"):
+                    tensor[..., 0] += 100
         fresh, _ = forward(model, ids[:, :step], copy.deepcopy(cache))
         found, _ = forward(model, ids[:, :step], spoiled)
         assert torch.equal(fresh, found) == (name not in KEEPS_ALL_COLUMNS)

@@ -262,7 +262,7 @@ def config_class(name: str) -> Any:
 
 
 NOT_WITHOUT = {
-    "deepseek_v4": "compress_ratios", "nemotron_h": "num_hidden_layers",
+    "deepseek_v4": "compress_ratios", "nemotron_h": "num_hidden_layers", "qwen4_exp_text": "index_head_dim",
 }  # fmt: skip
 """Types that have no sound defaults, and the field that their configs must have."""
 
@@ -277,7 +277,7 @@ def test_fields_that_are_left_out(name: str) -> None:
     decoder = {key: MORE[name][key] for key in AS_DECODER if key in MORE[name]} if name in DECODERS else {}
     nothing: dict[str, Any] = {"model_type": "multimodal", "text_config": {"model_type": name, **decoder}}
     if name in NOT_WITHOUT:
-        with pytest.raises(SchemaError, match=f"{name} config.*: {NOT_WITHOUT[name]} is"):
+        with pytest.raises(SchemaError, match=rf"{name} config.*: {NOT_WITHOUT[name]} is"):
             Schema.from_hf_config(nothing)
         return
     found, real = Schema.from_hf_config(nothing), Schema.from_hf_config(config_class(name)(**decoder))
@@ -286,6 +286,47 @@ def test_fields_that_are_left_out(name: str) -> None:
     if real.max_positions is not None:
         nothing["text_config"]["max_position_embeddings"] = real.max_positions
     assert Schema.from_hf_config(nothing).layers == real.layers
+
+
+FOUR = dict(num_hidden_layers=4, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+LISTED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+QSA = dict(indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=256, indexer_budget=8, indexer_compress_ratio=4)
+CHECKPOINTS: list[tuple[str, dict[str, Any]]] = [
+    ("dots3_note_text", dict(FOUR, num_key_value_heads=4, num_hidden_layers=9)),
+    (
+        "dots3_note_text",
+        dict(FOUR, num_key_value_heads=4, layer_types=LISTED, swa_kv_lora_rank=96, sliding_window_size=64),
+    ),
+    ("dots3_note_text", dict(FOUR, num_key_value_heads=4, use_dsa=False, swa_head_dim=224)),
+    ("dots3_note_text", dict(FOUR, num_key_value_heads=4, use_sliding_window=False, swa_qk_rope_head_dim=64)),
+    ("minimax", dict(FOUR, sliding_window=64)),
+    ("minimax", dict(FOUR, sliding_window=64, layer_types=["linear_attention", "full_attention"] * 2)),
+    (
+        "minimax_m3_vl_text",
+        dict(FOUR, sparse_attention_config={"sparse_attention_freq": [0, 1, 1, 0], "sparse_index_dim": 32}),
+    ),
+    ("qwen4_exp_text", dict(FOUR, **QSA, layer_types=["linear_attention"] * 3 + ["full_attention"])),
+    (
+        "qwen4_exp_text",
+        dict(FOUR, **QSA, full_attention_interval=2, ple_layer_ids=[1, 3], ple_embed_dim=32, eos_token_id=2),
+    ),
+    ("rwkv", dict(num_hidden_layers=4, hidden_size=64, attention_hidden_size=96)),
+    ("xlstm", dict(num_hidden_layers=4, num_blocks=4, hidden_size=128, qk_dim_factor=1.0)),
+]
+"""Fields as checkpoints spell them, which transformers puts in other words."""
+
+
+@pytest.mark.parametrize(("name", "raw"), CHECKPOINTS)
+def test_checkpoints_have_spellings_of_their_own(name: str, raw: dict[str, Any]) -> None:
+    real = Schema.from_hf_config(config_class(name)(**raw, dtype="float32"))
+    assert Schema.from_hf_config({"model_type": name, "dtype": "float32", **raw}).layers == real.layers
+
+
+def test_doges_experts_are_refused() -> None:
+    """Their router mixes the tokens of a forward pass, as transformers' own code says of it."""
+    assert Schema.from_hf_config(config_class("doge")()).layers
+    with pytest.raises(SchemaError, match="is_moe is True; expected False: its router mixes the tokens"):
+        Schema.from_hf_config(config_class("doge")(is_moe=True))
 
 
 def test_a_flat_config_of_a_multimodal_model() -> None:

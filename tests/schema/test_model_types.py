@@ -37,7 +37,7 @@ def test_rows_are_sorted_and_have_a_family_and_defaults() -> None:
     assert list(rows) == sorted(rows)
     for name, row in rows.items():
         assert row.keys() == {"family", "defaults"}, name
-        assert all(type(value) in (int, str, bool, list) for value in row["defaults"].values()), name
+        assert all(type(value) in (int, float, str, bool, list) for value in row["defaults"].values()), name
         assert isinstance(row["family"], dict) or row["family"] in TABLE["families"], name
 
 

@@ -58,7 +58,7 @@ class PersistentBatch:
         self._buffers = StepBuffers(core.memory.arrays)
         self._members: tuple[Sequence, ...] = ()
         self._requests: list[Request] = []
-        self._publishes_later = not core.bounded and core.offloader is None
+        self._publishes_later = lifecycle.publisher.publishes_later
         self._rows = DecodeRows(num_rows, (_EVERY + 2 if self._publishes_later else 2) * core.block_size)
         self._most_lacking = 0  # tokens that a request lacks, at most
         self._turn = 0  # part of the way to when the next sequence is published
@@ -96,6 +96,7 @@ class PersistentBatch:
                     f"slot {request.slot} has {request.length} of {request.prompt_length} prompt tokens; commit all but the "
                     f"last first"
                 )
+        self._lifecycle.publisher.settle_alone()
         self._steps.clear()
         self._rows.alone.update(requests)
         self._rows.row_of.update(zip(requests, range(len(self._members), len(members))))
@@ -235,9 +236,8 @@ class PersistentBatch:
         """Publish what the last commit completed, or put it down for later; what an interrupt left is done with the next
         call."""
         if self._due and self._publishes_later:
-            waiting = self._core.unsettled
             for request in self._due:
-                waiting[request], request.is_settled = None, False
+                self._lifecycle.publisher.settle_later(request)
             self._due = []
         while self._due:
             request = self._due[-1]

@@ -20,7 +20,7 @@ from kvpagoda.cache.namespace import Media, Namespaces
 from kvpagoda.cache.offload import Offloader
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import PrefixCache
-from kvpagoda.cache.request import Request, State
+from kvpagoda.cache.request import Request, State, TextPart
 from kvpagoda.cache.swap import Suspended, Swap
 from kvpagoda.errors import BadInput
 from kvpagoda.memory.no_memory import NoMemory
@@ -86,7 +86,7 @@ class Core:
         self.running: dict[int, Request] = {}
         self.suspended: dict[Request, Suspended] = {}
         self.stale: set[bytes] = set()
-        self.unsettled: dict[Request, None] = {}  #: of persistent batches: to be settled in turns, the oldest first
+        self.unsettled: dict[Request, None] = {}  #: with blocks to publish, the one that waits longest first
         self.epoch = 0  #: of the weights: how often all that was cached became invalid
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
         self.counters, self.is_open = Counters(identity.secret), True
@@ -126,21 +126,21 @@ class Core:
             self.extend_hashes(request.block_hashes, request.namespace, tokens, request.media_ids)
         return request.block_hashes
 
-    def release(self, request: Request, suspended: Suspended | None = None, last: Ids | None = None) -> None:
+    def release(self, request: Request, suspended: Suspended | None = None, last: TextPart | None = None) -> None:
         """``request`` runs no more: what it alone holds and its slot are free, what it published is unpinned. With
-        ``suspended``, from ``Swap.copy_out``, it is set aside, else closed. ``last``: the keys of its own first block, which
-        is published before, if there is memory for that."""
+        ``suspended``, from ``Swap.copy_out``, it is set aside, else closed. ``last`` is published before, if there is memory
+        for that."""
         slot, guard = request.slot, self.guard
-        owned = [group.own_ids(slot) for group in self.groups]
+        owned = [(group, group.own_ids(slot)) for group in self.groups]
         read = self.prefix.windows.shared_by(slot)
         if self.memory.is_copying:
             self.memory.finish_copies()
-        others = [ids[1:] for ids in owned]
         guard.is_torn = True
-        if last is not None and self._publish_last(request, last):
-            owned = others
-        for group, ids in zip(self.groups, owned):
+        if last is not None:
+            owned = self._publish_last(request, last, owned)
+        for group in self.groups:
             group.close(slot)
+        for group, ids in owned:
             self.capacity.release(group, ids)
         self.prefix.windows.leave(read)
         self.prefix.tree.unpin(request.lease)
@@ -155,16 +155,18 @@ class Core:
         self.counters.stopped += 1
         guard.is_torn = False
 
-    def _publish_last(self, request: Request, keys: Ids) -> bool:
-        """Publish the first block of ``request``'s own; whether it is cached by that, and its own no more."""
+    def _publish_last(
+        self, request: Request, last: TextPart, owned: list[tuple[BlockGroup, Ids]]
+    ) -> list[tuple[BlockGroup, Ids]]:
+        """Publish the ``last`` blocks of ``request``, which alone holds ``owned``; what is its own after that."""
         begin = request.lease.num_blocks
         try:
-            spared = self.prefix.publish(request.slot, request.lease, keys, None, request.priority)
+            spared = self.prefix.publish(request.slot, request.lease, *last, request.priority)
         except MemoryError:
-            return False
+            return owned
         if self.events is not None:
             self.events.published(request, begin)
-        return not spared
+        return [*spared, *((group, ids[request.lease.num_blocks - begin :]) for group, ids in owned)]
 
     def clear(self) -> None:
         """Forget every request and everything cached, whatever state a signal left this in."""

@@ -25,8 +25,7 @@ class Lifecycle:
     """What happens to the running requests of ``core``."""
 
     def __init__(self, core: Core, publisher: Publisher) -> None:
-        self.core = core
-        self.publisher = publisher
+        self.core, self.publisher = core, publisher
 
     # -- growing -----------------------------------------------------------------------------------------------------
 
@@ -106,7 +105,10 @@ class Lifecycle:
         if count > left:
             request.append(ids)
         request.own_length = end
-        self.settle(request)
+        if core.events is not None or not self.publisher.publishes_later:  # who follows the events is told at once
+            self.settle(request)
+        elif end // core.block_size > request.lease.num_blocks:
+            self.publisher.settle_later(request)
 
     def _measure(self, request: Request) -> None:
         """The prompt of ``request`` is computed: tell how long that took, so that loading can be compared with it."""
@@ -231,6 +233,8 @@ class Lifecycle:
         core = self.core
         request.detach()
         self.check_unfenced(request, "suspended")
+        if not request.is_settled:
+            self.publisher.settle(request)
         self.publisher.ending(request)
         suspended = core.swap.copy_out(request.slot, request.own_length, self.capacity_of(request), whole)
         core.release(request, suspended)
@@ -253,10 +257,10 @@ class Lifecycle:
             request.state = State.CLOSED
             core.guard.is_torn = False
         else:
-            if not request.is_settled:
+            if not request.is_settled and not self.publisher.publishes_later:
                 self.publisher.settle(request)
             self.publisher.ending(request)
-            core.release(request, last=self.publisher.last_block(request))
+            core.release(request, last=self.publisher.last_blocks(request))
         counters.closed += 1
         request.tally.computed += computed
         self._tidy()

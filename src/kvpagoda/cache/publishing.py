@@ -11,7 +11,7 @@ import numpy as np
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.checkpoints import Kept
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.request import Request
+from kvpagoda.cache.request import Request, TextPart
 from kvpagoda.cache.start import make_room
 from kvpagoda.cache.tier_hit import TierHit
 
@@ -25,6 +25,8 @@ class Publisher:
 
     def __init__(self, core: Core) -> None:
         self._core, size = core, core.block_size
+        self.publishes_later = not core.bounded and core.offloader is None
+        """Whether a commit leaves it for later: nothing slides, and nothing below waits for it."""
         self._every = core.settings.retention.checkpoint_every
         self._slack, self._coarse = _SLACK // size, max(1, _COARSE // size)
         self._spans = [window.group.growth.span or 0 for window in core.prefix.windows]
@@ -34,6 +36,7 @@ class Publisher:
         """Publish the whole blocks of ``request``, keep the checkpoints that are due, let its windows slide. While a step or a
         copy of it is in flight all of that waits; where memory for it lacks, it is tried again with the next commit."""
         request.is_settled = False
+        self._core.unsettled.pop(request, None)
         if request.num_fences:
             return
         publishes = self._publishes(request)
@@ -48,17 +51,26 @@ class Publisher:
             return
         request.is_settled = True
 
+    def settle_later(self, request: Request) -> None:
+        """``request`` completed a block: it is published when somebody looks, or with the request's next step."""
+        request.is_settled = False
+        self._core.unsettled[request] = None
+
     def settle_waiting(self, most: int | None = None) -> None:
-        """Publish what persistent batches have left for later, of all requests or of the ``most`` that wait longest. Whoever
-        reads the prefix tree calls this first, so that nobody can tell."""
+        """Publish what was left for later, of all requests or of the ``most`` that wait longest. Whoever reads the prefix tree
+        calls this first, so that nobody can tell."""
         waiting = self._core.unsettled
         while waiting and most != 0:
             request = next(iter(waiting))
             if request.rows is not None:
                 request.rows.flush(request)
             self.settle(request)
-            waiting.pop(request, None)
             most = None if most is None else most - 1
+
+    def settle_alone(self) -> None:
+        """As ``settle_waiting``, of the requests that no persistent batch steps."""
+        for request in [one for one in self._core.unsettled if one.rows is None]:
+            self.settle(request)
 
     def _publishes(self, request: Request) -> bool:
         """Whether others may find what ``request`` computes now: not what began with weights that are gone, and went on."""
@@ -69,7 +81,8 @@ class Publisher:
         core, found = self._core, request.match
         if not self._publishes(request):
             return
-        request.due = self._due_of(request)
+        if core.bounded:
+            request.due = self._due_of(request)
         begin = found.resumable // core.block_size
         try:
             if found.loaded:
@@ -148,15 +161,17 @@ class Publisher:
         if offloader is not None and hashes is not None and request.namespace not in core.stale:
             offloader.published(hashes, begin, self._ids(request), source)
 
-    def last_block(self, request: Request) -> Ids | None:
-        """The keys of the block inside which ``request`` ends, of a model whose hits may end anywhere: it is reusable up to
-        there, and to the tree a whole one, whose other tokens are ``NO_TOKEN``. None if there is none to publish."""
+    def last_blocks(self, request: Request) -> TextPart | None:
+        """What ``request``, which ends, has not published, of a model whose hits may end anywhere. The block inside which it
+        ends is reusable up to there: to the tree a whole one, with ``NO_TOKEN`` behind. None if there is none."""
         core, size, grid = self._core, self._core.block_size, self._core.settings.limits.hit_grid
-        begin = request.own_length // size
-        is_found = begin == request.lease.num_blocks and request.own_length // grid * grid > begin * size
-        if not is_found or core.bounded or not self._publishes(request):
+        begin, end = request.lease.num_blocks, request.own_length // size
+        if request.own_length // grid * grid > end * size:
+            end += 1
+        has_computed = request.own_length > request.match.resumable
+        if begin == end or not has_computed or core.bounded or not self._publishes(request):
             return None
-        return request.committed_keys(begin * size, (begin + 1) * size)
+        return request.last_keys(begin * size, end * size)
 
     def _ids(self, request: Request) -> Ids:
         """The blocks that ``request`` shares with the prefix cache, int32."""

@@ -16,6 +16,8 @@ from kvpagoda.prefix import Lease
 from kvpagoda.prefix.tokens import NO_TOKEN
 
 Tokens = Ids
+TextPart = tuple[Tokens, Tokens | None]
+"""Keys of whole blocks, and the text that has them at their place, for ``PrefixCache.publish``."""
 
 
 class State(Enum):
@@ -90,6 +92,15 @@ class Request:
         """As ``keys``, of committed tokens alone: ``NO_TOKEN`` where ``end`` is behind them."""
         keys = self.keys(first, min(end, self.own_length))
         return keys if end <= self.own_length else np.append(keys, np.full(end - self.own_length, NO_TOKEN, np.int32))
+
+    def last_keys(self, first: int, end: int) -> TextPart:
+        """As ``committed_keys`` and ``text``, of a text that ends: what stands behind it in its array is overwritten."""
+        if end <= self.own_length:
+            return self.keys(first, end), self.text
+        if self.media_ids or self.own_length < self.prompt_length or end > len(self.tokens):
+            return self.committed_keys(first, end), None
+        self.tokens[self.own_length : end] = NO_TOKEN
+        return self.tokens[first:end], self.tokens
 
     @property
     def text(self) -> Tokens | None:

@@ -236,6 +236,12 @@ def requests_of(sequences: Iterable[Sequence], core: Core) -> list[Request]:
     return requests
 
 
+def settled(sequence: Sequence) -> Request:
+    """The request of ``sequence``, once all that running requests completed is published."""
+    sequence._calls.lifecycle.publisher.settle_waiting()
+    return sequence._request
+
+
 class Fence:
     """Steps and copies in flight around some sequences; see ``KVCache.fence``."""
 

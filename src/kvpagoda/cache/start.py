@@ -16,7 +16,6 @@ from kvpagoda.cache.swap import Suspended
 from kvpagoda.cache.tier_hit import TierHit
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.prefix import Lease, Match
-from kvpagoda.units import ceil_div
 
 _NONE: Ids = np.empty(0, np.int32)
 
@@ -67,9 +66,11 @@ def shared_columns(core: Core, wish: AdmissionRequest, whole: int) -> list[range
 def allot(core: Core, wish: AdmissionRequest, shared: list[range], holding: Holding) -> list[Allotment] | None:
     """What each group gives the request, whose ``shared`` blocks are held; None if there is no room for it."""
     capacity = max(wish.capacity, wish.found.resumable) if wish.suspended is None else wish.capacity
-    ends = [ceil_div(capacity, group.block_size) for group in core.groups]
-    needs = [max(0, end - some.stop) for end, some in zip(ends, shared)]
-    more = [max(need, n - len(some)) for need, n, some in zip(needs, wish.reserved, shared)]
+    needs, more = list[int](), list[int]()
+    for group, some, reserved in zip(core.groups, shared, wish.reserved):
+        need = -(-capacity // group.block_size) - some.stop
+        needs.append(need if need > 0 else 0)
+        more.append(max(needs[-1], reserved - len(some)))
     moves = core.capacity.num_moves
     if not make_room(core.capacity, needs, more):
         return None

@@ -54,7 +54,7 @@ class Windows(tuple[Window, ...]):
 
     def spans_before(self, num_blocks: int) -> list[range]:
         """What a text needs of each group to go on after ``num_blocks`` blocks."""
-        return [range(window.blocks.first_needed(num_blocks), num_blocks) for window in self]
+        return [range(window.blocks.first_needed(num_blocks), num_blocks) for window in self] if self else []
 
     def can_resume(self, match: Match) -> bool:
         """Whether a text can go on behind all blocks of ``match``, as far as these groups are asked."""
@@ -68,7 +68,7 @@ class Windows(tuple[Window, ...]):
 
     def cells_of(self, rows: Ids, spans: Many[range]) -> list[Ids]:
         """The cells of ``spans`` in ``rows``, int32 ``[rows of the tree, n]``, what it has of a text: views, by group."""
-        return [window.cells_of(rows)[:, span.start : span.stop] for window, span in zip(self, spans)]
+        return [window.cells_of(rows)[:, span.start : span.stop] for window, span in zip(self, spans)] if self else []
 
     def read(self, cells: Many[Ids]) -> None:
         """One more reads ``cells`` of each group, which are there."""
@@ -82,7 +82,7 @@ class Windows(tuple[Window, ...]):
 
     def shared_by(self, slot: int) -> list[Ids]:
         """The cells of what ``slot`` reads, by group."""
-        return [window.blocks.cells(window.group.shared_ids(slot)) for window in self]
+        return [window.blocks.cells(window.group.shared_ids(slot)) for window in self] if self else []
 
     # -- publishing --------------------------------------------------------------------------------------------------
 

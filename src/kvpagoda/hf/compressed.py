@@ -123,6 +123,8 @@ def pool_windows(
     closed = handle.close_windows(keys, compressor.gate_proj(hidden)[0] + bias, prefix)
     weights = closed.scores.softmax(dim=1, dtype=torch.float32).to(closed.keys.dtype)
     entries = compressor.kv_norm((closed.keys * weights).sum(dim=1).to(keys.dtype))[None]
+    if not closed.windows.numel():
+        return closed, entries[0]  # some rotary modules look for the furthest position
     cos, sin = compressor.rotary_emb(entries, position_ids=closed.windows[None] * ratio, layer_type="compress")
     return closed, rotate(entries[:, None], cos, sin)[0, 0]
 

@@ -7,10 +7,10 @@ and hands back all rows that the step may read, gathered through the block table
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
@@ -55,7 +55,7 @@ class StepContext:
         self,
         batch: Batch,
         schema: Schema,
-        columns: dict[int, int],
+        columns: dict[tuple[int, int], int],
         is_aligned: bool = False,
         holders: Mapping[int, Any] | None = None,
     ) -> None:
@@ -66,9 +66,11 @@ class StepContext:
         self.holders = holders or {}
         """Layer -> the module that holds its states itself."""
         self.columns = columns
-        """Layer -> columns of its convolution tail in transformers, known once a request has begun."""
+        """(Layer, state) -> columns of its convolution tail in transformers, known once a request has begun."""
         self.is_first = first == 0
         """Whether the step starts its (one) request, so that there is no state to read yet."""
+        self.masked_layer = 0
+        """The layer whose sizes were asked for last, as is done before a mask is made."""
         self.last_stored = -1
         """The layer that stored rows last: attention modules that several layers share do not know their layer."""
         self._gathers: dict[Growth, GroupGather] = {}
@@ -86,17 +88,23 @@ class StepContext:
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     """The rows that one attention layer keeps per token: K and V, or MLA's latent and RoPE key, and an indexer's keys."""
 
-    is_sliding = False
     is_croppable = False
 
     def __init__(self, context: StepContext, index: int) -> None:
         CacheLayerMixin.__init__(self)
+        layer = context.schema.by_index[index]
         self._context, self._index = context, index
-        self._row_names = [rows.name for rows in context.schema.by_index[index].block_rows()]
+        self._row_names = [rows.name for rows in layer.block_rows()]
+        self.is_sliding = layer.growth is not None and layer.growth.window is not None
+        self.indexer_position_ids: Tensor | None = None
+        """``[3, B, past]`` positions of time, height and width, for indexers that read those of all tokens; None: no past."""
+        if context.past:
+            past = torch.arange(context.past, device=context.batch.positions.device)
+            self.indexer_position_ids = past.expand(3, len(context.batch.state_indices), -1)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store ``[B, H, S, D]`` rows; return all rows of the step's requests, contiguous ``[B, H, T, D]``."""
-        first, second = self._row_names[0], self._row_names[-1 if len(self._row_names) == 1 else 1]
+        first, second = self._row_names[0], self._row_names[:2][-1]
         keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
         if first == "kv":
             keys, values = self._store(first, torch.stack((keys, values), dim=2)).unbind(2)
@@ -110,6 +118,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store ``[B, S, D]`` indexer keys; return all of them, ``[B, T, D]``."""
         return self._store(self._row_names[-1], indexer_key_states)
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """The same of ``[B, 1, S, D]`` keys, for an indexer of blocks of tokens."""
+        return self.update_indexer(idx_k[:, 0])[:, None]
 
     def _store(self, name: str, rows: Tensor) -> Tensor:
         gather, view = self._context.gather(self._index), self._context.batch.layer(self._index)
@@ -151,9 +163,9 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         for name, state in self._state_of.items():
             rows = self._pool.read(name, (self._slots,))[:, 0]
             if name.startswith("conv"):
-                missing = context.columns[index] - rows.shape[-1]
-                self.conv_states[state] = torch.nn.functional.pad(rows, (missing, 0))
-                self.conv_kernel_size[state] = context.columns[index]
+                columns = context.columns[index, state]
+                self.conv_states[state] = torch.nn.functional.pad(rows, (columns - rows.shape[-1], 0))
+                self.conv_kernel_size[state] = columns
                 self.is_conv_states_initialized[state] = True
             else:
                 self.recurrent_states[state] = rows
@@ -166,7 +178,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         for name, state in self._state_of.items():
             if name.startswith("conv"):
                 rows = self.conv_states[state]
-                self._columns[self._layer] = rows.shape[-1]
+                self._columns[self._layer, state] = rows.shape[-1]
                 rows = rows[..., -self._pool.rows[name].shape[-1] :]
             else:
                 rows = self.recurrent_states[state]
@@ -221,6 +233,7 @@ class StepCache(Cache):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(rows that a query may read, position of the first of them)."""
+        self._context.masked_layer = layer_idx
         if not self._context.is_aligned or self._context.batch.layer(layer_idx).layer.growth is None:
             return self._past + query_length, 0
         gather = self._context.gather(layer_idx)
@@ -270,8 +283,16 @@ def step_cache_class(model: Any) -> type[StepCache]:
 _step: ContextVar[StepContext] = ContextVar("kvpagoda_step")
 
 
+class SavesStates(Protocol):
+    """What a model is given as its cache for one forward pass."""
+
+    def save_states(self) -> None: ...
+
+
 @contextmanager
-def in_step(context: StepContext, cache_class: type[StepCache] = StepCache) -> Iterator[StepCache]:
+def in_step(
+    context: StepContext, cache_class: Callable[[StepContext], SavesStates] = StepCache
+) -> Iterator[SavesStates]:
     """Run a forward pass of ``context``'s batch: ``attend`` finds its tables here. States are saved at the end."""
     token = _step.set(context)
     try:
@@ -292,6 +313,7 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     position_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     **kwargs: Any,
@@ -300,13 +322,19 @@ def attend(
 
     The reference: one matrix product, one softmax with the sinks ``s_aux`` ``[H]``, or ``sinks`` ``[B, H, S, 1]``, as one more
     column, one product. ``position_bias`` ``[B, H, S, T]`` is added to the scores. ``indices`` ``[B, S, k]``: the rows that an
-    indexer chose. Returns ``[B, S, H, D_v]``.
+    indexer chose; ``block_indices`` ``[B, .., S, k]``: blocks of them, as the indexer of ``module`` cuts and masks them.
+    Returns ``[B, S, H, D_v]``.
     """
     context, own = _step.get(), getattr(module, "layer_idx", None)
     layer = own if isinstance(own, int) and own in context.schema.by_index else context.last_stored
     visible = context.gather(layer).visible[:, None, -query.shape[2] :]  # some models drop queries that no logit needs
     if indices is not None:
         visible = visible & torch.zeros_like(visible).scatter(-1, indices[:, None].long(), True)
+    if block_indices is not None:
+        blocks: Any = module.indexer
+        attention_mask = blocks.build_block_mask(
+            block_indices, visible, key.shape[2], query.dtype, query.device, position_ids=None
+        )
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         visible = visible & attention_mask
     repeat = query.shape[1] // key.shape[1]
@@ -329,14 +357,17 @@ def attend(
 
 
 def mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """What models get for a mask: bool ``[B, 1, S, T]`` where all layers share one (an indexer reads it), else None.
+    """What models get for a mask: bool ``[B, 1, S, T]`` where all layers share one or an indexer reads it, else None.
 
-    Masks are by position, in ``attend``, so nothing depends on this one for being right.
+    Masks are by position, in ``attend``, so nothing else depends on this one for being right.
     """
     context = _step.get()
-    if len(context.schema.groups) != 1:
+    layer = context.schema.by_index[context.masked_layer]
+    if len(context.schema.groups) == 1:
+        layer = context.schema.groups[0].layers[0]
+    elif all(rows.name != "index_key" for rows in layer.block_rows()):
         return None
-    return context.gather(context.schema.groups[0].layers[0].index).visible[:, None]
+    return context.gather(layer.index).visible[:, None]
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -96,6 +96,7 @@ def _with_position(position: int) -> Any:
     return hook
 
 
-def _without_last(module: torch.nn.Module, args: Any, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """A hook that cuts the last position off the cosines and sines, each ``[..., S + 1, D]``."""
-    return tuple(part[..., :-1, :] for part in angles)
+def _without_last(module: torch.nn.Module, args: Any, angles: Tensor | tuple[Tensor, Tensor]) -> Any:
+    """A hook that cuts the last position off the cosines and sines, each ``[..., S + 1, D]``, or off the complex numbers that
+    stand for both."""
+    return angles[..., :-1, :] if isinstance(angles, Tensor) else tuple(part[..., :-1, :] for part in angles)

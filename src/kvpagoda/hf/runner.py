@@ -12,10 +12,11 @@ import torch
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence, requests_of
 from kvpagoda.errors import SchemaError
+from kvpagoda.hf.own_states import FORMS
 from kvpagoda.hf.paged import ATTENTION, StepContext, in_step, step_cache_class
 from kvpagoda.hf.rope_switch import RopeSwitch
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.schema import Latent
+from kvpagoda.schema import Attention, Latent
 from kvpagoda.schema.families import model_types
 
 Tensor = torch.Tensor
@@ -61,23 +62,24 @@ class ModelRunner:
         through_interface = model.config._attn_implementation == ATTENTION and not family.own_attention
         model.set_attn_implementation(before)
         accepted = inspect.signature(model.forward).parameters
-        names = [name for name in ("past_key_values", "cache_params") if name in accepted]
+        self._is_batched = family.batched
+        names = [name for name in ("past_key_values", "cache_params", "state") if name in accepted]
         if not names:
             raise SchemaError(f"{type(model).__name__} takes no cache in its forward pass")
         self._cache_name = names[0]
         self._attention = ATTENTION if through_interface else None
         self._trims_logits = "logits_to_keep" in accepted
-        takes_positions = through_interface and "position_ids" in accepted and not family.counts_positions
+        takes_positions = through_interface and "position_ids" in accepted and not family.aligned
         kinds = [kind for layer in cache.schema.layers for kind in layer.kinds]
-        ranks_tokens = any(isinstance(kind, Latent) and kind.indexer is not None for kind in kinds)
+        ranks_tokens = any(isinstance(kind, Attention | Latent) and kind.indexer is not None for kind in kinds)
         self._is_aligned = bool(cache.schema.groups) and (ranks_tokens or not takes_positions)
         configs = [
             part.config for part in model.modules() if hasattr(getattr(part, "config", None), "_attn_implementation")
         ]
         self._configs = list({id(config): config for config in configs}.values())
-        self._columns: dict[int, int] = {}
+        self._columns: dict[tuple[int, int], int] = {}
         self._padding = _padding_token(model)
-        self._cache_class = step_cache_class(model)
+        self._cache_class = FORMS[family.own_states] if family.own_states else step_cache_class(model)
         self._holders = {
             index: part
             for index, layer in enumerate(getattr(model.base_model, "layers", ()))
@@ -110,7 +112,7 @@ class ModelRunner:
     def _step(self, work: Many[Work], kept: Many[int], sides: Many[int]) -> Tensor:
         passes: dict[tuple[int, int, int], list[int]] = {}
         for i, (sequence, tokens) in enumerate(work):
-            together = sequence.length > 0 and len(tokens) == kept[i]
+            together = self._is_batched and sequence.length > 0 and len(tokens) == kept[i]
             past = sequence.length if self._is_aligned else 0
             passes.setdefault((sides[i], past, len(tokens) if together else -1 - i), []).append(i)
         rows: dict[int, Tensor] = {}

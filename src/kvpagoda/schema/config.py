@@ -14,9 +14,10 @@ ALIASES = {
     "hidden_size": ("n_embd", "n_embed", "d_model"),
     "max_position_embeddings": ("n_positions", "model_max_length", "max_seq_len"),
     "layer_types": ("layers_block_type",),
+    "index_head_dim": ("indexer_head_dim", "sparse_attention_config.sparse_index_dim"),
     "sliding_window": ("attention_window_size", "sliding_window_size"),
 }
-"""Other names under which configs have the same field."""
+"""Other names under which configs have the same field; with a dot, one in a table of the config."""
 
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "decoder_layers", "decoder_attention_heads")
 """What every whole ``config.json`` says. A default would be a guess at which model it is."""
@@ -32,8 +33,10 @@ class Config:
     def get(self, name: str, default: Any = None) -> Any:
         """The field, else its default, else ``default``."""
         for spelling in (name, *ALIASES.get(name, ())):
-            if spelling in self.raw:
-                return self.raw[spelling]
+            table, _, field = spelling.rpartition(".")
+            fields = self.table(table) if table else self.raw
+            if field in fields:
+                return fields[field]
         return self.defaults.get(name, default)
 
     def size(self, name: str, at_least: int = 1) -> int:

@@ -170,7 +170,7 @@ def layer_kinds(
     if layer_type not in (t.LINEAR, t.CONV, t.MOE, t.MLP, t.CROSS):
         kinds.append(attention(c, family, layer_type, index, dtype, packed))
     if layer_type in (t.LINEAR, t.CONV, t.HYBRID, t.HYBRID_SLIDING) and family.states is not None:
-        kinds.append(Recurrent(family.states(c.replaced(layer_type=layer_type), dtype)))
+        kinds.append(Recurrent(family.states(c.replaced(layer_type=layer_type, layer=index), dtype)))
     return tuple(kinds)
 
 
@@ -186,13 +186,13 @@ def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str
     longest = family.max_positions(c)
     if law.span is not None and longest is not None and law.span >= longest:
         law = FULL  # no text is long enough to leave it
-    if family.attention == "heads":
-        heads = family.heads(c, layer_type)
-        return Attention(heads.number, heads.k_dim, heads.v_dim, dtype, law)
     encoding = packed.latents if packed else RAW
-    has_indexer = layer_type == t.INDEXED and family.has_indexer(c, index)
-    indexer = IndexKeys(c.size("index_head_dim"), encoding) if has_indexer else None
-    return Latent(c.size("kv_lora_rank"), c.size("qk_rope_head_dim"), dtype, law, encoding, indexer)
+    has_indexer = layer_type in (t.INDEXED, t.BLOCK_INDEXED) and family.has_indexer(c, index)
+    indexer = IndexKeys(c.size("index_head_dim"), encoding, family.index_dtype) if has_indexer else None
+    heads = family.heads(c, layer_type)
+    if family.attention == "latent":
+        return Latent(heads.k_dim, heads.v_dim, dtype, law, encoding, indexer)
+    return Attention(heads.number, heads.k_dim, heads.v_dim, dtype, law, indexer=indexer)
 
 
 def compressed(c: Config, layer_type: str, dtype: str, packed: KVFormat | None) -> Compressed:

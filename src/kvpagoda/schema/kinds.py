@@ -60,6 +60,27 @@ def split_heads(what: str, count: int, ways: int) -> int:
 
 
 @dataclass(frozen=True)
+class IndexKeys:
+    """The keys of an indexer, which selects the tokens that a layer reads: one of ``dim`` elements for each row of K and V,
+    latent row or compressed entry. ``dtype``: "": that of the layer.
+
+    >>> Latent(512, 64, "bfloat16", indexer=IndexKeys(128)).block_rows()[-1].shape
+    (128,)
+    """
+
+    dim: int
+    encoding: Encoding | PackedRow = RAW
+    dtype: str = ""
+
+    def row(self, dtype: str) -> Rows:
+        """The key of one token in a layer of ``dtype``."""
+        return Rows("index_key", (self.dim,), self.dtype or dtype, self.encoding)
+
+    def laid_out(self, choices: Choices) -> IndexKeys:
+        return replace(self, encoding=choices["indexer"].encoding()) if "indexer" in choices else self
+
+
+@dataclass(frozen=True)
 class Attention(LayerKind):
     """K and V rows of every token: ``num_kv_heads`` heads with ``k_dim`` and ``v_dim`` elements. ``law`` says which tokens
     stay: all, a sliding window or a chunk.
@@ -70,7 +91,7 @@ class Attention(LayerKind):
     SchemaError for sinks without a window.
 
     ``layout``: how K and V lie in a page, by the name of a layout ("": each dense, ``[rows, heads, dim]``). An ``encoding``
-    that is a ``PackedRow`` holds both in one row, ``kv`` ``[2, heads, dim]``.
+    that is a ``PackedRow`` holds both in one row, ``kv`` ``[2, heads, dim]``. ``indexer``: its keys lie beside them.
 
     >>> layer = Attention(8, 128, 128, "bfloat16", Growth(window=4096))
     >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
@@ -87,6 +108,7 @@ class Attention(LayerKind):
     encoding: Encoding | PackedRow = RAW
     num_sinks: int = 0
     layout: str = ""
+    indexer: IndexKeys | None = None
 
     def __post_init__(self) -> None:
         if self.num_sinks < 0 or (self.num_sinks and self.law.window is None):
@@ -98,6 +120,10 @@ class Attention(LayerKind):
         return self.law
 
     def block_rows(self) -> tuple[Rows, ...]:
+        return self._rows() if self.indexer is None else (*self._rows(), self.indexer.row(self.dtype))
+
+    def _rows(self) -> tuple[Rows, ...]:
+        """K and V of one token."""
         if isinstance(self.encoding, PackedRow):
             return (Rows("kv", (2, self.num_kv_heads, self.k_dim), self.dtype, self.encoding),)
         heads, pages = ((self.num_kv_heads, 1),), page_choice(self.layout).pages if self.layout else {}
@@ -112,39 +138,24 @@ class Attention(LayerKind):
     def state_rows(self) -> tuple[Rows, ...]:
         if not self.num_sinks:
             return ()
-        return tuple(replace(row, name=f"sink_{row.name}", count=self.num_sinks, page="") for row in self.block_rows())
+        return tuple(replace(row, name=f"sink_{row.name}", count=self.num_sinks, page="") for row in self._rows())
 
     def laid_out(self, choices: Choices) -> Attention:
         """Raises SchemaError for a packed layout where K and V differ in size or have sinks."""
+        laid = replace(self, indexer=self.indexer and self.indexer.laid_out(choices))
         if (choice := choices.get("attention")) is None:
-            return self
+            return laid
         if choice.format == "raw":
-            return replace(self, layout=choice.name, encoding=RAW)
+            return replace(laid, layout=choice.name, encoding=RAW)
         if self.k_dim != self.v_dim or self.num_sinks:
             raise SchemaError(
                 f"{choice.name!r} has K and V side by side, of one size and without sinks; this layer has "
                 f"K of {self.k_dim}, V of {self.v_dim} and {self.num_sinks} sinks"
             )
-        return replace(self, layout=choice.name, encoding=choice.encoding(self.k_dim))
+        return replace(laid, layout=choice.name, encoding=choice.encoding(self.k_dim))
 
     def split(self, ways: int) -> Attention:
         return replace(self, num_kv_heads=split_heads("KV heads", self.num_kv_heads, ways))
-
-
-@dataclass(frozen=True)
-class IndexKeys:
-    """The keys of an indexer, which selects the tokens that a layer reads: one of ``dim`` elements for each latent row, or for
-    each compressed entry.
-
-    >>> Latent(512, 64, "bfloat16", indexer=IndexKeys(128)).block_rows()[-1].shape
-    (128,)
-    """
-
-    dim: int
-    encoding: Encoding | PackedRow = RAW
-
-    def laid_out(self, choices: Choices) -> IndexKeys:
-        return replace(self, encoding=choices["indexer"].encoding()) if "indexer" in choices else self
 
 
 @dataclass(frozen=True)
@@ -183,7 +194,7 @@ class Latent(LayerKind):
             )
         if self.indexer is None:
             return rows
-        return (*rows, Rows("index_key", (self.indexer.dim,), self.dtype, self.indexer.encoding))
+        return (*rows, self.indexer.row(self.dtype))
 
     def laid_out(self, choices: Choices) -> Latent:
         """Raises LayoutError for packed rows that keep another number of RoPE dims."""

@@ -35,14 +35,19 @@ class Family:
     layer_type   the type of layer i where the config has no ``layer_types``
     reads_layer_types  whether the model's code reads ``layer_types`` at all; False: ``layer_type`` decides whatever they say
     verified     the layer types that were compared with transformers; any other is an error
-    heads        K/V heads and widths of a layer with attention
+    heads        K/V heads and widths of a layer with attention; of MLA those of the latent and its RoPE key
     states       what linear, convolution and hybrid layers keep for a request (None: the family has no such layers)
     attention    "heads", "latent" (MLA) or "compressed" (DeepSeek-V4)
     has_indexer  whether layer i keeps indexer keys, where its type is indexed
+    index_dtype  dtype of indexer keys ("": the model's)
     window       tokens of the sliding window
     num_layers   number of layers that have a cache
     max_positions  tokens of the longest text that the config names; None where it names none
-    counts_positions  whether the model counts positions from the length of its cache, though it is given them
+    aligned      whether requests that share a forward pass must be equally long: the model counts positions from the length of
+                 its cache, though it is given them, or ranks tokens without an indexer
+    own_states   how the model passes its states around where it does so outside of transformers' cache interface: "stacked"
+                 over the layers, or "by_layer"
+    batched      whether several requests may decode in one forward pass; False where the model's code mixes its rows then
     own_attention  whether only other parts of the model (those for images) go through transformers' attention interface
     requires     field -> the value that it must have, and why
     """
@@ -54,10 +59,13 @@ class Family:
     states: StateRule | None = None
     attention: str = "heads"
     has_indexer: Callable[[Config, int], bool] = every_layer
+    index_dtype: str = ""
     window: Callable[[Config], Any] = sliding_window
     num_layers: Callable[[Config], int] = hidden_layers
     max_positions: Callable[[Config], int | None] = positions.named
-    counts_positions: bool = False
+    aligned: bool = False
+    own_states: str = ""
+    batched: bool = True
     own_attention: bool = False
     requires: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 

@@ -98,4 +98,17 @@ def gemma4(c: Config, layer_type: str) -> Heads:
     return grouped(c.replaced(num_key_value_heads=number) if number else c, layer_type)
 
 
+def latent(c: Config, layer_type: str) -> Heads:
+    """One head, whose K row is the latent and whose V row is the RoPE key."""
+    return Heads(1, c.size("kv_lora_rank"), c.size("qk_rope_head_dim"))
+
+
+def swa_latent(c: Config, layer_type: str) -> Heads:
+    """Sliding layers have widths of their own: those of ``per_layer_config``, else the ``swa_`` fields."""
+    if layer_type != SLIDING or "per_layer_config" in c.raw:
+        return latent(c, layer_type)
+    rest = c.size("swa_head_dim") - c.size("swa_qk_nope_head_dim")
+    return Heads(1, c.size("swa_kv_lora_rank"), c.size_or("swa_qk_rope_head_dim", rest))
+
+
 HeadRule = Callable[[Config, str], Heads]

@@ -9,7 +9,7 @@ from kvpagoda.errors import SchemaError
 from kvpagoda.schema.config import Config
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-LINEAR, CONV, INDEXED = "linear_attention", "conv", "indexed_attention"
+LINEAR, CONV, INDEXED, BLOCK_INDEXED = "linear_attention", "conv", "indexed_attention", "minimax_m3_sparse"
 HYBRID, HYBRID_SLIDING = "hybrid", "hybrid_sliding"
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 MOE, MLP, CROSS = "moe", "mlp", "cross_attention"
@@ -136,11 +136,18 @@ def kimi_linear(c: Config, i: int) -> str:
     return FULL if i + 1 in table.indices("full_attn_layers") else LINEAR
 
 
+def minimax(c: Config, i: int) -> str:
+    """Every second layer is linear; the others slide where there is a window, whatever a list calls them."""
+    listed = c.get("layer_types")
+    is_linear = i % 2 if listed is None else c.item("layer_types", i) == LINEAR
+    return LINEAR if is_linear else by_fields(c, i)
+
+
 def minimax_m3(c: Config, i: int) -> str:
-    """The checkpoint says in a table of its own which layers are sparse (their cache was not verified)."""
+    """The checkpoint says in a table of its own which layers have an indexer, of blocks of tokens."""
     table = Config(c.table("sparse_attention_config"), {})
-    sparse = table.get("sparse_attention_freq") is not None and table.item("sparse_attention_freq", i)
-    return "minimax_m3_sparse" if sparse else FULL
+    is_sparse = table.get("sparse_attention_freq") is not None and table.item("sparse_attention_freq", i)
+    return BLOCK_INDEXED if is_sparse else FULL
 
 
 def nemotron_h(c: Config, i: int) -> str:
@@ -161,6 +168,22 @@ def deepseek_v4(c: Config, i: int) -> str:
     if ratios[i] not in types:
         raise SchemaError(f"layer {i} has compress ratio {ratios[i]!r}; expected one of {', '.join(map(str, types))}")
     return types[ratios[i]]
+
+
+def dots3_note(c: Config, i: int) -> str:
+    """Without a list: windows on all but the first two layers and every fourth from there on. A checkpoint calls layers full
+    that have an indexer, unless it says that they have none."""
+    slides = c.get("use_sliding_window", True) and i >= 2 and i % 4 != 1
+    own = (SLIDING if slides else INDEXED) if c.get("layer_types") is None else c.item("layer_types", i)
+    has_indexer = c.get("use_dsa", None if "per_layer_config" in c.raw else True)
+    return own if own == SLIDING or has_indexer is None else INDEXED if has_indexer else FULL
+
+
+def qwen4_exp(c: Config, i: int) -> str:
+    """A checkpoint calls layers full that have an indexer."""
+    listed = c.get("layer_types")
+    linear = (i + 1) % c.size_or("full_attention_interval", 4) if listed is None else c.item("layer_types", i) == LINEAR
+    return LINEAR if linear else INDEXED
 
 
 def recurrent_gemma(c: Config, i: int) -> str:
@@ -214,6 +237,10 @@ def modernbert_window(c: Config) -> Any:
 
 def hidden_layers(c: Config) -> int:
     return c.size("num_hidden_layers")
+
+
+def blocks(c: Config) -> int:
+    return c.size_or("num_blocks", c.size("num_hidden_layers"))
 
 
 def decoder_layers(c: Config) -> int:

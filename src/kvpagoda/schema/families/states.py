@@ -118,6 +118,18 @@ def kimi_delta(
     return states
 
 
+def qwen4_exp(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """A gated delta net. Layers that ``ple_layer_ids`` lists, counted from 1, add n-grams of tokens: a dilated convolution,
+    all columns of which are read, and the last tokens themselves."""
+    states = gated_delta(c, dtype)
+    if c.get("layer") + 1 not in c.indices("ple_layer_ids"):
+        return states
+    size, streams = c.size("ngram_size", 2), c.size("hc_count")
+    columns = (c.size("ple_conv_kernel_size", 2) - 1) * size
+    n_grams = Rows("conv_1", (streams * c.size("hidden_size"), columns), dtype)
+    return *states, n_grams, Rows("conv_2", (size - 1,), "int64")
+
+
 def short_convolution(c: Config, dtype: str) -> tuple[Rows, ...]:
     return (conv(((c.size("hidden_size"), 1),), c.size("conv_L_cache", 2) - 1, dtype),)
 
@@ -149,3 +161,33 @@ def inkling(c: Config, dtype: str) -> tuple[Rows, ...]:
     kept = ((heads.number, heads.k_dim), (heads.number, heads.v_dim), *(((c.size("hidden_size"), 1),) * 2))
     tails = [conv((each,), columns, "float32") for each in kept]
     return tuple(replace(tail, name=f"conv_{i}" if i else "conv") for i, tail in enumerate(tails))
+
+
+def rwkv(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """RWKV-4 (arXiv 2305.13048): the token before, for the feed-forward part and for attention, and of each channel a sum of
+    values, of weights, and the largest exponent so far, in float32."""
+    hidden, channels = c.size("hidden_size"), c.size_or("attention_hidden_size", c.size("hidden_size"))
+    sums = Rows("values", (channels,), "float32", heads=((channels, 1),))
+    return (
+        Rows("feed_forward_shift", (hidden,), dtype),
+        Rows("attention_shift", (hidden,), dtype),
+        sums,
+        replace(sums, name="weights"),
+        replace(sums, name="exponent", fill=-1e30),
+    )
+
+
+def xlstm(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """xLSTM (arXiv 2405.04517, section 2.3): the matrix memory of each head, its normaliser and its largest exponent so far.
+    All heads together are ``hidden_size`` times a factor wide. Raises SchemaError where heads do not divide that."""
+    heads = c.size("num_heads")
+
+    def width(factor: str) -> int:
+        return c.replaced(width=int(c.size("hidden_size") * c.get(factor))).ratio("width", "num_heads")
+
+    shapes = {
+        "memory": (width("qk_dim_factor"), width("v_dim_factor")),
+        "normaliser": (width("qk_dim_factor"),),
+        "exponent": (1,),
+    }
+    return tuple(Rows(name, (heads, *shape), dtype, heads=((heads, 1),)) for name, shape in shapes.items())
