@@ -11,8 +11,8 @@ from benchmarks.timing import RESULTS, add_arguments, options_of, result, save
 
 NAMES = (
     "match", "lookup", "allocate", "step", "evict", "evict_many", "victims", "memory", "growth", "hybrid", "one_budget",
-    "hits", "policies", "replay", "disk", "swap", "restart", "shared_store", "reshard", "adapters", "events", "formats",
-    "metrics",
+    "hits", "hybrid_peers", "policies", "replay", "disk", "swap", "restart", "shared_store", "reshard", "adapters", "events",
+    "formats", "metrics",
 )  # fmt: skip
 
 

@@ -32,11 +32,11 @@ MODELS: dict[str, dict[str, Any]] = {
 BUDGETS = ("20GiB", "50GiB", "100GiB", "400GiB")
 
 
-def measure(options: Options) -> list[Row]:
+def measure(options: Options, models: dict[str, dict[str, Any]] = MODELS) -> list[Row]:
     is_there = (TRACES / TRACE).exists() and not options.quick
     trace = Trace.read(TRACES / TRACE, 3000) if is_there else synthetic(40)
     tokens, rows = (512 if is_there else 64), list[Row]()
-    for name, config in MODELS.items():
+    for name, config in models.items():
         for budget in BUDGETS[:: 3 if options.quick else 1]:
             if options.only not in f"{name} {budget}":
                 continue

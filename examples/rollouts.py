@@ -2,7 +2,8 @@
 
 What was cached with old weights is wrong after an update, and ``cache.invalidate()`` hides all of it at once, while requests
 run. A sample that runs goes on over the rows that it has, as asynchronous trainers want it: ``sequence.epochs`` says which
-tokens were computed with which weights. It leaves nothing behind. Everything that is opened from then on is computed anew.
+tokens were computed with which weights. It leaves nothing behind. Everything that is opened from then on is computed anew;
+but samples of a ``Namespace`` with an epoch stay on it, and share among themselves, while the old weights are still there.
 
     python examples/rollouts.py
 """
@@ -68,6 +69,25 @@ def during(model: TinyModel, cache: KVCache, prompt: list[int]) -> dict[str, obj
     }
 
 
+def staying(model: TinyModel, cache: KVCache, prompt: list[int]) -> dict[str, object]:
+    """An update, after which the second sample of a group is still of the weights of the first."""
+    group, old, texts = Namespace(epoch=cache.epoch), TinyModel(seed=2), [[*prompt], [*prompt]]
+    with cache.open(prompt, group, reserve=len(prompt) + LENGTH) as first:
+        go_on(old, cache, first, texts[0], LENGTH // 2, seed=9)
+        cache.invalidate()  # an engine that has both: a request of the new weights would ask ``model``
+        model.load(TinyModel(seed=3))
+        go_on(old, cache, first, texts[0], LENGTH // 2, seed=9)
+        with cache.open(prompt, group, reserve=len(prompt) + LENGTH) as second:
+            go_on(old, cache, second, texts[1], LENGTH, seed=9)
+            epochs, found = second.epochs, second.cached_tokens
+    return {
+        "epochs of one that stayed": epochs,
+        "found by it of the first": found,
+        "both exact, old weights": all(is_exact(old, np.array(text), len(prompt), 9) for text in texts),
+        "found by the new weights": cache.lookup(prompt).resumable,
+    }
+
+
 def adapters(model: TinyModel, cache: KVCache, prompt: list[int]) -> dict[str, object]:
     """An update of one adapter: what was cached for the others stays."""
     for name in ("math", "code"):
@@ -82,7 +102,8 @@ def main() -> dict[str, object]:
     model = TinyModel(seed=0)
     cache = KVCache(model.schema, "512KiB", device="cpu", block_size=8, max_requests=SAMPLES)
     prompt = np.random.default_rng(0).integers(0, VOCAB, 70).tolist()
-    told = {**between(model, cache, prompt), **during(model, cache, prompt), **adapters(model, cache, prompt)}
+    told = {**between(model, cache, prompt), **during(model, cache, prompt)}
+    told |= {**staying(model, cache, prompt), **adapters(model, cache, prompt)}
     cache.check()
     for name, value in told.items():
         print(f"{name:>31}  {value}")

@@ -95,6 +95,8 @@ def test_rollouts() -> None:
         and counts["found after the update"] == counts["found of what it left"] == 0
     )
     assert [epoch for _, epoch in counts["epochs of the sample that ran"]] == [1, 2]
+    assert counts["epochs of one that stayed"] == [(0, 2)] and counts["both exact, old weights"]
+    assert counts["found by it of the first"] == 64 and counts["found by the new weights"] == 0
     assert counts["found for the updated adapter"] == 0 < counts["found for the other one"]
 
 

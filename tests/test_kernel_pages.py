@@ -16,11 +16,17 @@ FULL, WINDOW = Attention(2, 8, 8, "float32"), Attention(1, 8, 8, "float32", Grow
 SCHEMA = Schema((Layer(0, "full", (FULL,)), Layer(1, "window", (WINDOW,)), Layer(2, "full", (FULL,))))
 
 
-@pytest.mark.parametrize("layout", [None, "trtllm", "vllm-blhnc"])
-@pytest.mark.parametrize("order", ["block", "layer"])
+@pytest.mark.parametrize(
+    ("layout", "order"),
+    [
+        *((layout, order) for layout in (None, "trtllm", "vllm-blhnc") for order in ("block", "layer")),
+        ("vllm-lhbnc", None),
+        ("vllm-bhlnc", None),
+    ],
+)
 @pytest.mark.parametrize("kernel_page", [2, 4, 16])
 def test_rows_are_found_by_tables_runs_and_slots_in_kernel_pages(
-    layout: str | None, order: str, kernel_page: int
+    layout: str | None, order: str | None, kernel_page: int
 ) -> None:
     """Every row is written through the slots of the step, and must be where each spelling says it is."""
     schema = SCHEMA if layout is None else SCHEMA.laid_out(layout)

@@ -11,8 +11,8 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "formats", "layouts", "schema", "blocks", "prefix", "kernels", "memory", "tiers", "cache", "batch",
-    "kv_cache", "events", "scheduling", "compat", "console", "metrics", "doctor", "replay", "adapters", "hf", "cli",
+    "errors", "units", "loading", "formats", "layouts", "schema", "blocks", "prefix", "kernels", "memory", "tiers", "cache",
+    "batch", "kv_cache", "events", "scheduling", "compat", "console", "metrics", "doctor", "replay", "adapters", "hf", "cli",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},

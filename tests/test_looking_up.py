@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpagoda import KVCache, Limits
+from kvpagoda import KVCache, Limits, Namespace
 from kvpagoda.errors import BadInput
 from kvpagoda.scheduling import Job, RunQueue
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
@@ -80,6 +80,50 @@ def test_a_look_up_needs_no_slot_and_says_what_is_about_to_be_published() -> Non
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_many_are_looked_up_as_each_alone(name: str) -> None:
+    """Whatever runs, in whatever form texts come, with a namespace and media of all or of each."""
+    cache, random = cache_of(*KINDS[name]), np.random.default_rng(2)
+    photo, other = b"p" * 16, b"q" * 16
+    num_pending = num_hits = 0
+    for _ in range(20):
+        texts = [np.arange(random.integers(2, 50), dtype=np.int32) for _ in range(6)]
+        for text in texts:
+            text[random.integers(1, len(text)) :] += int(random.integers(0, 3))
+        namespaces = [(None, "a", Namespace("a"), Namespace(adapter="a"))[random.integers(4)] for _ in texts]
+        media = [({0: photo}, None, {1: other})[random.integers(3)] for _ in texts]
+        running = []
+        for text, namespace, one in zip(texts[:3], namespaces, media):
+            running.append(cache.open(text, namespace, media=one, capacity=0, publish=bool(random.random() < 0.9)))
+            compute(cache, running[-1], int(random.integers(0, len(text) + 1)))
+        found = cache.lookup(texts, namespaces, media=media)
+        assert found == [cache.lookup(*one[:2], media=one[2]) for one in zip(texts, namespaces, media)]
+        assert cache.lookup(tuple(text.tolist() for text in texts), "a") == [cache.lookup(text, "a") for text in texts]
+        assert cache.lookup(texts, media=media[0]) == [cache.lookup(text, media=media[0]) for text in texts]
+        num_pending += sum(one.pending > 0 for one in found)
+        num_hits += sum(one.resumable > 0 for one in found)
+        for sequence in running:
+            sequence.close()
+    assert num_pending > 10 and num_hits > 10, (num_pending, num_hits)
+    cache.check()
+
+
+def test_bad_lists_of_texts_are_told() -> None:
+    cache = cache_of(FULL)
+    assert cache.lookup([]) == cache.lookup(()) == cache.lookup(np.array([], np.int32)) != []
+    assert cache.lookup([[]]) == [cache.lookup([])] and cache.lookup([np.int64(1), 2]).cached == 0
+    for wrong, message in (
+        (lambda: cache.lookup([[1], [2]], ["a"]), "1 namespaces for 2 texts; give one for each"),
+        (lambda: cache.lookup([[1]], media=[{}, {}]), "2 media for 1 texts"),
+        (lambda: cache.lookup([[1], [-2]]), "token id -2 is outside"),
+        (lambda: cache.lookup([[1], 2]), "vector of integers"),
+        (lambda: cache.lookup([1, 2], ["a", "b"]), "namespace"),
+        (lambda: cache.lookup(np.ones((2, 2), np.int32)), r"shape \[2, 2\]"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            wrong()
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_reading_without_leaving_and_leaving_without_reading(name: str) -> None:
     cache, text = cache_of(*KINDS[name]), list(range(33))
     assert leave(cache, text, publish=False) == 0 and cache.lookup(text).cached == 0
@@ -148,18 +192,29 @@ def test_every_token_knows_its_weights() -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_nothing_crosses_epochs_unseen(name: str) -> None:
-    """Every committed token carries the epoch that it was computed in, also where it was found in the cache."""
+    """Every committed token carries the epoch that it was computed in, also where it was found in the cache; and what is found
+    was computed in the epoch of who finds it, from its first token on. ``random_driver`` compares bytes as well."""
     cache, random = cache_of(*KINDS[name]), np.random.default_rng(3)
     truth: dict[Any, list[int]] = {}  # sequence -> the epoch of each of its tokens
-    num_crossed = 0
-    for step in range(600):
+    staying: dict[Any, int] = {}  # sequence -> the epoch that it stays on
+    computed: dict[int, int] = {}  # epoch -> the most tokens of the text that were computed in it alone
+    num_crossed = num_joined = 0
+    for step in range(900):
         chance, alive = random.random(), [*truth]
-        if chance < 0.2 and len(alive) < 4:
-            sequence = cache.open(np.arange(random.integers(1, 40)), capacity=0, reserve=48)
-            truth[sequence] = [cache.epoch] * sequence.cached_tokens
-        elif chance < 0.25:
+        if chance < 0.25 and len(alive) < 4:
+            epoch = int(random.choice([*staying.values(), cache.epoch])) if random.random() < 0.5 else None
+            space = Namespace(epoch=epoch)
+            found = cache.lookup(np.arange(50), space)
+            sequence = cache.open(np.arange(random.integers(1, 40)), space, capacity=0, reserve=48)
+            epoch = cache.epoch if epoch is None else epoch
+            if space.epoch is not None:
+                staying[sequence] = epoch
+            truth[sequence] = [epoch] * sequence.cached_tokens
+            assert sequence.cached_tokens <= found.cached <= computed.get(epoch, 0)
+            num_joined += epoch < cache.epoch and sequence.cached_tokens > 0
+        elif chance < 0.29:
             cache.invalidate()
-        elif chance < 0.35 and alive:
+        elif chance < 0.36 and alive:
             sequence = alive[random.integers(len(alive))]
             sequence.suspend(whole=bool(random.random() < 0.5))
             if random.random() < 0.3:
@@ -167,24 +222,83 @@ def test_nothing_crosses_epochs_unseen(name: str) -> None:
             again = sequence.resume()
             assert again == 0 or sequence.length < len(truth[sequence])
             del truth[sequence][sequence.length :]
-        elif chance < 0.45 and alive:
+        elif chance < 0.4 and alive and len(alive) < 4:
+            sequence = alive[random.integers(len(alive))]
+            child = sequence.fork(reserve=48)
+            truth[child] = [*truth[sequence]]
+            if sequence in staying:
+                staying[child] = staying[sequence]
+        elif chance < 0.47 and alive:
             del truth[sequence := alive[random.integers(len(alive))]]
+            staying.pop(sequence, None)
             sequence.close()
         elif alive:
             sequence = alive[random.integers(len(alive))]
-            n = int(min(random.integers(1, 6), sequence.prompt_length - sequence.length, cache.step_limit(sequence)))
+            n = int(min(random.integers(1, 6), 48 - sequence.length, cache.step_limit(sequence)))
             if n > 0:
                 sequence.extend(n)
                 sequence.commit(np.arange(sequence.length, sequence.length + n))
-                truth[sequence] += [cache.epoch] * n
+                truth[sequence] += [staying.get(sequence, cache.epoch)] * n
+                if len({*truth[sequence]}) == 1:
+                    epoch = truth[sequence][0]
+                    computed[epoch] = max(computed.get(epoch, 0), sequence.length)
         for sequence, epochs in truth.items():
             said = np.zeros(len(epochs), np.int64)
             for first, epoch in sequence.epochs:
                 said[first:] = epoch
             assert said.tolist() == epochs, (step, sequence.epochs)
+            assert sequence.epochs[-1][1] == staying.get(sequence, cache.epoch)
             num_crossed += len({*epochs}) > 1
         cache.check()
-    assert num_crossed > 10
+    assert num_crossed > 10 and num_joined > 5, (num_crossed, num_joined)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_samples_stay_on_the_epoch_that_their_namespace_names(name: str) -> None:
+    cache, text = cache_of(*KINDS[name]), list(range(33))
+    group = Namespace("team", epoch=cache.epoch)
+    first = cache.open(text, group, capacity=0, reserve=48)
+    compute(cache, first)
+    assert cache.lookup(text, "team") == cache.lookup(text, group), "of the newest epoch by either way"
+    cache.invalidate()
+    assert cache.lookup(text, "team").cached == 0 and cache.lookup(text, group).resumable == 32
+    assert leave(cache, text, namespace=group) == leave(cache, [*text, 1], namespace=group) - (name == "full") == 32
+    child = first.fork(reserve=48)
+    child.commit([7, 7])
+    assert first.epochs == child.epochs == [(0, 0)]
+    assert leave(cache, text, namespace="team") == 0 and leave(cache, text, namespace="team") == 32
+    cache.invalidate("team")  # an adapter loaded anew is so in all epochs
+    assert cache.lookup(text, group).cached == cache.lookup(text, "team").cached == 0
+    assert leave(cache, text, namespace=group) == 0
+    for sequence in (first, child):
+        sequence.close()
+    assert cache.lookup(text, group).cached == 0, "what an old epoch left goes with the last request on it"
+    assert not cache.core.stale and all(not group.held for group in cache.stats().groups)
+    for epoch, message in (
+        (2, "epoch 2 has not come, the newest is 1"),
+        (-1, "at least 0, got -1"),
+        ("1", "whole number"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            cache.open(text, Namespace(epoch=epoch))  # type: ignore[arg-type]
+    cache.check()
+
+
+def test_weights_that_come_again_are_found_again_and_what_crossed_them_is_not() -> None:
+    cache, text = cache_of(FULL), list(range(40))
+    cache.invalidate(weights="w")
+    crossing, staying = cache.open(text), cache.open(text, Namespace(epoch=1))
+    crossing.commit(text[:8])
+    cache.invalidate(weights="x")
+    crossing.commit(text[8:])
+    cache.invalidate(weights="w")
+    assert cache.lookup(text).cached == 8 and crossing.epochs == [(0, 1), (8, 2), (40, 3)]
+    staying.commit(text)
+    assert cache.lookup(text).cached == 39 and staying.epochs == [(0, 1)], "of the same weights, by their name"
+    crossing.close()
+    staying.close()
+    assert cache.lookup(text).cached == 39, "what is current again is not dropped"
+    cache.check()
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -164,7 +164,7 @@ def test_a_key_tells_its_namespace_however_often_it_was_renewed() -> None:
         for _ in range(2):
             key = names.key(namespace)
             assert owner_of(key) == namespace_key(namespace)
-            names.renew([namespace])
+            assert names.renew([namespace], {key, names.key("other")}) == {key}
     assert fields_of(namespace_key(Namespace("s", None, b"w"))) == [b"s", None, b"w"]
 
 

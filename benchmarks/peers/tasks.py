@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.workload import VOCABULARY, Tokens, workload
+from benchmarks.workload import SOURCES, TRACES, VOCABULARY, Tokens, workload
+from kvpagoda.replay import Trace, synthetic
 
 Figures = dict[str, Any]
 TOGETHER = 64
@@ -48,6 +49,15 @@ def replay(peer: Any, *, trace: str, limit: int | None, capacity: int, block_siz
         "seconds": taken, "excluded": excluded, "requests": requests, "prompt_tokens": prompts,
         "hit_percent": 100 * hits / max(1, prompts),
     }  # fmt: skip
+
+
+def serve(peer: Any, *, config: dict[str, Any], budget: int, limit: int | None) -> Figures:
+    """The conversation trace as ``kvpagoda.replay.serve`` serves it, with the layers of a model in ``budget`` bytes: what the
+    peer's own manager of several groups finds of the prompts, and the seconds of all its calls. Without the trace, a
+    synthetic mix."""
+    is_there = (TRACES / SOURCES["conversation"].file).exists()
+    trace = Trace.read(TRACES / SOURCES["conversation"].file, limit) if is_there else synthetic(limit or 40)
+    return dict(peer(config, budget, trace, 512 if is_there else 64).run())
 
 
 def lookup(peer: Any, *, num_tokens: int, edges: int, block_size: int, repeats: int) -> Figures:

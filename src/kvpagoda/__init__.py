@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from importlib import import_module
-from typing import Any
 
-from kvpagoda.errors import MissingExtra
+from kvpagoda.loading import load_when_used
 
 _PUBLIC = {
     "kvpagoda.errors": (
@@ -48,12 +46,7 @@ __all__ = sorted(_ROOM)
 __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, until a program says what to do with it
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _ROOM:
-        raise AttributeError(f"module 'kvpagoda' has no attribute {name!r}")
-    with MissingExtra.unless("torch", f"kvpagoda.{name} needs torch; pip install 'kvpagoda[torch]'"):
-        return getattr(import_module(_ROOM[name]), name)
+__getattr__ = load_when_used(__name__, _ROOM)
 
 
 def __dir__() -> list[str]:

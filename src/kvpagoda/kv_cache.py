@@ -17,8 +17,8 @@ from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.invariants import check
 from kvpagoda.cache.lifecycle import Lifecycle
-from kvpagoda.cache.lookup import Lookup, look_up, prefetch
-from kvpagoda.cache.namespace import with_media
+from kvpagoda.cache.lookup import look_up, prefetch
+from kvpagoda.cache.namespace import Namespace, with_media
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import Pin
 from kvpagoda.cache.publishing import Publisher
@@ -134,8 +134,8 @@ class KVCache:
 
     @property
     def epoch(self) -> int:
-        """How often ``invalidate`` was told of new weights of everything."""
-        return self._core.epoch
+        """How often ``invalidate`` was told of new weights of everything: of the newest weights, the number."""
+        return self._core.namespaces.epoch
 
     @property
     def core(self) -> Core:
@@ -191,7 +191,8 @@ class KVCache:
         buffer = most if most <= 2 * length else length
         tokens = np.empty(buffer + -buffer % core.block_size, np.int32)
         tokens[:length] = prompt
-        request = Request(tokens, length, key, priority, media_ids, epoch=core.epoch, publishes=bool(publish))
+        request = Request(tokens, length, key, priority, media_ids, publishes=bool(publish))
+        core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
         sequence = Sequence(self._calls, request)  # made before there is anything to lose
         self._admission.open(request, first, most, prefetch, layerwise=bool(layerwise), lookup=bool(lookup))
         return sequence
@@ -207,11 +208,13 @@ class KVCache:
         return prefetch(self._core, token_ids, namespace, media)
 
     @exclusive
-    def lookup(
-        self, token_ids: Any, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None
-    ) -> Lookup:
-        """What ``open`` would find of this prompt, and what running requests are about to publish of it. Admits nothing, needs
-        no slot, holds nothing, and counts as no use. Raises BadInput."""
+    def lookup(self, token_ids: Any, namespace: Any = None, *, media: Any = None) -> Any:
+        """The ``Lookup`` of this prompt: what ``open`` would find of it, and what running requests are about to publish of it.
+        Admits nothing, needs no slot, holds nothing, and counts as no use.
+
+        For a list or tuple of prompts a list, in their order: of each what it would find alone, since they are not compared
+        with one another. ``namespace`` and ``media`` are those of all of them then, or lists with one for each. ``[]`` is a
+        prompt without tokens. Raises BadInput."""
         self._publisher.settle_waiting()
         return look_up(self._core, token_ids, namespace, media)
 
@@ -294,7 +297,8 @@ class KVCache:
     @exclusive
     def invalidate(self, *namespaces: AnyNamespace, weights: str | None = None) -> None:
         """From now on nothing is found of what was cached in ``namespaces`` (none given: in all): after an adapter or the
-        weights were loaded anew. Requests that run go on; what they leave behind is dropped when they end.
+        weights were loaded anew. Requests that run go on with the new ones, as ``Sequence.epochs`` says, and leave nothing.
+        Those whose ``Namespace`` has an epoch stay on it, and share with others on it until the last of them ends.
 
         What is kept below the device from then on is found by this process alone; with ``weights``, a digest of the new
         weights of all namespaces, by all that have the same. A name that outlives the process must not mean two adapters.

@@ -27,6 +27,7 @@ import numpy as np
 
 from kvpagoda.cache.lookup import keep_where_they_part
 from kvpagoda.cache.request import Tokens
+from kvpagoda.cache.reuse import AnyNamespace
 from kvpagoda.cache.sequence import Sequence, settled
 from kvpagoda.cache.swap import Rate
 from kvpagoda.cache.tier_hit import Prefetch
@@ -97,7 +98,7 @@ class Job:
     ``namespace``: only jobs of one namespace share cached blocks. ``media``: see ``KVCache.open``.
     """
 
-    def __init__(self, prompt: Tokens, total: int, namespace: str | bytes | None = None) -> None:
+    def __init__(self, prompt: Tokens, total: int, namespace: AnyNamespace = None) -> None:
         self._tokens = np.empty(total, np.int32)
         self._tokens[: len(prompt)] = prompt
         self._length = len(prompt)
@@ -305,14 +306,9 @@ class RunQueue(Generic[J]):
             if job.prefetch is not None and not job.prefetch.is_done and self.running:
                 raise RetryLater(f"job {job.number} waits for what tiers have of it")
             sequence = self.cache.open(
-                job.text,
-                job.namespace,
-                capacity=0,
-                reserve=reserve,
-                media=job.media,
-                prefetch=job.prefetch,
+                job.text, job.namespace, capacity=0, reserve=reserve, media=job.media, prefetch=job.prefetch,
                 layerwise=True,
-            )
+            )  # fmt: skip
         else:
             sequence.resume(capacity=0, reserve=reserve)
         job.suspended = job.prefetch = None

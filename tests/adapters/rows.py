@@ -37,3 +37,53 @@ class Rows:
         """The first ``end`` rows are those of exactly this text."""
         wrong = np.flatnonzero(self.rows[places[:end]] != marks_of(tokens[:end]))
         assert not len(wrong), f"{who}: rows of positions {wrong[:8].tolist()} of {end} are another text's"
+
+
+Kind = tuple[str, int]
+"""What a group keeps of a text: ("full", 0), ("window", tokens), ("chunk", tokens) or ("state", 0)."""
+_SALTS = _random.integers(0, 2**64, 16, np.uint64)
+
+
+class GroupRows:
+    """Blocks of ``size`` rows that several groups share, as engines with one pool have them. A state is one row of its block.
+
+    ``tables[g]`` of a text: its blocks of group ``g``, 0 where it has none.
+    """
+
+    def __init__(self, kinds: list[Kind], num_blocks: int, size: int) -> None:
+        self.kinds, self.size, self.rows = kinds, size, np.zeros((num_blocks, size), np.uint64)
+
+    def prove(self, tokens: list[int], tables: list[list[int]], reader: int, end: int, who: object) -> None:
+        """Of rows before ``end``, those that the token at ``reader`` reads are of exactly this text, in every group."""
+        marks = marks_of(tokens)
+        for group, (kind, span) in enumerate(self.kinds):
+            if kind == "state":
+                at = np.arange(end - 1, end) if end else np.arange(0)
+            else:
+                first = {"full": 0, "window": max(0, reader - span + 1), "chunk": reader // max(1, span) * span}[kind]
+                at = np.arange(min(first, end), end)
+            found = self.rows[self._places(group, tables, at)]
+            wrong = at[found != marks[at] + _SALTS[group]]
+            assert not len(wrong), f"{who}: {kind}, rows of positions {wrong[:8].tolist()} of {end} are another text's"
+
+    def write(self, tokens: list[int], tables: list[list[int]], start: int, end: int) -> None:
+        """Compute tokens ``start .. end - 1``."""
+        marks = marks_of(tokens)
+        for group, (kind, _) in enumerate(self.kinds):
+            at = np.arange(end - 1 if kind == "state" else start, end)
+            self.rows[self._places(group, tables, at)] = marks[at] + _SALTS[group]
+
+    def _places(self, group: int, tables: list[list[int]], at: Ints) -> tuple[Ints, Ints]:
+        blocks = np.array(tables[group], np.int64)[at // self.size]
+        assert blocks.all(), f"group {group} has no blocks for positions {at[blocks == 0][:8].tolist()}"
+        return blocks, at % self.size * (self.kinds[group][0] != "state")
+
+
+def most_for_state(start: int, n: int, prompt_end: int, size: int) -> int:
+    """``n`` tokens from ``start`` on, or fewer, so that a state can be kept at ends of blocks: a step within the prompt ends
+    at one, and one that starts inside a block goes no further than its end."""
+    end = start + n
+    if start < prompt_end:
+        aligned = end // size * size
+        end = aligned if end < prompt_end and aligned > start else end
+    return min(end, (start // size + 1) * size) - start if start % size else end - start

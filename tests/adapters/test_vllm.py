@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from projects import path_of, stubs
-from rows import Ints, Rows, next_token
+from rows import GroupRows, Kind, most_for_state, next_token
 
 from kvpagoda import BadInput, SchemaError
 from kvpagoda.adapters.vllm import KVCacheManager
@@ -41,9 +41,29 @@ class Request:
         return len(self.all_token_ids)
 
 
-def config(num_blocks: int = 9, block_size: int = 2, **spec: Any) -> Any:
-    one = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=block_size, head_size=1, **spec))
-    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[one])
+def spec_of(kind: Kind, block_size: int) -> Any:
+    """A spec as the manager sees it."""
+    name, span = kind
+    more = {
+        "full": {"sliding_window": None, "attention_chunk_size": None}, "window": {"sliding_window": span},
+        "chunk": {"attention_chunk_size": span}, "state": {"mamba_cache_mode": "align"},
+    }[name]  # fmt: skip
+    return SimpleNamespace(block_size=block_size, **{"head_size": 1} if name != "state" else {}, **more)
+
+
+def config(num_blocks: int = 9, block_size: int = 2, *kinds: Kind) -> Any:
+    groups = [SimpleNamespace(kv_cache_spec=spec_of(kind, block_size)) for kind in kinds or [("full", 0)]]
+    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=groups)
+
+
+SHAPES: dict[str, list[Kind]] = {
+    "full": [("full", 0)],
+    "full, windows": [("full", 0), ("window", 6), ("window", 6)],
+    "window alone": [("window", 9)],
+    "full, chunk": [("chunk", 8), ("full", 0)],
+    "full, state": [("state", 0), ("full", 0)],
+    "everything": [("full", 0), ("window", 5), ("state", 0), ("full", 0), ("chunk", 8)],
+}
 
 
 def admit(manager: KVCacheManager, request: Request) -> int:
@@ -105,7 +125,7 @@ def test_no_room_is_none_and_changes_nothing() -> None:
     decode(manager, request, 5)
     for token in (6, 7):
         last = decode(manager, request, token)
-    assert last is None and len(manager.get_blocks(request.request_id).ids) == 3
+    assert last is None and len(manager.get_blocks(request.request_id).ids[0]) == 3
     manager.check()
     assert not manager.reset_prefix_cache()
     manager.free(request)
@@ -114,48 +134,47 @@ def test_no_room_is_none_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_random_requests(size: int) -> None:
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_random_requests(shape: str, size: int) -> None:
     """Rows of every request are those of its text in the blocks that were told when they were added."""
-    random, num_blocks = np.random.default_rng(size), 25
-    manager, memory = KVCacheManager(config(num_blocks, size), 64 * size), Rows(num_blocks * size)
-    running, found = dict[str, tuple[Request, list[int]]](), 0
+    kinds = SHAPES[shape]
+    random, num_blocks = np.random.default_rng(size), 25 * len(kinds)
+    manager, memory = KVCacheManager(config(num_blocks, size, *kinds), 64 * size), GroupRows(kinds, num_blocks, size)
+    running, found, steps = dict[str, tuple[Request, list[list[int]], int]](), 0, 600
     heads = [random.integers(0, 5, 10 * size).tolist() for _ in range(2)]
-
-    def places(table: list[int], end: int) -> Ints:
-        at = np.arange(end)
-        return np.array(table, np.int64)[at // size] * size + at % size
-
-    for step in range(1500):
-        names = [*running]
-        cached = 0
+    for step in range(steps):
+        names, cached, blocks = [*running], 0, None
         if not names or random.random() < 0.1:
             head = heads[random.integers(2)][: random.integers(1, 10 * size)]
             request = Request([*head, *random.integers(0, 5, random.integers(1, 4)).tolist()])
             blocks, cached, _ = manager.get_computed_blocks(request)
-            table = [*blocks.ids[: cached // size]]
-            memory.prove(request.all_token_ids, places(table, cached), cached, request.request_id)
+            tables, prompt_end = [[*ids] for ids in blocks.ids], request.num_tokens
+            memory.prove(request.all_token_ids, tables, cached, cached, request.request_id)
             found += cached
         else:
-            (request, table), blocks = running[names[random.integers(len(names))]], None
+            request, tables, prompt_end = running[names[random.integers(len(names))]]
         start = request.num_computed_tokens + cached
         n = int(random.integers(1, request.num_tokens - start + 1))
+        n = most_for_state(start, n, prompt_end, size)
         added = manager.allocate_slots(request, n, cached, blocks)
-        if added is None or random.random() < 0.05:
+        if added is None or random.random() < 0.05 or request.num_tokens == 64 * size:
             running.pop(request.request_id, None)
             manager.free(request)
             continue
-        table += added.ids
-        running[request.request_id] = request, table
-        memory.write(request.all_token_ids, places(table, start + n), start, start + n)
+        for table, more in zip(tables, added.ids):
+            table += more
+        running[request.request_id] = request, tables, prompt_end
+        memory.prove(request.all_token_ids, tables, start, start, request.request_id)
+        memory.write(request.all_token_ids, tables, start, start + n)
         request.num_computed_tokens = start + n
         if start + n == request.num_tokens:
             request.all_token_ids.append(next_token(request.all_token_ids, 5))
         if step % 10 == 0:
             manager.check()
-            for one, blocks_of in running.values():
+            for one, blocks_of, _ in running.values():
                 end = one.num_computed_tokens
-                memory.prove(one.all_token_ids, places(blocks_of, end), end, one.request_id)
-    assert found > 100
+                memory.prove(one.all_token_ids, blocks_of, end, end, one.request_id)
+    assert found > 20
 
 
 def test_salts_adapters_and_requests_that_do_not_read() -> None:
@@ -186,11 +205,18 @@ def test_a_name_that_is_used_again_means_another_text() -> None:
 
 
 def test_what_is_not_served_is_told() -> None:
-    for spec in (dict(sliding_window=8), dict(attention_chunk_size=8)):
-        with pytest.raises(SchemaError, match="one group of full attention"):
-            KVCacheManager(config(**spec), 64)
-    with pytest.raises(SchemaError, match="one group"):
-        KVCacheManager(SimpleNamespace(num_blocks=4, kv_cache_groups=config().kv_cache_groups * 2), 64)
+    for more in (dict(extra_retained_tokens=2), dict(mamba_cache_mode="all"), dict(bounded_replay=True)):
+        odd = config()
+        vars(odd.kv_cache_groups[0].kv_cache_spec).update(more)
+        with pytest.raises(SchemaError, match="is not served here"):
+            KVCacheManager(odd, 64)
+    with pytest.raises(SchemaError, match="is not served here"):
+        KVCacheManager(SimpleNamespace(num_blocks=4, kv_cache_groups=[SimpleNamespace(kv_cache_spec=object())]), 64)
+    two = config()
+    two.kv_cache_groups += config(9, 4, ("window", 4)).kv_cache_groups
+    with pytest.raises(SchemaError, match=r"blocks of \[2, 4\] tokens share no prefixes"):
+        KVCacheManager(two, 64)
+    assert KVCacheManager(two, 64, enable_caching=False).num_kv_cache_groups == 2
     for more in (dict(use_eagle=True), dict(dcp_world_size=2), dict(unknown=1), dict(watermark=1.0)):
         with pytest.raises(BadInput, match="no KVCacheManager with"):
             KVCacheManager(config(), 64, **more)
@@ -209,7 +235,10 @@ def test_what_is_not_served_is_told() -> None:
 
 # -- under the project's own scheduler -----------------------------------------------------------------------------------
 
-HEAVY = ("torchvision", "xgrammar", "llguidance", "openai_harmony", "uvloop")
+HEAVY = (
+    "torchvision", "xgrammar", "llguidance", "openai_harmony", "uvloop", "cbor2", "partial_json_parser", "fastapi", "cpuinfo",
+    "cloudpickle", "cachetools", "pybase64", "openai", "aiohttp", "psutil",
+)  # fmt: skip
 """Packages that vLLM imports and its scheduler does not use."""
 
 
@@ -253,17 +282,19 @@ class Run:
     """One random workload through vLLM's own scheduler. The worker's tables grow by what the scheduler tells; every row is
     proved before it is read and after it is written."""
 
-    def __init__(self, project: Any, seed: int, manager: type | None = None) -> None:
+    def __init__(self, project: Any, seed: int, shape: str, manager: type | None = None) -> None:
         self.project, self.random = project, np.random.default_rng(seed)
         random, self.longest = self.random, 160
-        self.size = int(random.choice([1, 4, 16]))
-        blocks = int(random.integers(1.1 * self.longest, 4 * self.longest)) // self.size + 2
+        self.size, kinds = int(random.choice([1, 4, 16])), SHAPES[shape]
+        blocks = (int(random.integers(1.1 * self.longest, 4 * self.longest)) // self.size + 2) * len(kinds)
         scheduling = project.config.SchedulerConfig(
             max_num_seqs=int(random.integers(2, 12)), max_num_batched_tokens=int(random.integers(16, 90)),
             max_model_len=self.longest, enable_chunked_prefill=True, is_encoder_decoder=False,
         )  # fmt: skip
         caching = project.config.CacheConfig(block_size=self.size, enable_prefix_caching=True)
         caching.num_gpu_blocks = blocks
+        if ("state", 0) in kinds:
+            caching.mamba_cache_mode = "align"
         settings = project.config.VllmConfig(
             scheduler_config=scheduling, cache_config=caching, device_config=project.config.DeviceConfig("cpu")
         )
@@ -271,8 +302,9 @@ class Run:
             max_model_len=self.longest, runner_type="generate", skip_tokenizer_init=True
         )
         interface = project.kv_cache_interface
-        spec = interface.FullAttentionSpec(block_size=self.size, num_kv_heads=1, head_size=1, dtype=caching_dtype())
-        groups = [interface.KVCacheGroupSpec(["layer"], spec)]
+        groups = [
+            interface.KVCacheGroupSpec([f"layer {i}"], self.spec_of(interface, kind)) for i, kind in enumerate(kinds)
+        ]
         if manager is not None:
             project.scheduler.KVCacheManager = manager
         self.scheduler = project.scheduler.Scheduler(
@@ -280,13 +312,24 @@ class Run:
             kv_cache_config=interface.KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
             structured_output_manager=SimpleNamespace(accept_tokens=lambda *_: True, clear_backend=lambda: None),
         )  # fmt: skip
-        self.rows, self.tables = Rows(blocks * self.size), dict[str, list[int]]()
+        self.rows, self.tables = GroupRows(kinds, blocks, self.size), dict[str, list[list[int]]]()
         self.computed = self.tokens = 0
         heads = [random.integers(0, 9, 100).tolist() for _ in range(3)]
         self.texts = []
         for _ in range(50):
             text = heads[random.integers(3)][: random.integers(1, 100)]
             self.texts.append([*text, *random.integers(0, 9, random.integers(1, 9)).tolist()])
+
+    def spec_of(self, interface: Any, kind: Kind) -> Any:
+        name, span = kind
+        if name == "state":
+            shapes = dict(shapes=((1,),), dtypes=(caching_dtype(),))
+            return interface.MambaSpec(block_size=self.size, mamba_cache_mode="align", **shapes)
+        make, more = {
+            "full": (interface.FullAttentionSpec, {}), "window": (interface.SlidingWindowSpec, {"sliding_window": span}),
+            "chunk": (interface.ChunkedLocalAttentionSpec, {"attention_chunk_size": span}),
+        }[name]  # fmt: skip
+        return make(block_size=self.size, num_kv_heads=1, head_size=1, dtype=caching_dtype(), **more)
 
     def run(self) -> Run:
         finished, waiting, names = 0, self.texts, map(str, count())
@@ -303,23 +346,24 @@ class Run:
     def step(self) -> int:
         out = self.scheduler.schedule()
         for new in out.scheduled_new_reqs:
-            self.tables[new.req_id] = [*new.block_ids[0]]
+            self.tables[new.req_id] = [[*ids] for ids in new.block_ids]
         cached = out.scheduled_cached_reqs
         for name, blocks in zip(cached.req_ids, cached.new_block_ids):
             if name in cached.resumed_req_ids:
-                self.tables[name] = []
-            self.tables[name] += blocks[0] if blocks else []
+                self.tables[name] = [[] for _ in self.tables[name]]
+            for table, more in zip(self.tables[name], blocks or ()):
+                table += more
         spans, said = [], []
         for name, n in out.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
             tokens, end = list(request.all_token_ids), request.num_computed_tokens
-            spans.append((name, tokens, self.places(name, end), end - n, end))
-            self.rows.prove(tokens, spans[-1][2], end - n, name)
-        for _, tokens, places, start, end in spans:
-            self.rows.write(tokens, places, start, end)
+            spans.append((name, tokens, end - n, end))
+            self.rows.prove(tokens, self.tables[name], end - n, end - n, name)
+        for name, tokens, start, end in spans:
+            self.rows.write(tokens, self.tables[name], start, end)
             self.computed += end - start
-        for name, tokens, places, _, end in spans:
-            self.rows.prove(tokens, places, end, name)
+        for name, tokens, start, end in spans:
+            self.rows.prove(tokens, self.tables[name], start, end, name)
             said.append([next_token(tokens, 9)] if end == len(tokens) else [])
         names = [span[0] for span in spans]
         output = self.project.outputs.ModelRunnerOutput(
@@ -328,18 +372,14 @@ class Run:
         told = self.scheduler.update_from_output(out, output)
         return sum(one.finish_reason is not None for each in told.values() for one in each.outputs)
 
-    def places(self, name: str, end: int) -> Ints:
-        """The row of each of the first ``end`` tokens."""
-        at = np.arange(end)
-        return np.array(self.tables[name], np.int64)[at // self.size] * self.size + at % self.size
-
 
 def caching_dtype() -> Any:
     return importlib.import_module("torch").float32
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_random_traffic_of_its_own_scheduler(vllm: Any, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_random_traffic_of_its_own_scheduler(vllm: Any, shape: str, seed: int) -> None:
     checks, preempted = count(), 0
 
     class Checked(KVCacheManager):
@@ -352,7 +392,7 @@ def test_random_traffic_of_its_own_scheduler(vllm: Any, seed: int) -> None:
             preempted += not request.is_finished()
             super().free(request)
 
-    run = Run(vllm, seed, Checked).run()
+    run = Run(vllm, seed, shape, Checked).run()
     manager = run.scheduler.kv_cache_manager
     manager.check()
     assert isinstance(manager, Checked) and manager.usage == 0 and not manager._running

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpagoda import KVCache, Limits
+from kvpagoda import KVCache, Limits, Namespace
 from kvpagoda.cache.event_log import Gone, Moved, Renewed, Restart, Shared
 from kvpagoda.errors import BadInput
 from kvpagoda.schema import Attention, Growth, Layer, Schema
@@ -99,6 +99,8 @@ def test_bad_input_is_told() -> None:
         cache_of(log)
     with pytest.raises(BadInput, match="keep is a number of batches, at least 1, got 0"):
         EventStream(log, keep=0)
+    with pytest.raises(BadInput, match="of the newest weights alone; ask without epoch 0"):
+        Follower().resumable(range(3), Namespace(epoch=0))
     with pytest.raises(BadInput, match="3 bytes are no batch of KV events"):
         Follower().feed(0, b"abc")
     with pytest.raises(BadInput, match="it is not from kvpagoda"):

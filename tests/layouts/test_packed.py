@@ -117,6 +117,27 @@ def test_the_default_of_v32_is_right_on_every_reader():
     assert not (scales & 0x7FFFFF).any(), "no scale has a mantissa"
 
 
+def test_scales_of_656_as_vllm_writes_them():
+    """amax / 448 as it comes out, at least the least normal float32; no power of two, and no scale of zero."""
+    rows = random_rows("v32_656", 1, 3)
+    rows[0, 1, :128], rows[0, 2, 128:256] = 0, 1e-38
+    page = pack(rows, "v32_656", page_size=3, dialect="vllm").view(3, 656)
+    groups = rows[0, :, :512].float().view(3, 4, 128)
+    scales = (groups.abs().amax(2) / torch.full((3, 4), 448.0)).clamp(min=torch.finfo(torch.float32).tiny)
+    assert torch.equal(page[:, 512:528].contiguous().view(torch.float32), scales)
+    codes = (groups / scales[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(page[:, :512], codes.view(3, 512))
+
+
+@pytest.mark.parametrize(("format", "data"), [("v41_528", 512), ("v41fp4_288", 256)])
+def test_inline_rows_hold_the_bytes_of_the_footer(format, data):
+    rows, scales = random_rows(format), int(format.split("_")[1]) - data
+    footer = pack(rows, format, page_size=4, dialect="sglang_footer")
+    inline = pack(rows, format, page_size=4, dialect="sglang_rows").view(3, 4, data + scales)
+    assert torch.equal(inline[..., :data].reshape(3, -1), footer[:, : 4 * data])
+    assert torch.equal(inline[..., data:].reshape(3, -1), footer[:, 4 * data :])
+
+
 def test_known_answer_of_nvfp4_384():
     values = [0, -0.0, 0.5, -0.5, 1, -1, 1.5, -1.5, 2, -2, 3, -3, 4, -4, 6, -6]
     rows = torch.tensor(values, dtype=torch.bfloat16).repeat(32).view(1, 1, 512)

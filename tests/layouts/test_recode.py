@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,10 +14,12 @@ from kvpagoda.layouts.named import table
 
 torch = pytest.importorskip("torch")
 from kvpagoda.layouts import pack, unpack  # noqa: E402
+from kvpagoda.layouts.dialects import dialect_of  # noqa: E402
 
 TOKENS, LAYERS = 70, 2
 PAIRS = [
     ("dsv4_584", 512, ("flashmla-dsv4", "flashmla", 64), ("vllm-dsv4", "vllm", 32)),
+    ("v32_656", 576, ("flashmla-v32", "flashmla", 64), ("vllm-v32", "vllm", 32)),
     ("v32_656", 576, ("flashmla-v32", "flashmla", 64), ("sglang-dsa", "sglang_raw", None)),
     ("v41_528", 512, ("sglang-v41", "sglang_footer", 16), ("vllm-v41", "vllm_rows", 64)),
     ("index_132", 128, ("deepgemm-indexer", "deepgemm", 64), ("vllm-indexer", "pow2_emulated", 32)),
@@ -46,7 +50,7 @@ def filled(layout: Layout, rows: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize(("format", "dialect"), [(f, d) for f, pages in table()["pages"].items() for d in pages])
 def test_the_pages_that_are_known_are_those_that_pack_gives(format: str, dialect: str) -> None:
-    width = {f: width for f, width, _, _ in PAIRS}[format]
+    width = dialect_of(format).packing.width
     axes = (Axis("L", 1, 1), Axis("T", 64, 64))
     layout = Layout(f"L B {table()['pages'][format][dialect]}", axes, 1, format=format, dialect=dialect)
     rows = rows_of(width)[:1, :64]
@@ -96,8 +100,9 @@ def test_ranks_and_slots_are_encoded_anew() -> None:
 
 
 def test_the_same_numbers_in_another_order_are_only_moved() -> None:
-    plan = reshard(named("sglang-v41", tokens=TOKENS), named("sglang-v41-inline", tokens=TOKENS))
-    assert plan.recode is None and plan.nbytes == TOKENS * 528
+    for name, nbytes in (("sglang-v41", 528), ("sglang-v41-fp4", 288)):
+        plan = reshard(named(name, tokens=TOKENS), named(f"{name}-inline", tokens=TOKENS))
+        assert plan.recode is None and plan.nbytes == TOKENS * nbytes
 
 
 def test_rows_that_the_other_dialect_cannot_hold_are_refused_before_anything_moved() -> None:
@@ -113,10 +118,11 @@ def test_rows_that_the_other_dialect_cannot_hold_are_refused_before_anything_mov
 
 
 def test_a_dialect_without_a_codec_is_refused() -> None:
+    unknown = replace(named("vllm-v32"), dialect="fast")
     with pytest.raises(
-        LayoutError, match="no codec for 'vllm'; there are flashinfer_raw, flashmla, sglang_raw"
+        LayoutError, match="no codec for 'fast'; there are flashinfer_raw, flashmla, sglang_raw, vllm"
     ) as raised:
-        reshard(named("vllm-v32", dialect="vllm"), named("flashmla-v32"))
+        reshard(unknown, named("flashmla-v32"))
     assert raised.value.rule == "dialect"
     ranks = named("flashmla-dsv4"), named("flashmla-dsv4", dialect="vllm")
     with pytest.raises(LayoutError, match="source rank 1 has dialect 'vllm', rank 0 has 'flashmla'"):

@@ -6,9 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.errors import BadInput, NotOwned, SchemaError
+from kvpagoda.layouts import named
 from kvpagoda.memory.arena import Arena
-from kvpagoda.schema import Field, RowLayout
+from kvpagoda.schema import Attention, Field, Layer, RowLayout, Schema
 
 DTYPES = ["float32", "bfloat16", "float16", "uint8", "int32", "float8_e4m3fn", "bool"]
 FIELDS = st.lists(
@@ -190,3 +191,60 @@ def test_one_view_shows_a_field_of_all_layers(order):
             assert torch.equal(codes(view), codes(memory.layer(layer)[name]))
     memory.all_layers("a")[2, 3] = 7
     assert (memory.layer(6)["a"][3] == 7).all() and not (memory.layer(6)["a"][:3] == 7).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        *(("vllm-flashinfer", "layer"), ("vllm-lbhnc", "layer"), ("vllm-lbnhc", "layer"), ("vllm-lhbnc", "layer")),
+        *(("vllm-cross-layer", "block"), ("vllm-blhnc", "block"), ("vllm-blnhc", "block"), ("vllm-bhlnc", "block")),
+        *(("trtllm", "block"), ("flashinfer-gqa-hnd", "layer"), ("kvpagoda", "block")),
+    ],
+)
+@pytest.mark.parametrize("kernel_pages", [1, 2])
+def test_every_element_lies_where_the_layout_of_that_name_has_it(name, order, kernel_pages):
+    heads, dims, size, blocks = 3, (8, 4), 4, 5
+    laid = Schema(tuple(Layer(i, "full", (Attention(heads, *dims, "float16"),)) for i in range(3))).laid_out(name)
+    plan = laid.plan(num_blocks=blocks, max_requests=1, block_size=size * kernel_pages, kernel_page=size)
+    group = plan.groups[0]
+    memory = Arena(group.layout, blocks, device="cpu", order=order)
+    assert plan.order == order or name not in ("vllm-lhbnc", "vllm-bhlnc")
+    wanted = named(
+        name, layers=3, blocks=blocks * kernel_pages, page_size=size, heads=heads, head_dim=8, v_head_dim=4,
+        dtype="float16",
+    )  # fmt: skip
+    assert memory.nbytes == wanted.nbytes
+    for part in ("k", "v"):
+        for layer in range(3):
+            given = memory.layer(layer)[part]
+            view = wanted.view(part, "B", "N", "H", {"k": "D", "v": "Dv"}[part], at={"L": layer})
+            start = (given.data_ptr() - memory.buffer.data_ptr()) // 2
+            assert (start, tuple(given.shape), given.stride()) == (view.offset // 2, view.shape, view.strides)
+
+
+@pytest.mark.parametrize("name", ["vllm-lhbnc", "vllm-bhlnc"])
+@pytest.mark.parametrize("kernel_page", [2, 4])
+def test_records_of_heads_that_lie_apart_are_whole_and_a_layer_is_its_own_bytes(name, kernel_page):
+    laid = Schema(tuple(Layer(i, "full", (Attention(3, 8, 4, "float16"),)) for i in range(2))).laid_out(name)
+    plan = laid.plan(num_blocks=5, max_requests=1, block_size=4, kernel_page=kernel_page)
+    memories = [Arena(plan.groups[0].layout, 5, device="cpu", order=plan.order) for _ in range(2)]
+    fill_with_noise(memories[0], 0)
+    ids, targets = torch.tensor([4, 0, 2]), torch.tensor([1, 3, 4])
+    memories[1].unpack(targets, memories[0].pack(ids))
+    for layer in range(2):
+        taken = {byte for at, _ in memories[0].regions(layer) for byte in range(at.start, at.stop)}
+        others = {byte for at, _ in memories[0].regions(1 - layer) for byte in range(at.start, at.stop)}
+        assert len(taken) == 4 * 3 * 12 * 2 and not taken & others
+        for part in "kv":
+            here, there = (memory.layer(layer)[part] for memory in memories)
+            pages = [memories[0].page_index(rows) for rows in (ids, targets)]
+            assert torch.equal(codes(here[pages[0]]), codes(there[pages[1]])) and here[pages[0]].any()
+    memories[1].poison(np.array([1, 3, 4], np.int32))
+    assert memories[1].layer(1)["v"].isnan().sum() == 3 * 4 * 3 * 4
+
+
+def test_an_order_that_a_layout_cannot_have_is_refused():
+    laid = Schema((Layer(0, "full", (Attention(3, 8, 4, "float16"),)),))
+    for name, order, outside in (("vllm-lhbnc", "block", "blocks"), ("vllm-bhlnc", "layer", "layers")):
+        with pytest.raises(SchemaError, match=f"heads lie outside of {outside} .* leave order out"):
+            laid.laid_out(name).plan("1MiB", order=order)

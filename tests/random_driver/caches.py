@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from .schemas import SCHEMA_NAMES, schema_named
 
 MAX_CONTEXT = 72
 LAYOUTS = {
-    **dict.fromkeys(("full", "sliding", "gemma", "mixed"), ("trtllm", "vllm-blhnc", "flashinfer-gqa-nhd")),
+    **dict.fromkeys(("full", "sliding", "gemma", "mixed"), ("trtllm", "vllm-blhnc", "vllm-lhbnc", "vllm-bhlnc")),
     "mla": ("kvpagoda-mla",), "qwen3_next": ("gdn-state-kv", "vllm-gdn-conv-sd", "transformers"),
 }  # fmt: skip
 """Layouts that the rows of a schema may have beside its own."""
@@ -45,7 +45,7 @@ class Settings:
     num_long: int
     checkpoints: int | None
     checkpoint_every: int
-    order: str
+    order: str | None
     pin_share: float
     swap: str | None
     settled: bool
@@ -61,7 +61,7 @@ def settings_of(schema: str, seed: int) -> Settings:
     def one(*choices: Any) -> Any:
         return choices[int(random.integers(len(choices)))]
 
-    return Settings(
+    settings = Settings(
         schema, seed, POLICY_NAMES[number % len(POLICY_NAMES)], TIERS[number % len(TIERS)],
         verify_width=one(0, 0, 2, 3),
         block_size=8 if schema == "deepseek_v4" else one(4, 4, 8),
@@ -77,6 +77,7 @@ def settings_of(schema: str, seed: int) -> Settings:
         kernel_page=None if schema == "deepseek_v4" else one(None, None, 2, 4),
         layout=one(None, *LAYOUTS.get(schema, ())),
     )  # fmt: skip
+    return replace(settings, order=None) if settings.layout in ("vllm-lhbnc", "vllm-bhlnc") else settings
 
 
 def budget_of(settings: Settings, schema: Schema) -> int:

@@ -16,7 +16,7 @@ from .caches import Failing, Settings, failing_memory, is_suspended, make_cache,
 from .faults import Fault, Refused
 from .oracle import DIALECTS, Oracle, StepTexts
 from .schemas import SCHEMA_NAMES, draft_width, rewind_width
-from .texts import Documents, Epochs, Request
+from .texts import Documents, Epochs, Request, epoch_of
 
 T = TypeVar("T")
 CHECK_EVERY, AUDIT_EVERY = 4, 23
@@ -182,6 +182,10 @@ class Driver:
 
     def right_length(self, handle: Any, request: Request) -> None:
         self.require(handle.length == request.length, f"{request} has length {handle.length}")
+        stays = epoch_of(request.namespace)
+        first, last = handle.epochs[0][1], handle.epochs[-1][1]
+        is_right = last == self.cache.epoch if stays is None else first == last == stays
+        self.require(is_right, f"{request} of {request.namespace!r} says {handle.epochs} in epoch {self.cache.epoch}")
 
     def audit(self) -> None:
         """Everything that running requests read is right, in both dialects."""

@@ -34,13 +34,14 @@ def seed_of(namespace_key: Any) -> int:
     return _digest(("namespace", namespace_key))
 
 
-def marks_of(seed: int, tokens: npt.NDArray[np.int32], media: Mapping[int, bytes]) -> Marks:
-    """The marks of a text: uint64 ``[len(tokens)]``. Where media begin, at their offsets, they stand for the token there."""
+def marks_of(seeds: Marks, tokens: npt.NDArray[np.int32], media: Mapping[int, bytes]) -> Marks:
+    """The marks of a text: uint64 ``[len(tokens)]``, as ``seeds``, one for each token, are. Where media begin, at their
+    offsets, they stand for the token there."""
     own = _TOKENS[tokens]
     for offset, digest in media.items():
         if offset < len(own):
             own[offset] = np.uint64(_digest(("media", digest)))
-    marks: Marks = (np.cumsum(own * _PLACES[: len(own)]) ^ np.array([seed], np.uint64)) * _ODD
+    marks: Marks = (np.cumsum(own * _PLACES[: len(own)]) ^ seeds) * _ODD
     marks ^= marks >> _SHIFT
     return marks
 

@@ -45,6 +45,9 @@ def invalidate(driver: Driver) -> None:
         driver.attempt(f"invalidate(weights={weights!r})", lambda: driver.cache.invalidate(weights=weights))
         driver.weights = weights
     driver.epochs.renew(namespaces, weights)
+    for request in driver.requests.values():
+        if (seed := driver.epochs.seed(request.namespace)) != request.seeds[-1][1]:
+            request.enter(seed)
 
 
 def reset(driver: Driver) -> None:

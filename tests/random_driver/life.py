@@ -13,7 +13,7 @@ from kvpagoda.errors import BadInput, NeverFits, OutOfBlocks, RetryLater, StaleH
 from .caches import is_prefetched, prompt_length, staging_in_use
 from .faults import Fault, Refused
 from .oracle import DIALECTS, StepTexts
-from .texts import NAMESPACES, Request, Tokens
+from .texts import NAMESPACES, Request, Tokens, epoch_of, on_epoch
 
 if TYPE_CHECKING:
     from .driver import Driver
@@ -47,6 +47,8 @@ def started(
     request.is_blank = request.length == 0
     driver.requests[handle] = request
     driver.log[-1] += f" -> starts at {request.length}"
+    if epoch_of(namespace) not in (None, driver.cache.epoch):
+        driver.counts["cached tokens of an older epoch"] += request.length
     driver.require(
         request.length == handle.cached_tokens < len(tokens), f"{request} starts with {handle.cached_tokens}"
     )
@@ -64,7 +66,14 @@ def look(driver: Driver, request: Request) -> None:
 
 
 def namespace_of(driver: Driver) -> Any:
-    return driver.one(*NAMESPACES) if driver.chance(0.25) else None
+    """Mostly none; sometimes one that stays on an epoch, often on that of a request that does so."""
+    namespace = driver.one(*NAMESPACES) if driver.chance(0.25) else None
+    if not driver.chance(0.3):
+        return namespace
+    staying = [one for one in driver.requests.values() if epoch_of(one.namespace) is not None]
+    if staying and driver.chance(0.8):
+        return driver.one(*staying).namespace
+    return on_epoch(namespace, driver.between(max(0, driver.cache.epoch - 2), driver.cache.epoch))
 
 
 def open_one(driver: Driver) -> None:
@@ -153,7 +162,8 @@ def fork_one(driver: Driver) -> None:
     driver.require(not parent.fences, "a fenced sequence was forked")
     media = {at: digest for at, digest in parent.media.items() if at < parent.length}
     total = max(parent.length, reserve or 0)
-    child = Request(number, handle, parent.seed, parent.namespace, parent.text.copy(), media, total)
+    child = Request(number, handle, 0, parent.namespace, parent.text.copy(), media, total)
+    child.seeds = [*parent.seeds]
     child.length = child.num_written = child.started_at = child.highest = parent.length
     child.is_blank = parent.is_blank
     driver.requests[handle] = child

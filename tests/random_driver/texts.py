@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,18 @@ from .fingerprints import Marks, marks_of, seed_of
 
 Tokens = npt.NDArray[np.int32]
 NAMESPACES = (None, "a", b"a", Namespace(salt="a", adapter="b"))
+
+
+def on_epoch(namespace: Any, epoch: int | None) -> Namespace:
+    """``namespace`` for requests that stay on ``epoch``; None: for those that do not."""
+    return replace(namespace if isinstance(namespace, Namespace) else Namespace(namespace), epoch=epoch)
+
+
+def epoch_of(namespace: Any) -> int | None:
+    """On which epoch requests of ``namespace`` stay."""
+    return namespace.epoch if isinstance(namespace, Namespace) else None
+
+
 MEDIA = tuple(bytes([number]) * 16 for number in range(3))
 
 
@@ -35,7 +48,8 @@ class Request:
         media: Mapping[int, bytes],
         reserve: int,
     ) -> None:
-        self.number, self.handle, self.seed, self.namespace = number, handle, seed, namespace
+        self.number, self.handle, self.namespace = number, handle, namespace
+        self.seeds = [(0, seed)]  # (first token, seed of what was computed from there on)
         self.tokens, self.media, self.prompt_length = tokens, dict(media), len(tokens)
         self.length = self.num_written = self.started_at = 0
         self.reserve: int | None = reserve
@@ -58,8 +72,16 @@ class Request:
     def marks(self, end: int) -> Marks:
         """The marks of the first ``end`` tokens."""
         if self._marks is None or len(self._marks) != len(self.tokens):
-            self._marks = marks_of(self.seed, self.tokens, self.media)
+            seeds = np.empty(len(self.tokens), np.uint64)
+            for first, seed in self.seeds:
+                seeds[first:] = seed
+            self._marks = marks_of(seeds, self.tokens, self.media)
         return self._marks[:end]
+
+    def enter(self, seed: int) -> None:
+        """What is written from now on is written with other weights."""
+        self.seeds.append((self.num_written, seed))
+        self._marks = None
 
     def next_tokens(self, n: int, after: Tokens) -> Tokens:
         """The next ``n`` tokens: those of the prompt as long as it lasts, then ``after``."""
@@ -99,19 +121,23 @@ class Epochs:
 
     def restart(self, weights: str) -> None:
         """A new process begins, with these weights."""
-        self._epoch: Any = weights
-        self._renewed: dict[Any, int] = {}
+        self._epochs: list[Any] = [weights]
+        self._renewed: dict[Namespace, tuple[int, int]] = {}  # up to which epoch, and a number
 
     def renew(self, namespaces: tuple[Any, ...], weights: str | None) -> None:
         self._number += 1
         if namespaces:
-            self._renewed.update(dict.fromkeys(namespaces, self._number))
+            last = len(self._epochs) - 1
+            self._renewed.update({on_epoch(one, None): (last, self._number) for one in namespaces})
         else:
-            self._epoch, self._renewed = self._number if weights is None else weights, {}
+            self._epochs.append(self._number if weights is None else weights)
 
     def seed(self, namespace: Any) -> int:
         """The seed of what is computed in ``namespace`` now."""
-        return seed_of((self._epoch, self._renewed.get(namespace), namespace))
+        own, stays = on_epoch(namespace, None), epoch_of(namespace)
+        epoch = len(self._epochs) - 1 if stays is None else stays
+        last, number = self._renewed.get(own, (-1, 0))
+        return seed_of((self._epochs[epoch], number if epoch <= last else None, own))
 
 
 class Documents:

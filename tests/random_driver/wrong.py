@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvpagoda import Namespace
 from kvpagoda.errors import KVPagodaError
 
 from .faults import Fault
@@ -39,6 +40,8 @@ OPENS: tuple[Callable[[int], dict[str, Any]], ...] = (
     lambda n: {"media": [1]},
     lambda n: {"namespace": 5},
     lambda n: {"namespace": ["a"]},
+    lambda n: {"namespace": Namespace(epoch=10**6)},
+    lambda n: {"namespace": Namespace(epoch=-1)},
 )
 """Arguments of ``open`` for a prompt of ``n`` tokens; numpy integers may be taken, all others may not."""
 CALLS: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (

@@ -11,17 +11,22 @@ from kvpagoda.prefix import EvictionPolicy, Match, PrefixTree
 class SharedBlocks:
     """Ids 1 to ``num_blocks`` of blocks of ``block_size`` tokens. ``tree`` knows the cached ones, ``free`` those that nobody
     has; whoever takes others keeps account of them. Cached blocks are evicted only when one is needed, by ``policy``.
-    Raises BadInput for numbers below 1."""
+    ``num_rows``: of the tree. Raises BadInput for numbers below 1."""
 
-    def __init__(self, num_blocks: int, block_size: int, policy: str | EvictionPolicy) -> None:
+    def __init__(self, num_blocks: int, block_size: int, policy: str | EvictionPolicy, num_rows: int = 1) -> None:
         self.num_blocks, self.block_size = positive_numbers(num_blocks=num_blocks, block_size=block_size)
-        self.tree = PrefixTree(self.block_size, policy=policy, capacity=self.num_blocks, proves_ids=False)
+        self.tree = PrefixTree(self.block_size, num_rows, policy, capacity=self.num_blocks, proves_ids=False)
         self.free = FreeList(self.num_blocks, first=1, what="blocks")
 
     @property
     def num_available(self) -> int:
         """Blocks that could be had now: free ones, and cached ones that nobody uses. O(1)."""
         return self.free.num_free + self.tree.num_evictable
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that are cached, in use or not. O(1)."""
+        return self.tree.num_cached
 
     def has_room(self, match: Match, wanted: int) -> bool:
         """Whether ``wanted`` blocks could be had beside those of ``match``, which must stay. O(nodes on the path)."""
@@ -36,16 +41,20 @@ class SharedBlocks:
         """``n`` blocks, int32: free ones, then cached ones. Raises OutOfBlocks, taking none."""
         short = n - self.free.num_free
         if short > 0:
-            tree = self.tree
-            if short > tree.num_evictable:
+            available, idle = self.num_available, self.num_available - self.free.num_free
+            if n > available:
                 raise OutOfBlocks(
-                    f"need {n} blocks, {self.free.num_free} free, {tree.num_cached} cached ({tree.num_pinned} in use) of "
-                    f"{self.num_blocks}; end a request first",
+                    f"need {n} blocks, {self.free.num_free} free, {self.num_cached} cached ({self.num_cached - idle} in use) "
+                    f"of {self.num_blocks}; end a request first",
                     needed=n,
-                    available=self.num_available,
+                    available=available,
                 )
-            self.free.release(tree.evict(short).ids[0])
+            self._evict(short)
         return self.free.acquire(n)
+
+    def _evict(self, n: int) -> None:
+        """Make ``n`` cached blocks free, which nobody uses; there are so many."""
+        self.free.release(self.tree.evict(n).ids[0])
 
     def check(self, num_running: int) -> None:
         """Prove that no block is both cached and free, and that ``num_running`` requests hold leases. Raises CheckFailed.

@@ -5,9 +5,9 @@
 
     vllm.v1.core.sched.scheduler.KVCacheManager = KVCacheManager      # before the scheduler is made
 
-The calls of vLLM 0.33 that a scheduler makes without speculative decoding, KV connectors and events, for models with one group
-of full attention layers; ``kvpagoda.KVCache`` itself serves the others. What differs: no block hashes are needed; a block is
-shared once its tokens are computed, not from the moment on when they are scheduled; ends of texts are evicted first.
+The calls of vLLM 0.33 that a scheduler makes without speculative decoding, KV connectors and events, for groups of full
+attention, windows, chunks and states ("align" mode). What differs: no block hashes are needed; a block is shared once its
+tokens are computed, not from the moment on when they are scheduled; ends of texts are evicted first.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvpagoda.adapters.shared_blocks import SharedBlocks
+from kvpagoda.adapters.group_blocks import LAST_STATE, GroupBlocks, Table
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, SchemaError
-from kvpagoda.prefix import EvictionPolicy, Lease, Match
+from kvpagoda.prefix import EvictionPolicy, Match
 from kvpagoda.prefix.tokens import as_tokens
-from kvpagoda.units import ceil_div, whole_number
+from kvpagoda.schema import Growth
+from kvpagoda.units import whole_number
 
 
 class Request(Protocol):
@@ -52,28 +53,29 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class KVCacheBlocks:
-    """Ids of blocks of the one group, in the order of the text; ``match``: where they were found."""
+    """``ids[group]``: of its blocks, in the order of the text, 0 where there is none; ``match``: where they were found."""
 
-    ids: tuple[int, ...] = ()
+    ids: tuple[tuple[int, ...], ...]
     match: Match | None = field(default=None, compare=False, repr=False)
 
     @property
-    def blocks(self) -> tuple[tuple[Block, ...]]:
+    def blocks(self) -> tuple[tuple[Block, ...], ...]:
         """``blocks[group][column]``."""
-        return (tuple(map(Block, self.ids)),)
+        return tuple(tuple(map(Block, ids)) for ids in self.ids)
 
     def get_block_ids(
         self, allow_none: bool = False, *, group_ids: Many[int] | None = None
     ) -> tuple[list[int], ...] | None:
         """A list of ids for each group; None, if that is allowed, where there are none."""
-        return None if allow_none and not self.ids else tuple([*self.ids] for _ in (group_ids or (0,)))
+        chosen = self.ids if group_ids is None else [self.ids[group] for group in group_ids]
+        return None if allow_none and not any(chosen) else tuple([*ids] for ids in chosen)
 
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
-        return KVCacheBlocks(self.ids + other.ids)
+        return KVCacheBlocks(tuple(mine + more for mine, more in zip(self.ids, other.ids)))
 
     def new_empty(self) -> KVCacheBlocks:
         """No blocks."""
-        return KVCacheBlocks()
+        return KVCacheBlocks(((),) * len(self.ids))
 
 
 @dataclass
@@ -91,34 +93,22 @@ class PrefixCacheStats:
     hits_by_source: dict[Any, int] = field(default_factory=dict)
 
 
-class Running:
-    """A request that has blocks: their ids in the order of its text, and the lease of what of it is cached. ``doubles``:
-    blocks of its own whose text others cached first; the worker knows them, so that it keeps them until its end."""
-
-    def __init__(self, lease: Lease, shared: list[int]) -> None:
-        self.lease, self.ids = lease, shared
-        self.doubles: list[Ids] = []
-
-    def own_ids(self) -> Ids:
-        """The blocks that nobody else has."""
-        return np.concatenate([*self.doubles, np.array(self.ids[self.lease.num_blocks :], np.int32)])
-
-
 _REFUSED = {
     "use_eagle": False, "enable_kv_cache_events": False, "metrics_collector": None, "num_hash_lookahead_tokens": 0,
     "num_prefill_lookahead": 0, "dcp_world_size": 1, "pcp_world_size": 1, "enable_mamba_shared_prefix_checkpoint": False,
 }  # fmt: skip
 """Arguments of vLLM's constructor, and the only value of each that is taken here."""
-_UNUSED = {"max_in_flight_tokens", "scheduler_block_size", "hash_block_size"}
+_UNUSED = {"scheduler_block_size", "hash_block_size"}
 
 
 class KVCacheManager:
     """Blocks of the requests of one engine.
 
-    ``kv_cache_config``: ``num_blocks``, of which id 0 is nobody's, and ``kv_cache_groups`` with one group of a
-    ``kv_cache_spec`` that has ``block_size``. ``max_model_len``: tokens of the longest request. ``watermark``: the share of
-    the blocks that stays free when a request is admitted beside others. ``policy``: which cached block goes first. Raises
-    SchemaError for several groups and for windows, chunks and states; BadInput for ``others`` that ask for more than is here.
+    ``kv_cache_config``: ``num_blocks``, of which id 0 is nobody's, and ``kv_cache_groups``, each with a ``kv_cache_spec`` that
+    has ``block_size``; all take blocks of one pool. ``max_model_len``: tokens of the longest request;
+    ``max_in_flight_tokens``: of one in a step. ``watermark``: the share of the blocks that stays free when a request is
+    admitted beside others. ``policy``: which cached text goes first. Raises SchemaError for groups that are not served here;
+    BadInput for ``others`` that ask for more than is here.
     """
 
     def __init__(
@@ -129,22 +119,28 @@ class KVCacheManager:
         log_stats: bool = False,
         watermark: float = 0.0,
         policy: str | EvictionPolicy = "lru",
+        max_in_flight_tokens: int | None = None,
         **others: Any,
     ) -> None:
         asked = {name: value for name, value in others.items() if name not in _UNUSED}
         wrong = {name: value for name, value in asked.items() if name not in _REFUSED or value != _REFUSED[name]}
         if wrong or not 0 <= watermark < 1:
             raise BadInput(f"no KVCacheManager with {wrong or {'watermark': watermark}} here; leave it out")
-        self.block_size = _block_size(kv_cache_config)
+        sizes, growths = zip(*(_growth(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups))
+        if enable_caching and len({*sizes}) > 1:
+            raise SchemaError(f"groups with blocks of {sorted({*sizes})} tokens share no prefixes here; one size does")
         self.max_model_len = whole_number(max_model_len, "max_model_len", 1)
         self.enable_caching, self.log_stats = enable_caching, log_stats
-        self._blocks = SharedBlocks(kv_cache_config.num_blocks - 1, self.block_size, policy)
-        self._tree = self._blocks.tree
-        self._running: dict[str, Running] = {}
+        self._blocks = GroupBlocks(kv_cache_config.num_blocks - 1, sizes, growths, policy)
+        self.block_size, self._tree, self._growths = sizes[0], self._blocks.tree, growths
+        self._step = self.max_model_len if max_in_flight_tokens is None else max_in_flight_tokens
+        self._running: dict[str, Table] = {}
         self._asked: tuple[Request | None, Ids] = (None, np.empty(0, np.int32))  # who waits, and its tokens
         self._stats = PrefixCacheStats()
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
-        self.num_kv_cache_groups, self.empty_kv_cache_blocks = 1, KVCacheBlocks()
+        self.num_kv_cache_groups, self.empty_kv_cache_blocks = len(sizes), KVCacheBlocks(((),) * len(sizes))
+        self._needs_zeros = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+        self._to_zero: list[int] = []
         self.mamba_shared_prefix_checkpoint = False
         self.coordinator = SimpleNamespace(single_type_managers=(), enable_partial_hash_hits=False)
         self.block_pool = SimpleNamespace(
@@ -163,8 +159,9 @@ class KVCacheManager:
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int]:
-        """(the leading blocks of ``request`` that are cached, their tokens, 0): at most ``max_cache_hit_length`` tokens (None:
-        all but the last), whole blocks. Changes nothing. O(tokens)."""
+        """(blocks, their tokens, boundary): what is cached of the beginning of ``request``, at most ``max_cache_hit_length``
+        tokens (None: all but the last), whole blocks, up to where all groups can go on. ``boundary``: how much of it is cached
+        in full, where a state is missing that far and is worth keeping; else 0. Changes nothing. O(tokens)."""
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         before, tokens = self._asked
@@ -172,8 +169,16 @@ class KVCacheManager:
             tokens = as_tokens(request.all_token_ids[:])
             self._asked = request, tokens
         most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
-        match = self._tree.match(tokens, _namespace(request), most // self.block_size * self.block_size)
-        return KVCacheBlocks(tuple(match.ids[0].tolist()), match), match.num_blocks * self.block_size, 0
+        size = self.block_size
+        match = self._tree.match(tokens, _namespace(request), most // size * size)
+        end = self._blocks.resumable(match)
+        is_late = end < match.num_blocks and any(growth.is_state for growth in self._growths)
+        return self._blocks_of(match, end), end * size, match.num_blocks * size * is_late
+
+    def _blocks_of(self, match: Match, num_blocks: int) -> KVCacheBlocks:
+        """What a request would begin with behind ``num_blocks`` of ``match``."""
+        ids = tuple(tuple(column) for column in self._blocks.found(match, num_blocks))
+        return KVCacheBlocks(ids, match)
 
     def allocate_slots(
         self,
@@ -203,27 +208,29 @@ class KVCacheManager:
         if num_new_tokens + num_new_computed_tokens < 1:
             raise BadInput("num_new_tokens must be at least 1 where no computed tokens are added")
         known, computed = self._running.get(request.request_id), request.num_computed_tokens + num_new_computed_tokens
+        blocks, processed = self._blocks, request.num_computed_tokens - request.num_in_flight_tokens
         if known is not None:
-            self.cache_blocks(request, request.num_computed_tokens - request.num_in_flight_tokens)
-        running = known or self._pin(request, num_new_computed_tokens, new_computed_blocks)
-        ids = running.ids
-        end = min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len)
-        need = self._columns(end) - len(ids)
+            self.cache_blocks(request, processed)
+            blocks.slide(known, processed)
+        table = known or self._pin(request, num_new_computed_tokens, new_computed_blocks)
+        columns = blocks.lacking(table, min(computed + num_new_tokens + num_lookahead_tokens, self.max_model_len))
         most = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
         is_new = has_scheduled_reqs and getattr(request.status, "name", "") in ("WAITING", "PREEMPTED")
-        spare = self._blocks.num_available - (self.watermark_blocks if is_new else 0)
-        if need > spare - reserved_blocks or self._columns(most) - len(ids) > spare:
+        spare = blocks.num_available - (self.watermark_blocks if is_new else 0)
+        if blocks.num_needed(columns) > spare - reserved_blocks or blocks.most_needed(table, most, self._step) > spare:
             if known is None:
-                self._tree.unpin(running.lease)
+                blocks.undo(table)
             return None
-        added = self._blocks.take(max(0, need)).tolist()
+        added = blocks.grow(table, columns)
         if known is None:
-            self._running[request.request_id] = running
+            blocks.admit(table)
+            self._running[request.request_id] = table
             self._asked = None, self._asked[1][:0]
-        ids.extend(added)
-        return KVCacheBlocks(tuple(added))
+        if self._needs_zeros:
+            self._to_zero += [id for ids, one in zip(added, self._growths) if not one.is_state for id in ids]
+        return KVCacheBlocks(tuple(map(tuple, added)))
 
-    def _pin(self, request: Request, num_tokens: int, found: KVCacheBlocks | None) -> Running:
+    def _pin(self, request: Request, num_tokens: int, found: KVCacheBlocks | None) -> Table:
         """``request`` with the first ``num_tokens`` tokens, whole blocks, of what was ``found``, and nothing more."""
         num_blocks, rest = divmod(num_tokens, self.block_size)
         if rest or request.num_computed_tokens:
@@ -234,23 +241,19 @@ class KVCacheManager:
         match = None if found is None or not num_blocks else found.match
         if match is None:
             match = self._tree.match(np.empty(0, np.int32), _namespace(request))
-        lease = self._tree.pin(match, num_blocks)
-        return Running(lease, match.ids[0, :num_blocks].tolist())
+        return self._blocks.begin(match, num_blocks)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """The first ``num_computed_tokens`` tokens of ``request`` are computed: its whole blocks may be shared from here on.
         O(1) if none has become whole."""
-        running = self._running.get(request.request_id)
-        if running is None or not self.enable_caching:
+        table = self._running.get(request.request_id)
+        if table is None or not self.enable_caching:
             return
-        size, start = self.block_size, running.lease.num_blocks
-        end = min(num_computed_tokens, request.num_tokens, len(running.ids) * size) // size
-        if end <= start:
-            return
-        ids = np.array([running.ids[start:end]], np.int32)
-        inserted = self._tree.insert(running.lease, as_tokens(request.all_token_ids[start * size : end * size]), ids)
-        if inserted.num_added < end - start:
-            running.doubles.append(ids[inserted.duplicates])
+        size, start = self.block_size, table.lease.num_blocks
+        end = min(num_computed_tokens, request.num_tokens) // size
+        if end > start:
+            tokens = as_tokens(request.all_token_ids[start * size : end * size])
+            self._blocks.publish(table, tokens, num_computed_tokens)
 
     def free(self, request: Request) -> None:
         """``request`` ends or is preempted: what it computed stays cached while memory lasts. Nothing for one without
@@ -258,20 +261,29 @@ class KVCacheManager:
         if request.request_id not in self._running:
             return
         self.cache_blocks(request, request.num_computed_tokens - request.num_in_flight_tokens)
-        running = self._running[request.request_id]
-        self._blocks.free.release(running.own_ids())
-        self._tree.touch(running.lease)
-        self._tree.unpin(running.lease)
-        del self._running[request.request_id]
+        self._blocks.end(self._running.pop(request.request_id))
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """All blocks of a request."""
-        running = self._running.get(request_id)
-        return self.empty_kv_cache_blocks if running is None else KVCacheBlocks(tuple(running.ids))
+        table = self._running.get(request_id)
+        return self.empty_kv_cache_blocks if table is None else KVCacheBlocks(tuple(map(tuple, table.ids)))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Their ids, for each group."""
-        return self.get_blocks(request_id).get_block_ids() or ([],)
+        return self.get_blocks(request_id).get_block_ids() or ()
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Let go of what tokens behind the first ``processed_computed_tokens`` do not read."""
+        if request_id in self._running:
+            self._blocks.slide(self._running[request_id], processed_computed_tokens)
+
+    def take_new_block_ids(self) -> list[int]:
+        """Blocks that the worker has to fill with zeros, if the config says that it needs that: those added since the last
+        call, but of states."""
+        ids, self._to_zero = self._to_zero, []
+        return ids
 
     # -- what is kept ------------------------------------------------------------------------------------------------
 
@@ -281,14 +293,14 @@ class KVCacheManager:
 
     def estimate_cached_tokens(self, request: Request) -> int:
         """Tokens of ``request`` that others find."""
-        running = self._running.get(request.request_id)
-        return 0 if running is None else running.lease.num_blocks * self.block_size
+        table = self._running.get(request.request_id)
+        return 0 if table is None else table.lease.num_blocks * self.block_size
 
     def reset_prefix_cache(self) -> bool:
         """Forget what is cached. False, forgetting nothing, while a request has blocks."""
         if self._running:
             return False
-        self._blocks.free.release(self._tree.clear().ids[0])
+        self._blocks.clear()
         self._stats.reset = True
         return True
 
@@ -306,28 +318,19 @@ class KVCacheManager:
 
     def check(self) -> None:
         """Prove that every block is in one place. Raises CheckFailed. O(blocks)."""
-        self._blocks.check(len(self._running))
+        self._blocks.prove([*self._running.values()])
 
     # -- what a scheduler asks, and there is none of here ------------------------------------------------------------
 
     def new_step_starts(self) -> None:
         """A step begins."""
 
-    def remove_skipped_blocks(
-        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
-    ) -> None:
-        """Full attention skips no blocks."""
-
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """None are told."""
-        return [0]
+        return [0] * self.num_kv_cache_groups
 
     def take_events(self) -> list[Any]:
         """There are none."""
-        return []
-
-    def take_new_block_ids(self) -> list[int]:
-        """No block needs zeros."""
         return []
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
@@ -335,23 +338,38 @@ class KVCacheManager:
         return [], []
 
     def take_boundary_state_offloads(self) -> dict[str, Any]:
-        """There are no states."""
+        """There are no connectors."""
         return {}
 
-    def _columns(self, num_tokens: int) -> int:
-        return ceil_div(num_tokens, self.block_size)
+
+_NOT_SERVED = {
+    "CircularBufferSpec", "CrossAttentionSpec", "EncoderOnlyAttentionSpec", "HiSparseHotSpec", "HiSparseResidentSpec",
+    "RSWASpec",
+}  # fmt: skip
 
 
-def _block_size(config: Any) -> int:
-    """Tokens in a block of the one group. Raises SchemaError."""
-    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-    spans = ("sliding_window", "attention_chunk_size")
-    if len(specs) != 1 or not hasattr(specs[0], "head_size") or any(getattr(specs[0], one, None) for one in spans):
-        names = ", ".join(type(spec).__name__ for spec in specs)
+def _growth(spec: Any) -> tuple[int, Growth]:
+    """Tokens in a block of a group, and which of its blocks requests read. Raises SchemaError.
+
+    Full attention has both ``sliding_window`` and ``attention_chunk_size``, or neither: all of it is kept. Several specs of
+    one kind are as the first of them.
+    """
+    spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+    window, chunk = (getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    mode, name = getattr(spec, "mamba_cache_mode", ""), type(spec).__name__
+    more = ("extra_retained_tokens", "num_speculative_blocks", "num_prefill_checkpoint_blocks", "bounded_replay")
+    is_odd = name in _NOT_SERVED or any(getattr(spec, one, 0) for one in more)
+    if is_odd or mode not in ("", "align", "none") or not (mode or hasattr(spec, "head_size")):
         raise SchemaError(
-            f"one group of full attention is served here, not [{names}]; kvpagoda.KVCache serves the others"
+            f"{name} is not served here as it is: full attention, windows, chunks and states are, without speculative decoding"
         )
-    return whole_number(specs[0].block_size, "a block size", 1)
+    if mode:
+        growth = LAST_STATE
+    elif hasattr(spec, "sliding_window") and hasattr(spec, "attention_chunk_size"):
+        growth = Growth()
+    else:
+        growth = Growth(window=window, chunk=chunk)
+    return whole_number(spec.block_size, "a block size", 1), growth
 
 
 def _namespace(request: Request) -> bytes:

@@ -9,10 +9,10 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from kvpagoda.batch.kernel_pages import PagedTables
+from kvpagoda.batch.kernel_pages import PagedTable
 from kvpagoda.batch.step import Step, StepRows
 from kvpagoda.batch.step_buffers import StepBuffers
-from kvpagoda.batch.table_snapshot import Array, TableSnapshot
+from kvpagoda.batch.table_snapshot import Array, Table, TableSnapshot
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
@@ -38,10 +38,8 @@ class GroupArrays:
     @cached_property
     def block_table(self) -> Any:
         """int32 ``[B, columns]``: block ids (FlashAttention's page table); cells past a row's last block hold no meaning."""
-        batch = self._batch
-        if self._pages is not None:
-            return self._put("block_table", self._pages.rows(batch.rows.is_fixed).ravel()).reshape(len(self._shown), -1)
-        return batch.buffers.put_rows(self._named("block_table"), self._group.table, self._shown, batch.rows.is_fixed)
+        name, is_fixed = self._named("block_table"), self._batch.rows.is_fixed
+        return self._batch.buffers.put_rows(name, self._table, self._pages, is_fixed)
 
     @cached_property
     def cache_seqlens(self) -> Any:
@@ -62,26 +60,26 @@ class GroupArrays:
     @cached_property
     def kv_indptr(self) -> Any:
         """int32 ``[B + 1]``: where each row's part of ``kv_indices`` starts (FlashInfer)."""
-        return self._put("kv_indptr", (self._pages or self._shown).starts)
+        return self._put("kv_indptr", self._pages.starts)
 
     @cached_property
     def kv_indices(self) -> Any:
         """int32 ``[kv_indptr[-1]]``: block ids of all rows, one behind another. Where blocks were added since the last step it
         is made anew, O(all cells), from ``block_table`` by the device itself: ask for it only if it is used."""
-        batch, shown = self._batch, self._shown
-        if self._pages is not None:
-            return self._put("kv_indices", self._pages.runs(batch.rows.is_fixed))
-        on_device = None
+        batch, on_device = self._batch, None
         if not batch.buffers.arrays.is_host:
-            on_device = self.block_table, self.kv_start, self.kv_indptr, batch.block_size
+            on_device = self.block_table, self.kv_start, self.kv_indptr, batch.core.plan.kernel_page
         name, is_fixed = self._named("kv_indices"), batch.rows.is_fixed
-        return batch.buffers.put_runs(name, shown, self._group.table, is_fixed, on_device)
+        return batch.buffers.put_runs(name, self._pages, self._table, is_fixed, on_device)
 
     @cached_property
     def kv_last_page_len(self) -> Any:
         """int32 ``[B]``: rows in use of each row's last block; 0 for padded rows."""
-        pages = self._pages
-        return self._put("kv_last_page_len", self._batch.last_page_len if pages is None else pages.last_page_len())
+        batch, size = self._batch, self._batch.core.plan.kernel_page
+        if size == batch.block_size:
+            return self._put("kv_last_page_len", batch.last_page_len)
+        last = np.where(batch.lengths > 0, batch.lengths - (self._pages.end - 1) * size, 0)
+        return self._put("kv_last_page_len", last)
 
     @cached_property
     def kv_start(self) -> Any:
@@ -89,11 +87,19 @@ class GroupArrays:
         return self._put("kv_start", self._shown.first * self._batch.block_size)
 
     @cached_property
-    def _pages(self) -> PagedTables | None:
-        """The same in kernel pages, where a block has several."""
-        batch, group, many = self._batch, self._group, self._group.plan.layout.kernel_pages
-        size = batch.block_size // many
-        return None if many == 1 else PagedTables(self._shown, group.table, batch.lengths, size, many)
+    def _table(self) -> Table:
+        """The group's table in kernel pages."""
+        many = self._group.plan.layout.kernel_pages
+        return self._group.table if many == 1 else PagedTable(self._group.table, many)
+
+    @cached_property
+    def _pages(self) -> TableSnapshot:
+        """What is shown of it."""
+        batch, many, shown = self._batch, self._group.plan.layout.kernel_pages, self._shown
+        if many == 1:
+            return shown
+        end, name = -(-batch.lengths * many // batch.block_size), f"{self._group.name} in kernel pages"
+        return batch.buffers.snapshot(name, self._table, shown.slots, shown.first * many, end)
 
     @cached_property
     def _shown(self) -> TableSnapshot:

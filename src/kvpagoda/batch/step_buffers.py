@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.batch.table_snapshot import EMPTY, Array, TableSnapshot
-from kvpagoda.blocks.block_table import BlockTable
+from kvpagoda.batch.table_snapshot import EMPTY, Array, Table, TableSnapshot
 from kvpagoda.memory.no_memory import HostArrays
 
 
@@ -42,7 +41,7 @@ class StepBuffers:
         self._put[name] = values, part
         return part
 
-    def snapshot(self, name: str, table: BlockTable, slots: Array, first: Array, end: Array) -> TableSnapshot:
+    def snapshot(self, name: str, table: Table, slots: Array, first: Array, end: Array) -> TableSnapshot:
         """What a step shows of ``table`` now: the same object as the last time, if nothing of it changed."""
         last = self._snapshots.get(name, EMPTY)
         now: tuple[Array, ...] = (slots, table.version[slots], first, end)
@@ -54,7 +53,7 @@ class StepBuffers:
             last = self._snapshots[name] = TableSnapshot(now, keys)
         return last
 
-    def put_rows(self, name: str, table: BlockTable, shown: TableSnapshot, is_fixed: bool = False) -> Any:
+    def put_rows(self, name: str, table: Table, shown: TableSnapshot, is_fixed: bool = False) -> Any:
         """The cells that are ``shown`` of each row, 0 left of them: int32 ``[B, most columns]``, a part of a buffer as wide as
         the table, or with ``is_fixed`` all columns. O(B + cells that changed; all of a row that means something else)."""
         host, target = self._buffer(name, (len(shown), table.cells.shape[1]), np.int32)
@@ -85,7 +84,7 @@ class StepBuffers:
         self,
         name: str,
         shown: TableSnapshot,
-        table: BlockTable,
+        table: Table,
         is_fixed: bool,
         on_device: tuple[Any, Any, Any, int] | None,
     ) -> Any:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvpagoda.blocks.block_table import BlockTable
-
 Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Table(Protocol):
+    """A ``BlockTable``, or the same in kernel pages."""
+
+    version: Array
+    cells: Any
+    """int32 ``[rows, columns]``: read as ``[row, first:end]`` or ``[rows, columns]``."""
 
 
 class TableSnapshot:
@@ -29,19 +35,19 @@ class TableSnapshot:
         """int64 ``[B + 1]``: where the cells of each row begin if they lie row behind row."""
         return np.concatenate((_ZERO, np.cumsum(self.end - self.first)))
 
-    def last_cells(self, table: BlockTable) -> Array:
+    def last_cells(self, table: Table) -> Array:
         """int64 ``[B]``: the last cell of each row that is shown."""
         if self._last_cells is None:
             self._last_cells = table.cells[self.slots, self.end - 1].astype(np.int64)
         return self._last_cells
 
-    def since(self, before: TableSnapshot, table: BlockTable) -> TableDelta:
+    def since(self, before: TableSnapshot, table: Table) -> TableDelta:
         """How to come here from ``before``."""
         if self._since is None or self._since[0] is not before:
             self._since = before, self._delta(before, table)
         return self._since[1]
 
-    def _delta(self, before: TableSnapshot, table: BlockTable) -> TableDelta:
+    def _delta(self, before: TableSnapshot, table: Table) -> TableDelta:
         slots, first, end = self.slots, self.first, self.end
         same = [now is old for now, old in zip(self.columns, before.columns)]
         if same == [True, True, True, False]:

@@ -77,7 +77,7 @@ class Admission:
         child = Request(
             parent.tokens.copy(), length, parent.namespace, parent.priority, media_ids, publishes=parent.publishes
         )
-        child.epochs = [*parent.epochs]
+        child.stays, child.epochs = parent.stays, [*parent.epochs]
         ends = [ceil_div(length, group.block_size) for group in core.groups]
         wanted = core.plan.blocks_wanted(reserve, 0, core.max_context)
         reserved = [max(n, end - group.first[slot]) for group, n, end in zip(core.groups, wanted, ends)]

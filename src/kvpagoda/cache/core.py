@@ -54,8 +54,8 @@ class Core:
     """Who holds what of ``plan``: request slots, one ``BlockGroup`` for every growth law, and what is kept for reuse, over
     ``memory``, which moves the bytes. No torch.
 
-    ``running``: slot -> request; ``suspended``: request -> where its bytes are; ``stale``: namespaces that were invalidated
-    while something of them was in use.
+    ``running``: slot -> request; ``suspended``: request -> where its bytes are; ``stale``: namespaces that were invalidated,
+    or are of an epoch that is over, while something of them was in use.
     """
 
     def __init__(self, plan: Plan, memory: NoMemory, settings: Settings) -> None:
@@ -87,7 +87,6 @@ class Core:
         self.suspended: dict[Request, Suspended] = {}
         self.stale: set[bytes] = set()
         self.unsettled: dict[Request, None] = {}  #: with blocks to publish, the one that waits longest first
-        self.epoch = 0  #: of the weights: how often all that was cached became invalid
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
         self.counters, self.is_open = Counters(identity.secret), True
         self.offloader: Offloader | None = None
@@ -125,6 +124,13 @@ class Core:
             tokens = request.raw_tokens(0, end * self.block_size)
             self.extend_hashes(request.block_hashes, request.namespace, tokens, request.media_ids)
         return request.block_hashes
+
+    def set_epoch(self, request: Request, epoch: int | None) -> None:
+        """``request``, which is new, is computed with the weights of ``epoch`` to its end; None: with the newest, which may
+        change."""
+        request.stays, request.epochs = epoch is not None, [(0, self.namespaces.epoch if epoch is None else epoch)]
+        if request.stays and not self.namespaces.is_current(request.namespace):
+            self.stale.add(request.namespace)  # what it leaves goes with the last one that stays there
 
     def release(self, request: Request, suspended: Suspended | None = None, last: TextPart | None = None) -> None:
         """``request`` runs no more: what it alone holds and its slot are free, what it published is unpinned. With
@@ -164,7 +170,7 @@ class Core:
             spared = self.prefix.publish(request.slot, request.lease, *last, request.priority)
         except MemoryError:
             return owned
-        if self.events is not None:
+        if self.events is not None and request.namespace not in self.stale:
             self.events.published(request, begin)
         return [*spared, *((group, ids[request.lease.num_blocks - begin :]) for group, ids in owned)]
 

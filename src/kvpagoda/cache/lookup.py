@@ -5,9 +5,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
-
-import numpy as np
 
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.namespace import with_media
@@ -17,6 +16,8 @@ from kvpagoda.cache.reuse import AnyNamespace
 from kvpagoda.cache.tier_hit import Prefetch
 from kvpagoda.errors import BadInput
 from kvpagoda.prefix.tokens import as_tokens
+
+_Running = dict[tuple[bytes, bytes], list[Request]]
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,34 @@ class Lookup:
     """What cuts ``resumable`` short; see ``PrefixMatch.limited_by``."""
 
 
-def look_up(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> Lookup:
-    """What ``core`` has of a text; see ``KVCache.lookup``. O(n), and O(common tokens) for each running request."""
-    found, common, _ = _found_and_running(core, token_ids, namespace, media)
+def look_up(core: Core, token_ids: Any, namespace: Any, media: Any) -> Any:
+    """What ``core`` has of a text, or of each of several; see ``KVCache.lookup``. O(n) for a text of n tokens, and O(common
+    tokens) for each running request that begins with the same block; all running requests are gone through once."""
+    running = _running_by_beginning(core)
+    if not _are_texts(token_ids):
+        return _look_up(core, running, token_ids, namespace, media)
+    given = [_for_each(one, len(token_ids), name) for one, name in ((namespace, "namespaces"), (media, "media"))]
+    return [_look_up(core, running, *one) for one in zip(token_ids, *given)]
+
+
+def _look_up(core: Core, running: _Running, token_ids: Any, namespace: Any, media: Any) -> Lookup:
+    found, common, _ = _found_and_running(core, running, token_ids, namespace, media)
     return Lookup(found.num_tokens, found.resumable, max(0, common - found.num_tokens), found.groups, found.limited_by)
+
+
+def _are_texts(token_ids: Any) -> bool:
+    """Whether ``token_ids`` are several texts, and not one."""
+    first = token_ids[0] if isinstance(token_ids, list | tuple) and token_ids else 0
+    return hasattr(first, "__len__") and getattr(first, "ndim", 1) > 0
+
+
+def _for_each(value: Any, count: int, name: str) -> Any:
+    """``value`` for each of ``count`` texts: its own where there is a list of them. Raises BadInput."""
+    if not isinstance(value, list | tuple):
+        return repeat(value, count)
+    if len(value) != count:
+        raise BadInput(f"{len(value)} {name} for {count} texts; give one for each, or one for all", needed=count)
+    return value
 
 
 def prefetch(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> Prefetch:
@@ -59,7 +84,8 @@ def keep_where_they_part(
 ) -> bool:
     """Let the running request that has most of a text keep a checkpoint where the two part, for a model with states; False
     where that would be of no use, or where it is past that place. Costs what ``look_up`` does."""
-    found, common, request = _found_and_running(core, token_ids, namespace, media)
+    running = _running_by_beginning(core)
+    found, common, request = _found_and_running(core, running, token_ids, namespace, media)
     grid = core.prefix.grid
     at = common // core.block_size // grid * grid
     if request is None or at * core.block_size <= max(request.length, found.resumable):
@@ -69,22 +95,31 @@ def keep_where_they_part(
     return True
 
 
+def _running_by_beginning(core: Core) -> _Running:
+    """The running requests from which others may have something, by namespace and first block, in the order in which they
+    began. O(requests)."""
+    running, size = _Running(), core.block_size
+    for request in core.running.values():
+        if request.publishes and max(request.prompt_length, request.own_length) >= size:
+            running.setdefault((request.namespace, request.keys(0, size).tobytes()), []).append(request)
+    return running
+
+
 def _found_and_running(
-    core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None
+    core: Core, running: _Running, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None
 ) -> tuple[PrefixMatch, int, Request | None]:
-    """What is cached of a text; the most leading tokens of it, in whole blocks and at most all but the last, that a running
-    request has in its prompt, or has committed; and which one."""
+    """What is cached of a text; the most leading tokens of it, in whole blocks and at most all but the last, that one of
+    ``running`` has in its prompt, or has committed; and which one."""
     tokens = as_tokens(token_ids, core.vocab_size)
     keys, key = with_media(tokens, 0, core.media.ids(media, len(tokens))), core.namespaces.key(namespace)
     _, found = core.prefix.find(keys, key)
     keys = keys[: max(0, len(keys) - 1)]
     longest, nearest, size = 0, None, core.block_size
-    for request in core.running.values():
-        if request.namespace != key or not request.publishes:
-            continue
+    for request in running.get((key, keys[:size].tobytes()), ()):
         known = request.keys(0, min(len(keys), max(request.prompt_length, request.own_length)))
-        differ = np.flatnonzero(known != keys[: len(known)])
-        common = (int(differ[0]) if len(differ) else len(known)) // size * size
+        same = known == keys[: len(known)]
+        at = int(same.argmin())
+        common = (len(known) if same[at] else at) // size * size
         if common > longest:
             longest, nearest = common, request
     return found, longest, nearest

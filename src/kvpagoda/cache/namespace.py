@@ -20,16 +20,19 @@ class Namespace:
 
     ``salt``: a secret of the tenant, to be set by the trusted side. ``adapter``: the adapter that the rows were computed
     with. ``weights``: which weights, for caches that see several. All of them bytes, text or None, and never taken for
-    one another.
+    one another. ``epoch``: of which ``KVCache.epoch`` the weights are that its requests are computed with to their end; None:
+    the newest. Those with the newest by either way share.
     """
 
     salt: str | bytes | None = None
     adapter: str | bytes | None = None
     weights: str | bytes | None = None
+    epoch: int | None = None
 
 
 def namespace_key(namespace: Namespace | str | bytes | None) -> bytes:
-    """A namespace as bytes, different for different ones. Text or bytes alone are a salt. Raises BadInput."""
+    """A namespace as bytes, different for different ones, whatever their epoch. Text or bytes alone are a salt. Raises
+    BadInput."""
     if not isinstance(namespace, Namespace):
         namespace = Namespace(salt=namespace)
     return b"".join(_field(part) for part in (namespace.salt, namespace.adapter, namespace.weights))
@@ -69,22 +72,34 @@ def owner_of(key: bytes) -> bytes:
 
 class Namespaces:
     """Namespaces as keys of the tree: ``fingerprint`` of what is cached, who may share it, and a number drawn at random each
-    time that it is invalidated, so that no other process takes what is kept from then on for its own."""
+    time that it is invalidated, so that no other process takes what is kept from then on for its own. ``name``: of the first
+    epoch."""
 
-    def __init__(self, fingerprint: str = "", epoch: bytes = b"") -> None:
-        self._fingerprint, self._epoch = _field(fingerprint), epoch
-        self._renewed: dict[bytes, bytes] = {}
+    def __init__(self, fingerprint: str = "", name: bytes = b"") -> None:
+        self._fingerprint, self._epochs = _field(fingerprint), [name]
+        self._renewed: dict[bytes, tuple[int, bytes]] = {}  # up to which epoch keys have which number
         self._known: dict[Namespace | str | bytes | None, bytes] = {}  # keys that were asked for lately
 
+    @property
+    def epoch(self) -> int:
+        """How many times all were renewed."""
+        return len(self._epochs) - 1
+
     def key(self, namespace: Namespace | str | bytes | None) -> bytes:
-        """The key under which ``namespace`` is cached now. Raises BadInput."""
+        """The key under which ``namespace`` is cached now. Raises BadInput, also for an epoch that has not come."""
         try:
             known = self._known.get(namespace)
         except TypeError:  # a list, say
             known = None
         if known is not None:
             return known
-        key = self._key_of(namespace_key(namespace))
+        epoch = namespace.epoch if isinstance(namespace, Namespace) else None
+        epoch = self.epoch if epoch is None else whole_number(epoch, "the epoch of a namespace")
+        if epoch > self.epoch:
+            raise BadInput(
+                f"epoch {epoch} has not come, the newest is {self.epoch}", needed=epoch, available=self.epoch
+            )
+        key = self._key_of(namespace_key(namespace), epoch)
         if len(self._known) > 1024:
             self._known.clear()
         self._known[namespace] = key
@@ -92,24 +107,25 @@ class Namespaces:
 
     def is_current(self, key: bytes) -> bool:
         """Whether ``key``, which this made, is that of its namespace now."""
-        return key == self._key_of(owner_of(key))
+        return key == self._key_of(owner_of(key), self.epoch)
 
-    def _key_of(self, own: bytes) -> bytes:
-        return self._fingerprint + _field(self._epoch) + _field(self._renewed.get(own)) + own
+    def _key_of(self, own: bytes, epoch: int) -> bytes:
+        last, number = self._renewed.get(own, (-1, b""))
+        return self._fingerprint + _field(self._epochs[epoch]) + _field(number if epoch <= last else None) + own
 
-    def renew(self, namespaces: Iterable[Namespace | str | bytes | None]) -> set[bytes]:
-        """Give ``namespaces`` new keys; returns those they had. Raises BadInput."""
-        old = {namespace_key(one): self.key(one) for one in namespaces}
+    def renew(self, namespaces: Iterable[Namespace | str | bytes | None], keys: Iterable[bytes]) -> set[bytes]:
+        """Give ``namespaces`` new keys in all epochs so far; returns those of ``keys``, in use, that were theirs. Raises
+        BadInput."""
+        owners = {namespace_key(one) for one in namespaces}
         self._known.clear()
-        for own in old:
-            self._renewed[own] = token_bytes(16)
-        return set(old.values())
+        for own in owners:
+            self._renewed[own] = self.epoch, token_bytes(16)
+        return {key for key in keys if owner_of(key) in owners}
 
     def renew_all(self, keys: Iterable[bytes], epoch: bytes | None = None) -> set[bytes]:
         """Give every namespace a new key; returns ``keys``, those in use. ``epoch``: a name for what is kept from now on that
         other processes know too (None: drawn at random)."""
-        self._epoch = token_bytes(16) if epoch is None else epoch
-        self._renewed.clear()
+        self._epochs.append(token_bytes(16) if epoch is None else epoch)
         self._known.clear()
         return set(keys)
 

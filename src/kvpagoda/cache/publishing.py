@@ -39,7 +39,7 @@ class Publisher:
         self._core.unsettled.pop(request, None)
         if request.num_fences:
             return
-        publishes = self._publishes(request)
+        publishes = request.publishes
         try:
             if publishes:
                 self._publish(request, request.own_length, None)
@@ -72,14 +72,10 @@ class Publisher:
         for request in [one for one in self._core.unsettled if one.rows is None]:
             self.settle(request)
 
-    def _publishes(self, request: Request) -> bool:
-        """Whether others may find what ``request`` computes now: not what began with weights that are gone, and went on."""
-        return request.publishes and request.namespace not in self._core.stale
-
     def begun(self, request: Request, hit: TierHit | None) -> None:
         """What ``request`` begins with was loaded: it is cached from now on. Or it was cached: it is in use again."""
         core, found = self._core, request.match
-        if not self._publishes(request):
+        if not request.publishes:
             return
         if core.bounded:
             request.due = self._due_of(request)
@@ -108,7 +104,7 @@ class Publisher:
         """``request`` is closed or set aside: where its answer ends it can be taken up again, and where others may part from
         it was in use until now."""
         core = self._core
-        if request.num_fences or not core.bounded or not self._publishes(request):
+        if request.num_fences or not core.bounded or not request.publishes:
             return
         try:
             if core.states is None and request.own_length >= request.prompt_length:
@@ -153,12 +149,12 @@ class Publisher:
             raise
         for group, ids in spared:
             core.capacity.release(group, ids)
-        if core.events is not None:
+        if core.events is not None and request.namespace not in core.stale:
             core.events.published(request, begin)
         guard.is_torn = False
         if core.full is None:
             core.capacity.forget(core.prefix.evict_unbacked, is_evicted=True)
-        if offloader is not None and hashes is not None and request.namespace not in core.stale:
+        if offloader is not None and hashes is not None:
             offloader.published(hashes, begin, self._ids(request), source)
 
     def last_blocks(self, request: Request) -> TextPart | None:
@@ -169,7 +165,7 @@ class Publisher:
         if request.own_length // grid * grid > end * size:
             end += 1
         has_computed = request.own_length > request.match.resumable
-        if begin == end or not has_computed or core.bounded or not self._publishes(request):
+        if begin == end or not has_computed or core.bounded or not request.publishes:
             return None
         return request.last_keys(begin * size, end * size)
 
@@ -265,7 +261,7 @@ class Publisher:
         if states is not None:
             states.take(copy)
         name = prefix.save(request.lease, num_blocks, Kept(tail, copy))
-        if core.events is not None and states is not None:
+        if core.events is not None and states is not None and request.namespace not in core.stale:
             core.events.kept(request, num_blocks, states, copy)
         core.guard.is_torn = False
         if core.offloader is not None:

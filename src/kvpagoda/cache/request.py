@@ -42,14 +42,15 @@ class Request:
     (``perf_counter``), 0.0 once that is measured. ``rows``: the persistent batch that is ahead of it, if any.
     ``resumed_at``: the cache's count of stopped requests when it got its slot. ``due``: behind how many blocks of its prompt a
     checkpoint is still to be kept, ascending. ``kept``: checkpoints that it uses; ``tail``: the one that moves along with it.
-    ``publishes``: whether others may find what it computes. ``epochs``: (first position, epoch of the weights), ascending.
+    ``publishes``: whether others may find what it computes; not once it went on with other weights than it began with.
+    ``epochs``: (first position, epoch of the weights), ascending. ``stays``: whether on the epoch that it began with.
     ``tally``: the counters of its namespace.
     """
 
     __slots__ = (
         "block_hashes", "due", "epochs", "is_settled", "kept", "lease", "match", "media_ids", "namespace", "num_fences",
-        "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "slot", "state", "tail",
-        "tally", "tokens", "written",
+        "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "slot", "state", "stays",
+        "tail", "tally", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -60,7 +61,6 @@ class Request:
         priority: int,
         media_ids: Mapping[int, int],
         *,
-        epoch: int = 0,
         publishes: bool = True,
     ) -> None:
         self.tokens, self.prompt_length, self.own_length, self.written = tokens, prompt_length, 0, 0
@@ -70,7 +70,7 @@ class Request:
         self.tally: Tally
         self.slot, self.state, self.resumed_at = -1, State.NEW, 0
         self.num_fences, self.is_settled = 0, True
-        self.publishes, self.epochs = publishes, [(0, epoch)]
+        self.publishes, self.stays, self.epochs = publishes, False, [(0, 0)]
         self.due: list[int] = []
         self.kept: list[int] = []
         self.tail = -1
@@ -133,8 +133,8 @@ class Request:
         self.own_length = self.written = found.resumable
 
     def enter_epoch(self, epoch: int) -> None:
-        """What it computes from now on is computed with the weights of ``epoch``."""
-        length = self.length
+        """What it computes from now on is computed with the weights of ``epoch``: a text that nobody else may go on with."""
+        length, self.publishes = self.length, False
         if self.epochs[-1][0] == length:
             del self.epochs[-1]
         self.epochs.append((length, epoch))

@@ -52,33 +52,36 @@ class Reuse:
             raise BadInput(f"weights are text, a digest of them; got {weights!r}")
         if weights is not None and namespaces:
             raise BadInput(f"new weights are those of all namespaces, got {len(namespaces)} of them; give none")
-        running = {request.namespace for request in (*core.running.values(), *core.suspended)}
-        cached = core.prefix.tree.namespaces()
+        requests = [*core.running.values(), *core.suspended]
+        in_use = core.prefix.tree.namespaces() | {request.namespace for request in requests}
         core.guard.is_torn = True
         try:
             if namespaces:
-                old = core.namespaces.renew(namespaces)
+                old = core.namespaces.renew(namespaces, in_use)
             else:
-                old = core.namespaces.renew_all(cached | running, None if weights is None else weights.encode())
+                old = core.namespaces.renew_all(in_use, None if weights is None else weights.encode())
         except Exception:
             core.guard.is_torn = False
             raise
-        core.stale |= old
+        core.stale = {one for one in core.stale | old if not core.namespaces.is_current(one)}
         if core.events is not None and namespaces:
             core.events.renewed(old)
         elif core.events is not None:
             core.events.restart()  # also a namespace that was gone may be found again
-        if not namespaces:
-            core.epoch += 1
-            for request in (*core.running.values(), *core.suspended):
-                request.enter_epoch(core.epoch)
+        for request in requests:
+            if namespaces:
+                request.publishes = request.publishes and request.namespace not in old
+            elif not request.stays:
+                request.enter_epoch(core.namespaces.epoch)
         for pin in core.prefix.pins_of(old):
             core.prefix.unpin(pin)
         if weights is not None and core.offloader is not None:
             core.offloader.set_weights(weights)
         core.guard.is_torn = False
         self._lifecycle.clear_stale()
-        _log.info("invalidated %s; epoch %d", f"{len(namespaces)} namespaces" if namespaces else "all", core.epoch)
+        _log.info(
+            "invalidated %s; epoch %d", f"{len(namespaces)} namespaces" if namespaces else "all", core.namespaces.epoch
+        )
 
     def reset(self) -> None:
         """Forget everything that is kept for reuse. Raises RetryLater while a request runs or is suspended; but where a signal

@@ -20,7 +20,10 @@ _MOST_WAITING = 4096
 
 
 def namespace_name(namespace: Namespace | str | bytes | None = None, secret: bytes = b"") -> bytes:
-    """The digest by which events call a namespace, 32 bytes. Raises BadInput."""
+    """The digest by which events call a namespace, 32 bytes. Raises BadInput, also for one that names an epoch: events tell of
+    the newest alone."""
+    if isinstance(namespace, Namespace) and namespace.epoch is not None:
+        raise BadInput(f"events tell of the newest weights alone; ask without epoch {namespace.epoch}")
     return prefix_root(namespace_key(namespace), secret)
 
 
@@ -83,10 +86,8 @@ class Follower:
     ) -> Resumable:
         """How many tokens a new request with this prompt would find there, and how many it would not compute: what
         ``KVCache.lookup`` says. O(n). Raises BadInput."""
-        tokens = as_tokens(token_ids, None)
-        if self._index is None:
-            return Resumable(0, 0)
-        return self._index.look_up(tokens, namespace_name(namespace, self._secret), media or {})
+        tokens, name = as_tokens(token_ids, None), namespace_name(namespace, self._secret)
+        return Resumable(0, 0) if self._index is None else self._index.look_up(tokens, name, media or {})
 
     # -- batches -----------------------------------------------------------------------------------------------------
 

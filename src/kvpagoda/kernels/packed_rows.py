@@ -158,19 +158,22 @@ def _check(name: str, rows: Tensor, slots: Tensor, pages: Tensor, dialect: Diale
     return heads
 
 
-def _loop(rows: Tensor, slots: Tensor, pages: Tensor, constants: dict[str, Any]) -> None:
-    """Run the loop that numba compiled for these constants. ``rows``: int16 or float32."""
-    from kvpagoda.kernels.packed_rows_cpu import append_function, gather_function
+def _loop(rows: Tensor, slots: Tensor, pages: Tensor, c: dict[str, Any]) -> None:
+    """Run the loop that numba compiled for rows of these constants. ``rows``: int16 or float32."""
+    from kvpagoda.kernels import packed_rows_cpu as cpu
 
-    function = (gather_function if "HALF" in constants else append_function)(**constants)
     numbers, flat = _flat(rows), _flat(pages)
     numbers = numbers.view(np.uint16) if rows.dtype == torch.int16 else numbers
     words = flat[: len(flat) // 4 * 4]
-    num_slots = len(pages) * constants["PAGE"]
-    function(
-        numbers, flat, words.view(np.uint16), words.view(np.int32), slots.numpy(), num_slots, rows.stride(0),
-        pages.stride(0), constants["GROUP"],
-    )  # fmt: skip
+    where = {"rows": rows.stride(0), "pages": pages.stride(0), "slots": len(pages) * c["PAGE"]}
+    parts = cpu.Parts(**where, **{name: c[name.upper()] for name in cpu.Parts._fields if name not in where})
+    arrays = numbers, flat, words.view(np.uint16), words.view(np.int32), slots.numpy(), parts
+    sizes = c["GROUP"], c["GROUPS"], c["KEPT"], c["KEPT_NBYTES"]
+    if "HALF" in c:
+        cpu.gather_function(c["CODES"], c["SCALE"], c["HALF"], *sizes)(*arrays)
+    else:
+        rule = cpu.rule_of(c)
+        cpu.append_function(rule, *sizes)(*arrays, rule)
 
 
 def _flat(table: Tensor) -> NDArray[Any]:

@@ -106,6 +106,22 @@ def _store_scales(  # type: ignore[no-untyped-def]
         tl.store(target + place, value.to(tl.uint8), mask=(group < GROUPS + SCALE_PAD) & live)
 
 
+@jit()
+def _vector(  # type: ignore[no-untyped-def]
+    numbers, slots, pages, num_slots, numbers_stride, page_stride,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, CELLS: tl.constexpr, WIDTH: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    CELL_STRIDE: tl.constexpr, DATA_ROW: tl.constexpr, SCALES_ROW: tl.constexpr, SCALES_AT: tl.constexpr,
+):  # fmt: skip
+    """What this program works on: whether its slot is one, its ``WIDTH`` numbers, and where its data and its scales begin."""
+    i, head, cell = tl.program_id(0) // (HEADS * CELLS), tl.program_id(0) // CELLS % HEADS, tl.program_id(0) % CELLS
+    slot = tl.load(slots + i)
+    # int64 before any stride: a pool may be larger than 2 GiB.
+    page = pages + (slot // PAGE).to(tl.int64) * page_stride + head * HEAD_STRIDE + cell * CELL_STRIDE
+    row = (slot % PAGE).to(tl.int64)
+    mine = numbers + i.to(tl.int64) * numbers_stride + (cell * HEADS + head) * WIDTH
+    return (slot >= 0) & (slot < num_slots), mine, page + row * DATA_ROW, page + row * SCALES_ROW + SCALES_AT
+
+
 @jit(do_not_specialize=["num_slots"])
 def append_rows_kernel(  # type: ignore[no-untyped-def]
     rows, slots, pages, num_slots, rows_stride, page_stride,
@@ -118,13 +134,10 @@ def append_rows_kernel(  # type: ignore[no-untyped-def]
     SKIPS_NAN: tl.constexpr,
 ):  # fmt: skip
     """One program for each row, head and cell; the same bytes as the reference."""
-    i, head, cell = tl.program_id(0) // (HEADS * CELLS), tl.program_id(0) // CELLS % HEADS, tl.program_id(0) % CELLS
-    slot = tl.load(slots + i)
-    live = (slot >= 0) & (slot < num_slots)
-    # int64 before any stride: a pool may be larger than 2 GiB.
-    page = pages + (slot // PAGE).to(tl.int64) * page_stride + head * HEAD_STRIDE + cell * CELL_STRIDE
-    row = (slot % PAGE).to(tl.int64)
-    source = rows + i.to(tl.int64) * rows_stride + (cell * HEADS + head) * (GROUPS * GROUP + KEPT)
+    live, source, data, scales = _vector(
+        rows, slots, pages, num_slots, rows_stride, page_stride, PAGE, HEADS, CELLS, GROUPS * GROUP + KEPT, HEAD_STRIDE,
+        CELL_STRIDE, DATA_ROW, SCALES_ROW, SCALES_AT,
+    )  # fmt: skip
     group = tl.arange(0, GROUPS_BLOCK)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = (group < GROUPS)[:, None] & live
@@ -149,7 +162,6 @@ def append_rows_kernel(  # type: ignore[no-untyped-def]
         stored = tl.where(broken, 0x7FC00000 if SCALE == "float32" else 0xFF if SCALE == "e8m0" else 0x7F, stored)
     code = _codes(y, x, tl.broadcast_to(s[:, None], x.shape), CODES, TIES, SIGNED_ZERO, MARKS)
 
-    data, scales = page + row * DATA_ROW, page + row * SCALES_ROW + SCALES_AT
     _store_codes(data + CODES_AT, code, group, inside, CODES, GROUP, GROUPS_BLOCK)
     _store_scales(scales, stored, group, live, SCALE, GROUPS, LANES, SCALE_PAD)
     if KEPT > 0:
@@ -173,17 +185,14 @@ def gather_rows_kernel(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr,
 ):  # fmt: skip
     """One program for each row, head and cell; the same numbers as the reference. HALF: ``out`` is bfloat16 as int16."""
-    i, head, cell = tl.program_id(0) // (HEADS * CELLS), tl.program_id(0) // CELLS % HEADS, tl.program_id(0) % CELLS
-    slot = tl.load(slots + i)
-    live = (slot >= 0) & (slot < num_slots)
-    page = pages + (slot // PAGE).to(tl.int64) * page_stride + head * HEAD_STRIDE + cell * CELL_STRIDE
-    row = (slot % PAGE).to(tl.int64)
-    target = out + i.to(tl.int64) * out_stride + (cell * HEADS + head) * (GROUPS * GROUP + KEPT)
+    live, target, data, scales = _vector(
+        out, slots, pages, num_slots, out_stride, page_stride, PAGE, HEADS, CELLS, GROUPS * GROUP + KEPT, HEAD_STRIDE,
+        CELL_STRIDE, DATA_ROW, SCALES_ROW, SCALES_AT,
+    )  # fmt: skip
     group = tl.arange(0, GROUPS_BLOCK)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = (group < GROUPS)[:, None]
 
-    data = page + row * DATA_ROW
     if CODES == "e2m1" or CODES == "int4":
         pairs = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
         byte = tl.load(data + CODES_AT + pairs, mask=inside & live, other=0).to(tl.int32)
@@ -197,7 +206,6 @@ def gather_rows_kernel(  # type: ignore[no-untyped-def]
     else:
         value = ((code << (24 if CODES == "int8" else 28)) >> (24 if CODES == "int8" else 28)).to(tl.float32)
 
-    scales = page + row * SCALES_ROW + SCALES_AT
     if SCALE == "float32":
         stored = tl.load(scales.to(tl.pointer_type(tl.int32)) + group, mask=(group < GROUPS) & live, other=0)
         s = stored.to(tl.float32, bitcast=True)

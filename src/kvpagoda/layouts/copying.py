@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise, product
 from math import prod
@@ -40,6 +39,8 @@ def copy(work: Iterable[Work], threads: int = 1) -> None:
         for job in jobs:
             job()
         return
+    from concurrent.futures import ThreadPoolExecutor  # slow to load
+
     with ThreadPoolExecutor(threads) as pool:
         for done in [pool.submit(job) for job in jobs]:
             done.result()

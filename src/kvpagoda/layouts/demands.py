@@ -20,15 +20,14 @@ where the demand is not met. A row that is ``like`` another one has its tensors 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from kvpagoda.errors import BadInput
+from kvpagoda.loading import read_json
 
 OUTCOMES = ("reject", "garbage", "copy")
 """What a violation does, in the order in which it would be noticed: a kernel refuses before it reads."""
@@ -112,9 +111,7 @@ def family(arch: str) -> str:
 
 @cache
 def _table() -> dict[str, Any]:
-    text = files("kvpagoda.layouts").joinpath("demands.json").read_text(encoding="utf-8")
-    table: dict[str, Any] = json.loads(text)
-    return table
+    return read_json("kvpagoda.layouts", "demands.json")
 
 
 def _kernel(key: str) -> Kernel:

@@ -30,6 +30,7 @@ class Dialect:
 _E4M3_SCALE = Rule("e4m3", "e8m0", floor=1e-4, floor_on="scale", non_finite="computed")
 _E4M3_AMAX = Rule("e4m3", "e8m0", floor=1e-4, non_finite="refused")
 _E2M1_SCALE = Rule("e2m1", "e8m0", floor=1e-4, floor_on="scale", signed_zero=False, non_finite="refused")
+_E2M1_FP8 = Rule("e2m1", "e4m3", floor=2.0**-9, floor_on="scale", non_finite="computed")
 _HEAD = Rule("e4m3", "float32", floor=1e-6, floor_on="scale", by="reciprocal", non_finite="refused")
 
 DIALECTS: dict[str, dict[str, Dialect]] = {
@@ -38,6 +39,11 @@ DIALECTS: dict[str, dict[str, Dialect]] = {
             packings.V32_656,
             replace(_E4M3_SCALE, scale="float32", power_of_two=True),
             "FlashMLA:tests/quant.py; flashinfer:tests/attention/test_sparse_mla_sm120.py quantize_kv_dsv3_2",
+        ),
+        "vllm": Dialect(
+            packings.V32_656,
+            Rule("e4m3", "float32", floor=2.0**-126, floor_on="scale", non_finite="refused"),
+            "vllm:csrc/libtorch_stable/cache_kernels.cu concat_and_cache_ds_mla_kernel; read, not run",
         ),
         "flashinfer_raw": Dialect(
             packings.V32_656,
@@ -68,8 +74,13 @@ DIALECTS: dict[str, dict[str, Dialect]] = {
     "v41fp4_288": {
         "sglang_footer": Dialect(
             packings.V41FP4_288_FOOTER,
-            Rule("e2m1", "e4m3", floor=2.0**-9, floor_on="scale", non_finite="computed"),
+            _E2M1_FP8,
             "sglang:test/kernels/deepseek_v4/dsv41_kv_quant_reference.py quantize_k_cache_v41_fp4",
+        ),
+        "sglang_rows": Dialect(
+            packings.V41FP4_288,
+            _E2M1_FP8,
+            "sglang:kernels/ops/attention/dsv4/kv_layout.py:18-118; the bytes of sglang_footer, interleaved",
         ),
     },
     "index_132": {

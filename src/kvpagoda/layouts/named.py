@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from kvpagoda.errors import LayoutError
 from kvpagoda.layouts.layout import Index, Layout
+from kvpagoda.loading import read_json
 from kvpagoda.units import whole_number
 
 
 @cache
 def table() -> dict[str, Any]:
     """``named.json``: ``layouts`` by name, ``aliases``, and ``formats``: the page of each format of encoded rows."""
-    data: dict[str, Any] = json.loads((Path(__file__).parent / "named.json").read_text())
-    return data
+    return read_json("kvpagoda.layouts", "named.json")
 
 
 def names() -> list[str]:
@@ -104,5 +102,6 @@ def read(text: str) -> tuple[Layout, ...]:
     ranks = {ways: sizes.pop(ways, 1) for ways in ("tp", "pp")}
     if not name.endswith(".json"):
         return named(name, **sizes).split(**ranks)
-    layout = Layout.from_json(Path(name).read_text())
+    with open(name, encoding="utf-8") as file:
+        layout = Layout.from_json(file.read())
     return (layout.resized(**sizes) if sizes else layout).split(**ranks)

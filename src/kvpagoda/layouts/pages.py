@@ -3,8 +3,10 @@
     trtllm          B L (H N k[D] | H N v[Dv])      ->  one page   (H N k[D] | H N v[Dv])
     sglang-mha      L T H k[D] | L T H v[Dv]        ->  two pages   N H k[D]   and   N H v[Dv]
     flashmla-v32    L B N (code | scale | rope)     ->  rows of ``PackedRow("v32_656", "flashmla")``
+    vllm-lhbnc      L H B N (k[D] | v[Dv])          ->  one page   H B N (k[D] | v[Dv]),  heads outside of blocks
 
-Blocks, layers and state slots are the arena's: it lays the pages of one record, or of one layer, one behind another.
+Blocks, layers and state slots are the arena's: it lays the pages of one record, or of one layer, one behind another. Where
+heads lie outside of blocks or layers the page says so: all blocks, or all layers of a block, lie between two heads.
 """
 
 from __future__ import annotations
@@ -54,8 +56,7 @@ class PageChoice:
 def page_choice(name: str, dialect: str | None = None) -> PageChoice:
     """Read the layout ``name``, for rows in ``dialect`` where they are encoded (None: the layout's own).
 
-    Raises LayoutError for a name or dialect that is not known, and for a layout whose blocks are not one piece of memory:
-    heads or tokens stand outside of blocks in it.
+    Raises LayoutError for a name or dialect that is not known, and for a layout that a cache does not have, with the reason.
 
     >>> page_choice("trtllm").pages["v"]
     '(H N k[D]:{dtype} | H N v[Dv]:{dtype})'
@@ -63,6 +64,8 @@ def page_choice(name: str, dialect: str | None = None) -> PageChoice:
     {'latent': 'N (latent[512]:{dtype} | k_rope[64]:{dtype})', 'k_rope': 'N (latent[512]:{dtype} | k_rope[64]:{dtype})'}
     """
     layout = named(name, dialect=dialect)
+    if why := table()["layouts"][layout.name].get("not_in_caches"):
+        raise LayoutError.of("divide", f"a cache has no layout {name!r}: {why}")
     if layout.format != "raw":
         kind = _OF_FORMAT.get(layout.format, "attention")
         PackedRow(layout.format, layout.dialect)
@@ -71,18 +74,9 @@ def page_choice(name: str, dialect: str | None = None) -> PageChoice:
     if re.search(r"\bW\b", text):
         page = "W conv[C]:{dtype}" if re.search(r"\bW \(", text) else "conv[C,W]:{dtype}"
         return PageChoice(layout.name, "conv", {"conv": page})
-    for place in layout.places:
-        digits = [fold.word for fold, _ in place.strides]
-        around = [word for word in ("L", "B", "S") if word in digits]
-        if {*digits[: len(around)]} != {*around}:
-            inner = next(word for word in digits if word not in around)
-            raise LayoutError.of(
-                "divide",
-                f"{name!r} has the digit {inner!r} outside of its blocks or layers; a cache "
-                f"keeps blocks of whole layers",
-            )
+    around = _around(name, [fold.word for fold, _ in layout.places[0].strides])
     apart = len(re.findall(r"\b[BT]\b", text)) > 1 or "^16" in text
-    text = re.sub(r"\b[LBS] +", "", re.sub(r"\bT\b", "N", text)).replace("^16", "")
+    text = re.sub(rf"\b(?!{around or '-'})[LBS] +", "", re.sub(r"\bT\b", "N", text)).replace("^16", "")
     for part, rows in _ROWS.items():
         text = re.sub(rf"\b{part}(?=\[)", rows, text)
     parts = {_ROWS[place.name]: place for place in layout.places}
@@ -90,6 +84,26 @@ def page_choice(name: str, dialect: str | None = None) -> PageChoice:
     pages = {rows: next(piece for piece in pieces if f"{rows}[" in piece) for rows in parts}
     kind = "attention" if "k" in parts else "latent" if "latent" in parts else "recurrent"
     return PageChoice(layout.name, kind, pages)
+
+
+def _around(name: str, digits: Sequence[str]) -> str:
+    """What lies between two heads in a layout of these digits, outermost first: "B" blocks, "L" layers, "" neither."""
+    last = max(at for at, word in enumerate(digits) if word in ("L", "B", "S"))
+    outside = [word for word in digits[:last] if word not in ("L", "B", "S")]
+    if outside and (outside != ["H"] or digits[last - 1] != "H"):
+        raise LayoutError.of(
+            "divide",
+            f"a cache has no layout {name!r}: tokens lie outside of layers in it, as in pools on the host, so that a layer "
+            f"would be copied row by row, and no attention kernel reads it; choose one in which the pages of a layer are "
+            f"whole, and move rows to and from it with kvpagoda.layouts.reshard",
+        )
+    return digits[last] if outside else ""
+
+
+def order_of(page: str) -> str:
+    """The order that an arena must have for ``page``: ``"layer"`` where heads lie outside of blocks, ``"block"`` where they
+    lie outside of layers, "" where it does not matter."""
+    return "layer" if page.startswith("H B ") else "block" if page.startswith("H L ") else ""
 
 
 @dataclass(frozen=True)
@@ -112,7 +126,7 @@ def arrange(page: str, count: int, parts: Sequence[PageRows]) -> tuple[int, list
     >>> arrange(page_choice("flashmla-dense").pages["latent"], 64, [latent, rope])
     (73728, [(0, (1152, 1024, 2)), (1024, (1152, 128, 2))])
     """
-    text, sizes = page, {"N": count, "T": count}
+    text, sizes = page, {"N": count, "T": count, "L": 1}
     for part in parts:
         text = re.sub(rf"\b{part.name}\[\d+\]", f"{part.name}[{part.shape[-1]}]", text)
         sizes |= dict(zip(part.axes, part.shape))
@@ -123,8 +137,9 @@ def arrange(page: str, count: int, parts: Sequence[PageRows]) -> tuple[int, list
     found = []
     for part in parts:
         place = layout.place(part.name)
-        strides = {fold.axis: stride for fold, stride in place.strides}
-        if {*strides} != {*filter(None, part.axes)} | ({"T"} & {*strides}) or len(strides) != len(place.strides):
+        inside = [(fold.axis, stride) for fold, stride in place.strides if fold.word not in ("B", "L")]
+        strides = dict(inside)
+        if {*strides} != {*filter(None, part.axes)} | ({"T"} & {*strides}) or len(strides) != len(inside):
             raise LayoutError.of(
                 "axis",
                 f"rows {part.name!r} have the axes {', '.join(part.axes)}, and lie in {page!r}; choose another layout",

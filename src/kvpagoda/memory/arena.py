@@ -19,6 +19,7 @@ from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.memory.id_tensors import Device, default_device, integers
 from kvpagoda.schema import Page, Place, RowLayout
 from kvpagoda.schema.fields import itemsize
+from kvpagoda.schema.layout import ALIGN
 
 __all__ = ["Arena", "Device", "default_device", "dtype_name"]
 
@@ -66,17 +67,23 @@ class Arena:
             self.buffer = within[0][: num_rows * self.row_nbytes]
         self.num_pages = num_rows * layout.kernel_pages
         """Kernel pages: ``layout.kernel_pages`` for each record."""
-        self._pages: list[tuple[Page, Tensor]] = []
+        self._pieces: list[
+            tuple[int, slice, Tensor]
+        ] = []  # layer, bytes of a kernel page's record, the same of all pages
         self._page_of: dict[tuple[int, str], tuple[Page, Tensor]] = {}
         self._views: dict[int, dict[str, Tensor]] = {}
         end = 0
         for page in layout.pages:
-            start, stride = self.num_pages * (end if packed else page.offset), page.nbytes
+            start, stride, ranges = self.num_pages * (end if packed else page.offset), page.piece, page.ranges
             if self.order == "block":
                 start, stride = page.offset, self.row_nbytes // layout.kernel_pages
-            self._pages.append((page, self.buffer[start:].as_strided((self.num_pages, page.nbytes), (stride, 1))))
+            else:
+                page = page.apart(self.num_pages)
+            size = self.num_pages, page.piece
+            pieces = [self.buffer[start + n * page.step :].as_strided(size, (stride, 1)) for n in range(page.heads)]
+            self._pieces += [(page.layer, *one) for one in zip(ranges, pieces)]
             for name in page.rows:
-                self._page_of.setdefault((page.layer, name), self._pages[-1])
+                self._page_of.setdefault((page.layer, name), (page, pieces[0]))
             for place in page.places:
                 self._views.setdefault(place.layer, {})[place.field.name] = self._view(place, start, stride)
             end += page.nbytes
@@ -123,21 +130,25 @@ class Arena:
     def regions(self, layer: int | None = None) -> list[Region]:
         """What ``layer`` keeps, or all layers do, as bytes, a few of them: where it lies in a record, and uint8
         ``[num_rows, bytes]``, a strided view."""
-        mine = [(page, rows) for page, rows in self._pages if layer in (None, page.layer)]
+        mine = [(at, rows) for of, at, rows in self._pieces if layer in (None, of)]
         if not mine:
             return []
         many, width = self.layout.kernel_pages, self.layout.nbytes // self.layout.kernel_pages
         starts = range(0, self.layout.nbytes, width)
-        if self.order == "block":
-            first, last = mine[0][0], mine[-1][0]
-            ends = [(start + first.offset, start + last.offset + last.nbytes) for start in starts]
-            ends = ends if layer is not None else [(ends[0][0], ends[-1][1])]
-            return [(slice(*two), self.records[:, slice(*two)]) for two in ends]
-        return [
-            (slice(start + page.offset, start + page.offset + page.nbytes), rows[number::many])
-            for number, start in enumerate(starts)
-            for page, rows in mine
-        ]
+        if self.order == "layer":
+            return [
+                (slice(start + at.start, start + at.stop), rows[number::many])
+                for number, start in enumerate(starts)
+                for at, rows in mine
+            ]
+        runs: list[list[int]] = []
+        for begin, end in sorted((at.start, at.stop) for at, _ in mine):
+            if not runs or begin - runs[-1][1] >= ALIGN:
+                runs.append([begin, end])
+            runs[-1][1] = end
+        found = [slice(start + begin, start + end) for start in starts for begin, end in runs]
+        found = found if layer is not None else [slice(found[0].start, found[-1].stop)]
+        return [(at, self.records[:, at]) for at in found]
 
     def pack(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` (int ``[n]``) as records ``[n, layout.nbytes]`` uint8, the same bytes in either order.

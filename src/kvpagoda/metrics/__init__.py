@@ -6,21 +6,17 @@ Nothing of it is called by a cache: figures are read from ``stats``, spans are w
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
-_PUBLIC = {
-    "CacheCollector": "prometheus",
-    "METRICS": "names",
-    "Tracing": "spans",
-    "dashboard": "names",
-    "trace": "spans",
-}
+from kvpagoda.loading import load_when_used
 
 __all__ = ["METRICS", "CacheCollector", "Tracing", "dashboard", "trace"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'kvpagoda.metrics' has no attribute {name!r}")
-    return getattr(import_module(f"kvpagoda.metrics.{_PUBLIC[name]}"), name)
+__getattr__ = load_when_used(
+    __name__,
+    {
+        "CacheCollector": "kvpagoda.metrics.prometheus",
+        "METRICS": "kvpagoda.metrics.names",
+        "Tracing": "kvpagoda.metrics.spans",
+        "dashboard": "kvpagoda.metrics.names",
+        "trace": "kvpagoda.metrics.spans",
+    },
+)

@@ -1,13 +1,18 @@
 """Traces in, hit rates out: a workload through the prefix tree with no memory behind it. numpy alone."""
 
+from typing import TYPE_CHECKING
+
+from kvpagoda.loading import load_when_used
 from kvpagoda.replay.curve import hit_rate_curve
-from kvpagoda.replay.multi_worker import serve_multi_worker
 from kvpagoda.replay.readers import Request, read_requests
 from kvpagoda.replay.reuse import Reuse, lru_hits, reuse_distances, reuse_histogram, working_set
-from kvpagoda.replay.serve import ServeResult, serve
 from kvpagoda.replay.simulate import POLICIES, ReplayResult, replay
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic, workload
+
+if TYPE_CHECKING:
+    from kvpagoda.replay.multi_worker import serve_multi_worker
+    from kvpagoda.replay.serving import ServeResult, serve
 
 __all__ = [
     "POLICIES",
@@ -28,3 +33,12 @@ __all__ = [
     "working_set",
     "workload",
 ]
+
+__getattr__ = load_when_used(  # a whole cache behind them
+    __name__,
+    {
+        "ServeResult": "kvpagoda.replay.serving",
+        "serve": "kvpagoda.replay.serving",
+        "serve_multi_worker": "kvpagoda.replay.multi_worker",
+    },
+)

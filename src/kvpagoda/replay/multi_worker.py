@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpagoda.errors import BadInput
 from kvpagoda.replay.readers import Source
-from kvpagoda.replay.serve import ServeResult, serve
+from kvpagoda.replay.serving import ServeResult, serve
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Schema
 from kvpagoda.tiers.spec import TierSpec, tier_from_text

@@ -18,7 +18,7 @@ from kvpagoda.replay.curve import hit_rate_curve
 from kvpagoda.replay.multi_worker import serve_multi_worker
 from kvpagoda.replay.plot import draw, new_figure
 from kvpagoda.replay.reuse import Reuse, WorkingSet, reuse_histogram, working_set
-from kvpagoda.replay.serve import ServeResult, serve
+from kvpagoda.replay.serving import ServeResult, serve
 from kvpagoda.replay.simulate import BLOCK_FIFO, BOUND, WITHOUT_TREE, ReplayResult, checked, known_policy
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic

@@ -31,7 +31,7 @@ from kvpagoda.replay.trace import Trace
 KINDS = ("chat", "agent", "shared")
 BETWEEN_SESSIONS, BETWEEN_TURNS, BETWEEN_STEPS = 2.0, 60.0, 6.0  # seconds
 TURNS, STEPS, FOLDS, SUMMARY, LONGEST = 5, 25, 1 / 30, 800, 120_000
-Random: TypeAlias = np.random.Generator
+Random: TypeAlias = "np.random.Generator"
 
 
 class Text:

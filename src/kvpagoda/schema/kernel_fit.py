@@ -159,17 +159,18 @@ def unmet(
     }
     stride, seen = (row_nbytes or layout.nbytes) // layout.kernel_pages, set()
     mates: dict[int, list[Page]] = {}
-    for page in layout.pages:
+    pages = [page if order == "block" else page.apart(_PAGES) for page in layout.pages]
+    for page in pages:
         mates.setdefault(page.layer, []).append(page)
-    for page in layout.pages:
+    for page in pages:
         encoding = encodings[page.layer, page.rows[0]]
-        alike = (page.rows, page.nbytes, page.places[0].field, math.gcd(page.offset, 64), encoding)
+        alike = (page.rows, page.nbytes, page.step, page.places[0].field, math.gcd(page.offset, 64), encoding)
         if alike in seen:
             continue
         seen.add(alike)
         for reader in readers:
             if _kind(page) in reader.kinds:
-                step = stride if order == "block" else page.nbytes
+                step = stride if order == "block" else page.piece
                 yield from _judged(reader, page, mates[page.layer], step, encoding)
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import groupby
 
 from kvpagoda.layouts.packed_row import PackedRow
-from kvpagoda.layouts.pages import PageRows, arrange
+from kvpagoda.layouts.pages import PageRows, arrange, order_of
 from kvpagoda.schema.fields import Field, Rows, itemsize
 from kvpagoda.units import align_up
 
@@ -51,7 +51,10 @@ _AXES = {"": "one", "H": "head", "K": "key", "V": "value", "R": "dstate", "C": "
 @dataclass(frozen=True)
 class Page:
     """What one layer keeps side by side of one kernel page of a block, or of one state: ``nbytes`` bytes from ``offset`` of
-    the record. ``rows``: names of the rows in it. ``multiple``: what kernels want the bytes from page to page to be one of."""
+    the record. ``rows``: names of the rows in it. ``multiple``: what kernels want the bytes from page to page to be one of.
+
+    Where heads lie outside of blocks or layers, they cut it into ``heads`` equal pieces, ``step`` bytes apart, and arenas must
+    have ``order``."""
 
     rows: tuple[str, ...]
     nbytes: int
@@ -60,6 +63,28 @@ class Page:
     offset: int = 0
     axes: tuple[str, ...] = ()
     packed: tuple[int, ...] = ()
+    heads: int = 1
+    step: int = 0
+    order: str = ""
+
+    @property
+    def piece(self) -> int:
+        """Bytes that lie together: all of it, or those of one head."""
+        return self.nbytes // self.heads
+
+    @property
+    def ranges(self) -> list[slice]:
+        """The bytes of a record that it takes: a range for each of its pieces."""
+        starts = (self.offset + head * self.step for head in range(self.heads))
+        return [slice(start, start + self.piece) for start in starts]
+
+    def apart(self, pieces: int) -> Page:
+        """The same with its heads so many ``pieces`` from each other."""
+        if not self.order:
+            return self
+        step = pieces * self.piece
+        places = (replace(one, strides=(one.strides[0], step, *one.strides[2:])) for one in self.places)
+        return replace(self, places=tuple(places), step=step)
 
     @property
     def layer(self) -> int:
@@ -124,8 +149,9 @@ def pages_of(layer: int, rows: Iterable[Rows], count: Callable[[Rows], int]) -> 
         else:
             yield from (replace(dense(layer, field), rows=(first.name,), axes=axes) for field in fields)
             continue
-        places = tuple(Place(layer, field, *place) for field, place in zip(fields, found))
-        yield Page(tuple(one.name for one in members), nbytes, places, multiple, axes=axes, packed=packed)
+        places, order = tuple(Place(layer, field, *place) for field, place in zip(fields, found)), order_of(first.page)
+        heads, names = first.shape[0] if order else 1, tuple(one.name for one in members)
+        yield Page(names, nbytes, places, multiple, axes=axes, packed=packed, heads=heads, order=order).apart(1)
 
 
 @dataclass(frozen=True)
@@ -156,13 +182,18 @@ class RowLayout:
     @classmethod
     def of(cls, pages: Iterable[Page], kernel_pages: int = 1, order: str = "block", multiple: int = ALIGN) -> RowLayout:
         """Lay ``pages`` one behind another. What kernels want page strides to be multiples of, records are, and, where the
-        arena's ``order`` is ``"layer"``, each page; and records are a ``multiple`` of bytes."""
-        placed, offset = [], 0
-        for page in pages:
-            stride = align_up(page.nbytes, page.multiple) if order == "layer" else page.nbytes
-            placed.append(replace(page, offset=offset, nbytes=stride))
-            offset = align_up(offset + stride, ALIGN)
-            multiple = multiple if order == "layer" else math.lcm(multiple, page.multiple)
+        arena's ``order`` is ``"layer"``, each page; and records are a ``multiple`` of bytes. Neighbours whose heads lie
+        outside of layers are laid head by head."""
+        placed: list[Page] = []
+        offset = 0
+        for _, alike in groupby(pages, key=lambda page: page.nbytes if page.order == "block" else page.places):
+            mates = [*alike]
+            for number, page in enumerate(mates):
+                nbytes = align_up(page.nbytes, page.multiple) if order == "layer" else page.nbytes
+                at = offset + number * page.piece
+                placed.append(replace(page.apart(len(mates)), offset=at, nbytes=nbytes))
+                multiple = multiple if order == "layer" else math.lcm(multiple, page.multiple)
+            offset = align_up(offset + len(mates) * nbytes, ALIGN)
         return cls(tuple(placed), align_up(offset, multiple) * kernel_pages, kernel_pages, multiple)
 
     def spread(self, nbytes: int) -> RowLayout:

@@ -18,7 +18,7 @@ from kvpagoda.schema.kernel_fit import fit as fitted
 from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind
 from kvpagoda.schema.layers import Group, Layer, state_layout
 from kvpagoda.schema.layout import RowLayout
-from kvpagoda.schema.layout_choice import LayoutNames, choices_of
+from kvpagoda.schema.layout_choice import LayoutNames, arena_order, choices_of
 from kvpagoda.schema.plan import GroupPlan, Plan
 from kvpagoda.schema.planning import equal_groups, fixed_groups, groups_nbytes, lone_group, shared_groups
 from kvpagoda.units import align_up, parse_bytes, whole_number
@@ -238,14 +238,14 @@ class Schema:
         own part of it.
         ``kernels``: what reads and writes the cache (``kvpagoda.layouts.demands.kernels``; ``"flashmla-sparse-sm100"``), by
         kind or for all. What is not given is chosen to suit them: padding, ``kernel_page`` (tokens of a page of theirs),
-        ``block_size``. ``order``: ``"block"`` (the default) or ``"layer"``, see ``Arena``; layer-major groups share nothing.
+        ``block_size``. ``order``: of the ``Arena`` (None: block, or the layout's); layer-major groups share nothing.
 
         Raises BadInput, NeverFits if not even one block of one request fits, and SchemaError where a kernel would refuse,
         copy or misread what it gets, with its rule and what would make it legal.
         """
         if (budget is None) == (num_blocks is None):
             raise BadInput("give either a budget in bytes or num_blocks, not both and not neither")
-        fit, order = self._fit(block_size, kernel_page, kernels, order), order or "block"
+        fit = self._fit(block_size, kernel_page, kernels, order := arena_order(self.layers, order))
         size, max_requests = fit.block_size, whole_number(max_requests, "max_requests", at_least=1)
         step_tokens = whole_number(step_tokens, "step_tokens", at_least=1)
         lengths = tuple(whole_number(length, "each of lengths", at_least=1) for length in lengths)
@@ -273,10 +273,8 @@ class Schema:
         assert not any([*unmet(one.layout, self.layers, readers, order, one.row_nbytes)] for one in groups if readers)
         return Plan(*given, nbytes, groups, num_sectors, sector_nbytes, order, fit.kernel_page, fit.notes)
 
-    def _fit(self, block_size: int | None, kernel_page: int | None, kernels: KernelNames, order: str | None) -> Fit:
+    def _fit(self, block_size: int | None, kernel_page: int | None, kernels: KernelNames, order: str) -> Fit:
         """Sizes of blocks and kernel pages, those that are given and others, and padding, with which ``kernels`` can read."""
-        if order not in (None, "block", "layer"):
-            raise BadInput(f"order is 'block' or 'layer', got {order!r}")
         size, unit = self.block_size(block_size), self.tokens_per_row
         if kernel_page is not None:
             kernel_page = whole_number(kernel_page, "kernel_page", at_least=1)
@@ -294,7 +292,7 @@ class Schema:
             for block in blocks
             for page in ([kernel_page] if kernel_page else [block // n for n in parts if block % (n * unit) == 0])
         ]
-        return fitted(self.layers, self.groups, readers_of(kernels), sizes, order or "block")
+        return fitted(self.layers, self.groups, readers_of(kernels), sizes, order)
 
     def _largest_groups(
         self, fit: Fit, order: str, step_tokens: int, max_requests: int, checkpoints: int

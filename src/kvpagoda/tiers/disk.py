@@ -142,7 +142,12 @@ def _proven(file: int) -> os.stat_result:
 
 
 def disk_driver(
-    folder: str | Path, buffer: RecordBuffer, nbytes: int | str, *, direct: bool = False, admit_all: bool = False
+    folder: str | os.PathLike[str],
+    buffer: RecordBuffer,
+    nbytes: int | str,
+    *,
+    direct: bool = False,
+    admit_all: bool = False,
 ) -> SlotDriver:
     """Records in a file of at most ``nbytes`` in ``folder``, found again by the next process that opens it.
 

@@ -6,14 +6,13 @@ A model type is in the table only if a test has compared it with the tensors tha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.resources import files
 from types import ModuleType
 from typing import Any
 
+from kvpagoda.loading import read_json
 from kvpagoda.schema.config import Config
 from kvpagoda.schema.families import heads, layer_types, positions, states
 from kvpagoda.schema.families.heads import HeadRule, grouped
@@ -101,7 +100,7 @@ def model_types() -> Mapping[str, Any]:
     >>> row["family"].heads.__name__, row["defaults"]["kv_channels"]
     ('jetmoe', 128)
     """
-    table = json.loads(files(__name__).joinpath("model_types.json").read_text("utf-8"))
+    table = read_json(__name__, "model_types.json")
     families = {name: read_family(row) for name, row in table["families"].items()}
     for row in table["model_types"].values():
         row["family"] = families[row["family"]] if isinstance(row["family"], str) else read_family(row["family"])
@@ -116,8 +115,7 @@ def refused() -> Mapping[str, str]:
     >>> refused()["cpmant"].partition(":")[0]
     'it is not causal'
     """
-    table = json.loads(files(__name__).joinpath("refused.json").read_text("utf-8"))
-    reasons: Mapping[str, str] = table["reasons"]
+    reasons: Mapping[str, str] = read_json(__name__, "refused.json")["reasons"]
     return reasons
 
 

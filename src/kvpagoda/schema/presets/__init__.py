@@ -6,17 +6,16 @@ is cached and how long a text may be.
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from pathlib import Path
 from typing import Any
+
+from kvpagoda.loading import read_json
 
 
 @cache
 def presets() -> dict[str, dict[str, Any]]:
     """Name -> {"hub": .., "config": ..}. To be read, not changed."""
-    found: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text())
-    return found
+    return read_json(__name__, "models.json")
 
 
 def find_preset(name: str) -> tuple[str, dict[str, Any]] | None:

@@ -144,7 +144,7 @@ class _Run:
     def _admit(self) -> bool:
         """Open what there is room for; whether something had to wait for memory."""
         while self.waiting and len(self.running) < self.cache.plan.max_requests:
-            text, num_prompt = self._text(self.waiting[0])
+            text, num_prompt = text_of(self.trace, self.waiting[0], self.per_id)
             try:
                 sequence = self.cache.open(text[:num_prompt], capacity=0, reserve=len(text))
             except RetryLater:
@@ -179,16 +179,17 @@ class _Run:
                 yield True
         sequence.close()
 
-    def _text(self, number: int) -> tuple[Tokens, int]:
-        """The tokens of a request, prompt and output, and how many are prompt."""
-        ids, each = self.trace.chain(number), self.trace.block_tokens
-        begin, end = self.trace.starts[number : number + 2]
-        sizes = np.full(len(ids), self.per_id) if each is None else each[begin:end]
-        firsts = np.cumsum(sizes) - sizes
-        tokens = np.arange(sizes.sum(), dtype=np.int32) - np.repeat(firsts, sizes).astype(np.int32)
-        tokens[firsts] = ids
-        num_prompt = max(1, int(self.trace.input_lengths[number]))
-        known = tokens[:num_prompt]
-        own = np.arange(num_prompt + int(self.trace.output_lengths[number]) - len(known), dtype=np.int32)
-        own[:1] = _OWN + number
-        return np.concatenate((known, own)), num_prompt
+
+def text_of(trace: Trace, number: int, tokens_per_id: int) -> tuple[Tokens, int]:
+    """The tokens of request ``number``, prompt and output, int32, and how many are prompt; see ``serve``."""
+    ids, each = trace.chain(number), trace.block_tokens
+    begin, end = trace.starts[number : number + 2]
+    sizes = np.full(len(ids), tokens_per_id) if each is None else each[begin:end]
+    firsts = np.cumsum(sizes) - sizes
+    tokens = np.arange(sizes.sum(), dtype=np.int32) - np.repeat(firsts, sizes).astype(np.int32)
+    tokens[firsts] = ids
+    num_prompt = max(1, int(trace.input_lengths[number]))
+    known = tokens[:num_prompt]
+    own = np.arange(num_prompt + int(trace.output_lengths[number]) - len(known), dtype=np.int32)
+    own[:1] = _OWN + number
+    return np.concatenate((known, own)), num_prompt

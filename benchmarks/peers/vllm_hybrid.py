@@ -1,0 +1,224 @@
+"""vLLM: its ``KVCacheManager`` for several groups of layers, as its scheduler drives it, over a trace. It is installed, or
+unpacked in the folder that ``KVPAGODA_BENCH_VLLM`` names.
+
+The groups, the size of a block and the number of blocks are worked out by vLLM's own planning from the layers of a model. The
+rules of its scheduler are kept: a request is admitted when its prompt fits, chunks of models with states end where its
+``_mamba_block_aligned_split`` says, and when a running request needs more blocks than there are, the youngest is preempted.
+Steps are those of ``kvpagoda.replay.serve``: so many tokens of every request.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.peers import stubs
+from kvpagoda.replay import Trace
+from kvpagoda.replay.serve import text_of
+from kvpagoda.units import ceil_div
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+HEAVY = ("torchvision", "xgrammar", "llguidance", "openai_harmony", "uvloop", "aiohttp")
+stubs.install(*(name for name in HEAVY if find_spec(name) is None))
+if folder := os.environ.get("KVPAGODA_BENCH_VLLM"):
+    sys.path.append(folder)
+
+import torch  # noqa: E402
+import vllm  # noqa: E402
+from vllm.config.cache import KVCacheLayout  # noqa: E402
+from vllm.sampling_params import SamplingParams  # noqa: E402
+from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
+from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
+from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups  # noqa: E402
+from vllm.v1.core.kv_cache_utils import (  # noqa: E402
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec  # noqa: E402
+from vllm.v1.request import Request, RequestStatus  # noqa: E402
+
+VERSION = str(vllm.__version__)
+LEAST_BLOCK = 16
+AT_ONCE, STEP_TOKENS = 64, 2048
+now = time.process_time
+
+
+class Peer:
+    """A trace served with the layers of ``config``, a model's config, in ``budget`` bytes."""
+
+    def __init__(self, config: dict[str, Any], budget: int, trace: Trace, tokens_per_id: int) -> None:
+        self.trace, self.per_id = trace, tokens_per_id
+        specs = specs_of(config)
+        self.block_size = next(iter(specs.values())).block_size
+        has_states = any(isinstance(spec, MambaSpec) for spec in specs.values())
+        settings = _settings(self.block_size)
+        planned = get_kv_cache_config_from_groups(settings, get_kv_cache_groups(settings, specs), budget)
+        self.block_size = planned.kv_cache_groups[0].kv_cache_spec.block_size
+        scheduler_size, hash_size = resolve_kv_cache_block_sizes(planned, settings)
+        longest = int((trace.input_lengths + trace.output_lengths).max())
+        self.manager = KVCacheManager(
+            planned, max_model_len=longest, scheduler_block_size=scheduler_size, hash_block_size=hash_size,
+            max_in_flight_tokens=STEP_TOKENS, enable_caching=True,
+        )  # fmt: skip
+        self.num_blocks, self.num_groups = planned.num_blocks, len(planned.kv_cache_groups)
+        hashed_by = get_hash_fn_by_name("sha256")
+        init_none_hash(hashed_by)
+        self._hasher = get_request_block_hasher(hash_size, hashed_by)
+        self._sampling = SamplingParams(max_tokens=longest)
+        self._splits = _splits(settings, scheduler_size, hash_size) if has_states else None
+        self.waiting: deque[int | Request] = deque(range(len(trace)))
+        self.running: list[Request] = []
+        self.outputs: dict[str, list[int]] = {}
+        self.taken = 0.0
+        self.hits = self.prompts = self.never_fit = self.preempted = self.steps = self.running_steps = 0
+
+    def run(self) -> dict[str, Any]:
+        """Serve all of it: its figures."""
+        while self.waiting or self.running:
+            self._step()
+        free = self.manager.block_pool.get_num_free_blocks()
+        assert free == self.num_blocks - 1, f"{free} of {self.num_blocks} blocks are free at the end"
+        return {
+            "seconds": self.taken, "requests": len(self.trace), "prompt_tokens": self.prompts,
+            "hit_percent": 100 * self.hits / max(1, self.prompts), "never_fit": self.never_fit, "preempted": self.preempted,
+            "mean_running": self.running_steps / max(1, self.steps), "steps": self.steps, "num_blocks": self.num_blocks,
+            "block_size": self.block_size, "num_groups": self.num_groups,
+        }  # fmt: skip
+
+    def _step(self) -> None:
+        """First those that run, then those that wait, as its scheduler does."""
+        start, before = now(), self.preempted
+        self.manager.new_step_starts()
+        for request in [*self.running]:
+            if request in self.running:
+                self._compute(request)
+        self.taken += now() - start
+        while self.waiting and len(self.running) < AT_ONCE and self.preempted == before and self._admit():
+            pass
+        self.steps += 1
+        self.running_steps += len(self.running)
+
+    def _admit(self) -> bool:
+        """Admit the first that waits, with its first chunk; False if there is no room for it now."""
+        first = self.waiting[0]
+        if isinstance(first, int):
+            tokens, num_prompt = text_of(self.trace, first, self.per_id)
+            prompt, self.outputs[str(first)] = tokens[:num_prompt].tolist(), tokens[num_prompt:].tolist()
+            start = now()
+            first = self.waiting[0] = Request(str(first), prompt, self._sampling, None, block_hasher=self._hasher)
+        else:
+            start = now()
+        blocks, hit, first.shared_prefix_boundary = self.manager.get_computed_blocks(first)
+        count = min(first.num_tokens - hit, STEP_TOKENS)
+        if self._splits is not None:
+            count = Scheduler._mamba_block_aligned_split(self._splits, first, count, hit)
+        made = self.manager.allocate_slots(
+            first, count, hit, blocks, full_sequence_must_fit=True, has_scheduled_reqs=bool(self.running)
+        )
+        self.taken += now() - start
+        if made is None:
+            if not self.running:  # it is larger than the whole cache
+                self.never_fit += 1
+                self.waiting.popleft()
+            return False
+        if first.status == RequestStatus.WAITING:
+            self.hits, self.prompts = self.hits + hit, self.prompts + first.num_prompt_tokens
+        first.status, first.num_computed_tokens = RequestStatus.RUNNING, hit + count
+        self.running.append(first)
+        self.waiting.popleft()
+        return True
+
+    def _compute(self, request: Request) -> None:
+        """The next tokens of ``request``: of its text, or, once that is computed, of its output up to the last block boundary,
+        and then the rest. It may be preempted, or end."""
+        length = request.num_computed_tokens
+        if length == request.num_tokens:
+            output = self.outputs[request.request_id]
+            if not output:
+                self.manager.free(request)
+                self.running.remove(request)
+                return
+            due = (length + len(output)) // self.block_size * self.block_size
+            count = min(STEP_TOKENS, due - length if due > length else len(output))
+            request.append_output_token_ids(output[:count])
+            del output[:count]
+        count = min(request.num_tokens - length, STEP_TOKENS)
+        if self._splits is not None:
+            count = Scheduler._mamba_block_aligned_split(self._splits, request, count)
+        while self.manager.allocate_slots(request, count) is None:
+            victim = self.running.pop()
+            self.manager.free(victim)
+            victim.status, victim.num_computed_tokens = RequestStatus.PREEMPTED, 0
+            self.waiting.appendleft(victim)
+            self.preempted += 1
+            if victim is request:
+                return
+        request.num_computed_tokens += count
+
+
+def specs_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM keeps of each layer of a model. Of models with states blocks are as long as its platform makes them: the
+    fewest tokens, a multiple of 16, whose keys and values take at least the bytes of a state."""
+    heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    attention = {"num_kv_heads": heads, "head_size": width, "dtype": torch.bfloat16}
+    if config["model_type"] == "qwen3_next":
+        return _with_states(config, attention)
+    every = {"gemma3_text": config.get("sliding_window_pattern"), "gpt_oss": 2}.get(config["model_type"])
+    specs: dict[str, Any] = {}
+    for layer in range(layers):
+        is_full = not config.get("sliding_window") or (every is not None and layer % every == every - 1)
+        window = {} if is_full else {"sliding_window": config["sliding_window"]}
+        kind = FullAttentionSpec if is_full else SlidingWindowSpec
+        specs[str(layer)] = kind(block_size=LEAST_BLOCK, **attention, **window)
+    return specs
+
+
+def _with_states(config: dict[str, Any], attention: dict[str, Any]) -> dict[str, Any]:
+    """Of Qwen3-Next: recurrent states in the dtype that ``config`` names, rows of the convolution in bfloat16."""
+    k, v = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key, value = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    convolution = (config["linear_conv_kernel_dim"] - 1, 2 * k * key + v * value)
+    states = {
+        "shapes": (convolution, (v, value, key)),
+        "dtypes": (torch.bfloat16, getattr(torch, config.get("mamba_ssm_dtype", "float32"))),
+        "mamba_cache_mode": "align",
+    }
+    state_nbytes = MambaSpec(block_size=LEAST_BLOCK, **states).page_size_bytes
+    token_nbytes = FullAttentionSpec(block_size=1, **attention).page_size_bytes
+    size = LEAST_BLOCK * ceil_div(state_nbytes, LEAST_BLOCK * token_nbytes)
+    full = FullAttentionSpec(block_size=size, **attention)
+    state = MambaSpec(block_size=size, page_size_padded=full.page_size_bytes, **states)
+    every = config["full_attention_interval"]
+    return {str(i): full if i % every == every - 1 else state for i in range(config["num_hidden_layers"])}
+
+
+def _settings(block_size: int) -> Any:
+    """What its planning reads of its configuration, with the defaults of its options."""
+    caching = SimpleNamespace(
+        block_size=block_size, enable_prefix_caching=True, prefix_match_unit=None, num_gpu_blocks_override=None,
+        prefix_cache_retention_interval=0, get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
+    )  # fmt: skip
+    return SimpleNamespace(
+        cache_config=caching, attention_config=SimpleNamespace(hisparse_config=None), kv_transfer_config=None,
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False, long_prefill_token_threshold=0),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1), speculative_config=None,
+    )  # fmt: skip
+
+
+def _splits(settings: Any, block_size: int, hash_size: int) -> Any:
+    """What ``Scheduler._mamba_block_aligned_split`` reads of a scheduler."""
+    settings.cache_config.block_size = block_size
+    return SimpleNamespace(
+        cache_config=settings.cache_config, scheduler_config=settings.scheduler_config, block_size=block_size,
+        hash_block_size=hash_size, mamba_partial_cache_hit=False, mamba_has_prefill_checkpoint_blocks=False,
+        mamba_prefill_checkpoint_alignment=None, mamba_shared_prefix_checkpoint=False, use_eagle_block_drop=False,
+        num_hash_lookahead_tokens=0, max_num_scheduled_tokens=STEP_TOKENS,
+    )  # fmt: skip
