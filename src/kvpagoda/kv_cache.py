@@ -22,7 +22,7 @@ from kvpagoda.cache.namespace import Namespace, with_media
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import Pin
 from kvpagoda.cache.publishing import Publisher
-from kvpagoda.cache.request import Request, State
+from kvpagoda.cache.request import Request, State, buffer_of
 from kvpagoda.cache.reuse import AnyNamespace, Reuse
 from kvpagoda.cache.sequence import Calls, Fence, Sequence, requests_of
 from kvpagoda.cache.stats import CacheStats, stats_of
@@ -184,9 +184,7 @@ class KVCache:
         if prefetch is not None and not isinstance(prefetch, Prefetch):
             raise BadInput(f"prefetch is what KVCache.prefetch returned, got {type(prefetch).__name__}")
         key, media_ids = core.namespaces.key(namespace), core.media.ids(media, length) if media else {}
-        buffer = most if most <= 2 * length else length
-        tokens = np.empty(buffer + -buffer % core.block_size, np.int32)
-        tokens[:length] = prompt
+        tokens = buffer_of(prompt, most if most <= 2 * length else length, core.block_size)
         request = Request(tokens, length, key, priority, media_ids, publishes=bool(publish))
         core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
         sequence = Sequence(self._calls, request)  # made before there is anything to lose
@@ -209,8 +207,7 @@ class KVCache:
         Admits nothing, needs no slot, holds nothing, and counts as no use.
 
         For a list or tuple of prompts a list, in their order: of each what it would find alone, since they are not compared
-        with one another. ``namespace`` and ``media`` are those of all of them then, or lists with one for each. ``[]`` is a
-        prompt without tokens. Raises BadInput."""
+        with one another; ``namespace`` and ``media`` are those of all, or lists. ``[]`` is one prompt. Raises BadInput."""
         self._publisher.settle_waiting()
         return look_up(self._core, token_ids, namespace, media)
 

@@ -91,8 +91,7 @@ class Lifecycle:
                 as_tokens(ids[left:], core.vocab_size)
         else:
             ids = as_tokens(token_ids, core.vocab_size)
-        count, capacity = len(ids), self.capacity_of(request)
-        end = length + count
+        count, end, capacity = len(ids), length + len(ids), self.capacity_of(request)
         if end > capacity:
             text = f"commit of {count} tokens after {length} passes the capacity of {capacity}"
             raise BadInput.with_hint(text, "extend first", needed=end, available=capacity)

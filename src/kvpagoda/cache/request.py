@@ -159,6 +159,13 @@ class Request:
             )
 
 
+def buffer_of(prompt: Tokens, num_tokens: int, block_size: int) -> Tokens:
+    """An array of whole blocks for ``num_tokens`` tokens, of which the first are those of ``prompt``."""
+    tokens = np.empty(num_tokens + -num_tokens % block_size, np.int32)
+    tokens[: len(prompt)] = prompt
+    return tokens
+
+
 class DecodeRows:
     """Row ``i`` of the arrays is that of one request.
 
