@@ -246,10 +246,11 @@ class PrefixTree:
 
     def remap(self, group: int, names: Ids) -> None:
         """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
-        after = [(node.ids[group], names[node.ids[group]]) for node in self._roots.nodes()]
+        rows = [node.ids[group] for node in self._roots.nodes()]
+        after = np.split(names[np.concatenate(rows)], np.cumsum([len(row) for row in rows])) if rows else []
         if self._owned is not None:
             self._owned.remap(group, names)
-        for row, ids in after:
+        for row, ids in zip(rows, after):
             row[:] = ids
         self._removals += 1
 
