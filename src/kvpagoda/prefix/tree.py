@@ -287,10 +287,8 @@ class PrefixTree:
         return None if found is None else (found.depth * self.block_size, found.state_id)
 
     def check(self) -> None:
-        """Prove everything from scratch: links, edges, pins, ids, counters, leaves, checkpoints. O(blocks).
-
-        Raises CheckFailed with what does not hold.
-        """
+        """Prove everything from scratch: links, edges, pins, ids, counters, leaves, checkpoints. O(blocks). Raises CheckFailed
+        with what does not hold."""
         nodes = self._roots.nodes()
         prove_shape(nodes, self._num_rows)
         prove_pins(nodes, self.num_leases, self)
