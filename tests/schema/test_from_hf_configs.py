@@ -13,7 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvpagoda import Schema  # noqa: E402
 from kvpagoda.errors import NeverFits, SchemaError  # noqa: E402
-from kvpagoda.schema import MXFP4, Attention, Compressed, Encoding, Growth, Latent, Shared  # noqa: E402
+from kvpagoda.layouts.packed_row import PackedRow  # noqa: E402
+from kvpagoda.schema import Attention, Compressed, Growth, Shared  # noqa: E402
 from kvpagoda.schema.families import families  # noqa: E402
 from models import tiny_config  # noqa: E402
 from more_models import DECODERS, MORE  # noqa: E402
@@ -60,7 +61,10 @@ def test_deepseek_v4(config: dict[str, Any], types: tuple[int, ...], per_token: 
     assert schema.bytes_per_token == pytest.approx(per_token, abs=0.5)
     kind = schema.layers[2].kinds[0]
     assert isinstance(kind, Compressed)
-    assert (kind.encoding, kind.index_encoding) == (Encoding("fp8_ue8m0", kept=64, group=64), MXFP4)
+    assert (kind.encoding, kind.index_encoding) == (
+        PackedRow("dsv4_584", "flashmla"),
+        PackedRow("index_68", "deepgemm"),
+    )
     assert (kind.dtype, kind.tail_dtype, kind.ratio, kind.overlap) == ("bfloat16", "float32", 4, True)
     assert {row.name: row.row_nbytes for row in kind.block_rows()} == {"entries": 584, "indexer_keys": 68}
     real = transformers.CONFIG_MAPPING["deepseek_v4"](**{key: config[key] for key in config if key != "model_type"})
@@ -179,10 +183,26 @@ def test_raw_tails_are_in_the_models_dtype() -> None:
     assert isinstance(kind, Compressed) and (kind.dtype, kind.tail_dtype) == ("float16", "float16")
 
 
-def test_fp8_keeps_the_rope_part_of_a_latent() -> None:
-    latent = Schema.from_hf_config(V32, kv_format="fp8").layers[0].kinds[0]
-    assert isinstance(latent, Latent)
-    assert [row.row_nbytes for row in latent.block_rows()] == [512 + 16, 128, 128 + 4]
+@pytest.mark.parametrize(
+    ("changes", "nbytes"),
+    [
+        ({}, [656, 132]),
+        ({"dtype": "float16"}, [512 + 16, 128, 128 + 4]),
+        ({"kv_lora_rank": 256}, [256 + 8, 128, 128 + 4]),
+        ({"index_head_dim": 256}, [512 + 16, 128, 256 + 8]),
+    ],
+)
+def test_fp8_is_the_packed_rows_of_kernels_where_a_model_has_rows_of_their_sizes(
+    changes: dict[str, Any], nbytes: list[int]
+) -> None:
+    schema = Schema.from_hf_config({**V32, **changes}, kv_format="fp8")
+    assert [row.row_nbytes for row in schema.layers[0].block_rows()] == nbytes
+    kernels = ["flashmla-sparse-sm100", "deepgemm-indexer-sm90"]
+    if nbytes == [656, 132]:
+        assert schema.plan("64GiB", kernels=kernels).block_size == 64
+    else:
+        with pytest.raises(SchemaError, match="choose another layout"):
+            schema.plan("64GiB", kernels=kernels)
 
 
 @pytest.mark.parametrize("config", [LLAMA_8B, KIMI_LINEAR])

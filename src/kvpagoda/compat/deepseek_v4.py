@@ -300,7 +300,8 @@ def _preset(config: DSV4Config, kv_format: str) -> Schema:
         raise unknown_name("kv_format", kv_format, KV_FORMATS)
     if (packed := KV_FORMATS[kv_format]) is None:
         return config.schema(encoding=RAW, index_encoding=RAW)
-    return config.schema(encoding=replace(packed.entries, kept=config.rope_dim), index_encoding=packed.index_keys)
+    schema = config.schema(encoding=replace(packed.entries, kept=config.rope_dim), index_encoding=packed.index_keys)
+    return schema.laid_out(packed.layouts[Compressed]) if packed.layouts else schema
 
 
 PRESETS: dict[str, Callable[[str], Schema]] = {

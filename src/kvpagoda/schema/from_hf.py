@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpagoda.errors import SchemaError
+from kvpagoda.errors import LayoutError, SchemaError
 from kvpagoda.formats.encoding import MXFP4, NVFP4, RAW, Encoding
 from kvpagoda.schema.config import REQUIRED, Config, fields_of
 from kvpagoda.schema.families import Family, model_types, refused
@@ -19,6 +19,7 @@ from kvpagoda.schema.families import layer_types as t
 from kvpagoda.schema.fields import FULL, Growth, itemsize
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
 from kvpagoda.schema.layers import Layer
+from kvpagoda.schema.layout_choice import choices_of
 
 NOT_CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (True,), "use_bidirectional_attention": (True, "all")}
 """Fields, and the values with which tokens read more than those before them."""
@@ -27,21 +28,42 @@ NOT_CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (True,), "use_bi
 @dataclass(frozen=True)
 class KVFormat:
     """A quantised form of the cache: how latents (and their indexers' keys), compressed entries and their indexers' keys lie
-    in memory. The RoPE part of an entry is kept beside its codes."""
+    in memory. The RoPE part of an entry is kept beside its codes. ``layouts``, by kind: in which kernels read
+    them, where a bfloat16 model has rows of those sizes."""
 
     latents: Encoding
     entries: Encoding
     index_keys: Encoding
+    layouts: Mapping[type[LayerKind], tuple[str, ...]] | None = None
 
 
 KV_FORMATS: dict[str, KVFormat | None] = {
     "raw": None,
-    "fp8": KVFormat(Encoding("fp8", group=128), Encoding("fp8_ue8m0", group=64), MXFP4),
+    "fp8": KVFormat(
+        Encoding("fp8", group=128),
+        Encoding("fp8_ue8m0", group=64),
+        MXFP4,
+        {Latent: ("flashmla-v32", "deepgemm-indexer"), Compressed: ("flashmla-dsv4", "deepgemm-indexer-fp4")},
+    ),
     "mxfp4": KVFormat(MXFP4, MXFP4, MXFP4),
     "nvfp4": KVFormat(NVFP4, NVFP4, NVFP4),
     "int8": KVFormat(Encoding("int8", group=128), Encoding("int8", group=64), Encoding("int8", group=32)),
 }
-"""The values of ``kv_format``. ``fp8``: the packed rows of the big engines."""
+"""The values of ``kv_format``. ``fp8``: the packed rows of the big engines, where a model has rows of their sizes."""
+
+
+def as_kernels_read(kind: LayerKind, packed: KVFormat | None) -> LayerKind:
+    """``kind`` in the layouts of ``packed``, where it has rows of their sizes; else as it is."""
+    names = None if packed is None or packed.layouts is None else packed.layouts.get(type(kind))
+    if names is None or getattr(kind, "dtype", None) != "bfloat16":
+        return kind
+    try:
+        laid = kind.laid_out(choices_of(names))
+        for rows in (*laid.block_rows(), *laid.state_rows()):
+            rows.fields(1)  # raises for other sizes
+    except LayoutError:
+        return kind
+    return laid
 
 
 def read_config(
@@ -71,6 +93,7 @@ def read_config(
                 f"{name} config, layer {index} ({layer_type}): kv_format is {kv_format!r}; only MLA latents and DeepSeek-V4 "
                 f"entries have that form, use 'raw'"
             )
+        kinds = tuple(as_kernels_read(kind, KV_FORMATS[kv_format]) for kind in kinds)
         layers.append(Layer(index, layer_type, kinds if owner is None else (Shared(owner),)))
     return tuple(layers), name, max_positions, vocab_size
 

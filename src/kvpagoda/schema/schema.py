@@ -61,7 +61,8 @@ class Schema:
         """Read a transformers config, or a dict read from ``config.json``. No torch is needed.
 
         ``dtype``: of the cached rows; None: the one that the config names, else bfloat16. ``kv_format``: ``raw`` keeps
-        rows as the model computes them; ``fp8`` uses the packed rows of FlashMLA, ``mxfp4``, ``nvfp4`` and ``int8`` codes
+        rows as the model computes them; ``fp8`` uses the packed rows of FlashMLA and DeepGEMM (where a model's have other
+        sizes or another dtype, codes and scales in arrays of their own), ``mxfp4``, ``nvfp4`` and ``int8`` codes
         with a scale for each 32, 16 and 64 or 128 elements, for MLA latents and DeepSeek-V4 entries (other kinds have none:
         an error). ``layout``: see ``laid_out``; of it follow the format and dialect of encoded rows. ``verify_width``: tokens
         that can be taken back, see ``rewindable``.
