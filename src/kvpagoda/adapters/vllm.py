@@ -225,6 +225,8 @@ class KVCacheManager:
         if known is None:
             blocks.admit(table)
             self._running[request.request_id] = table
+            if self._asked[0] is request:
+                table.text = self._asked[1]
             self._asked = None, self._asked[1][:0]
         if self._needs_zeros:
             self._to_zero += [id for ids, one in zip(added, self._growths) if not one.is_state for id in ids]
@@ -252,7 +254,9 @@ class KVCacheManager:
         size, start = self.block_size, table.lease.num_blocks
         end = min(num_computed_tokens, request.num_tokens) // size
         if end > start:
-            tokens = as_tokens(request.all_token_ids[start * size : end * size])
+            begin, stop = start * size, end * size
+            is_known = stop <= len(table.text)
+            tokens = table.text[begin:stop] if is_known else as_tokens(request.all_token_ids[begin:stop])
             self._blocks.publish(table, tokens, num_computed_tokens)
 
     def free(self, request: Request) -> None:
