@@ -38,8 +38,8 @@ class Table:
     ``parting``: behind so many blocks another text was like this one, but could not be resumed there. ``text``: its first
     tokens, int32, as far as somebody has them as an array; nobody changes it."""
 
-    def __init__(self, lease: Lease, ids: list[list[int]], first: list[int], parting: int) -> None:
-        self.lease, self.ids, self.first, self.parting = lease, ids, first, parting
+    def __init__(self, lease: Lease, ids: list[list[int]], first: list[int]) -> None:
+        self.lease, self.ids, self.first, self.parting = lease, ids, first, 0
         self.doubles: list[Ids] = []
         self.text = _NONE
 
@@ -96,7 +96,7 @@ class GroupBlocks(SharedBlocks):
         for group, some in cells.items():
             self._windows[group][1].read(some[0])
             first[group] = num_blocks - some.shape[1]
-        return Table(lease, self.found(match, num_blocks), first, match.num_blocks)
+        return Table(lease, self.found(match, num_blocks), first)
 
     def admit(self, table: Table) -> None:
         """``table`` is there to stay: the place at which it goes on was used."""

@@ -240,10 +240,13 @@ class KVCacheManager:
                 f"request {request.request_id} has no blocks yet: it begins with whole blocks of {self.block_size} tokens "
                 f"that were found, not with {num_tokens} tokens and {request.num_computed_tokens} computed ones"
             )
-        match = None if found is None or not num_blocks else found.match
+        known = None if found is None else found.match
+        match = known if num_blocks else None
         if match is None:
             match = self._tree.match(np.empty(0, np.int32), _namespace(request))
-        return self._blocks.begin(match, num_blocks)
+        table = self._blocks.begin(match, num_blocks)
+        table.parting = 0 if known is None else known.num_blocks
+        return table
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """The first ``num_computed_tokens`` tokens of ``request`` are computed: its whole blocks may be shared from here on.
