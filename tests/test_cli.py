@@ -160,6 +160,11 @@ BAD = {
     "stages": (["plan", "config.json", "--pp", "99"], "pp=99"),
     "lengths": (["plan", "config.json", "--lengths", "a,b"], "whole numbers"),
     "format": (["plan", "config.json", "--kv-format", "fp3"], "fp3"),
+    "kernels that other layouts suit": (
+        ["plan", "deepseek-v3.2", "--kernel", "flashmla-sparse-sm100", "--kernel", "deepgemm-indexer-sm90"],
+        "it fits with --layout flashmla-v32,deepgemm-indexer",
+    ),
+    "a kernel that no layout suits": (["plan", "qwen3-8b", "--kernel", "flashmla-dense"], "no layer keeps such rows\n"),
     "layout": (["layout", "flashmla-v23"], "did you mean flashmla-v32"),
     "layout size": (["layout", "trtllm,head_dim"], "write NAME,size=number"),
     "layout file": (["layout", "nowhere.json"], "nowhere.json"),

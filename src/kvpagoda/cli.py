@@ -14,11 +14,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Annotated, Any
 
 import kvpagoda
 from kvpagoda.compat.deepseek_v4 import PRESETS
-from kvpagoda.errors import BadInput, KVPagodaError, did_you_mean
+from kvpagoda.errors import BadInput, KVPagodaError, SchemaError, did_you_mean
+from kvpagoda.layouts import names
 from kvpagoda.schema import Schema
 from kvpagoda.schema.presets import find_preset, presets
 
@@ -33,7 +35,12 @@ CONFIG = "config.json, a folder that holds one, or a preset such as qwen3-8b ('k
 Tiers = Annotated[
     list[str] | None, typer.Option(help="host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT; again for more")
 ]
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+WIDTH = get_terminal_size().columns
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode="rich" if WIDTH >= 80 else None, context_settings={"terminal_width": WIDTH},
+)  # fmt: skip
+"""Help in a frame cuts the names of options where the terminal is narrow: there it has none."""
 
 
 @contextmanager
@@ -82,9 +89,7 @@ def plan(
     pp: Annotated[int, typer.Option(help="pipeline stages")] = 1,
     stage: Annotated[int, typer.Option(help="which pipeline stage to show")] = 0,
     dtype: Annotated[str | None, typer.Option(help="dtype of the cached rows (default: the config's)")] = None,
-    kv_format: Annotated[
-        str, typer.Option(help="raw, fp8 (the packed rows of the big engines), mxfp4, nvfp4 or int8")
-    ] = "raw",
+    kv_format: Annotated[str, typer.Option(help="raw, fp8 (packed rows of engines), mxfp4, nvfp4 or int8")] = "raw",
     layout: Annotated[str | None, typer.Option(help="layouts by name, e.g. flashmla-v32,deepgemm-indexer")] = None,
     kernel: Annotated[list[str] | None, typer.Option(help="what reads the cache, e.g. flashmla-sparse-sm100")] = None,
     kernel_page: Annotated[int | None, typer.Option(help="tokens of a kernel's page (default: a block)")] = None,
@@ -99,13 +104,27 @@ def plan(
         from kvpagoda import console
 
         schema = _schema(config, dtype, kv_format)
-        schema = schema if layout is None else schema.laid_out(_words(layout))
-        schema = schema.split(tp=tp, pp=pp, rank=stage)
-        made = schema.plan(
-            budget, max_requests, block_size, lengths=_numbers(lengths, "--lengths", "tokens"), kernels=kernel or (),
-            kernel_page=kernel_page,
-        )  # fmt: skip
+        schema = (schema if layout is None else schema.laid_out(_words(layout))).split(tp=tp, pp=pp, rank=stage)
+        sizes: dict[str, Any] = {"block_size": block_size, "kernel_page": kernel_page, "kernels": kernel or ()}
+        try:
+            made = schema.plan(budget, max_requests, lengths=_numbers(lengths, "--lengths", "tokens"), **sizes)
+        except SchemaError as error:
+            fitting = _fitting_layouts(schema, kernel or [], sizes)
+            raise SchemaError(f"{error}; it fits with --layout {fitting}" if fitting else str(error)) from None
         typer.echo(json.dumps(made.to_dict(), indent=2) if as_json else made.text(console.output().width))
+
+
+def _fitting_layouts(schema: Schema, kernels: list[str], sizes: dict[str, Any]) -> str:
+    """Layouts with which all of ``kernels`` read what ``schema`` keeps, one for each that does not now; "" for none."""
+    different = {layer.kinds: layer for layer in schema.layers if layer.owner == layer.index}
+    small, found = replace(schema, layers=tuple(different.values())), []
+    for name, layout in product(kernels, ("", *names())):
+        if name not in found:
+            with suppress(KVPagodaError):
+                laid_out = small.laid_out(layout) if layout else small
+                laid_out.plan(num_blocks=2, max_requests=1, **{**sizes, "kernels": name})
+                found += [name, layout]
+    return ",".join(filter(None, found[1::2])) if len(found) == 2 * len(kernels) else ""
 
 
 def _words(text: str) -> list[str]:
@@ -252,8 +271,9 @@ def replay_trace(
 
     The policy opt is a bound: it knows the future.
 
-    With --schema the trace runs through the whole life of requests, checkpoints and all, with no memory behind them; with
-    --workers several processes share the trace, and the store below their caches.
+    With --schema the trace runs through the whole life of requests, with no memory behind them.
+
+    With --workers several processes share the trace, and the store below their caches.
     """
     with one_line_errors():
         from kvpagoda.replay import report

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.kernels.copy_rows import copy_rows
 from kvpagoda.memory.id_tensors import Device, default_device, integers
 from kvpagoda.schema import Page, Place, RowLayout
 from kvpagoda.schema.fields import itemsize
@@ -157,8 +158,9 @@ class Arena:
         """
         index = self.row_index(ids)
         records = torch.zeros(len(index), self.layout.nbytes, dtype=torch.uint8, device=self.device)
+        pairs = torch.stack((index, torch.arange(len(index), device=self.device)), 1)
         for inside, rows in self.regions():
-            records[:, inside] = rows[index]
+            copy_rows(rows, records[:, inside], pairs)
         return records
 
     def unpack(self, ids: Tensor, records: Tensor) -> None:
@@ -170,8 +172,9 @@ class Arena:
             )
         if len(torch.unique(index)) != len(index):
             raise NotOwned(f"unpack would write a row twice: {index.tolist()[:16]}")
+        pairs = torch.stack((torch.arange(len(index), device=self.device), index), 1)
         for inside, rows in self.regions():
-            rows[index] = records[:, inside].to(self.device)
+            copy_rows(records[:, inside].to(self.device), rows, pairs)
 
     def reset(self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int] | int) -> None:
         """Set rows ``ids`` of every field to the field's initial value. Raises NotOwned for an id out of range."""

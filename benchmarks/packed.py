@@ -1,0 +1,95 @@
+"""How much of the speed of copying memory packed rows and whole blocks leave, on one thread of a CPU.
+
+Each case reads and writes so many bytes: an append its bfloat16 rows and the packed ones, a gather the packed rows and those
+it gives, a copy its blocks twice. ``memcpy_percent``: of the speed at which one ``np.copyto``, in turns with it, reads and
+writes as many. CPU time, the least of some rounds, for other work shares the cores. Rows lie anywhere in pages of 64.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from benchmarks.timing import Options, Row, tell
+from kvpagoda.kernels.copy_rows import copy_rows
+from kvpagoda.kernels.dispatch import backend
+from kvpagoda.kernels.packed_rows import append_rows, gather_rows
+from kvpagoda.layouts.dialects import DIALECTS, dialect_of
+from kvpagoda.memory.arena import Arena
+from kvpagoda.schema import Field, RowLayout
+
+QUESTION = "How much of the speed of copying memory do packed rows and blocks leave?"
+PAGE, HEADS = 64, 8
+Case = tuple[str, int, Callable[[], object]]
+
+
+def measure(options: Options) -> list[Row]:
+    torch.set_num_threads(1)
+    elements = 1 << (17 if options.quick else 23)
+    formats = [(format, dialect) for format, dialects in DIALECTS.items() for dialect in dialects]
+    cases = [case for one in formats[: 1 if options.quick else None] for case in rows_of(*one, elements)]
+    cases += blocks_of(elements)
+    return [_row(options, *case) for case in cases if options.only in case[0]]
+
+
+def rows_of(format: str, dialect: str, elements: int) -> Iterator[Case]:
+    """An append, and gathers to both dtypes, of about so many ``elements``."""
+    packing = dialect_of(format, dialect).packing
+    heads = HEADS if packing.cells > 1 else 1
+    width, pages = packing.width * heads, max(1, elements // (packing.width * heads * PAGE))
+    memory = torch.zeros(pages, packing.page_stride(PAGE, heads), dtype=torch.uint8)
+    rows = torch.randn(pages * PAGE, width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    slots = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).int()
+    packed, how, name = (
+        len(rows) * packing.row_nbytes * heads,
+        {"page_size": PAGE, "dialect": dialect},
+        f"{format} {dialect}",
+    )
+    yield f"append {name}", rows.nbytes + packed, lambda: append_rows(rows, slots, memory, format, **how)
+    for out in (torch.zeros_like(rows), torch.zeros(rows.shape)):
+        to = "" if out.dtype == torch.bfloat16 else " float32"
+        gather = lambda out=out: gather_rows(memory, slots, out, format, **how)  # noqa: E731
+        yield f"gather{to} {name}", out.nbytes + packed, gather
+
+
+def blocks_of(elements: int) -> Iterator[Case]:
+    """Blocks of 64 KiB and of 75 KB, and records of as many bytes out of an arena."""
+    for nbytes in (1 << 16, 75_008):
+        blocks = max(2, elements // nbytes)
+        one, other = (torch.zeros(blocks, nbytes, dtype=torch.uint8) for _ in range(2))
+        ids = torch.randperm(blocks, generator=torch.Generator().manual_seed(0))
+        pairs = torch.stack((ids, ids.flip(0)), 1)
+        arena = Arena(RowLayout.build([(0, Field("k", nbytes, (), "uint8"))]), blocks, device="cpu")
+        yield (
+            f"copy blocks of {nbytes:,}",
+            2 * one.nbytes,
+            lambda one=one, other=other, pairs=pairs: copy_rows(one, other, pairs),
+        )
+        yield f"pack records of {nbytes:,}", 2 * one.nbytes, lambda arena=arena, ids=ids: arena.pack(ids)
+
+
+def _row(options: Options, case: str, nbytes: int, call: Callable[[], object]) -> Row:
+    source, target = np.ones(nbytes // 2, np.uint8), np.zeros(nbytes // 2, np.uint8)
+    call()  # compiled, or read from disk
+    rounds = [(_cpu_seconds(call), _cpu_seconds(lambda: np.copyto(target, source))) for _ in range(2 * options.runs)]
+    took, copied = (min(times) for times in zip(*rounds))
+    return {
+        "case": case,
+        "us": took * 1e6,
+        "MB": nbytes / 1e6,
+        "memcpy_percent": 100 * copied / took,
+        "by": backend("cpu", has_numba=True) if case.split()[0] in ("append", "gather") else "torch",
+    }
+
+
+def _cpu_seconds(call: Callable[[], object]) -> float:
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+if __name__ == "__main__":
+    tell("packed", QUESTION, measure)
