@@ -17,10 +17,9 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-from kvpagoda.replay.serve import text_of
-
 from benchmarks.peers import stubs
 from kvpagoda.replay import Trace
+from kvpagoda.replay.serving import text_of
 from kvpagoda.units import ceil_div
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -80,7 +80,7 @@ def test_it_finds_again_what_was_lost(schema: str) -> None:
 
 @pytest.mark.parametrize("schema", ["full", "gemma", "qwen3_next", "mamba"])
 def test_a_log_that_is_always_full_loses_nothing(schema: str) -> None:
-    line = follow(schema, 3, STEPS, loss=0.1, log_capacity=1)
+    line = follow(schema, 3, 3 * STEPS, loss=0.1, log_capacity=1)
     assert line.num_restarts > 5
 
 
