@@ -10,9 +10,9 @@ from benchmarks.show import plots, table
 from benchmarks.timing import RESULTS, add_arguments, options_of, result, save
 
 NAMES = (
-    "match", "lookup", "allocate", "step", "evict", "evict_many", "victims", "memory", "growth", "hybrid", "one_budget",
-    "hits", "hybrid_peers", "policies", "replay", "disk", "swap", "restart", "shared_store", "reshard", "adapters", "events",
-    "formats", "packed", "metrics",
+    "match", "lookup", "allocate", "step", "host_step", "evict", "evict_many", "victims", "memory", "growth", "hybrid",
+    "one_budget", "hits", "hybrid_peers", "policies", "replay", "disk", "swap", "restart", "shared_store", "reshard",
+    "adapters", "events", "formats", "packed", "metrics",
 )  # fmt: skip
 
 

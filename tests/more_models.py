@@ -137,9 +137,9 @@ MORE: dict[str, dict[str, Any]] = {
     ),
     "qwen3_5_moe_text": GDN,
     "qwen4_exp_text": dict(
-        GDN, layer_types=[LINEAR, LINEAR, LINEAR, "indexed_attention"], hc_count=2, hc_lowrank=8, ple_layer_ids=[2],
-        ple_embed_dim=32, ngram_size=3, heads_per_ngram=2, ngram_vocab_size_base=64, eos_token_id=1, indexer_n_heads=32,
-        indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4,
+        GDN, num_hidden_layers=3, layer_types=[LINEAR, LINEAR, "indexed_attention"], hc_count=2, hc_lowrank=8,
+        ple_layer_ids=[2], ple_embed_dim=32, ngram_size=3, heads_per_ngram=2, ngram_vocab_size_base=64, eos_token_id=1,
+        indexer_n_heads=32, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4,
     ),
     "qwen3_moe": dict(EXPERTS, **SLIDES, use_sliding_window=True),
     "rwkv": dict(attention_hidden_size=48, rescale_every=2),

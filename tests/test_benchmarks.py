@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import evict, head_cases, heads, hybrid, swap  # noqa: E402
+from benchmarks import evict, head_cases, heads, hybrid, hybrid_peers, swap  # noqa: E402
 from benchmarks.__main__ import NAMES  # noqa: E402
 from benchmarks.peers import tasks  # noqa: E402
 from benchmarks.peers.ours import FULL, Peer  # noqa: E402
@@ -202,6 +202,18 @@ def test_evicting_stays_within_its_bounds() -> None:
         if row["a_call"] == evict.MANY:
             most = 0.1 if row["shape"].startswith("edges") else 1.0
             assert row["us_a_block"] <= most * MARGIN, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", hybrid_peers.MODELS)
+def test_hybrid_models_reuse_no_less_than_under_vllm(name: str) -> None:
+    if not TRACES.exists():
+        pytest.skip("the public traces are not beside the repository")
+    rows = hybrid_peers.measure(Options(peers=("ours", "vllm"), only=f"{name} 100GiB"))
+    if "absent" in rows[-1]:
+        pytest.skip(f"vLLM is not here: {rows[-1]['absent']}; see benchmarks/peers")
+    ours, theirs = rows
+    assert ours["hit_percent"] >= theirs["hit_percent"] > 0 == theirs["never_fit"], rows
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ def test_layout_says_what_lies_where_and_what_a_copy_costs(here: Command) -> Non
     assert done.returncode == 0 and not done.stderr
     assert "source, rank 0 of 2: vllm-flashinfer, raw: 1,048,576 bytes" in done.stdout
     assert "0           L: 2 layers, 524,288 bytes apart" in done.stdout
-    assert "copy: 2.0 MiB in 8,192 spans of 256 to 256 bytes" in done.stdout
+    assert "copy: 2.0 MiB in 8,192 spans of 256 bytes" in done.stdout
     found = json.loads(here("layout", *pair, "--json").stdout)
     assert [len(found["source"]), len(found["target"]), found["copy"]["spans"]] == [2, 1, 8192]
     assert found["copy"]["target"] == found["target"][0]["follows"]["fingerprint"]

@@ -15,6 +15,7 @@ pytest.importorskip("typer")
 
 COMMANDS = {
     "plan": ["plan", "deepseek-v4-flash"],
+    "layout": ["layout", "sglang-mla,tp=2", "kvpagoda-mla"],
     "replay": ["replay", "--limit", "40", "--warm-up", "0.5", "--requests", "out.jsonl"],
     "replay_schema": ["replay", "--limit", "10", "--schema", "qwen3-8b", "--budget", "1GiB,2GiB"],
     "replay_workers": ["replay", "--limit", "10", "--schema", "qwen3-8b", "--budget", "1GiB", "--workers", "1"],
@@ -74,6 +75,13 @@ def test_models_without_growth_have_no_longest_context(tmp_path: Path) -> None:
 
 def test_every_description_belongs_to_a_command() -> None:
     assert {path.stem for path in FOLDER.glob("*.json")} == {*COMMANDS, "replay_requests"}
+
+
+def test_every_command_has_a_description() -> None:
+    from kvpagoda.cli import app
+
+    names = {one.name or one.callback.__name__ for one in app.registered_commands if one.callback is not None}
+    assert names == {arguments[0] for arguments in COMMANDS.values()}
 
 
 def test_the_check_finds_what_is_wrong() -> None:

@@ -365,6 +365,26 @@ def test_what_a_step_completed_is_published_when_somebody_looks_or_with_the_next
     cache.check()
 
 
+@pytest.mark.parametrize("kinds", [(STATE,), (FULL, STATE), (FULL, WINDOW, STATE)])
+def test_a_text_goes_on_from_where_a_running_request_stands(kinds: tuple[LayerKind, ...]) -> None:
+    schema = Schema(tuple(Layer(i, type(kind).__name__, (kind,)) for i, kind in enumerate(kinds)), "test")
+    cache = KVCache(schema, num_blocks=600, block_size=16, max_requests=4, device="cpu")
+    text = np.arange(4096, dtype=np.int32)
+    ahead = cache.open(text, capacity=0)
+    ahead.extend(2048)
+    ahead.commit(text[:2048])
+    layer = cache.layer(len(kinds) - 1)
+    rows = layer["recurrent"]
+    rows[cache.core.state_rows(np.array([ahead.slot]))] = 7.0
+    with cache.fence([ahead]):  # a step may be writing its states
+        assert cache.open(text[:3000], capacity=0).cached_tokens == 0
+    behind = cache.open(text[:3000], capacity=0)
+    assert behind.cached_tokens == 2048 and len(cache.core.prefix.kept) == 1
+    assert (rows[cache.core.state_rows(np.array([behind.slot]))] == 7.0).all()
+    assert cache.open(text[:1000], capacity=0).cached_tokens == 0  # parts from it before
+    cache.check()
+
+
 def test_where_hits_end_at_a_grid_a_last_block_is_kept_only_if_a_hit_can_end_in_it() -> None:
     cache = cache_of(FULL, limits=Limits(hit_grid=4))
     leave(cache, np.arange(11, dtype=np.int32))

@@ -59,7 +59,7 @@ class Peer:
         specs = specs_of(config)
         self.block_size = next(iter(specs.values())).block_size
         has_states = any(isinstance(spec, MambaSpec) for spec in specs.values())
-        settings = _settings(self.block_size)
+        settings = _settings(self.block_size, config.get("prefix_cache_retention_interval", 0))
         planned = get_kv_cache_config_from_groups(settings, get_kv_cache_groups(settings, specs), budget)
         self.block_size = planned.kv_cache_groups[0].kv_cache_spec.block_size
         scheduler_size, hash_size = resolve_kv_cache_block_sizes(planned, settings)
@@ -134,6 +134,7 @@ class Peer:
         first.status, first.num_computed_tokens = RequestStatus.RUNNING, hit + count
         self.running.append(first)
         self.waiting.popleft()
+        self._end(first)
         return True
 
     def _compute(self, request: Request) -> None:
@@ -142,10 +143,6 @@ class Peer:
         length = request.num_computed_tokens
         if length == request.num_tokens:
             output = self.outputs[request.request_id]
-            if not output:
-                self.manager.free(request)
-                self.running.remove(request)
-                return
             due = (length + len(output)) // self.block_size * self.block_size
             count = min(STEP_TOKENS, due - length if due > length else len(output))
             request.append_output_token_ids(output[:count])
@@ -162,6 +159,13 @@ class Peer:
             if victim is request:
                 return
         request.num_computed_tokens += count
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
+        """Free ``request``, if all of it is computed."""
+        if request.num_computed_tokens == request.num_tokens and not self.outputs[request.request_id]:
+            self.manager.free(request)
+            self.running.remove(request)
 
 
 def specs_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -201,11 +205,12 @@ def _with_states(config: dict[str, Any], attention: dict[str, Any]) -> dict[str,
     return {str(i): full if i % every == every - 1 else state for i in range(config["num_hidden_layers"])}
 
 
-def _settings(block_size: int) -> Any:
-    """What its planning reads of its configuration, with the defaults of its options."""
+def _settings(block_size: int, retention: int | None) -> Any:
+    """What its planning reads of its configuration, with the defaults of its options. ``retention``: 0, its default: of
+    windows and states only what the end of a prompt and seen junctions need is kept for reuse; None: all."""
     caching = SimpleNamespace(
         block_size=block_size, enable_prefix_caching=True, prefix_match_unit=None, num_gpu_blocks_override=None,
-        prefix_cache_retention_interval=0, get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
+        prefix_cache_retention_interval=retention, get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
     )  # fmt: skip
     return SimpleNamespace(
         cache_config=caching, attention_config=SimpleNamespace(hisparse_config=None), kv_transfer_config=None,

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Annotated, Any
 
 import kvpagoda
@@ -34,7 +35,12 @@ CONFIG = "config.json, a folder that holds one, or a preset such as qwen3-8b ('k
 Tiers = Annotated[
     list[str] | None, typer.Option(help="host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT; again for more")
 ]
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+WIDTH = get_terminal_size().columns
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode="rich" if WIDTH >= 80 else None, context_settings={"terminal_width": WIDTH},
+)  # fmt: skip
+"""Help in a frame cuts the names of options where the terminal is narrow: there it has none."""
 
 
 @contextmanager
@@ -83,9 +89,7 @@ def plan(
     pp: Annotated[int, typer.Option(help="pipeline stages")] = 1,
     stage: Annotated[int, typer.Option(help="which pipeline stage to show")] = 0,
     dtype: Annotated[str | None, typer.Option(help="dtype of the cached rows (default: the config's)")] = None,
-    kv_format: Annotated[
-        str, typer.Option(help="raw, fp8 (the packed rows of the big engines), mxfp4, nvfp4 or int8")
-    ] = "raw",
+    kv_format: Annotated[str, typer.Option(help="raw, fp8 (packed rows of engines), mxfp4, nvfp4 or int8")] = "raw",
     layout: Annotated[str | None, typer.Option(help="layouts by name, e.g. flashmla-v32,deepgemm-indexer")] = None,
     kernel: Annotated[list[str] | None, typer.Option(help="what reads the cache, e.g. flashmla-sparse-sm100")] = None,
     kernel_page: Annotated[int | None, typer.Option(help="tokens of a kernel's page (default: a block)")] = None,
@@ -100,12 +104,10 @@ def plan(
         from kvpagoda import console
 
         schema = _schema(config, dtype, kv_format)
-        schema = schema if layout is None else schema.laid_out(_words(layout))
-        schema = schema.split(tp=tp, pp=pp, rank=stage)
-        counted = _numbers(lengths, "--lengths", "tokens")
-        sizes: dict[str, Any] = {"block_size": block_size, "kernel_page": kernel_page}
+        schema = (schema if layout is None else schema.laid_out(_words(layout))).split(tp=tp, pp=pp, rank=stage)
+        sizes: dict[str, Any] = {"block_size": block_size, "kernel_page": kernel_page, "kernels": kernel or ()}
         try:
-            made = schema.plan(budget, max_requests, lengths=counted, kernels=kernel or (), **sizes)
+            made = schema.plan(budget, max_requests, lengths=_numbers(lengths, "--lengths", "tokens"), **sizes)
         except SchemaError as error:
             fitting = _fitting_layouts(schema, kernel or [], sizes)
             raise SchemaError(f"{error}; it fits with --layout {fitting}" if fitting else str(error)) from None
@@ -119,7 +121,8 @@ def _fitting_layouts(schema: Schema, kernels: list[str], sizes: dict[str, Any]) 
     for name, layout in product(kernels, ("", *names())):
         if name not in found:
             with suppress(KVPagodaError):
-                (small.laid_out(layout) if layout else small).plan(num_blocks=2, max_requests=1, kernels=name, **sizes)
+                laid_out = small.laid_out(layout) if layout else small
+                laid_out.plan(num_blocks=2, max_requests=1, **{**sizes, "kernels": name})
                 found += [name, layout]
     return ",".join(filter(None, found[1::2])) if len(found) == 2 * len(kernels) else ""
 
@@ -268,8 +271,9 @@ def replay_trace(
 
     The policy opt is a bound: it knows the future.
 
-    With --schema the trace runs through the whole life of requests, checkpoints and all, with no memory behind them; with
-    --workers several processes share the trace, and the store below their caches.
+    With --schema the trace runs through the whole life of requests, with no memory behind them.
+
+    With --workers several processes share the trace, and the store below their caches.
     """
     with one_line_errors():
         from kvpagoda.replay import report

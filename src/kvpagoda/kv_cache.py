@@ -102,14 +102,10 @@ class KVCache:
         memory = _memory(plan, device, poison, bool(tiers))
         fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
         settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, tuple(tiers), events)
-        self._core = Core(plan, memory, settings)
-        self._guard = self._core.guard
-        self._publisher = Publisher(self._core)
-        self._admission = Admission(self._core, self._publisher)
-        self._lifecycle = Lifecycle(self._core, self._publisher)
-        self._reuse = Reuse(self._core, self._lifecycle)
-        self._core.parts += (self._admission, self._lifecycle)
-        self._calls = Calls(self._core, self._admission, self._lifecycle)
+        self._core = core = Core(plan, memory, settings)
+        self._guard, self._publisher = core.guard, Publisher(core)
+        self._admission, self._lifecycle = Admission(core, self._publisher), Lifecycle(core, self._publisher)
+        self._reuse, self._calls = Reuse(core, self._lifecycle), Calls(core, self._admission, self._lifecycle)
         self._step_buffers = StepBuffers(memory.arrays)
 
     @property

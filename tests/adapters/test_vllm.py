@@ -136,11 +136,16 @@ def test_no_room_is_none_and_changes_nothing() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_random_requests(shape: str, size: int) -> None:
-    """Rows of every request are those of its text in the blocks that were told when they were added."""
+    """Rows of every request are those of its text in the blocks that were told when they were added, also what a step reads
+    that is still in flight."""
     kinds = SHAPES[shape]
     random, num_blocks = np.random.default_rng(size), 25 * len(kinds)
     manager, memory = KVCacheManager(config(num_blocks, size, *kinds), 64 * size), GroupRows(kinds, num_blocks, size)
     running, found, steps = dict[str, tuple[Request, list[list[int]], int]](), 0, 600
+    last, reads = (
+        dict[str, int](),
+        dict[str, int](),
+    )  # tokens of each one's last step; what the oldest step in flight reads
     heads = [random.integers(0, 5, 10 * size).tolist() for _ in range(2)]
     for step in range(steps):
         names, cached, blocks = [*running], 0, None
@@ -153,6 +158,7 @@ def test_random_requests(shape: str, size: int) -> None:
             found += cached
         else:
             request, tables, prompt_end = running[names[random.integers(len(names))]]
+            request.num_in_flight_tokens = last[request.request_id] * int(random.integers(2))
         start = request.num_computed_tokens + cached
         n = int(random.integers(1, request.num_tokens - start + 1))
         n = most_for_state(start, n, prompt_end, size)
@@ -163,18 +169,32 @@ def test_random_requests(shape: str, size: int) -> None:
             continue
         for table, more in zip(tables, added.ids):
             table += more
-        running[request.request_id] = request, tables, prompt_end
-        memory.prove(request.all_token_ids, tables, start, start, request.request_id)
+        running[request.request_id], last[request.request_id] = (request, tables, prompt_end), n
+        reader = reads[request.request_id] = start - request.num_in_flight_tokens
+        memory.prove(request.all_token_ids, tables, reader, start, request.request_id)
         memory.write(request.all_token_ids, tables, start, start + n)
         request.num_computed_tokens = start + n
         if start + n == request.num_tokens:
             request.all_token_ids.append(next_token(request.all_token_ids, 5))
-        if step % 10 == 0:
+        if step % 5 == 0:
             manager.check()
             for one, blocks_of, _ in running.values():
                 end = one.num_computed_tokens
-                memory.prove(one.all_token_ids, blocks_of, end, end, one.request_id)
+                memory.prove(one.all_token_ids, blocks_of, reads[one.request_id], end, one.request_id)
     assert found > 20
+
+
+def test_a_state_that_a_step_ran_past_is_not_shared() -> None:
+    manager = KVCacheManager(config(9, 2, ("full", 0), ("state", 0)), 64)
+    first = Request([1, 2, 3, 4, 5])
+    for n in (1, 2, 1):  # what is in the first block is the state after one token, not after two
+        assert manager.allocate_slots(first, n) is not None
+        first.num_computed_tokens += n
+    assert [ids.count(0) for ids in manager.get_block_ids(first.request_id)] == [0, 1]
+    assert manager.get_computed_blocks(Request([1, 2, 9]))[1:] == (0, 2)  # its state is worth keeping
+    assert manager.allocate_slots(first, 1) is not None
+    assert manager.get_computed_blocks(Request([1, 2, 3, 4, 9]))[1:] == (4, 0)
+    manager.check()
 
 
 def test_salts_adapters_and_requests_that_do_not_read() -> None:

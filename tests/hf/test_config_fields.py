@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -22,6 +23,7 @@ from test_random_configs import NAMES, drawn  # noqa: E402
 from kvpagoda import Schema  # noqa: E402
 from kvpagoda.errors import SchemaError  # noqa: E402
 from kvpagoda.hf import Generator, PagedCache  # noqa: E402
+from kvpagoda.hf.model_cache import runner_of  # noqa: E402
 from kvpagoda.scheduling import Youngest  # noqa: E402
 from kvpagoda.schema.families import families  # noqa: E402
 from models import FAMILIES, tiny_config, tiny_model  # noqa: E402
@@ -35,8 +37,10 @@ NOT_RUN = (ValueError, RuntimeError, TypeError, KeyError, IndexError, AttributeE
 REFUSED = [
     "^doge config: is_moe is True; expected False: its router mixes the tokens of a forward pass",
     r"^qwen2_moe config, layer \d+ \(sliding_attention\): sliding_window is 0; expected",
+    r"(conv_L_cache|conv_kernel_size|ple_conv_kernel_size) is 1; expected a whole number of at least 2$",
 ]
-"""Why configs that transformers runs are refused: the second is a layer with a window that windows are switched off for."""
+"""Why configs that transformers runs are refused: the second is a layer with a window that windows are switched off for, the
+third a layer that keeps nothing or, of n-grams, one that transformers does not run with a cache."""
 
 WINDOWS = [1, 2, 7, 15, 16, 19, 1000]
 """Itself alone; less than a block; a block and its neighbours; longer than every text."""
@@ -83,12 +87,12 @@ VALUES: dict[str, list[Any]] = {
     "indexer_types": [["full", "shared", "full", "shared"], ["full", "shared", "shared", "shared"]],
     "attention_types": [[[["local"], 4]], [[["local", "global"], 2]], [[["global"], 4]]],
     "num_attention_heads_per_layer": [[2, 4, 2, 4], [4, 8, 2, 2]],
-    "max_position_embeddings": [64], "floor_scale": [4, 16], "log_scaling_n_floor": [4, 16],
+    "max_position_embeddings": [80], "floor_scale": [4, 16], "log_scaling_n_floor": [4, 16],
     "rel_extent": [2, 100], "d_rel": [8], "hc_mult": [3], "hc_count": [3], "ngram_size": [2, 4],
     "ple_layer_ids": [[], [1], [1, 3]], "indexer_budget": [2, 4, 100], "indexer_compress_ratio": [1, 2],
     "index_block_size": [1, 3, 16, 128], "index_topk_blocks": [1, 2, 16], "index_local_blocks": [0, 1, 2],
     "qk_dim_factor": [1.0], "v_dim_factor": [0.5, 2.0], "attention_hidden_size": [32, 80], "num_blocks": [1, 3],
-    "max_inference_chunksize": [4, 16], "rescale_every": [0, 1], "num_kv_heads": [1, 2], "word_embed_proj_dim": [32],
+    "rescale_every": [0, 1], "num_kv_heads": [1, 2], "word_embed_proj_dim": [32],
     "compress_rates": [{"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
                        {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}],
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), [None, 5.0]),
@@ -162,33 +166,57 @@ def model_of(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any
     for changes in candidates(name, tiny_config(name), source):
         if (found := built(name, seed, {**accepted, **changes})) is not None:
             model, accepted = found, {**accepted, **changes}
+    assert accepted, f"transformers runs no drawn config of {name}"
     return model, accepted
 
 
 def check(model: Any, changes: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source = torch.Generator().manual_seed(seed)
-    text = torch.randint(2, 100, (50 + seed,), generator=source).tolist()
+    text = torch.randint(2, 100, (50 + seed % 16,), generator=source).tolist()
     prompts = [text[:1], text[:9], text, [7, *text[:16]], text[:20] + text[:8], text[:34]]
     expected = [greedy(model, prompt, NEW) for prompt in prompts]
-    generator = Generator(
-        model, poison=True, num_blocks=60, max_requests=3, prefill_chunk=source.initial_seed() % 9 + 2
-    )
+    generator = Generator(model, poison=True, num_blocks=60, max_requests=3, prefill_chunk=2 + seed % 9)
     monkeypatch.setattr(generator, "_ends", frozenset())
     for run in ("cold", "warm"):
         assert generator.generate(prompts, NEW) == expected, (run, changes)
     assert generator.generate(prompts[1:3], NEW, n=2) == [expected[1]] * 2 + [expected[2]] * 2, ("forked", changes)
     generator.cache.check()
-    few = Generator(model, poison=True, num_blocks=8, max_requests=4, prefill_chunk=16, preemption=Youngest(), lookup=2)
+    few = Generator(model, poison=True, num_blocks=8, max_requests=4, prefill_chunk=16, preemption=Youngest(), lookup=3)
     monkeypatch.setattr(few, "_ends", frozenset())
     for run in ("cold", "warm"):
         assert few.generate(prompts, NEW) == expected, ("under pressure, with proposals", run, changes)
     few.cache.check()
     cache = PagedCache(model, num_blocks=80, prefill_chunk=6, poison=True)
+    if all(layer.rewinds is None or layer.rewinds >= 3 for layer in few.cache.schema.layers):
+        assert after_a_rewind(model, prompts[1]) == expected[1], ("after rewinds", changes)
+        assert after_a_rewind(model, prompts[2]) == expected[2], ("after rewinds", changes)
     for field in ("bos_token_id", "eos_token_id"):
         setattr(model.generation_config, field, None)
     for run in ("cold", "warm"):
         assert generated(model, prompts, cache, max_new_tokens=NEW) == expected, ("PagedCache", run, changes)
     cache.cache.check()
+
+
+def after_a_rewind(model: Any, text: list[int]) -> list[int]:
+    """Greedy tokens of a text behind which others were computed, committed and taken back."""
+    runner = runner_of(model, len(text), 3, "raw", dict(num_blocks=40, max_requests=2, poison=True))
+    wrong, found = np.array([5, 6, 7], np.int32), list[int]()
+
+    def advance(tokens: Any) -> int:
+        sequence.extend(len(tokens))
+        logits = runner.step([(sequence, tokens)])
+        sequence.commit(tokens)
+        return int(logits[0].argmax())
+
+    with runner.cache.open(text) as sequence:
+        best = advance(np.array(text, np.int32))
+        for _ in range(NEW):
+            advance(wrong)
+            sequence.rewind(len(wrong))
+            found.append(best)
+            best = advance(np.array([best], np.int32))
+        runner.cache.check()
+    return found
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def with_own_cache(model: Any, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("name", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"])
+@pytest.mark.parametrize("name", ["axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"])
 def test_tokens_equal_those_of_transformers_cache(name: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also beside longer requests."""
     check(name, monkeypatch, index_n_heads=heads, index_topk=5)

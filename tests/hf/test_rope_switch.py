@@ -41,9 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "phimoe": dict(longrope(6, short_mscale=1.1, long_mscale=1.6), head_dim=12),
     "llama": longrope(6, factor=4.0),
     "minicpm3": longrope(4, factor=4.0),
-    "llama4_text": longrope(8, factor=4.0),
 }
-"""The last rotates by complex numbers."""
 
 
 @functools.cache
@@ -76,6 +74,14 @@ def test_tokens_equal_full_recomputation_cold_and_warm(name: str, chunk: int, lo
     for _ in range(2):
         found = generator.generate(prompts(), NEW, on_step=lambda stats: generator.cache.check())
         assert found == recomputed(name)
+
+
+def test_angles_may_be_complex_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a cosine and a sine."""
+    monkeypatch.setitem(MODELS, "llama4_text", longrope(8, factor=4.0))
+    model, texts = model_of("llama4_text"), prompts()[5:10]
+    generator = Generator(model, num_blocks=60, max_requests=4, prefill_chunk=5, poison=True)
+    assert generator.generate(texts, NEW) == [greedy(model, text, NEW) for text in texts]
 
 
 @pytest.mark.parametrize("mode", PreemptionMode)

@@ -146,11 +146,12 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str, trace: Path, monkeypat
     assert done.stdout == "" and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 
 
-def test_help_names_what_there_is() -> None:
-    done = kvpagoda_replay("--help")
-    assert (
-        done.returncode == 0 and "--capacity" in done.stdout and "synthetic workload" in " ".join(done.stdout.split())
-    )
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_help_names_what_there_is(width: int) -> None:
+    done = kvpagoda_replay("--help", width=width)
+    assert done.returncode == 0 and all(len(line) <= width for line in done.stdout.splitlines())
+    for name in ("--capacity", "--checkpoint-every", "--tokens-per-id", "--by-arrival"):
+        assert name in done.stdout.split()
 
 
 def test_a_schema_is_served() -> None:

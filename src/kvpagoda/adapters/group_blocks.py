@@ -35,11 +35,13 @@ class Table:
     """One request's blocks. ``ids[g]``: of group ``g`` in the order of the text, 0 where it holds none; ``first[g]``: the
     column before which it holds none any more. ``lease``: what of the text is cached, in these blocks or others; ``doubles``:
     blocks of full attention whose text others cached first. The worker knows them, so that they stay until the end.
-    ``parting``: behind so many blocks another text was like this one, but could not be resumed there."""
+    ``parting``: behind so many blocks another text was like this one, but could not be resumed there. ``text``: its first
+    tokens, int32, as far as somebody has them as an array; nobody changes it."""
 
-    def __init__(self, lease: Lease, ids: list[list[int]], first: list[int], parting: int) -> None:
-        self.lease, self.ids, self.first, self.parting = lease, ids, first, parting
+    def __init__(self, lease: Lease, ids: list[list[int]], first: list[int]) -> None:
+        self.lease, self.ids, self.first, self.parting = lease, ids, first, 0
         self.doubles: list[Ids] = []
+        self.text = _NONE
 
 
 class GroupBlocks(SharedBlocks):
@@ -94,7 +96,7 @@ class GroupBlocks(SharedBlocks):
         for group, some in cells.items():
             self._windows[group][1].read(some[0])
             first[group] = num_blocks - some.shape[1]
-        return Table(lease, self.found(match, num_blocks), first, match.num_blocks)
+        return Table(lease, self.found(match, num_blocks), first)
 
     def admit(self, table: Table) -> None:
         """``table`` is there to stay: the place at which it goes on was used."""
@@ -197,7 +199,8 @@ class GroupBlocks(SharedBlocks):
             cells = self.tree.ids_between(table.lease, first, min(end, cached))[row : row + 2]
             is_read[: cells.shape[1]] = blocks.are_there(cells) & (cells[0] == ids[: cells.shape[1]])
         blocks.leave(ids[is_read])
-        self.free.release(ids[~is_read & (ids > 0)])
+        if len(own := ids[~is_read & (ids > 0)]):
+            self.free.release(own)
 
     # -- places at which a text can be resumed -----------------------------------------------------------------------
 

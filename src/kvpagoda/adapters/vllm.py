@@ -225,6 +225,8 @@ class KVCacheManager:
         if known is None:
             blocks.admit(table)
             self._running[request.request_id] = table
+            if self._asked[0] is request:
+                table.text = self._asked[1]
             self._asked = None, self._asked[1][:0]
         if self._needs_zeros:
             self._to_zero += [id for ids, one in zip(added, self._growths) if not one.is_state for id in ids]
@@ -238,10 +240,13 @@ class KVCacheManager:
                 f"request {request.request_id} has no blocks yet: it begins with whole blocks of {self.block_size} tokens "
                 f"that were found, not with {num_tokens} tokens and {request.num_computed_tokens} computed ones"
             )
-        match = None if found is None or not num_blocks else found.match
+        known = None if found is None else found.match
+        match = known if num_blocks else None
         if match is None:
             match = self._tree.match(np.empty(0, np.int32), _namespace(request))
-        return self._blocks.begin(match, num_blocks)
+        table = self._blocks.begin(match, num_blocks)
+        table.parting = 0 if known is None else known.num_blocks
+        return table
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """The first ``num_computed_tokens`` tokens of ``request`` are computed: its whole blocks may be shared from here on.
@@ -252,7 +257,9 @@ class KVCacheManager:
         size, start = self.block_size, table.lease.num_blocks
         end = min(num_computed_tokens, request.num_tokens) // size
         if end > start:
-            tokens = as_tokens(request.all_token_ids[start * size : end * size])
+            begin, stop = start * size, end * size
+            is_known = stop <= len(table.text)
+            tokens = table.text[begin:stop] if is_known else as_tokens(request.all_token_ids[begin:stop])
             self._blocks.publish(table, tokens, num_computed_tokens)
 
     def free(self, request: Request) -> None:

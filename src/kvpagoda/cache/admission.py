@@ -46,6 +46,8 @@ class Admission:
         self._check_slot()
         self._publisher.settle_waiting()
         match, found = core.prefix.find(request.keys(0, length if lookup else 0), request.namespace)
+        if self._publisher.keep_where_one_stands(match, found):
+            match, found = core.prefix.find_again(match)
         hit: TierHit | None = None
         if core.offloader is not None and lookup:
             hashes = core.hashes_of(request, length // core.block_size)[: (length - 1) // core.block_size + 1]

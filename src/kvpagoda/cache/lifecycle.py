@@ -25,8 +25,7 @@ class Lifecycle:
     """What happens to the running requests of ``core``."""
 
     def __init__(self, core: Core, publisher: Publisher) -> None:
-        self.core = core
-        self.publisher = publisher
+        self.core, self.publisher = core, publisher
 
     # -- growing -----------------------------------------------------------------------------------------------------
 

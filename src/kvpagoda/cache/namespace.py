@@ -73,7 +73,7 @@ def owner_of(key: bytes) -> bytes:
 class Namespaces:
     """Namespaces as keys of the tree: ``fingerprint`` of what is cached, who may share it, and a number drawn at random each
     time that it is invalidated, so that no other process takes what is kept from then on for its own. ``name``: of the first
-    epoch."""
+    epoch; the names of all of them are kept, 16 bytes each."""
 
     def __init__(self, fingerprint: str = "", name: bytes = b"") -> None:
         self._fingerprint, self._epochs = _field(fingerprint), [name]

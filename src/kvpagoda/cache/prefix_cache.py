@@ -293,7 +293,7 @@ class PrefixCache:
             return self._gone(evicted)
         window = self._window_of.get(group.index)
         if window is not None and window.blocks.num_cold:
-            ids = window.blocks.evict(n)
+            ids = window.blocks.evict(n + group.plan.num_blocks // _AT_ONCE)
             self.num_evicted[group.index] += len(ids)
             return Evicted(((group, ids),))
         return self.evict_checkpoint()

@@ -6,14 +6,18 @@ where it began, and at the end of its answer.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.checkpoints import Kept
 from kvpagoda.cache.core import Core
+from kvpagoda.cache.prefix_match import PrefixMatch
 from kvpagoda.cache.request import Request, TextPart
 from kvpagoda.cache.start import make_room
 from kvpagoda.cache.tier_hit import TierHit
+from kvpagoda.prefix import Match
 
 _NONE: Ids = np.empty(0, np.int32)
 _SLACK = 512  # tokens: prompts that go on from another one often part a little before its end, so windows before that stay too
@@ -92,6 +96,19 @@ class Publisher:
         if begin and core.offloader is not None and not found.loaded:
             copies = None if name is None else core.prefix.kept.copies(name)
             core.offloader.reused(request.block_hashes, self._ids(request), name, copies or ())
+
+    def keep_where_one_stands(self, match: Match, found: PrefixMatch) -> bool:
+        """A running request that is just behind all of ``match`` has the states that this text needs there: it keeps a
+        checkpoint, if that saves much beside what was ``found``. O(running requests)."""
+        core, depth, size = self._core, match.num_blocks, self._core.block_size
+        if core.states is None or depth - found.resumable // size < self._coarse or depth % core.prefix.grid:
+            return False
+        for one in core.running.values():
+            is_there = one.lease.node is match.node and one.lease.num_blocks == depth and one.own_length == depth * size
+            if is_there and one.written <= one.own_length and not one.num_fences and one.rows is None:
+                with suppress(MemoryError, RuntimeError):
+                    return self._save(one, depth, 0) is not None
+        return False
 
     def step_limit(self, request: Request) -> int:
         """See ``KVCache.step_limit``."""

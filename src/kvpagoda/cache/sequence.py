@@ -50,6 +50,7 @@ class Calls:
 
     def __init__(self, core: Core, admission: Admission, lifecycle: Lifecycle) -> None:
         self.core, self.admission, self.lifecycle = core, admission, lifecycle
+        core.parts += (admission, lifecycle)
 
 
 class Sequence:

@@ -106,6 +106,19 @@ class CacheStats:
         """The same as plain data, for JSON."""
         return asdict(self)
 
+    def __str__(self) -> str:
+        """What a person asks first: requests, tokens, and the blocks of each group by state."""
+        return "\n".join([
+            f"requests  {self.running} of {self.max_requests} run, {self.suspended} suspended, {self.closed:,} closed",
+            f"tokens    {self.prompt_tokens:,} looked up, {self.cached_tokens:,} cached ({self.loaded_tokens:,} from tiers), "
+            f"{self.computed_tokens:,} computed",
+            *(
+                f"blocks    {one.name}: {one.private:,} private, {one.shared:,} shared, {one.evictable:,} evictable, "
+                f"{one.free:,} free; {one.evicted:,} evicted"
+                for one in self.groups
+            ),
+        ])  # fmt: skip
+
 
 def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> CacheStats:
     """The counters of a cache now. Changes nothing. ``names``: label of a namespace -> what to call it. O(groups, requests,

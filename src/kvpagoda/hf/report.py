@@ -152,11 +152,16 @@ def generate(generator: Generator, prompts: list[list[int]], how: dict[str, Any]
     with console.progress(total, "tokens") as moved:
         if moved is None:
             return generator.generate(prompts, **how)
+        before = generator.stats()
 
         def on_step(stats: CacheStats) -> None:
-            speed = stats.computed_tokens / (time.perf_counter() - began)
+            computed = stats.computed_tokens - before.computed_tokens
+            speed, done = (
+                computed / (time.perf_counter() - began),
+                computed + stats.cached_tokens - before.cached_tokens,
+            )
             held = ", ".join(f"{group.name} {group.held}/{group.total}" for group in stats.groups)
-            moved(stats.computed_tokens, f"{stats.running} running, {speed:.0f} tokens/s, blocks {held}")
+            moved(done, f"{stats.running} running, {speed:.0f} tokens/s, blocks {held}")
 
         return generator.generate(prompts, on_step=on_step, **how)
 

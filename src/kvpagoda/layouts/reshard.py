@@ -143,12 +143,13 @@ class ReshardPlan:
 
     def __str__(self) -> str:
         cost = self.to_dict()
+        sizes = f"{cost['shortest']:,} bytes"
+        if cost["shortest"] < cost["longest"]:
+            sizes = f"{cost['shortest']:,} to {cost['longest']:,} bytes (median {cost['median']:,})"
+        ranks = f", {cost['transfers']} pairs of {cost['source_ranks']} source and {cost['target_ranks']} target ranks"
+        is_one = cost["source_ranks"] == cost["target_ranks"] == 1
         encoded = "" if self.recode is None else f"; encoded anew: {self.recode}"
-        return (
-            f"{format_bytes(cost['nbytes'])} in {cost['spans']:,} spans of {cost['shortest']:,} to {cost['longest']:,} bytes "
-            f"(median {cost['median']:,}), {cost['transfers']} pairs of {cost['source_ranks']} source and "
-            f"{cost['target_ranks']} target ranks{encoded}"
-        )
+        return f"{format_bytes(cost['nbytes'])} in {cost['spans']:,} spans of {sizes}{'' if is_one else ranks}{encoded}"
 
 
 def reshard(

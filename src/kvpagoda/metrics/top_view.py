@@ -108,7 +108,7 @@ def view(figures: Figures, rates: tuple[float, float] | None, width: int) -> Ren
 def _head(figures: Figures, rates: tuple[float, float] | None) -> Iterator[str]:
     """The first lines: requests, memory, tokens."""
     waiting = "" if figures.waiting is None else f", {figures.waiting} waiting"
-    yield f"{figures.running}/{figures.requests_max} running{waiting}"
+    yield f"{figures.running} of {figures.requests_max} running{waiting}"
     aside = [(figures.suspended, "suspended"), (figures.preempted or 0, "preempted")]
     aside += [(figures.checkpoints, "checkpoints"), (figures.pins, "pins")]
     if any(n for n, _ in aside):

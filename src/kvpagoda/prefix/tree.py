@@ -246,10 +246,11 @@ class PrefixTree:
 
     def remap(self, group: int, names: Ids) -> None:
         """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
-        after = [(node.ids[group], names[node.ids[group]]) for node in self._roots.nodes()]
+        rows = [node.ids[group] for node in self._roots.nodes()]
+        after = np.split(names[np.concatenate(rows)], np.cumsum([len(row) for row in rows])) if rows else []
         if self._owned is not None:
             self._owned.remap(group, names)
-        for row, ids in after:
+        for row, ids in zip(rows, after):
             row[:] = ids
         self._removals += 1
 
@@ -286,10 +287,8 @@ class PrefixTree:
         return None if found is None else (found.depth * self.block_size, found.state_id)
 
     def check(self) -> None:
-        """Prove everything from scratch: links, edges, pins, ids, counters, leaves, checkpoints. O(blocks).
-
-        Raises CheckFailed with what does not hold.
-        """
+        """Prove everything from scratch: links, edges, pins, ids, counters, leaves, checkpoints. O(blocks). Raises CheckFailed
+        with what does not hold."""
         nodes = self._roots.nodes()
         prove_shape(nodes, self._num_rows)
         prove_pins(nodes, self.num_leases, self)

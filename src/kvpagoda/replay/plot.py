@@ -60,6 +60,7 @@ def _hit_rates(axes: Any, trace: Trace, reuse: Reuse, results: Sequence[ReplayRe
     axes.annotate(f"all reuse {rates[-1]:.1f} %", (low, rates[-1]), (2, 3), textcoords="offset points", color="0.35")
     axes.set(xscale="log", xlabel="capacity, blocks", ylabel="hit rate, % of block references", xlim=(low, high * 1.1))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.xaxis.set_minor_formatter(lambda value, _: f"{value:,.0f}" if high < 10 * low else "")
     axes.set_ylim(0, max(rates[-1] * 1.12, 1))
     axes.set_title("Hit rate against capacity", fontsize=10)
     axes.grid(True, which="major", alpha=0.3)
@@ -73,10 +74,9 @@ def _distances(axes: Any, trace: Trace, reuse: Reuse) -> None:
     axes.bar(range(len(rows)), bars, width=0.9, color="C0", zorder=2)
     total = np.cumsum(bars)
     axes.plot(range(len(rows)), total, color="black", marker=".", linewidth=1, label="cumulative", zorder=3)
-    axes.set_xticks(range(0, len(rows), 2), [_short(low) for low, _, _ in rows[::2]])
-    axes.set(
-        xlabel="different blocks used since, from .. (each range is twice the last)", ylabel="% of block references"
-    )
+    step = 1 if len(rows) < 8 else 2
+    axes.set_xticks(range(0, len(rows), step), [_short(low) for low, _, _ in rows[::step]])
+    axes.set(xlabel="different blocks used since, at least", ylabel="% of block references")
     first = 100 - (total[-1] if len(total) else 0)
     axes.set_title(f"Reuse distance ({first:.1f} % are first uses)", fontsize=10)
     axes.grid(True, axis="y", alpha=0.3)

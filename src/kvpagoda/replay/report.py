@@ -162,6 +162,9 @@ def run_schema(
     lines = [_title(trace, schema)]
     if results[0].never_fit:
         lines.append(f"{results[0].never_fit:,} requests are larger than the smallest cache")
+    lines.append(
+        "hits: prompt tokens not computed; found: in the tree; runs: at once, on average; unused: memory of no use"
+    )
     cells = [
         (
             budget, policy, str(every or "-"), f"{r.hit_rate:.1%}", f"{r.matched_tokens / max(1, r.prompt_tokens):.1%}",

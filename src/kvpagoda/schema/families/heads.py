@@ -47,18 +47,14 @@ def decoder_half(c: Config, layer_type: str) -> Heads:
     return Heads(c.size("decoder_attention_heads"), dim, dim)
 
 
-def falcon(c: Config, layer_type: str) -> Heads:
-    """The newer architecture keeps its K/V heads repeated, once for each query head."""
+def multi_query(c: Config, layer_type: str) -> Heads:
+    """One K/V head, or ``num_kv_heads``, or all. Falcon's newer architecture keeps them repeated, once for each query head."""
     every_one = every_head(c, layer_type)
     if c.get("new_decoder_architecture"):
         return every_one
     if c.get("multi_query"):
         return replace(every_one, number=1)
     return every_one if c.get("num_kv_heads") is None else replace(every_one, number=c.size("num_kv_heads"))
-
-
-def gpt_bigcode(c: Config, layer_type: str) -> Heads:
-    return replace(every_head(c, layer_type), number=1) if c.get("multi_query") else every_head(c, layer_type)
 
 
 def dbrx(c: Config, layer_type: str) -> Heads:

@@ -54,7 +54,7 @@ def mamba1(state: str, kernel: str, expand: str, *, heads: str = "", inner: str 
     def states(c: Config, dtype: str) -> tuple[Rows, ...]:
         number, width = inner_channels(c, expand, inner, heads)
         shape = (number, width) if heads else (width,)
-        tail = conv(((number * width, 1),), c.size(kernel, 2) - 1, dtype)
+        tail = conv(((number * width, 1),), c.size(kernel) - 1, dtype)
         return tail, recurrent(*shape, c.size(state))
 
     return states
@@ -70,7 +70,7 @@ def mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str, expa
         else:
             number, width = c.size(heads), c.size(head_dim)
         projection = (c.size(groups), c.size(state))
-        tail = conv(((number, width), projection, projection), c.size(kernel, 2) - 1, dtype)
+        tail = conv(((number, width), projection, projection), c.size(kernel) - 1, dtype)
         return tail, recurrent(number, width, c.size(state), axes=("H", "D", "R"))
 
     return states
@@ -81,7 +81,7 @@ def gated_delta(c: Config, dtype: str) -> tuple[Rows, ...]:
     value head."""
     keys = (c.size("linear_num_key_heads"), c.size("linear_key_head_dim"))
     values = (c.size("linear_num_value_heads"), c.size("linear_value_head_dim"))
-    tail = conv((keys, keys, values), c.size("linear_conv_kernel_dim", 2) - 1, dtype)
+    tail = conv((keys, keys, values), c.size("linear_conv_kernel_dim") - 1, dtype)
     return tail, delta(values[0], keys[1], values[1])
 
 
@@ -107,12 +107,11 @@ def kimi_delta(
     def states(c: Config, dtype: str) -> tuple[Rows, ...]:
         table = c.table("linear_attn_config")
 
-        def size(name: str, field: str, other: str, at_least: int = 1) -> int:
-            value = table.get(name, c.get(field, c.get(other)))
-            return c.replaced(**{field: value}).size(field, at_least)
+        def size(name: str, field: str, other: str) -> int:
+            return c.replaced(**{field: table.get(name, c.get(field, c.get(other)))}).size(field)
 
         number, width = size("num_heads", "linear_num_heads", heads), size("head_dim", "linear_head_dim", head_dim)
-        columns = size("short_conv_kernel_size", "linear_conv_kernel_dim", kernel, 2) - 1
+        columns = size("short_conv_kernel_size", "linear_conv_kernel_dim", kernel) - 1
         return conv(((number, width),) * 3, columns, dtype), delta(number, width, width)
 
     return states
@@ -152,7 +151,7 @@ def lightning(c: Config, dtype: str) -> tuple[Rows, ...]:
 def griffin(c: Config, dtype: str) -> tuple[Rows, ...]:
     """A real-gated linear recurrent unit behind a convolution (arXiv 2402.19427)."""
     width = c.size_or("lru_width", c.size("hidden_size"))
-    return conv(((width, 1),), c.size("conv1d_width", 2) - 1, dtype), recurrent(width)
+    return conv(((width, 1),), c.size("conv1d_width") - 1, dtype), recurrent(width)
 
 
 def inkling(c: Config, dtype: str) -> tuple[Rows, ...]:
