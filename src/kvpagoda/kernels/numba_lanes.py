@@ -258,6 +258,20 @@ def cast(
     return types.void(source, types.int64, target, types.int64, types.float32, count, how), codegen
 
 
+@instruction
+def fetch(typingctx: Any, array: Any, at: Any) -> Any:
+    """Ask for the memory of the flat ``array`` at ``at``, which may lie outside of it, ahead of its use."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        start = b.gep(context.make_array(array)(context, b, args[0]).data, [args[1]])
+        kind = ir.FunctionType(ir.VoidType(), (start.type, I32, I32, I32))
+        prefetch = b.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
+        b.call(prefetch, [start, *(ir.Constant(I32, value) for value in (0, 3, 1))])  # to read, to keep, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), codegen
+
+
 @with_constants
 def amax(typingctx: Any, rows: Any, start: Any, count: Any) -> Any:
     """uint16 bits of the largest magnitude of ``count`` (a power of two) bfloat16 from ``start``."""

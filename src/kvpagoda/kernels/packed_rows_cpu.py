@@ -23,6 +23,7 @@ from kvpagoda.kernels.numba_lanes import (
     e2m1,
     e2m1_down,
     e4m3,
+    fetch,
     find_scales,
     float_of,
     int4,
@@ -34,6 +35,8 @@ from kvpagoda.kernels.numba_lanes import (
 compiled: Callable[[Any], Any] = njit(cache=True, error_model="numpy")
 inlined: Callable[[Any], Any] = njit(error_model="numpy", forceinline=True)
 CODES = ("e4m3", "e2m1", "int8", "int4")
+AHEAD = 8
+"""Rows from one that is worked on to one that is asked for."""
 LANES = 16
 """The most elements that are cast side by side."""
 
@@ -97,6 +100,17 @@ def _vectors(p: Any, width: int) -> Any:
         at[vector] = vector // p.heads * p.cell_stride + vector % p.heads * p.head_stride
     scales = np.arange(p.groups)
     return elements, at, scales % p.lanes * (p.groups // p.lanes) + scales // p.lanes
+
+
+@inlined
+def _fetch(pages: Any, p: Any, at: Any, slot: Any) -> None:
+    """Ask for the memory of the row in ``slot``, whatever number that is, ahead of its use: rows lie anywhere, and each would
+    be waited for longer than it is worked on. ``at``: see ``_vectors``."""
+    page, within = slot // p.page * p.pages, slot % p.page
+    for head in range(p.heads):
+        fetch(pages, page + at[head] + within * p.scales_row + p.scales_at)
+        for line in range(0, p.data_row, 64):
+            fetch(pages, page + at[head] + within * p.data_row + line)
 
 
 @inlined
@@ -249,6 +263,7 @@ def gather_function(codes: str, scale: str, half: bool, group: int, groups: int,
                 out[i * p.rows : i * p.rows + len(elements) * width] = 0
                 continue
             page, within = slot // p.page * p.pages, slot % p.page
+            _fetch(pages, p, bytes_, np.int64(slots[min(i + AHEAD, len(slots) - 1)]))
             for vector in range(len(elements)):
                 start, base = i * p.rows + elements[vector], page + bytes_[vector]
                 data, footer = base + within * p.data_row, base + within * p.scales_row + p.scales_at
