@@ -145,7 +145,7 @@ def candidates(name: str, config: Any, source: random.Random) -> list[dict[str, 
 
 
 def built(make: Make, changes: dict[str, Any]) -> Any:
-    """The model that ``make`` makes; None where transformers does not run it, or where it is refused for a reason that is known
+    """The model that ``make`` makes; None where transformers does not run it, or where it is refused for a reason known
     to be true."""
     try:
         model = make(**changes)
