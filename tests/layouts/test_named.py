@@ -194,7 +194,7 @@ def test_layouts_as_a_command_line_says_them(tmp_path: Path) -> None:
 
 
 def test_the_room_works_alone() -> None:
-    """Without torch, and without the rest of the package but its errors and units."""
+    """Without torch, and without the rest of the package but its errors, units and what loads files."""
     program = """
 import json, sys
 sys.modules["torch"] = None
@@ -210,5 +210,5 @@ print(json.dumps(sorted(name for name in sys.modules if name.split(".")[0] == "k
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     rooms = {".".join(name.split(".")[:2]) for name in json.loads(done.stdout)}
-    assert rooms == {"kvpagoda", "kvpagoda.errors", "kvpagoda.units", "kvpagoda.layouts"}
+    assert rooms == {"kvpagoda", "kvpagoda.errors", "kvpagoda.units", "kvpagoda.loading", "kvpagoda.layouts"}
     assert (Path(sys.modules["kvpagoda.layouts"].__file__ or "").parent / "named.json").exists()
