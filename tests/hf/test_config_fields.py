@@ -3,6 +3,7 @@ recomputation in the generator and in ``PagedCache``, or is refused before anyth
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Callable
@@ -33,7 +34,6 @@ NEW = 5
 NOT_RUN = (ValueError, RuntimeError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ZeroDivisionError,
            StrictDataclassError)  # fmt: skip
 """What transformers raises for configs that it does not run."""
-
 REFUSED = [
     "^doge config: is_moe is True; expected False: its router mixes the tokens of a forward pass",
     r"^qwen2_moe config, layer \d+ \(sliding_attention\): sliding_window is 0; expected",
@@ -106,6 +106,8 @@ LEFT = {
     "output_router_logits", "tie_word_embeddings", "is_causal",
 }  # fmt: skip
 """Switches that say nothing about what a causal decoder computes."""
+Make = Callable[..., Any]
+"""Makes a model from changes of its config."""
 SHORT = [1.0, 1.2, 1.7, 2.0, 2.5, 3.0, 4.0, 5.0]
 ROPES: list[Callable[[int], dict[str, Any]]] = [
     lambda half: {"partial_rotary_factor": 0.5},
@@ -142,10 +144,11 @@ def candidates(name: str, config: Any, source: random.Random) -> list[dict[str, 
     return changes
 
 
-def built(name: str, seed: int, changes: dict[str, Any]) -> Any:
-    """The model, or None where transformers does not run it, or it is refused for a reason that is known to be true."""
+def built(make: Make, changes: dict[str, Any]) -> Any:
+    """The model that ``make`` makes; None where transformers does not run it, or where it is refused for a reason known
+    to be true."""
     try:
-        model = tiny_model(name, seed=seed, **changes)
+        model = make(**changes)
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([[3, 4, 5, 6, 7, 8]]), use_cache=False).logits
     except NOT_RUN:
@@ -158,13 +161,16 @@ def built(name: str, seed: int, changes: dict[str, Any]) -> Any:
     return model if bool(torch.isfinite(logits).all()) else None
 
 
-def model_of(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
+def model_of(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch, make: Make | None = None
+) -> tuple[Any, dict[str, Any]]:
     """A random model, and how its config differs from the tiny one: all drawn changes with which transformers runs it."""
     monkeypatch.setitem(FAMILIES, name, FAMILIES.get(name, MORE.get(name, {})))
     source, accepted = random.Random(f"fields of {name} {seed}"), dict[str, Any]()
-    model = built(name, seed, accepted)
+    make = make or functools.partial(tiny_model, name, seed=seed)
+    model = built(make, accepted)
     for changes in candidates(name, tiny_config(name), source):
-        if (found := built(name, seed, {**accepted, **changes})) is not None:
+        if (found := built(make, {**accepted, **changes})) is not None:
             model, accepted = found, {**accepted, **changes}
     assert accepted, f"transformers runs no drawn config of {name}"
     return model, accepted
@@ -229,8 +235,5 @@ def test_tokens_of_drawn_fields(name: str, seed: int, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_tokens_of_drawn_fields_of_a_text_part(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The width is that which the other parts of the model have."""
-    text, _ = MULTIMODAL[name]
-    _, changes = model_of(text, 1, monkeypatch)
-    changes.pop("hidden_size", None)
-    check(multimodal(name, monkeypatch, **changes), changes, 1, monkeypatch)
+    make = functools.partial(multimodal, name, monkeypatch)
+    check(*model_of(MULTIMODAL[name][0], 1, monkeypatch, make), 1, monkeypatch)
