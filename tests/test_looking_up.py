@@ -357,11 +357,17 @@ def test_what_a_step_completed_is_published_when_somebody_looks_or_with_the_next
     assert cache.core.prefix.tree.num_cached == 2
     cache.batch([first], [1])
     assert cache.core.prefix.tree.num_cached == 3
+    first.extend(4)
+    first.commit(np.arange(20, 24))
+    first.extend(1)  # an answer that others may have given too
+    assert cache.core.prefix.tree.num_cached == 4
     first.extend(3)
     first.commit(np.arange(24, 27))
-    assert cache.core.prefix.tree.num_cached == 3 and cache.stats().groups[0].shared == 4
-    first.close()
-    assert not cache.core.unsettled and cache.core.prefix.tree.num_cached == 4
+    assert cache.core.prefix.tree.num_cached == 4 and cache.stats().groups[0].shared == 5
+    first.extend(6)
+    first.commit(np.arange(30, 36))
+    first.close()  # 26 tokens: a whole block, and the one in which they end
+    assert not cache.core.unsettled and cache.core.prefix.tree.num_cached == 7
     cache.check()
 
 

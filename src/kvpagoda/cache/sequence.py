@@ -131,7 +131,10 @@ class Sequence:
         """
         if type(n) is not int or n < 0:
             n = whole_number(n, "the number of tokens to extend by")
-        self._calls.lifecycle.extend({self._request.slot: self._request.length + n})
+        request, lifecycle = self._request, self._calls.lifecycle
+        if not request.is_settled and request.rows is None and request.own_length > request.prompt_length:
+            lifecycle.settle(request)  # several answers may be alike: what is cached already is free before more is taken
+        lifecycle.extend({request.slot: request.length + n})
 
     @while_running
     def commit(self, token_ids: Any) -> None:
