@@ -133,7 +133,7 @@ class Sequence:
             n = whole_number(n, "the number of tokens to extend by")
         request, lifecycle = self._request, self._calls.lifecycle
         if not request.is_settled and request.rows is None and request.own_length > request.prompt_length:
-            lifecycle.settle(request)  # several answers may be alike: what is cached already is free before more is taken
+            lifecycle.settle(request)  # answers may be alike: what is cached already is free before more is taken
         lifecycle.extend({request.slot: request.length + n})
 
     @while_running
