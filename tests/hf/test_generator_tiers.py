@@ -61,6 +61,7 @@ generator.cache.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next"])
 def test_a_new_process_with_the_same_model_finds_what_the_last_one_left(name: str, tmp_path: Path) -> None:
     here = Path(__file__).parent
