@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvpagoda import KVCache, Limits, Namespace
 from kvpagoda.errors import BadInput
@@ -331,6 +332,31 @@ def test_the_last_block_of_a_closed_request_is_reusable_up_to_its_end(num_tokens
     assert cache.lookup(np.append(text[:2], 99)).resumable == min(2, num_tokens)
     assert leave(cache, text) == num_tokens and cache.lookup(text).resumable == num_tokens + 3
     assert leave(cache, text[:num_tokens]) == num_tokens - 1
+    cache.check()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_who_crossed_to_other_weights_comes_back_with_its_own_rows(whole: bool) -> None:
+    schema = Schema((Layer(0, "full", (FULL,)),), "test")
+    cache = KVCache(schema, num_blocks=20, block_size=4, max_requests=3, device="cpu", poison=True)
+    text = np.arange(12, dtype=np.int32)
+
+    def compute(sequence: Any, tokens: Any, value: float) -> None:
+        sequence.extend(len(tokens))
+        view = cache.batch([sequence], [len(tokens)]).layer(0)
+        rows = torch.full((len(tokens), 2, 4), value)
+        view.write(k=rows, v=rows)
+        sequence.commit(tokens)
+
+    crossing, other = cache.open(text, capacity=0), cache.open(text, capacity=0)
+    compute(crossing, text[:6], 1.0)
+    compute(other, text, 2.0)
+    cache.invalidate()
+    compute(crossing, text[6:], 3.0)
+    crossing.suspend(whole)
+    assert crossing.resume() == 0
+    table = cache.core.groups[0].table.cells[crossing.slot, :3].astype(np.int64)
+    assert cache.layer(0)["k"][table].reshape(12, -1)[:, 0].tolist() == [1.0] * 6 + [3.0] * 6
     cache.check()
 
 

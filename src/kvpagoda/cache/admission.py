@@ -111,6 +111,9 @@ class Admission:
         core, length, namespace = self._core, request.own_length, request.namespace
         self._publisher.settle_waiting()
         suspended, keys, more = core.suspended[request], request.keys(0, length), max(capacity or 0, reserve or 0)
+        if not request.publishes and not core.namespaces.is_current(namespace):
+            # it went on with other weights: what others left of the same text is not what it has
+            keys = keys[: max(some.stop for some in suspended.left_behind) * core.block_size]
         match = core.prefix.tree.match(keys, namespace)
         is_whole = core.prefix.has_all(match, suspended.left_behind)
         reserved = [0 if reserve is not None else blocks for blocks in suspended.reserved]
@@ -126,7 +129,7 @@ class Admission:
         else:
             match, found = core.prefix.find(keys, namespace)
             if core.offloader is not None:
-                end = (length - 1) // core.block_size
+                end = max(0, len(keys) - 1) // core.block_size
                 hit = self._look_below(core.hashes_of(request, end)[: end + 1], reserved, match, found)
         with nullcontext() if hit is None else hit:
             self._check_slot()

@@ -99,7 +99,8 @@ class Publisher:
 
     def keep_where_one_stands(self, match: Match, found: PrefixMatch) -> bool:
         """A running request that is just behind all of ``match`` has the states that this text needs there: it keeps a
-        checkpoint, if that saves much beside what was ``found``. O(running requests)."""
+        checkpoint, if that saves much beside what was ``found``. Whether one is there: something may have been evicted for it
+        then, also in vain. O(running requests)."""
         core, depth, size = self._core, match.num_blocks, self._core.block_size
         if core.states is None or depth - found.resumable // size < self._coarse or depth % core.prefix.grid:
             return False
@@ -107,7 +108,8 @@ class Publisher:
             is_there = one.lease.node is match.node and one.lease.num_blocks == depth and one.own_length == depth * size
             if is_there and one.written <= one.own_length and not one.num_fences and one.rows is None:
                 with suppress(MemoryError, RuntimeError):
-                    return self._save(one, depth, 0) is not None
+                    self._save(one, depth, 0)
+                return True
         return False
 
     def step_limit(self, request: Request) -> int:
