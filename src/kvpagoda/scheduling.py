@@ -206,9 +206,9 @@ class RunQueue(Generic[J]):
         """Whether a running job is about to publish what ``job`` begins with: it will have that without computing it. Where
         the model has states, the running one keeps a checkpoint for it."""
         cache, text, namespace, media = self.cache, job.text, job.namespace, job.media
-        if not cache.lookup(text, namespace, media=media).pending:
-            return False
-        return cache.core.states is None or keep_where_they_part(cache.core, text, namespace, media)
+        if cache.core.states is not None:
+            return keep_where_they_part(cache.core, text, namespace, media)
+        return bool(cache.lookup(text, namespace, media=media).pending)
 
     def fork(self, source: J, job: J) -> None:
         """Start ``job`` with all that ``source``, a running job, has committed; if blocks are lacking, it waits instead."""

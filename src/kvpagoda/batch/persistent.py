@@ -64,10 +64,8 @@ class PersistentBatch:
         self._turn = 0  # part of the way to when the next sequence is published
         self._steps: dict[int, StepRows] = {}  # of steps that compute so many tokens of each
         self._slots, self._one = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
-        self._first_of, self._width = (
-            np.empty(0, np.int64),
-            0,
-        )  # where in ``newest`` each row begins, and how wide that is
+        # where in ``newest`` each row begins, and how wide that is
+        self._first_of, self._width = np.empty(0, np.int64), 0
         self._batch: Batch | None = None
         self._due: list[Request] = []  # whose blocks are to be published, or slide
         self._in_prompt: dict[int, Request] = {}  # row -> request whose next token is the last one of its prompt

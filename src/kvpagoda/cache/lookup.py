@@ -83,12 +83,14 @@ def keep_where_they_part(
     core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None
 ) -> bool:
     """Let the running request that has most of a text keep a checkpoint where the two part, for a model with states; False
-    where that would be of no use, or where it is past that place. Costs what ``look_up`` does."""
+    where nothing is pending of it, where that would be of no use, or where it is past that place. Costs what ``look_up``
+    does."""
     running = _running_by_beginning(core)
     found, common, request = _found_and_running(core, running, token_ids, namespace, media)
     grid = core.prefix.grid
     at = common // core.block_size // grid * grid
-    if request is None or at * core.block_size <= max(request.length, found.resumable):
+    is_pending = common > found.num_tokens
+    if request is None or not is_pending or at * core.block_size <= max(request.length, found.resumable):
         return False
     if at not in request.due:
         insort(request.due, at)

@@ -68,9 +68,8 @@ class Arena:
             self.buffer = within[0][: num_rows * self.row_nbytes]
         self.num_pages = num_rows * layout.kernel_pages
         """Kernel pages: ``layout.kernel_pages`` for each record."""
-        self._pieces: list[
-            tuple[int, slice, Tensor]
-        ] = []  # layer, bytes of a kernel page's record, the same of all pages
+        # layer, bytes of a kernel page's record, the same of all pages
+        self._pieces: list[tuple[int, slice, Tensor]] = []
         self._page_of: dict[tuple[int, str], tuple[Page, Tensor]] = {}
         self._views: dict[int, dict[str, Tensor]] = {}
         end = 0
