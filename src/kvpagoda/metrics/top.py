@@ -13,15 +13,13 @@ from typing import Any
 from urllib.request import urlopen
 
 from kvpagoda.errors import BadInput, MissingExtra
-from kvpagoda.metrics.names import METRICS, VLLM
+from kvpagoda.metrics.names import METRICS, STATES, VLLM
 from kvpagoda.tiers.latency import Histogram
 
 with MissingExtra.unless("prometheus_client", "'top' needs prometheus_client; pip install 'kvpagoda[metrics]'"):
     from prometheus_client.parser import text_string_to_metric_families
 
 _TIMEOUT = 5.0
-STATES = ("private", "shared", "evictable", "free")
-"""Of blocks, those that are held for a request first."""
 _SERIES = frozenset(name for metric in METRICS for name in metric.series)
 
 

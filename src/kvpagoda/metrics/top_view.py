@@ -14,8 +14,8 @@ from rich.text import Text
 
 from kvpagoda import console
 from kvpagoda.errors import BadInput, KVPagodaError
-from kvpagoda.metrics.names import VLLM
-from kvpagoda.metrics.top import STATES, Figures, read
+from kvpagoda.metrics.names import STATES, VLLM
+from kvpagoda.metrics.top import Figures, read
 from kvpagoda.units import format_bytes
 
 _MARKS = {"private": "█", "shared": "▓", "evictable": "░", "free": "·"}
