@@ -8,23 +8,26 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvpagoda.errors import BadInput, SchemaError
 from kvpagoda.layouts.demands import Demand, Kernel, kernel, kernels
-from kvpagoda.layouts.judge import Verdict, judge
+from kvpagoda.layouts.judge import judge
 from kvpagoda.layouts.packed_row import PackedRow
 from kvpagoda.layouts.pages import KIND_OF_ROWS, KINDS
 from kvpagoda.schema.fields import STATE, Growth, itemsize
 from kvpagoda.schema.layers import Group, Layer, block_layout, state_layout
 from kvpagoda.schema.layout import ALIGN, KernelTensor, Page, RowLayout
+from kvpagoda.schema.layout_choice import LayoutNames, by_kind
 
-KernelNames = str | Sequence[str] | Mapping[str, str]
+KernelNames = LayoutNames
 """A kernel, several, or one by kind of rows (``kvpagoda.layouts.pages.KINDS``); ``name-sm100`` where it runs on that alone."""
 _OF_SECTION = {"1.1": ("attention",), "1.2": ("latent", "entries"), "1.3": ("indexer",)}
 _ROWS_OF = {"k": ("k", "k_rope"), "v": ("v", "latent"), "ckv": ("latent",), "kpe": ("k_rope",)}
 """Tensors of kernels that are one field, and what that is called here."""
+_DOES = {"reject": "refuses", "copy": "copies the cache on each call", "garbage": "reads wrong bytes"}
 LARGEST_BLOCK = 512
 _PAGES = 64
 """Kernel pages that the judged tensors have; more change nothing."""
@@ -62,21 +65,14 @@ class Fit:
 
 def readers_of(names: KernelNames) -> tuple[Reader, ...]:
     """The kernels that are named. Raises BadInput for one that is not known, or that does not read rows of its kind."""
-    given = {"": names} if isinstance(names, str) else names
-    pairs = [*given.items()] if isinstance(given, Mapping) else [("", name) for name in given]
     found = []
-    for kind, name in pairs:
+    for kind, name in by_kind(names):
         match = re.fullmatch(r"(.*?)(?:[-_ ](sm\d+[af]?))?", name.lower())
         assert match is not None
         plain = match[1].replace("-", "_").replace(" ", "_")
-        several = [one for one in kernels() if one.startswith(f"{plain}_")]
-        rows: tuple[Kernel, ...]
-        try:
+        rows = tuple(kernel(one) for one in kernels() if one.startswith(f"{plain}_"))
+        with suppress(BadInput) if rows else nullcontext():
             rows = (kernel(plain),)
-        except BadInput:
-            if not several:
-                raise
-            rows = tuple(map(kernel, several))
         kinds = tuple(dict.fromkeys(one for row in rows for one in _kinds_of(row)))
         if kind and kind not in kinds:
             raise BadInput(
@@ -129,7 +125,7 @@ def _padded(fit: Fit, layers: Sequence[Layer], groups: Sequence[Group], readers:
             notes.append(f"records of {law.name} are multiples of {multiples[law]:,} bytes for {problem.reader.name}")
     if fit.kernel_page != fit.block_size:
         notes.append(f"blocks of {fit.block_size} tokens are {fit.block_size // fit.kernel_page} kernel pages each")
-    kept = {KIND_OF_ROWS.get(rows.name) for layer in layers for rows in (*layer.block_rows(), *layer.state_rows())}
+    kept = {KIND_OF_ROWS.get(rows.name) for layer in layers for rows in layer.rows()}
     for reader in readers:
         if not kept & {*reader.kinds}:
             raise SchemaError(f"kernel {reader.name!r} reads {', '.join(reader.kinds)}; no layer keeps such rows")
@@ -142,7 +138,6 @@ class Problem:
 
     reader: Reader
     page: Page
-    verdict: Verdict | None
     demand: Demand | None
     text: str
 
@@ -152,11 +147,7 @@ def unmet(
 ) -> Iterator[Problem]:
     """What ``readers`` do not take of records ``layout`` of ``layers``, ``row_nbytes`` apart (0: directly behind each other).
     Pages that are alike are judged once. O(pages + kernels * demands)."""
-    encodings = {
-        (layer.index, rows.name): rows.encoding
-        for layer in layers
-        for rows in (*layer.block_rows(), *layer.state_rows())
-    }
+    encodings = {(layer.index, rows.name): rows.encoding for layer in layers for rows in layer.rows()}
     stride, seen = (row_nbytes or layout.nbytes) // layout.kernel_pages, set()
     mates: dict[int, list[Page]] = {}
     pages = [page if order == "block" else page.apart(_PAGES) for page in layout.pages]
@@ -185,25 +176,20 @@ def _judged(reader: Reader, page: Page, mates: Sequence[Page], stride: int, enco
                 f"{name} [{', '.join(axes)}]" for name, axes in taken if "block" in axes or "slot" in axes
             )
             text = f"it takes {wanted or 'nothing in pages'}, and these rows have no such form; choose another layout"
-            first = first or Problem(reader, page, None, None, text)
+            first = first or Problem(reader, page, None, text)
             continue
         if isinstance(encoding, PackedRow):
-            facts |= {
-                "dialect": encoding.dialect,
-                "packing": "footer" if encoding.packing.footer else "inline",
-                "padding": -1,
-            }
+            facts["packing"] = "footer" if encoding.packing.footer else "inline"
             facts["scales"] = "power_of_two" if encoding.rules.rule.has_power_of_two_scales else "raw"
+            facts |= {"dialect": encoding.dialect, "padding": -1}
         verdict = judge(row.name, tensors, reader.arch, facts)
         if verdict.expect == "ok":
             return
         demand = next((one for one in row.demands if one.name == verdict.rule), None)
-        does = {"reject": "refuses", "copy": "copies the cache on each call", "garbage": "reads wrong bytes"}[
-            verdict.expect
-        ]
-        text = f"it {does}: {verdict.rule}: {verdict.reason}; {verdict.remedy or 'choose another layout'} [{verdict.source}]"
+        remedy = verdict.remedy or "choose another layout"
+        text = f"it {_DOES[verdict.expect]}: {verdict.rule}: {verdict.reason}; {remedy} [{verdict.source}]"
         if first is None or ".size.dim" in " ".join(first.demand.of if first.demand else ()):
-            first = Problem(reader, page, verdict, demand, text)
+            first = Problem(reader, page, demand, text)
     if first is not None:
         yield first
 

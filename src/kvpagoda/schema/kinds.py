@@ -112,9 +112,7 @@ class Attention(LayerKind):
 
     def __post_init__(self) -> None:
         if self.num_sinks < 0 or (self.num_sinks and self.law.window is None):
-            raise SchemaError(
-                f"num_sinks is {self.num_sinks} with {self.law.name}; sinks, at least 0, stand beside a window"
-            )
+            raise SchemaError(f"num_sinks is {self.num_sinks} with {self.law.name}; sinks stand beside a window, or 0")
 
     def growth(self) -> Growth:
         return self.law

@@ -53,6 +53,10 @@ class Layer:
         """What it keeps once per request, over all its kinds."""
         return tuple(rows for kind in self.kinds for rows in kind.state_rows())
 
+    def rows(self) -> tuple[Rows, ...]:
+        """All that it keeps: in blocks, then once per request."""
+        return (*self.block_rows(), *self.state_rows())
+
 
 @dataclass(frozen=True)
 class Group:

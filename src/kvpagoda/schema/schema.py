@@ -163,7 +163,7 @@ class Schema:
         """
         choices = choices_of(layout)
         laid = self._with_kinds(lambda kind: kind.laid_out(choices))
-        rows = [one for layer in laid.layers for one in (*layer.block_rows(), *layer.state_rows())]
+        rows = [one for layer in laid.layers for one in layer.rows()]
         for kind, choice in choices.items():
             of_kind = [one for one in rows if KIND_OF_ROWS.get(one.name) == kind]
             if not any(one.page == choice.pages.get(one.name, one.page) for one in of_kind):

@@ -1,21 +1,16 @@
 """Below the device: records in host memory, on disk, in shared stores, behind one Protocol. Any fault is a miss."""
 
-from typing import TYPE_CHECKING
-
-from kvpagoda.loading import load_when_used
+from kvpagoda.tiers.disk import disk_driver
 from kvpagoda.tiers.driver import Driver, DriverStats, Lease, Status
+from kvpagoda.tiers.host import host_driver
 from kvpagoda.tiers.keys import layout_fingerprint, prefix_hashes, prefix_root, record_key
 from kvpagoda.tiers.latency import Histogram
 from kvpagoda.tiers.level import CallStats, LevelStats
+from kvpagoda.tiers.mooncake import mooncake_driver
 from kvpagoda.tiers.records import RecordBuffer
+from kvpagoda.tiers.redis import redis_driver
 from kvpagoda.tiers.spec import TierSpec, disk_tier, host_tier, mooncake_tier, redis_tier, tier_from_text
 from kvpagoda.tiers.tier import Tier, TierStats
-
-if TYPE_CHECKING:
-    from kvpagoda.tiers.disk import disk_driver
-    from kvpagoda.tiers.host import host_driver
-    from kvpagoda.tiers.mooncake import mooncake_driver
-    from kvpagoda.tiers.redis import redis_driver
 
 __all__ = [
     "CallStats", "Driver", "DriverStats", "Histogram", "Lease", "LevelStats", "RecordBuffer", "Status", "Tier",
@@ -23,13 +18,3 @@ __all__ = [
     "mooncake_driver", "mooncake_tier", "prefix_hashes", "prefix_root", "record_key", "redis_driver", "redis_tier",
     "tier_from_text",
 ]  # fmt: skip
-
-__getattr__ = load_when_used(
-    __name__,
-    {
-        "disk_driver": "kvpagoda.tiers.disk",
-        "host_driver": "kvpagoda.tiers.host",
-        "mooncake_driver": "kvpagoda.tiers.mooncake",
-        "redis_driver": "kvpagoda.tiers.redis",
-    },
-)
