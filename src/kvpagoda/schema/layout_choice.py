@@ -46,6 +46,8 @@ def arena_order(layers: Iterable[Layer], order: str | None) -> str:
         needed = order_of(page) or order
         if order not in (None, needed):
             outside = "blocks" if needed == "layer" else "layers"
-            raise SchemaError(f"heads lie outside of {outside} in {page!r}: order is {needed!r} there; leave it out")
+            raise SchemaError(
+                f"heads lie outside of {outside} in {page!r}, in arenas of order={needed!r}; leave order out"
+            )
         order = needed
     return order or "block"
