@@ -78,6 +78,16 @@ def test_the_plan_says_what_the_arenas_take() -> None:
     assert not split.plan.num_sectors and cache.plan.num_sectors
 
 
+def test_arguments_may_be_given_by_place() -> None:
+    full = SCHEMAS["full"]
+    by_place = KVCache(full, "64KiB", "none", 3, 8, "fifo", (), "bfloat16")
+    by_name = KVCache(
+        full, budget="64KiB", device="none", max_requests=3, block_size=8, policy="fifo", tiers=(), dtype="bfloat16"
+    )
+    assert by_place.plan == by_name.plan != KVCache(full, "64KiB", "none", 3, 8).plan
+    assert by_place.device is None
+
+
 def test_a_window_group_frees_what_slid_out() -> None:
     cache = KVCache(
         SCHEMAS["window"], num_blocks=4, max_requests=2, block_size=4, device="cpu", limits=Limits(step_tokens=1)

@@ -14,6 +14,7 @@ from kvpagoda.schema import RowLayout, Rows
 from kvpagoda.schema.families.states import delta
 from kvpagoda.schema.fields import itemsize
 from kvpagoda.schema.layout import pages_of
+from kvpagoda.units import whole_number
 
 Slots = int | Sequence[int] | Tensor
 
@@ -85,7 +86,7 @@ class GDNPool:
         """The states of a layer, counted among the GDN layers, as views of the pool: recurrent ``[slots, num_v_heads,
         head_v_dim, head_k_dim]``, dense, the transpose of ``recurrent_state[gdn_layer_idx]``, and conv ``[slots, conv_dim,
         conv_kernel_size - 1]``. Raises BadInput."""
-        if not 0 <= gdn_layer_idx < self.num_gdn_layers:
+        if whole_number(gdn_layer_idx, "a GDN layer") >= self.num_gdn_layers:
             raise BadInput(f"layer {gdn_layer_idx} is not one of the {self.num_gdn_layers} GDN layers of this pool")
         return self.recurrent_state[gdn_layer_idx].transpose(-1, -2), self.conv_state[gdn_layer_idx]
 
