@@ -125,7 +125,7 @@ def test_the_pages_of_a_cache_lie_as_the_whole_layout_does() -> None:
         (LLAMA, {"latent": "trtllm"}, SchemaError, "of attention rows, not of 'latent'; kinds are attention, latent"),
         (V32, ["flashmla-v32", "vllm-mla"], SchemaError, "both of latent rows; give one"),
         (V32, "flashmla-v32:fast", LayoutError, "has the dialects flashmla"),
-        (V32, "trtlm-mla", LayoutError, "did you mean trtllm-mla"),
+        (V32, "trtlm-mla", LayoutError, "did you mean 'trtllm-mla'"),
         (dict(V32, kv_lora_rank=256), "flashmla-v32", LayoutError, "RoPE dims, not 256 and 64"),
         (dict(V32, kv_lora_rank=544, qk_rope_head_dim=32), "flashmla-v32", LayoutError, "512 elements and 64 RoPE"),
         (dict(LLAMA, head_dim=24), "gdn-state-vk", SchemaError, "no layer of llama"),

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
+from itertools import chain
 from typing import Any
 
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import unknown_name
 from kvpagoda.loading import read_json
 
 OUTCOMES = ("reject", "garbage", "copy")
@@ -79,15 +79,13 @@ def kernels() -> tuple[str, ...]:
 
 @cache
 def kernel(name: str) -> Kernel:
-    """The row of the kernel called ``name``, or by one of its other names. Raises BadInput with the names that there are,
-    the nearest first. O(demands), once a name."""
+    """The row of the kernel called ``name``, or by one of its other names. Raises BadInput with the names that there
+    are. O(demands), once a name."""
     table = _table()["kernels"]
     spelled = name.lower().replace("-", "_").replace(" ", "_")
     known = {other: key for key, row in table.items() for other in (key, *row.get("also", ()))}
     if spelled not in known:
-        near = get_close_matches(spelled, known, n=3)
-        hint = f" did you mean {', '.join(near)}?" if near else ""
-        raise BadInput(f"no kernel {name!r} in the table of demands;{hint} known: {', '.join(sorted(table))}")
+        raise unknown_name("kernel", name, sorted(table))
     return _kernel(known[spelled])
 
 
@@ -103,9 +101,7 @@ def family(arch: str) -> str:
     spelled = str(arch).lower().replace("_", "").rstrip("af")
     found = [name for name, members in archs.items() if spelled in members]
     if spelled != "any" and not found:
-        raise BadInput(
-            f"unknown architecture {arch!r}; known: any, {', '.join(name for members in archs.values() for name in members)}"
-        )
+        raise unknown_name("architecture", arch, ("any", *chain.from_iterable(archs.values())))
     return found[0] if found else "any"
 
 

@@ -20,12 +20,9 @@ from typing import Any
 
 from kvpagoda.errors import BadInput
 from kvpagoda.layouts.demands import OUTCOMES, Demand, Kernel, family, kernel, other_names
+from kvpagoda.layouts.expression import ITEMSIZE
 from kvpagoda.units import align_up, whole_number
 
-ITEM_NBYTES = {
-    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
-    "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "float64": 8,
-}  # fmt: skip
 Quantity = tuple[str, Any, bool]
 """(how it is called, its value, whether it is a stride of an axis of one element)."""
 
@@ -140,8 +137,8 @@ def _spec(name: str, given: Mapping[str, Any]) -> TensorSpec:
     shape = tuple(whole_number(n, f"an extent of {name!r}") for n in given["shape"])
     strides = tuple(whole_number(n, f"a stride of {name!r}") for n in given["strides"])
     dtype = str(given["dtype"]).removeprefix("torch.")
-    if dtype not in ITEM_NBYTES:
-        raise BadInput(f"tensor {name!r} has the unknown dtype {dtype!r}; known: {', '.join(ITEM_NBYTES)}")
+    if dtype not in ITEMSIZE:
+        raise BadInput(f"tensor {name!r} has the unknown dtype {dtype!r}; known: {', '.join(ITEMSIZE)}")
     axes = tuple(given["axes"]) if given.get("axes") else None
     if len(shape) != len(strides) or (axes and len(axes) != len(shape)):
         raise BadInput(f"tensor {name!r} has {len(shape)} extents, {len(strides)} strides and the axes {axes}")
@@ -250,7 +247,7 @@ class _Scene:
         per_axis = {
             "size": spec.shape,
             "stride": spec.strides,
-            "bytes": tuple(stride * ITEM_NBYTES[spec.dtype] for stride in spec.strides),
+            "bytes": tuple(stride * ITEMSIZE[spec.dtype] for stride in spec.strides),
             "dense": tuple(math.prod(spec.shape[i + 1 :]) for i in range(len(axes))),
         }[what]
         chosen = {"all": axes, "outer": axes[:-1], "last": axes[-1:]}.get(which, tuple(which.split(",")))

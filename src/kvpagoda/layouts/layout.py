@@ -254,9 +254,7 @@ class Layout:
         return {
             "layout": VERSION,
             "expression": self.expression,
-            "axes": {
-                x.name: {"size": x.size, "total": x.total, "first": x.first, "pieces": x.pieces} for x in self.axes
-            },
+            "axes": {axis.pop("name"): axis for axis in map(asdict, self.axes)},
             "page_size": self.page_size,
             "kernel_pages": self.kernel_pages,
             "format": self.format,

@@ -17,8 +17,8 @@ from kvpagoda.layouts.demands import Demand, Kernel, kernel, kernels
 from kvpagoda.layouts.judge import judge
 from kvpagoda.layouts.packed_row import PackedRow
 from kvpagoda.layouts.pages import KIND_OF_ROWS, KINDS
-from kvpagoda.schema.fields import STATE, Growth, itemsize
-from kvpagoda.schema.layers import Group, Layer, block_layout, state_layout
+from kvpagoda.schema.fields import Growth, itemsize
+from kvpagoda.schema.layers import Group, Layer
 from kvpagoda.schema.layout import ALIGN, KernelTensor, Page, RowLayout
 from kvpagoda.schema.layout_choice import LayoutNames, by_kind
 
@@ -55,12 +55,7 @@ class Fit:
 
     def block_layout(self, group: Group, order: str) -> RowLayout:
         """The record of one block of ``group``."""
-        multiple = self.multiples.get(group.growth, ALIGN)
-        return block_layout(group.layers, self.block_size, self.kernel_page, order, multiple)
-
-    def state_layout(self, layers: Iterable[Layer], order: str) -> RowLayout:
-        """The record of one request's state."""
-        return state_layout(layers, order, self.multiples.get(STATE, ALIGN))
+        return group.block_layout(self.block_size, self.kernel_page, order, self.multiples.get(group.growth, ALIGN))
 
 
 def readers_of(names: KernelNames) -> tuple[Reader, ...]:
@@ -88,34 +83,27 @@ def _kinds_of(row: Kernel) -> tuple[str, ...]:
     return _OF_SECTION.get(row.section, ())
 
 
-def fit(
-    layers: Sequence[Layer],
-    groups: Sequence[Group],
-    readers: Sequence[Reader],
-    sizes: Iterable[tuple[int, int]],
-    order: str,
-) -> Fit:
+def fit(groups: Sequence[Group], readers: Sequence[Reader], sizes: Iterable[tuple[int, int]], order: str) -> Fit:
     """The first of ``sizes`` (tokens of a block, of a kernel page) with which every one of ``readers`` reads what is of its
     kinds; records are padded as they ask for. Raises SchemaError with what the first sizes lack where none does."""
     why: SchemaError | None = None
     for block_size, kernel_page in sizes:
         try:
-            return _padded(Fit(block_size, kernel_page), layers, groups, readers, order)
+            return _padded(Fit(block_size, kernel_page), groups, readers, order)
         except SchemaError as error:
             why = why or error
     assert why is not None
     raise why
 
 
-def _padded(fit: Fit, layers: Sequence[Layer], groups: Sequence[Group], readers: Sequence[Reader], order: str) -> Fit:
+def _padded(fit: Fit, groups: Sequence[Group], readers: Sequence[Reader], order: str) -> Fit:
     multiples: dict[Growth, int] = {}
     notes: list[str] = []
-    for group in (*groups, None):
-        law = STATE if group is None else group.growth
+    for group in groups:
+        law = group.growth
         for _ in range(4):
-            made = Fit(fit.block_size, fit.kernel_page, multiples)
-            layout = made.state_layout(layers, order) if group is None else made.block_layout(group, order)
-            problem = next(unmet(layout, layers if group is None else group.layers, readers, order), None)
+            layout = Fit(fit.block_size, fit.kernel_page, multiples).block_layout(group, order)
+            problem = next(unmet(layout, group.layers, readers, order), None)
             if problem is None:
                 break
             multiple = _multiple(problem.demand) if order == "block" else None
@@ -125,7 +113,7 @@ def _padded(fit: Fit, layers: Sequence[Layer], groups: Sequence[Group], readers:
             notes.append(f"records of {law.name} are multiples of {multiples[law]:,} bytes for {problem.reader.name}")
     if fit.kernel_page != fit.block_size:
         notes.append(f"blocks of {fit.block_size} tokens are {fit.block_size // fit.kernel_page} kernel pages each")
-    kept = {KIND_OF_ROWS.get(rows.name) for layer in layers for rows in layer.rows()}
+    kept = {KIND_OF_ROWS.get(rows.name) for group in groups for layer in group.layers for rows in layer.rows()}
     for reader in readers:
         if not kept & {*reader.kinds}:
             raise SchemaError(f"kernel {reader.name!r} reads {', '.join(reader.kinds)}; no layer keeps such rows")
