@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from kvpagoda.errors import LayoutError
+from kvpagoda.formats.encoding import RAW, Encoding
 from kvpagoda.layouts.layout import Layout
 from kvpagoda.layouts.named import named, table
 from kvpagoda.layouts.packed_row import PackedRow
@@ -41,9 +42,9 @@ class PageChoice:
     format: str = "raw"
     dialect: str = ""
 
-    def encoding(self, head_dim: int | None = None) -> PackedRow:
-        """The rows of a packed format."""
-        return PackedRow(self.format, self.dialect, head_dim)
+    def encoding(self, head_dim: int | None = None) -> Encoding | PackedRow:
+        """How rows lie in it: ``RAW``, or those of a packed format."""
+        return RAW if self.format == "raw" else PackedRow(self.format, self.dialect, head_dim)
 
 
 @cache
