@@ -20,7 +20,8 @@ where the demand is not met. A row that is ``like`` another one has its tensors 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -31,7 +32,16 @@ from kvpagoda.loading import read_json
 
 OUTCOMES = ("reject", "garbage", "copy")
 """What a violation does, in the order in which it would be noticed: a kernel refuses before it reads."""
-COMPARISONS = ("multiple_of", "divides", "one_of", "equals", "at_least", "at_most", "power_of_two")
+COMPARISONS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "multiple_of": ("be a multiple of ", lambda value, wanted: value % wanted == 0),
+    "divides": ("divide ", lambda value, wanted: value > 0 and wanted % value == 0),
+    "one_of": ("be one of ", lambda value, wanted: value in wanted),
+    "equals": ("be ", operator.eq),
+    "at_least": ("be at least ", operator.ge),
+    "at_most": ("be at most ", operator.le),
+    "power_of_two": ("be a power of two", lambda value, _: value > 0 and value & (value - 1) == 0),
+}
+"""What a quantity must do or be, as a sentence goes on, and whether it does: of its value and the right side."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpagoda.errors import BadInput
-from kvpagoda.layouts.demands import OUTCOMES, Demand, Kernel, family, kernel, other_names
+from kvpagoda.layouts.demands import COMPARISONS, OUTCOMES, Demand, Kernel, family, kernel, other_names
 from kvpagoda.layouts.expression import ITEMSIZE
 from kvpagoda.units import align_up, whole_number
 
@@ -198,6 +198,7 @@ class _Scene:
 
     def broken(self, demand: Demand) -> Iterator[str]:
         """What is wrong, one sentence for each quantity that does not pass; one that is not known passes."""
+        words, passes = COMPARISONS[demand.comparison]
         left = [one for quantity in demand.of for one in self.quantities(quantity)]
         right: list[Quantity]
         if isinstance(demand.value, str) and "." in demand.value:
@@ -209,8 +210,8 @@ class _Scene:
             if value is None or wanted is None or (demand.conditions.get("addresses") and (single or other_single)):
                 continue
             wanted = _shifted(wanted, demand.conditions)
-            if not _passes(demand.comparison, value, wanted):
-                yield f"{name} = {_plain(value)} must {_WORDS[demand.comparison]}{_right_side(other, wanted)}"
+            if not passes(value, wanted):
+                yield f"{name} = {_plain(value)} must {words}{_right_side(other, wanted)}"
 
     def quantities(self, path: str) -> list[Quantity]:
         """What ``path`` names (see ``demands.py``): one or several values, or none where it is not known."""
@@ -238,12 +239,9 @@ class _Scene:
         if spec is None or axes is None:
             return []
         what, _, which = rest.partition(".")
-        if what == "dtype":
-            return [(f"{tensor}.dtype", spec.dtype, False)]
-        if what == "base":
-            return [(f"{tensor}.base", spec.base_alignment, False)]
-        if what == "packed":
-            return [(f"{tensor}.packed", _is_packed(spec), False)]
+        of_all = {"dtype": spec.dtype, "base": spec.base_alignment}
+        if what in ("dtype", "base", "packed"):
+            return [(f"{tensor}.{what}", _is_packed(spec) if what == "packed" else of_all[what], False)]
         per_axis = {
             "size": spec.shape,
             "stride": spec.strides,
@@ -263,26 +261,6 @@ def _is_packed(spec: TensorSpec) -> bool:
             return False
         expected *= extent
     return True
-
-
-_WORDS = {
-    "multiple_of": "be a multiple of ", "divides": "divide ", "one_of": "be one of ", "equals": "be ",
-    "at_least": "be at least ", "at_most": "be at most ", "power_of_two": "be a power of two",
-}  # fmt: skip
-
-
-def _passes(comparison: str, value: Any, wanted: Any) -> bool:
-    if comparison == "one_of":
-        return value in wanted
-    if comparison == "equals":
-        return bool(value == wanted)
-    if comparison == "power_of_two":
-        return bool(value > 0 and value & (value - 1) == 0)
-    if comparison == "divides":
-        return bool(value > 0 and wanted % value == 0)
-    if comparison == "multiple_of":
-        return bool(value % wanted == 0)
-    return bool(value >= wanted if comparison == "at_least" else value <= wanted)
 
 
 def _shifted(wanted: Any, conditions: Mapping[str, Any]) -> Any:

@@ -213,7 +213,7 @@ def _spec(
     """``tensor`` in the form that the kernel gives it: of several, the one in whose order it lies in memory."""
     size = itemsize(tensor.dtype)
     ours = dict(zip(tensor.axes, zip(tensor.shape, tensor.strides)))
-    best: tuple[bool, str, dict[str, Any]] | None = None
+    found: list[tuple[bool, str, dict[str, Any]]] = []
     for form, axes in row.tensors[name].items():
         inner = [axis for axis in axes if axis not in ("block", "slot")]
         must = {axis for axis, (extent, _) in ours.items() if extent > 1 or axis not in ("one", "token")}
@@ -222,20 +222,19 @@ def _spec(
             continue
         pairs = [ours.get(axis, (1, tensor.shape[-1])) for axis in inner]
         strides = [step for extent, step in pairs if extent > 1]
-        spec = {
+        spec: dict[str, Any] = {
             "shape": [_PAGES, *(extent for extent, _ in pairs)], "strides": [stride // size, *(step for _, step in pairs)],
             "dtype": tensor.dtype, "axes": axes, "base_alignment": math.gcd(page.offset + tensor.offset, 64),
         }  # fmt: skip
-        ordered = strides == sorted(strides, reverse=True)
-        if best is None or (ordered and not best[0]):
-            best = ordered, form, spec
-    if best is None:
+        found.append((strides == sorted(strides, reverse=True), form, spec))
+    if not found:
         return None
-    if best[1] in ("NHD", "HND"):
-        facts["layout"] = best[1]
-    if {"key", "value"} <= {*best[2]["axes"]}:
+    _, form, spec = max(found, key=lambda one: one[0])
+    if form in ("NHD", "HND"):
+        facts["layout"] = form
+    if {"key", "value"} <= {*spec["axes"]}:
         facts["order"] = "VK" if ours["key"][1] < ours["value"][1] else "KV"
-    return best[2]
+    return spec
 
 
 def _kind(page: Page) -> str:
