@@ -156,10 +156,8 @@ def generate(generator: Generator, prompts: list[list[int]], how: dict[str, Any]
 
         def on_step(stats: CacheStats) -> None:
             computed = stats.computed_tokens - before.computed_tokens
-            speed, done = (
-                computed / (time.perf_counter() - began),
-                computed + stats.cached_tokens - before.cached_tokens,
-            )
+            speed = computed / (time.perf_counter() - began)
+            done = computed + stats.cached_tokens - before.cached_tokens
             held = ", ".join(f"{group.name} {group.held}/{group.total}" for group in stats.groups)
             moved(done, f"{stats.running} running, {speed:.0f} tokens/s, blocks {held}")
 

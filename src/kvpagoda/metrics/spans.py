@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from itertools import cycle, repeat
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from kvpagoda.cache.core import Core
@@ -59,9 +58,7 @@ class Tracing:
     def __enter__(self) -> Tracing:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _around(self, method: str, call: Callable[..., Any]) -> Callable[..., Any]:

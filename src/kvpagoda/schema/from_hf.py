@@ -6,12 +6,11 @@ config have the sizes. A type that is not in that table was not verified, and is
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpagoda.errors import LayoutError, SchemaError
+from kvpagoda.errors import LayoutError, SchemaError, did_you_mean
 from kvpagoda.formats.encoding import MXFP4, NVFP4, RAW, Encoding
 from kvpagoda.schema.config import REQUIRED, Config, fields_of
 from kvpagoda.schema.families import Family, model_types, refused
@@ -140,11 +139,9 @@ def unknown_type(name: Any) -> str:
         return f"model_type must name the model family, got {name!r}"
     if name in refused():
         return f"model type {name!r} is not supported: {refused()[name]}"
-    close = difflib.get_close_matches(name, model_types(), n=3, cutoff=0.8)
-    hint = f"; did you mean {', '.join(close)}?" if close else ""
-    return (
-        f"model type {name!r} is not supported: its cache was not verified{hint} ({len(model_types())} types are known)"
-    )
+    hint = did_you_mean(name, model_types(), cutoff=0.8)
+    why = "its cache was not verified" + (f"; {hint}" if hint else "")
+    return f"model type {name!r} is not supported: {why} ({len(model_types())} types are known)"
 
 
 def layer_types_of(c: Config, family: Family, name: str) -> list[str]:

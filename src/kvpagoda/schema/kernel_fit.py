@@ -17,8 +17,8 @@ from kvpagoda.layouts.demands import Demand, Kernel, kernel, kernels
 from kvpagoda.layouts.judge import judge
 from kvpagoda.layouts.packed_row import PackedRow
 from kvpagoda.layouts.pages import KIND_OF_ROWS, KINDS
-from kvpagoda.schema.fields import STATE, Growth, itemsize
-from kvpagoda.schema.layers import Group, Layer, block_layout, state_layout
+from kvpagoda.schema.fields import Growth, itemsize
+from kvpagoda.schema.layers import Group, Layer
 from kvpagoda.schema.layout import ALIGN, KernelTensor, Page, RowLayout
 from kvpagoda.schema.layout_choice import LayoutNames, by_kind
 
@@ -55,12 +55,7 @@ class Fit:
 
     def block_layout(self, group: Group, order: str) -> RowLayout:
         """The record of one block of ``group``."""
-        multiple = self.multiples.get(group.growth, ALIGN)
-        return block_layout(group.layers, self.block_size, self.kernel_page, order, multiple)
-
-    def state_layout(self, layers: Iterable[Layer], order: str) -> RowLayout:
-        """The record of one request's state."""
-        return state_layout(layers, order, self.multiples.get(STATE, ALIGN))
+        return group.block_layout(self.block_size, self.kernel_page, order, self.multiples.get(group.growth, ALIGN))
 
 
 def readers_of(names: KernelNames) -> tuple[Reader, ...]:
@@ -88,34 +83,27 @@ def _kinds_of(row: Kernel) -> tuple[str, ...]:
     return _OF_SECTION.get(row.section, ())
 
 
-def fit(
-    layers: Sequence[Layer],
-    groups: Sequence[Group],
-    readers: Sequence[Reader],
-    sizes: Iterable[tuple[int, int]],
-    order: str,
-) -> Fit:
+def fit(groups: Sequence[Group], readers: Sequence[Reader], sizes: Iterable[tuple[int, int]], order: str) -> Fit:
     """The first of ``sizes`` (tokens of a block, of a kernel page) with which every one of ``readers`` reads what is of its
     kinds; records are padded as they ask for. Raises SchemaError with what the first sizes lack where none does."""
     why: SchemaError | None = None
     for block_size, kernel_page in sizes:
         try:
-            return _padded(Fit(block_size, kernel_page), layers, groups, readers, order)
+            return _padded(Fit(block_size, kernel_page), groups, readers, order)
         except SchemaError as error:
             why = why or error
     assert why is not None
     raise why
 
 
-def _padded(fit: Fit, layers: Sequence[Layer], groups: Sequence[Group], readers: Sequence[Reader], order: str) -> Fit:
+def _padded(fit: Fit, groups: Sequence[Group], readers: Sequence[Reader], order: str) -> Fit:
     multiples: dict[Growth, int] = {}
     notes: list[str] = []
-    for group in (*groups, None):
-        law = STATE if group is None else group.growth
+    for group in groups:
+        law = group.growth
         for _ in range(4):
-            made = Fit(fit.block_size, fit.kernel_page, multiples)
-            layout = made.state_layout(layers, order) if group is None else made.block_layout(group, order)
-            problem = next(unmet(layout, layers if group is None else group.layers, readers, order), None)
+            layout = Fit(fit.block_size, fit.kernel_page, multiples).block_layout(group, order)
+            problem = next(unmet(layout, group.layers, readers, order), None)
             if problem is None:
                 break
             multiple = _multiple(problem.demand) if order == "block" else None
@@ -125,7 +113,7 @@ def _padded(fit: Fit, layers: Sequence[Layer], groups: Sequence[Group], readers:
             notes.append(f"records of {law.name} are multiples of {multiples[law]:,} bytes for {problem.reader.name}")
     if fit.kernel_page != fit.block_size:
         notes.append(f"blocks of {fit.block_size} tokens are {fit.block_size // fit.kernel_page} kernel pages each")
-    kept = {KIND_OF_ROWS.get(rows.name) for layer in layers for rows in layer.rows()}
+    kept = {KIND_OF_ROWS.get(rows.name) for group in groups for layer in group.layers for rows in layer.rows()}
     for reader in readers:
         if not kept & {*reader.kinds}:
             raise SchemaError(f"kernel {reader.name!r} reads {', '.join(reader.kinds)}; no layer keeps such rows")
@@ -225,7 +213,7 @@ def _spec(
     """``tensor`` in the form that the kernel gives it: of several, the one in whose order it lies in memory."""
     size = itemsize(tensor.dtype)
     ours = dict(zip(tensor.axes, zip(tensor.shape, tensor.strides)))
-    best: tuple[bool, str, dict[str, Any]] | None = None
+    found: list[tuple[bool, str, dict[str, Any]]] = []
     for form, axes in row.tensors[name].items():
         inner = [axis for axis in axes if axis not in ("block", "slot")]
         must = {axis for axis, (extent, _) in ours.items() if extent > 1 or axis not in ("one", "token")}
@@ -234,20 +222,19 @@ def _spec(
             continue
         pairs = [ours.get(axis, (1, tensor.shape[-1])) for axis in inner]
         strides = [step for extent, step in pairs if extent > 1]
-        spec = {
+        spec: dict[str, Any] = {
             "shape": [_PAGES, *(extent for extent, _ in pairs)], "strides": [stride // size, *(step for _, step in pairs)],
             "dtype": tensor.dtype, "axes": axes, "base_alignment": math.gcd(page.offset + tensor.offset, 64),
         }  # fmt: skip
-        ordered = strides == sorted(strides, reverse=True)
-        if best is None or (ordered and not best[0]):
-            best = ordered, form, spec
-    if best is None:
+        found.append((strides == sorted(strides, reverse=True), form, spec))
+    if not found:
         return None
-    if best[1] in ("NHD", "HND"):
-        facts["layout"] = best[1]
-    if {"key", "value"} <= {*best[2]["axes"]}:
+    _, form, spec = max(found, key=lambda one: one[0])
+    if form in ("NHD", "HND"):
+        facts["layout"] = form
+    if {"key", "value"} <= {*spec["axes"]}:
         facts["order"] = "VK" if ours["key"][1] < ours["value"][1] else "KV"
-    return best[2]
+    return spec
 
 
 def _kind(page: Page) -> str:

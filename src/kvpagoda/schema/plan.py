@@ -280,6 +280,7 @@ class Plan:
         has its rows one below the other."""
         figures = self.to_dict()
         kinds = {"layer kind": "label", "layers": "num_layers", "B/token": "bytes_per_token"}
+        kinds["B/request"] = "state_bytes_per_request"
         groups = {"group": "name", "layers": "num_layers"}
         if self.num_sectors:
             groups |= {"blocks at most": "num_blocks", "B/block": "block_bytes", "in a sector": "blocks_per_sector"}
@@ -287,18 +288,12 @@ class Plan:
             groups |= {"blocks": "num_blocks", "B/block": "block_bytes", "bytes": "total"}
         rows = [{**group, "total": format_bytes(group["bytes"])} for group in figures["groups"]]
         checkpoints = f", at most {self.num_checkpoints:,} checkpoints" if self.num_checkpoints else ""
-        return "\n".join(
-            [
-                f"{self.schema_name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}",
-                *_wrapped(f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}", width),
-                "",
-                *_table(figures["layer_kinds"], {**kinds, "B/request": "state_bytes_per_request"}, width),
-                "",
-                *_table(rows, groups, width),
-                "",
-                *(line for pair in self._lines(figures).items() for line in _wrapped("{:<20} {}".format(*pair), width)),
-            ]
-        )
+        lines = [f"{self.schema_name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}"]
+        lines += _wrapped(f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}", width)
+        lines += ["", *_table(figures["layer_kinds"], kinds, width), "", *_table(rows, groups, width), ""]
+        for label, text in self._lines(figures).items():
+            lines += _wrapped(f"{label:<20} {text}", width)
+        return "\n".join(lines)
 
     def _lines(self, figures: Mapping[str, Any]) -> dict[str, str]:
         """The lines below the tables of ``str``, as label -> text."""
