@@ -32,7 +32,7 @@ def kvpagoda(*arguments: str, width: int = 100) -> subprocess.CompletedProcess[s
         "HF_HUB_OFFLINE": "1",
     }
     env["OMP_NUM_THREADS"] = "1"
-    command = [sys.executable, "-m", "kvpagoda.cli", *arguments]
+    command = [sys.executable, "-m", "kvpagoda", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
 
 
@@ -178,7 +178,7 @@ BAD = {
     "empty prompts": (["generate", "--prompts", "empty.txt"], "holds no prompts"),
     "budget": (["generate", "--budget", "1KiB"], "needs"),
     "prompt too long": (["generate", "--prompts", "long.txt", "--max-new-tokens", "2"], "longest context of 8192"),
-    "no new tokens": (["generate", "--max-new-tokens", "0"], "max_new_tokens >= 1"),
+    "no new tokens": (["generate", "--max-new-tokens", "0"], "max_new_tokens must be a positive whole number"),
     "temperature": (["generate", "--temperature", "-1"], "temperature >= 0"),
 }
 
