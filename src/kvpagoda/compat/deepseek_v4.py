@@ -300,7 +300,7 @@ def _preset(config: DSV4Config, kv_format: str) -> Schema:
     if (packed := KV_FORMATS[kv_format]) is None:
         return config.schema(encoding=RAW, index_encoding=RAW)
     schema = config.schema(encoding=replace(packed.entries, kept=config.rope_dim), index_encoding=packed.index_keys)
-    return schema.laid_out(packed.layouts[Compressed]) if packed.layouts else schema
+    return schema.laid_out(packed.layouts["Compressed"]) if packed.layouts else schema
 
 
 PRESETS: dict[str, Callable[[str], Schema]] = {

@@ -17,12 +17,12 @@ import numpy as np
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.event_log import TEXT, EventLog, Gone, Moved, Record, Renewed, Restart, Shared
 from kvpagoda.cache.namespace import owner_of
-from kvpagoda.errors import BadInput
 from kvpagoda.events import wire
 from kvpagoda.events.index import Block, PrefixIndex
 from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvpagoda.prefix.tokens import NO_TOKEN, are_media
 from kvpagoda.tiers.keys import prefix_hashes, prefix_root
+from kvpagoda.units import whole_number
 
 Message = tuple[int, bytes]
 """Sequence number and payload."""
@@ -37,14 +37,12 @@ class EventStream:
     """
 
     def __init__(self, log: EventLog, *, keep: int = 10_000, rank: int | None = None) -> None:
-        if type(keep) is not int or keep < 1:
-            raise BadInput(f"keep is a number of batches, at least 1, got {keep!r}")
         self.index, self._log, self._rank = PrefixIndex(log.followed), log, rank
         self._info = wire.CacheInfo.of(log.followed, token_bytes(_INSTANCE_NBYTES))
         self._text_group = log.followed.full
         self._by_id: dict[int, dict[int, Block]] = {number: {} for number in range(TEXT, len(log.followed.groups))}
         self._media: dict[int, bytes] = {}  # media id of the cache -> digest
-        self._sent: deque[Message] = deque(maxlen=keep)
+        self._sent: deque[Message] = deque(maxlen=whole_number(keep, "keep, a number of batches,", at_least=1))
         self.num_events = 0  #: blocks that were stored or removed in some group
         log.restart()
         self._number(self._taken() or [AllBlocksCleared()])

@@ -33,8 +33,7 @@ def run(
 ) -> None:
     """Generate and print. ``how``: what ``Generator.generate`` takes. The embedded model then answers the same prompts again,
     from the cache, and says what its rows lose in another format."""
-    texts = list(PROMPTS) if prompt_file is None else prompt_file.read_text().splitlines()
-    texts = [text for text in texts if text]
+    texts = [text for text in (prompt_file or PROMPTS).read_text().splitlines() if text]
     if not texts:
         raise BadInput(f"{prompt_file} holds no prompts; write one on each line")
     is_demo, kv_format = model_name is None, generator_arguments["kv_format"]

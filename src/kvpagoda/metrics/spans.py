@@ -22,8 +22,9 @@ from kvpagoda.cache.core import Core
 from kvpagoda.cache.observing import observe
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.tier_hit import TierHit
-from kvpagoda.errors import BadInput, Exhausted, MissingExtra
+from kvpagoda.errors import Exhausted, MissingExtra
 from kvpagoda.kv_cache import KVCache
+from kvpagoda.units import whole_number
 
 with MissingExtra.unless("opentelemetry", "spans need opentelemetry-api; pip install 'kvpagoda[metrics]'"):
     from opentelemetry.trace import Span, Status, StatusCode, Tracer, get_tracer
@@ -49,8 +50,7 @@ class Tracing:
     """The spans around one cache, until ``close``; a context. See ``trace``."""
 
     def __init__(self, cache: KVCache, tracer: Tracer, every: int = 1) -> None:
-        if type(every) is not int or every < 1:
-            raise BadInput(f"every so many requests are traced, at least 1, got {every!r}")
+        whole_number(every, "every how many requests one is traced", at_least=1)
         self._core, self._tracer, self._every, self._depth = cache.core, tracer, every, 0
         self.close = observe(cache.core.parts, self._around)
         """No more spans. Does no harm twice."""

@@ -1,16 +1,21 @@
 """Below the device: records in host memory, on disk, in shared stores, behind one Protocol. Any fault is a miss."""
 
-from kvpagoda.tiers.disk import disk_driver
+from typing import TYPE_CHECKING
+
+from kvpagoda.loading import load_when_used
 from kvpagoda.tiers.driver import Driver, DriverStats, Lease, Status
-from kvpagoda.tiers.host import host_driver
 from kvpagoda.tiers.keys import layout_fingerprint, prefix_hashes, prefix_root, record_key
 from kvpagoda.tiers.latency import Histogram
 from kvpagoda.tiers.level import CallStats, LevelStats
-from kvpagoda.tiers.mooncake import mooncake_driver
 from kvpagoda.tiers.records import RecordBuffer
-from kvpagoda.tiers.redis import redis_driver
 from kvpagoda.tiers.spec import TierSpec, disk_tier, host_tier, mooncake_tier, redis_tier, tier_from_text
 from kvpagoda.tiers.tier import Tier, TierStats
+
+if TYPE_CHECKING:
+    from kvpagoda.tiers.disk import disk_driver
+    from kvpagoda.tiers.host import host_driver
+    from kvpagoda.tiers.mooncake import mooncake_driver
+    from kvpagoda.tiers.redis import redis_driver
 
 __all__ = [
     "CallStats", "Driver", "DriverStats", "Histogram", "Lease", "LevelStats", "RecordBuffer", "Status", "Tier",
@@ -18,3 +23,6 @@ __all__ = [
     "mooncake_driver", "mooncake_tier", "prefix_hashes", "prefix_root", "record_key", "redis_driver", "redis_tier",
     "tier_from_text",
 ]  # fmt: skip
+
+_DRIVERS = ("disk", "host", "mooncake", "redis")
+__getattr__ = load_when_used(__name__, {f"{__name__}.{name}": (f"{name}_driver",) for name in _DRIVERS})

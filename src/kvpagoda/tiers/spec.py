@@ -11,12 +11,8 @@ from os import PathLike
 from typing import Any, Literal, get_args
 
 from kvpagoda.errors import BadInput, did_you_mean
-from kvpagoda.tiers.disk import disk_driver
 from kvpagoda.tiers.driver import Driver
-from kvpagoda.tiers.host import host_driver
-from kvpagoda.tiers.mooncake import mooncake_driver
 from kvpagoda.tiers.records import RecordBuffer
-from kvpagoda.tiers.redis import redis_driver
 from kvpagoda.units import parse_bytes
 
 When = Literal["commit", "evict", "reuse"]
@@ -59,6 +55,8 @@ class TierSpec:
 
 def host_tier(nbytes: int | str, *, write: When = "evict", **settings: Any) -> TierSpec:
     """At most ``nbytes`` of this process's memory, for what does not fit the device. See ``host_driver`` and ``TierSpec``."""
+    from kvpagoda.tiers.host import host_driver
+
     make = partial(host_driver, nbytes=parse_bytes(nbytes))
     return TierSpec("host", make, **{"write": write, "is_private": True, **settings})
 
@@ -67,12 +65,16 @@ def disk_tier(
     folder: str | PathLike[str], nbytes: int | str, *, direct: bool = False, admit_all: bool = False, **settings: Any
 ) -> TierSpec:
     """A file of at most ``nbytes`` in ``folder``, found again after a restart. See ``disk_driver`` and ``TierSpec``."""
+    from kvpagoda.tiers.disk import disk_driver
+
     make = partial(disk_driver, folder, nbytes=parse_bytes(nbytes), direct=direct, admit_all=admit_all)
     return TierSpec("disk", make, **settings)
 
 
 def redis_tier(url: str, **settings: Any) -> TierSpec:
     """The Redis or Valkey server, or cluster, at ``url``, which many machines may share. See ``redis_driver``."""
+    from kvpagoda.tiers.redis import redis_driver
+
     make = partial(redis_driver, url=url)
     return TierSpec("redis", make, **{"record_nbytes": "1MiB", "timeout": 2.0, **settings})
 
@@ -80,6 +82,8 @@ def redis_tier(url: str, **settings: Any) -> TierSpec:
 def mooncake_tier(master: str, **settings: Any) -> TierSpec:
     """The Mooncake Store of ``master``, the memory of many machines. **Its ports are open to whoever reaches them**: see
     ``kvpagoda.tiers.mooncake``. ``settings``: those of ``mooncake_driver`` and of ``TierSpec``."""
+    from kvpagoda.tiers.mooncake import mooncake_driver
+
     of_driver = {name: settings.pop(name) for name in signature(mooncake_driver).parameters if name in settings}
     make = partial(mooncake_driver, master=master, **of_driver)
     return TierSpec("mooncake", make, **{"record_nbytes": "1MiB", "timeout": 3.0, **settings})
