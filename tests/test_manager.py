@@ -185,7 +185,8 @@ def test_stale_handles_raise() -> None:
         batch.layer(0)
     batch = cache.batch([sequence], [2])
     sequence.close()
-    for call in (sequence.close, lambda: sequence.extend(1), lambda: sequence.commit([1]), lambda: batch.layer(0)):
+    calls = sequence.close, lambda: sequence.extend(1), lambda: sequence.commit([1]), lambda: batch.layer(0)
+    for call in (*calls, lambda: cache.step_limit(sequence), lambda: cache.step_limit([sequence])):
         with pytest.raises(StaleHandle):
             call()
     cache.close()

@@ -17,7 +17,7 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import Request, State
-from kvpagoda.errors import BadInput, StaleHandle
+from kvpagoda.errors import BadInput, StaleHandle, unknown_name
 from kvpagoda.schema import Layer, Schema
 from kvpagoda.units import whole_number
 
@@ -209,7 +209,7 @@ class LayerView:
         pool = self.blocks if self.blocks is not None and field in self.blocks.fields else self.state
         if pool is None or field not in pool.fields:
             fields = [*(self.blocks.fields if self.blocks else ()), *(self.state.fields if self.state else ())]
-            raise BadInput(f"{self._name} has no field {field!r} in memory; it has {fields}")
+            raise unknown_name(f"field of {self._name}", field, fields)
         return pool[field]
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import textwrap
 import time
 from pathlib import Path
@@ -139,6 +140,7 @@ def load(name: str, dtype: str) -> tuple[Any, Any]:
     """A transformers model and its tokenizer. Raises BadInput where transformers cannot find or read them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # of its retries the one line below tells
     try:
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype), AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
