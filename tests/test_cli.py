@@ -168,7 +168,7 @@ BAD = {
         "it fits with --layout flashmla-v32,deepgemm-indexer",
     ),
     "a kernel that no layout suits": (["plan", "qwen3-8b", "--kernel", "flashmla-dense"], "no layer keeps such rows\n"),
-    "layout": (["layout", "flashmla-v23"], "did you mean flashmla-v32"),
+    "layout": (["layout", "flashmla-v23"], "did you mean 'flashmla-v32'"),
     "layout size": (["layout", "trtllm,head_dim"], "write NAME,size=number"),
     "layout file": (["layout", "nowhere.json"], "nowhere.json"),
     "layout of a list": (["layout", "list.json"], "not a layout"),

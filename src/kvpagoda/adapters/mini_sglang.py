@@ -119,12 +119,9 @@ class PrefixCache:
         evicting nothing, if that is more than is not locked."""
         num_pages = ceil_div(size, self.page_size)
         if num_pages > self.tree.num_evictable:
-            raise OutOfBlocks(
-                f"need {num_pages} pages, {self.tree.num_evictable} of {self.tree.num_cached} cached ones are not locked; "
-                "finish a request first",
-                needed=num_pages,
-                available=self.tree.num_evictable,
-            )
+            available = self.tree.num_evictable
+            text = f"need {num_pages} pages, {available} of {self.tree.num_cached} cached ones are not locked"
+            raise OutOfBlocks.with_hint(text, "finish a request first", needed=num_pages, available=available)
         return self.tokens_of(self.tree.evict(num_pages).ids[0])
 
     def reset(self) -> None:

@@ -34,11 +34,9 @@ __all__ = [
     "workload",
 ]
 
-__getattr__ = load_when_used(  # a whole cache behind them
-    __name__,
-    {
-        "ServeResult": "kvpagoda.replay.serving",
-        "serve": "kvpagoda.replay.serving",
-        "serve_multi_worker": "kvpagoda.replay.multi_worker",
-    },
-)
+# a whole cache behind them
+_SERVING = {
+    "kvpagoda.replay.serving": ("ServeResult", "serve"),
+    "kvpagoda.replay.multi_worker": ("serve_multi_worker",),
+}
+__getattr__ = load_when_used(__name__, _SERVING)
