@@ -115,7 +115,8 @@ class GroupBlocks(SharedBlocks):
             ids = np.array(table.ids[group][begin:end], np.int32)
             if self.growths[group].is_state:
                 ids[: n - (num_tokens == end * self.block_size)] = 0
-            rows[row : row + 2] = blocks.cells(ids) * (ids > 0)
+            blocks.write_cells(ids, rows[row : row + 2])
+            rows[row : row + 2, ids == 0] = 0
         inserted = self.tree.insert(table.lease, tokens, rows)
         is_new = inserted.num_added == n
         if not is_new:
@@ -277,11 +278,8 @@ class GroupBlocks(SharedBlocks):
         self.free.check()
         self.tree.check()
         rows, most = self.tree.all_ids(), self.num_blocks + 1
-        named = [
-            self.free.free_ids(),
-            rows[: len(self.full)].ravel(),
-            *(one for table in tables for one in table.doubles),
-        ]
+        doubles = [one for table in tables for one in table.doubles]
+        named = [self.free.free_ids(), rows[: len(self.full)].ravel(), *doubles]
         for group in self.full:
             named += [np.array(table.ids[group][table.lease.num_blocks :], np.int32) for table in tables]
         for number, (group, (row, blocks)) in enumerate(self._windows.items()):
