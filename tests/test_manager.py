@@ -282,6 +282,11 @@ def test_index_arrays_in_both_dialects() -> None:
         cache.batch([a, b], [1, 1], pad_to=1)
     with pytest.raises(BadInput, match="extend first"):
         cache.batch([b], [3])
+    with pytest.raises(BadInput, match="positive whole number, got None"):
+        cache.batch([a, b], None)
+    with pytest.raises(BadInput, match="sequences that this cache opened, got None"):
+        cache.batch(None, [1])
+    assert cache.batch(a, 1).positions.tolist() == [11]
 
 
 def test_step_buffers_keep_their_addresses() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from functools import cached_property
 from typing import Any, SupportsIndex
@@ -318,7 +319,8 @@ def batch_of(
     pad_to: SupportsIndex | None,
 ) -> Batch:
     """A step of ``requests``; see ``KVCache.batch``. Raises BadInput, StaleHandle."""
-    counts = [whole_number(n, "new_tokens of a sequence", 1) for n in new_tokens]
+    given = new_tokens if isinstance(new_tokens, Iterable) else (new_tokens,)
+    counts = [whole_number(n, "new_tokens of a sequence", 1) for n in given]
     if len(requests) != len(counts) or not requests:
         raise BadInput(f"{len(requests)} sequences need as many positive new_tokens, at least one; got {counts[:16]}")
     rows = len(requests) if pad_to is None else whole_number(pad_to, "pad_to", 1)

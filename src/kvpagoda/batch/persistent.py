@@ -47,7 +47,8 @@ class PersistentBatch:
 
     Every sequence stays exact by itself: it takes over its tokens when it needs them, and what it does alone
     (``extend``, ``commit``, ``rewind``) counts from the next call on. One that was closed must be removed, one that was
-    suspended removed or resumed.
+    suspended removed or resumed; where ``resume`` lost tokens, the steps are those tokens again, a few at a time, unless
+    the sequence commits them alone first.
     """
 
     def __init__(self, lifecycle: Lifecycle, schema: Schema, num_rows: int, tokens_per_row: int | None = None) -> None:

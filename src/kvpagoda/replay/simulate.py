@@ -93,9 +93,9 @@ def readable(trace: Source | Trace) -> Trace:
 
 def replay(
     trace: Source | Trace,
-    *,
     capacity_blocks: int,
     policy: str | EvictionPolicy = "lru",
+    *,
     warm_up: float = 0.0,
     on_request: Callable[[int], None] | None = None,
 ) -> ReplayResult:
