@@ -337,7 +337,7 @@ def test_check_names_what_is_wrong() -> None:
     anyhow = (
         *(set_field(name, value) for name, value in fields),
         lambda tree, node: node.ids.__setitem__((0, 0), 42),
-        lambda tree, node: node.checkpoints._by_depth.clear(),
+        lambda tree, node: node.checkpoints.all.clear(),
         lambda tree, node: node.children.take(tokens(4).tobytes()),
         lambda tree, node: setattr(tree, "num_cached", 9),
         lambda tree, node: setattr(tree._leases, "num_pinned", 9),

@@ -115,7 +115,8 @@ class GroupBlocks(SharedBlocks):
             ids = np.array(table.ids[group][begin:end], np.int32)
             if self.growths[group].is_state:
                 ids[: n - (num_tokens == end * self.block_size)] = 0
-            rows[row : row + 2] = blocks.cells(ids) * (ids > 0)
+            blocks.write_cells(ids, rows[row : row + 2])
+            rows[row : row + 2, ids == 0] = 0
         inserted = self.tree.insert(table.lease, tokens, rows)
         is_new = inserted.num_added == n
         if not is_new:

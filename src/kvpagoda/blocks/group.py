@@ -97,8 +97,9 @@ class BlockGroup:
 
     def take(self, ids: Ids) -> None:
         """Hand out ``ids``, from ``peek``, to somebody who keeps account of them. O(1)."""
-        self.free.num_free -= len(ids)
-        self.num_held += len(ids)
+        count = len(ids)
+        self.free.num_free -= count
+        self.num_held += count
         if self.num_held > self.peak_held:
             self.peak_held = self.num_held
 

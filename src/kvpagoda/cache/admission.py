@@ -215,7 +215,7 @@ class Admission:
         if wish.hit is not None:
             whole = min(whole, match.num_blocks)
         shared, beyond = shared_columns(core, wish, whole), None
-        read = prefix.windows.cells_of(match.ids, [shared[window.group.index] for window in prefix.windows])
+        read = prefix.windows.handles_of(match.ids, [shared[window.group.index] for window in prefix.windows])
         holding = change(prefix.hold, match, whole, read, found.checkpoint)
         try:
             if rest:

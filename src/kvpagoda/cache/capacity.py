@@ -26,7 +26,7 @@ from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import CheckFailed, Exhausted, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
-from kvpagoda.units import ceil_div, format_bytes
+from kvpagoda.units import format_bytes
 
 _MUCH = 16  # a sixteenth of a group's sectors idle: worth moving what lies in them
 _PORTION, _MANY = 32, 64  # sectors that change hands at once where there is need: so many, at most one of so many
@@ -116,7 +116,7 @@ class Capacity:
     def _make_room(self, group: BlockGroup, short: int, needs: Many[int], more: Many[int]) -> bool:
         """Something for ``group``, which is ``short`` of blocks: free sectors first, then those that another group has empty,
         then what was used longest ago of all that is kept for reuse, in whichever group. False if there is nothing."""
-        sectors, wanted = self._sectors, ceil_div(short, group.plan.per_sector)
+        sectors, wanted = self._sectors, -(-short // group.plan.per_sector)
         assert sectors is not None
         if not sectors.num_free and not self._take_idle(group, wanted, more):
             if self._prefix.num_cold(group):
@@ -136,33 +136,36 @@ class Capacity:
         """The groups that could give up something for ``group``, the one whose next block was used longest ago first; where a
         policy does not go by use, ``group`` itself, and then those that have most to spare. What slid out of another group's
         windows counts as far as its own requests have not reserved as much: they would soon take the memory back."""
-        prefix, able = self._prefix, list[tuple[int, int, BlockGroup]]()
-        is_known = True
+        prefix, able, is_known = self._prefix, list[tuple[int, int, BlockGroup]](), True
         for one in self._groups:
-            is_other = one is not group
-            spare = (self.surplus(one) - more[one.index]) // one.plan.per_sector
-            if spare <= 0 if is_other else not prefix.num_evictable(one):
+            spare, age = 0, None
+            if one is not group:
+                spare = (self.surplus(one) - more[one.index]) // one.plan.per_sector
+                if spare <= 0:
+                    continue
+                if prefix.num_cold(one) > max(0, one.outstanding - one.free.num_free):
+                    age = 0
+            elif not prefix.num_evictable(one):
                 continue
-            is_cold = is_other and prefix.num_cold(one) > max(0, one.outstanding - one.free.num_free)
-            age = 0 if is_cold else self._guard.change(prefix.idle_since, one)
-            is_known &= age is not None or not prefix.num_evictable(one)
+            if age is None:
+                age = self._guard.change(prefix.idle_since, one)
+                is_known &= age is not None or not prefix.num_evictable(one)
             able.append((age or 0, -spare, one))
-        if is_known:
-            able.sort(key=lambda a: (a[0], a[2] is not group))
-        else:
-            able.sort(key=lambda a: (a[2] is not group, a[1]))
+        if len(able) > 1:
+            able.sort(key=lambda a: (a[0], a[2] is not group) if is_known else (a[2] is not group, a[1]))
         return [one for _, _, one in able]
 
     def _take_idle(self, taker: BlockGroup, wanted: int, more: Many[int]) -> bool:
         """Take sectors away from the group other than ``taker`` that has most of them idle: whole sectors' worth of blocks
         that are free and not outstanding, beyond the portion that it may have taken ahead. Empty ones, or if much is idle any.
         False if there are none."""
-        others = [one for one in self._groups if one is not taker]
-        idle = [(one.free.num_free - one.outstanding - more[one.index]) // one.plan.per_sector for one in others]
-        most, sectors = max(0, max(idle) - self._portion), self._sectors
+        group, most, sectors = taker, -1, self._sectors
         assert sectors is not None
-        group = others[idle.index(max(idle))]
-        fruitless = self._fruitless[group.index] = min(self._fruitless[group.index], most)
+        for one in self._groups:
+            idle = (one.free.num_free - one.outstanding - more[one.index]) // one.plan.per_sector - self._portion
+            if one is not taker and (group is taker or idle > most):
+                group, most = one, idle
+        fruitless = self._fruitless[group.index] = max(0, min(self._fruitless[group.index], most))
         if most <= fruitless:
             return False
         is_much = most * _MUCH > sectors.num_owned[group.index]

@@ -20,8 +20,8 @@ Copies = list[Ids]
 class Tail(NamedTuple):
     """The end of a text in the window groups."""
 
-    cells: tuple[Ids, ...]
-    """Of each group: the cells of the last blocks, int32 ``[2, n]``."""
+    handles: tuple[Ids, ...]
+    """Of each group: the handles of the last blocks, int32 ``[n]``."""
     needed: tuple[int, ...]
     """How many of these a text needs to go on; the others help those that part a little earlier."""
 
@@ -57,13 +57,15 @@ class KeptCheckpoints(dict[int, Kept]):
         there. None if something that it needs is gone."""
         found, needed = list[Ids](), list[int]()
         for window, span in zip(self._windows, self._windows.spans_before(num_blocks)):
-            first = max(0, span.start - more)
-            cells = window.cells_of(tree.ids_between(lease, first, num_blocks))
-            missing = np.flatnonzero(~window.blocks.are_there(cells))
-            begin = int(missing[-1]) + 1 if len(missing) else 0
+            first, begin = max(0, span.start - more), 0
+            cells = np.empty((2, num_blocks - first), np.int32)
+            tree.read_ids(lease, first, window.row, cells)
+            there = window.blocks.are_there(cells)
+            if not there.all():
+                begin = int(np.flatnonzero(~there)[-1]) + 1
             if first + begin > span.start and span:
                 return None
-            found.append(cells[:, begin:].copy())
+            found.append(cells[0, begin:].copy())
             needed.append(len(span))
         return Tail(tuple(found), tuple(needed))
 
@@ -72,8 +74,8 @@ class KeptCheckpoints(dict[int, Kept]):
         name = self._next_name
         self._next_name += 1
         self[name] = kept
-        for window, cells in zip(self._windows, kept.tail.cells):
-            window.blocks.keep(cells[0])
+        for window, handles in zip(self._windows, kept.tail.handles):
+            window.blocks.keep(handles)
         return name
 
     def copies(self, name: int) -> Copies:
@@ -85,8 +87,8 @@ class KeptCheckpoints(dict[int, Kept]):
         gone = [(name, self.pop(name)) for name in names]
         copies = tuple((name, self._copies(kept)) for name, kept in gone)
         for _, kept in gone:
-            for window, cells in zip(self._windows, kept.tail.cells):
-                window.blocks.drop(cells[0])
+            for window, handles in zip(self._windows, kept.tail.handles):
+                window.blocks.drop(handles)
         states = self._states
         return Evicted(() if states is None else tuple((states, kept.states) for _, kept in gone), copies)
 
@@ -97,5 +99,5 @@ class KeptCheckpoints(dict[int, Kept]):
 
     def _copies(self, kept: Kept) -> Copies:
         parts = zip(self._windows, *kept.tail)
-        windows = iter([window.blocks.ids(cells[0, cells.shape[1] - n :]) for window, cells, n in parts])
+        windows = iter([window.blocks.ids(handles[len(handles) - n :]) for window, handles, n in parts])
         return [kept.states if group is self._states else next(windows) for group in self._bounded]

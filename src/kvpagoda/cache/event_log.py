@@ -239,7 +239,7 @@ class EventLog:
                 ids = window.blocks.ids(cells[0]) * window.blocks.are_there(cells)
                 groups.append((window.group.index, node.start, ids))
             if states is not None:
-                for one in node.checkpoints.all() if node.checkpoints is not None else ():
+                for one in node.checkpoints.all if node.checkpoints is not None else ():
                     groups.append((states.index, one.depth - 1, prefix.kept[one.state_id].states))
             texts = np.concatenate((above, node.ids[row]))
             keys = node.tokens.copy()

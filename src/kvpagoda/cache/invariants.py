@@ -57,7 +57,7 @@ def _check_prefix(core: Core) -> None:
     held = {name for name in prefix.kept if tree.checkpoints.is_held(name)}
     if held != {one.checkpoint for one in holdings if one.checkpoint is not None}:
         raise CheckFailed(f"checkpoints {sorted(held)[:16]} are held, and not by pins alone")
-    prefix.windows.check(tree, [one.cells for one in holdings], [kept.tail.cells for kept in prefix.kept.values()])
+    prefix.windows.check(tree, [one.handles for one in holdings], [kept.tail.handles for kept in prefix.kept.values()])
 
 
 def _check_request(core: Core, request: Request) -> None:

@@ -34,19 +34,18 @@ class Lifecycle:
         OutOfBlocks, and BadInput past the longest context."""
         core, furthest = self.core, max(ends.values())
         lacking: list[tuple[BlockGroup, int, int]] = []  # group, slot, blocks
-        needs, more, is_more = [0] * len(core.groups), [0] * len(core.groups), False
-        for group in core.groups:
+        needs, more = [0] * len(core.groups), [0] * len(core.groups)
+        for at, group in enumerate(core.groups):
             size, held, begins, reserved = group.block_size, group.end, group.first, group.reserved
             for slot, end in ends.items():
                 n = -(-end // size) - held[slot]
                 if n > 0:
                     lacking.append((group, slot, n))
-                    needs[group.index] += n
+                    needs[at] += n
                     outstanding = reserved[slot] - held[slot] + begins[slot]
                     if n > outstanding:
-                        more[group.index] += n - outstanding if outstanding > 0 else n
-                        is_more = True
-        if is_more and not core.capacity.fits(more):
+                        more[at] += n - outstanding if outstanding > 0 else n
+        if any(more) and not core.capacity.fits(more):
             self.publisher.settle_waiting()  # what turns out to be cached already becomes free
             if not core.capacity.fits(more):
                 raise core.capacity.shortage(OutOfBlocks, more, core.plan.budget)
@@ -56,13 +55,13 @@ class Lifecycle:
         if not lacking:
             return
         core.capacity.ensure_free(needs, more)
-        ids = [group.peek(need) for group, need in zip(core.groups, needs)]
+        ids = [group.free.peek(need) for group, need in zip(core.groups, needs)]
         if core.states is not None and needs[core.states.index]:
             core.memory.reset(core.states.index, ids[core.states.index])
-        begin = [0] * len(core.groups)
-        only = lacking[0][0]
+        begin = [0] * len(needs)
+        only, _, most = lacking[0]
         core.guard.is_torn = True
-        if len(lacking) == needs[only.index] == sum(needs):  # as when sequences decode
+        if most == 1 and len(lacking) == sum(needs) == needs[only.index]:  # as when sequences decode
             only.append_each([slot for _, slot, _ in lacking], ids[only.index])
         else:
             for group, slot, n in lacking:
@@ -177,7 +176,7 @@ class Lifecycle:
             is_copied = length % core.block_size > 0
             taking = self._make_room_for_copies(groups, slot) if is_copied else []
             left = [
-                window.blocks.cells(window.group.table.cells[slot, columns : window.group.shared[slot]])
+                window.blocks.handles(window.group.table.cells[slot, columns : window.group.shared[slot]])
                 for window in windows
             ]
             for group in sorted(groups, key=lambda one: one not in taking):  # what is written over comes last

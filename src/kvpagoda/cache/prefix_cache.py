@@ -39,7 +39,7 @@ class Holding(NamedTuple):
     """What a request begins with, or a pin keeps: nothing of it goes until it is released."""
 
     lease: Lease
-    cells: tuple[Ids, ...]
+    handles: tuple[Ids, ...]
     """What is read of each window group."""
     checkpoint: int | None = None
 
@@ -135,9 +135,7 @@ class PrefixCache:
         """Whether ``match`` has blocks ``columns[i]`` of each group i."""
         if max((some.stop for some in columns if some), default=0) > match.num_blocks:
             return False
-        spans = [columns[window.group.index] for window in self.windows]
-        cells = self.windows.cells_of(match.ids, spans)
-        return all(window.blocks.are_there(some).all() for window, some in zip(self.windows, cells))
+        return self.windows.are_there(match.ids, [columns[window.group.index] for window in self.windows])
 
     def without_copies(self, match: Match, found: PrefixMatch) -> PrefixMatch:
         """What can be reused of ``match`` where there is no room for copies, or for what they are copied from."""
@@ -190,7 +188,7 @@ class PrefixCache:
             given = full.table.cells[slot : slot + 1, begin : begin + n]
         else:
             given = np.empty((tree.num_groups, n), np.int32)
-            unpublished = windows.publishing(slot, begin, given)
+            room = windows.publishing(slot, begin, given)
             if full is not None:
                 given[0] = full.table.cells[slot, begin : begin + n]
         if self._numbers is not None:
@@ -207,7 +205,7 @@ class PrefixCache:
             spared.append((full, given[0, inserted.duplicates[0]]))
             full.share(slot, begin + n, inserted.ids[0])
         if windows:
-            spared += windows.publish(tree, slot, lease, begin, unpublished, is_new=is_new)
+            spared += windows.publish(tree, slot, lease, given, room, is_new=is_new)
         return spared
 
     def checkpoint_at(self, lease: Lease, num_blocks: int) -> int | None:
@@ -233,11 +231,11 @@ class PrefixCache:
 
     # -- holding and pins --------------------------------------------------------------------------------------------
 
-    def hold(self, at: Match | Lease, num_blocks: int, cells: Many[Ids], checkpoint: int | None = None) -> Holding:
-        """Let nothing go of the first ``num_blocks`` blocks of ``at`` in the full group, of its ``cells`` in the window
+    def hold(self, at: Match | Lease, num_blocks: int, handles: Many[Ids], checkpoint: int | None = None) -> Holding:
+        """Let nothing go of the first ``num_blocks`` blocks of ``at`` in the full group, of its ``handles`` in the window
         groups, which are there, and of ``checkpoint``."""
-        holding = Holding(self.tree.pin(at, num_blocks), tuple(cells), checkpoint)
-        self.windows.read(cells)
+        holding = Holding(self.tree.pin(at, num_blocks), tuple(handles), checkpoint)
+        self.windows.read(handles)
         if checkpoint is not None:
             self.tree.checkpoints.hold(checkpoint)
         return holding
@@ -245,7 +243,7 @@ class PrefixCache:
     def release(self, holding: Holding) -> None:
         """What ``holding`` holds may go."""
         self.release_checkpoint(holding)
-        self.windows.leave(holding.cells)
+        self.windows.leave(holding.handles)
         self.tree.unpin(holding.lease)
 
     def release_checkpoint(self, holding: Holding) -> None:
@@ -263,8 +261,8 @@ class PrefixCache:
             )
             raise OutOfBlocks.with_hint(text, hint, needed=match.num_blocks, available=most - pinned)
         _, found = self.found(match)
-        cells = self.windows.cells_of(match.ids, self.windows.spans_before(found.resumable // self.block_size))
-        pin = Pin(self.hold(match, match.num_blocks, cells, found.checkpoint), match.namespace)
+        read = self.windows.handles_of(match.ids, self.windows.spans_before(found.resumable // self.block_size))
+        pin = Pin(self.hold(match, match.num_blocks, read, found.checkpoint), match.namespace)
         self._pins[pin] = None
         return pin
 

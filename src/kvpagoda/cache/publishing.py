@@ -214,8 +214,10 @@ class Publisher:
                 left = blocks.handles(shared)
                 core.guard.is_torn = True
                 group.slide(slot, first)
-                blocks.leave(left)
-                core.capacity.release(group, own)
+                if len(left):
+                    blocks.leave(left)
+                if len(own):
+                    core.capacity.release(group, own)
                 core.guard.is_torn = False
 
     def _keep_due(self, request: Request) -> None:

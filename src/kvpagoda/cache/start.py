@@ -75,7 +75,7 @@ def allot(core: Core, wish: AdmissionRequest, shared: list[range], holding: Hold
     if not make_room(core.capacity, needs, more):
         return None
     windows, tree = core.prefix.windows, core.prefix.tree
-    ids = {window.group.index: window.blocks.ids(cells[0]) for window, cells in zip(windows, holding.cells)}
+    ids = {window.group.index: window.blocks.ids(read) for window, read in zip(windows, holding.handles)}
     if core.full is not None:
         whole = len(shared[core.full.index])
         is_moved = moves != core.capacity.num_moves

@@ -32,15 +32,6 @@ class Window(NamedTuple):
         return cells
 
 
-class Unpublished(NamedTuple):
-    """Blocks of one request that are to be shared: those from ``first`` on, ``cells``; ``room`` for what the tree has."""
-
-    window: Window
-    first: int
-    cells: Ids
-    room: Ids
-
-
 class Windows(tuple[Window, ...]):
     """All of them. A *span* is a range of blocks of a text for each."""
 
@@ -60,58 +51,67 @@ class Windows(tuple[Window, ...]):
         """Whether a text can go on behind all blocks of ``match``, as far as these groups are asked."""
         return all(window.blocks.can_resume(window.cells_of(match.ids)) for window in self)
 
+    def are_there(self, rows: Ids, spans: Many[range]) -> bool:
+        """Whether ``rows``, what the tree has of a text, still have the blocks ``spans`` of each group."""
+        there = [
+            window.blocks.are_there(window.cells_of(rows)[:, span.start : span.stop]).all()
+            for window, span in zip(self, spans)
+        ]
+        return all(there)
+
     def boundaries(self, match: Match) -> list[Flags]:
         """For each group, behind how many blocks of ``match`` it lets the text go on: bool ``[num_blocks + 1]``."""
         return [window.blocks.boundaries(window.cells_of(match.ids)) for window in self]
 
     # -- who reads ---------------------------------------------------------------------------------------------------
 
-    def cells_of(self, rows: Ids, spans: Many[range]) -> list[Ids]:
-        """The cells of ``spans`` in ``rows``, int32 ``[rows of the tree, n]``, what it has of a text: views, by group."""
-        return [window.cells_of(rows)[:, span.start : span.stop] for window, span in zip(self, spans)] if self else []
+    def handles_of(self, rows: Ids, spans: Many[range]) -> list[Ids]:
+        """The handles of ``spans`` in ``rows``, int32 ``[rows of the tree, n]``, what it has of a text: views, by group."""
+        return [rows[window.row, span.start : span.stop] for window, span in zip(self, spans)] if self else []
 
-    def read(self, cells: Many[Ids]) -> None:
-        """One more reads ``cells`` of each group, which are there."""
-        for window, some in zip(self, cells):
-            window.blocks.read(some[0])
+    def read(self, handles: Many[Ids]) -> None:
+        """One more reads ``handles`` of each group, which are there."""
+        for window, some in zip(self, handles):
+            window.blocks.read(some)
 
-    def leave(self, cells: Many[Ids]) -> None:
-        """One less reads ``cells`` of each group."""
-        for window, some in zip(self, cells):
-            window.blocks.leave(some[0])
+    def leave(self, handles: Many[Ids]) -> None:
+        """One less reads ``handles`` of each group."""
+        for window, some in zip(self, handles):
+            window.blocks.leave(some)
 
     def shared_by(self, slot: int) -> list[Ids]:
-        """The cells of what ``slot`` reads, by group."""
-        return [window.blocks.cells(window.group.shared_ids(slot)) for window in self] if self else []
+        """The handles of what ``slot`` reads, by group."""
+        return [window.blocks.handles(window.group.shared_ids(slot)) for window in self] if self else []
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
-    def publishing(self, slot: int, begin: int, rows: Ids) -> list[Unpublished]:
-        """What ``slot`` has of each group that is not shared yet, up to the end of ``rows``, int32 ``[rows of the tree, n]``,
-        which are to be inserted from block ``begin`` on: it is written there."""
-        found, end = list[Unpublished](), begin + rows.shape[1]
-        for window in self:
-            group = window.group
-            first = max(group.first[slot], group.shared[slot])
-            cells = window.blocks.cells(group.table.cells[slot, first:end])
-            mine = window.cells_of(rows)
-            mine[:, : max(0, first - begin)] = 0
-            mine[:, max(0, first - begin) :] = cells[:, max(0, begin - first) :]
-            found.append(Unpublished(window, first, cells, np.empty_like(cells)))
-        return found
+    def publishing(self, slot: int, begin: int, rows: Ids) -> list[Ids]:
+        """Write to ``rows``, int32 ``[rows of the tree, n]``, the cells of what ``slot`` has from block ``begin`` on that is
+        not shared yet, and 0 for what it has not. Returns, by group, room for the cells that ``publish`` may have to
+        compare."""
+        room, end = list[Ids](), begin + rows.shape[1]
+        for group, blocks, row in self:
+            unshared = max(group.first[slot], group.shared[slot])
+            first = max(unshared, begin)
+            rows[row : row + 2, : first - begin] = 0
+            blocks.write_cells(group.table.cells[slot, first:end], rows[row : row + 2, first - begin :])
+            room.append(np.empty((2, 2, end - unshared), np.int32))
+        return room
 
-    @staticmethod
     def publish(
-        tree: PrefixTree, slot: int, lease: Lease, begin: int, unpublished: Many[Unpublished], *, is_new: bool
+        self, tree: PrefixTree, slot: int, lease: Lease, rows: Ids, room: Many[Ids], *, is_new: bool
     ) -> list[tuple[BlockGroup, Ids]]:
-        """Share what ``publishing`` said, now that the tree has the rows and ``lease`` covers them; ``is_new``: none of these
-        blocks was there. Returns those that were cached already, the caller's to free, by group."""
+        """Share what ``publishing`` wrote to ``rows``, now that the tree has them and ``lease`` covers them; ``is_new``: none
+        of these blocks was there. Returns those that were cached already, the caller's to free, by group."""
         spared, end = list[tuple[BlockGroup, Ids]](), lease.num_blocks
-        for (group, blocks, row), first, ours, theirs in unpublished:
+        begin = end - rows.shape[1]
+        for (group, blocks, row), (ours, theirs) in zip(self, room):
+            first = end - ours.shape[1]
             if is_new and first >= begin:
-                blocks.publish(ours[0])
+                blocks.publish(rows[row, first - begin :])
                 group.share(slot, end)
                 continue
+            blocks.write_cells(group.table.cells[slot, first:end], ours)
             tree.read_ids(lease, first, row, theirs)
             lacking = ~blocks.are_there(theirs)
             theirs[:, lacking] = ours[:, lacking]
@@ -125,18 +125,18 @@ class Windows(tuple[Window, ...]):
 
     def forget(self, rows: Ids) -> list[tuple[BlockGroup, Ids]]:
         """The tree gave up ``rows``, int32 ``[rows of the tree, n]``: the blocks that are cached no more, by group."""
-        return [(window.group, window.blocks.forget(window.cells_of(rows))) for window in self]
+        return [(group, blocks.forget(rows[row : row + 2])) for group, blocks, row in self]
 
     # -- proof -------------------------------------------------------------------------------------------------------
 
     def check(self, tree: PrefixTree, held: Iterable[Many[Ids]], kept: Iterable[Many[Ids]]) -> None:
-        """Prove who reads and keeps each block: rows of requests, and what is ``held``; checkpoints, what is ``kept``: cells,
-        by group. Raises CheckFailed."""
+        """Prove who reads and keeps each block: rows of requests, and what is ``held``; checkpoints, what is ``kept``:
+        handles, by group. Raises CheckFailed."""
         rows, held, kept = tree.all_ids(), [*held], [*kept]
         for number, (group, blocks, row) in enumerate(self):
             shared = [group.table.cells[slot, group.first[slot] : end] for slot, end in enumerate(group.shared)]
-            readers = [*shared, *(blocks.ids(one[number][0]) for one in held)]
-            keepers = [one[number][0] for one in kept]
+            readers = [*shared, *(blocks.ids(one[number]) for one in held)]
+            keepers = [one[number] for one in kept]
             counts = [
                 np.bincount(np.concatenate([_NONE, *some]), minlength=group.plan.num_rows)
                 for some in (readers, keepers)

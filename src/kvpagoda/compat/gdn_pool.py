@@ -77,7 +77,9 @@ class GDNPool:
         # The widest elements first: then every region starts aligned to its element without a byte of padding.
         states.sort(key=lambda rows: -itemsize(rows.dtype))
         layers = range(self.num_gdn_layers)
-        layout = RowLayout.of(page for rows in states for layer in layers for page in pages_of(layer, [rows], _once))
+        layout = RowLayout.of(
+            page for rows in states for layer in layers for page in pages_of(layer, [rows], lambda _: 1)
+        )
         self.arena = Arena(layout, self.num_slots, device=device, order="layer", packed=True)
         self.device = self.arena.device
         self.recurrent_state, self.conv_state = (self.arena.all_layers(name)[:, :, 0] for name in ("recurrent", "conv"))
@@ -126,8 +128,3 @@ class GDNPool:
     def check(self) -> None:
         """Prove that every track slot is free or held, once. Raises CheckFailed."""
         self._track.check()
-
-
-def _once(rows: Rows) -> int:
-    """Rows of a state in a record."""
-    return rows.count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import SupportsIndex
 
 from kvpagoda.blocks.free_list import FreeList
-from kvpagoda.blocks.lowest_free import LowestFirst
+from kvpagoda.compat.lowest_free import LowestFirst
 from kvpagoda.errors import CheckFailed
 
 

@@ -173,7 +173,7 @@ class EventStream:
         """Nothing of ``namespaces`` is found any more."""
         for one in namespaces:
             if one in self.index.roots:
-                blocks = _below(self.index.roots[one])
+                blocks = [block for run in _runs(self.index.roots[one]) for block in run]
                 for group in range(len(self.index.followed.groups)):
                     if group != self._text_group:
                         self._remove(group, [block for block in blocks if block.groups >> group & 1], events)
@@ -248,11 +248,6 @@ class EventStream:
                         self._store(group, [block for block in run if block.groups >> group & 1], events)
         self.num_events = counted
         return events
-
-
-def _below(root: Block) -> list[Block]:
-    """All blocks of a namespace, parents before their children."""
-    return [block for run in _runs(root) for block in run]
 
 
 def _runs(root: Block) -> Iterable[list[Block]]:

@@ -42,10 +42,8 @@ class Axis:
             number = whole_number(getattr(self, what), f"{what} of axis {self.name!r}", 0 if what != "size" else 1)
             object.__setattr__(self, what, number)
         if self.first + self.size > self.total:
-            raise LayoutError.of(
-                "size",
-                f"axis {self.name!r} holds {self.first}..{self.first + self.size - 1} of only {self.total} indices",
-            )
+            text = f"axis {self.name!r} holds {self.first}..{self.first + self.size - 1} of only {self.total} indices"
+            raise LayoutError.of("size", text)
         if self.pieces and self.total % self.pieces:
             raise LayoutError.of(
                 "divide", f"{self.total} indices of axis {self.name!r} are not {self.pieces} equal pieces"

@@ -94,7 +94,8 @@ def _outcomes(at: Moment) -> Iterable[Told]:
 
 
 def _blocks(at: Moment) -> Iterable[Told]:
-    return [((one.name, state), getattr(one, state)) for one in at.cache.groups for state in STATES]
+    states = STATES[-1:] + STATES[:-1]
+    return [((one.name, state), getattr(one, state)) for one in at.cache.groups for state in states]
 
 
 _TIER = ("level", "tier")

@@ -115,7 +115,7 @@ class Checkpoints:
         """Prove that ``nodes`` have these, each at its place, and that the order is right. Raises CheckFailed."""
         found = {}
         for node in nodes:
-            for one in node.checkpoints.all() if node.checkpoints is not None else ():
+            for one in node.checkpoints.all if node.checkpoints is not None else ():
                 found[one.state_id] = one
                 inside = node.start < one.depth <= node.end and one.among is node.checkpoints
                 expect(inside, f"checkpoint {one.state_id} of depth {one.depth} is not of {node.start}..{node.end}")

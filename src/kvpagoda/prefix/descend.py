@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.prefix.node import Node
 
 
+@dataclass(slots=True)
 class Descent:
     """Where a descent ended: at ``depth`` blocks from the root, in ``node``, ``num_tokens`` tokens after its start.
 
@@ -17,19 +19,12 @@ class Descent:
     where the block lies whose first tokens go on from there, if there is one.
     """
 
-    __slots__ = ("begin", "beyond", "depth", "node", "num_tokens", "path")
-
-    def __init__(
-        self,
-        node: Node,
-        begin: int,
-        depth: int,
-        num_tokens: int,
-        path: list[Node],
-        beyond: Node | None = None,
-    ) -> None:
-        self.node, self.begin, self.depth, self.num_tokens = node, begin, depth, num_tokens
-        self.path, self.beyond = path, beyond
+    node: Node
+    begin: int
+    depth: int
+    num_tokens: int
+    path: list[Node]
+    beyond: Node | None = None
 
     def ids(self, num_groups: int) -> Ids:
         """The ids of all blocks on the way, int32 ``[num_groups, blocks]``, a copy."""

@@ -70,9 +70,13 @@ class EdgeArrays:
     def cut(self, num_blocks: int) -> None:
         """Drop all but the first ``num_blocks`` blocks. Amortised O(1) for each block dropped."""
         self._view(self._at, num_blocks)
-        if self._ids.shape[1] > max(_SMALL, _SPARE * num_blocks):
+        self.trim()
+
+    def trim(self) -> None:
+        """Let go of arrays that are much larger than what is here."""
+        if self._ids.shape[1] > max(_SMALL, _SPARE * self.num_blocks):
             with suppress(MemoryError):  # then it keeps what it has
-                self._move(2 * num_blocks)
+                self._move(2 * self.num_blocks)
 
     def take_front(self, num_blocks: int) -> tuple[Ids, Ids]:
         """Move the first ``num_blocks`` blocks out: their tokens and ids, the caller's. O(smaller part)."""
@@ -118,9 +122,9 @@ class EdgeArrays:
 
 def arrays_of(tokens: Ids, ids: Ids, text: Ids | None, first: int) -> tuple[Ids, Ids]:
     """Arrays for an edge that begins with ``tokens``, which ``text`` has from ``first`` on, and ``ids``: copies, or the rest
-    of the text, read-only, if the tokens are many and most of it; then there is room to go on with it."""
+    of the text, read-only, if the tokens are many; then there is room to go on with it."""
     rows, n = ids.shape
-    if text is None or n <= _FEW or 2 * len(tokens) < len(text):
+    if text is None or n <= _FEW:
         return tokens.copy(), ids.copy()
     rest = text[first:]
     rest.flags.writeable = False

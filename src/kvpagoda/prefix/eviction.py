@@ -42,7 +42,7 @@ def evict(order: EvictionOrder, checkpoints: Checkpoints, ids: Ids) -> tuple[int
                 order.put_back(node)
                 raise
             done += count
-            if node.checkpoints is not None:
+            if node.checkpoints is not None and node.checkpoints.all:
                 states += checkpoints.drop_after(node, node.end - count)
             above = node.parent
             if not is_whole:

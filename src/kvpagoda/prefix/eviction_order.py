@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import numpy as np
 
@@ -12,61 +11,18 @@ from kvpagoda.errors import BadInput
 from kvpagoda.prefix.ghost_index import GhostIndex
 from kvpagoda.prefix.id_pool import IdPool
 from kvpagoda.prefix.invariants import expect
+from kvpagoda.prefix.lru import LRUOrder
 from kvpagoda.prefix.node import Node
 from kvpagoda.prefix.policies.protocol import EvictionPolicy, Forgotten
 
 
-class EvictionOrder(Protocol):
-    """How a tree keeps the order in which its blocks go. ``num_rows``: rows that it keeps with the ids of each block.
+class PolicyOrder:
+    """An ``EvictionPolicy`` is asked. It knows each block by its key, which is the last row of the ids: ``num_rows`` rows are
+    kept with the ids of each block.
 
     ``prepare``, ``add``, ``touch``, ``remove``, ``clear`` and the step of ``victims`` may raise, having changed nothing;
-    the others cannot fail.
-    """
-
-    num_rows: int
-
-    def prepare(self, node: Node, tokens: Ids, n: int) -> Ids:
-        """``n`` blocks of ``tokens`` are to be added below all blocks of ``node``: their rows ``[num_rows, n]``."""
-
-    def add(self, rows: Ids, priority: int) -> None:
-        """They are added, with the ``rows`` that ``prepare`` said just now."""
-
-    def added(self, node: Node, n: int) -> None:
-        """They stand at the end of ``node`` now."""
-
-    def touch(self, node: Node, depth: int, priority: int) -> None:
-        """The blocks from the root up to ``depth``, which lies in ``node``, were used, the deepest first."""
-
-    def mark(self, node: Node) -> None:
-        """Whether the last block of ``node`` may go can have changed: told when it may begin to, and for a ``leaf`` also when
-        it may not any more."""
-
-    def victims(self, limit: int) -> Iterator[tuple[Node, int]]:
-        """Nodes whose last blocks go next, and how many, ``limit`` in all if so many may go; each is taken care of, with
-        ``remove`` and ``mark``, before the next is asked for."""
-
-    def oldest(self) -> int | None:
-        """When the block was used that goes next, by the clock of the tree; None if there is none, or if blocks do not go by
-        when they were used."""
-
-    def remove(self, node: Node, count: int) -> None:
-        """The last ``count`` blocks of ``node``, which still has them, are evicted; ``mark`` follows if some are left."""
-
-    def put_back(self, node: Node) -> None:
-        """A victim was not removed after all."""
-
-    def clear(self, nodes: list[Node]) -> None:
-        """All of ``nodes``, children before their parents, are dropped for good."""
-
-    def check(self, nodes: list[Node]) -> None:
-        """Prove that this agrees with ``nodes``, all there are. Raises CheckFailed."""
-
-
-class PolicyOrder:
-    """An ``EvictionPolicy`` is asked. It knows each block by its key, which is the last row of the ids.
-
-    ``leaves``: key -> node, for the last block of each node that may go. What follows from a removal, ghosts to be kept
-    and keys to be given back, is done when the next blocks come or go, since it may fail.
+    the others cannot fail. ``leaves``: key -> node, for the last block of each node that may go. What follows from a
+    removal, ghosts to be kept and keys to be given back, is done when the next blocks come or go, since it may fail.
     """
 
     num_rows = 1
@@ -81,6 +37,8 @@ class PolicyOrder:
         self._meaningless: list[int] = []
 
     def mark(self, node: Node) -> None:
+        """Whether the last block of ``node`` may go can have changed: told when it may begin to, and for a ``leaf`` also when
+        it may not any more."""
         leaf = int(node.ids[-1, -1]) if node.is_evictable else -1
         if leaf != node.leaf:
             self._unmark(node)
@@ -90,7 +48,8 @@ class PolicyOrder:
                 node.leaf = leaf
 
     def prepare(self, node: Node, tokens: Ids, n: int) -> Ids:
-        """Fresh keys; ghosts get theirs back."""
+        """``n`` blocks of ``tokens`` are to be added below all blocks of ``node``: their rows ``[num_rows, n]``. Fresh keys;
+        ghosts get theirs back."""
         self._settle()
         back: list[int] = []
         size, above = len(tokens) // n, _last_key(node)
@@ -105,6 +64,7 @@ class PolicyOrder:
         return np.concatenate((np.array(back, np.int32), keys))[None] if back else keys[None]
 
     def add(self, rows: Ids, priority: int) -> None:
+        """They are added, with the ``rows`` that ``prepare`` said just now."""
         keys = rows[-1]
         self.policy.add(keys, priority)
         self._keys.advance(len(keys) - len(self._back))
@@ -112,9 +72,10 @@ class PolicyOrder:
             self._ghosts.discard(key)
 
     def added(self, node: Node, n: int) -> None:
-        pass
+        """They stand at the end of ``node`` now."""
 
     def touch(self, node: Node, depth: int, priority: int) -> None:
+        """The blocks from the root up to ``depth``, which lies in ``node``, were used, the deepest first."""
         keys = [node.ids[-1, : depth - node.start]]
         while node.parent is not None and node.parent.root is None:
             node = node.parent
@@ -122,6 +83,9 @@ class PolicyOrder:
         self.policy.touch(np.concatenate(keys[::-1]) if len(keys) > 1 else keys[0], priority)
 
     def victims(self, limit: int) -> Iterator[tuple[Node, int]]:
+        """Nodes whose last blocks go next, and how many, ``limit`` in all if so many may go; each is taken care of, with
+        ``remove`` and ``mark``, before the next is asked for."""
+
         def chain(leaf: int) -> Ids:
             node = self.leaves[leaf]
             return node.ids[-1, max(node.num_pinned, node.num_blocks - limit) :][::-1]
@@ -135,9 +99,10 @@ class PolicyOrder:
             yield node, len(keys)
 
     def oldest(self) -> None:
-        return None
+        """When the block was used that goes next, by the clock of the tree: nobody knows."""
 
     def remove(self, node: Node, count: int) -> None:
+        """The last ``count`` blocks of ``node``, which still has them, are evicted; ``mark`` follows if some are left."""
         assert node.parent is not None
         self._settle()
         left = node.num_blocks - count
@@ -147,10 +112,12 @@ class PolicyOrder:
         self._removed.append(removed)
 
     def put_back(self, node: Node) -> None:
+        """A victim was not removed after all."""
         self._unmark(node)
         self.mark(node)
 
     def clear(self, nodes: list[Node]) -> None:
+        """All of ``nodes``, children before their parents, are dropped for good."""
         if not nodes:
             return
         self._settle()
@@ -161,6 +128,7 @@ class PolicyOrder:
             self._removed.append((key, node.ids[-1], node.tokens, node.block_size))
 
     def check(self, nodes: list[Node]) -> None:
+        """Prove that this agrees with ``nodes``, all there are. Raises CheckFailed."""
         keys: Ids = np.concatenate([np.empty(0, np.int32), *(node.ids[-1] for node in nodes)])
         expect(len(np.unique(keys)) == len(keys), "a key names two blocks")
         leaves = {_last_key(node): node for node in nodes if node.is_evictable}
@@ -211,3 +179,7 @@ class PolicyOrder:
 def _last_key(node: Node) -> int:
     """What the blocks below ``node`` have above them: a key, or the name of a root."""
     return node.root[0] if node.root else int(node.ids[-1, -1])
+
+
+EvictionOrder = LRUOrder | PolicyOrder
+"""How a tree keeps the order in which its blocks go."""

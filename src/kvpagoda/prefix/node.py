@@ -132,7 +132,7 @@ class Node(EdgeArrays):
         self.pins -= len(above.leases)
         above.pins = len(above.leases) + (self.pins > 0)
         if self.checkpoints is not None:
-            above.checkpoints, self.checkpoints = self.checkpoints.split(depth)
+            above.checkpoints = self.checkpoints.split(depth)
         above.used = self.used
         if self.uses:
             reaching = bisect_left(self.uses, (depth,))  # the stretch that ends at ``depth`` or behind
@@ -162,7 +162,8 @@ class Node(EdgeArrays):
             self.put_lease(lease)
         self.pins += len(above.leases)
         if above.checkpoints is not None:
-            self.checkpoints = above.checkpoints.joined(self.checkpoints or NodeCheckpoints())
+            above.checkpoints.extend([] if self.checkpoints is None else self.checkpoints.all)
+            self.checkpoints = above.checkpoints
         above.into = self
         if self.parent is not None:
             self.parent.put_child(self)

@@ -2,86 +2,63 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
 
-_FEW = 64
 
-
+@dataclass(slots=True, eq=False)
 class Checkpoint:
     """The state ``state_id`` after ``depth`` blocks. ``among``: the checkpoints of the node in which it lies; ``used``: when;
     ``num_holds``: how many need it.
     """
 
-    __slots__ = ("among", "depth", "num_holds", "state_id", "used")
-
-    def __init__(self, state_id: int, depth: int) -> None:
-        self.state_id, self.depth = state_id, depth
-        self.used = self.num_holds = 0
-        self.among: NodeCheckpoints
+    state_id: int
+    depth: int
+    used: int = 0
+    num_holds: int = 0
+    among: NodeCheckpoints = field(init=False, repr=False)
 
 
 class NodeCheckpoints:
-    """Checkpoints by depth. ``put``, ``take`` and ``last`` are amortised O(log n) and a short move in a list."""
+    """Checkpoints by depth. ``put``, ``take`` and ``last`` are O(log n) and a short move in a list."""
 
-    __slots__ = ("_by_depth", "_depths")
+    __slots__ = ("_depths", "all")
 
     def __init__(self) -> None:
-        self._by_depth: dict[int, Checkpoint] = {}
-        self._depths: list[int] = []  # ascending; some of them are gone
-
-    def __len__(self) -> int:
-        return len(self._by_depth)
+        self.all: list[Checkpoint] = []  #: by depth
+        self._depths: list[int] = []
 
     def __contains__(self, depth: int) -> bool:
-        return depth in self._by_depth
-
-    def all(self) -> list[Checkpoint]:
-        """All of them, by depth. O(n log n)."""
-        return [self._by_depth[depth] for depth in sorted(self._by_depth)]
+        last = self.last(depth)
+        return last is not None and last.depth == depth
 
     def put(self, checkpoint: Checkpoint) -> None:
         """Add ``checkpoint``, at whose depth there is none."""
-        depth, depths = checkpoint.depth, self._depths
-        if not depths or depth > depths[-1]:
-            depths.append(depth)
-        else:
-            at = bisect_right(depths, depth)
-            if not at or depths[at - 1] != depth:
-                depths.insert(at, depth)
-        self._by_depth[depth] = checkpoint
+        at = bisect_left(self._depths, checkpoint.depth)
+        self._depths.insert(at, checkpoint.depth)
+        self.all.insert(at, checkpoint)
         checkpoint.among = self
 
     def take(self, depth: int) -> None:
         """Take out the one at ``depth``."""
-        del self._by_depth[depth]
-        if len(self._depths) > 2 * len(self._by_depth) + _FEW:
-            self._depths = sorted(self._by_depth)
+        at = bisect_left(self._depths, depth)
+        del self._depths[at], self.all[at]
 
     def last(self, depth: int) -> Checkpoint | None:
         """The deepest up to ``depth``."""
-        depths = self._depths
-        at = end = bisect_right(depths, depth)
-        while at and depths[at - 1] not in self._by_depth:
-            at -= 1
-        del depths[at:end]
-        return self._by_depth[depths[at - 1]] if at else None
+        at = bisect_right(self._depths, depth)
+        return self.all[at - 1] if at else None
 
-    def split(self, depth: int) -> tuple[NodeCheckpoints, NodeCheckpoints]:
-        """Those up to ``depth``, and the others; one of the two is this object. O(the fewer)."""
-        at, other = bisect_right(self._depths, depth), NodeCheckpoints()
-        is_front = 2 * at < len(self._depths)
-        moved = self._depths[:at] if is_front else self._depths[at:]
-        del self._depths[slice(at) if is_front else slice(at, None)]
-        for one in moved:
-            if one in self._by_depth:
-                other.put(self._by_depth.pop(one))
-        return (other, self) if is_front else (self, other)
+    def split(self, depth: int) -> NodeCheckpoints:
+        """Those up to ``depth``, which are not here any more. O(n)."""
+        at, above = bisect_right(self._depths, depth), NodeCheckpoints()
+        above.extend(self.all[:at])
+        del self._depths[:at], self.all[:at]
+        return above
 
-    def joined(self, below: NodeCheckpoints) -> NodeCheckpoints:
-        """These and ``below``, all of which are deeper, in one of the two objects. O(the fewer), and a copy of a list."""
-        into, other = (self, below) if len(self) >= len(below) else (below, self)
-        into._depths = self._depths + below._depths
-        into._by_depth.update(other._by_depth)
-        for checkpoint in other._by_depth.values():
-            checkpoint.among = into
-        return into
+    def extend(self, below: list[Checkpoint]) -> None:
+        """Add ``below``, all of which are deeper. O(these)."""
+        self._depths += [checkpoint.depth for checkpoint in below]
+        self.all += below
+        for checkpoint in below:
+            checkpoint.among = self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,38 +37,39 @@ class Match:
     checkpoint: tuple[int, int] | None = field(init=False, default=None)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Lease:
     """The first ``num_blocks`` blocks of one text, pinned: they stay cached until ``PrefixTree.unpin``.
 
     Splits and merges of the tree do not matter to it. ``is_open`` until unpinned.
     """
 
-    __slots__ = ("is_open", "node", "num_blocks", "tree")
-
-    def __init__(self, tree: object, node: Node, num_blocks: int) -> None:
-        self.tree, self.node, self.num_blocks, self.is_open = tree, node, num_blocks, True
+    tree: object
+    node: Node
+    num_blocks: int
+    is_open: bool = True
 
     def __repr__(self) -> str:
         return f"Lease({self.num_blocks} blocks{'' if self.is_open else ', unpinned'})"
 
 
-class Inserted:
+class Inserted(NamedTuple):
     """What became of n blocks that were given to the tree.
 
     ``ids`` int32 ``[num_groups, n]``: the tree's own, to be used from now on. ``num_added``: blocks that were not cached
     before. ``lease`` covers everything, if that was asked for.
     """
 
-    __slots__ = ("_duplicates", "ids", "lease", "num_added")
-
-    def __init__(self, ids: Ids, duplicates: Mask | None, num_added: int, lease: Lease | None) -> None:
-        self.ids, self._duplicates, self.num_added, self.lease = ids, duplicates, num_added, lease
+    ids: Ids
+    doubles: Mask | None
+    num_added: int
+    lease: Lease | None
 
     @property
     def duplicates(self) -> Mask:
         """bool ``[num_groups, n]``: the given ids that the tree did not take, because it has that block: still the caller's,
         to be freed."""
-        return np.zeros(self.ids.shape, np.bool_) if self._duplicates is None else self._duplicates
+        return np.zeros(self.ids.shape, np.bool_) if self.doubles is None else self.doubles
 
 
 @dataclass(slots=True, eq=False)

@@ -175,7 +175,7 @@ class PrefixTree:
         """Publish the whole blocks that follow what ``at`` covers.
 
         ``tokens`` int32 ``[n * block_size]``. ``text``: an array of its own that has them at their place, counted from the
-        root; it is kept where they are most of it, so nobody may write there any more, only behind them. ``blocks`` int32
+        root; it is kept where they are many, so nobody may write there any more, only behind them. ``blocks`` int32
         ``[num_groups, n]``. The tree takes the ids of blocks that it lacks, also of single groups of a block that it has.
         ``pin``: let the lease ``at`` cover all of it, or make one for a match; None: extend a lease, make none. New blocks
         count as used; others need ``touch``. Amortised O(n), and O(nodes) along the new part: it goes on where ``at`` ends.
@@ -300,15 +300,12 @@ class PrefixTree:
 
     def _locate(self, at: Match | Lease, num_blocks: int | None = None) -> tuple[Node, int]:
         """The node that holds the end of the first ``num_blocks`` blocks of ``at``, and that depth."""
-        if isinstance(at, Lease) and (not at.is_open or at.tree is not self):
-            raise StaleHandle("this lease is not open: unpinned twice, or of another tree")
-        if num_blocks is None:
-            depth = at.num_blocks
-        elif 0 <= num_blocks <= at.num_blocks:
-            depth = num_blocks
-        else:
+        depth = at.num_blocks if num_blocks is None else num_blocks
+        if not 0 <= depth <= at.num_blocks:
             raise BadInput(f"{num_blocks} blocks are not within the {at.num_blocks} that are covered")
         if isinstance(at, Lease):
+            if not at.is_open or at.tree is not self:
+                raise StaleHandle("this lease is not open: unpinned twice, or of another tree")
             return at.node if depth == at.num_blocks else at.node.up_to(depth), depth
         if at.node is not None and at.removals == self._removals:
             return at.node.up_to(depth), depth

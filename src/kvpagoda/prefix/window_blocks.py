@@ -22,6 +22,7 @@ from kvpagoda.schema.fields import Growth
 
 Flags = npt.NDArray[np.bool_]
 _KEEPER = 1 << 32  # one who keeps a block, in the count of its uses; a reader is 1
+_READERS = _KEEPER - 1
 _NONE: Ids = np.empty(0, np.int32)
 
 
@@ -29,30 +30,27 @@ class WindowBlocks:
     """Blocks of ``block_size`` tokens with ids below ``num_rows``, of layers that grow as ``growth`` says.
 
     ``num_cached``: blocks that the tree names; ``num_read``: of these, those that somebody reads; ``num_reads``: how often
-    these are read in all; ``num_cold``: those that nobody reads or keeps. Callers name each block once in a call: by its cell,
-    int32 ``[2, n]``, by its handle, the first of these two numbers, or by its id. Methods are O(their arguments), array work,
-    but where another cost is named; those that change something ask for no memory but small temporaries.
+    these are read in all; ``num_cold``: those that nobody reads or keeps. Callers name each block once in a call: by its
+    handle, by its id, or by its cell, int32 ``[2, n]``, in which 0 and 0 are no block. Methods are O(their arguments), array
+    work, but where another cost is named; those that change something ask for no memory but small temporaries.
     """
 
     def __init__(self, growth: Growth, block_size: int, num_rows: int) -> None:
         self.growth, self.block_size = growth, block_size
         self._all: Ids = np.arange(num_rows, dtype=np.int32)
         self._id_of, self._handle_of = self._all.copy(), self._all.copy()  # by handle, by id; what follows is by handle
-        self._uses = np.zeros(num_rows, np.int64)
         self._generation = np.ones(num_rows, np.int32)
-        self._turn = np.zeros(num_rows, np.int64)  # of a cold block: its part of the queue
-        self._queue: deque[tuple[int, Ids]] = deque()  # (turn, handles): those of another turn by now are passed over
+        self._uses = np.zeros(num_rows, np.int64)  # readers and keepers; below 0: cold since that turn
+        self._queue: deque[tuple[int, Ids]] = deque()  # (turn, handles): those with other uses by now are passed over
         self._first_turn = self._next_turn = 1 << 40
         self.num_cached = self.num_read = self.num_reads = self.num_cold = 0
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
-    def cells(self, ids: Ids) -> Ids:
-        """What the tree calls ``ids``, int32 ``[2, n]``; 0, no block, stays 0: it is a handle of itself."""
-        cells = np.empty((2, len(ids)), np.int32)
-        cells[0] = self.handles(ids)
-        cells[1] = self._generation[cells[0]]
-        return cells
+    def write_cells(self, ids: Ids, out: Ids) -> None:
+        """Write to ``out``, int32 ``[2, n]``, what the tree calls ``ids``."""
+        out[0] = self._handle_of[ids]
+        out[1] = self._generation[out[0]]
 
     def handles(self, ids: Ids) -> Ids:
         """The handles of ``ids``, int32 ``[n]``."""
@@ -66,7 +64,7 @@ class WindowBlocks:
 
     def are_there(self, cells: Ids) -> Flags:
         """Which of ``cells`` still name a block: bool ``[n]``."""
-        there: Flags = (cells[0] > 0) & (self._generation[cells[0]] == cells[1])
+        there: Flags = self._generation[cells[0]] == cells[1]
         return there
 
     def first_needed(self, num_blocks: int) -> int:
@@ -103,48 +101,53 @@ class WindowBlocks:
 
     def read(self, handles: Ids) -> None:
         """One more reads ``handles``."""
-        uses = self._uses[handles]
+        uses = self._warm(handles)
         self.num_reads += len(handles)
-        self.num_read += len(uses[uses % _KEEPER == 0])
-        self._warm(uses)
+        self.num_read += np.count_nonzero(uses & _READERS == 0)
         self._uses[handles] = uses + 1
 
     def leave(self, handles: Ids) -> None:
         """One less reads ``handles``; those that nobody reads or keeps then are cold."""
         uses = self._uses[handles] - 1
-        self._uses[handles] = uses
         self.num_reads -= len(handles)
-        self.num_read -= len(uses[uses % _KEEPER == 0])
-        self._cool(handles[uses == 0], is_newest=True)
+        if uses.any():
+            self.num_read -= np.count_nonzero(uses & _READERS == 0)
+            self._uses[handles] = uses
+            handles = handles[uses == 0]
+        else:
+            self.num_read -= len(handles)
+        if len(handles):
+            self._cool(handles, self._next_turn)
+            self._queue.append((self._next_turn, handles))
+            self._next_turn += 1
 
     def keep(self, handles: Ids) -> None:
         """One more keeps ``handles``."""
-        uses = self._uses[handles]
-        self._warm(uses)
-        self._uses[handles] = uses + _KEEPER
+        self._uses[handles] = self._warm(handles) + _KEEPER
 
     def drop(self, handles: Ids) -> None:
         """One less keeps ``handles``; those that nobody reads or keeps then go next."""
         uses = self._uses[handles] - _KEEPER
         self._uses[handles] = uses
-        self._cool(handles[uses == 0], is_newest=False)
-
-    def _warm(self, uses: npt.NDArray[np.int64]) -> None:
-        self.num_cold -= len(uses[uses == 0])
-
-    def _cool(self, handles: Ids, *, is_newest: bool) -> None:
-        if not len(handles):
-            return
-        self.num_cold += len(handles)
-        if is_newest:
-            turn = self._next_turn
-            self._next_turn += 1
-            self._queue.append((turn, handles))
-        else:
+        handles = handles[uses == 0]
+        if len(handles):
             self._first_turn -= 1
-            turn = self._first_turn
-            self._queue.appendleft((turn, handles))
-        self._turn[handles] = turn
+            self._cool(handles, self._first_turn)
+            self._queue.appendleft((self._first_turn, handles))
+
+    def _warm(self, handles: Ids) -> npt.NDArray[np.int64]:
+        """The uses of ``handles``, one of which comes now: they are cold no more."""
+        uses: npt.NDArray[np.int64] = self._uses[handles]
+        are_cold = uses < 0
+        if are_cold.any():
+            self.num_cold -= np.count_nonzero(are_cold)
+            uses[are_cold] = 0
+        return uses
+
+    def _cool(self, handles: Ids, turn: int) -> None:
+        """``handles``, which nobody uses, are queued under ``turn``."""
+        self.num_cold += len(handles)
+        self._uses[handles] = -turn
 
     # -- blocks that go or move --------------------------------------------------------------------------------------
 
@@ -155,27 +158,32 @@ class WindowBlocks:
         while done < count:
             turn, handles = self._queue.popleft()
             handles = self._still_cold(turn, handles)
-            if len(handles) > count - done:
+            end = done + len(handles)
+            if end > count:
                 self._queue.appendleft((turn, handles[count - done :]))
-                handles = handles[: count - done]
-            gone[done : done + len(handles)] = handles
-            done += len(handles)
+                handles, end = handles[: count - done], count
+            gone[done:end] = handles
+            done = end
         return self._forget(gone)
 
     def forget(self, cells: Ids) -> Ids:
         """The tree has no ``cells`` any more, which nobody reads or keeps: the ids of their blocks, cached no more."""
-        return self._forget(cells[0, self.are_there(cells)])
+        there = self.are_there(cells)
+        if not there.any():
+            return _NONE
+        handles = cells[0, there]
+        self._uses[handles] = 0
+        return self._forget(handles)
 
     def _still_cold(self, turn: int, handles: Ids) -> Ids:
         """Of a part of the queue those that were not read or kept since."""
-        cold: Ids = handles[(self._turn[handles] == turn) & (self._uses[handles] == 0)]
-        return cold
+        are_cold = self._uses[handles] == -turn
+        return handles if are_cold.all() else handles[are_cold]
 
     def _forget(self, handles: Ids) -> Ids:
         self.num_cached -= len(handles)
         self.num_cold -= len(handles)
         self._generation[handles] += 1
-        self._turn[handles] = 0
         ids: Ids = self._id_of[handles]
         return ids
 
@@ -201,10 +209,10 @@ class WindowBlocks:
                 f"{where}: {counted} blocks are cached, read, and reads in all; "
                 f"{self.num_cached, self.num_read, self.num_reads} are counted"
             )
-        odd = np.flatnonzero(self._uses != readers[self._id_of] + keepers * _KEEPER)
+        odd = np.flatnonzero(np.maximum(self._uses, 0) != readers[self._id_of] + keepers * _KEEPER)
         if len(odd):
             raise CheckFailed(f"{where}: readers and keepers of blocks {self._id_of[odd][:16].tolist()} are miscounted")
-        cold = handles[self._uses[handles] == 0]
+        cold = handles[self._uses[handles] < 0]
         queued = [self._still_cold(turn, one) for turn, one in self._queue]
         listed = np.sort(np.concatenate([_NONE, *queued]))
         if len(cold) != self.num_cold or not np.array_equal(cold, listed):

@@ -15,24 +15,9 @@ if TYPE_CHECKING:
     from kvpagoda.replay.serving import ServeResult, serve
 
 __all__ = [
-    "POLICIES",
-    "ReplayResult",
-    "Request",
-    "Reuse",
-    "ServeResult",
-    "Trace",
-    "hit_rate_curve",
-    "lru_hits",
-    "read_requests",
-    "replay",
-    "reuse_distances",
-    "reuse_histogram",
-    "serve",
-    "serve_multi_worker",
-    "synthetic",
-    "working_set",
-    "workload",
-]
+    "POLICIES", "ReplayResult", "Request", "Reuse", "ServeResult", "Trace", "hit_rate_curve", "lru_hits", "read_requests",
+    "replay", "reuse_distances", "reuse_histogram", "serve", "serve_multi_worker", "synthetic", "working_set", "workload",
+]  # fmt: skip
 
 # a whole cache behind them
 _SERVING = {

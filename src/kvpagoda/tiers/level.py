@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import NamedTuple
 
@@ -44,10 +44,7 @@ class RecordIdentity:
 
     def fingerprint(self, unit: int, payload_nbytes: int) -> bytes:
         """32 bytes for records of ``unit`` blocks in payloads of ``payload_nbytes``."""
-        return layout_fingerprint(
-            weights=self.weights, schema=self.schema, formats=f"{unit} in {payload_nbytes}", layout=LAYOUT,
-            block_size=self.block_size, rank=self.rank, num_ranks=self.num_ranks,
-        )  # fmt: skip
+        return layout_fingerprint(**asdict(self), formats=f"{unit} in {payload_nbytes}", layout=LAYOUT)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvpagoda.blocks.lowest_free import LowestFirst
+from kvpagoda.compat.lowest_free import LowestFirst
 
 
 @pytest.mark.parametrize("size", [1, 255, 256, 257, 65_536, 65_537])
