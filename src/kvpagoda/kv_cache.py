@@ -176,9 +176,7 @@ class KVCache:
         if not length:
             raise BadInput("a request needs at least one token, got none")
         first = length if capacity is None else whole_number(capacity, "capacity")
-        if reserve is not None and (type(reserve) is not int or reserve < 0):
-            reserve = whole_number(reserve, "reserve")
-        most = max(length, first if reserve is None else reserve)
+        most = max(length, first if reserve is None else whole_number(reserve, "reserve"))
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             priority = _priority(priority)
         if prefetch is not None and not isinstance(prefetch, Prefetch):
@@ -216,9 +214,8 @@ class KVCache:
         """The most tokens that the next step of a sequence should compute: up to where its states should be copied for others,
         or, where nothing is due, to the longest context. For several sequences int64 ``[n]``. A longer step is right too, but
         nobody resumes there then, and ``stats().passed_boundaries`` counts it. Only models with states have such places."""
-        if isinstance(sequences, Sequence):
-            return self._publisher.step_limit(requests_of([sequences], self._core)[0])
-        return np.array([self._publisher.step_limit(one) for one in requests_of(sequences, self._core)], np.int64)
+        most = [self._publisher.step_limit(one) for one in requests_of(sequences, self._core)]
+        return most[0] if isinstance(sequences, Sequence) else np.array(most, np.int64)
 
     def fence(self, sequences: Iterable[Sequence]) -> Fence:
         """A context; inside, nothing that ``sequences`` hold is freed, published or moved, whatever is committed or closed: a

@@ -230,7 +230,7 @@ class Sequence:
             self.close()
 
 
-def requests_of(sequences: Iterable[Sequence], core: Core) -> list[Request]:
+def requests_of(sequences: Sequence | Iterable[Sequence], core: Core) -> list[Request]:
     """The requests of ``sequences``. Raises BadInput for what ``core`` did not open."""
     requests = []
     for sequence in sequences if isinstance(sequences, Iterable) else (sequences,):
