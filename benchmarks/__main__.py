@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 
 from benchmarks.show import plots, table
-from benchmarks.timing import RESULTS, add_arguments, options_of, result, save
+from benchmarks.timing import RESULTS, Parser, add_arguments, options_of, result, save
 
 NAMES = (
     "match", "lookup", "allocate", "step", "host_step", "evict", "evict_many", "victims", "memory", "growth", "hybrid",
@@ -17,7 +16,7 @@ NAMES = (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kvpagoda bench",
         description="Measure the host path, beside other engines where they are installed: see benchmarks/peers.",
     )
@@ -30,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     unknown = [name for name in asked.names if name not in NAMES]
     if unknown:
         parser.error(f"no question {', '.join(unknown)}; there are {', '.join(NAMES)}")
-    options = options_of(asked)
+    options = options_of(parser, asked)
     told = {}
     for name in asked.names or NAMES:
         if asked.show:

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from benchmarks.peers import PEERS, Absent, Process
 
@@ -139,14 +139,21 @@ def save(name: str, found: dict[str, Any], *, is_part: bool = False) -> Path:
     return path
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as the other commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def tell(name: str, question: str, measure: Callable[[Options], list[Row]]) -> None:
     """The command line of one question: ``python -m benchmarks.NAME [--quick] [--json] [--save]``."""
     from benchmarks.show import table
 
-    parser = argparse.ArgumentParser(description=question)
+    parser = Parser(description=question)
     add_arguments(parser)
     arguments = parser.parse_args()
-    options = options_of(arguments)
+    options = options_of(parser, arguments)
     found = result(question, measure, options)
     if arguments.save:
         save(name, found, is_part=bool(options.only))
@@ -164,13 +171,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, help="rounds; a figure is their median (default: 5)")
 
 
-def options_of(arguments: argparse.Namespace) -> Options:
+def options_of(parser: Parser, arguments: argparse.Namespace) -> Options:
     default_peers, default_runs = (("ours",), 1) if arguments.quick else (PEERS, 5)
     names = default_peers if arguments.peers is None else tuple(name for name in arguments.peers.split(",") if name)
     unknown = [name for name in names if name not in PEERS]
     if unknown:
-        raise SystemExit(f"no peer {', '.join(unknown)}; there are {', '.join(PEERS)}")
-    return Options(arguments.quick, names, arguments.only, default_runs if arguments.runs is None else arguments.runs)
+        parser.error(f"no peer {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    runs = default_runs if arguments.runs is None else arguments.runs
+    if runs < 1:
+        parser.error(f"--runs must be a positive whole number, got {runs}")
+    return Options(arguments.quick, names, arguments.only, runs)
 
 
 def _cpuinfo() -> list[str]:

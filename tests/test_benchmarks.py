@@ -58,9 +58,13 @@ def test_every_question_runs_in_a_tiny_size(name: str) -> None:
 
 
 def test_a_wrong_name_is_told_in_one_line() -> None:
-    done = bench("speed")
-    assert done.returncode == 2 and "no question speed; there are match" in done.stderr
-    assert bench("match", "--peers", "nobody").returncode == 1
+    for arguments, said in (
+        (("speed",), "no question speed; there are match"),
+        (("match", "--peers", "nobody"), "no peer nobody; there are ours"),
+        (("match", "--runs", "0"), "positive whole number, got 0"),
+    ):
+        done = bench(*arguments)
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_an_installed_package_says_where_the_benchmarks_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

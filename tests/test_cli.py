@@ -6,6 +6,7 @@ Importing transformers takes a process seconds: most commands run in this one, s
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from kvpagoda.errors import BadInput
 
 pytest.importorskip("typer")
 
@@ -32,7 +35,7 @@ def kvpagoda(*arguments: str, width: int = 100) -> subprocess.CompletedProcess[s
         "HF_HUB_OFFLINE": "1",
     }
     env["OMP_NUM_THREADS"] = "1"
-    command = [sys.executable, "-m", "kvpagoda.cli", *arguments]
+    command = [sys.executable, "-m", "kvpagoda", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
 
 
@@ -165,7 +168,7 @@ BAD = {
         "it fits with --layout flashmla-v32,deepgemm-indexer",
     ),
     "a kernel that no layout suits": (["plan", "qwen3-8b", "--kernel", "flashmla-dense"], "no layer keeps such rows\n"),
-    "layout": (["layout", "flashmla-v23"], "did you mean flashmla-v32"),
+    "layout": (["layout", "flashmla-v23"], "did you mean 'flashmla-v32'"),
     "layout size": (["layout", "trtllm,head_dim"], "write NAME,size=number"),
     "layout file": (["layout", "nowhere.json"], "nowhere.json"),
     "layout of a list": (["layout", "list.json"], "not a layout"),
@@ -178,7 +181,7 @@ BAD = {
     "empty prompts": (["generate", "--prompts", "empty.txt"], "holds no prompts"),
     "budget": (["generate", "--budget", "1KiB"], "needs"),
     "prompt too long": (["generate", "--prompts", "long.txt", "--max-new-tokens", "2"], "longest context of 8192"),
-    "no new tokens": (["generate", "--max-new-tokens", "0"], "max_new_tokens >= 1"),
+    "no new tokens": (["generate", "--max-new-tokens", "0"], "max_new_tokens must be a positive whole number"),
     "temperature": (["generate", "--temperature", "-1"], "temperature >= 0"),
 }
 
@@ -244,6 +247,21 @@ def test_generate_says_what_a_format_saves_and_costs(
     assert re.search(r"int8: [\d,]+ bytes a token instead of [\d,]+ \(float32\), \d\d% saved", lines)
     assert re.search(r"[+-]0\.\d{4} bits for each of [\d,]+ bytes of text it was not trained on", lines)
     assert re.search(r"all prompts again: 0 of 4 prompt tokens found in the cache, the same answers in", lines)
+
+
+def test_what_the_hub_was_asked_again_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = pytest.importorskip("transformers").AutoModelForCausalLM
+    from kvpagoda.hf import report
+
+    def unreachable(name: str, **_: object) -> None:
+        told.append(logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING))
+        raise OSError("no way to the hub\nand more")
+
+    told: list[bool] = []
+    monkeypatch.setattr(auto, "from_pretrained", unreachable)
+    with pytest.raises(BadInput, match=r"cannot load 'some/model': no way to the hub$"):
+        report.load("some/model", "float32")
+    assert told == [False]
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

@@ -138,6 +138,7 @@ NEAR = {
     "dtype": (lambda: itemsize("bfloat15"), "bfloat15", "did you mean 'bfloat16'?"),
     "tier": (lambda: tier_from_text("disc:/tmp:1GiB"), "disc:/tmp:1GiB", "did you mean 'disk'?"),
     "field": (lambda: list(read_requests([{"hash_id": [1]}])), "hash_ids", "did you mean 'hash_id'?"),
+    "policy of a cache": (lambda: KVCache(SCHEMA, "1MiB", "none", policy="lrru"), "lrru", "did you mean 'lru'?"),
     "number": (lambda: SCHEMA.plan("1MiB", max_requests=-3), -3, None),
 }
 

@@ -172,7 +172,7 @@ def test_priorities_say_what_stays() -> None:
     for first in range(100, 800, 100):
         leave(cache, range(first, first + 20))
     assert leave(cache, range(16)) == 15
-    with pytest.raises(BadInput, match="no eviction policy is called 'best'"):
+    with pytest.raises(BadInput, match="unknown eviction policy 'best'"):
         books(policy="best")
 
 

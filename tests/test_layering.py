@@ -13,6 +13,7 @@ SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "loading", "formats", "layouts", "schema", "blocks", "prefix", "kernels", "memory", "tiers", "cache",
     "batch", "kv_cache", "events", "scheduling", "compat", "console", "metrics", "doctor", "replay", "adapters", "hf", "cli",
+    "__main__",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},
@@ -23,7 +24,7 @@ OPTIONAL = {
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {
-    "formats.codec", "formats.quantise", "formats.scales", "formats.small_floats", "kernels", "layouts.encoded_anew",
+    "formats.codec", "formats.quantise", "formats.scales", "formats.small_floats", "kernels",
     "layouts.packed", "doctor", "hf",
     "memory.arena", "memory.device_arrays", "memory.device_memory", "memory.host_copy",
     "memory.id_tensors", "memory.layerwise", "memory.pool", "adapters.mini_sglang", "compat.block_allocator",

@@ -335,17 +335,19 @@ def test_the_last_block_of_a_closed_request_is_reusable_up_to_its_end(num_tokens
     cache.check()
 
 
+@pytest.mark.parametrize("windows", [0, 1], ids=["full", "and a window that slid past where it crossed"])
 @pytest.mark.parametrize("whole", [True, False])
-def test_who_crossed_to_other_weights_comes_back_with_its_own_rows(whole: bool) -> None:
-    schema = Schema((Layer(0, "full", (FULL,)),), "test")
+def test_who_crossed_to_other_weights_comes_back_with_its_own_rows(whole: bool, windows: int) -> None:
+    window = Attention(2, 4, 4, "float32", Growth(window=3))
+    schema = Schema((Layer(0, "full", (FULL,)), *[Layer(1, "window", (window,))] * windows), "test")
     cache = KVCache(schema, num_blocks=20, block_size=4, max_requests=3, device="cpu", poison=True)
     text = np.arange(12, dtype=np.int32)
 
     def compute(sequence: Any, tokens: Any, value: float) -> None:
         sequence.extend(len(tokens))
-        view = cache.batch([sequence], [len(tokens)]).layer(0)
-        rows = torch.full((len(tokens), 2, 4), value)
-        view.write(k=rows, v=rows)
+        batch, rows = cache.batch([sequence], [len(tokens)]), torch.full((len(tokens), 2, 4), value)
+        for layer in range(1 + windows):
+            batch.layer(layer).write(k=rows, v=rows)
         sequence.commit(tokens)
 
     crossing, other = cache.open(text, capacity=0), cache.open(text, capacity=0)

@@ -78,6 +78,16 @@ def test_the_plan_says_what_the_arenas_take() -> None:
     assert not split.plan.num_sectors and cache.plan.num_sectors
 
 
+def test_arguments_may_be_given_by_place() -> None:
+    full = SCHEMAS["full"]
+    by_place = KVCache(full, "64KiB", "none", 3, 8, "fifo", (), "bfloat16")
+    by_name = KVCache(
+        full, budget="64KiB", device="none", max_requests=3, block_size=8, policy="fifo", tiers=(), dtype="bfloat16"
+    )
+    assert by_place.plan == by_name.plan != KVCache(full, "64KiB", "none", 3, 8).plan
+    assert by_place.device is None
+
+
 def test_a_window_group_frees_what_slid_out() -> None:
     cache = KVCache(
         SCHEMAS["window"], num_blocks=4, max_requests=2, block_size=4, device="cpu", limits=Limits(step_tokens=1)
@@ -175,7 +185,8 @@ def test_stale_handles_raise() -> None:
         batch.layer(0)
     batch = cache.batch([sequence], [2])
     sequence.close()
-    for call in (sequence.close, lambda: sequence.extend(1), lambda: sequence.commit([1]), lambda: batch.layer(0)):
+    calls = sequence.close, lambda: sequence.extend(1), lambda: sequence.commit([1]), lambda: batch.layer(0)
+    for call in (*calls, lambda: cache.step_limit(sequence), lambda: cache.step_limit([sequence])):
         with pytest.raises(StaleHandle):
             call()
     cache.close()
@@ -271,6 +282,11 @@ def test_index_arrays_in_both_dialects() -> None:
         cache.batch([a, b], [1, 1], pad_to=1)
     with pytest.raises(BadInput, match="extend first"):
         cache.batch([b], [3])
+    with pytest.raises(BadInput, match="positive whole number, got None"):
+        cache.batch([a, b], None)
+    with pytest.raises(BadInput, match="sequences that this cache opened, got None"):
+        cache.batch(None, [1])
+    assert cache.batch(a, 1).positions.tolist() == [11]
 
 
 def test_step_buffers_keep_their_addresses() -> None:

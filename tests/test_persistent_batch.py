@@ -455,3 +455,22 @@ def test_blocks_are_taken_in_advance_only_where_they_are_promised_and_free() -> 
     together.extend()
     assert plain.capacity == 12 and promised.capacity == 72
     cache.check()
+
+
+def test_who_lost_tokens_while_it_was_suspended_steps_through_its_own_text_again() -> None:
+    cache = cache_of(FULL, num_blocks=8)
+    first = running(cache, 9)
+    together = cache.persistent_batch([first])
+    first.suspend(whole=False)
+    running(cache, 30, 50).close()  # takes every block
+    assert first.resume() == 9
+    for at in range(9):
+        assert_right(cache, together.extend(), together.sequences, 1, 1)
+        with pytest.raises(BadInput, match=f"commit names token 60 at {at} of row 0, the prompt has {at}$"):
+            together.commit([60])
+        assert first.tokens.tolist() == list(range(at))
+        together.commit([at])
+    together.extend(2)
+    together.commit([60, 61], [2])
+    assert first.tokens.tolist() == [*range(9), 60, 61]
+    cache.check()

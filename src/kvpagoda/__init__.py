@@ -41,12 +41,11 @@ _PUBLIC = {
     "kvpagoda.compat.kv_cache_manager": ("KVCacheManager",),
 }  # fmt: skip
 
-_ROOM = {name: room for room, names in _PUBLIC.items() for name in names}
-__all__ = sorted(_ROOM)
+__all__ = sorted(name for names in _PUBLIC.values() for name in names)
 __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, until a program says what to do with it
 
-__getattr__ = load_when_used(__name__, _ROOM)
+__getattr__ = load_when_used(__name__, _PUBLIC)
 
 
 def __dir__() -> list[str]:

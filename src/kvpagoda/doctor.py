@@ -19,23 +19,12 @@ import torch
 
 from kvpagoda.errors import CheckFailed
 from kvpagoda.kv_cache import KVCache
+from kvpagoda.loading import read_json
 from kvpagoda.schema import Attention, Layer, Schema
 from kvpagoda.tiers import RecordBuffer, Status, Tier, TierSpec, disk_tier, tier_from_text
 from kvpagoda.units import format_bytes
 
-EXTRAS = {
-    "xxhash": ("disk", "tiers: a file, Redis, Mooncake Store"),
-    "redis": ("redis", "a store that many machines share"),
-    "msgspec": ("events", "messages for routers"),
-    "zmq": ("events", "sockets for routers"),
-    "transformers": ("hf", "kvpagoda.hf, kvpagoda generate"),
-    "rich": ("cli", "tables and progress"),
-    "matplotlib": ("plot", "kvpagoda replay --plot"),
-    "prometheus_client": ("metrics", "figures for Prometheus, kvpagoda top"),
-    "opentelemetry.trace": ("metrics", "spans of open, load, suspend, evict"),
-    "triton": ("triton", "kernels on a GPU; elsewhere torch does their work"),
-    "mooncake.store": ("mooncake", "a store that many machines share"),
-}
+EXTRAS: dict[str, list[str]] = read_json("kvpagoda", "extras.json")["extras"]
 """Packages that are not needed by the core: the extra that brings each, and what it is for."""
 _RECORDS, _PAYLOAD = 4, 1 << 20
 
@@ -94,7 +83,7 @@ def _no_gpu() -> str:
     """Why torch sees none."""
     if torch.version.cuda is None and torch.version.hip is None:
         return (
-            f"torch {torch.__version__} is built without CUDA and ROCm: install the build for your GPU, if there is one"
+            f"torch {torch.__version__} is built without CUDA and ROCm: install the one for your GPU, if there is one"
         )
     return f"torch {torch.__version__} finds no device: see nvidia-smi or rocm-smi, and CUDA_VISIBLE_DEVICES"
 

@@ -135,9 +135,9 @@ class CheckFailed(KVPagodaError, AssertionError):
     """The ownership of ids does not add up; the message names the ids."""
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str | None:
-    """The question for the nearest of ``known``; None where none is near."""
-    nearest = get_close_matches(str(name).lower(), known, n=1)
+def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The question for the nearest of ``known``; None where none is near: ``cutoff``, 0 to 1, says how near."""
+    nearest = get_close_matches(str(name).lower(), known, n=1, cutoff=cutoff)
     return f"did you mean {nearest[0]!r}?" if nearest else None
 
 

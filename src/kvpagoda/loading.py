@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pkgutil import get_data
 from typing import Any
@@ -11,20 +11,21 @@ from typing import Any
 from kvpagoda.errors import MissingExtra
 
 
-def load_when_used(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of ``package`` (PEP 562): ``modules`` says for each of its names which module has it.
+def load_when_used(package: str, modules: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of ``package`` (PEP 562): ``modules`` says for each module which of its names are the package's.
 
     No name may be that of a module in the package, which would take its place. Raises MissingExtra where torch is missing.
 
-    >>> load_when_used("kvpagoda", {"ceil_div": "kvpagoda.units"})("ceil_div")(7, 2)
+    >>> load_when_used("kvpagoda", {"kvpagoda.units": ("ceil_div",)})("ceil_div")(7, 2)
     4
     """
+    module_of = {name: module for module, names in modules.items() for name in names}
 
     def load(name: str) -> Any:
-        if name not in modules:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         with MissingExtra.unless("torch", f"{package}.{name} needs torch; pip install 'kvpagoda[torch]'"):
-            return getattr(import_module(modules[name]), name)
+            return getattr(import_module(module_of[name]), name)
 
     return load
 

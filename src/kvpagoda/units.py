@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from math import inf
 
 from kvpagoda.errors import BadInput
 
@@ -46,8 +47,10 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
-def whole_number(value: object, what: str, at_least: int = 0, error: type[BadInput] = BadInput) -> int:
-    """``value`` as an int, if it is a whole number of at least ``at_least``: Python's or numpy's, but no bool and no float.
+def whole_number(
+    value: object, what: str, at_least: int = 0, error: type[BadInput] = BadInput, below: float = inf
+) -> int:
+    """``value`` as an int, if it is a whole number from ``at_least`` to ``below``: Python's or numpy's, no bool and no float.
 
     Raises ``error``, which names ``what`` and the value. ``whole_number(np.int64(64), "max_requests")`` is 64.
     """
@@ -55,7 +58,8 @@ def whole_number(value: object, what: str, at_least: int = 0, error: type[BadInp
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
-    if number is None or number < at_least:
+    if number is None or not at_least <= number < below:
         wanted = "positive whole number" if at_least == 1 else f"whole number of at least {at_least}"
+        wanted += "" if below == inf else f" below {below:,}"
         raise error(f"{what} must be a {wanted}, got {value!r}", needed=value, available=at_least)
     return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,7 +125,7 @@ def test_reset_slot_clears_one_row() -> None:
     fresh = {name: tensor[0].clone() for name, tensor in pool.fields.items()}
     pool.arena.buffer.fill_(0x7F)
     dirty = {name: tensor.clone() for name, tensor in pool.fields.items()}
-    pool.reset_slot(1)
+    pool.reset_slot(np.int64(1))
     for name, tensor in pool.fields.items():
         assert torch.equal(tensor[1], fresh[name])
         for other in (0, 2, 3):
@@ -134,5 +135,5 @@ def test_reset_slot_clears_one_row() -> None:
 @pytest.mark.parametrize("slot", [-1, 3, True, "0"])
 def test_reset_slot_refuses_what_is_no_slot(slot: Any) -> None:
     pool = StateCachePool(layer("SWA"), 3, device="cpu")
-    with pytest.raises(NotOwned, match=r"0\.\.2"):
+    with pytest.raises(NotOwned, match="request slots"):
         pool.reset_slot(slot)

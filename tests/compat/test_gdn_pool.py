@@ -46,8 +46,8 @@ def test_layer_states_are_views_of_the_pool():
     recurrent[2, 1, 5, 3], conv[4, 6, 2] = 9, 8
     assert pool.recurrent_state[1, 2, 1, 3, 5] == 9 and pool.conv_state[1, 4, 6, 2] == 8
     assert pool.recurrent_state.sum() == 9 and pool.conv_state.sum() == 8
-    for bad in (2, -1):
-        with pytest.raises(BadInput, match="2 GDN layers"):
+    for bad in (2, -1, None, 0.5):
+        with pytest.raises(BadInput, match="GDN layer"):
             pool.get_layer_state(bad)
 
 

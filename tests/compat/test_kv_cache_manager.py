@@ -182,6 +182,21 @@ def test_manager_refuses_nonsense_sizes(change: dict[str, int]) -> None:
         KVCacheManager(SMALL, build_schedule(SMALL), device="cpu", **sizes)
 
 
+def test_a_kind_that_no_layer_has_needs_no_blocks() -> None:
+    manager = KVCacheManager(SMALL, build_schedule(SMALL)[:1], 2, 0, 0, device="cpu")
+    assert manager.paged_pools == [None]
+
+
+@pytest.mark.parametrize("what", ["request_slots", "positions", "request_ids"])
+def test_a_step_takes_tensors_only(what: str) -> None:
+    manager = KVCacheManager(SMALL, build_schedule(SMALL), 2, 2, 2, device="cpu")
+    step: dict[str, Any] = dict.fromkeys(
+        ("request_slots", "positions", "request_ids"), torch.zeros(1, dtype=torch.int32)
+    )
+    with pytest.raises(BadInput, match=f"{what} must be an int32 tensor"):
+        manager.acquire(0, **step | {what: [0]})
+
+
 def test_manager_refuses_a_schedule_with_holes() -> None:
     for schedule in (build_schedule(SMALL)[1:], []):
         with pytest.raises(BadInput, match="layer_idx"):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from exact_floats import E4M3, every_bf16, nearest_even
 
-from kvpagoda.formats.codec import RULES
+from kvpagoda.formats.encoding import RULES
 from kvpagoda.formats.rule import Rule
 from kvpagoda.formats.scales import amax_bits, scales_of
 

@@ -138,8 +138,11 @@ def test_bad_input_is_one_clear_error() -> None:
     generator = Generator(model_of("llama"), num_blocks=4, max_requests=2)
     with pytest.raises(BadInput, match=r"token id 128 is outside the vocabulary 0\.\.127"):
         generator.submit([1, 128])
-    with pytest.raises(BadInput, match="at least one prompt token"):
+    with pytest.raises(BadInput, match="at least one token"):
         generator.submit([])
+    for bad in (0, 1.5, None):
+        with pytest.raises(BadInput, match="max_new_tokens must be a positive whole number"):
+            generator.submit([1], bad)
     with pytest.raises(NeverFits, match="70 tokens are more than the longest context of 64"):
         generator.submit([1] * 60, 10)
     with pytest.raises(NeverFits, match="one request of up to 16 tokens needs"):

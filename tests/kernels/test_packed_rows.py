@@ -100,7 +100,7 @@ def test_a_launch_allocates_nothing_reads_nothing_and_is_the_same_each_time(form
         (lambda a: a.update(pages=torch.zeros(3, 2338, dtype=torch.uint8)), "multiples of 4"),
         (lambda a: a.update(rows=a["rows"].t().contiguous().t()), "contiguous"),
         (lambda a: a.update(rows=a["rows"].to("meta")), "one device"),
-        (lambda a: a.update(format="dsv5"), "no packed format"),
+        (lambda a: a.update(format="dsv5"), "unknown packed format"),
         (lambda a: a.update(page_size=0), "at least one"),
     ],
 )

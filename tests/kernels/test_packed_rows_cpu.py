@@ -1,12 +1,15 @@
 """The loops that numba compiles give the bytes of the reference, whatever the rows hold."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
 from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_with_odd_ones
 
 from kvpagoda.kernels.dispatch import VARIABLE
-from kvpagoda.kernels.packed_rows import append_rows, gather_rows
-from kvpagoda.layouts.dialects import dialect_of
+from kvpagoda.kernels.packed_rows import append_constants, append_rows, gather_rows
+from kvpagoda.layouts.dialects import dialect_for_heads, dialect_of
 
 pytest.importorskip("numba", reason="numba is not installed")
 every = pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)
@@ -52,3 +55,38 @@ def test_gather_gives_the_numbers_of_the_reference(format, dialect, dtype, monke
     assert torch.equal(given.isnan(), wanted.isnan()), "NaN in the same places; its bits are the device's"
     bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
     assert torch.equal(given.nan_to_num(3.0).view(bits), wanted.nan_to_num(3.0).view(bits))
+
+
+@pytest.mark.parametrize("head_dim", [6, 5], ids=["no power of two", "odd: the reference"])
+def test_heads_of_any_width_are_written_and_read(head_dim, monkeypatch):
+    rows = torch.randn(len(SLOTS), 4 * head_dim, generator=torch.Generator().manual_seed(head_dim)).bfloat16()
+
+    def run():
+        pages, out = torch.zeros(3, 256, dtype=torch.uint8), torch.zeros(len(SLOTS), 4 * head_dim)
+        how = {"page_size": PAGE, "head_dim": head_dim}
+        append_rows(rows, torch.tensor(SLOTS), pages, "gqa_int8_head", **how)
+        gather_rows(pages, torch.tensor(SLOTS), out, "gqa_int8_head", **how)
+        return pages, out
+
+    given, wanted = both(monkeypatch, run)
+    assert all(map(torch.equal, given, wanted)) and (given[1][2] - rows[2]).abs().max() < 0.02
+
+
+def test_a_loop_is_found_on_disk_until_what_it_is_made_of_changes(monkeypatch, tmp_path):
+    import numba
+
+    from kvpagoda.kernels import packed_rows_cpu
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    at = dialect_for_heads("gqa_int8_head", None, 2), 1, 1
+    constants = json.dumps({name: value for name, value in append_constants(*at).items() if not name.endswith("_AT")})
+
+    def found():
+        loop = packed_rows_cpu.vector_loop.__wrapped__(constants)
+        pages, parts = np.zeros(64, np.uint8), packed_rows_cpu.Parts(1, 1, 2, 12, 6, 12, 12, 0, 2, 0, 2, 4, 12, 1)
+        loop(np.zeros(4, np.uint16), pages, np.zeros(1, np.int32), parts)
+        return sum(loop.stats.cache_hits.values()), sum(loop.stats.cache_misses.values())
+
+    assert [found(), found()] == [(0, 1), (1, 0)]
+    monkeypatch.setattr(packed_rows_cpu.inspect, "getsource", lambda module: f"{module.__name__}, changed")
+    assert found() == (0, 1)

@@ -141,7 +141,7 @@ def test_the_key_tells_strides_apart():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: judge("flash_atention_2", nhd()), "did you mean flash_attention_2"),
+        (lambda: judge("flash_atention_2", nhd()), "did you mean 'flash_attention_2'"),
         (lambda: judge("nothing_like_it", nhd()), "known: causal_conv1d_update"),
         (lambda: judge("fa2", {"k": tensor(8, 256, 8, 128)}), "needs the tensors k and v"),
         (lambda: judge("fa2", {**nhd(256), "w": tensor(1)}), "takes the tensors k, v, table"),

@@ -152,7 +152,7 @@ def test_sizes_follow_from_arguments() -> None:
 @pytest.mark.parametrize(
     ("arguments", "rule", "message"),
     [
-        (dict(name="flashmla-v23"), "name", "did you mean flashmla-v32"),
+        (dict(name="flashmla-v23"), "name", "did you mean 'flashmla-v32'"),
         (dict(name="qqq"), "name", "there are flash-attention-2, "),
         (dict(name=None), "name", "no layout is named None"),
         (dict(name="trtllm", head_size=64), "size", "no size 'head_size'; it has blocks, head_dim, heads"),

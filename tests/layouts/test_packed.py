@@ -75,6 +75,13 @@ def test_a_page_is_as_long_as_its_name_says_and_is_read_back(format, dialect, pa
 
 
 @every_dialect
+def test_no_pages_are_packed_and_read_as_none(format, dialect):
+    rows = random_rows(format, 0)
+    pages = pack(rows, format, page_size=4, dialect=dialect)
+    assert len(pages) == 0 and unpack(pages, format, page_size=4, dialect=dialect).shape == rows.shape
+
+
+@every_dialect
 def test_a_page_owns_its_bytes(format, dialect):
     """No byte of a page depends on another page (a footer for the whole pool would), on strides, or on chunks of work."""
     rows = random_rows(format, 3, 5)

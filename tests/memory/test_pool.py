@@ -12,8 +12,7 @@ from kvpagoda.layouts.dialects import DIALECTS
 from kvpagoda.layouts.packed_row import PackedRow
 from kvpagoda.memory.arena import Arena
 from kvpagoda.memory.pool import Pool, decoded
-from kvpagoda.schema import Attention, Compressed, IndexKeys, Latent, Layer, Rows
-from kvpagoda.schema.layers import block_layout
+from kvpagoda.schema import FULL, Attention, Compressed, Group, IndexKeys, Latent, Layer, Rows
 
 HEADS, HEAD_DIM, BLOCKS = 3, 64, 4
 CASES = [(name, dialect) for name, dialects in DIALECTS.items() for dialect in dialects]
@@ -47,7 +46,7 @@ def test_rows_of_a_pool_are_the_bytes_that_pack_gives(name: str, dialect: str, m
     block, row = torch.arange(BLOCKS)[:, None], torch.arange(per_block)
     for order, kernel_pages in product(("block", "layer"), (1, 2)):
         size = per_block * rows.tokens_per_row
-        layout = block_layout((layer,), size, size // kernel_pages, order)
+        layout = Group(FULL, (layer,)).block_layout(size, size // kernel_pages, order)
         arena = Arena(layout, BLOCKS, device="cpu", order=order)
         assert arena.nbytes == BLOCKS * layout.nbytes and layout.kernel_pages == kernel_pages
         pool = Pool(arena, 0, layer.block_rows())
@@ -78,9 +77,9 @@ def test_records_are_the_same_bytes_in_either_order(layout: str) -> None:
     for kernel_page in (8, 4):
         records = []
         for order in ("block", "layer"):
-            arena = Arena(block_layout((layer,), 8, kernel_page, order), BLOCKS, device="cpu", order=order)
+            arena = Arena(Group(FULL, (layer,)).block_layout(8, kernel_page, order), BLOCKS, device="cpu", order=order)
             pool = Pool(arena, 0, layer.block_rows())
-            reference = Pool(Arena(block_layout((plain,), 8), BLOCKS, device="cpu"), 0, plain.block_rows())
+            reference = Pool(Arena(Group(FULL, (plain,)).block_layout(8), BLOCKS, device="cpu"), 0, plain.block_rows())
             for name, rows in values.items():
                 pool.write(name, (block, row), rows)
                 reference.write(name, (block, row), rows)

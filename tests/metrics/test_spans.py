@@ -157,7 +157,7 @@ def test_one_request_in_so_many() -> None:
     assert names["kvpagoda.open"] == 4 and 0 < names["kvpagoda.evict"] <= 8 and names["kvpagoda.suspend"] == 1
     opened = next(span for span in exporter.get_finished_spans() if span.name == "kvpagoda.open")
     assert opened.parent is not None and opened.parent.span_id == step.get_span_context().span_id
-    with pytest.raises(BadInput, match="at least 1, got 0"):
+    with pytest.raises(BadInput, match="a positive whole number, got 0"):
         trace(cache, tracer, every=0)
 
 

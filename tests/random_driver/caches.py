@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -32,7 +33,8 @@ TIERS = ("none", "commit", "evict", "disk", "none", "reuse", "packed", "host ove
 @dataclass(frozen=True)
 class Settings:
     """What one run is about. ``settled``: every operation waits until tiers have stored what they are to store, so that a
-    run of a seed is always the same; otherwise threads race. ``num_long``: requests of 48 tokens that fit at once."""
+    run of a seed is always the same; otherwise threads race. ``num_long``: requests of 48 tokens that fit at once. ``coarse``,
+    ``slack``: tokens, as ``cache.publishing`` has them for long texts, or so few that they matter for texts of 48 tokens."""
 
     schema: str
     seed: int
@@ -51,6 +53,8 @@ class Settings:
     settled: bool
     kernel_page: int | None
     layout: str | None
+    coarse: int
+    slack: int
 
 
 def settings_of(schema: str, seed: int) -> Settings:
@@ -76,6 +80,8 @@ def settings_of(schema: str, seed: int) -> Settings:
         settled=one(True, True, True, False),
         kernel_page=None if schema == "deepseek_v4" else one(None, None, 2, 4),
         layout=one(None, *LAYOUTS.get(schema, ())),
+        coarse=one(1024, 4, 16),
+        slack=one(512, 4, 16),
     )  # fmt: skip
     return replace(settings, order=None) if settings.layout in ("vllm-lhbnc", "vllm-bhlnc") else settings
 
@@ -101,14 +107,15 @@ def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[K
     schema = schema_named(settings.schema, settings.verify_width)
     schema = schema if settings.layout is None else schema.laid_out(settings.layout)
     drivers: list[Counting] = []
-    cache = KVCache(
-        schema, budget_of(settings, schema), device="cpu", block_size=settings.block_size,
-        max_requests=settings.max_requests, order=settings.order, kernel_page=settings.kernel_page, poison=True,
-        policy=settings.policy,
-        tiers=[_counted(tier, drivers) for tier in _tiers(settings, folder)], identity=Identity(weights),
-        limits=Limits(MAX_CONTEXT, settings.step_tokens, settings.swap),
-        retention=Retention(settings.checkpoints, settings.checkpoint_every, settings.pin_share),
-    )  # fmt: skip
+    with patch.multiple("kvpagoda.cache.publishing", _COARSE=settings.coarse, _SLACK=settings.slack):
+        cache = KVCache(
+            schema, budget_of(settings, schema), device="cpu", block_size=settings.block_size,
+            max_requests=settings.max_requests, order=settings.order, kernel_page=settings.kernel_page, poison=True,
+            policy=settings.policy,
+            tiers=[_counted(tier, drivers) for tier in _tiers(settings, folder)], identity=Identity(weights),
+            limits=Limits(MAX_CONTEXT, settings.step_tokens, settings.swap),
+            retention=Retention(settings.checkpoints, settings.checkpoint_every, settings.pin_share),
+        )  # fmt: skip
     return cache, drivers
 
 

@@ -222,7 +222,7 @@ def test_a_trace_in_columns() -> None:
     assert [trace.by_arrival().chain(i).tolist() for i in range(3)] == [[0, 5], [0, 1, 2], []]
     assert len(Trace.read(trace, limit=2)) == 2 and Trace.read(trace, limit=9) is trace
     assert [Trace.read(trace, limit=2).chain(i).tolist() for i in range(2)] == [[0, 1, 2], [0, 5]]
-    with pytest.raises(BadInput, match="at least 1 request"):
+    with pytest.raises(BadInput, match="a limit of requests must be a positive whole number"):
         Trace.read([], limit=0)
     assert (len(Trace.read([])), Trace.read([]).num_refs, Trace.read([]).num_distinct) == (0, 0, 0)
 

@@ -100,7 +100,12 @@ def test_a_path_an_iterable_and_a_trace_give_the_same(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     a, b, c, d = (replay(t, capacity_blocks=3) for t in (path, str(path), iter(records), Trace.read(records)))
-    assert a == b and c == d and a.block_hits == c.block_hits == 4 and a.evictions == c.evictions == 2
+    assert (
+        a == b
+        and c == d == replay(records, 3, "lru")
+        and a.block_hits == c.block_hits == 4
+        and a.evictions == c.evictions == 2
+    )
     assert (c.requests, c.block_refs, c.policy, c.hit_rate) == (4, 9, "lru", 4 / 9)
     assert json.loads(json.dumps(c.to_dict())) == {
         "trace": "records", "policy": "lru", "capacity_blocks": 3, "requests": 4, "block_refs": 9, "block_hits": 4,
@@ -175,7 +180,7 @@ def test_bad_arguments_are_told_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="mru"):
         hit_rate_curve([], [5], ["lru", "mru"])
     for capacity in (0, -1, 1.5, True, "5"):
-        with pytest.raises(BadInput, match="at least 1 block"):
+        with pytest.raises(BadInput, match="a capacity in blocks must be a positive whole number"):
             replay([], capacity_blocks=capacity)  # type: ignore[arg-type]
     for share in (-0.1, 1, float("nan"), True, "half"):
         with pytest.raises(BadInput, match="a warm-up is a share"):

@@ -60,7 +60,7 @@ def test_what_is_counted() -> None:
         [*records, {**records[0], "hash_ids": [1, 9]}] * 2, state, "1MiB", tokens_per_id=16, checkpoint_every=1
     )
     assert result.limited_by.get("checkpoint", 0) == 0
-    with pytest.raises(BadInput, match="at least 1 token"):
+    with pytest.raises(BadInput, match="tokens_per_id must be a positive whole number"):
         serve(records, full, "1MiB", tokens_per_id=0)
     with pytest.raises(NeverFits):
         serve(records, state, "128B")

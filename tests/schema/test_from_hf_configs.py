@@ -241,7 +241,7 @@ def test_unknown_format() -> None:
         ({"vocab_size": 0}, "vocab_size is 0; expected"),
         ({"per_layer_config": [1]}, "per_layer_config is [1]; expected a table"),
         ({"model_type": None}, "model_type must name the model family, got None"),
-        ({"model_type": "lama"}, "model type 'lama' is not supported: its cache was not verified; did you mean llama"),
+        ({"model_type": "lama"}, "model type 'lama' is not supported: its cache was not verified; did you mean 'llama'"),
         ({"model_type": "mamba"}, "intermediate_size is -1; expected"),
         ({"model_type": "deepseek_v4", "compress_ratios": [4] * 30}, "expected a list of 32 or 33 numbers"),
         ({"model_type": "deepseek_v4", "compress_ratios": [0, 5] * 16}, "layer 1 has compress ratio 5; expected one of 0"),

@@ -86,7 +86,7 @@ def test_layers_apart_suit_a_kernel_that_reads_no_strides() -> None:
 
 
 def test_bad_names_and_sizes() -> None:
-    with pytest.raises(BadInput, match="no kernel 'flashmlaa'"):
+    with pytest.raises(BadInput, match="unknown kernel 'flashmlaa'"):
         RAW.plan("1GiB", kernels="flashmlaa")
     with pytest.raises(BadInput, match="reads attention, not 'latent'"):
         RAW.plan("1GiB", kernels={"latent": "fa3"})

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from kvpagoda import DSV4Config, KVCache, Schema
 from kvpagoda.errors import BadInput, LayoutError, SchemaError
-from kvpagoda.layouts import names
+from kvpagoda.layouts import Layout, named, names
+from kvpagoda.layouts.named import table
 from kvpagoda.layouts.pages import page_choice
 
 LLAMA = dict(
@@ -94,6 +96,28 @@ def test_every_name_is_read_or_refused_for_a_reason() -> None:
     assert {*refused} - outside == {"vllm-nvfp4"} and "choose vllm-fp8-head" in refused["vllm-nvfp4"]
 
 
+def test_the_pages_of_a_cache_lie_as_the_whole_layout_does() -> None:
+    """Of one layer, block and slot the digits of the pages in ``named.json`` have the strides that they have in the layout."""
+    for name, entry in table()["layouts"].items():
+        outer = {"L": "layers", "B": "blocks", "S": "states"}
+        alone = {outer[letter]: 1 for letter in entry["sizes"] if letter in outer}
+        whole = named(name, **alone, **({"blocks": 1} if "N" in entry["sizes"] else {}))
+        sizes = {"N": whole.page_size if "N" in entry["sizes"] else 256, "L": 1}
+        sizes |= {axis.name: axis.size for axis in whole.axes if len(axis.name) < 3 and axis.name not in "TLS"}
+        for page in entry.get("pages", ()):
+            if "conv[" in page:  # one row of several parts
+                assert page.startswith("W ") == bool(re.search(r"\bW \(", entry["expression"]))
+                continue
+            given = {word: size for word, size in sizes.items() if re.search(rf"\b{word}\b", page)}
+            given |= {"T": sizes["N"]} if "N" in given else {}
+            laid = Layout.of(page.replace("{dtype}", entry["dtype"]), **given)
+            for part in laid.places:
+                told = whole.strides({"k_rope": "rope", "recurrent": "state"}.get(part.name, part.name))
+                told = {word.replace("T", "N").replace("rope", "k_rope"): stride for word, stride in told.items()}
+                for word, stride in laid.strides(part.name).items():
+                    assert told[word] == stride or word in "BL", (name, part.name, word)
+
+
 @pytest.mark.parametrize(
     ("config", "layout", "error", "message"),
     [
@@ -101,7 +125,7 @@ def test_every_name_is_read_or_refused_for_a_reason() -> None:
         (LLAMA, {"latent": "trtllm"}, SchemaError, "of attention rows, not of 'latent'; kinds are attention, latent"),
         (V32, ["flashmla-v32", "vllm-mla"], SchemaError, "both of latent rows; give one"),
         (V32, "flashmla-v32:fast", LayoutError, "has the dialects flashmla"),
-        (V32, "trtlm-mla", LayoutError, "did you mean trtllm-mla"),
+        (V32, "trtlm-mla", LayoutError, "did you mean 'trtllm-mla'"),
         (dict(V32, kv_lora_rank=256), "flashmla-v32", LayoutError, "RoPE dims, not 256 and 64"),
         (dict(V32, kv_lora_rank=544, qk_rope_head_dim=32), "flashmla-v32", LayoutError, "512 elements and 64 RoPE"),
         (dict(LLAMA, head_dim=24), "gdn-state-vk", SchemaError, "no layer of llama"),

@@ -278,11 +278,8 @@ class GroupBlocks(SharedBlocks):
         self.free.check()
         self.tree.check()
         rows, most = self.tree.all_ids(), self.num_blocks + 1
-        named = [
-            self.free.free_ids(),
-            rows[: len(self.full)].ravel(),
-            *(one for table in tables for one in table.doubles),
-        ]
+        doubles = [one for table in tables for one in table.doubles]
+        named = [self.free.free_ids(), rows[: len(self.full)].ravel(), *doubles]
         for group in self.full:
             named += [np.array(table.ids[group][table.lease.num_blocks :], np.int32) for table in tables]
         for number, (group, (row, blocks)) in enumerate(self._windows.items()):

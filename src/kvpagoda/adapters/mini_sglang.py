@@ -119,12 +119,9 @@ class PrefixCache:
         evicting nothing, if that is more than is not locked."""
         num_pages = ceil_div(size, self.page_size)
         if num_pages > self.tree.num_evictable:
-            raise OutOfBlocks(
-                f"need {num_pages} pages, {self.tree.num_evictable} of {self.tree.num_cached} cached ones are not locked; "
-                "finish a request first",
-                needed=num_pages,
-                available=self.tree.num_evictable,
-            )
+            available = self.tree.num_evictable
+            text = f"need {num_pages} pages, {available} of {self.tree.num_cached} cached ones are not locked"
+            raise OutOfBlocks.with_hint(text, "finish a request first", needed=num_pages, available=available)
         return self.tokens_of(self.tree.evict(num_pages).ids[0])
 
     def reset(self) -> None:
@@ -220,7 +217,7 @@ class CacheManager:
         ends = np.cumsum(counts)
         pages = np.arange(total) - np.repeat(ends - counts - first, counts)
         columns = (pages[:, None] * size + np.arange(size)).ravel()
-        indices = self._page_to_token(self._allocate(total)).to(self.page_table.dtype)
+        indices = self.prefix_cache.tokens_of(self._allocate(total)).to(self.page_table.dtype)
         places = (torch.from_numpy(array).to(self.device) for array in (np.repeat(rows, counts * size), columns))
         self.page_table[tuple(places)] = indices
 
@@ -263,14 +260,9 @@ class CacheManager:
                 f"{num_free} free and {len(cached)} cached pages of {self.num_pages}; both: {(freed[:16] - 1).tolist()}"
             )
 
-    def _allocate(self, needed_pages: int) -> Tensor:
-        """The index of the first token of each of so many pages, int32. Raises OutOfBlocks, taking none."""
+    def _allocate(self, needed_pages: int) -> Ids:
+        """The ids of so many pages, int32. Raises OutOfBlocks, taking none."""
         short = needed_pages - self._free_list.num_free
         if short > 0:
             self._free_list.release(self.prefix_cache.pages_of(self.prefix_cache.evict(short * self.page_size)))
-        ids = self._free_list.acquire(needed_pages)
-        return torch.from_numpy((ids - 1) * self.page_size).to(self.device)
-
-    def _page_to_token(self, pages: Tensor) -> Tensor:
-        """The indices of all tokens of the pages that begin at ``pages``: int32."""
-        return self.prefix_cache.tokens_of(pages.cpu().numpy() // self.page_size + 1)
+        return self._free_list.acquire(needed_pages)

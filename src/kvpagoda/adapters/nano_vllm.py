@@ -20,6 +20,7 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.prefix import EvictionPolicy, Lease, Match
 from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.units import ceil_div
 
 
 class Sequence(Protocol):
@@ -161,7 +162,7 @@ class BlockManager:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _columns(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return ceil_div(num_tokens, self.block_size)
 
     def _look_up(self, seq: Sequence) -> Match:
         """What is cached of ``seq``: its tokens are read once while it waits."""

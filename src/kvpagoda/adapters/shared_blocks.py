@@ -43,12 +43,9 @@ class SharedBlocks:
         if short > 0:
             available, idle = self.num_available, self.num_available - self.free.num_free
             if n > available:
-                raise OutOfBlocks(
-                    f"need {n} blocks, {self.free.num_free} free, {self.num_cached} cached ({self.num_cached - idle} in use) "
-                    f"of {self.num_blocks}; end a request first",
-                    needed=n,
-                    available=available,
-                )
+                cached = f"{self.num_cached} cached ({self.num_cached - idle} in use)"
+                text = f"need {n} blocks, {self.free.num_free} free, {cached} of {self.num_blocks}"
+                raise OutOfBlocks.with_hint(text, "end a request first", needed=n, available=available)
             self._evict(short)
         return self.free.acquire(n)
 

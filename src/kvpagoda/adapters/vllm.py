@@ -384,8 +384,5 @@ def _namespace(request: Request) -> bytes:
     if request.mm_features:
         raise BadInput(f"request {request.request_id} has images or the like, which are not told apart here")
     lora = request.lora_request
-    return (
-        b""
-        if lora is None and request.cache_salt is None
-        else repr((request.cache_salt, lora and lora.lora_name)).encode()
-    )
+    is_shared = lora is None and request.cache_salt is None
+    return b"" if is_shared else repr((request.cache_salt, lora and lora.lora_name)).encode()

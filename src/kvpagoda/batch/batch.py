@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from functools import cached_property
 from typing import Any, SupportsIndex
@@ -17,7 +18,7 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import Request, State
-from kvpagoda.errors import BadInput, StaleHandle
+from kvpagoda.errors import BadInput, StaleHandle, unknown_name
 from kvpagoda.schema import Layer, Schema
 from kvpagoda.units import whole_number
 
@@ -209,7 +210,7 @@ class LayerView:
         pool = self.blocks if self.blocks is not None and field in self.blocks.fields else self.state
         if pool is None or field not in pool.fields:
             fields = [*(self.blocks.fields if self.blocks else ()), *(self.state.fields if self.state else ())]
-            raise BadInput(f"{self._name} has no field {field!r} in memory; it has {fields}")
+            raise unknown_name(f"field of {self._name}", field, fields)
         return pool[field]
 
     @property
@@ -318,7 +319,8 @@ def batch_of(
     pad_to: SupportsIndex | None,
 ) -> Batch:
     """A step of ``requests``; see ``KVCache.batch``. Raises BadInput, StaleHandle."""
-    counts = [whole_number(n, "new_tokens of a sequence", 1) for n in new_tokens]
+    given = new_tokens if isinstance(new_tokens, Iterable) else (new_tokens,)
+    counts = [whole_number(n, "new_tokens of a sequence", 1) for n in given]
     if len(requests) != len(counts) or not requests:
         raise BadInput(f"{len(requests)} sequences need as many positive new_tokens, at least one; got {counts[:16]}")
     rows = len(requests) if pad_to is None else whole_number(pad_to, "pad_to", 1)

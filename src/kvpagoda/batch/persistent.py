@@ -47,7 +47,8 @@ class PersistentBatch:
 
     Every sequence stays exact by itself: it takes over its tokens when it needs them, and what it does alone
     (``extend``, ``commit``, ``rewind``) counts from the next call on. One that was closed must be removed, one that was
-    suspended removed or resumed.
+    suspended removed or resumed; where ``resume`` lost tokens, the steps are those tokens again, a few at a time, unless
+    the sequence commits them alone first.
     """
 
     def __init__(self, lifecycle: Lifecycle, schema: Schema, num_rows: int, tokens_per_row: int | None = None) -> None:
@@ -68,7 +69,9 @@ class PersistentBatch:
         self._first_of, self._width = np.empty(0, np.int64), 0
         self._batch: Batch | None = None
         self._due: list[Request] = []  # whose blocks are to be published, or slide
-        self._in_prompt: dict[int, Request] = {}  # row -> request whose next token is the last one of its prompt
+        self._in_prompt: dict[
+            int, Request
+        ] = {}  # row -> request of whose prompt a token is missing, or after a resume more
         self._sliding = [group.growth for group in core.groups if group.growth.span is not None]
 
     @property
@@ -177,12 +180,12 @@ class PersistentBatch:
             )
         places = self._places(before, after)
         if self._in_prompt:
-            self._check_prompts(tokens, after - before)
+            self._check_prompts(tokens, before, after)
         for growth in self._sliding:
             is_due |= growth.first_kept(after[:n]) // size > growth.first_kept(before[:n]) // size
         due = [self._requests[row] for row in is_due.nonzero()[0].tolist()]
         if self._in_prompt:
-            done = [row for row in self._in_prompt if after[row] > before[row]]
+            done = [row for row, one in self._in_prompt.items() if after[row] >= one.prompt_length]
             due += [self._in_prompt[row] for row in done if not is_due[row]]
             self._in_prompt = {row: one for row, one in self._in_prompt.items() if row not in done}
         rows.newest.ravel()[places] = tokens
@@ -222,13 +225,18 @@ class PersistentBatch:
         row_of, columns = cells_between(lacking, (after - rows.known)[:n])
         return self._first_of[row_of] + columns
 
-    def _check_prompts(self, tokens: Array, counts: Array) -> None:
-        """Raises BadInput where the next token of a sequence is one of its prompt, and another one is committed."""
-        firsts = np.cumsum(counts) - counts
+    def _check_prompts(self, tokens: Array, before: Array, after: Array) -> None:
+        """Raises BadInput where a sequence has the next tokens of its prompt to commit, and others are committed."""
+        ends = np.cumsum(after - before)
         for row, request in self._in_prompt.items():
-            at, known = request.own_length, request.tokens[request.own_length]
-            if counts[row] and tokens[firsts[row]] != known:
-                raise BadInput(f"commit names token {tokens[firsts[row]]} at {at} of row {row}, the prompt has {known}")
+            at, end = before[row], min(after[row], request.prompt_length)
+            first = ends[row] - after[row] + at
+            differs = (tokens[first : first + end - at] != request.tokens[at:end]).nonzero()[0]
+            if len(differs):
+                i = differs[0]
+                raise BadInput(
+                    f"commit names token {tokens[first + i]} at {at + i} of row {row}, the prompt has {request.tokens[at + i]}"
+                )
 
     def _publish_due(self) -> None:
         """Publish what the last commit completed, or put it down for later; what an interrupt left is done with the next

@@ -113,7 +113,7 @@ class Admission:
         suspended, keys, more = core.suspended[request], request.keys(0, length), max(capacity or 0, reserve or 0)
         if not request.publishes and not core.namespaces.is_current(namespace):
             # it went on with other weights: what others left of the same text is not what it has
-            keys = keys[: max(some.stop for some in suspended.left_behind) * core.block_size]
+            keys = keys[: max((some.stop for some in suspended.left_behind if some), default=0) * core.block_size]
         match = core.prefix.tree.match(keys, namespace)
         is_whole = core.prefix.has_all(match, suspended.left_behind)
         reserved = [0 if reserve is not None else blocks for blocks in suspended.reserved]

@@ -114,6 +114,7 @@ class Publisher:
 
     def step_limit(self, request: Request) -> int:
         """See ``KVCache.step_limit``."""
+        request.check_running()
         length, size = request.length, self._core.block_size
         due = request.due if self._core.states is not None else ()
         at = next((at * size for at in due if at * size > length), self._core.max_context)

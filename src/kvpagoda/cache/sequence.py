@@ -222,7 +222,7 @@ class Sequence:
 def requests_of(sequences: Iterable[Sequence], core: Core) -> list[Request]:
     """The requests of ``sequences``. Raises BadInput for what ``core`` did not open."""
     requests = []
-    for sequence in sequences:
+    for sequence in sequences if isinstance(sequences, Iterable) else (sequences,):
         if not isinstance(sequence, Sequence) or sequence._lifecycle.core is not core:
             raise BadInput(f"expected sequences that this cache opened, got {sequence!r}")
         requests.append(sequence._request)

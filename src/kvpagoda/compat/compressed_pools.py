@@ -7,12 +7,13 @@ attribute shows it. An attribute that this layer, or this encoding, does not hav
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import SupportsIndex
 
 import torch
 
-from kvpagoda.blocks.ids import positive_numbers
+from kvpagoda.blocks.ids import IdSet, positive_numbers
 from kvpagoda.compat.deepseek_v4 import LayerSchema
-from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.errors import BadInput
 from kvpagoda.memory.arena import Arena, Device
 from kvpagoda.memory.pool import Pool
 
@@ -100,6 +101,7 @@ class StateCachePool(Pool):
         arena = Arena(schema.state_layout(), self.max_requests + 1, device=device, order="layer")
         super().__init__(arena, schema.layer_idx, schema.kind.state_rows(), num_hidden=1)
         self.schema = schema
+        self._ids = IdSet(self.max_requests, 0, "request slots")
         arena.reset(torch.arange(arena.num_rows))
 
     def __getattr__(self, name: str) -> Tensor | None:
@@ -116,11 +118,9 @@ class StateCachePool(Pool):
         ratio = self.schema.kind.ratio
         return self.swa_head % ratio if ratio else None
 
-    def reset_slot(self, slot: int) -> None:
+    def reset_slot(self, slot: SupportsIndex) -> None:
         """Make the row of ``slot`` as new: nothing of the request before is left. Raises NotOwned if out of range."""
-        if isinstance(slot, bool) or not isinstance(slot, int) or not 0 <= slot < self.max_requests:
-            raise NotOwned(f"slot {slot!r} is not one of the request slots 0..{self.max_requests - 1}")
-        self.arena.reset(slot)
+        self.arena.reset(self._ids.in_range(slot))
 
     def memory_bytes(self) -> int:
         """Bytes allocated, with the hidden record and alignment."""

@@ -15,9 +15,8 @@ from functools import partial
 from typing import ClassVar
 
 from kvpagoda.errors import SchemaError, unknown_name
-from kvpagoda.schema import MXFP4, RAW, Compressed, Encoding, IndexKeys, Layer, RowLayout, Schema
+from kvpagoda.schema import FULL, MXFP4, RAW, STATE, Compressed, Encoding, Group, IndexKeys, Layer, RowLayout, Schema
 from kvpagoda.schema.from_hf import KV_FORMATS
-from kvpagoda.schema.layers import block_layout, state_layout
 from kvpagoda.units import ceil_div, whole_number
 
 BLOCK_SIZE_ORIGINAL_TOKENS = 128
@@ -229,11 +228,11 @@ class LayerSchema:
 
     def block_layout(self) -> RowLayout:
         """The record of one block of this layer; 0 bytes for SWA."""
-        return block_layout((self.layer,), BLOCK_SIZE_ORIGINAL_TOKENS)
+        return Group(FULL, (self.layer,)).block_layout(BLOCK_SIZE_ORIGINAL_TOKENS)
 
     def state_layout(self) -> RowLayout:
         """The record of one request's state of this layer."""
-        return state_layout((self.layer,))
+        return Group(STATE, (self.layer,)).block_layout()
 
 
 def build_schema(config: DSV4Config, layer_spec: LayerSpec) -> LayerSchema:
@@ -301,7 +300,7 @@ def _preset(config: DSV4Config, kv_format: str) -> Schema:
     if (packed := KV_FORMATS[kv_format]) is None:
         return config.schema(encoding=RAW, index_encoding=RAW)
     schema = config.schema(encoding=replace(packed.entries, kept=config.rope_dim), index_encoding=packed.index_keys)
-    return schema.laid_out(packed.layouts[Compressed]) if packed.layouts else schema
+    return schema.laid_out(packed.layouts["Compressed"]) if packed.layouts else schema
 
 
 PRESETS: dict[str, Callable[[str], Schema]] = {

@@ -14,6 +14,7 @@ from kvpagoda.schema import RowLayout, Rows
 from kvpagoda.schema.families.states import delta
 from kvpagoda.schema.fields import itemsize
 from kvpagoda.schema.layout import pages_of
+from kvpagoda.units import whole_number
 
 Slots = int | Sequence[int] | Tensor
 
@@ -76,7 +77,9 @@ class GDNPool:
         # The widest elements first: then every region starts aligned to its element without a byte of padding.
         states.sort(key=lambda rows: -itemsize(rows.dtype))
         layers = range(self.num_gdn_layers)
-        layout = RowLayout.of(page for rows in states for layer in layers for page in pages_of(layer, [rows], _once))
+        layout = RowLayout.of(
+            page for rows in states for layer in layers for page in pages_of(layer, [rows], lambda _: 1)
+        )
         self.arena = Arena(layout, self.num_slots, device=device, order="layer", packed=True)
         self.device = self.arena.device
         self.recurrent_state, self.conv_state = (self.arena.all_layers(name)[:, :, 0] for name in ("recurrent", "conv"))
@@ -85,7 +88,7 @@ class GDNPool:
         """The states of a layer, counted among the GDN layers, as views of the pool: recurrent ``[slots, num_v_heads,
         head_v_dim, head_k_dim]``, dense, the transpose of ``recurrent_state[gdn_layer_idx]``, and conv ``[slots, conv_dim,
         conv_kernel_size - 1]``. Raises BadInput."""
-        if not 0 <= gdn_layer_idx < self.num_gdn_layers:
+        if whole_number(gdn_layer_idx, "a GDN layer") >= self.num_gdn_layers:
             raise BadInput(f"layer {gdn_layer_idx} is not one of the {self.num_gdn_layers} GDN layers of this pool")
         return self.recurrent_state[gdn_layer_idx].transpose(-1, -2), self.conv_state[gdn_layer_idx]
 
@@ -125,8 +128,3 @@ class GDNPool:
     def check(self) -> None:
         """Prove that every track slot is free or held, once. Raises CheckFailed."""
         self._track.check()
-
-
-def _once(rows: Rows) -> int:
-    """Rows of a state in a record."""
-    return rows.count

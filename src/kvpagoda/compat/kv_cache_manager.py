@@ -35,7 +35,7 @@ from kvpagoda.memory.arena import Device, default_device
 from kvpagoda.memory.device_arrays import DeviceArrays
 from kvpagoda.schema import FULL
 from kvpagoda.schema.plan import GroupPlan
-from kvpagoda.units import ceil_div
+from kvpagoda.units import ceil_div, whole_number
 
 Tensor = torch.Tensor
 
@@ -95,11 +95,10 @@ class KVCacheManager:
         num_blocks_per_hca_layer: int,
         device: Device = None,
     ) -> None:
-        num_slots, num_csa, num_hca = positive_numbers(
-            max_concurrent_requests=max_concurrent_requests,
-            num_blocks_per_csa_layer=num_blocks_per_csa_layer,
-            num_blocks_per_hca_layer=num_blocks_per_hca_layer,
-        )
+        (num_slots,) = positive_numbers(max_concurrent_requests=max_concurrent_requests)
+        least = {spec.attn: 1 for spec in schedule}  # none are needed where no layer takes any
+        num_csa = whole_number(num_blocks_per_csa_layer, "num_blocks_per_csa_layer", least.get(AttentionType.CSA, 0))
+        num_hca = whole_number(num_blocks_per_hca_layer, "num_blocks_per_hca_layer", least.get(AttentionType.HCA, 0))
         if not schedule or any(spec.layer_idx != i for i, spec in enumerate(schedule)):
             raise BadInput(f"layer i of the schedule must have layer_idx i, got {[s.layer_idx for s in schedule]}")
         self.device = default_device(device)
@@ -205,6 +204,8 @@ class KVCacheManager:
         there = self.state_pools[layer_idx]["swa_pos"].device  # with its index, which ``device`` may lack
         given = {"request_slots": request_slots, "positions": positions, "request_ids": request_ids}
         for name, tensor in given.items():
+            if not isinstance(tensor, Tensor):
+                raise BadInput(f"{name} must be an int32 tensor [n], got {type(tensor).__name__}")
             if tensor.dtype != torch.int32 or tensor.shape != request_slots.shape or tensor.ndim != 1:
                 raise BadInput(
                     f"{name} must be int32 [n] like request_slots, got {tensor.dtype} {list(tensor.shape)} "

@@ -8,15 +8,6 @@ from kvpagoda.events.stream import EventStream
 from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
 __all__ = [
-    "AllBlocksCleared",
-    "BlockRemoved",
-    "BlockStored",
-    "EventBatch",
-    "EventLog",
-    "EventStream",
-    "Follower",
-    "Publisher",
-    "Resumable",
-    "Subscriber",
-    "namespace_name",
-]
+    "AllBlocksCleared", "BlockRemoved", "BlockStored", "EventBatch", "EventLog", "EventStream", "Follower", "Publisher",
+    "Resumable", "Subscriber", "namespace_name",
+]  # fmt: skip

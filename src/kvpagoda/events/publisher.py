@@ -139,25 +139,22 @@ class Subscriber:
             raise BadInput(f"cannot connect to {endpoint!r} and {replay_endpoint!r}: {error}") from None
         self._sub.subscribe(topic.encode())
         self._poller = zmq.Poller()
-        self._poller.register(self._sub, zmq.POLLIN)
-        self._poller.register(self._dealer, zmq.POLLIN)
+        for socket in (self._dealer, self._sub):
+            self._poller.register(socket, zmq.POLLIN)
         self._asked_at: float | None = None
         self._ask(0)
 
     def poll(self, timeout: float = 0.0) -> list[bytes]:
         """Receive what has come, or wait for it at most ``timeout`` seconds. Returns what ``Follower.feed`` does of it."""
         lost, end = list[bytes](), monotonic() + timeout
-        while ready := dict(self._poller.poll(max(0, round(1000 * (end - monotonic()))))):
+        while ready := self._poller.poll(max(0, round(1000 * (end - monotonic())))):
             end = 0.0
-            if self._dealer in ready:
-                _, number, payload = self._dealer.recv_multipart()
+            for socket, _ in ready:
+                _, number, payload = socket.recv_multipart()
                 if number == END:
                     self._asked_at = None
                 else:
                     lost += self.follower.feed(int.from_bytes(number, "big"), payload)
-            if self._sub in ready:
-                _, number, payload = self._sub.recv_multipart()
-                lost += self.follower.feed(int.from_bytes(number, "big"), payload)
         wanted = self.follower.wanted
         if wanted is not None and (self._asked_at is None or monotonic() - self._asked_at > PATIENCE):
             self._ask(wanted)

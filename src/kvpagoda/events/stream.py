@@ -17,21 +17,12 @@ import numpy as np
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.event_log import TEXT, EventLog, Gone, Moved, Record, Renewed, Restart, Shared
 from kvpagoda.cache.namespace import owner_of
-from kvpagoda.errors import BadInput
+from kvpagoda.events import wire
 from kvpagoda.events.index import Block, PrefixIndex
-from kvpagoda.events.wire import (
-    MEDIUM,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    CacheInfo,
-    Event,
-    EventBatch,
-    encode,
-    kind_of,
-)
+from kvpagoda.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvpagoda.prefix.tokens import NO_TOKEN, are_media
 from kvpagoda.tiers.keys import prefix_hashes, prefix_root
+from kvpagoda.units import whole_number
 
 Message = tuple[int, bytes]
 """Sequence number and payload."""
@@ -46,14 +37,12 @@ class EventStream:
     """
 
     def __init__(self, log: EventLog, *, keep: int = 10_000, rank: int | None = None) -> None:
-        if type(keep) is not int or keep < 1:
-            raise BadInput(f"keep is a number of batches, at least 1, got {keep!r}")
         self.index, self._log, self._rank = PrefixIndex(log.followed), log, rank
-        self._info = CacheInfo.of(log.followed, token_bytes(_INSTANCE_NBYTES))
+        self._info = wire.CacheInfo.of(log.followed, token_bytes(_INSTANCE_NBYTES))
         self._text_group = log.followed.full
         self._by_id: dict[int, dict[int, Block]] = {number: {} for number in range(TEXT, len(log.followed.groups))}
         self._media: dict[int, bytes] = {}  # media id of the cache -> digest
-        self._sent: deque[Message] = deque(maxlen=keep)
+        self._sent: deque[Message] = deque(maxlen=whole_number(keep, "keep, a number of batches,", at_least=1))
         self.num_events = 0  #: blocks that were stored or removed in some group
         log.restart()
         self._number(self._taken() or [AllBlocksCleared()])
@@ -70,14 +59,14 @@ class EventStream:
 
     def alive(self) -> Message:
         """A message without events: whoever missed the last batch sees it by its number."""
-        return self.last, encode(EventBatch(time(), [], self._rank, self._info))
+        return self._message(self.last, [])
 
     def replay(self, start: int) -> list[Message]:
         """The batches from number ``start`` on, if all of them are kept, else one with all that is there, numbered as the last
         one: what follows on it is the next."""
         if not self._sent[0][0] <= start <= self.last + 1:
             events: list[Event] = [AllBlocksCleared(), *self._all()]
-            return [(self.last, encode(EventBatch(time(), events, self._rank, self._info)))]
+            return [self._message(self.last, events)]
         return [message for message in self._sent if message[0] >= start]
 
     def _taken(self) -> list[Event]:
@@ -89,9 +78,11 @@ class EventStream:
         return events
 
     def _number(self, events: list[Event]) -> Message:
-        message = self.last + 1 if self._sent else 0, encode(EventBatch(time(), events, self._rank, self._info))
-        self._sent.append(message)
-        return message
+        self._sent.append(self._message(self.last + 1 if self._sent else 0, events))
+        return self._sent[-1]
+
+    def _message(self, number: int, events: list[Event]) -> Message:
+        return number, wire.encode(wire.EventBatch(time(), events, self._rank, self._info))
 
     # -- records -----------------------------------------------------------------------------------------------------
 
@@ -105,7 +96,7 @@ class EventStream:
             case Moved(group, sources, targets):
                 self._move(group, sources, targets)
             case Renewed(namespaces):
-                self._drop({prefix_root(owner_of(one), self._log.followed.secret) for one in namespaces}, events)
+                self._drop({self._namespace(one) for one in namespaces}, events)
             case Restart(shared):
                 self.index.clear()
                 for by_id in self._by_id.values():
@@ -135,11 +126,8 @@ class EventStream:
         blocks = [*(block for block in path[:first_new] if block is not None), *new]
         for group, first, ids in shared.groups:
             there = self._by_id[group]
-            fresh = [
-                (block, one)
-                for block, one in zip(blocks[first - shared.first :], ids.tolist())
-                if one and one not in there
-            ]
+            pairs = zip(blocks[first - shared.first :], ids.tolist())
+            fresh = [(block, one) for block, one in pairs if one and one not in there]
             there.update((one, block) for block, one in fresh)
             stored = [block for block, _ in fresh]
             if stored:
@@ -185,7 +173,7 @@ class EventStream:
         """Nothing of ``namespaces`` is found any more."""
         for one in namespaces:
             if one in self.index.roots:
-                blocks = _below(self.index.roots[one])
+                blocks = [block for run in _runs(self.index.roots[one]) for block in run]
                 for group in range(len(self.index.followed.groups)):
                     if group != self._text_group:
                         self._remove(group, [block for block in blocks if block.groups >> group & 1], events)
@@ -202,17 +190,17 @@ class EventStream:
     def _stored(self, group: int, run: list[Block]) -> BlockStored:
         size, parent = self.index.followed.block_size, run[0].parent
         keys = np.frombuffer(b"".join(block.key for block in run), np.int32)
-        name, growth = (None, None) if group == TEXT else self.index.followed.groups[group]
+        number, name, kind, window = self._told(group)
         return BlockStored(
             [block.name for block in run],
             parent.name if parent is not None and parent.depth else None,
             np.maximum(keys[keys != NO_TOKEN], 0).tolist(),
             size,
-            medium=MEDIUM,
+            medium=wire.MEDIUM,
             extra_keys=self._extra_keys(keys.reshape(-1, size)) if len(self._media) else None,
-            group_idx=None if group == TEXT else group,
-            kv_cache_spec_kind=None if growth is None else kind_of(growth),
-            kv_cache_spec_sliding_window=None if growth is None else growth.window,
+            group_idx=number,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=window,
             group_name=name,
             namespace=run[0].root.name,
         )
@@ -239,10 +227,15 @@ class EventStream:
             lost = [name for block, name in zip(blocks, names) if self.index.remove(block)]
         else:
             lost = self.index.set_flag(group, blocks, is_there=False)
-        name, growth = (None, None) if group == TEXT else self.index.followed.groups[group]
-        kind = None if growth is None else kind_of(growth)
-        number = None if group == TEXT else group
-        events.append(BlockRemoved(names, MEDIUM, number, name, kind, lost))
+        number, name, kind, _ = self._told(group)
+        events.append(BlockRemoved(names, wire.MEDIUM, number, name, kind, lost))
+
+    def _told(self, group: int) -> tuple[int | None, str | None, str | None, int | None]:
+        """Number, name, kind and window of a group, as events say them: nothing of the texts alone."""
+        if group == TEXT:
+            return None, None, None, None
+        name, growth = self.index.followed.groups[group]
+        return group, name, wire.kind_of(growth), growth.window
 
     def _all(self) -> Iterable[Event]:
         """All that is there, parents before their children."""
@@ -255,11 +248,6 @@ class EventStream:
                         self._store(group, [block for block in run if block.groups >> group & 1], events)
         self.num_events = counted
         return events
-
-
-def _below(root: Block) -> list[Block]:
-    """All blocks of a namespace, parents before their children."""
-    return [block for run in _runs(root) for block in run]
 
 
 def _runs(root: Block) -> Iterable[list[Block]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpagoda.cache.event_log import Followed
-from kvpagoda.errors import BadInput, MissingExtra
+from kvpagoda.errors import BadInput, MissingExtra, unknown_name
 from kvpagoda.schema.fields import FULL, STATE, Growth
 
 with MissingExtra.unless("msgspec", "kvpagoda.events needs msgspec; pip install 'kvpagoda[events]'"):
@@ -26,8 +26,6 @@ SEQUENCE_NBYTES = 8
 END = (-1).to_bytes(SEQUENCE_NBYTES, "big", signed=True)
 """In place of a sequence number: a replay is over."""
 MEDIUM = "GPU"
-
-_KINDS = {"full_attention": FULL, "mamba": STATE}
 
 
 def kind_of(growth: Growth) -> str:
@@ -134,12 +132,8 @@ def decode(payload: bytes) -> EventBatch:
 
 
 def _growth(kind: str, span: int | None) -> Growth:
-    if kind == "sliding_window":
-        return Growth(window=span)
-    if kind == "chunked_local_attention":
-        return Growth(chunk=span)
-    if kind not in _KINDS:
-        raise BadInput(
-            f"a group of kind {kind!r} is not known; there are {[*_KINDS]}, sliding_window, chunked_local_attention"
-        )
-    return _KINDS[kind]
+    known = {"full_attention": FULL, "mamba": STATE}
+    known |= {"sliding_window": Growth(window=span), "chunked_local_attention": Growth(chunk=span)}
+    if kind not in known:
+        raise unknown_name("kind of a group", kind, known)
+    return known[kind]

@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["decode", "encode"]
 
-__getattr__ = load_when_used(__name__, dict.fromkeys(__all__, "kvpagoda.formats.codec"))
+__getattr__ = load_when_used(__name__, {"kvpagoda.formats.codec": __all__})

@@ -14,7 +14,6 @@ import torch
 from kvpagoda.errors import BadInput
 from kvpagoda.formats.encoding import Encoding
 from kvpagoda.formats.quantise import dequantise, quantise
-from kvpagoda.formats.rule import Rule
 from kvpagoda.units import align_up
 
 Tensor = torch.Tensor
@@ -91,7 +90,7 @@ def _chunks(rows: Tensor) -> Iterator[slice]:
 
 def _encode_rows(encoding: Encoding, x: Tensor) -> tuple[Tensor, Tensor]:
     """float32 ``[n, coded]`` -> codes and scales as the encoding lays them out."""
-    codes, scales = quantise(x.view(len(x), -1, encoding.group or x.shape[1]), RULES[encoding.name])
+    codes, scales = quantise(x.view(len(x), -1, encoding.group or x.shape[1]), encoding.rule)
     if encoding.name == "fp8_ue8m0":
         scales = torch.nn.functional.pad(scales, (0, align_up(scales.shape[1], 8) - scales.shape[1]))
     return codes, scales if encoding.group else scales.squeeze(1)
@@ -99,7 +98,7 @@ def _encode_rows(encoding: Encoding, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _decode_rows(encoding: Encoding, codes: Tensor, scales: Tensor) -> Tensor:
     """codes ``[n, k]`` and their scales -> float32 ``[n, coded]``."""
-    rule = RULES[encoding.name]
+    rule = encoding.rule
     groups = codes.shape[1] * rule.codes_per_byte // encoding.group if encoding.group else 1
     return dequantise(codes, scales.view(len(scales), -1)[:, :groups], rule)
 
@@ -110,20 +109,10 @@ def _check_parts(encoding: Encoding, parts: Sequence[Tensor]) -> tuple[torch.Siz
     if not parts or parts[0].ndim == 0:
         raise BadInput(f"decode needs the parts that encode gave, got: {given or 'none'}")
     lead = parts[0].shape[:-1]
-    coded = parts[0].shape[-1] * (2 if encoding.is_fp4 else 1)
+    coded = parts[0].shape[-1] * (1 if encoding.name == "raw" else encoding.rule.codes_per_byte)
     layout = encoding.parts((coded + encoding.kept,), str(parts[0].dtype).removeprefix("torch."))
     wanted = [(getattr(torch, dtype), (*lead, *shape)) for _, shape, dtype in layout]
     if wanted != [(part.dtype, tuple(part.shape)) for part in parts]:
         expected = ", ".join(f"{dtype} {list(shape)}" for dtype, shape in wanted)
         raise BadInput(f"{encoding.name!r} parts must be {expected}; got {given}")
     return lead, coded
-
-
-RULES = {
-    "fp8": Rule("e4m3", "float32", floor=1e-10, by="inverse"),
-    "fp8_ue8m0": Rule("e4m3", "e8m0", floor=1e-4),
-    "mxfp4": Rule("e2m1", "e8m0", floor=6 * 2.0**-126),
-    "nvfp4": Rule("e2m1", "e4m3", floor=6 * 2.0**-9),
-    "int8": Rule("int8", "float32", floor=1e-10, by="inverse"),
-}
-"""The rules of the schema's encodings; their groups are the encodings' own."""

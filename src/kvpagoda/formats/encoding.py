@@ -5,9 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpagoda.errors import SchemaError, unknown_name
+from kvpagoda.formats.rule import SUFFIXES, Rule
 from kvpagoda.units import align_up
 
-ENCODINGS = ("fp8", "fp8_ue8m0", "mxfp4", "nvfp4", "int8")
+RULES = {
+    "fp8": Rule("e4m3", "float32", floor=1e-10, by="inverse"),
+    "fp8_ue8m0": Rule("e4m3", "e8m0", floor=1e-4),
+    "mxfp4": Rule("e2m1", "e8m0", floor=6 * 2.0**-126),
+    "nvfp4": Rule("e2m1", "e4m3", floor=6 * 2.0**-9),
+    "int8": Rule("int8", "float32", floor=1e-10, by="inverse"),
+}
+"""How each encoding makes codes and scales; groups are the encoding's own."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +47,16 @@ class Encoding:
         """
         if self.name == "raw":
             return (("", shape, dtype),)
-        if self.name not in ENCODINGS:
-            raise unknown_name("encoding", self.name, ("raw", *ENCODINGS), SchemaError)
-        lead, coded = shape[:-1], shape[-1] - self.kept
-        group, per_byte = self.group or coded, 2 if self.is_fp4 else 1
+        rule, lead, coded = self.rule, shape[:-1], shape[-1] - self.kept
+        group, per_byte = self.group or coded, rule.codes_per_byte
         if coded <= 0 or coded % group or coded % per_byte:
             raise SchemaError(
                 f"encoding {self.name!r} cannot hold a row of {shape[-1]} elements: "
                 f"{coded} to encode is not a positive multiple of {max(group, per_byte)}"
             )
         groups = coded // group
-        suffix = "_fp4" if self.is_fp4 else "_int8" if self.name == "int8" else "_fp8"
-        codes = (suffix, (*lead, coded // per_byte), "uint8")
-        if self.name in ("fp8", "int8"):
+        codes = (SUFFIXES[rule.codes], (*lead, coded // per_byte), "uint8")
+        if rule.scale == "float32":
             scales = ("_inv_scale", lead if self.group is None else (*lead, groups), "float32")
         else:
             scales = ("_scales", (*lead, align_up(groups, 8) if self.name == "fp8_ue8m0" else groups), "uint8")
@@ -59,9 +64,11 @@ class Encoding:
         return (codes, *kept, scales)
 
     @property
-    def is_fp4(self) -> bool:
-        """Whether two codes lie in one byte."""
-        return self.name in ("mxfp4", "nvfp4")
+    def rule(self) -> Rule:
+        """How its groups become scales and codes. Raises SchemaError for "raw", which has none, and unknown names."""
+        if self.name not in RULES:
+            raise unknown_name("encoding", self.name, ("raw", *RULES), SchemaError)
+        return RULES[self.name]
 
 
 RAW = Encoding()

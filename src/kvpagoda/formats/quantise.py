@@ -52,7 +52,7 @@ def dequantise(codes: Tensor, scales: Tensor, rule: Rule) -> Tensor:
     if rule.scale != "float32":
         table = floats.e8m0_table if rule.scale == "e8m0" else floats.e4m3_table
         scales = look_up(table(codes.device), scales)
-    groups = values.view(*scales.shape, -1)
+    groups = values.view(*scales.shape, values.shape[1] // scales.shape[1])
     return groups.mul_(scales[..., None]).view(values.shape)
 
 

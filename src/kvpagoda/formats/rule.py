@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 TOPS = {"e4m3": 448.0, "e2m1": 6.0, "int8": 127.0, "int4": 7.0}
 """The largest magnitude of each kind of code, which the largest element of a group is scaled to."""
+SUFFIXES = {"e4m3": "_fp8", "e2m1": "_fp4", "int8": "_int8", "int4": "_int4"}
+"""What the names of arrays of codes end with."""
 
 
 @dataclass(frozen=True)

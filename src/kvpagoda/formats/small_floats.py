@@ -13,7 +13,6 @@ import torch
 
 Tensor = torch.Tensor
 
-E4M3_MAX, E2M1_MAX = 448.0, 6.0
 E8M0_NAN = 0xFF
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The value of each of the eight positive codes."""

@@ -16,23 +16,9 @@ from transformers.utils import logging
 
 FOLDER = Path(__file__).parent / "demo"
 
-OPENING = (
-    "The cache keeps what a request leaves behind, so that the next request that begins with the same tokens does not have to "
-    "compute them again. Blocks are shared by reference, and what slid out of a window stays cached while memory lasts. When "
-    "memory runs out, the policy says which block goes first, and nothing that a running request holds is ever taken. A state "
-    "cannot be shared like a block, because every step writes over it, so it is copied where a text is likely to be taken up "
-    "again: at the end of a prompt, at the end of an answer, and where two texts parted. What the device has no room for goes "
-    "to the memory of the host, to a disk, or to a store that many machines share, and is found again after a restart. Every "
-    "record has a checksum, and whatever is wrong below the device is a miss: the request computes what did not come. "
-)
-PROMPTS = (
-    OPENING + "The memory",
-    OPENING + "When a request",
-    "A class ",
-    "The value of ",
-    OPENING + "Blocks that",
-)
-"""With four requests at once the last one begins when another has ended, and finds in the cache what they have in common."""
+PROMPTS = FOLDER / "prompts.txt"
+"""One on each line. With four requests at once the last one begins when another has ended, and finds in the cache what they
+have in common."""
 
 
 def embedded_model() -> Any:

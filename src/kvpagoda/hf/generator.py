@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvpagoda.blocks.ids import positive_numbers
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.cache.stats import CacheStats
@@ -158,10 +159,9 @@ class Generator:
         later from what is cached. ``namespace``: see ``KVCache.open``. Raises BadInput and NeverFits at once.
         """
         ids = as_tokens(prompt, self.cache.schema.vocab_size)
-        if len(ids) == 0 or max_new_tokens < 1 or n < 1:
-            raise BadInput(
-                f"need at least one prompt token, max_new_tokens >= 1 and n >= 1, got {len(ids)}, {max_new_tokens} and {n}"
-            )
+        if len(ids) == 0:
+            raise BadInput("a request needs at least one token, got none")
+        max_new_tokens, n = positive_numbers(max_new_tokens=max_new_tokens, n=n)
         self.cache.plan.blocks_wanted(len(ids) + max_new_tokens, min(self._chunk, len(ids)), self.cache.max_context)
         request = Request(ids, max_new_tokens, n, sampling, namespace)
         for answer in request.answers:

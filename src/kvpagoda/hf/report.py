@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import textwrap
 import time
 from pathlib import Path
@@ -33,8 +34,7 @@ def run(
 ) -> None:
     """Generate and print. ``how``: what ``Generator.generate`` takes. The embedded model then answers the same prompts again,
     from the cache, and says what its rows lose in another format."""
-    texts = list(PROMPTS) if prompt_file is None else prompt_file.read_text().splitlines()
-    texts = [text for text in texts if text]
+    texts = [text for text in (prompt_file or PROMPTS).read_text().splitlines() if text]
     if not texts:
         raise BadInput(f"{prompt_file} holds no prompts; write one on each line")
     is_demo, kv_format = model_name is None, generator_arguments["kv_format"]
@@ -140,6 +140,7 @@ def load(name: str, dtype: str) -> tuple[Any, Any]:
     """A transformers model and its tokenizer. Raises BadInput where transformers cannot find or read them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # of its retries the one line below tells
     try:
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype), AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -156,10 +157,8 @@ def generate(generator: Generator, prompts: list[list[int]], how: dict[str, Any]
 
         def on_step(stats: CacheStats) -> None:
             computed = stats.computed_tokens - before.computed_tokens
-            speed, done = (
-                computed / (time.perf_counter() - began),
-                computed + stats.cached_tokens - before.cached_tokens,
-            )
+            speed = computed / (time.perf_counter() - began)
+            done = computed + stats.cached_tokens - before.cached_tokens
             held = ", ".join(f"{group.name} {group.held}/{group.total}" for group in stats.groups)
             moved(done, f"{stats.running} running, {speed:.0f} tokens/s, blocks {held}")
 

@@ -1,22 +1,34 @@
-"""Casts of small floats (``formats/small_floats.py``) as LLVM instructions, for loops that numba compiles: of one number, or
-of several side by side that are read, cast and written at once.
+"""Rows of packed formats as LLVM instructions, for loops that numba compiles: the elements of a row are read, cast and written
+side by side. Left to itself LLVM makes vectors of long loops alone; a group of 16 elements would be cast one by one.
 
-Left to itself LLVM makes vectors of long loops alone; a group of 16 elements would be cast one by one.
+The casts are those of ``formats/small_floats.py``, for finite elements of groups whose scale is no odd one.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+I1, I8, I16, I32, F16, F32 = (*(ir.IntType(bits) for bits in (1, 8, 16, 32)), ir.HalfType(), ir.FloatType())
+SIDE = 32
+"""Elements that are cast side by side."""
+INFINITY_BITS, LEAST_BITS, LARGE_BITS = 0x7F800000, 0x00800000, 227 << 23
+"""Bits of float32: of infinity, of the least number that is a normal one, and of 2^100."""
+LOW_PLACES = {"e4m3": (20, 121), "e2m1": (22, 127)}
+"""Of each small float: places of a float32's mantissa that it drops, and the exponent byte of its least normal number."""
+HALVES = {"e4m3": (7, 8), "e2m1": (9, 14)}
+"""Of each small float: places from its bits to those of a float16, which is so much smaller, as an exponent."""
+
+
 instruction: Callable[[Any], Any] = intrinsic
-with_constants: Callable[[Any], Any] = intrinsic(prefer_literal=True)
-I8, I16, I32, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
-INFINITY_BITS = 0x7F800000
 
 
 def _operator(name: str, of_floats: str = "") -> Callable[[Lanes, Any], Lanes]:
@@ -67,9 +79,10 @@ class Lanes:
 
     def to(self, element: Any, how: str = "") -> Lanes:
         """Integers of another width (their low bits, or zeros before them), or what the instruction ``how`` makes of them."""
-        bits = {I8: 8, I16: 16, I32: 32}
         here = self.value.type.element if self.count else self.value.type
-        how = how or ("zext" if bits[here] < bits[element] else "trunc")
+        if here == element:
+            return self
+        how = how or ("zext" if here.width < element.width else "trunc")
         return Lanes(self.b, getattr(self.b, how)(self.value, self._typed(element)))
 
     @property
@@ -82,180 +95,233 @@ class Lanes:
         """The float32 of these bits."""
         return self.to(F32, "bitcast")
 
-    def taken(self, which: range) -> Lanes:
-        """Those at the places ``which``."""
-        mask = ir.Constant(ir.VectorType(I32, len(which)), [*which])
-        return Lanes(self.b, self.b.shuffle_vector(self.value, self.value, mask))
+    def taken(self, which: list[int], more: Lanes | None = None) -> Lanes:
+        """Those at the places ``which``, of these and ``more`` behind them."""
+        mask = ir.Constant(ir.VectorType(I32, len(which)), which)
+        return Lanes(self.b, self.b.shuffle_vector(self.value, (more or self).value, mask))
 
     def cut(self, element: Any, count: int) -> Lanes:
         """The same bits as ``count`` integers of another width."""
         return Lanes(self.b, self.b.bitcast(self.value, ir.VectorType(element, count)))
 
-
-def _magnitude(a: Lanes, drop: int, normal: int, top: int) -> Lanes:
-    """Bits of |x| -> code without its sign: see ``formats/small_floats.py``."""
-    low = (a.floats + 2.0 ** (normal - 127 + drop)).bits - (normal + drop << 23)
-    high = (a - ((normal - 1 << 23) - ((1 << drop - 1) - 1)) + ((a >> drop) & 1)) >> drop
-    return (a < normal << 23).where(low, high.least(top))
+    def any(self) -> Any:
+        """Whether one of these conditions holds."""
+        mask = self.b.bitcast(self.value, ir.IntType(self.count))
+        return self.b.icmp_unsigned("!=", mask, ir.Constant(mask.type, 0))
 
 
-def widen(x: Lanes) -> Lanes:
-    """uint16 bits of bfloat16 -> float32."""
-    return (x.to(I32) << 16).floats
+def _load(start: Any, b: Any, first: int, element: Any, count: int) -> Lanes:
+    """``count`` elements of a width, from the ``first`` one behind a pointer."""
+    at = b.gep(b.bitcast(start, element.as_pointer()), [ir.Constant(I32, first)])
+    return Lanes(b, b.load(b.bitcast(at, ir.VectorType(element, count).as_pointer()), align=1))
 
 
-def e4m3_code(x: Lanes) -> Lanes:
-    """float32 -> uint8; NaN to the largest, with its sign."""
-    bits = x.bits
-    return (_magnitude(bits & 0x7FFFFFFF, 20, 121, 0x7E) | ((bits >> 24) & 0x80)).to(I8)
+def _store(start: Any, first: int, made: Lanes) -> None:
+    """Write ``made`` behind a pointer, as elements from the ``first`` one on."""
+    at = made.b.gep(made.b.bitcast(start, made.value.type.element.as_pointer()), [ir.Constant(I32, first)])
+    made.b.store(made.value, made.b.bitcast(at, made.value.type.as_pointer()), align=1)
 
 
-def e4m3_of_bfloat16(x: Lanes) -> Lanes:
-    """uint16 bits of bfloat16 -> uint8; NaN to NaN."""
-    wide, sign = widen(x), (x >> 8).to(I8) & 0x80
-    return ((wide.bits & 0x7FFFFFFF) < INFINITY_BITS + 1).where(e4m3_code(wide), sign | 0x7F)
+def _rounded(a: Lanes, codes: str) -> Lanes:
+    """Bits of |x|, at most the top -> its code without sign, ties to even, and other bits above it.
+
+    Added is a power of two whose last place is the step between codes near x; its exponent is also that of the code. Each
+    octave has 2^(23 - drop) steps, as many as lie below the least normal number, whose exponent byte is ``normal``.
+    """
+    drop, normal = LOW_PLACES[codes]
+    octave = a.most(normal << 23) & INFINITY_BITS
+    before = -(normal << 23 - drop) & 0xFF  # an even number, so that ties stay
+    return (a.floats + (octave + (drop << 23) + before).floats).bits + (octave >> drop)
 
 
-def e2m1_code(x: Lanes, ties_down: bool, signed_zero: bool) -> Lanes:
-    """float32, no NaN -> uint8 below 16."""
-    bits = x.bits
-    a = bits & 0x7FFFFFFF
-    if ties_down:
-        a = (((a - 1) & 0x7FFFFFFF) < INFINITY_BITS - 1).where(a - 1, a)  # of neither zero nor infinity
-    code = _magnitude(a, 22, 127, 7)
-    sign = (bits >> 28) & 8
-    return (code | (sign if signed_zero else (code < 1).where(code, sign))).to(I8)
+def _whole(x: Lanes, away: bool) -> Lanes:
+    """float32 of small numbers -> int32, the nearest whole number, ties ``away`` from zero or to even."""
+    if away:
+        return (x + ((x.bits & -0x80000000) | 0x3F000000).floats).to(I32, "fptosi")
+    return (x + 1.5 * 2.0**23).bits - 0x4B400000
 
 
-def whole_code(x: Lanes, most: int, least: int, away: bool) -> Lanes:
-    """float32, no NaN -> uint8 of the nearest whole number from ``least`` to ``most``, two's complement."""
-    bits = x.bits
-    size = (bits & 0x7FFFFFFF).floats
-    size = (size + 0.5 if away else size + 2.0**23 - 2.0**23).to(I32, "fptosi")
-    limit = (bits >> 31) * (-least - most) + most
-    size = size.least(limit)
-    return ((bits < 0).where(size * -1, size) & (0xF if most == 7 else 0xFF)).to(I8)
+def _pair_codes(pairs: Lanes, factor: Lanes, c: Any) -> Lanes:
+    """uint32 of two bfloat16 each -> their codes, the first one below: the low 16 bits, or 8; other bits above."""
+    is_float, width = c.CODES in LOW_PLACES, 8 if c.CODES in ("e4m3", "int8") else 4
+    sign, given, codes = 1 << width - 1, pairs & 0x7FFF7FFF if is_float else pairs, []
+    for x in ((given << 16).floats, (given & -0x10000).floats):
+        y = x * factor if c.RECIPROCAL or c.POWER_OF_TWO else x / factor
+        a = y.bits.least(_bits(c.TOP)) if c.SCALE == "e4m3" else y.bits
+        a = (a - 1).most(0) if c.TIES == "down" else a
+        codes.append(_rounded(a, c.CODES) & sign - 1 if is_float else _whole(y, c.TIES == "away") & 2 * sign - 1)
+    both = codes[0] | (codes[1] << width)
+    if not is_float:
+        return both
+    signs = ((pairs >> 16 - width) & sign) | ((pairs >> 32 - 2 * width) & (sign << width))
+    # without a sign of zero: one less than the sign's own bit, added to a code, reaches that bit unless the code is 0
+    return both | (signs if c.SIGNED_ZERO else signs & (both + (sign - 1) * (1 + (1 << width))))
 
 
-def bfloat16_code(x: Lanes) -> Lanes:
-    """float32 -> uint16 bits of the nearest bfloat16, ties to even; NaN to NaN."""
-    bits = x.bits
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return ((bits & 0x7FFFFFFF) < INFINITY_BITS + 1).where(rounded, 0x7FC0).to(I16)
+def _numbers(code: Lanes, codes: str) -> Lanes:
+    """uint16 of one code each, not NaN -> float32, smaller than the number by ``HALVES`` where the code is a small float.
+
+    Its bits stand for that in a float16, and casting that is as fast below its least normal number as above.
+    """
+    sign = 0x80 if codes in ("e4m3", "int8") else 8
+    if codes not in HALVES:
+        return ((code ^ sign) - sign).to(I32, "sext").to(F32, "sitofp")
+    half = ((code & sign - 1) << HALVES[codes][0]) | ((code & sign) << (8 if sign == 0x80 else 12))
+    return half.to(F16, "bitcast").to(F32, "fpext")
 
 
-def e4m3_number(code: Lanes) -> Lanes:
-    """uint8 -> float32."""
-    code = code.to(I32)
-    a = code & 0x7F
-    bits = (a < 8).where((a.to(F32, "sitofp") * 2.0**-9).bits, (a << 20) + (120 << 23))
-    return ((a < 0x7F).where(bits, 0x7FC00000) | ((code & 0x80) << 24)).floats
+def _pair_numbers(pairs: Lanes, factor: Lanes, codes: str, half: bool) -> Lanes:
+    """uint16 of two codes each, the first one below -> twice as many float32, or uint32 of two bfloat16 each: the nearest,
+    ties to even."""
+    width = 8 if codes in ("e4m3", "int8") else 4
+    first, second = (_numbers(code, codes) * factor for code in (pairs & (1 << width) - 1, pairs >> width))
+    if not half:
+        return first.taken([i // 2 + i % 2 * first.count for i in range(2 * first.count)], second)
+    first, second = (x.bits + 0x7FFF + ((x.bits >> 16) & 1) for x in (first, second))
+    return (first >> 16) | (second & -0x10000)
 
 
-def e2m1_number(code: Lanes) -> Lanes:
-    """uint8 below 16 -> float32."""
-    code = code.to(I32)
-    a = code & 7
-    return ((a < 2).where(a * 0x3F000000, (a << 22) + (126 << 23)) | ((code & 8) << 28)).floats
+def _halved(found: Lanes, width: int, more: Lanes | None = None) -> tuple[Lanes, int]:
+    """The most of the first and the last half of each ``width`` numbers, and how many that are; a middle one is in both."""
+    half, places = (width + 1) // 2, range(found.count * (2 if more else 1))
+    first, last = [i for i in places if i % width < half], [i for i in places if i % width >= width - half]
+    return found.taken(first, more).most(found.taken(last, more)), half
 
 
-def whole_number(code: Lanes, sign: int) -> Lanes:
-    """uint8 of a whole number, two's complement, whose sign is the bit ``sign`` -> float32."""
-    return ((code.to(I32) ^ sign) - sign).to(F32, "sitofp")
+def _largest(load: Callable[[int, int], Lanes], c: Any) -> Lanes:
+    """The most of each group of ``load(first, count)`` elements, and of the last ones again up to a power of two."""
+    together = math.gcd(c.GROUPS, max(1, SIDE // c.GROUP))
+
+    def of(first: int, many: int) -> tuple[Lanes, int]:
+        if many > together:
+            (left, width), (right, _) = of(first, many // 2), of(first + many // 2, many // 2)
+            return _halved(left, width, right) if width > 1 else (left.taken([*range(2 * left.count)], right), 1)
+        found, width = load(min(first, c.GROUPS - together) * c.GROUP, together * c.GROUP), c.GROUP
+        while found.count > SIDE:
+            found, width = _halved(found, width)
+        return found, width
+
+    found, width = of(0, 1 << (c.GROUPS - 1).bit_length())
+    while width > 1:
+        found, width = _halved(found, width)
+    return found
 
 
-def _encoded(x: Lanes, factor: Lanes, codes: str) -> Lanes:
-    """uint16 bits of bfloat16 -> their codes: ``"e4m3"``, ``"e2m1 down unsigned"``, ``"int8 divided"``, .."""
-    kind, *rules = codes.split()
-    y = widen(x) / factor if "divided" in rules else widen(x) * factor
-    if kind == "e4m3":
-        return e4m3_code(y)
-    if kind == "int8":
-        return whole_code(y, 127, -128, away=True)
-    code = (
-        e2m1_code(y, "down" in rules, "unsigned" not in rules) if kind == "e2m1" else whole_code(y, 7, -7, away=False)
-    )
-    pairs = code.cut(I16, code.count // 2)
-    return (pairs | (pairs >> 4)).to(I8)
+def _bits(number: float) -> int:
+    return int(np.float32(number).view(np.int32))
 
 
-def _decoded(code: Lanes, factor: Lanes, codes: str) -> Lanes:
-    """uint8 of codes, ``"e2m1"`` or ``"e2m1 half"`` -> float32, or uint16 bits of bfloat16."""
-    kind, *rules = codes.split()
-    if kind in ("e2m1", "int4"):
-        pairs = code.to(I16)
-        code = ((pairs | (pairs << 4)) & 0x0F0F).cut(I8, 2 * code.count)
-    x = e4m3_number(code) if kind == "e4m3" else e2m1_number(code) if kind == "e2m1" else None
-    x = whole_number(code, 0x80 if kind == "int8" else 8) if x is None else x
-    return bfloat16_code(x * factor) if "half" in rules else x * factor
-
-
-_CASTS: dict[str, Callable[[Lanes, Lanes, str], Lanes]] = {
-    "encode": _encoded,
-    "decode": _decoded,
-    "copy": lambda x, factor, rules: x,
-    "widen": lambda x, factor, rules: widen(x),
-    "e4m3": lambda x, factor, rules: e4m3_of_bfloat16(x),
-}
-
-
-def _scales(size: Lanes, floor: Lanes, least: Lanes, top: Lanes, how: str) -> tuple[Lanes, Lanes, Lanes]:
-    """Bits of finite amax -> (s, what elements are multiplied with or divided by, what is stored), as ``find_scales`` says."""
-    words = how.split()
-    if "power" in words:
-        carry, less = (top.bits & 0x7FFFFF) ^ 0x7FFFFF, (top.bits >> 23) - 127
-        byte = (((size.most(floor) + carry) >> 23) - less).most((least + 0x7FFFFF) >> 23)
+def _scales(size: Lanes, c: Any) -> tuple[Lanes, Lanes, Lanes]:
+    """Bits of amax -> (s, what elements are multiplied with or divided by, what is stored), as ``formats.scales`` says."""
+    floor, least = (int(c.POWER_OF_TWO), c.FLOOR) if c.FLOORS_SCALE else (c.FLOOR, 0)
+    if c.POWER_OF_TWO:
+        carry, less = _bits(c.TOP) & 0x7FFFFF ^ 0x7FFFFF, (_bits(c.TOP) >> 23) - 127
+        byte = (((size.most(floor) + carry) >> 23) - less).most(least + 0x7FFFFF >> 23)
         factor = (((byte ^ 0xFF) - 1) << 23).floats  # 2^127 / 2^byte
-        return (byte << 23).floats, factor, byte if "e8m0" in words else byte << 23
-    s = (size.most(floor).floats / top).bits.most(least).floats
+        return (byte << 23).floats, factor, byte if c.SCALE == "e8m0" else byte << 23
+    s = size.most(floor).floats
+    s = (s / s.constant(c.TOP)).bits.most(least).floats
     stored = s.bits
-    if "e4m3" in words:
-        code = e4m3_code(s)
-        if "up" in words:
-            code = (e4m3_number(code).bits < stored).where(code + 1, code).least(0x7E)
-        s, stored = e4m3_number(code), code.to(I32)
-    return s, s if "divided" in words else s.constant(1.0) / s, stored
+    if c.SCALE == "e4m3":
+        code = _rounded(stored.least(_bits(448)), "e4m3") & 0x7F
+        if c.SCALE_UP:
+            is_less = (_numbers(code.to(I16), "e4m3") * 2.0**8).bits < stored
+            code = is_less.where(code + 1, code).least(0x7E)
+        s, stored = _numbers(code.to(I16), "e4m3") * 2.0**8, code
+    factor = s.constant(1.0) / s if c.RECIPROCAL else s
+    return s, (size < 1).where(s.constant(1.0), factor) if c.APART else factor, stored
 
 
-def _largest(found: Lanes) -> Any:
-    while found.count > 1:
-        half = found.count // 2
-        found = found.taken(range(half)).most(found.taken(range(half, 2 * half)))
-    return found.b.extract_element(found.value, ir.Constant(I32, 0))
+def _with_most(widest: list[Lanes], pairs: Lanes) -> list[Lanes]:
+    """The most of each e4m3 code without its sign; ``widest`` so far, of none or one."""
+    found = (pairs & 0x7F7F).cut(I8, 2 * pairs.count)
+    return [one.most(found) for one in widest] or [found]
 
 
-def _lanes(context: Any, b: Any, array: Any, data: Any, at: Any, count: int) -> Any:
-    """A pointer to ``count`` elements of a flat ``array`` from ``at``, as one vector."""
-    start = b.gep(context.make_array(array)(context, b, data).data, [at])
-    return b.bitcast(start, ir.VectorType(start.type.pointee, count).as_pointer())
+def _order(c: Any) -> list[int]:
+    """Where the scale of each group lies among those of its row; of the last group again up to a power of two."""
+    groups = [min(g, c.GROUPS - 1) for g in range(1 << (c.GROUPS - 1).bit_length())]
+    return [g % c.LANES * (c.GROUPS // c.LANES) + g // c.LANES for g in groups]
 
 
-def _splat(b: Any, value: Any, count: int) -> Any:
-    undefined = ir.Constant(ir.VectorType(value.type, count), ir.Undefined)
-    one = b.insert_element(undefined, value, ir.Constant(I32, 0))
-    return b.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, count), [0] * count))
+def _vector_instruction(make: Callable[..., Any]) -> Any:
+    """What numba calls as (numbers: flat array, start, pages: flat uint8, the bytes in it at which codes, scales and kept
+    elements begin, constants in JSON) and ``make`` builds with (b, pointers to these, constants); it returns a boolean."""
+
+    def typed(typingctx: Any, numbers: Any, start: Any, pages: Any, codes: Any, scales: Any, kept: Any, c: Any) -> Any:
+        arguments, constants = (numbers, start, pages, codes, scales, kept, c), json.loads(c.literal_value)
+
+        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            begins = [context.make_array(array)(context, b, args[n]).data for n, array in ((0, numbers), (2, pages))]
+            places = [b.gep(begins[0], [args[1]]), *(b.gep(begins[1], [at]) for at in args[3:6])]
+            return make(b, *places, SimpleNamespace(**constants))
+
+        return types.boolean(*arguments), codegen
+
+    return intrinsic(prefer_literal=True)(typed)
 
 
-@with_constants
-def cast(
-    typingctx: Any, source: Any, start: Any, target: Any, at: Any, factor: Any, count: Any, how: Any
-) -> Any:  # fmt: skip
-    """``count`` elements of the flat array ``source`` from ``start`` -> ``target`` from ``at``, as ``how`` says: a word of
-    ``_CASTS`` and its rules. ``factor``: a float32. ``count`` and ``how`` are constants; no index is looked at."""
-    word, _, rules = how.literal_value.partition(" ")
-    number = count.literal_value
+@_vector_instruction
+def write_vector(b: Any, numbers: Any, codes: Any, scales: Any, kept: Any, c: Any) -> Any:
+    """Write one vector of bfloat16. Returns whether it must be written anew by the reference: something is inf or NaN, or a
+    scale is 0 or too small to divide by."""
+    size = _largest(lambda first, count: _load(numbers, b, first, I16, count) & 0x7FFF, c)
+    s, factor, stored = _scales(size.to(I32) << 16, c)
+    is_odd = (s.bits < LEAST_BITS) & (size.constant(0) < size) if c.APART else s.bits < LEAST_BITS
+    is_odd = is_odd | (size.constant(0x7F7F) < size)
+    stored, order = stored.to(I8) if c.SCALE != "float32" else stored, _order(c)
+    groups = [order.index(place) if place < c.GROUPS else stored.count for place in range(c.GROUPS + c.SCALE_PAD)]
+    _store(scales, 0, stored.taken(groups, stored.constant(0)))
+    many = math.gcd(c.GROUP * c.GROUPS, SIDE) // 2
+    for first in range(0, c.GROUP * c.GROUPS // 2, many):
+        mine = factor.taken([(first + i) * 2 // c.GROUP for i in range(many)])
+        made = _pair_codes(_load(numbers, b, first, I32, many), mine, c)
+        _store(codes, first, made.to(I16 if c.CODES in ("e4m3", "int8") else I8))
+    if not c.KEPT:
+        return is_odd.any()
+    pairs = _load(numbers, b, c.GROUP * c.GROUPS // 2, I32, c.KEPT // 2)
+    if c.KEPT_NBYTES == 2:
+        _store(kept, 0, pairs)
+        return is_odd.any()
+    rule = SimpleNamespace(CODES="e4m3", SCALE="e4m3", TOP=448, RECIPROCAL=True, TIES="even", SIGNED_ZERO=True)
+    _store(kept, 0, _pair_codes(pairs, pairs.constant(0x3F800000).floats, rule).to(I16))
+    size = pairs.cut(I16, c.KEPT) & 0x7FFF
+    return b.or_(is_odd.any(), (size.constant(0x7F80) < size).any())
 
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        itemsize, wide = (
-            source.dtype.bitwidth // 8,
-            number * (2 if word == "decode" and rules[:4] in ("e2m1", "int4") else 1),
-        )
-        loaded = b.load(_lanes(context, b, source, args[0], args[1], number), align=itemsize)
-        made = _CASTS[word](Lanes(b, loaded), Lanes(b, _splat(b, args[4], wide)), rules).value
-        b.store(made, _lanes(context, b, target, args[2], args[3], made.type.count), align=target.dtype.bitwidth // 8)
-        return context.get_dummy_value()
 
-    return types.void(source, types.int64, target, types.int64, types.float32, count, how), codegen
+@_vector_instruction
+def read_vector(b: Any, numbers: Any, codes: Any, scales: Any, kept: Any, c: Any) -> Any:
+    """Read one vector into float32, or uint16 bits of bfloat16. Returns whether the reference must read it: a code or a scale
+    is NaN, or a scale 2^100 or more."""
+    if c.SCALE == "float32":
+        bits = _load(scales, b, 0, I32, c.GROUPS)
+    else:
+        byte = _load(scales, b, 0, I8, c.GROUPS + c.SCALE_PAD).taken(_order(c)).to(I32)
+        if c.SCALE == "e8m0":
+            bits = (byte < 1).where(byte.constant(0x00400000), byte << 23)
+        else:
+            bits = (_numbers(byte.to(I16), "e4m3") * 2.0**8).bits
+            bits = bits | (((byte & 0x7F) < 0x7F).where(byte.constant(0), INFINITY_BITS))
+    factor = bits.floats * 2.0 ** HALVES.get(c.CODES, (0, 0))[1]
+    is_odd, coded = (bits.constant(LARGE_BITS) < (bits & 0x7FFFFFFF)).any(), c.GROUP * c.GROUPS // 2
+    widest: list[Lanes] = []
+    many = math.gcd(coded, SIDE // 2)
+    for first in range(0, coded, many):
+        pairs = _load(codes, b, first, I16 if c.CODES in ("e4m3", "int8") else I8, many).to(I16)
+        mine = factor.taken([(first + i) * 2 // c.GROUP for i in range(many)])
+        _store(numbers, first * (1 if c.HALF else 2), _pair_numbers(pairs, mine, c.CODES, c.HALF))
+        widest = _with_most(widest, pairs) if c.CODES == "e4m3" else widest
+    many = math.gcd(c.KEPT // 2, SIDE // 2)
+    for first in range(0, c.KEPT // 2, many):
+        if c.KEPT_NBYTES == 2:
+            pairs = _load(kept, b, first * 2, I16, many * 2)
+            made = pairs if c.HALF else (pairs.to(I32) << 16).floats
+        else:
+            pairs = _load(kept, b, first, I16, many)
+            made = _pair_numbers(pairs, factor.constant(2.0**8).taken([0] * many), "e4m3", c.HALF)
+            widest = _with_most(widest, pairs)
+        _store(numbers, (coded + first) * (1 if made.value.type.element == I32 else 2), made)
+    return b.or_(is_odd, (widest[0].constant(0x7E) < widest[0]).any()) if widest else is_odd
 
 
 @instruction
@@ -270,58 +336,3 @@ def fetch(typingctx: Any, array: Any, at: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.int64), codegen
-
-
-@with_constants
-def amax(typingctx: Any, rows: Any, start: Any, count: Any) -> Any:
-    """uint16 bits of the largest magnitude of ``count`` (a power of two) bfloat16 from ``start``."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        found = Lanes(b, b.load(_lanes(context, b, rows, args[0], args[1], count.literal_value), align=2)) & 0x7FFF
-        return _largest(found)
-
-    return types.uint16(rows, types.int64, count), codegen
-
-
-@with_constants
-def find_scales(
-    typingctx: Any, sizes: Any, factors: Any, stored: Any, floor: Any, least: Any, top: Any, count: Any, how: Any
-) -> Any:
-    """From the amax of each of ``count`` groups (a power of two), uint16 ``sizes`` as ``amax`` gives them, all finite: what
-    elements are multiplied with (or ``divided`` by), to float32 ``factors``, and what is stored of scales, to int32
-    ``stored``. ``floor``, ``least``: bits of what amax and scales are at least; ``how``: how scales are stored, and ``power``
-    (of two), ``up``, ``divided``. Returns int32: at least ``INFINITY_BITS`` where a scale is 0 or a factor infinite."""
-    number = count.literal_value
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        zero = ir.Constant(ir.IntType(64), 0)
-        loaded = b.load(_lanes(context, b, sizes, args[0], zero, number), align=2)
-        given = [Lanes(b, _splat(b, value, number)) for value in args[3:6]]
-        s, factor, kept = _scales(Lanes(b, loaded).to(I32) << 16, given[0], given[1], given[2], how.literal_value)
-        b.store(factor.value, _lanes(context, b, factors, args[1], zero, number), align=4)
-        b.store(kept.value, _lanes(context, b, stored, args[2], zero, number), align=4)
-        return _largest((s.bits < 1).where(s.bits.constant(INFINITY_BITS), factor.bits))
-
-    arguments = sizes, factors, stored, types.int32, types.int32, types.float32, count, how
-    return types.int32(*arguments), codegen
-
-
-def _of_one(make: Callable[[Lanes], Lanes], result: Any, argument: Any) -> Any:
-    """The same cast of one number."""
-
-    @instruction
-    def of_one(typingctx: Any, x: Any) -> Any:
-        return result(argument), lambda context, b, signature, args: make(Lanes(b, args[0])).value
-
-    return of_one
-
-
-bits_of = _of_one(lambda x: x.bits, types.int32, types.float32)
-float_of = _of_one(lambda x: x.floats, types.float32, types.int32)
-widened = _of_one(widen, types.float32, types.uint16)
-e4m3 = _of_one(e4m3_code, types.uint8, types.float32)
-of_e4m3 = _of_one(e4m3_number, types.float32, types.uint8)
-e2m1 = _of_one(lambda x: e2m1_code(x, False, True), types.uint8, types.float32)
-e2m1_down = _of_one(lambda x: e2m1_code(x, True, True), types.uint8, types.float32)
-int8 = _of_one(lambda x: whole_code(x, 127, -128, away=True), types.uint8, types.float32)
-int4 = _of_one(lambda x: whole_code(x, 7, -7, away=False), types.uint8, types.float32)

@@ -8,6 +8,7 @@ of a row has its place in the page (``layouts.packings``), which the kernel is c
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -65,11 +66,14 @@ def append_rows(
         raise BadInput(f"append_rows: rows must be bfloat16, got {rows.dtype}")
     if len(rows) == 0:
         return
-    run = backend(rows.device.type, has_numba=True)
-    if run == "numba":
-        return _loop(rows.view(torch.int16), slots, pages, append_constants(chosen, page_size, heads))
+    run = backend(rows.device.type, has_numba=chosen.packing.group % 2 == 0)
     if run == "triton":
         return _launch(append_rows_kernel, rows, slots, pages, append_constants(chosen, page_size, heads))
+    if run == "numba":
+        left = _loop(rows.view(torch.int16), slots, pages, *_compiled(chosen, page_size, heads))
+        if not len(left):
+            return
+        rows, slots = rows[left], slots[left]
     live = ((slots >= 0) & (slots < len(pages) * page_size)).nonzero().squeeze(1)
     slot = slots.index_select(0, live).long()
     places = views(pages, chosen.packing, page_size, heads)
@@ -98,17 +102,25 @@ def gather_rows(
         raise BadInput(f"gather_rows: out must be bfloat16 or float32, got {out.dtype}")
     if len(out) == 0:
         return
-    run, half = backend(out.device.type, has_numba=True), out.dtype == torch.bfloat16
+    run, half = backend(out.device.type, has_numba=chosen.packing.group % 2 == 0), out.dtype == torch.bfloat16
     bits = out.view(torch.int16) if half else out
-    if run == "numba":
-        return _loop(bits, slots, pages, gather_constants(chosen, page_size, heads, half))
     if run == "triton":
         return _launch(gather_rows_kernel, bits, slots, pages, gather_constants(chosen, page_size, heads, half))
+    if run == "numba":
+        left = _loop(bits, slots, pages, *_compiled(chosen, page_size, heads, half))
+        if len(left):
+            out[left] = _gathered(slots[left], pages, page_size, chosen, heads, out.dtype)
+        return
+    out.copy_(_gathered(slots, pages, page_size, chosen, heads, out.dtype))
+
+
+def _gathered(slots: Tensor, pages: Tensor, page_size: int, dialect: Dialect, heads: int, dtype: torch.dtype) -> Tensor:
+    """The reference of ``gather_rows``: the rows, new."""
     live = (slots >= 0) & (slots < len(pages) * page_size)
     slot = torch.where(live, slots, 0).long()
-    places = views(pages, chosen.packing, page_size, heads)
+    places = views(pages, dialect.packing, page_size, heads)
     parts = {part: view[slot // page_size, slot % page_size] for part, view in places.items()}
-    out.copy_(decode_rows(parts, chosen, out.dtype).masked_fill_(~live[:, None], 0))
+    return decode_rows(parts, dialect, dtype).masked_fill_(~live[:, None], 0)
 
 
 def round_trip(rows: Tensor, encoding: PackedRow) -> Tensor:
@@ -158,22 +170,25 @@ def _check(name: str, rows: Tensor, slots: Tensor, pages: Tensor, dialect: Diale
     return heads
 
 
-def _loop(rows: Tensor, slots: Tensor, pages: Tensor, c: dict[str, Any]) -> None:
-    """Run the loop that numba compiled for rows of these constants. ``rows``: int16 or float32."""
+@lru_cache(maxsize=256)
+def _compiled(dialect: Dialect, page_size: int, heads: int, half: bool | None = None) -> tuple[Any, Any]:
+    """The loop that numba compiles to append, or with ``half`` to gather, and where parts lie in such pages."""
     from kvpagoda.kernels import packed_rows_cpu as cpu
 
-    numbers, flat = _flat(rows), _flat(pages)
+    at = dialect, page_size, heads
+    c = append_constants(*at) if half is None else gather_constants(*at, half)
+    where = {name: c.get(name.upper(), 0) for name in cpu.Parts._fields} | {
+        "width": c["GROUPS"] * c["GROUP"] + c["KEPT"]
+    }
+    return cpu.vector_loop(json.dumps({name: c[name] for name in c if name.lower() not in where})), cpu.Parts(**where)
+
+
+def _loop(rows: Tensor, slots: Tensor, pages: Tensor, loop: Any, parts: Any) -> Tensor:
+    """Run what ``_compiled`` gives; int64 numbers of the rows that are left to the reference. ``rows``: int16 or float32."""
+    numbers = _flat(rows)
     numbers = numbers.view(np.uint16) if rows.dtype == torch.int16 else numbers
-    words = flat[: len(flat) // 4 * 4]
-    where = {"rows": rows.stride(0), "pages": pages.stride(0), "slots": len(pages) * c["PAGE"]}
-    parts = cpu.Parts(**where, **{name: c[name.upper()] for name in cpu.Parts._fields if name not in where})
-    arrays = numbers, flat, words.view(np.uint16), words.view(np.int32), slots.numpy(), parts
-    sizes = c["GROUP"], c["GROUPS"], c["KEPT"], c["KEPT_NBYTES"]
-    if "HALF" in c:
-        cpu.gather_function(c["CODES"], c["SCALE"], c["HALF"], *sizes)(*arrays)
-    else:
-        rule = cpu.rule_of(c)
-        cpu.append_function(rule, *sizes)(*arrays, rule)
+    where = parts._replace(rows=rows.stride(0), pages=pages.stride(0), slots=len(pages) * parts.page)
+    return torch.from_numpy(loop(numbers, _flat(pages), slots.numpy(), where))
 
 
 def _flat(table: Tensor) -> NDArray[Any]:
@@ -184,7 +199,10 @@ def _flat(table: Tensor) -> NDArray[Any]:
 
 
 def _launch(kernel: Any, rows: Tensor, slots: Tensor, pages: Tensor, constants: dict[str, Any]) -> None:
-    """One program for each row, head and cell."""
+    """One program for each row, head and cell. Raises BadInput for groups of a number that is no power of two."""
+    group = constants["GROUP"]
+    if group & (group - 1):
+        raise BadInput(f"groups of {group} elements are no power of two; KVPAGODA_KERNELS=reference takes them")
     vectors, num_slots = constants["HEADS"] * constants["CELLS"], len(pages) * constants["PAGE"]
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         kernel[(len(rows) * vectors,)](
@@ -208,8 +226,6 @@ def gather_constants(dialect: Dialect, page_size: int, heads: int, half: bool) -
 def _geometry(dialect: Dialect, page_size: int, heads: int) -> dict[str, Any]:
     """Where the parts of a row lie, and what they are."""
     packing, rule = dialect.packing, dialect.rule
-    if packing.group & (packing.group - 1):
-        raise BadInput(f"groups of {packing.group} elements are no power of two; KVPAGODA_KERNELS=reference takes them")
     places = packing.places(page_size)
     codes, scales, kept = (places.get(part, places["codes"]) for part in ("codes", "scales", "kept"))
     return {

@@ -18,4 +18,4 @@ __all__ = [
     "Layout", "ReshardPlan", "Verdict", "View", "judge", "named", "names", "pack", "read", "reshard", "unpack",
 ]  # fmt: skip
 
-__getattr__ = load_when_used(__name__, {"pack": "kvpagoda.layouts.packed", "unpack": "kvpagoda.layouts.packed"})
+__getattr__ = load_when_used(__name__, {"kvpagoda.layouts.packed": ("pack", "unpack")})

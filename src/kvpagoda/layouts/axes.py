@@ -42,10 +42,8 @@ class Axis:
             number = whole_number(getattr(self, what), f"{what} of axis {self.name!r}", 0 if what != "size" else 1)
             object.__setattr__(self, what, number)
         if self.first + self.size > self.total:
-            raise LayoutError.of(
-                "size",
-                f"axis {self.name!r} holds {self.first}..{self.first + self.size - 1} of only {self.total} indices",
-            )
+            text = f"axis {self.name!r} holds {self.first}..{self.first + self.size - 1} of only {self.total} indices"
+            raise LayoutError.of("size", text)
         if self.pieces and self.total % self.pieces:
             raise LayoutError.of(
                 "divide", f"{self.total} indices of axis {self.name!r} are not {self.pieces} equal pieces"
@@ -109,11 +107,8 @@ class Sizes:
                 "syntax", f"cannot read {word!r} as a digit; write AXIS, AXIS/step, AXIS%count or AXIS@stride"
             )
         axis, step, count, stride = match[1], int(match[2] or 1), int(match[3] or 0), match[4]
-        pages = {
-            "B": (self.page_size * self.kernel_pages, 0),
-            "P": (self.page_size, self.kernel_pages),
-            "N": (1, self.page_size),
-        }
+        page, many = self.page_size, self.kernel_pages
+        pages = {"B": (page * many, 0), "P": (page, many), "N": (1, page)}
         if axis in pages:
             if match[2] or match[3]:
                 raise LayoutError.of("fold", f"{word!r} folds a digit of the tokens; fold the axis {TOKENS!r} itself")

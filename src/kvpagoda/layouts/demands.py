@@ -20,18 +20,28 @@ where the demand is not met. A row that is ``like`` another one has its tensors 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
+from itertools import chain
 from typing import Any
 
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import unknown_name
 from kvpagoda.loading import read_json
 
 OUTCOMES = ("reject", "garbage", "copy")
 """What a violation does, in the order in which it would be noticed: a kernel refuses before it reads."""
-COMPARISONS = ("multiple_of", "divides", "one_of", "equals", "at_least", "at_most", "power_of_two")
+COMPARISONS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "multiple_of": ("be a multiple of ", lambda value, wanted: value % wanted == 0),
+    "divides": ("divide ", lambda value, wanted: value > 0 and wanted % value == 0),
+    "one_of": ("be one of ", lambda value, wanted: value in wanted),
+    "equals": ("be ", operator.eq),
+    "at_least": ("be at least ", operator.ge),
+    "at_most": ("be at most ", operator.le),
+    "power_of_two": ("be a power of two", lambda value, _: value > 0 and value & (value - 1) == 0),
+}
+"""What a quantity must do or be, as a sentence goes on, and whether it does: of its value and the right side."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +89,13 @@ def kernels() -> tuple[str, ...]:
 
 @cache
 def kernel(name: str) -> Kernel:
-    """The row of the kernel called ``name``, or by one of its other names. Raises BadInput with the names that there are,
-    the nearest first. O(demands), once a name."""
+    """The row of the kernel called ``name``, or by one of its other names. Raises BadInput with the names that there
+    are. O(demands), once a name."""
     table = _table()["kernels"]
     spelled = name.lower().replace("-", "_").replace(" ", "_")
     known = {other: key for key, row in table.items() for other in (key, *row.get("also", ()))}
     if spelled not in known:
-        near = get_close_matches(spelled, known, n=3)
-        hint = f" did you mean {', '.join(near)}?" if near else ""
-        raise BadInput(f"no kernel {name!r} in the table of demands;{hint} known: {', '.join(sorted(table))}")
+        raise unknown_name("kernel", name, sorted(table))
     return _kernel(known[spelled])
 
 
@@ -103,9 +111,7 @@ def family(arch: str) -> str:
     spelled = str(arch).lower().replace("_", "").rstrip("af")
     found = [name for name, members in archs.items() if spelled in members]
     if spelled != "any" and not found:
-        raise BadInput(
-            f"unknown architecture {arch!r}; known: any, {', '.join(name for members in archs.values() for name in members)}"
-        )
+        raise unknown_name("architecture", arch, ("any", *chain.from_iterable(archs.values())))
     return found[0] if found else "any"
 
 

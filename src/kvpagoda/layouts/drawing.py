@@ -22,11 +22,8 @@ def _lines(node: Node, offset: int, depth: int) -> Iterator[tuple[int, int, str]
     """(depth, first byte, text) of a tree and what is in it."""
     if isinstance(node, Each) and not node.inside:
         what = _WORDS.get(node.fold.word, "" if node.fold.axis != TOKENS else "tokens")
-        yield (
-            depth,
-            offset,
-            f"{node.fold.word}: {node.fold.count:,} {what or 'of ' + node.fold.axis}, {stride_of(node):,} bytes apart",
-        )
+        what = what or f"of {node.fold.axis}"
+        yield depth, offset, f"{node.fold.word}: {node.fold.count:,} {what}, {stride_of(node):,} bytes apart"
         yield from _lines(node.body, 0, depth + 1)
         if spare := stride_of(node) - size_of(node.body):
             yield depth + 1, size_of(node.body), f"{spare:,} bytes of padding"

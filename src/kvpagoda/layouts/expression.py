@@ -22,7 +22,8 @@ from kvpagoda.units import align_up
 
 ITEMSIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1, "int4_x2": 1, "int64": 8, "int32": 4, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1,
+    "float4_e2m1fn_x2": 1, "int4_x2": 1, "int64": 8, "int32": 4, "uint32": 4, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1,
+    "bool": 1,
 }  # fmt: skip
 """Bytes of one element of every dtype that a part may have; ``_x2``: two numbers in a byte, which is what axes count."""
 PADS = ("pad", "zero")

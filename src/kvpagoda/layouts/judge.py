@@ -19,13 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpagoda.errors import BadInput
-from kvpagoda.layouts.demands import OUTCOMES, Demand, Kernel, family, kernel, other_names
+from kvpagoda.layouts.demands import COMPARISONS, OUTCOMES, Demand, Kernel, family, kernel, other_names
+from kvpagoda.layouts.expression import ITEMSIZE
 from kvpagoda.units import align_up, whole_number
 
-ITEM_NBYTES = {
-    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
-    "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "float64": 8,
-}  # fmt: skip
 Quantity = tuple[str, Any, bool]
 """(how it is called, its value, whether it is a stride of an axis of one element)."""
 
@@ -140,8 +137,8 @@ def _spec(name: str, given: Mapping[str, Any]) -> TensorSpec:
     shape = tuple(whole_number(n, f"an extent of {name!r}") for n in given["shape"])
     strides = tuple(whole_number(n, f"a stride of {name!r}") for n in given["strides"])
     dtype = str(given["dtype"]).removeprefix("torch.")
-    if dtype not in ITEM_NBYTES:
-        raise BadInput(f"tensor {name!r} has the unknown dtype {dtype!r}; known: {', '.join(ITEM_NBYTES)}")
+    if dtype not in ITEMSIZE:
+        raise BadInput(f"tensor {name!r} has the unknown dtype {dtype!r}; known: {', '.join(ITEMSIZE)}")
     axes = tuple(given["axes"]) if given.get("axes") else None
     if len(shape) != len(strides) or (axes and len(axes) != len(shape)):
         raise BadInput(f"tensor {name!r} has {len(shape)} extents, {len(strides)} strides and the axes {axes}")
@@ -201,6 +198,7 @@ class _Scene:
 
     def broken(self, demand: Demand) -> Iterator[str]:
         """What is wrong, one sentence for each quantity that does not pass; one that is not known passes."""
+        words, passes = COMPARISONS[demand.comparison]
         left = [one for quantity in demand.of for one in self.quantities(quantity)]
         right: list[Quantity]
         if isinstance(demand.value, str) and "." in demand.value:
@@ -212,8 +210,8 @@ class _Scene:
             if value is None or wanted is None or (demand.conditions.get("addresses") and (single or other_single)):
                 continue
             wanted = _shifted(wanted, demand.conditions)
-            if not _passes(demand.comparison, value, wanted):
-                yield f"{name} = {_plain(value)} must {_WORDS[demand.comparison]}{_right_side(other, wanted)}"
+            if not passes(value, wanted):
+                yield f"{name} = {_plain(value)} must {words}{_right_side(other, wanted)}"
 
     def quantities(self, path: str) -> list[Quantity]:
         """What ``path`` names (see ``demands.py``): one or several values, or none where it is not known."""
@@ -241,16 +239,13 @@ class _Scene:
         if spec is None or axes is None:
             return []
         what, _, which = rest.partition(".")
-        if what == "dtype":
-            return [(f"{tensor}.dtype", spec.dtype, False)]
-        if what == "base":
-            return [(f"{tensor}.base", spec.base_alignment, False)]
-        if what == "packed":
-            return [(f"{tensor}.packed", _is_packed(spec), False)]
+        of_all = {"dtype": spec.dtype, "base": spec.base_alignment}
+        if what in ("dtype", "base", "packed"):
+            return [(f"{tensor}.{what}", _is_packed(spec) if what == "packed" else of_all[what], False)]
         per_axis = {
             "size": spec.shape,
             "stride": spec.strides,
-            "bytes": tuple(stride * ITEM_NBYTES[spec.dtype] for stride in spec.strides),
+            "bytes": tuple(stride * ITEMSIZE[spec.dtype] for stride in spec.strides),
             "dense": tuple(math.prod(spec.shape[i + 1 :]) for i in range(len(axes))),
         }[what]
         chosen = {"all": axes, "outer": axes[:-1], "last": axes[-1:]}.get(which, tuple(which.split(",")))
@@ -266,26 +261,6 @@ def _is_packed(spec: TensorSpec) -> bool:
             return False
         expected *= extent
     return True
-
-
-_WORDS = {
-    "multiple_of": "be a multiple of ", "divides": "divide ", "one_of": "be one of ", "equals": "be ",
-    "at_least": "be at least ", "at_most": "be at most ", "power_of_two": "be a power of two",
-}  # fmt: skip
-
-
-def _passes(comparison: str, value: Any, wanted: Any) -> bool:
-    if comparison == "one_of":
-        return value in wanted
-    if comparison == "equals":
-        return bool(value == wanted)
-    if comparison == "power_of_two":
-        return bool(value > 0 and value & (value - 1) == 0)
-    if comparison == "divides":
-        return bool(value > 0 and wanted % value == 0)
-    if comparison == "multiple_of":
-        return bool(value % wanted == 0)
-    return bool(value >= wanted if comparison == "at_least" else value <= wanted)
 
 
 def _shifted(wanted: Any, conditions: Mapping[str, Any]) -> Any:

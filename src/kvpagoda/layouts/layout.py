@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -78,12 +79,8 @@ class Layout:
         for what in ("page_size", "kernel_pages", "offset"):
             number = whole_number(getattr(self, what), what, at_least=0 if what == "offset" else 1)
             object.__setattr__(self, what, number)
-        for what, text in (
-            ("format", self.format),
-            ("dialect", self.dialect),
-            ("name", self.name),
-            *vars(self.index).items(),
-        ):
+        texts = {"format": self.format, "dialect": self.dialect, "name": self.name, **vars(self.index)}
+        for what, text in texts.items():
             if not isinstance(text, int | None if what == "padding" else str):
                 raise LayoutError.of("syntax", f"{what} cannot be {text!r}")
         names = [axis.name for axis in self.axes]
@@ -239,24 +236,18 @@ class Layout:
         tp, pp = whole_number(tp, "tp", at_least=1), whole_number(pp, "pp", at_least=1)
         if pp > 1 and "L" not in {axis.name for axis in self.axes}:
             raise LayoutError.of("divide", f"pipeline stages divide layers, and {self.expression!r} has no axis L")
-        return tuple(
-            replace(
-                self,
-                axes=tuple(
-                    axis.stage(stage, pp) if axis.name == "L" else axis.piece(rank, tp) for axis in self.axes
-                ),
-            )
-            for stage in range(pp)
-            for rank in range(tp)
-        )  # fmt: skip
+
+        def part(axis: Axis, stage: int, rank: int) -> Axis:
+            return axis.stage(stage, pp) if axis.name == "L" else axis.piece(rank, tp)
+
+        ranks = product(range(pp), range(tp))
+        return tuple(replace(self, axes=tuple(part(axis, *rank) for axis in self.axes)) for rank in ranks)
 
     def _identity(self) -> dict[str, Any]:
         return {
             "layout": VERSION,
             "expression": self.expression,
-            "axes": {
-                x.name: {"size": x.size, "total": x.total, "first": x.first, "pieces": x.pieces} for x in self.axes
-            },
+            "axes": {axis.pop("name"): axis for axis in map(asdict, self.axes)},
             "page_size": self.page_size,
             "kernel_pages": self.kernel_pages,
             "format": self.format,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from kvpagoda.errors import LayoutError
+from kvpagoda.errors import LayoutError, did_you_mean
 from kvpagoda.layouts.layout import Index, Layout
 from kvpagoda.loading import read_json
 from kvpagoda.units import whole_number
@@ -42,8 +41,7 @@ def named(
     given = name.lower() if isinstance(name, str) else name
     given = table()["aliases"].get(given, given)
     if given not in table()["layouts"]:
-        close = difflib.get_close_matches(str(given), names(), n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(names())}"
+        hint = did_you_mean(given, names()) or f"there are {', '.join(names())}"
         raise LayoutError.of("name", f"no layout is named {name!r}; {hint}")
     entry = table()["layouts"][given]
     known = {*entry["defaults"], *(["blocks"] if "N" in entry["sizes"] else [])}

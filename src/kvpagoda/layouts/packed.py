@@ -53,7 +53,7 @@ def pack(
         len(rows), chosen.packing.payload_nbytes(page_size, heads), dtype=torch.uint8, device=rows.device
     )
     places = views(pages, chosen.packing, page_size, heads)
-    cells = rows.reshape(len(rows) * page_size, -1)
+    cells = rows.flatten(0, 1)
     step = max(1, CHUNK // cells.shape[1]) if rows.device.type == "cpu" else max(1, len(cells))
     at = torch.arange(len(cells), device=rows.device)
     for start in range(0, len(cells), step):
@@ -94,7 +94,7 @@ def unpack(
         raise BadInput(f"{format} pages of {page_size} rows have {one_head} bytes, got {pages.shape[1]}")
     parts = views(pages, chosen.packing, page_size, heads)
     flat = {part: view.reshape(len(pages) * page_size, *view.shape[2:]) for part, view in parts.items()}
-    return decode_rows(flat, chosen, dtype).view(len(pages), page_size, -1)
+    return decode_rows(flat, chosen, dtype).view(len(pages), page_size, heads * chosen.packing.width)
 
 
 def views(pages: Tensor, packing: Packing, page_size: int, heads: int = 1) -> dict[str, Tensor]:
@@ -133,7 +133,7 @@ def decode_rows(parts: dict[str, Tensor], dialect: Dialect, dtype: torch.dtype) 
     """The parts that ``encode_rows`` gives -> ``[n, D]`` of ``dtype``."""
     packing, rule = dialect.packing, dialect.rule
     n, heads = parts["codes"].shape[:2]
-    flat = {part: values.reshape(n * heads * packing.cells, -1) for part, values in parts.items()}
+    flat = {part: values.flatten(0, 2) for part, values in parts.items()}
     scales = flat["scales"][:, : packing.groups * packing.scale_nbytes].reshape(
         -1, packing.groups, packing.scale_nbytes
     )
@@ -147,7 +147,7 @@ def decode_rows(parts: dict[str, Tensor], dialect: Dialect, dtype: torch.dtype) 
         out[:, packing.coded :] = (
             look_up(e4m3_table(kept.device), kept) if packing.kept_nbytes == 1 else kept.view(torch.bfloat16)
         )
-    return out.view(n, heads, packing.cells, -1).transpose(1, 2).reshape(n, -1)
+    return out.view(n, heads, packing.cells, out.shape[1]).transpose(1, 2).flatten(1)
 
 
 def _lanes(packing: Packing, device: torch.device) -> Tensor:

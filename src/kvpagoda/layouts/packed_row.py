@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpagoda.errors import LayoutError
+from kvpagoda.formats.rule import SUFFIXES
 from kvpagoda.layouts.dialects import Dialect, dialect_for_heads
 from kvpagoda.layouts.packings import Packing
 
 Parts = tuple[tuple[str, tuple[int, ...], str], ...]
-_CODES = {("e4m3", 8): "_fp8", ("e2m1", 4): "_fp4", ("int8", 8): "_int8", ("int4", 4): "_int4"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PackedRow:
                 f"layout for this model",
             )
         lead, codes = shape[:-1], packing.coded * packing.code_bits // 8
-        found: Parts = ((_CODES[self.rules.rule.codes, packing.code_bits], (*lead, codes), "uint8"),)
+        found: Parts = ((SUFFIXES[self.rules.rule.codes], (*lead, codes), "uint8"),)
         if packing.kept:
             found += (("_rope", (*lead, packing.kept), "bfloat16" if packing.kept_nbytes == 2 else "uint8"),)
         if packing.scale_nbytes == 4:

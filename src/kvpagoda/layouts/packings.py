@@ -94,20 +94,3 @@ class Packing:
         if part == "codes":
             return self.coded * self.code_bits // 8
         return self.groups * self.scale_nbytes + self.scale_pad if part == "scales" else self.kept * self.kept_nbytes
-
-
-V32_656 = Packing(512, 128, scale_nbytes=4, kept=64, page_multiple=656)
-DSV4_584 = Packing(448, 64, scale_pad=1, kept=64, footer=True, page_multiple=576)
-V41_528 = Packing(512, 32)
-V41_528_FOOTER = Packing(512, 32, footer=True, page_multiple=512)
-V41FP4_288 = Packing(512, 16, code_bits=4)
-V41FP4_288_FOOTER = Packing(512, 16, code_bits=4, footer=True, page_multiple=256)
-NVFP4_384 = Packing(448, 16, code_bits=4, scale_pad=4, kept=64, footer=True, page_multiple=16)
-NVFP4_352 = Packing(512, 16, code_bits=4, scale_lanes=4, kept=64, kept_nbytes=1, order=("codes", "kept", "scales"))
-INDEX_132 = Packing(128, 128, scale_nbytes=4, footer=True, page_multiple=4)
-INDEX_68 = Packing(128, 32, code_bits=4, footer=True, page_multiple=4)
-
-
-def gqa_cell(head_dim: int = 64, group: int | None = None, code_bits: int = 8) -> Packing:
-    """K and V of one token and head side by side, float32 scales behind the codes of each; ``group`` None: one scale each."""
-    return Packing(head_dim, group or head_dim, code_bits, scale_nbytes=4, order=("codes", "scales"), cells=2)

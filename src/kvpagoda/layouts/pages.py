@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from kvpagoda.errors import LayoutError
+from kvpagoda.formats.encoding import RAW, Encoding
 from kvpagoda.layouts.layout import Layout
 from kvpagoda.layouts.named import named, table
 from kvpagoda.layouts.packed_row import PackedRow
@@ -28,12 +29,6 @@ KIND_OF_ROWS = {
     "indexer_keys": "indexer", "entries": "entries", "swa": "entries", "recurrent": "recurrent", "conv": "conv",
 }  # fmt: skip
 """Names of rows, and the kind that they are of; rows of other names (tails, positions) have one layout."""
-_OF_FORMAT = {
-    "v32_656": "latent", "nvfp4_352": "latent", "index_132": "indexer", "index_68": "indexer", "dsv4_584": "entries",
-    "v41_528": "entries", "v41fp4_288": "entries", "nvfp4_384": "entries",
-}  # fmt: skip
-_ROWS = {"k": "k", "v": "v", "latent": "latent", "rope": "k_rope", "state": "recurrent"}
-"""What a cache calls the parts of named layouts."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +42,9 @@ class PageChoice:
     format: str = "raw"
     dialect: str = ""
 
-    def encoding(self, head_dim: int | None = None) -> PackedRow:
-        """The rows of a packed format."""
-        return PackedRow(self.format, self.dialect, head_dim)
+    def encoding(self, head_dim: int | None = None) -> Encoding | PackedRow:
+        """How rows lie in it: ``RAW``, or those of a packed format."""
+        return RAW if self.format == "raw" else PackedRow(self.format, self.dialect, head_dim)
 
 
 @cache
@@ -64,40 +59,13 @@ def page_choice(name: str, dialect: str | None = None) -> PageChoice:
     {'latent': 'N (latent[512]:{dtype} | k_rope[64]:{dtype})', 'k_rope': 'N (latent[512]:{dtype} | k_rope[64]:{dtype})'}
     """
     layout = named(name, dialect=dialect)
-    if why := table()["layouts"][layout.name].get("not_in_caches"):
-        raise LayoutError.of("divide", f"a cache has no layout {name!r}: {why}")
+    entry = table()["layouts"][layout.name]
+    if "not_in_caches" in entry:
+        raise LayoutError.of("divide", f"a cache has no layout {name!r}: {entry['not_in_caches']}")
     if layout.format != "raw":
-        kind = _OF_FORMAT.get(layout.format, "attention")
-        PackedRow(layout.format, layout.dialect)
-        return PageChoice(layout.name, kind, {}, layout.format, layout.dialect)
-    text: str = table()["layouts"][layout.name]["expression"]
-    if re.search(r"\bW\b", text):
-        page = "W conv[C]:{dtype}" if re.search(r"\bW \(", text) else "conv[C,W]:{dtype}"
-        return PageChoice(layout.name, "conv", {"conv": page})
-    around = _around(name, [fold.word for fold, _ in layout.places[0].strides])
-    apart = len(re.findall(r"\b[BT]\b", text)) > 1 or "^16" in text
-    text = re.sub(rf"\b(?!{around or '-'})[LBS] +", "", re.sub(r"\bT\b", "N", text)).replace("^16", "")
-    for part, rows in _ROWS.items():
-        text = re.sub(rf"\b{part}(?=\[)", rows, text)
-    parts = {_ROWS[place.name]: place for place in layout.places}
-    pieces = [piece.strip(" ()") for piece in text.split("|")] if apart else [text]
-    pages = {rows: next(piece for piece in pieces if f"{rows}[" in piece) for rows in parts}
-    kind = "attention" if "k" in parts else "latent" if "latent" in parts else "recurrent"
-    return PageChoice(layout.name, kind, pages)
-
-
-def _around(name: str, digits: Sequence[str]) -> str:
-    """What lies between two heads in a layout of these digits, outermost first: "B" blocks, "L" layers, "" neither."""
-    last = max(at for at, word in enumerate(digits) if word in ("L", "B", "S"))
-    outside = [word for word in digits[:last] if word not in ("L", "B", "S")]
-    if outside and (outside != ["H"] or digits[last - 1] != "H"):
-        raise LayoutError.of(
-            "divide",
-            f"a cache has no layout {name!r}: tokens lie outside of layers in it, as in pools on the host, so that a layer "
-            f"would be copied row by row, and no attention kernel reads it; choose one in which the pages of a layer are "
-            f"whole, and move rows to and from it with kvpagoda.layouts.reshard",
-        )
-    return digits[last] if outside else ""
+        return PageChoice(layout.name, entry["kind"], {}, layout.format, layout.dialect)
+    pages = {rows: page for page in entry["pages"] for rows in re.findall(r"(\w+)\[", page)}
+    return PageChoice(layout.name, KIND_OF_ROWS[next(iter(pages))], pages)
 
 
 def order_of(page: str) -> str:

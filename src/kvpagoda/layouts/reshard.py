@@ -115,13 +115,11 @@ class ReshardPlan:
 
     def _recoded(self, recode: Recode, sources: list[Bytes], targets: list[Bytes], threads: int) -> None:
         """``run`` by way of pages that are encoded anew before any target changes."""
-        from kvpagoda.layouts.encoded_anew import encoded_anew
-
         tokens = _held(self.targets[0], (TOKENS,), self.slots[1])[TOKENS].size
         before, after = recode.stages(self.targets, tokens)
         staged = [np.zeros(stage.nbytes, np.uint8) for stage in before]
         reshard(self.sources, before, source_slots=self.slots[0]).run(sources, staged, threads)
-        staged = [encoded_anew(recode, stage, memory) for stage, memory in zip(before, staged)]
+        staged = [recode.encoded(stage, memory) for stage, memory in zip(before, staged)]
         reshard(after, self.targets, target_slots=self.slots[1]).run(staged, targets, threads)
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,13 +10,5 @@ from kvpagoda.loading import load_when_used
 
 __all__ = ["METRICS", "CacheCollector", "Tracing", "dashboard", "trace"]
 
-__getattr__ = load_when_used(
-    __name__,
-    {
-        "CacheCollector": "kvpagoda.metrics.prometheus",
-        "METRICS": "kvpagoda.metrics.names",
-        "Tracing": "kvpagoda.metrics.spans",
-        "dashboard": "kvpagoda.metrics.names",
-        "trace": "kvpagoda.metrics.spans",
-    },
-)
+_NAMES = {"names": ("METRICS", "dashboard"), "prometheus": ("CacheCollector",), "spans": ("Tracing", "trace")}
+__getattr__ = load_when_used(__name__, {f"{__name__}.{module}": names for module, names in _NAMES.items()})

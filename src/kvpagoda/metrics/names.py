@@ -1,4 +1,4 @@
-"""The metrics: what each is called, what its labels are, and where in the counters it is read. Data, and no client library.
+"""The metrics: what each is called, what its labels are, and where in the counters it is read. The table is ``metrics.json``.
 
 What means the same as a metric of vLLM has its name, so that dashboards and routers made for vLLM read it; what vLLM has no
 name for begins with ``kvpagoda:``.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from kvpagoda.cache.stats import CacheStats, GroupStats, NamespaceStats
+from kvpagoda.cache.stats import CacheStats
+from kvpagoda.loading import read_json
 from kvpagoda.scheduling import QueueStats
 from kvpagoda.tiers.latency import Histogram
-from kvpagoda.tiers.level import CallStats, LevelStats
 
 VLLM = "vllm:"
 """What stands before the names that are vLLM's."""
@@ -29,20 +29,31 @@ class Moment(NamedTuple):
     queue: QueueStats | None = None
 
 
-Sample = tuple[tuple[str, ...], float | Histogram]
-"""The values of a metric's own labels, and its value."""
+Told = tuple[tuple[str, ...], Any]
+"""Values of labels, and what has the figures of these."""
+STATES = ("private", "shared", "evictable", "free")
+"""Of blocks, those that are held for a request first."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. ``name`` is without the ``_total`` that Prometheus adds to a counter. ``labels``: its own, after ``COMMON``.
-    ``read``: its samples at a moment."""
+    """One metric. ``name`` is without the ``_total`` that Prometheus adds to a counter. ``of``: where it is read, one of
+    ``SOURCES`` and, after a dot, the field of what is found there; without a field, that itself is the value."""
 
     name: str
     kind: Literal["gauge", "counter", "histogram"]
-    labels: tuple[str, ...]
+    of: str
     text: str
-    read: Callable[[Moment], Iterable[Sample]]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Its own labels, after ``COMMON``."""
+        return SOURCES[self.of.partition(".")[0]][0]
+
+    def read(self, at: Moment) -> list[tuple[tuple[str, ...], float | Histogram]]:
+        """The values of its own labels, and its value for them, at a moment."""
+        source, _, field = self.of.partition(".")
+        return [(labels, getattr(told, field) if field else told) for labels, told in SOURCES[source][1](at)]
 
     @property
     def series(self) -> tuple[str, ...]:
@@ -52,144 +63,59 @@ class Metric:
         return (f"{self.name}_total",) if self.kind == "counter" else (self.name,)
 
 
-def _one(value: Callable[[CacheStats], float]) -> Callable[[Moment], Iterable[Sample]]:
-    return lambda at: [((), value(at.cache))]
+class _LookUps(NamedTuple):
+    """Prompt tokens that were looked up in one place, and those that were found there."""
+
+    asked: int
+    found: int
 
 
-def _queue(value: Callable[[QueueStats], float]) -> Callable[[Moment], Iterable[Sample]]:
-    return lambda at: [] if at.queue is None else [((), value(at.queue))]
+def _on_device(at: Moment) -> _LookUps:
+    return _LookUps(at.cache.prompt_tokens, at.cache.cached_tokens - at.cache.loaded_tokens)
 
 
-def _groups(value: Callable[[GroupStats], float]) -> Callable[[Moment], Iterable[Sample]]:
-    return lambda at: [((group.name,), value(group)) for group in at.cache.groups]
+def _below(at: Moment) -> Iterable[Told]:
+    """What the device did not have, where there are tiers to look it up in."""
+    asked, found = _on_device(at)
+    return [((), _LookUps(asked - found, at.cache.loaded_tokens))] if at.cache.tiers else []
 
 
-def _namespaces(value: Callable[[NamespaceStats], float]) -> Callable[[Moment], Iterable[Sample]]:
-    return lambda at: [((one.name,), value(one)) for one in at.cache.namespaces]
-
-
-def _levels(at: Moment) -> Iterable[tuple[tuple[str, str], LevelStats]]:
+def _tiers(at: Moment) -> Iterable[Told]:
     """Each tier by its labels: its place below the device, from 1 on, and its name; two may have the same name."""
     return [((str(number), tier.name), tier) for number, tier in enumerate(at.cache.tiers, 1)]
 
 
-def _tiers(value: Callable[[LevelStats], float]) -> Callable[[Moment], Iterable[Sample]]:
-    return lambda at: [(labels, value(tier)) for labels, tier in _levels(at)]
+def _calls(at: Moment) -> Iterable[Told]:
+    return [((*labels, one.call), one) for labels, tier in _tiers(at) for one in tier.calls]
 
 
-def _calls(value: Callable[[CallStats], float | Histogram]) -> Callable[[Moment], Iterable[Sample]]:
-    return lambda at: [((*labels, one.call), value(one)) for labels, tier in _levels(at) for one in tier.calls]
+def _outcomes(at: Moment) -> Iterable[Told]:
+    return [((*labels, key), n) for labels, one in _calls(at) for key, n in sorted(one.outcomes.items())]
 
 
-def _blocks(at: Moment) -> Iterable[Sample]:
-    for group in at.cache.groups:
-        for state in ("free", "private", "shared", "evictable"):
-            yield (group.name, state), getattr(group, state)
+def _blocks(at: Moment) -> Iterable[Told]:
+    states = STATES[-1:] + STATES[:-1]
+    return [((one.name, state), getattr(one, state)) for one in at.cache.groups for state in states]
 
 
-def _outcomes(at: Moment) -> Iterable[Sample]:
-    for labels, tier in _levels(at):
-        for one in tier.calls:
-            for outcome, records in sorted(one.outcomes.items()):
-                yield (*labels, one.call, outcome), records
+_TIER = ("level", "tier")
+SOURCES: dict[str, tuple[tuple[str, ...], Callable[[Moment], Iterable[Told]]]] = {
+    "cache": ((), lambda at: [((), at.cache)]),
+    "queue": ((), lambda at: [] if at.queue is None else [((), at.queue)]),
+    "lookup": ((), lambda at: [((), _on_device(at))]),
+    "lookup_below": ((), _below),
+    "group": (("group",), lambda at: [((one.name,), one) for one in at.cache.groups]),
+    "block": (("group", "state"), _blocks),
+    "namespace": (("namespace",), lambda at: [((one.name,), one) for one in at.cache.namespaces]),
+    "short_hit": (("reason",), lambda at: [((one.reason,), one) for one in at.cache.short_hits]),
+    "tier": (_TIER, _tiers),
+    "call": ((*_TIER, "call"), _calls),
+    "outcome": ((*_TIER, "call", "outcome"), _outcomes),
+}
+"""Where metrics are read, by the first word of ``Metric.of``: the labels, and what there is at a moment by their values."""
 
 
-def _from_device(stats: CacheStats) -> int:
-    return stats.cached_tokens - stats.loaded_tokens
-
-
-METRICS = (
-    Metric("vllm:num_requests_running", "gauge", (), "Requests that run.", _one(lambda at: at.running)),
-    Metric("vllm:num_requests_waiting", "gauge", (), "Requests that wait.", _queue(lambda at: at.waiting)),
-    Metric("vllm:num_preemptions", "counter", (), "Requests preempted.", _queue(lambda at: at.preempted)),
-    Metric(
-        "vllm:kv_cache_usage_perc", "gauge", (), "Share of the memory that requests and pins hold, 0 to 1.",
-        _one(lambda at: at.usage),
-    ),
-    Metric("vllm:prefix_cache_queries", "counter", (), "Prompt tokens looked up.", _one(lambda at: at.prompt_tokens)),
-    Metric("vllm:prefix_cache_hits", "counter", (), "Prompt tokens found on the device.", _one(_from_device)),
-    Metric(
-        "vllm:external_prefix_cache_queries", "counter", (), "Prompt tokens looked up in tiers: not found on the device.",
-        lambda at: [((), at.cache.prompt_tokens - _from_device(at.cache))] if at.cache.tiers else [],
-    ),
-    Metric(
-        "vllm:external_prefix_cache_hits", "counter", (), "Prompt tokens loaded from tiers.",
-        lambda at: [((), at.cache.loaded_tokens)] if at.cache.tiers else [],
-    ),
-    Metric("kvpagoda:requests_max", "gauge", (), "Requests that may run at once.", _one(lambda at: at.max_requests)),
-    Metric("kvpagoda:requests_suspended", "gauge", (), "Requests set aside.", _one(lambda at: at.suspended)),
-    Metric("kvpagoda:requests_closed", "counter", (), "Requests that are over.", _one(lambda at: at.closed)),
-    Metric("kvpagoda:requests_swapped", "counter", (), "Preempted and set aside.", _queue(lambda at: at.swapped)),
-    Metric("kvpagoda:cache_bytes", "gauge", (), "Memory of the cache.", _one(lambda at: at.nbytes)),
-    Metric("kvpagoda:swap_bytes", "gauge", (), "Host memory of suspended requests.", _one(lambda at: at.swap_nbytes)),
-    Metric("kvpagoda:swap_capacity_bytes", "gauge", (), "The most of it.", _one(lambda at: at.swap_capacity)),
-    Metric("kvpagoda:block_tokens", "gauge", (), "Tokens in a block.", _one(lambda at: at.block_size)),
-    Metric(
-        "kvpagoda:blocks", "gauge", ("group", "state"),
-        "Blocks: free, private to a request, shared (kept for reuse and in use), evictable (kept for reuse alone).", _blocks,
-    ),
-    Metric("kvpagoda:block_bytes", "gauge", ("group",), "Bytes of a block.", _groups(lambda at: at.block_nbytes)),
-    Metric("kvpagoda:blocks_reserved", "gauge", ("group",), "Reserved by requests.", _groups(lambda at: at.outstanding)),
-    Metric("kvpagoda:blocks_evicted", "counter", ("group",), "Blocks given up.", _groups(lambda at: at.evicted)),
-    Metric(
-        "kvpagoda:found_tokens", "counter", ("group",), "Prompt tokens for which a group had what requests need.",
-        _groups(lambda at: at.found_tokens),
-    ),
-    Metric("kvpagoda:checkpoints", "gauge", (), "Places to resume at that are kept.", _one(lambda at: at.checkpoints)),
-    Metric("kvpagoda:checkpoints_evicted", "counter", (), "Given up.", _one(lambda at: at.evicted_checkpoints)),
-    Metric(
-        "kvpagoda:checkpoints_passed", "counter", (), "Places where states should have been copied, and steps went on.",
-        _one(lambda at: at.passed_boundaries),
-    ),
-    Metric("kvpagoda:pins", "gauge", (), "Pins.", _one(lambda at: at.pins)),
-    Metric("kvpagoda:pinned_blocks", "gauge", (), "Blocks of pinned texts.", _one(lambda at: at.pinned_blocks)),
-    Metric(
-        "kvpagoda:short_hits", "counter", ("reason",), "Requests whose hit was cut short.",
-        lambda at: [((one.reason,), one.requests) for one in at.cache.short_hits],
-    ),
-    Metric(
-        "kvpagoda:short_hit_tokens", "counter", ("reason",), "Tokens found, and computed all the same.",
-        lambda at: [((one.reason,), one.tokens) for one in at.cache.short_hits],
-    ),
-    Metric("kvpagoda:requests", "counter", ("namespace",), "Requests opened.", _namespaces(lambda at: at.requests)),
-    Metric("kvpagoda:prompt_tokens", "counter", ("namespace",), "Looked up.", _namespaces(lambda at: at.prompt_tokens)),
-    Metric("kvpagoda:cached_tokens", "counter", ("namespace",), "Saved.", _namespaces(lambda at: at.cached_tokens)),
-    Metric(
-        "kvpagoda:loaded_tokens", "counter", ("namespace",), "Of the saved ones: from tiers.",
-        _namespaces(lambda at: at.loaded_tokens),
-    ),
-    Metric(
-        "kvpagoda:computed_tokens", "counter", ("namespace",), "Tokens that went through the model.",
-        _namespaces(lambda at: at.computed_tokens),
-    ),
-    Metric("kvpagoda:tier_available", "gauge", ("level", "tier"), "1, or 0.", _tiers(lambda at: at.is_available)),
-    Metric("kvpagoda:tier_records", "gauge", ("level", "tier"), "Records held.", _tiers(lambda at: at.num_records)),
-    Metric("kvpagoda:tier_bytes", "gauge", ("level", "tier"), "Bytes held.", _tiers(lambda at: at.nbytes)),
-    Metric(
-        "kvpagoda:tier_capacity_bytes", "gauge", ("level", "tier"), "The most of them.",
-        _tiers(lambda at: at.capacity_nbytes),
-    ),
-    Metric(
-        "kvpagoda:tier_loaded_tokens", "counter", ("level", "tier"), "Prompt tokens whose blocks came from here.",
-        _tiers(lambda at: at.loaded_tokens),
-    ),
-    Metric(
-        "kvpagoda:tier_dropped_records", "counter", ("level", "tier"), "Not stored for want of staging memory.",
-        _tiers(lambda at: at.dropped),
-    ),
-    Metric(
-        "kvpagoda:tier_outcomes", "counter", ("level", "tier", "call", "outcome"),
-        "Records asked for by store, lookup and load, by what became of them.", _outcomes,
-    ),
-    Metric(
-        "kvpagoda:tier_moved_bytes", "counter", ("level", "tier", "call"), "Bytes stored and loaded.",
-        _calls(lambda at: at.nbytes),
-    ),
-    Metric(
-        "kvpagoda:tier_call_seconds", "histogram", ("level", "tier", "call"), "From a request to the answer.",
-        _calls(lambda at: at.seconds),
-    ),
-)  # fmt: skip
+METRICS = tuple(Metric(**row) for row in read_json("kvpagoda.metrics", "metrics.json")["metrics"])
 
 
 def dashboard() -> str:

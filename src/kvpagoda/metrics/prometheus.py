@@ -21,6 +21,7 @@ with MissingExtra.unless("prometheus_client", "metrics need prometheus_client; p
     from prometheus_client.registry import Collector
 
 _TRIES, _PAUSE = 20, 1e-3
+_FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 
 
 class CacheCollector(Collector):
@@ -66,10 +67,7 @@ class CacheCollector(Collector):
         name, labels = metric.name, (*COMMON, *metric.labels)
         if name.startswith(VLLM):
             name = self._vllm + name.removeprefix(VLLM)
-        made = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}[
-            metric.kind
-        ]
-        family: Family = made(name, metric.text, labels=labels)
+        family: Family = _FAMILIES[metric.kind](name, metric.text, labels=labels)
         return family
 
     def _add(self, family: Family, metric: Metric, labels: tuple[str, ...], value: float | Histogram) -> None:

@@ -16,15 +16,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from itertools import cycle, repeat
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.observing import observe
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.tier_hit import TierHit
-from kvpagoda.errors import BadInput, Exhausted, MissingExtra
+from kvpagoda.errors import Exhausted, MissingExtra
 from kvpagoda.kv_cache import KVCache
+from kvpagoda.units import whole_number
 
 with MissingExtra.unless("opentelemetry", "spans need opentelemetry-api; pip install 'kvpagoda[metrics]'"):
     from opentelemetry.trace import Span, Status, StatusCode, Tracer, get_tracer
@@ -50,8 +50,7 @@ class Tracing:
     """The spans around one cache, until ``close``; a context. See ``trace``."""
 
     def __init__(self, cache: KVCache, tracer: Tracer, every: int = 1) -> None:
-        if type(every) is not int or every < 1:
-            raise BadInput(f"every so many requests are traced, at least 1, got {every!r}")
+        whole_number(every, "every how many requests one is traced", at_least=1)
         self._core, self._tracer, self._every, self._depth = cache.core, tracer, every, 0
         self.close = observe(cache.core.parts, self._around)
         """No more spans. Does no harm twice."""
@@ -59,9 +58,7 @@ class Tracing:
     def __enter__(self) -> Tracing:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _around(self, method: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,15 +13,13 @@ from typing import Any
 from urllib.request import urlopen
 
 from kvpagoda.errors import BadInput, MissingExtra
-from kvpagoda.metrics.names import METRICS, VLLM
+from kvpagoda.metrics.names import METRICS, STATES, VLLM
 from kvpagoda.tiers.latency import Histogram
 
 with MissingExtra.unless("prometheus_client", "'top' needs prometheus_client; pip install 'kvpagoda[metrics]'"):
     from prometheus_client.parser import text_string_to_metric_families
 
 _TIMEOUT = 5.0
-STATES = ("private", "shared", "evictable", "free")
-"""Of blocks, those that are held for a request first."""
 _SERIES = frozenset(name for metric in METRICS for name in metric.series)
 
 
@@ -107,9 +105,6 @@ class _Samples:
                     continue
                 if name in _SERIES:
                     self._of[name].append((sample.labels, sample.value))
-        self.engines = {
-            (labels.get("model_name"), labels.get("engine")) for some in self._of.values() for labels, _ in some
-        }
 
     def by(self, name: str, *labels: str, of: Callable[[Iterable[float]], float] = sum) -> dict[tuple[str, ...], float]:
         """Values by ``labels``, where several have the same ones ``of`` them all."""
@@ -167,10 +162,8 @@ def figures(text: str, source: str = "the text", vllm: str = VLLM) -> Figures:
         raise BadInput(
             f"{source} has no metrics of kvpagoda: register a kvpagoda.metrics.CacheCollector where it is served"
         )
-    blocks, nbytes = (
-        samples.by("kvpagoda:blocks", "group", "state"),
-        samples.by("kvpagoda:cache_bytes", "model_name", "engine"),
-    )
+    blocks = samples.by("kvpagoda:blocks", "group", "state")
+    nbytes = samples.by("kvpagoda:cache_bytes", "model_name", "engine")
     sizes = samples.by("kvpagoda:block_bytes", "group", of=max)
     evicted, found = (samples.by(f"kvpagoda:{name}_total", "group") for name in ("blocks_evicted", "found_tokens"))
     groups = tuple(
@@ -182,7 +175,7 @@ def figures(text: str, source: str = "the text", vllm: str = VLLM) -> Figures:
     )  # fmt: skip
     usage = samples.by("vllm:kv_cache_usage_perc", "model_name", "engine")
     return Figures(
-        engines=len(samples.engines),
+        engines=len(nbytes),
         running=samples.total("vllm:num_requests_running"),
         requests_max=samples.total("kvpagoda:requests_max"),
         suspended=samples.total("kvpagoda:requests_suspended"),
@@ -211,10 +204,8 @@ def _columns(samples: _Samples, label: str, *names: str) -> dict[str, Any]:
 
 def _tiers(samples: _Samples) -> tuple[TierFigures, ...]:
     keys = ("level", "tier", "call")
-    records, moved = (
-        samples.by("kvpagoda:tier_outcomes_total", *keys, "outcome"),
-        samples.by("kvpagoda:tier_moved_bytes_total", *keys),
-    )
+    records = samples.by("kvpagoda:tier_outcomes_total", *keys, "outcome")
+    moved = samples.by("kvpagoda:tier_moved_bytes_total", *keys)
     available, made = samples.by("kvpagoda:tier_available", "level", "tier", of=min), list[TierFigures]()
     for level, tier, call in sorted(moved):
         mine = {outcome: int(n) for (*key, outcome), n in records.items() if key == [level, tier, call]}

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from kvpagoda import console
 from kvpagoda.errors import BadInput, KVPagodaError
-from kvpagoda.metrics.names import VLLM
-from kvpagoda.metrics.top import STATES, Figures, read
+from kvpagoda.metrics.names import STATES, VLLM
+from kvpagoda.metrics.top import Figures, read
 from kvpagoda.units import format_bytes
 
 _MARKS = {"private": "█", "shared": "▓", "evictable": "░", "free": "·"}
@@ -60,10 +60,8 @@ def _moments(
         rates = None
         if before is not None and figures.computed_tokens >= before.computed_tokens:
             seconds = max(1e-3, now - then)
-            rates = (
-                (figures.cached_tokens - before.cached_tokens) / seconds,
-                (figures.computed_tokens - before.computed_tokens) / seconds,
-            )
+            saved = figures.cached_tokens - before.cached_tokens
+            rates = saved / seconds, (figures.computed_tokens - before.computed_tokens) / seconds
         yield figures, rates
         if once:
             return

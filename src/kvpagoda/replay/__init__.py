@@ -15,30 +15,13 @@ if TYPE_CHECKING:
     from kvpagoda.replay.serving import ServeResult, serve
 
 __all__ = [
-    "POLICIES",
-    "ReplayResult",
-    "Request",
-    "Reuse",
-    "ServeResult",
-    "Trace",
-    "hit_rate_curve",
-    "lru_hits",
-    "read_requests",
-    "replay",
-    "reuse_distances",
-    "reuse_histogram",
-    "serve",
-    "serve_multi_worker",
-    "synthetic",
-    "working_set",
-    "workload",
-]
+    "POLICIES", "ReplayResult", "Request", "Reuse", "ServeResult", "Trace", "hit_rate_curve", "lru_hits", "read_requests",
+    "replay", "reuse_distances", "reuse_histogram", "serve", "serve_multi_worker", "synthetic", "working_set", "workload",
+]  # fmt: skip
 
-__getattr__ = load_when_used(  # a whole cache behind them
-    __name__,
-    {
-        "ServeResult": "kvpagoda.replay.serving",
-        "serve": "kvpagoda.replay.serving",
-        "serve_multi_worker": "kvpagoda.replay.multi_worker",
-    },
-)
+# a whole cache behind them
+_SERVING = {
+    "kvpagoda.replay.serving": ("ServeResult", "serve"),
+    "kvpagoda.replay.multi_worker": ("serve_multi_worker",),
+}
+__getattr__ = load_when_used(__name__, _SERVING)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvpagoda.errors import BadInput
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.serving import ServeResult, serve
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Schema
 from kvpagoda.tiers.spec import TierSpec, tier_from_text
+from kvpagoda.units import whole_number
 
 _counts: Any = None  # in a worker: how many requests each has served
 
@@ -31,8 +31,7 @@ def serve_multi_worker(
     ``store``: a tier that all of them share, as ``tier_from_text`` reads it; a block is a record there, with no bytes behind
     it. How many hits come from the store depends on who was faster, as it does in life. Raises BadInput, NeverFits.
     """
-    if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= 1024:
-        raise BadInput(f"workers is a whole number, 1 to 1024, got {workers!r}")
+    workers = whole_number(workers, "workers", at_least=1, below=1025)
     from concurrent.futures import ProcessPoolExecutor, wait  # slow to load
     from multiprocessing import get_context
 

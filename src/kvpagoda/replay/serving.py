@@ -14,13 +14,14 @@ import numpy.typing as npt
 from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.sequence import Sequence
-from kvpagoda.errors import BadInput, NeverFits, OutOfBlocks, RetryLater
+from kvpagoda.errors import NeverFits, OutOfBlocks, RetryLater
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.prefix import EvictionPolicy, policy_name
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Schema
 from kvpagoda.tiers.spec import TierSpec
+from kvpagoda.units import whole_number
 
 Tokens = npt.NDArray[np.int32]
 _OWN = 2**30  # first token of what no other request has; ids are below
@@ -90,8 +91,7 @@ def serve(
     at a time. ``part``: the requests of it that are served, by number. ``tiers``: below the cache; with no memory behind it,
     records are of a page each. The other arguments are those of ``KVCache``. Raises BadInput, NeverFits.
     """
-    if tokens_per_id < 1:
-        raise BadInput(f"an id stands for at least 1 token, got {tokens_per_id}")
+    whole_number(tokens_per_id, "tokens_per_id", at_least=1)
     columns = Trace.read(trace)
     longest = int((columns.input_lengths + columns.output_lengths).max(initial=1))
     cache = KVCache(

@@ -17,6 +17,7 @@ from kvpagoda.replay.block_fifo import block_fifo
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.reuse import Reuse
 from kvpagoda.replay.trace import Ints, Trace
+from kvpagoda.units import whole_number
 
 BOUND, BLOCK_FIFO = "opt", "block-fifo"
 POLICIES = (*(name for name in POLICY_NAMES if name not in ("priority", "ttl")), BLOCK_FIFO, BOUND)
@@ -75,14 +76,11 @@ def checked(
 ) -> tuple[list[str], list[int]]:
     """The names of the policies, and the capacities, if all that can be replayed. Raises BadInput."""
     names = [known_policy(policy) for policy in policies]
-    for blocks in capacities:
-        if isinstance(blocks, bool) or not isinstance(blocks, int | np.integer) or not 1 <= blocks < 2**31:
-            text = f"a capacity is a whole number of at least 1 block, below 2^31, got {blocks!r}"
-            raise BadInput(text, needed=blocks)
+    sizes = [whole_number(blocks, "a capacity in blocks", at_least=1, below=2**31) for blocks in capacities]
     if isinstance(warm_up, bool) or not isinstance(warm_up, int | float) or not 0 <= warm_up < 1:
         text = f"a warm-up is a share of the requests, from 0 to below 1, got {warm_up!r}"
         raise BadInput(text, needed=warm_up)
-    return names, [int(blocks) for blocks in capacities]
+    return names, sizes
 
 
 def readable(trace: Source | Trace) -> Trace:
@@ -95,9 +93,9 @@ def readable(trace: Source | Trace) -> Trace:
 
 def replay(
     trace: Source | Trace,
-    *,
     capacity_blocks: int,
     policy: str | EvictionPolicy = "lru",
+    *,
     warm_up: float = 0.0,
     on_request: Callable[[int], None] | None = None,
 ) -> ReplayResult:

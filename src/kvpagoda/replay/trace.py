@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpagoda.errors import BadInput
 from kvpagoda.replay.readers import Ids as Ids64
 from kvpagoda.replay.readers import Source, read_requests
 from kvpagoda.units import whole_number
@@ -50,8 +49,8 @@ class Trace:
         """Read a source of ``read_requests``, at most ``limit`` requests of it. ``block_size``: tokens of an id where the
         source does not say; None: 512. Raises BadInput. O(refs); the ids are in memory once.
         """
-        if limit is not None and limit < 1:
-            raise BadInput(f"a limit is at least 1 request, got {limit}", needed=limit, available=1)
+        if limit is not None:
+            whole_number(limit, "a limit of requests", at_least=1)
         if isinstance(source, Trace):
             return source if limit is None or limit >= len(source) else source.take(np.arange(limit))
         name = str(source) if isinstance(source, str | Path) else "records"

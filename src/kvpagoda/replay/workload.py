@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count, islice
 from typing import TypeAlias
@@ -29,9 +30,10 @@ from kvpagoda.replay.readers import Request
 from kvpagoda.replay.trace import Trace
 
 KINDS = ("chat", "agent", "shared")
-BETWEEN_SESSIONS, BETWEEN_TURNS, BETWEEN_STEPS = 2.0, 60.0, 6.0  # seconds
-TURNS, STEPS, FOLDS, SUMMARY, LONGEST = 5, 25, 1 / 30, 800, 120_000
+BETWEEN_SESSIONS = 2.0  # seconds
+SUMMARY, LONGEST = 800, 120_000  # tokens
 Random: TypeAlias = "np.random.Generator"
+Drawn: TypeAlias = tuple[float, float]
 
 
 class Text:
@@ -91,25 +93,24 @@ def synthetic(num_requests: int = 2_000, seed: int = 0, block_size: int = 64) ->
     return replace(Trace.read(workload(seed, block_size), limit=num_requests), name=f"synthetic workload, seed {seed}")
 
 
-def _chat(rng: Random, time: float, text: Text) -> Iterator[Request]:
-    for _ in range(int(rng.geometric(1 / TURNS))):
-        text = text.grown(_tokens(rng, 100, 1.0))
-        reply = _tokens(rng, 250, 0.8)
-        yield text.asked(time, reply)
-        text = text.grown(reply)
-        time += rng.exponential(BETWEEN_TURNS)
+def _session(
+    rng: Random, time: float, first: Text, turns: int, pause: float, asked: Drawn, answered: Drawn, folds: float = 0.0
+) -> Iterator[Request]:
+    """Some ``turns`` behind the text ``first``, each what is ``asked`` and ``answered`` (median and sigma, in tokens). A share
+    ``folds`` of them, and those that grew too long, begin with a summary in place of the turns before."""
+    text = first
+    for _ in range(int(rng.geometric(1 / turns))):
+        if folds and (rng.random() < folds or text.length > LONGEST):
+            text = first.grown(SUMMARY)
+        text = text.grown(_tokens(rng, *asked))
+        answer = _tokens(rng, *answered)
+        yield text.asked(time, answer)
+        text = text.grown(answer)
+        time += rng.exponential(pause)
 
 
-def _agent(rng: Random, time: float, tools: Text) -> Iterator[Request]:
-    text = tools
-    for _ in range(int(rng.geometric(1 / STEPS))):
-        if rng.random() < FOLDS or text.length > LONGEST:
-            text = tools.grown(SUMMARY)
-        text = text.grown(_tokens(rng, 600, 1.2))
-        call = _tokens(rng, 150, 0.7)
-        yield text.asked(time, call)
-        text = text.grown(call)
-        time += rng.exponential(BETWEEN_STEPS)
+_chat = partial(_session, turns=5, pause=60.0, asked=(100, 1.0), answered=(250, 0.8))
+_agent = partial(_session, turns=25, pause=6.0, asked=(600, 1.2), answered=(150, 0.7), folds=1 / 30)
 
 
 def _shared(rng: Random, time: float, document: Text) -> Iterator[Request]:

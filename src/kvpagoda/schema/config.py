@@ -7,16 +7,9 @@ from numbers import Integral
 from typing import Any
 
 from kvpagoda.errors import SchemaError
+from kvpagoda.loading import read_json
 
-ALIASES = {
-    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
-    "hidden_size": ("n_embd", "n_embed", "d_model"),
-    "max_position_embeddings": ("n_positions", "model_max_length", "max_seq_len"),
-    "layer_types": ("layers_block_type",),
-    "index_head_dim": ("indexer_head_dim", "sparse_attention_config.sparse_index_dim"),
-    "sliding_window": ("attention_window_size", "sliding_window_size"),
-}
+ALIASES: Mapping[str, list[str]] = read_json("kvpagoda.schema", "families/spellings.json")["aliases"]
 """Other names under which configs have the same field; with a dot, one in a table of the config."""
 
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "decoder_layers", "decoder_attention_heads")
@@ -55,9 +48,7 @@ class Config:
         """Entry ``index`` of a list or text with one entry a layer. Raises SchemaError."""
         value = self.get(name)
         if not isinstance(value, list | tuple | str) or len(value) <= index:
-            raise SchemaError(
-                f"{name} is {value!r}; expected one entry for every layer, there is none for layer {index}"
-            )
+            raise SchemaError(f"{name} is {value!r}; expected one entry for every layer, layer {index} has none")
         return value[index]
 
     def table(self, name: str) -> Mapping[Any, Any]:
@@ -87,23 +78,17 @@ class Config:
 
     def at(self, index: int) -> Config:
         """This config with what it says for layer ``index`` alone (``per_layer_config``) on top."""
-        for key in self.table("per_layer_config"):
-            if str(key).isdigit() and int(key) == index:
-                changes = Config(self.table("per_layer_config"), {}).table(key)
-                return self.replaced(**changes)
-        return self
+        table = self.table("per_layer_config")
+        by_index = {str(int(key)): own for key, own in table.items() if str(key).isdigit()}
+        return self.replaced(**Config(by_index, {}).table(str(index)))
 
 
 def fields_of(config: Any) -> Mapping[str, Any]:
     """All fields of a config: a mapping as it is, an object by its ``to_dict`` or its attributes. Raises SchemaError."""
-    if isinstance(config, Mapping):
-        return config
-    if callable(to_dict := getattr(config, "to_dict", None)):
-        fields = to_dict()
-    elif hasattr(config, "__dict__"):
-        fields = vars(config)
-    else:
-        fields = None
+    to_dict = getattr(config, "to_dict", None)
+    fields = (
+        config if isinstance(config, Mapping) else to_dict() if callable(to_dict) else getattr(config, "__dict__", None)
+    )
     if not isinstance(fields, Mapping):
         raise SchemaError(f"a config is a mapping or an object with fields, got {type(config).__name__}")
     return fields

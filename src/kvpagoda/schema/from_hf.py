@@ -6,13 +6,13 @@ config have the sizes. A type that is not in that table was not verified, and is
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpagoda.errors import LayoutError, SchemaError
-from kvpagoda.formats.encoding import MXFP4, NVFP4, RAW, Encoding
+from kvpagoda.errors import LayoutError, SchemaError, did_you_mean
+from kvpagoda.formats.encoding import RAW, Encoding
+from kvpagoda.loading import read_json
 from kvpagoda.schema.config import REQUIRED, Config, fields_of
 from kvpagoda.schema.families import Family, model_types, refused
 from kvpagoda.schema.families import layer_types as t
@@ -28,33 +28,29 @@ NOT_CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (True,), "use_bi
 @dataclass(frozen=True)
 class KVFormat:
     """A quantised form of the cache: how latents (and their indexers' keys), compressed entries and their indexers' keys lie
-    in memory. The RoPE part of an entry is kept beside its codes. ``layouts``, by kind: in which kernels read
+    in memory. The RoPE part of an entry is kept beside its codes. ``layouts``, by the class of a kind: in which kernels read
     them, where a bfloat16 model has rows of those sizes."""
 
     latents: Encoding
     entries: Encoding
     index_keys: Encoding
-    layouts: Mapping[type[LayerKind], tuple[str, ...]] | None = None
+    layouts: Mapping[str, list[str]]
+
+
+def _format(row: Mapping[str, Any]) -> KVFormat:
+    latents, entries, index_keys = (Encoding(**row[part]) for part in ("latents", "entries", "index_keys"))
+    return KVFormat(latents, entries, index_keys, row.get("layouts", {}))
 
 
 KV_FORMATS: dict[str, KVFormat | None] = {
-    "raw": None,
-    "fp8": KVFormat(
-        Encoding("fp8", group=128),
-        Encoding("fp8_ue8m0", group=64),
-        MXFP4,
-        {Latent: ("flashmla-v32", "deepgemm-indexer"), Compressed: ("flashmla-dsv4", "deepgemm-indexer-fp4")},
-    ),
-    "mxfp4": KVFormat(MXFP4, MXFP4, MXFP4),
-    "nvfp4": KVFormat(NVFP4, NVFP4, NVFP4),
-    "int8": KVFormat(Encoding("int8", group=128), Encoding("int8", group=64), Encoding("int8", group=32)),
+    name: row and _format(row) for name, row in read_json("kvpagoda.schema", "kv_formats.json")["formats"].items()
 }
-"""The values of ``kv_format``. ``fp8``: the packed rows of the big engines, where a model has rows of their sizes."""
+"""The values of ``kv_format``: the table ``kv_formats.json``."""
 
 
 def as_kernels_read(kind: LayerKind, packed: KVFormat | None) -> LayerKind:
     """``kind`` in the layouts of ``packed``, where it has rows of their sizes; else as it is."""
-    names = None if packed is None or packed.layouts is None else packed.layouts.get(type(kind))
+    names = None if packed is None else packed.layouts.get(type(kind).__name__)
     if names is None or getattr(kind, "dtype", None) != "bfloat16":
         return kind
     try:
@@ -140,11 +136,9 @@ def unknown_type(name: Any) -> str:
         return f"model_type must name the model family, got {name!r}"
     if name in refused():
         return f"model type {name!r} is not supported: {refused()[name]}"
-    close = difflib.get_close_matches(name, model_types(), n=3, cutoff=0.8)
-    hint = f"; did you mean {', '.join(close)}?" if close else ""
-    return (
-        f"model type {name!r} is not supported: its cache was not verified{hint} ({len(model_types())} types are known)"
-    )
+    hint = did_you_mean(name, model_types(), cutoff=0.8)
+    why = "its cache was not verified" + (f"; {hint}" if hint else "")
+    return f"model type {name!r} is not supported: {why} ({len(model_types())} types are known)"
 
 
 def layer_types_of(c: Config, family: Family, name: str) -> list[str]:

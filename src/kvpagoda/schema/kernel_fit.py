@@ -8,23 +8,26 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvpagoda.errors import BadInput, SchemaError
 from kvpagoda.layouts.demands import Demand, Kernel, kernel, kernels
-from kvpagoda.layouts.judge import Verdict, judge
+from kvpagoda.layouts.judge import judge
 from kvpagoda.layouts.packed_row import PackedRow
 from kvpagoda.layouts.pages import KIND_OF_ROWS, KINDS
-from kvpagoda.schema.fields import STATE, Growth, itemsize
-from kvpagoda.schema.layers import Group, Layer, block_layout, state_layout
+from kvpagoda.schema.fields import Growth, itemsize
+from kvpagoda.schema.layers import Group, Layer
 from kvpagoda.schema.layout import ALIGN, KernelTensor, Page, RowLayout
+from kvpagoda.schema.layout_choice import LayoutNames, by_kind
 
-KernelNames = str | Sequence[str] | Mapping[str, str]
+KernelNames = LayoutNames
 """A kernel, several, or one by kind of rows (``kvpagoda.layouts.pages.KINDS``); ``name-sm100`` where it runs on that alone."""
 _OF_SECTION = {"1.1": ("attention",), "1.2": ("latent", "entries"), "1.3": ("indexer",)}
 _ROWS_OF = {"k": ("k", "k_rope"), "v": ("v", "latent"), "ckv": ("latent",), "kpe": ("k_rope",)}
 """Tensors of kernels that are one field, and what that is called here."""
+_DOES = {"reject": "refuses", "copy": "copies the cache on each call", "garbage": "reads wrong bytes"}
 LARGEST_BLOCK = 512
 _PAGES = 64
 """Kernel pages that the judged tensors have; more change nothing."""
@@ -52,31 +55,19 @@ class Fit:
 
     def block_layout(self, group: Group, order: str) -> RowLayout:
         """The record of one block of ``group``."""
-        multiple = self.multiples.get(group.growth, ALIGN)
-        return block_layout(group.layers, self.block_size, self.kernel_page, order, multiple)
-
-    def state_layout(self, layers: Iterable[Layer], order: str) -> RowLayout:
-        """The record of one request's state."""
-        return state_layout(layers, order, self.multiples.get(STATE, ALIGN))
+        return group.block_layout(self.block_size, self.kernel_page, order, self.multiples.get(group.growth, ALIGN))
 
 
 def readers_of(names: KernelNames) -> tuple[Reader, ...]:
     """The kernels that are named. Raises BadInput for one that is not known, or that does not read rows of its kind."""
-    given = {"": names} if isinstance(names, str) else names
-    pairs = [*given.items()] if isinstance(given, Mapping) else [("", name) for name in given]
     found = []
-    for kind, name in pairs:
+    for kind, name in by_kind(names):
         match = re.fullmatch(r"(.*?)(?:[-_ ](sm\d+[af]?))?", name.lower())
         assert match is not None
         plain = match[1].replace("-", "_").replace(" ", "_")
-        several = [one for one in kernels() if one.startswith(f"{plain}_")]
-        rows: tuple[Kernel, ...]
-        try:
+        rows = tuple(kernel(one) for one in kernels() if one.startswith(f"{plain}_"))
+        with suppress(BadInput) if rows else nullcontext():
             rows = (kernel(plain),)
-        except BadInput:
-            if not several:
-                raise
-            rows = tuple(map(kernel, several))
         kinds = tuple(dict.fromkeys(one for row in rows for one in _kinds_of(row)))
         if kind and kind not in kinds:
             raise BadInput(
@@ -92,34 +83,27 @@ def _kinds_of(row: Kernel) -> tuple[str, ...]:
     return _OF_SECTION.get(row.section, ())
 
 
-def fit(
-    layers: Sequence[Layer],
-    groups: Sequence[Group],
-    readers: Sequence[Reader],
-    sizes: Iterable[tuple[int, int]],
-    order: str,
-) -> Fit:
+def fit(groups: Sequence[Group], readers: Sequence[Reader], sizes: Iterable[tuple[int, int]], order: str) -> Fit:
     """The first of ``sizes`` (tokens of a block, of a kernel page) with which every one of ``readers`` reads what is of its
     kinds; records are padded as they ask for. Raises SchemaError with what the first sizes lack where none does."""
     why: SchemaError | None = None
     for block_size, kernel_page in sizes:
         try:
-            return _padded(Fit(block_size, kernel_page), layers, groups, readers, order)
+            return _padded(Fit(block_size, kernel_page), groups, readers, order)
         except SchemaError as error:
             why = why or error
     assert why is not None
     raise why
 
 
-def _padded(fit: Fit, layers: Sequence[Layer], groups: Sequence[Group], readers: Sequence[Reader], order: str) -> Fit:
+def _padded(fit: Fit, groups: Sequence[Group], readers: Sequence[Reader], order: str) -> Fit:
     multiples: dict[Growth, int] = {}
     notes: list[str] = []
-    for group in (*groups, None):
-        law = STATE if group is None else group.growth
+    for group in groups:
+        law = group.growth
         for _ in range(4):
-            made = Fit(fit.block_size, fit.kernel_page, multiples)
-            layout = made.state_layout(layers, order) if group is None else made.block_layout(group, order)
-            problem = next(unmet(layout, layers if group is None else group.layers, readers, order), None)
+            layout = Fit(fit.block_size, fit.kernel_page, multiples).block_layout(group, order)
+            problem = next(unmet(layout, group.layers, readers, order), None)
             if problem is None:
                 break
             multiple = _multiple(problem.demand) if order == "block" else None
@@ -129,7 +113,7 @@ def _padded(fit: Fit, layers: Sequence[Layer], groups: Sequence[Group], readers:
             notes.append(f"records of {law.name} are multiples of {multiples[law]:,} bytes for {problem.reader.name}")
     if fit.kernel_page != fit.block_size:
         notes.append(f"blocks of {fit.block_size} tokens are {fit.block_size // fit.kernel_page} kernel pages each")
-    kept = {KIND_OF_ROWS.get(rows.name) for layer in layers for rows in (*layer.block_rows(), *layer.state_rows())}
+    kept = {KIND_OF_ROWS.get(rows.name) for group in groups for layer in group.layers for rows in layer.rows()}
     for reader in readers:
         if not kept & {*reader.kinds}:
             raise SchemaError(f"kernel {reader.name!r} reads {', '.join(reader.kinds)}; no layer keeps such rows")
@@ -142,7 +126,6 @@ class Problem:
 
     reader: Reader
     page: Page
-    verdict: Verdict | None
     demand: Demand | None
     text: str
 
@@ -152,11 +135,7 @@ def unmet(
 ) -> Iterator[Problem]:
     """What ``readers`` do not take of records ``layout`` of ``layers``, ``row_nbytes`` apart (0: directly behind each other).
     Pages that are alike are judged once. O(pages + kernels * demands)."""
-    encodings = {
-        (layer.index, rows.name): rows.encoding
-        for layer in layers
-        for rows in (*layer.block_rows(), *layer.state_rows())
-    }
+    encodings = {(layer.index, rows.name): rows.encoding for layer in layers for rows in layer.rows()}
     stride, seen = (row_nbytes or layout.nbytes) // layout.kernel_pages, set()
     mates: dict[int, list[Page]] = {}
     pages = [page if order == "block" else page.apart(_PAGES) for page in layout.pages]
@@ -185,25 +164,20 @@ def _judged(reader: Reader, page: Page, mates: Sequence[Page], stride: int, enco
                 f"{name} [{', '.join(axes)}]" for name, axes in taken if "block" in axes or "slot" in axes
             )
             text = f"it takes {wanted or 'nothing in pages'}, and these rows have no such form; choose another layout"
-            first = first or Problem(reader, page, None, None, text)
+            first = first or Problem(reader, page, None, text)
             continue
         if isinstance(encoding, PackedRow):
-            facts |= {
-                "dialect": encoding.dialect,
-                "packing": "footer" if encoding.packing.footer else "inline",
-                "padding": -1,
-            }
+            facts["packing"] = "footer" if encoding.packing.footer else "inline"
             facts["scales"] = "power_of_two" if encoding.rules.rule.has_power_of_two_scales else "raw"
+            facts |= {"dialect": encoding.dialect, "padding": -1}
         verdict = judge(row.name, tensors, reader.arch, facts)
         if verdict.expect == "ok":
             return
         demand = next((one for one in row.demands if one.name == verdict.rule), None)
-        does = {"reject": "refuses", "copy": "copies the cache on each call", "garbage": "reads wrong bytes"}[
-            verdict.expect
-        ]
-        text = f"it {does}: {verdict.rule}: {verdict.reason}; {verdict.remedy or 'choose another layout'} [{verdict.source}]"
+        remedy = verdict.remedy or "choose another layout"
+        text = f"it {_DOES[verdict.expect]}: {verdict.rule}: {verdict.reason}; {remedy} [{verdict.source}]"
         if first is None or ".size.dim" in " ".join(first.demand.of if first.demand else ()):
-            first = Problem(reader, page, verdict, demand, text)
+            first = Problem(reader, page, demand, text)
     if first is not None:
         yield first
 
@@ -239,7 +213,7 @@ def _spec(
     """``tensor`` in the form that the kernel gives it: of several, the one in whose order it lies in memory."""
     size = itemsize(tensor.dtype)
     ours = dict(zip(tensor.axes, zip(tensor.shape, tensor.strides)))
-    best: tuple[bool, str, dict[str, Any]] | None = None
+    found: list[tuple[bool, str, dict[str, Any]]] = []
     for form, axes in row.tensors[name].items():
         inner = [axis for axis in axes if axis not in ("block", "slot")]
         must = {axis for axis, (extent, _) in ours.items() if extent > 1 or axis not in ("one", "token")}
@@ -248,20 +222,19 @@ def _spec(
             continue
         pairs = [ours.get(axis, (1, tensor.shape[-1])) for axis in inner]
         strides = [step for extent, step in pairs if extent > 1]
-        spec = {
+        spec: dict[str, Any] = {
             "shape": [_PAGES, *(extent for extent, _ in pairs)], "strides": [stride // size, *(step for _, step in pairs)],
             "dtype": tensor.dtype, "axes": axes, "base_alignment": math.gcd(page.offset + tensor.offset, 64),
         }  # fmt: skip
-        ordered = strides == sorted(strides, reverse=True)
-        if best is None or (ordered and not best[0]):
-            best = ordered, form, spec
-    if best is None:
+        found.append((strides == sorted(strides, reverse=True), form, spec))
+    if not found:
         return None
-    if best[1] in ("NHD", "HND"):
-        facts["layout"] = best[1]
-    if {"key", "value"} <= {*best[2]["axes"]}:
+    _, form, spec = max(found, key=lambda one: one[0])
+    if form in ("NHD", "HND"):
+        facts["layout"] = form
+    if {"key", "value"} <= {*spec["axes"]}:
         facts["order"] = "VK" if ours["key"][1] < ours["value"][1] else "KV"
-    return best[2]
+    return spec
 
 
 def _kind(page: Page) -> str:

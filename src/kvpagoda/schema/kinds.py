@@ -112,9 +112,7 @@ class Attention(LayerKind):
 
     def __post_init__(self) -> None:
         if self.num_sinks < 0 or (self.num_sinks and self.law.window is None):
-            raise SchemaError(
-                f"num_sinks is {self.num_sinks} with {self.law.name}; sinks, at least 0, stand beside a window"
-            )
+            raise SchemaError(f"num_sinks is {self.num_sinks} with {self.law.name}; sinks stand beside a window, or 0")
 
     def growth(self) -> Growth:
         return self.law
@@ -145,9 +143,8 @@ class Attention(LayerKind):
         laid = replace(self, indexer=self.indexer and self.indexer.laid_out(choices))
         if (choice := choices.get("attention")) is None:
             return laid
-        if choice.format == "raw":
-            return replace(laid, layout=choice.name, encoding=RAW)
-        if self.k_dim != self.v_dim or self.num_sinks:
+        is_packed = choice.format != "raw"
+        if is_packed and (self.k_dim != self.v_dim or self.num_sinks):
             raise SchemaError(
                 f"{choice.name!r} has K and V side by side, of one size and without sinks; this layer has "
                 f"K of {self.k_dim}, V of {self.v_dim} and {self.num_sinks} sinks"
@@ -201,12 +198,11 @@ class Latent(LayerKind):
         laid = replace(self, indexer=self.indexer and self.indexer.laid_out(choices))
         if (choice := choices.get("latent")) is None:
             return laid
-        if choice.format == "raw":
-            return replace(laid, layout=choice.name, encoding=RAW)
         packed = choice.encoding()
-        if (self.rope_dim, self.latent_dim) != (packed.kept, packed.packing.coded):
+        sizes = (packed.kept, packed.packing.coded) if isinstance(packed, PackedRow) else None
+        if sizes not in (None, (self.rope_dim, self.latent_dim)):
             raise LayoutError.of(
-                "size", f"rows of {choice.name!r} have {packed.packing.coded} elements and {packed.kept} RoPE dims, not "
+                "size", f"rows of {choice.name!r} have {sizes[1]} elements and {sizes[0]} RoPE dims, not "
                 f"{self.latent_dim} and {self.rope_dim}; choose another layout for this model",
             )  # fmt: skip
         return replace(laid, layout=choice.name, encoding=packed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -53,10 +52,15 @@ class Layer:
         """What it keeps once per request, over all its kinds."""
         return tuple(rows for kind in self.kinds for rows in kind.state_rows())
 
+    def rows(self) -> tuple[Rows, ...]:
+        """All that it keeps: in blocks, then once per request."""
+        return (*self.block_rows(), *self.state_rows())
+
 
 @dataclass(frozen=True)
 class Group:
-    """Layers with one growth law: they grow together and share one block id."""
+    """Layers with one growth law: they grow together and share one block id. States are a group too, with the law ``STATE``,
+    and the state of one request is a block."""
 
     growth: Growth
     layers: tuple[Layer, ...]
@@ -65,26 +69,17 @@ class Group:
     def name(self) -> str:
         return self.growth.name
 
-    def block_layout(self, block_size: int, kernel_page: int | None = None, order: str = "block") -> RowLayout:
-        """The record of one block of ``block_size`` tokens: all layers of the group. See ``block_layout``."""
-        return block_layout(self.layers, block_size, kernel_page, order)
-
-
-def block_layout(
-    layers: Iterable[Layer],
-    block_size: int,
-    kernel_page: int | None = None,
-    order: str = "block",
-    multiple: int = ALIGN,
-) -> RowLayout:
-    """The record of one block of ``block_size`` tokens of ``layers``, one layer behind another, once for each kernel page of
-    ``kernel_page`` tokens (None: a block is one). ``order`` and ``multiple``: see ``RowLayout.of``."""
-    tokens = kernel_page or block_size
-    pages = (pages_of(layer.index, layer.block_rows(), lambda rows: tokens // rows.tokens_per_row) for layer in layers)
-    return RowLayout.of(chain.from_iterable(pages), block_size // tokens, order, multiple)
-
-
-def state_layout(layers: Iterable[Layer], order: str = "block", multiple: int = ALIGN) -> RowLayout:
-    """The record of one request's state of ``layers``, one layer behind another. 0 bytes where none has a state."""
-    pages = (pages_of(layer.index, layer.state_rows(), lambda rows: rows.count) for layer in layers)
-    return RowLayout.of(chain.from_iterable(pages), 1, order, multiple)
+    def block_layout(
+        self, block_size: int = 1, kernel_page: int | None = None, order: str = "block", multiple: int = ALIGN
+    ) -> RowLayout:
+        """The record of one block of ``block_size`` tokens, one layer behind another, once for each kernel page of
+        ``kernel_page`` tokens (None: a block is one); of states, whatever these are, the record of one request: 0 bytes where
+        no layer has a state. ``order`` and ``multiple``: see ``RowLayout.of``."""
+        if self.growth.is_state:
+            states = (pages_of(layer.index, layer.state_rows(), lambda rows: rows.count) for layer in self.layers)
+            return RowLayout.of(chain.from_iterable(states), 1, order, multiple)
+        tokens = kernel_page or block_size
+        pages = (
+            pages_of(one.index, one.block_rows(), lambda rows: tokens // rows.tokens_per_row) for one in self.layers
+        )
+        return RowLayout.of(chain.from_iterable(pages), block_size // tokens, order, multiple)

@@ -143,9 +143,8 @@ def pages_of(layer: int, rows: Iterable[Rows], count: Callable[[Rows], int]) -> 
             multiple, packed = first.encoding.page_multiple, first.encoding.page_shape(number, first.shape)
         elif first.page:
             multiple = 1
-            nbytes, found = arrange(
-                page, number, [PageRows(one.name, one.axes, one.shape, one.dtype) for one in members]
-            )
+            rows_of = [PageRows(one.name, one.axes, one.shape, one.dtype) for one in members]
+            nbytes, found = arrange(page, number, rows_of)
         else:
             yield from (replace(dense(layer, field), rows=(first.name,), axes=axes) for field in fields)
             continue

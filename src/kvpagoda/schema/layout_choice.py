@@ -12,13 +12,17 @@ LayoutNames = str | Sequence[str] | Mapping[str, str]
 """A name, several, or names by kind (``KINDS``); ``name:dialect`` where the dialect is not the layout's own."""
 
 
+def by_kind(names: LayoutNames) -> Iterable[tuple[str, str]]:
+    """(kind, name) of each: the kind is "" where it is not said."""
+    given = {"": names} if isinstance(names, str) else names
+    return given.items() if isinstance(given, Mapping) else [("", name) for name in given]
+
+
 def choices_of(layout: LayoutNames) -> dict[str, PageChoice]:
     """The layouts that are named, by the kind that each is of. Raises SchemaError for two of a kind or a kind that a layout is
     not of, and LayoutError."""
-    given = {"": layout} if isinstance(layout, str) else layout
-    pairs = [*given.items()] if isinstance(given, Mapping) else [("", name) for name in given]
     found: dict[str, PageChoice] = {}
-    for kind, text in pairs:
+    for kind, text in by_kind(layout):
         name, _, dialect = text.partition(":")
         choice = page_choice(name, dialect or None)
         if kind not in ("", choice.kind):

@@ -186,8 +186,8 @@ class Plan:
             )
         if longest is not None and num_tokens > longest:
             hint = self._budget_hint(num_tokens, room)
-            text = f"{num_tokens} tokens are more than the longest context of {longest}; {hint}"
-            raise NeverFits(text, needed=num_tokens, available=longest, hint=hint)
+            text = f"{num_tokens} tokens are more than the longest context of {longest}"
+            raise NeverFits.with_hint(text, hint, needed=num_tokens, available=longest)
         wanted = []
         for group in self.groups:
             blocks = at_most = group.blocks_for(num_tokens)
@@ -197,15 +197,14 @@ class Plan:
                 hint = "open it with a smaller room and extend chunk by chunk"
                 if at_most > group.num_blocks:
                     hint = self._budget_hint(num_tokens, room)
-                has = f"blocks of group {group.name!r}, which has {group.num_blocks}"
-                text = f"{num_tokens} tokens need {blocks} {has}; {hint}"
-                raise NeverFits(text, needed=blocks, available=group.num_blocks, group=group.name, hint=hint)
+                text = f"{num_tokens} tokens need {blocks} blocks of group {group.name!r}, which has {group.num_blocks}"
+                raise NeverFits.with_hint(text, hint, needed=blocks, available=group.num_blocks, group=group.name)
             wanted.append(blocks)
         if self.num_sectors and not self.holds(wanted):
             need = sum(blocks * group.row_nbytes for blocks, group in zip(wanted, self.groups))
             hint = self._budget_hint(num_tokens, room)
-            text = f"{num_tokens} tokens need {wanted} blocks, {format_bytes(need)} in all; {hint}"
-            raise NeverFits(text, needed=need, available=self.nbytes, hint=hint)
+            text = f"{num_tokens} tokens need {wanted} blocks, {format_bytes(need)} in all"
+            raise NeverFits.with_hint(text, hint, needed=need, available=self.nbytes)
         return wanted
 
     def _budget_hint(self, num_tokens: int, room: int = 0) -> str:
@@ -225,9 +224,8 @@ class Plan:
         of_blocks, of_states = Counter[str](), Counter[str]()
         for group in self.groups:
             for place in group.layout.places:
-                (of_states if group.growth.is_state else of_blocks)[labels[place.layer]] += (
-                    place.nbytes * group.layout.kernel_pages
-                )
+                kept = of_states if group.growth.is_state else of_blocks
+                kept[labels[place.layer]] += place.nbytes * group.layout.kernel_pages
         return [
             {
                 "label": label,
@@ -245,14 +243,11 @@ class Plan:
         ``padding_percent``: of the arenas' bytes; with sectors, of the group that has most of it. ``unused_percent``: of the
         budget, too few bytes for another block. A cached prefix is found at multiples of ``hit_granularity`` tokens.
         """
-        filled, floor = (
-            [(group.num_rows * group.layout.payload_nbytes, group.nbytes) for group in self.groups],
-            self.nbytes,
-        )
+        filled = [(group.num_rows * group.layout.payload_nbytes, group.nbytes) for group in self.groups]
         if self.num_sectors:
             floor = (1 + self._sectors([self.max_requests] * len(self.groups))) * self.sector_nbytes
         else:
-            filled = [(sum(data for data, _ in filled), self.nbytes)]
+            filled, floor = [(sum(data for data, _ in filled), self.nbytes)], self.nbytes
         return {
             "schema": self.schema_name,
             "budget_bytes": self.budget,
@@ -285,6 +280,7 @@ class Plan:
         has its rows one below the other."""
         figures = self.to_dict()
         kinds = {"layer kind": "label", "layers": "num_layers", "B/token": "bytes_per_token"}
+        kinds["B/request"] = "state_bytes_per_request"
         groups = {"group": "name", "layers": "num_layers"}
         if self.num_sectors:
             groups |= {"blocks at most": "num_blocks", "B/block": "block_bytes", "in a sector": "blocks_per_sector"}
@@ -292,18 +288,12 @@ class Plan:
             groups |= {"blocks": "num_blocks", "B/block": "block_bytes", "bytes": "total"}
         rows = [{**group, "total": format_bytes(group["bytes"])} for group in figures["groups"]]
         checkpoints = f", at most {self.num_checkpoints:,} checkpoints" if self.num_checkpoints else ""
-        return "\n".join(
-            [
-                f"{self.schema_name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}",
-                *_wrapped(f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}", width),
-                "",
-                *_table(figures["layer_kinds"], {**kinds, "B/request": "state_bytes_per_request"}, width),
-                "",
-                *_table(rows, groups, width),
-                "",
-                *(line for pair in self._lines(figures).items() for line in _wrapped("{:<20} {}".format(*pair), width)),
-            ]
-        )
+        lines = [f"{self.schema_name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}"]
+        lines += _wrapped(f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}", width)
+        lines += ["", *_table(figures["layer_kinds"], kinds, width), "", *_table(rows, groups, width), ""]
+        for label, text in self._lines(figures).items():
+            lines += _wrapped(f"{label:<20} {text}", width)
+        return "\n".join(lines)
 
     def _lines(self, figures: Mapping[str, Any]) -> dict[str, str]:
         """The lines below the tables of ``str``, as label -> text."""
@@ -348,9 +338,8 @@ def largest_below(end: int, fits: Callable[[int], bool]) -> int:
 def _table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], width: int | None) -> list[str]:
     """Lines of text: of each row the values at ``columns`` (heading -> key), the first left, the others right aligned; or,
     where that is wider than ``width``, a line for each value."""
-    cells = [
-        [row[key] if isinstance(row[key], str) else f"{row[key]:,.0f}" for key in columns.values()] for row in rows
-    ]
+    values = ([row[key] for key in columns.values()] for row in rows)
+    cells = [[one if isinstance(one, str) else f"{one:,.0f}" for one in row] for row in values]
     lines = [list(columns), *cells]
     first, *widths = [max(map(len, column)) for column in zip(*lines)]
     if width is not None and first + sum(widths) + 2 * len(widths) > width:

@@ -40,11 +40,8 @@ def lone_group(group: GroupPlan, budget: int, max_requests: int) -> Groups:
     for each of ``max_requests``."""
     num_blocks, least = budget // group.row_nbytes - 1, max_requests if group.growth.is_state else 1
     if num_blocks < least:
-        hint = (
-            f"{least} states are among them; raise the budget, or lower max_requests"
-            if least > 1
-            else "raise the budget"
-        )
+        more = f"{least} states are among them; raise the budget, or lower max_requests"
+        hint = more if least > 1 else "raise the budget"
         raise _too_small((group,), budget, (1 + least) * group.row_nbytes, hint)
     return (replace(group, num_blocks=num_blocks),)
 
@@ -83,8 +80,6 @@ def groups_nbytes(groups: Groups) -> int:
 def _too_small(groups: Groups, budget: int, needed: int, hint: str) -> NeverFits:
     """The error of a budget in which not even one request of one block fits."""
     block_size = min(group.block_size for group in groups)
-    return NeverFits(
-        f"a budget of {format_bytes(budget)} is too small: one request of up to {block_size} tokens needs "
-        f"{needed:,} bytes ({format_bytes(needed)}); {hint}",
-        needed=needed, available=budget, hint=hint,
-    )  # fmt: skip
+    needs = f"one request of up to {block_size} tokens needs {needed:,} bytes ({format_bytes(needed)})"
+    text = f"a budget of {format_bytes(budget)} is too small: {needs}"
+    return NeverFits.with_hint(text, hint, needed=needed, available=budget)

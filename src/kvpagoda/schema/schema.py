@@ -16,7 +16,7 @@ from kvpagoda.schema.from_hf import read_config
 from kvpagoda.schema.kernel_fit import LARGEST_BLOCK, Fit, KernelNames, readers_of, unmet
 from kvpagoda.schema.kernel_fit import fit as fitted
 from kvpagoda.schema.kinds import Attention, Compressed, Latent, LayerKind
-from kvpagoda.schema.layers import Group, Layer, state_layout
+from kvpagoda.schema.layers import Group, Layer
 from kvpagoda.schema.layout import RowLayout
 from kvpagoda.schema.layout_choice import LayoutNames, arena_order, choices_of
 from kvpagoda.schema.plan import GroupPlan, Plan
@@ -111,7 +111,12 @@ class Schema:
     @cached_property
     def state_layout(self) -> RowLayout:
         """The record of one request's state: all layers. 0 bytes for models without state."""
-        return state_layout(self.layers)
+        return Group(STATE, self.layers).block_layout()
+
+    @cached_property
+    def all_groups(self) -> tuple[Group, ...]:
+        """``groups``, and the states as one more where there are any."""
+        return (*self.groups, Group(STATE, self.layers)) if self.state_layout.nbytes else self.groups
 
     @cached_property
     def tokens_per_row(self) -> int:
@@ -163,7 +168,7 @@ class Schema:
         """
         choices = choices_of(layout)
         laid = self._with_kinds(lambda kind: kind.laid_out(choices))
-        rows = [one for layer in laid.layers for one in (*layer.block_rows(), *layer.state_rows())]
+        rows = [one for layer in laid.layers for one in layer.rows()]
         for kind, choice in choices.items():
             of_kind = [one for one in rows if KIND_OF_ROWS.get(one.name) == kind]
             if not any(one.page == choice.pages.get(one.name, one.page) for one in of_kind):
@@ -252,11 +257,10 @@ class Schema:
         lengths = tuple(whole_number(length, "each of lengths", at_least=1) for length in lengths)
         nbytes = 0 if budget is None else parse_bytes(budget)
         blocks = 0 if num_blocks is None else whole_number(num_blocks, "num_blocks", at_least=1)
-        has_states = bool(self.state_layout.nbytes)
-        is_shared = shared and order == "block" and not blocks and len(self.groups) + has_states > 1
+        is_shared = shared and order == "block" and not blocks and len(self.all_groups) > 1
         if checkpoints is None:
-            is_bounded = has_states or any(group.growth.is_bounded for group in self.groups)
-            has_parts = bool(blocks) or (not is_shared and len(self.groups) + has_states > 1)
+            is_bounded = any(group.growth.is_bounded for group in self.all_groups)
+            has_parts = bool(blocks) or (not is_shared and len(self.all_groups) > 1)
             checkpoints = (max_requests if has_parts else MAX_CHECKPOINTS) if is_bounded else 0
         checkpoints = whole_number(checkpoints, "checkpoints", at_least=0)
         groups = self._largest_groups(fit, order, step_tokens, max_requests, checkpoints)
@@ -293,18 +297,16 @@ class Schema:
             for block in blocks
             for page in ([kernel_page] if kernel_page else [block // n for n in parts if block % (n * unit) == 0])
         ]
-        return fitted(self.layers, self.groups, readers_of(kernels), sizes, order)
+        return fitted(self.all_groups, readers_of(kernels), sizes, order)
 
     def _largest_groups(
         self, fit: Fit, order: str, step_tokens: int, max_requests: int, checkpoints: int
     ) -> tuple[GroupPlan, ...]:
-        """Every group, and the states as one more, with as many blocks as all requests and checkpoints hold at once: without
+        """Every group, the states among them, with as many blocks as all requests and checkpoints hold at once: without
         a bound where a group has none. A state is one block, however long the text is."""
-        layouts = {group.growth: fit.block_layout(group, order) for group in self.groups}
-        if self.state_layout.nbytes:
-            layouts[STATE] = fit.state_layout(self.layers, order)
         largest = []
-        for law, layout in layouts.items():
+        for group in self.all_groups:
+            law, layout = group.growth, fit.block_layout(group, order)
             size = WHOLE_TEXT if law.is_state else fit.block_size
             most, kept = law.most_blocks(size, step_tokens), law.most_blocks(size, 1)
             blocks = WHOLE_TEXT if most is None or kept is None else max_requests * most + checkpoints * kept

@@ -24,12 +24,5 @@ __all__ = [
     "tier_from_text",
 ]  # fmt: skip
 
-__getattr__ = load_when_used(
-    __name__,
-    {
-        "disk_driver": "kvpagoda.tiers.disk",
-        "host_driver": "kvpagoda.tiers.host",
-        "mooncake_driver": "kvpagoda.tiers.mooncake",
-        "redis_driver": "kvpagoda.tiers.redis",
-    },
-)
+_DRIVERS = ("disk", "host", "mooncake", "redis")
+__getattr__ = load_when_used(__name__, {f"{__name__}.{name}": (f"{name}_driver",) for name in _DRIVERS})

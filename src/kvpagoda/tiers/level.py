@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import NamedTuple
 
@@ -44,10 +44,7 @@ class RecordIdentity:
 
     def fingerprint(self, unit: int, payload_nbytes: int) -> bytes:
         """32 bytes for records of ``unit`` blocks in payloads of ``payload_nbytes``."""
-        return layout_fingerprint(
-            weights=self.weights, schema=self.schema, formats=f"{unit} in {payload_nbytes}", layout=LAYOUT,
-            block_size=self.block_size, rank=self.rank, num_ranks=self.num_ranks,
-        )  # fmt: skip
+        return layout_fingerprint(**asdict(self), formats=f"{unit} in {payload_nbytes}", layout=LAYOUT)
 
 
 @dataclass(frozen=True)
@@ -231,23 +228,16 @@ class Level:
     def stats(self) -> LevelStats:
         """Counts, without I/O."""
         held, told = self.tier.driver.stats(), self.tier.stats()
-        failed = sum(
-            counts.get(status, 0)
-            for counts in (told.stores, told.lookups, told.loads)
-            for status in (*FAULTS, Status.CORRUPT)
-        )
-        moved = self.buffer.record_nbytes
-        kinds = (("store", told.stores, moved), ("lookup", told.lookups, 0), ("load", told.loads, moved))
-        calls = tuple(
-            CallStats(
-                kind, {status.value: n for status, n in counts.items()}, counts.get(Status.OK, 0) * nbytes,
-                told.latencies[kind],
-            )
-            for kind, counts, nbytes in kinds
-        )  # fmt: skip
+        failed, moved, calls = 0, self.buffer.record_nbytes, list[CallStats]()
+        for kind, counts, nbytes in (
+            ("store", told.stores, moved), ("lookup", told.lookups, 0), ("load", told.loads, moved)
+        ):  # fmt: skip
+            failed += sum(counts.get(status, 0) for status in (*FAULTS, Status.CORRUPT))
+            outcomes = {status.value: n for status, n in counts.items()}
+            calls.append(CallStats(kind, outcomes, counts.get(Status.OK, 0) * nbytes, told.latencies[kind]))
         return LevelStats(
             self.spec.name, held.num_records, held.nbytes, held.capacity_nbytes, self.buffer.records.nbytes,
             told.stores.get(Status.OK, 0), told.loads.get(Status.OK, 0), told.loads.get(Status.MISS, 0), failed,
             self.dropped + told.stores.get(Status.REJECTED, 0), told.is_available, told.last_fault,
-            self.loaded_blocks * self._block_size, calls,
+            self.loaded_blocks * self._block_size, tuple(calls),
         )  # fmt: skip

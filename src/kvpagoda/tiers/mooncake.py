@@ -20,30 +20,19 @@ from time import monotonic, sleep
 from typing import Any
 
 from kvpagoda.errors import BadInput
+from kvpagoda.loading import read_json
 from kvpagoda.tiers.driver import Calls, DriverStats, Lease, Status
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.units import format_bytes, parse_bytes
 
-# Set where they are not yet, before the engine reads them: its own are 30 seconds.
-TIMEOUTS = {
-    "MC_RPC_TIMEOUT_MS": "1000",
-    "MC_RPC_CONNECT_TIMEOUT_MS": "500",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
-}
+_TABLE = read_json("kvpagoda.tiers", "mooncake.json")
+TIMEOUTS: dict[str, str] = _TABLE["timeouts"]
+"""Environment variables that are set where they are not yet, before the engine reads them: its own are 30 seconds."""
+_STATUSES = {int(code): Status(status) for code, (status, _) in _TABLE["statuses"].items()}
 _LEAST_SEGMENT = 16 << 20
 _LEASE_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
 _CONNECT_SECONDS = 5.0
-_STATUSES = {
-    -200: Status.REJECTED,  # no room, or nobody gives any
-    -600: Status.CORRUPT,  # longer than a record
-    -703: Status.MISS,  # not complete
-    -704: Status.MISS,
-    -705: Status.OK,  # is there already
-    -801: Status.CORRUPT,  # the engine's own checksum
-    -901: Status.TIMEOUT,
-}
 
 
 class MooncakeDriver:

@@ -35,12 +35,7 @@ def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
         raise BadInput(f"Redis needs the package redis ({error}); install kvpagoda[redis]") from None
     try:
         return RedisDriver(buffer, url)
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        RedisError,
-    ):  # and do not say what it was: there may be a password in it
+    except (ValueError, LookupError, TypeError, RedisError):  # and do not say what: there may be a password in it
         raise BadInput(
             "a url is redis://user:password@host:port/database?option=value, rediss:// for TLS, unix:///path, or "
             "redis+sentinel://host:port,host:port#name"

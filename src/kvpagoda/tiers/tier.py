@@ -153,9 +153,9 @@ class Tier:
         with self._changed:
             is_available = not (self._is_closed or any(breaker.is_open for breaker in self._breakers.values()))
             stores, lookups, loads, discards = (dict(self._counts[kind]) for kind in _KINDS)
-            in_flight, told = self._in_flight(), (is_available, self._last_error, self._last_fault)
+            told = self._in_flight(), is_available, self._last_error, self._last_fault
             latencies = {kind: one.picture() for kind, one in self._latencies.items()}
-            return TierStats(stores, lookups, loads, discards, in_flight, *told, latencies)
+            return TierStats(stores, lookups, loads, discards, *told, latencies)
 
     @property
     def is_closed(self) -> bool:

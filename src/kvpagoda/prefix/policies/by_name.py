@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from weakref import ref
 
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, unknown_name
 from kvpagoda.prefix.policies.arc import ARC
 from kvpagoda.prefix.policies.auto import Auto
 from kvpagoda.prefix.policies.by_priority import ByPriority
@@ -52,7 +52,7 @@ def as_policy(policy: str | EvictionPolicy, capacity: int) -> EvictionPolicy | N
         return _PLAIN[policy]()
     if policy in _SIZED:
         return _SIZED[policy](capacity)
-    raise BadInput(f"no eviction policy is called {policy!r}; there are {', '.join(POLICY_NAMES)}")
+    raise unknown_name("eviction policy", policy, POLICY_NAMES)
 
 
 def policy_name(policy: str | EvictionPolicy) -> str:

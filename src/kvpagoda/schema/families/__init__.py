@@ -16,14 +16,7 @@ from kvpagoda.loading import read_json
 from kvpagoda.schema.config import Config
 from kvpagoda.schema.families import heads, layer_types, positions, states
 from kvpagoda.schema.families.heads import HeadRule, grouped
-from kvpagoda.schema.families.layer_types import (
-    FULL,
-    LayerTypeRule,
-    by_fields,
-    every_layer,
-    hidden_layers,
-    sliding_window,
-)
+from kvpagoda.schema.families.layer_types import FULL, LayerTypeRule
 from kvpagoda.schema.families.states import StateRule
 
 
@@ -51,16 +44,16 @@ class Family:
     requires     field -> the value that it must have, and why
     """
 
-    layer_type: LayerTypeRule = by_fields
+    layer_type: LayerTypeRule = layer_types.by_fields
     reads_layer_types: bool = True
     verified: tuple[str, ...] = (FULL,)
     heads: HeadRule = grouped
     states: StateRule | None = None
     attention: str = "heads"
-    has_indexer: Callable[[Config, int], bool] = every_layer
+    has_indexer: Callable[[Config, int], bool] = layer_types.every_layer
     index_dtype: str = ""
-    window: Callable[[Config], Any] = sliding_window
-    num_layers: Callable[[Config], int] = hidden_layers
+    window: Callable[[Config], Any] = layer_types.sliding_window
+    num_layers: Callable[[Config], int] = layer_types.hidden_layers
     max_positions: Callable[[Config], int | None] = positions.named
     aligned: bool = False
     own_states: str = ""

@@ -202,11 +202,6 @@ def inkling(c: Config, i: int) -> str:
     return HYBRID_SLIDING if slides else HYBRID
 
 
-def mllama(c: Config, i: int) -> str:
-    """Layers that attend to an image keep nothing of a text."""
-    return CROSS if i in c.indices("cross_attention_layers") else FULL
-
-
 def olmo_hybrid(c: Config, i: int) -> str:
     layers = c.size("num_hidden_layers")
     return FULL if i % 4 == 3 or (layers < 4 and i == layers - 1) else LINEAR

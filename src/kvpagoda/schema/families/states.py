@@ -184,9 +184,6 @@ def xlstm(c: Config, dtype: str) -> tuple[Rows, ...]:
     def width(factor: str) -> int:
         return c.replaced(width=int(c.size("hidden_size") * c.get(factor))).ratio("width", "num_heads")
 
-    shapes = {
-        "memory": (width("qk_dim_factor"), width("v_dim_factor")),
-        "normaliser": (width("qk_dim_factor"),),
-        "exponent": (1,),
-    }
+    keys, values = width("qk_dim_factor"), width("v_dim_factor")
+    shapes = {"memory": (keys, values), "normaliser": (keys,), "exponent": (1,)}
     return tuple(Rows(name, (heads, *shape), dtype, heads=((heads, 1),)) for name, shape in shapes.items())
