@@ -24,7 +24,7 @@ from kvpagoda.cache.prefix_cache import Pin
 from kvpagoda.cache.publishing import Publisher
 from kvpagoda.cache.request import Request, State, buffer_of
 from kvpagoda.cache.reuse import AnyNamespace, Reuse
-from kvpagoda.cache.sequence import Calls, Fence, Sequence, requests_of
+from kvpagoda.cache.sequence import Fence, Sequence, requests_of
 from kvpagoda.cache.stats import CacheStats, stats_of
 from kvpagoda.cache.tier_hit import Prefetch
 from kvpagoda.errors import BadInput, MissingExtra, StaleHandle
@@ -104,8 +104,9 @@ class KVCache:
         settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, tuple(tiers), events)
         self._core = core = Core(plan, memory, settings)
         self._guard, self._publisher = core.guard, Publisher(core)
-        self._admission, self._lifecycle = Admission(core, self._publisher), Lifecycle(core, self._publisher)
-        self._reuse, self._calls = Reuse(core, self._lifecycle), Calls(core, self._admission, self._lifecycle)
+        self._admission = Admission(core, self._publisher)
+        self._lifecycle = Lifecycle(core, self._publisher, self._admission)
+        self._reuse = Reuse(core, self._lifecycle)
         self._step_buffers = StepBuffers(memory.arrays)
 
     @property
@@ -185,7 +186,7 @@ class KVCache:
         tokens = buffer_of(prompt, most if most <= 2 * length else length, core.block_size)
         request = Request(tokens, length, key, priority, media_ids, publishes=bool(publish))
         core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
-        sequence = Sequence(self._calls, request)  # made before there is anything to lose
+        sequence = Sequence(self._lifecycle, request)  # made before there is anything to lose
         self._admission.open(request, first, most, prefetch, layerwise=bool(layerwise), lookup=bool(lookup))
         return sequence
 
@@ -221,7 +222,7 @@ class KVCache:
         """A context; inside, nothing that ``sequences`` hold is freed, published or moved, whatever is committed or closed: a
         step or a copy on another stream may still read and write it. What waits is done at the end. Raises StaleHandle,
         fencing none, if one is closed or suspended."""
-        return Fence(self._calls, requests_of(sequences, self._core))
+        return Fence(self._lifecycle, requests_of(sequences, self._core))
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
