@@ -1,5 +1,7 @@
 """``copy_rows`` and the word views under it, against a loop over the pairs."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -112,3 +114,16 @@ def test_rows_cross_between_host_and_device(nbytes, kind, pinned):
     copy_rows(device, back, same)
     torch.cuda.synchronize()
     assert torch.equal(back[pairs[:, 1]], host[pairs[:, 0]])
+
+
+@pytest.mark.parametrize("start", [0, 8, 40])
+def test_large_rows_are_copied_past_the_caches_and_nothing_else(start, monkeypatch):
+    """With numba, wherever rows begin and end beside the lines of a cache; the bytes around them stay."""
+    pytest.importorskip("numba")
+    monkeypatch.setattr(importlib.import_module("kvpagoda.kernels.copy_rows"), "PAST_CACHES", 1)
+    nbytes, generator = (16 << 10) + 300, torch.Generator().manual_seed(start)
+    src, dst = (torch.randint(0, 256, (6, nbytes + 50), dtype=torch.uint8, generator=generator) for _ in range(2))
+    pairs, wanted = torch.tensor([[5, 0], [0, 3], [2, 2]]), dst.clone()
+    wanted[pairs[:, 1], start : start + nbytes] = src[pairs[:, 0], 7 : 7 + nbytes]
+    copy_rows(src[:, 7 : 7 + nbytes], dst[:, start : start + nbytes], pairs)
+    assert torch.equal(dst, wanted)

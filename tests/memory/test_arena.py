@@ -248,3 +248,19 @@ def test_an_order_that_a_layout_cannot_have_is_refused():
     for name, order, outside in (("vllm-lhbnc", "block", "blocks"), ("vllm-bhlnc", "layer", "layers")):
         with pytest.raises(SchemaError, match=f"heads lie outside of {outside} .* leave order out"):
             laid.laid_out(name).plan("1MiB", order=order)
+
+
+@pytest.mark.parametrize("order", ["block", "layer"])
+@pytest.mark.parametrize("length", [3, 20_000], ids=["short rows", "long rows"])
+def test_copies_read_all_sources_before_they_write(order, length):
+    layout = layout_of([(0, 1, (length,), "uint8"), (1, 2, (5,), "float32")])
+    memory = arena(layout, 6, order)
+    fill_with_noise(memory, 3)
+    before, ids = memory.pack(torch.arange(6)), np.array([[0, 1, 2], [1, 0, 5], [3, 4, 0]], np.int32)
+    for sources, targets, wanted in (
+        (ids[0], ids[1], [1, 0, 2, 3, 4, 2]),  # 0 and 1 change places
+        (ids[2][:1], ids[1][2:], [0, 1, 2, 3, 4, 3]),
+    ):
+        memory.unpack(torch.arange(6), before)
+        memory.copy(sources, targets)
+        assert torch.equal(memory.pack(torch.arange(6)), before[wanted])

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvpagoda.errors import BadInput
 from kvpagoda.formats.rule import Rule
 from kvpagoda.kernels.dispatch import backend
+from kvpagoda.kernels.int_views import flat_view
 from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel, gather_rows_kernel
 from kvpagoda.layouts.dialects import Dialect, dialect_for_heads
 from kvpagoda.layouts.packed import decode_rows, encode_rows, views
@@ -185,17 +185,10 @@ def _compiled(dialect: Dialect, page_size: int, heads: int, half: bool | None = 
 
 def _loop(rows: Tensor, slots: Tensor, pages: Tensor, loop: Any, parts: Any) -> Tensor:
     """Run what ``_compiled`` gives; int64 numbers of the rows that are left to the reference. ``rows``: int16 or float32."""
-    numbers = _flat(rows)
+    numbers = flat_view(rows).numpy()
     numbers = numbers.view(np.uint16) if rows.dtype == torch.int16 else numbers
     where = parts._replace(rows=rows.stride(0), pages=pages.stride(0), slots=len(pages) * parts.page)
-    return torch.from_numpy(loop(numbers, _flat(pages), slots.numpy(), where))
-
-
-def _flat(table: Tensor) -> NDArray[Any]:
-    """The memory of ``table`` ``[n, k]`` from its first to its last element, with what lies between its rows: a flat array."""
-    length = (len(table) - 1) * table.stride(0) + table.shape[1] if len(table) else 0
-    array: NDArray[Any] = table.as_strided((length,), (1,)).numpy()
-    return array
+    return torch.from_numpy(loop(numbers, flat_view(pages).numpy(), slots.numpy(), where))
 
 
 def _launch(kernel: Any, rows: Tensor, slots: Tensor, pages: Tensor, constants: dict[str, Any]) -> None:

@@ -25,8 +25,19 @@ from kvpagoda.schema.layout import ALIGN
 __all__ = ["Arena", "Device", "default_device", "dtype_name"]
 
 Tensor = torch.Tensor
+LONG_ROW = 16 << 10
+"""Bytes from which rows are copied sooner one by one than by torch's index (measured on an AVX-512 CPU)."""
 Region = tuple[slice, Tensor]
 """Bytes of a record, and the same bytes of every row."""
+
+
+def _new_bytes(many: int, nbytes: int, device: torch.device) -> Tensor:
+    """New uint8 ``[many, nbytes]`` with anything in it. NumPy asks for large pages of a CPU's memory, which torch does not; it
+    begins with a line of the cache."""
+    if device.type != "cpu":
+        return torch.empty(many, nbytes, dtype=torch.uint8, device=device)
+    memory = np.empty(many * nbytes + 64, np.uint8)
+    return torch.from_numpy(memory[-memory.ctypes.data % 64 :][: many * nbytes]).view(many, nbytes)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -156,10 +167,13 @@ class Arena:
         Padding is zero. The result is the caller's and on the arena's device. Raises NotOwned for an id out of range.
         """
         index = self.row_index(ids)
-        records = torch.zeros(len(index), self.layout.nbytes, dtype=torch.uint8, device=self.device)
-        pairs = torch.stack((index, torch.arange(len(index), device=self.device)), 1)
-        for inside, rows in self.regions():
+        records = _new_bytes(len(index), self.layout.nbytes, self.device)
+        pairs, end = torch.stack((index, torch.arange(len(index), device=self.device)), 1), 0
+        for inside, rows in sorted(self.regions(), key=lambda region: region[0].start):
             copy_rows(rows, records[:, inside], pairs)
+            records[:, end : inside.start] = 0
+            end = inside.stop
+        records[:, end:] = 0
         return records
 
     def unpack(self, ids: Tensor, records: Tensor) -> None:
@@ -185,8 +199,13 @@ class Arena:
         """Copy rows ``sources`` to rows ``targets``, all fields, bit for bit; of a field all sources are read before one is
         written. The ids are the caller's to have proven."""
         source, target = (torch.as_tensor(ids).to(self.device, torch.int64) for ids in (sources, targets))
+        is_long = self.device.type == "cpu" and self.layout.nbytes >= LONG_ROW
+        are_apart = is_long and set(source.tolist()).isdisjoint(target.tolist())
         for _, rows in self.regions():
-            rows[target] = rows[source]
+            if are_apart and rows.shape[1] >= LONG_ROW:
+                copy_rows(rows, rows, torch.stack((source, target), 1))
+            else:
+                rows[target] = rows[source]
 
     def poison(self, ids: npt.NDArray[np.int32]) -> None:
         """Set every byte of rows ``ids`` to 0xFF: NaN in all float formats, -1 in the integers."""

@@ -1,0 +1,65 @@
+"""Copies of long rows on a CPU, compiled by numba, that leave its caches as they are.
+
+A store as others make it reads its line first, and what is copied drives out what is needed next. These stores do neither, so
+that many blocks are copied faster than by one memcpy each; a few are better left in a cache for who reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+instruction: Callable[[Any], Any] = intrinsic
+compiled: Callable[[Any], Any] = njit(cache=True, error_model="numpy")
+LINE, LINES = 64, 4
+
+
+@instruction
+def _stream(typingctx: Any, source: Any, start: Any, target: Any, at: Any) -> Any:
+    """Copy ``LINES`` lines of the flat uint8 array ``source`` from ``start`` to ``target`` at ``at``, where a line begins."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        line, mark = ir.VectorType(ir.IntType(8), LINE), b.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        begin, end = (
+            b.bitcast(b.gep(context.make_array(array)(context, b, args[n]).data, [args[n + 1]]), line.as_pointer())
+            for n, array in ((0, source), (2, target))
+        )
+        places = [ir.Constant(ir.IntType(32), n) for n in range(LINES)]
+        for place, loaded in [(place, b.load(b.gep(begin, [place]), align=1)) for place in places]:
+            b.store(loaded, b.gep(end, [place]), align=LINE).set_metadata("nontemporal", mark)
+        return context.get_dummy_value()
+
+    return types.void(source, types.int64, target, types.int64), codegen
+
+
+@instruction
+def _settle(typingctx: Any) -> Any:
+    """Let no later store overtake these."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        b.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@compiled
+def copy_spans(source: Any, target: Any, spans: Any, nbytes: int) -> None:
+    """Copy ``nbytes`` of the flat uint8 array ``source`` to ``target`` for each row of int64 ``spans`` ``[n, 2]``: from which
+    byte, and to which."""
+    begin = target.ctypes.data
+    for n in range(len(spans)):
+        start, at = spans[n, 0], spans[n, 1]
+        head = min(-(begin + at) % LINE, nbytes)
+        end = head + (nbytes - head) // (LINE * LINES) * (LINE * LINES)
+        for first in range(head, end, LINE * LINES):
+            _stream(source, start + first, target, at + first)
+        for byte in range(head):
+            target[at + byte] = source[start + byte]
+        for byte in range(end, nbytes):
+            target[at + byte] = source[start + byte]
+    _settle()
