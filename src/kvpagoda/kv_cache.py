@@ -91,9 +91,9 @@ class KVCache:
         events: EventLog | None = None,
     ) -> None:
         retention, identity, limits = retention or Retention(), identity or Identity(), limits or Limits()
-        for value, kind in ((retention, Retention), (identity, Identity), (limits, Limits)):
+        for value, kind in ((schema, Schema), (retention, Retention), (identity, Identity), (limits, Limits)):
             if not isinstance(value, kind):
-                raise BadInput(f"{kind.__name__.lower()} is a kvpagoda.{kind.__name__}, got {value!r}")
+                raise BadInput(f"{kind.__name__.lower()} is a kvpagoda.{kind.__name__}, got {type(value).__name__}")
         self.schema = schema if dtype is None else schema.cast(str(dtype).removeprefix("torch."))
         plan = self.schema.plan(
             budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=limits.step_tokens,
