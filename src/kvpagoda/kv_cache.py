@@ -214,7 +214,8 @@ class KVCache:
     def step_limit(self, sequences: Sequence | Iterable[Sequence]) -> Any:
         """The most tokens that the next step of a sequence should compute: up to where its states should be copied for others,
         or, where nothing is due, to the longest context. For several sequences int64 ``[n]``. A longer step is right too, but
-        nobody resumes there then, and ``stats().passed_boundaries`` counts it. Only models with states have such places."""
+        nobody resumes there then, and ``stats().passed_boundaries`` counts it. Only models with states have such places.
+        Raises StaleHandle for one that is closed or suspended."""
         most = [self._publisher.step_limit(one) for one in requests_of(sequences, self._core)]
         return most[0] if isinstance(sequences, Sequence) else np.array(most, np.int64)
 
