@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,15 @@ def test_out_of_blocks_changes_nothing() -> None:
         first.extend(-1)
     second.close()
     first.extend(24)
+    cache.check()
+
+
+def test_a_request_grows_no_further_than_the_model_takes() -> None:
+    cache = KVCache(replace(SCHEMAS["full"], max_positions=10), num_blocks=9, block_size=4, device="none")
+    sequence = cache.open(range(8))
+    with pytest.raises(NeverFits, match="12 tokens are more than the longest context of 10, the limit of test itself"):
+        sequence.extend(12)
+    sequence.extend(10)
     cache.check()
 
 
