@@ -28,7 +28,7 @@ MARGIN = 1.5
 
 def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
-    command = [sys.executable, "-m", "kvpagoda.cli", "bench", *arguments]
+    command = [sys.executable, "-m", "kvpagoda", "bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
 
 

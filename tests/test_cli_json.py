@@ -28,7 +28,7 @@ NEEDS = {"top": "prometheus_client", "doctor": "torch", "generate": "transformer
 
 
 def run(*arguments: str, cwd: Path) -> str:
-    command = [sys.executable, "-m", "kvpagoda.cli", *arguments]
+    command = [sys.executable, "-m", "kvpagoda", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -117,7 +117,7 @@ def test_a_tier_that_is_not_written_like_one_is_told_first() -> None:
 
 
 def test_the_command() -> None:
-    command = [sys.executable, "-m", "kvpagoda.cli", "doctor", "--tier", "host:64MiB"]
+    command = [sys.executable, "-m", "kvpagoda", "doctor", "--tier", "host:64MiB"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.startswith("ok      python: ") and "cache on cpu" in done.stdout
 

@@ -24,7 +24,7 @@ from kvpagoda.cache.prefix_cache import Pin
 from kvpagoda.cache.publishing import Publisher
 from kvpagoda.cache.request import Request, State, buffer_of
 from kvpagoda.cache.reuse import AnyNamespace, Reuse
-from kvpagoda.cache.sequence import Calls, Fence, Sequence, requests_of
+from kvpagoda.cache.sequence import Fence, Sequence, requests_of
 from kvpagoda.cache.stats import CacheStats, stats_of
 from kvpagoda.cache.tier_hit import Prefetch
 from kvpagoda.errors import BadInput, MissingExtra, StaleHandle
@@ -91,9 +91,9 @@ class KVCache:
         events: EventLog | None = None,
     ) -> None:
         retention, identity, limits = retention or Retention(), identity or Identity(), limits or Limits()
-        for value, kind in ((retention, Retention), (identity, Identity), (limits, Limits)):
+        for value, kind in ((schema, Schema), (retention, Retention), (identity, Identity), (limits, Limits)):
             if not isinstance(value, kind):
-                raise BadInput(f"{kind.__name__.lower()} is a kvpagoda.{kind.__name__}, got {value!r}")
+                raise BadInput(f"{kind.__name__.lower()} is a kvpagoda.{kind.__name__}, got {type(value).__name__}")
         self.schema = schema if dtype is None else schema.cast(str(dtype).removeprefix("torch."))
         plan = self.schema.plan(
             budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=limits.step_tokens,
@@ -104,8 +104,9 @@ class KVCache:
         settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, tuple(tiers), events)
         self._core = core = Core(plan, memory, settings)
         self._guard, self._publisher = core.guard, Publisher(core)
-        self._admission, self._lifecycle = Admission(core, self._publisher), Lifecycle(core, self._publisher)
-        self._reuse, self._calls = Reuse(core, self._lifecycle), Calls(core, self._admission, self._lifecycle)
+        self._admission = Admission(core, self._publisher)
+        self._lifecycle = Lifecycle(core, self._publisher, self._admission)
+        self._reuse = Reuse(core, self._lifecycle)
         self._step_buffers = StepBuffers(memory.arrays)
 
     @property
@@ -176,9 +177,7 @@ class KVCache:
         if not length:
             raise BadInput("a request needs at least one token, got none")
         first = length if capacity is None else whole_number(capacity, "capacity")
-        if reserve is not None and (type(reserve) is not int or reserve < 0):
-            reserve = whole_number(reserve, "reserve")
-        most = max(length, first if reserve is None else reserve)
+        most = max(length, first if reserve is None else whole_number(reserve, "reserve"))
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             priority = _priority(priority)
         if prefetch is not None and not isinstance(prefetch, Prefetch):
@@ -187,7 +186,7 @@ class KVCache:
         tokens = buffer_of(prompt, most if most <= 2 * length else length, core.block_size)
         request = Request(tokens, length, key, priority, media_ids, publishes=bool(publish))
         core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
-        sequence = Sequence(self._calls, request)  # made before there is anything to lose
+        sequence = Sequence(self._lifecycle, request)  # made before there is anything to lose
         self._admission.open(request, first, most, prefetch, layerwise=bool(layerwise), lookup=bool(lookup))
         return sequence
 
@@ -215,16 +214,16 @@ class KVCache:
     def step_limit(self, sequences: Sequence | Iterable[Sequence]) -> Any:
         """The most tokens that the next step of a sequence should compute: up to where its states should be copied for others,
         or, where nothing is due, to the longest context. For several sequences int64 ``[n]``. A longer step is right too, but
-        nobody resumes there then, and ``stats().passed_boundaries`` counts it. Only models with states have such places."""
-        if isinstance(sequences, Sequence):
-            return self._publisher.step_limit(requests_of([sequences], self._core)[0])
-        return np.array([self._publisher.step_limit(one) for one in requests_of(sequences, self._core)], np.int64)
+        nobody resumes there then, and ``stats().passed_boundaries`` counts it. Only models with states have such places.
+        Raises StaleHandle for one that is closed or suspended."""
+        most = [self._publisher.step_limit(one) for one in requests_of(sequences, self._core)]
+        return most[0] if isinstance(sequences, Sequence) else np.array(most, np.int64)
 
     def fence(self, sequences: Iterable[Sequence]) -> Fence:
         """A context; inside, nothing that ``sequences`` hold is freed, published or moved, whatever is committed or closed: a
         step or a copy on another stream may still read and write it. What waits is done at the end. Raises StaleHandle,
         fencing none, if one is closed or suspended."""
-        return Fence(self._calls, requests_of(sequences, self._core))
+        return Fence(self._lifecycle, requests_of(sequences, self._core))
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

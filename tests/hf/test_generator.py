@@ -149,7 +149,10 @@ def test_bad_input_is_one_clear_error() -> None:
         Generator(model_of("llama"), "3KiB")
     with pytest.raises(BadInput, match="prefill_chunk"):
         Generator(model_of("llama"), prefill_chunk=0)
-    assert generator.generate([[1, 2]], 2)
+    for device in ("none", "cuda:0"):
+        with pytest.raises(BadInput, match=f"a model on cpu is on the same device, not on {device}"):
+            Generator(model_of("llama"), device=device)
+    assert Generator(model_of("llama"), "1MiB", device="cpu").generate([[1, 2]], 2) == generator.generate([[1, 2]], 2)
 
 
 def test_an_error_in_a_step_leaves_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:

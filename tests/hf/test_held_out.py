@@ -14,11 +14,13 @@ pytest.importorskip("transformers")
 
 from json_schema import schema_of, violations
 from kvpagoda.errors import SchemaError
-from kvpagoda.hf.embedded import FOLDER, OPENING, ByteTokenizer, embedded_model, held_out_text
+from kvpagoda.hf.embedded import FOLDER, PROMPTS, ByteTokenizer, embedded_model, held_out_text
 from kvpagoda.hf.generator import Generator
 from kvpagoda.hf.held_out import Cost, format_cost
 from kvpagoda.hf.sampling import Sampling
 from kvpagoda.schema.from_hf import KV_FORMATS
+
+OPENING = PROMPTS.read_text().splitlines()[0].removesuffix("The memory")
 
 ROOT = Path(__file__).parents[2]
 TEXT = held_out_text()[:768]

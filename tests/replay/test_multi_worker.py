@@ -52,7 +52,7 @@ def test_workers_hit_what_others_computed(name: str, tmp_path: Path) -> None:
 
 @needs_redis
 def test_the_command_shows_the_joint_hit_rate(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvpagoda.cli", "replay", "--schema", "deepseek-v4-flash", "--budget", "2GiB"]
+    command = [sys.executable, "-m", "kvpagoda", "replay", "--schema", "deepseek-v4-flash", "--budget", "2GiB"]
     command += ["--limit", "40", "--workers", "2"]
     with redis_server(tmp_path) as server:
         told = [
@@ -91,5 +91,5 @@ def test_a_store_that_is_not_known_is_told_before_a_process_starts(store: str) -
     ],
 )
 def test_options_that_do_not_go_together(options: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "kvpagoda.cli", "replay", *options], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "kvpagoda", "replay", *options], capture_output=True, text=True)
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr

@@ -18,7 +18,7 @@ CHAINS = [[1, 2, 3], [1, 2], [4], [1, 2, 3]]
 
 def kvpagoda_replay(*arguments: str, width: int = 80) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "COLUMNS": str(width), "TERM": "dumb", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "kvpagoda.cli", "replay", *arguments]
+    command = [sys.executable, "-m", "kvpagoda", "replay", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
 
 

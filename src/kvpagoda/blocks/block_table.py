@@ -29,18 +29,10 @@ class BlockTable:
         """Write ``ids`` into the row of ``slot`` from ``column`` on, where it ended."""
         self.cells[slot, column : column + len(ids)] = ids
 
-    def append_each(self, slots: list[int], columns: list[int], ids: Ids) -> None:
-        """Write one of ``ids`` into the row of each of ``slots``, at its column of ``columns``, where it ended."""
-        self.cells[slots, columns] = ids
-
     def put(self, slot: int, column: int, ids: Ids) -> None:
         """Write ``ids`` into the row of ``slot`` from ``column`` on, in place of others."""
         self.append(slot, column, ids)
         self.version[slot] += 1
-
-    def drop_first(self, slot: int, first: int, end: int) -> None:
-        """Empty the cells ``first .. end - 1``, where the row of ``slot`` began."""
-        self.cells[slot, first:end] = self.empty
 
     def drop(self, slot: int, first: int, end: int) -> None:
         """Empty the cells ``first .. end - 1`` of ``slot``."""

@@ -95,9 +95,8 @@ class BlockGroup:
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
-    def take(self, ids: Ids) -> None:
-        """Hand out ``ids``, from ``peek``, to somebody who keeps account of them. O(1)."""
-        count = len(ids)
+    def take(self, count: int) -> None:
+        """Hand out the ``count`` blocks that ``peek`` said to somebody who keeps account of them. O(1)."""
         self.free.num_free -= count
         self.num_held += count
         if self.num_held > self.peak_held:
@@ -112,27 +111,28 @@ class BlockGroup:
         """Begin the row of ``slot``, which holds nothing, at ``column``: with ``shared`` blocks, which somebody keeps for it,
         and then ``own`` ones, from ``peek``. It may come to hold ``reserved`` in all. O(blocks)."""
         middle = column + len(shared)
-        self.take(own)
+        end = middle + len(own)
+        self.take(len(own))
         if len(shared):
             self.table.put(slot, column, shared)
-        self.table.append(slot, middle, own)
+        self.table.cells[slot, middle:end] = own
         self.shared[slot] = middle
-        self._hold(slot, column, middle + len(own), reserved)
+        self._hold(slot, column, end, reserved)
 
     def append(self, slot: int, own: Ids) -> None:
         """Give ``slot`` the blocks ``own``, from ``peek``. O(n)."""
-        self.take(own)
-        end, count = self.end[slot], len(own)
-        outstanding = self.reserved[slot] - end + self.first[slot]
-        self.table.append(slot, end, own)
+        begin, count = self.end[slot], len(own)
+        outstanding = self.reserved[slot] - begin + self.first[slot]
+        self.take(count)
+        self.table.cells[slot, begin : begin + count] = own
         if outstanding > 0:
             self.outstanding -= count if count < outstanding else outstanding
-        self.end[slot] = end + count
+        self.end[slot] = begin + count
 
     def append_each(self, slots: list[int], own: Ids) -> None:
         """Give each of ``slots``, which are different, the next one of ``own``, from ``peek``. O(n)."""
-        self.take(own)
-        self.table.append_each(slots, [self.end[slot] for slot in slots], own)
+        self.take(len(own))
+        self.table.cells[slots, [self.end[slot] for slot in slots]] = own
         for slot in slots:
             if self.reserved[slot] - self.end[slot] + self.first[slot] > 0:
                 self.outstanding -= 1
@@ -155,7 +155,7 @@ class BlockGroup:
 
     def slide(self, slot: int, first: int) -> None:
         """Let the row of ``slot`` begin at ``first``; what ``leaving`` said is to be released. O(n)."""
-        self.table.drop_first(slot, self.first[slot], first)
+        self.table.cells[slot, self.first[slot] : first] = self.table.empty
         self._hold(slot, first, self.end[slot], self.reserved[slot])
 
     def close(self, slot: int) -> None:

@@ -224,8 +224,8 @@ class Capacity:
                 for group, ids in evicted.blocks:
                     if group is self._prefix.full:
                         offloader.evicted(ids)
-                for name, copies in evicted.checkpoints:
-                    offloader.store_checkpoint(name, copies, "evict")
+                for name, kept in evicted.checkpoints:
+                    offloader.store_checkpoint(name, self._prefix.kept.copies(kept), "evict")
         finally:
             if self._events is not None:
                 self._events.evicted(evicted)

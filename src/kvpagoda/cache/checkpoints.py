@@ -39,8 +39,8 @@ class Evicted(NamedTuple):
 
     blocks: tuple[tuple[BlockGroup, Ids], ...] = ()
     """Of each group that gives up any: int32; those of the full group deepest in their texts first."""
-    checkpoints: tuple[tuple[int, Copies], ...] = ()
-    """(name, what a text needed of it)."""
+    checkpoints: tuple[tuple[int, Kept], ...] = ()
+    """(name, what it kept)."""
     texts: Ids | None = None
     """Where no group keeps all tokens and texts are numbered: the numbers of the blocks of texts that go, int32."""
 
@@ -78,26 +78,21 @@ class KeptCheckpoints(dict[int, Kept]):
             window.blocks.keep(handles)
         return name
 
-    def copies(self, name: int) -> Copies:
-        """The blocks from which a text goes on at ``name``."""
-        return self._copies(self[name])
+    def copies(self, kept: Kept) -> Copies:
+        """The blocks from which a text goes on at a checkpoint that keeps ``kept``."""
+        parts = zip(self._windows, *kept.tail)
+        windows = iter([window.blocks.ids(handles[len(handles) - n :]) for window, handles, n in parts])
+        return [kept.states if group is self._states else next(windows) for group in self._bounded]
 
     def forget(self, names: Many[int]) -> Evicted:
         """``names`` are in the tree no more."""
-        gone = [(name, self.pop(name)) for name in names]
-        copies = tuple((name, self._copies(kept)) for name, kept in gone)
+        gone, states = tuple((name, self.pop(name)) for name in names), self._states
         for _, kept in gone:
             for window, handles in zip(self._windows, kept.tail.handles):
                 window.blocks.drop(handles)
-        states = self._states
-        return Evicted(() if states is None else tuple((states, kept.states) for _, kept in gone), copies)
+        return Evicted(() if states is None else tuple((states, kept.states) for _, kept in gone), gone)
 
     def remap(self, new_ids: Ids) -> None:
         """Block ``i`` of the states is now block ``new_ids[i]``. O(checkpoints)."""
         for name, kept in self.items():
             self[name] = kept._replace(states=new_ids[kept.states])
-
-    def _copies(self, kept: Kept) -> Copies:
-        parts = zip(self._windows, *kept.tail)
-        windows = iter([window.blocks.ids(handles[len(handles) - n :]) for window, handles, n in parts])
-        return [kept.states if group is self._states else next(windows) for group in self._bounded]

@@ -150,8 +150,7 @@ class Core:
             self.capacity.release(group, ids)
         self.prefix.windows.leave(read)
         self.prefix.tree.unpin(request.lease)
-        if request.own_length < request.prompt_length:  # the rest of its text does not come
-            request.lease.node.trim()
+        request.lease.node.trim()  # the rest of its text does not come
         del self.running[slot]
         self.unsettled.pop(request, None)
         self.free_slots.append(slot)

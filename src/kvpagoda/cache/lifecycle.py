@@ -11,6 +11,7 @@ import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.publishing import Publisher
@@ -22,10 +23,11 @@ _INT32 = np.dtype(np.int32)
 
 
 class Lifecycle:
-    """What happens to the running requests of ``core``."""
+    """What happens to the running requests of ``core``, which ``admission`` let begin."""
 
-    def __init__(self, core: Core, publisher: Publisher) -> None:
-        self.core, self.publisher = core, publisher
+    def __init__(self, core: Core, publisher: Publisher, admission: Admission) -> None:
+        self.core, self.publisher, self.admission = core, publisher, admission
+        core.parts += (admission, self)
 
     # -- growing -----------------------------------------------------------------------------------------------------
 
@@ -194,7 +196,7 @@ class Lifecycle:
         reserved = [group.reserved[slot] for group in groups]
         for group, own, freed, is_taken in cuts:
             if is_taken:
-                group.take(own)
+                group.take(1)
             group.cut(slot, columns, own)
             core.capacity.release(group, freed)
         core.prefix.tree.unpin(request.lease)

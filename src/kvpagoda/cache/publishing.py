@@ -94,7 +94,7 @@ class Publisher:
         if name is not None:
             request.kept.append(name)
         if begin and core.offloader is not None and not found.loaded:
-            copies = None if name is None else core.prefix.kept.copies(name)
+            copies = None if name is None else core.prefix.kept.copies(core.prefix.kept[name])
             core.offloader.reused(request.block_hashes, self._ids(request), name, copies or ())
 
     def keep_where_one_stands(self, match: Match, found: PrefixMatch) -> bool:
@@ -214,8 +214,7 @@ class Publisher:
                 left = blocks.handles(shared)
                 core.guard.is_torn = True
                 group.slide(slot, first)
-                if len(left):
-                    blocks.leave(left)
+                blocks.leave(left)
                 if len(own):
                     core.capacity.release(group, own)
                 core.guard.is_torn = False
@@ -281,7 +280,7 @@ class Publisher:
             core.memory.copy(states.index, states.held_ids(request.slot), copy)
         core.guard.is_torn = True
         if states is not None:
-            states.take(copy)
+            states.take(1)
         name = prefix.save(request.lease, num_blocks, Kept(tail, copy))
         if core.events is not None and states is not None and request.namespace not in core.stale:
             core.events.kept(request, num_blocks, states, copy)
@@ -294,4 +293,4 @@ class Publisher:
         """Checkpoint ``name``, if it is still kept, is worth keeping below."""
         core = self._core
         if core.offloader is not None and name in core.prefix.kept:
-            core.offloader.store_checkpoint(name, core.prefix.kept.copies(name), "commit")
+            core.offloader.store_checkpoint(name, core.prefix.kept.copies(core.prefix.kept[name]), "commit")

@@ -10,7 +10,6 @@ from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 
 import numpy as np
 
-from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
@@ -43,16 +42,6 @@ def while_running(method: Callable[Concatenate[Sequence, P], T]) -> Callable[Con
     return guarded
 
 
-class Calls:
-    """What sequences ask of their cache: its parts, and who changes them."""
-
-    __slots__ = ("admission", "core", "lifecycle")
-
-    def __init__(self, core: Core, admission: Admission, lifecycle: Lifecycle) -> None:
-        self.core, self.admission, self.lifecycle = core, admission, lifecycle
-        core.parts += (admission, lifecycle)
-
-
 class Sequence:
     """A request that is being computed. Made by ``KVCache.open``; closes itself at the end of a ``with`` block.
 
@@ -60,10 +49,10 @@ class Sequence:
     were written. Every call either does all it says or raises and changes nothing; after ``close`` all raise StaleHandle.
     """
 
-    __slots__ = ("__weakref__", "_calls", "_guard", "_request")
+    __slots__ = ("__weakref__", "_guard", "_lifecycle", "_request")
 
-    def __init__(self, calls: Calls, request: Request) -> None:
-        self._calls, self._request, self._guard = calls, request, calls.core.guard
+    def __init__(self, lifecycle: Lifecycle, request: Request) -> None:
+        self._lifecycle, self._request, self._guard = lifecycle, request, lifecycle.core.guard
 
     # -- what it is --------------------------------------------------------------------------------------------------
 
@@ -92,7 +81,7 @@ class Sequence:
     def capacity(self) -> int:
         """Tokens, the committed ones included, that every group has room for."""
         self._request.check_running()
-        return self._calls.lifecycle.capacity_of(self._request)
+        return self._lifecycle.capacity_of(self._request)
 
     @property
     def match(self) -> PrefixMatch:
@@ -131,7 +120,7 @@ class Sequence:
         """
         if type(n) is not int or n < 0:
             n = whole_number(n, "the number of tokens to extend by")
-        request, lifecycle = self._request, self._calls.lifecycle
+        request, lifecycle = self._request, self._lifecycle
         if not request.is_settled and request.rows is None and request.own_length > request.prompt_length:
             lifecycle.settle(request)  # answers may be alike: what is cached already is free before more is taken
         lifecycle.extend({request.slot: request.length + n})
@@ -143,7 +132,7 @@ class Sequence:
 
         Inside the prompt the ids must be the prompt's own. Raises BadInput (no room, other ids), StaleHandle.
         """
-        self._calls.lifecycle.commit(self._request, token_ids)
+        self._lifecycle.commit(self._request, token_ids)
 
     @while_running
     def fork(self, *, reserve: SupportsIndex | None = None) -> Sequence:
@@ -155,9 +144,9 @@ class Sequence:
         wanted = 0 if reserve is None else whole_number(reserve, "reserve")
         request = self._request
         request.detach()
-        self._calls.lifecycle.check_unfenced(request, "forked")
-        child = Sequence(self._calls, request)  # before there is anything to lose
-        child._request = self._calls.admission.fork(request, max(request.own_length, wanted))
+        self._lifecycle.check_unfenced(request, "forked")
+        child = Sequence(self._lifecycle, request)  # before there is anything to lose
+        child._request = self._lifecycle.admission.fork(request, max(request.own_length, wanted))
         return child
 
     @while_running
@@ -169,7 +158,7 @@ class Sequence:
         checkpoint, or the sequence it was forked from. Raises OutOfBlocks if a shared block must be copied and there is
         no room. Nothing changed then.
         """
-        self._calls.lifecycle.rewind(self._request, whole_number(n, "the number of tokens to rewind"))
+        self._lifecycle.rewind(self._request, whole_number(n, "the number of tokens to rewind"))
 
     @while_running
     def suspend(self, whole: bool = True) -> None:
@@ -182,7 +171,7 @@ class Sequence:
         """
         if not isinstance(whole, bool | np.bool_):
             raise BadInput(f"whole is True or False, got {whole!r}")
-        self._calls.lifecycle.suspend(self._request, bool(whole))
+        self._lifecycle.suspend(self._request, bool(whole))
 
     @exclusive
     def resume(self, *, capacity: SupportsIndex | None = None, reserve: SupportsIndex | None = None) -> int:
@@ -200,7 +189,7 @@ class Sequence:
             request.check_running()
             raise BadInput(f"the sequence in slot {request.slot} runs; suspend it first")
         length = request.own_length
-        self._calls.admission.resume(
+        self._lifecycle.admission.resume(
             request,
             None if capacity is None else whole_number(capacity, "capacity"),
             None if reserve is None else whole_number(reserve, "reserve"),
@@ -214,10 +203,10 @@ class Sequence:
         request = self._request
         if request.state is not State.SUSPENDED:
             request.check_running()
-        if self._calls.core.guard.is_torn:  # reset gives back what it held
+        if self._lifecycle.core.guard.is_torn:  # reset gives back what it held
             request.state, request.rows = State.CLOSED, None
             return
-        self._calls.lifecycle.close(request)
+        self._lifecycle.close(request)
 
     def __enter__(self) -> Sequence:
         self._request.check_running()
@@ -230,11 +219,11 @@ class Sequence:
             self.close()
 
 
-def requests_of(sequences: Iterable[Sequence], core: Core) -> list[Request]:
+def requests_of(sequences: Sequence | Iterable[Sequence], core: Core) -> list[Request]:
     """The requests of ``sequences``. Raises BadInput for what ``core`` did not open."""
     requests = []
     for sequence in sequences if isinstance(sequences, Iterable) else (sequences,):
-        if not isinstance(sequence, Sequence) or sequence._calls.core is not core:
+        if not isinstance(sequence, Sequence) or sequence._lifecycle.core is not core:
             raise BadInput(f"expected sequences that this cache opened, got {sequence!r}")
         requests.append(sequence._request)
     return requests
@@ -242,26 +231,26 @@ def requests_of(sequences: Iterable[Sequence], core: Core) -> list[Request]:
 
 def settled(sequence: Sequence) -> Request:
     """The request of ``sequence``, once all that running requests completed is published."""
-    sequence._calls.lifecycle.publisher.settle_waiting()
+    sequence._lifecycle.publisher.settle_waiting()
     return sequence._request
 
 
 class Fence:
     """Steps and copies in flight around some sequences; see ``KVCache.fence``."""
 
-    def __init__(self, calls: Calls, requests: list[Request]) -> None:
-        self._calls, self._requests, self._is_entered = calls, requests, False
-        self._guard = calls.core.guard
+    def __init__(self, lifecycle: Lifecycle, requests: list[Request]) -> None:
+        self._lifecycle, self._requests, self._is_entered = lifecycle, requests, False
+        self._guard = lifecycle.core.guard
 
     @exclusive
     def __enter__(self) -> None:
-        self._calls.lifecycle.enter_fence(self._requests)
+        self._lifecycle.enter_fence(self._requests)
         self._is_entered = True
 
     @either_way
     def __exit__(self, *_: object) -> None:
         if self._is_entered:
-            self._calls.lifecycle.leave_fence(self._requests)
+            self._lifecycle.leave_fence(self._requests)
 
     def __del__(self) -> None:  # an interrupt came before its end
         if self._is_entered and self._requests:

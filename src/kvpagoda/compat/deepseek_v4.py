@@ -15,7 +15,7 @@ from functools import partial
 from typing import ClassVar
 
 from kvpagoda.errors import SchemaError, unknown_name
-from kvpagoda.schema import FULL, MXFP4, RAW, STATE, Compressed, Encoding, Group, IndexKeys, Layer, RowLayout, Schema
+from kvpagoda.schema import FULL, MXFP4, STATE, Compressed, Encoding, Group, IndexKeys, Layer, RowLayout, Schema
 from kvpagoda.schema.from_hf import KV_FORMATS
 from kvpagoda.units import ceil_div, whole_number
 
@@ -297,9 +297,8 @@ def most_blocks(ratio: int, max_tokens: int, max_requests: int) -> int:
 def _preset(config: DSV4Config, kv_format: str) -> Schema:
     if kv_format not in tuple(KV_FORMATS):
         raise unknown_name("kv_format", kv_format, KV_FORMATS)
-    if (packed := KV_FORMATS[kv_format]) is None:
-        return config.schema(encoding=RAW, index_encoding=RAW)
-    schema = config.schema(encoding=replace(packed.entries, kept=config.rope_dim), index_encoding=packed.index_keys)
+    packed = KV_FORMATS[kv_format]
+    schema = config.schema(encoding=packed.entries, index_encoding=packed.index_keys)
     return schema.laid_out(packed.layouts["Compressed"]) if packed.layouts else schema
 
 

@@ -6,15 +6,10 @@ from dataclasses import dataclass
 
 from kvpagoda.errors import SchemaError, unknown_name
 from kvpagoda.formats.rule import SUFFIXES, Rule
+from kvpagoda.loading import read_json
 from kvpagoda.units import align_up
 
-RULES = {
-    "fp8": Rule("e4m3", "float32", floor=1e-10, by="inverse"),
-    "fp8_ue8m0": Rule("e4m3", "e8m0", floor=1e-4),
-    "mxfp4": Rule("e2m1", "e8m0", floor=6 * 2.0**-126),
-    "nvfp4": Rule("e2m1", "e4m3", floor=6 * 2.0**-9),
-    "int8": Rule("int8", "float32", floor=1e-10, by="inverse"),
-}
+RULES = {name: Rule(**row) for name, row in read_json("kvpagoda.formats", "rules.json")["rules"].items()}
 """How each encoding makes codes and scales; groups are the encoding's own."""
 
 

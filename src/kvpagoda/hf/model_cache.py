@@ -8,6 +8,7 @@ from typing import Any
 from kvpagoda.cache.options import Identity, Limits
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
+from kvpagoda.errors import BadInput
 from kvpagoda.hf.compressed import CompressedRunner
 from kvpagoda.hf.runner import ModelRunner, Runner
 from kvpagoda.hf.weights import weights_digest
@@ -31,7 +32,9 @@ def runner_of(
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")
     schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, layout=layout, verify_width=lookup)
-    sizes = {**cache_arguments}
+    sizes = {"device": None, **cache_arguments}
+    if str(device := sizes.pop("device") or model.device).partition(":")[0] != model.device.type:
+        raise BadInput(f"the cache of a model on {model.device} is on the same device, not on {device}; move the model")
     identity, limits = sizes.pop("identity", None) or Identity(), sizes.pop("limits", None) or Limits()
     if not identity.weights and not all(getattr(tier, "is_private", True) for tier in sizes.get("tiers", ())):
         identity = replace(identity, weights=weights_digest(model))

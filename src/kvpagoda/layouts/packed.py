@@ -15,8 +15,11 @@ import torch
 from kvpagoda.errors import BadInput
 from kvpagoda.formats.quantise import dequantise, quantise
 from kvpagoda.formats.small_floats import e4m3_from_float32, e4m3_table, look_up
+from kvpagoda.layouts.copying import Bytes
 from kvpagoda.layouts.dialects import Dialect, dialect_for_heads
+from kvpagoda.layouts.layout import Layout
 from kvpagoda.layouts.packings import Packing
+from kvpagoda.layouts.recode import Recode
 from kvpagoda.units import whole_number
 
 Tensor = torch.Tensor
@@ -95,6 +98,17 @@ def unpack(
     parts = views(pages, chosen.packing, page_size, heads)
     flat = {part: view.reshape(len(pages) * page_size, *view.shape[2:]) for part, view in parts.items()}
     return decode_rows(flat, chosen, dtype).view(len(pages), page_size, heads * chosen.packing.width)
+
+
+def encoded_anew(recode: Recode, stage: Layout, memory: Bytes) -> Bytes:
+    """The bytes of ``stage`` in the other dialect: ``memory`` holds whole pages as ``Recode.stages`` lays them.
+
+    Raises BadInput for rows that the other dialect has no bytes for (inf, NaN).
+    """
+    pages, size = torch.from_numpy(memory).view(-1, stage.strides("code")["B"]), stage.page_size
+    rows = unpack(pages, recode.format, page_size=size, dialect=recode.source, dtype=torch.bfloat16)
+    found: Bytes = pack(rows, recode.format, page_size=size, dialect=recode.target).numpy().ravel()
+    return found
 
 
 def views(pages: Tensor, packing: Packing, page_size: int, heads: int = 1) -> dict[str, Tensor]:

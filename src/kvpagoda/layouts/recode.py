@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from kvpagoda.errors import LayoutError
 from kvpagoda.layouts.axes import TOKENS, Axis
-from kvpagoda.layouts.copying import Bytes
 from kvpagoda.layouts.layout import Layout
 from kvpagoda.layouts.named import table
 
@@ -37,20 +36,6 @@ class Recode:
                 page = f"L B {table()['pages'][self.format][dialect]}"
                 side.append(Layout(page, axes, PAGE, format=self.format, dialect=dialect))
         return made
-
-    def encoded(self, stage: Layout, memory: Bytes) -> Bytes:
-        """The bytes of ``stage`` in the other dialect: ``memory`` holds whole pages as ``stages`` lays them. Needs torch.
-
-        Raises BadInput for rows that the other dialect has no bytes for (inf, NaN).
-        """
-        import torch
-
-        from kvpagoda.layouts.packed import pack, unpack
-
-        pages, size = torch.from_numpy(memory).view(-1, stage.strides("code")["B"]), stage.page_size
-        rows = unpack(pages, self.format, page_size=size, dialect=self.source, dtype=torch.bfloat16)
-        found: Bytes = pack(rows, self.format, page_size=size, dialect=self.target).numpy().ravel()
-        return found
 
     def __str__(self) -> str:
         return f"{self.format} from dialect {self.source!r} to {self.target!r}"

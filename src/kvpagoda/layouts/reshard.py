@@ -115,11 +115,13 @@ class ReshardPlan:
 
     def _recoded(self, recode: Recode, sources: list[Bytes], targets: list[Bytes], threads: int) -> None:
         """``run`` by way of pages that are encoded anew before any target changes."""
+        from kvpagoda.layouts.packed import encoded_anew
+
         tokens = _held(self.targets[0], (TOKENS,), self.slots[1])[TOKENS].size
         before, after = recode.stages(self.targets, tokens)
         staged = [np.zeros(stage.nbytes, np.uint8) for stage in before]
         reshard(self.sources, before, source_slots=self.slots[0]).run(sources, staged, threads)
-        staged = [recode.encoded(stage, memory) for stage, memory in zip(before, staged)]
+        staged = [encoded_anew(recode, stage, memory) for stage, memory in zip(before, staged)]
         reshard(after, self.targets, target_slots=self.slots[1]).run(staged, targets, threads)
 
     def to_dict(self) -> dict[str, Any]:
@@ -278,13 +280,8 @@ def _moved(key: str, source: Side, target: Side) -> Moved:
         if len(both) > 1:
             axes.append((adds[0] - adds[0][0], adds[1] - adds[1][0], (both, strides)))
     axes.sort(key=lambda axis: abs(int(axis[0][1])))
-    return Moved(
-        begins[0],
-        begins[1],
-        places[1].itemsize,
-        tuple((a, b) for a, b, _ in axes),
-        tuple(strides for _, _, strides in axes),
-    )
+    pairs, named = tuple((adds, puts) for adds, puts, _ in axes), tuple(name for _, _, name in axes)
+    return Moved(begins[0], begins[1], places[1].itemsize, pairs, named)
 
 
 def _memories(given: Any, layouts: Sequence[Layout], side: str) -> list[Bytes]:

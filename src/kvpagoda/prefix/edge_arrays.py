@@ -121,13 +121,17 @@ class EdgeArrays:
 
 
 def arrays_of(tokens: Ids, ids: Ids, text: Ids | None, first: int) -> tuple[Ids, Ids]:
-    """Arrays for an edge that begins with ``tokens``, which ``text`` has from ``first`` on, and ``ids``: copies, or the rest
-    of the text, read-only, if the tokens are many; then there is room to go on with it."""
+    """Arrays for an edge that begins with ``tokens``, which ``text`` has from ``first`` on, and ``ids``. If there are many,
+    with room to go on with the rest of the text: that rest itself, read-only, if it is most of the text; else copies."""
     rows, n = ids.shape
     if text is None or n <= _FEW:
         return tokens.copy(), ids.copy()
     rest = text[first:]
-    rest.flags.writeable = False
+    if 2 * len(rest) < len(text):
+        rest = np.empty(len(rest), np.int32)
+        rest[: len(tokens)] = tokens
+    else:
+        rest.flags.writeable = False
     room = np.empty((rows, len(rest) * n // len(tokens)), np.int32)
     room[:, :n] = ids
     return rest, room

@@ -29,15 +29,8 @@ class Leases:
             return
         lease.node = node
         old.leases.remove(lease)
-        if node.parent is old and not node.pins:  # a pinned child for a lease: the old node stays pinned as it is
-            node.put_lease(lease)
-            node.pins = 1
-            self._cover(node, depth - node.start)
-            if old.num_pinned < old.num_blocks:
-                self._cover(old, old.num_blocks)
-        else:
-            self._tie(lease, node)
-            old.pins -= 1
+        self._tie(lease, node)
+        old.pins -= 1
 
     def close(self, lease: Lease, node: Node) -> Node | None:
         """End ``lease``, which ends in ``node``; the root if nothing below it is pinned any more. O(nodes that are not)."""

@@ -247,10 +247,13 @@ class PrefixTree:
     def remap(self, group: int, names: Ids) -> None:
         """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
         rows = [node.ids[group] for node in self._roots.nodes()]
-        after = np.split(names[np.concatenate(rows)], np.cumsum([len(row) for row in rows])) if rows else []
+        ids = np.concatenate([np.empty(0, np.int32), *rows])
+        moved = np.flatnonzero(names[ids] != ids)
+        of_row = np.searchsorted(np.cumsum([len(row) for row in rows]), moved, side="right")
+        after = [(rows[number], names[rows[number]]) for number in np.unique(of_row).tolist()]
         if self._owned is not None:
             self._owned.remap(group, names)
-        for row, ids in zip(rows, after):
+        for row, ids in after:
             row[:] = ids
         self._removals += 1
 

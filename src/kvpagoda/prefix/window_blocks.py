@@ -103,15 +103,17 @@ class WindowBlocks:
         """One more reads ``handles``."""
         uses = self._warm(handles)
         self.num_reads += len(handles)
-        self.num_read += np.count_nonzero(uses & _READERS == 0)
+        self.num_read += len(uses[uses & _READERS == 0])
         self._uses[handles] = uses + 1
 
     def leave(self, handles: Ids) -> None:
         """One less reads ``handles``; those that nobody reads or keeps then are cold."""
+        if not len(handles):
+            return
         uses = self._uses[handles] - 1
         self.num_reads -= len(handles)
-        if uses.any():
-            self.num_read -= np.count_nonzero(uses & _READERS == 0)
+        if uses[uses.argmax()]:
+            self.num_read -= len(uses[uses & _READERS == 0])
             self._uses[handles] = uses
             handles = handles[uses == 0]
         else:
@@ -139,9 +141,8 @@ class WindowBlocks:
         """The uses of ``handles``, one of which comes now: they are cold no more."""
         uses: npt.NDArray[np.int64] = self._uses[handles]
         are_cold = uses < 0
-        if are_cold.any():
-            self.num_cold -= np.count_nonzero(are_cold)
-            uses[are_cold] = 0
+        self.num_cold -= len(uses[are_cold])
+        uses[are_cold] = 0
         return uses
 
     def _cool(self, handles: Ids, turn: int) -> None:
@@ -168,17 +169,16 @@ class WindowBlocks:
 
     def forget(self, cells: Ids) -> Ids:
         """The tree has no ``cells`` any more, which nobody reads or keeps: the ids of their blocks, cached no more."""
-        there = self.are_there(cells)
-        if not there.any():
+        handles = cells[0, self.are_there(cells)]
+        if not len(handles):
             return _NONE
-        handles = cells[0, there]
         self._uses[handles] = 0
         return self._forget(handles)
 
     def _still_cold(self, turn: int, handles: Ids) -> Ids:
         """Of a part of the queue those that were not read or kept since."""
         are_cold = self._uses[handles] == -turn
-        return handles if are_cold.all() else handles[are_cold]
+        return handles if are_cold[are_cold.argmin()] else handles[are_cold]
 
     def _forget(self, handles: Ids) -> Ids:
         self.num_cached -= len(handles)

@@ -27,7 +27,7 @@ NOT_CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (True,), "use_bi
 
 @dataclass(frozen=True)
 class KVFormat:
-    """A quantised form of the cache: how latents (and their indexers' keys), compressed entries and their indexers' keys lie
+    """A form of the cache: how latents (and their indexers' keys), compressed entries and their indexers' keys lie
     in memory. The RoPE part of an entry is kept beside its codes. ``layouts``, by the class of a kind: in which kernels read
     them, where a bfloat16 model has rows of those sizes."""
 
@@ -37,20 +37,17 @@ class KVFormat:
     layouts: Mapping[str, list[str]]
 
 
-def _format(row: Mapping[str, Any]) -> KVFormat:
-    latents, entries, index_keys = (Encoding(**row[part]) for part in ("latents", "entries", "index_keys"))
-    return KVFormat(latents, entries, index_keys, row.get("layouts", {}))
+def _format(layouts: Mapping[str, list[str]] | None = None, **parts: Mapping[str, Any]) -> KVFormat:
+    return KVFormat(layouts=layouts or {}, **{part: Encoding(**row) for part, row in parts.items()})
 
 
-KV_FORMATS: dict[str, KVFormat | None] = {
-    name: row and _format(row) for name, row in read_json("kvpagoda.schema", "kv_formats.json")["formats"].items()
-}
+KV_FORMATS = {name: _format(**row) for name, row in read_json("kvpagoda.schema", "kv_formats.json")["formats"].items()}
 """The values of ``kv_format``: the table ``kv_formats.json``."""
 
 
-def as_kernels_read(kind: LayerKind, packed: KVFormat | None) -> LayerKind:
+def as_kernels_read(kind: LayerKind, packed: KVFormat) -> LayerKind:
     """``kind`` in the layouts of ``packed``, where it has rows of their sizes; else as it is."""
-    names = None if packed is None else packed.layouts.get(type(kind).__name__)
+    names = packed.layouts.get(type(kind).__name__)
     if names is None or getattr(kind, "dtype", None) != "bfloat16":
         return kind
     try:
@@ -180,9 +177,9 @@ def owner_of(c: Config, types: list[str], index: int) -> int | None:
 
 
 def layer_kinds(
-    c: Config, family: Family, layer_type: str, index: int, dtype: str, *, packed: KVFormat | None
+    c: Config, family: Family, layer_type: str, index: int, dtype: str, *, packed: KVFormat
 ) -> tuple[LayerKind, ...]:
-    """What a layer of type ``layer_type`` keeps, in the form ``packed``; None: raw. Raises SchemaError."""
+    """What a layer of type ``layer_type`` keeps, in the form ``packed``. Raises SchemaError."""
     kinds: list[LayerKind] = []
     if layer_type not in (t.LINEAR, t.CONV, t.MOE, t.MLP, t.CROSS):
         kinds.append(attention(c, family, layer_type, index, dtype, packed))
@@ -191,7 +188,7 @@ def layer_kinds(
     return tuple(kinds)
 
 
-def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str, packed: KVFormat | None) -> LayerKind:
+def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str, packed: KVFormat) -> LayerKind:
     """The attention of one layer: K/V heads, a latent, or compressed entries."""
     if family.attention == "compressed":
         return compressed(c, layer_type, dtype, packed)
@@ -203,27 +200,23 @@ def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str
     longest = family.max_positions(c)
     if law.span is not None and longest is not None and law.span >= longest:
         law = FULL  # no text is long enough to leave it
-    encoding = packed.latents if packed else RAW
     has_indexer = layer_type in (t.INDEXED, t.BLOCK_INDEXED) and family.has_indexer(c, index)
-    indexer = IndexKeys(c.size("index_head_dim"), encoding, family.index_dtype) if has_indexer else None
+    indexer = IndexKeys(c.size("index_head_dim"), packed.latents, family.index_dtype) if has_indexer else None
     heads = family.heads(c, layer_type)
     if family.attention == "latent":
-        return Latent(heads.k_dim, heads.v_dim, dtype, law, encoding, indexer)
+        return Latent(heads.k_dim, heads.v_dim, dtype, law, packed.latents, indexer)
     return Attention(heads.number, heads.k_dim, heads.v_dim, dtype, law, indexer=indexer)
 
 
-def compressed(c: Config, layer_type: str, dtype: str, packed: KVFormat | None) -> Compressed:
-    """A DeepSeek-V4 layer. Packed: tails in float32 as the model computes them."""
+def compressed(c: Config, layer_type: str, dtype: str, packed: KVFormat) -> Compressed:
+    """A DeepSeek-V4 layer. Where it is encoded: tails in float32 as the model computes them."""
     rates = {t.CSA: c.get("compress_rate_csa", 4), t.HCA: c.get("compress_rate_hca", 128), **c.table("compress_rates")}
-    return Compressed(
-        c.size("head_dim"),
-        c.size("sliding_window"),
-        "bfloat16" if packed else dtype,
-        0 if layer_type == t.SLIDING else Config(rates, {}).size(layer_type, 2),
-        IndexKeys(c.size("index_head_dim"), packed.index_keys if packed else RAW) if layer_type == t.CSA else None,
-        replace(packed.entries, kept=rope_dim(c)) if packed else RAW,
-        tail_dtype="float32" if packed else dtype,
-    )
+    ratio = 0 if layer_type == t.SLIDING else Config(rates, {}).size(layer_type, 2)
+    indexer = IndexKeys(c.size("index_head_dim"), packed.index_keys) if layer_type == t.CSA else None
+    plain = Compressed(c.size("head_dim"), c.size("sliding_window"), dtype, ratio, indexer, tail_dtype=dtype)
+    if packed.entries == RAW:
+        return plain
+    return replace(plain, dtype="bfloat16", encoding=replace(packed.entries, kept=rope_dim(c)), tail_dtype="float32")
 
 
 def rope_dim(c: Config) -> int:
