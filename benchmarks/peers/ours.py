@@ -84,7 +84,7 @@ class Peer:
     def take(self, num_blocks: int) -> Any:
         group = self.books.core.groups[0]
         ids = group.peek(num_blocks)
-        group.take(ids)
+        group.take(num_blocks)
         return ids
 
     def give(self, blocks: Any) -> None:
