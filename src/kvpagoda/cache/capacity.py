@@ -35,9 +35,9 @@ _PORTION, _MANY = 32, 64  # sectors that change hands at once where there is nee
 class Capacity:
     """What requests can still be given, and how it is made free.
 
-    Every reservation can be kept as long as ``slack() >= 0``: the sectors that are free or could be freed cover what groups
-    have outstanding beyond their own blocks. ``running``: slot -> request. ``num_moves``: how often blocks were moved: index
-    arrays from before name the old places.
+    Every reservation can be kept as long as ``slack`` is not below 0: the sectors that are free or could be freed cover
+    what groups have outstanding beyond their own blocks. ``running``: slot -> request. ``num_moves``: how often blocks were
+    moved: index arrays from before name the old places.
     """
 
     def __init__(
@@ -67,10 +67,12 @@ class Capacity:
         serve."""
         return group.free.num_free + self._prefix.num_spare(group) - group.outstanding
 
-    def slack(self) -> int:
-        """Sectors that no reservation needs: free ones, and what groups could give up, less what they lack."""
+    def slack(self, more: Many[int]) -> int:
+        """Sectors that no reservation needs if ``more[i]`` further blocks of group i are reserved: free ones, and what groups
+        could give up, less what they lack."""
         assert self._sectors is not None
-        return self._sectors.num_free + sum(self.surplus(group) // group.plan.per_sector for group in self._groups)
+        left = [(self.surplus(group) - n) // group.plan.per_sector for group, n in zip(self._groups, more)]
+        return self._sectors.num_free + sum(left)
 
     def available(self, group: BlockGroup) -> int:
         """Blocks of ``group`` that can be had and that no request has reserved."""
@@ -78,16 +80,13 @@ class Capacity:
         if self._sectors is None:
             return surplus
         per = group.plan.per_sector
-        return surplus % per + per * self.slack()
+        return surplus % per + per * self.slack(self._none)
 
     def fits(self, more: Many[int]) -> bool:
         """Whether every reservation can be kept if ``more[i]`` further blocks of group i are reserved."""
         if self._sectors is None:
             return all(n <= self.surplus(group) for group, n in zip(self._groups, more))
-        slack = self._sectors.num_free
-        for group, n in zip(self._groups, more):
-            slack += (self.surplus(group) - n) // group.plan.per_sector
-        return slack >= 0
+        return self.slack(more) >= 0
 
     # -- making room -------------------------------------------------------------------------------------------------
 

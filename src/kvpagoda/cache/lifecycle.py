@@ -109,17 +109,14 @@ class Lifecycle:
         elif end // core.block_size > request.lease.num_blocks:
             self.publisher.settle_later(request)
 
-    def _measure(self, request: Request) -> None:
-        """The prompt of ``request`` is computed: tell how long that took, so that loading can be compared with it."""
-        if self.core.offloader is not None:
+    def settle(self, request: Request) -> None:
+        """Do what follows from the commits of ``request``; see ``Publisher.settle``. Once its prompt is computed, tell how
+        long that took, so that loading can be compared with it."""
+        if request.opened_at and request.own_length >= request.prompt_length:
+            assert self.core.offloader is not None
             num_tokens = request.prompt_length - request.match.resumable
             self.core.offloader.reader.computed(perf_counter() - request.opened_at, num_tokens)
-        request.opened_at = 0.0
-
-    def settle(self, request: Request) -> None:
-        """Do what follows from the commits of ``request``; see ``Publisher.settle``."""
-        if request.opened_at and request.own_length >= request.prompt_length:
-            self._measure(request)
+            request.opened_at = 0.0
         self.publisher.settle(request)
 
     # -- going back --------------------------------------------------------------------------------------------------
