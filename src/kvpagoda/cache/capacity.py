@@ -36,8 +36,8 @@ class Capacity:
     """What requests can still be given, and how it is made free.
 
     Every reservation can be kept as long as ``slack`` is not below 0: the sectors that are free or could be freed cover
-    what groups have outstanding beyond their own blocks. ``running``: slot -> request. ``num_moves``: how often blocks were moved: index
-    arrays from before name the old places.
+    what groups have outstanding beyond their own blocks. ``running``: slot -> request. ``num_moves``: how often blocks were
+    moved: index arrays from before name the old places.
     """
 
     def __init__(
