@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,15 @@ def test_out_of_blocks_changes_nothing() -> None:
     cache.check()
 
 
+def test_a_request_grows_no_further_than_the_model_takes() -> None:
+    cache = KVCache(replace(SCHEMAS["full"], max_positions=10), num_blocks=9, block_size=4, device="none")
+    sequence = cache.open(range(8))
+    with pytest.raises(NeverFits, match="12 tokens are more than the longest context of 10, the limit of test itself"):
+        sequence.extend(12)
+    sequence.extend(10)
+    cache.check()
+
+
 def test_retry_later_and_never_fits() -> None:
     cache = KVCache(SCHEMAS["full"], num_blocks=4, max_requests=2, block_size=4, device="cpu")
     with pytest.raises(NeverFits, match="17 tokens are more than the longest context of 16"):
@@ -235,6 +245,8 @@ def test_bad_sizes_are_refused() -> None:
         KVCache(MIXED, "1MiB", num_blocks=3)
     with pytest.raises(BadInput, match="float33"):
         KVCache(MIXED, "1MiB", dtype="float33")
+    with pytest.raises(BadInput, match=r"schema is a kvpagoda\.Schema, got dict"):
+        KVCache({"model_type": "llama"}, "1MiB")
 
 
 def test_commit_checks_room_and_the_prompt() -> None:

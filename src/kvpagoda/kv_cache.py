@@ -91,9 +91,9 @@ class KVCache:
         events: EventLog | None = None,
     ) -> None:
         retention, identity, limits = retention or Retention(), identity or Identity(), limits or Limits()
-        for value, kind in ((retention, Retention), (identity, Identity), (limits, Limits)):
+        for value, kind in ((schema, Schema), (retention, Retention), (identity, Identity), (limits, Limits)):
             if not isinstance(value, kind):
-                raise BadInput(f"{kind.__name__.lower()} is a kvpagoda.{kind.__name__}, got {value!r}")
+                raise BadInput(f"{kind.__name__.lower()} is a kvpagoda.{kind.__name__}, got {type(value).__name__}")
         self.schema = schema if dtype is None else schema.cast(str(dtype).removeprefix("torch."))
         plan = self.schema.plan(
             budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=limits.step_tokens,
@@ -214,7 +214,8 @@ class KVCache:
     def step_limit(self, sequences: Sequence | Iterable[Sequence]) -> Any:
         """The most tokens that the next step of a sequence should compute: up to where its states should be copied for others,
         or, where nothing is due, to the longest context. For several sequences int64 ``[n]``. A longer step is right too, but
-        nobody resumes there then, and ``stats().passed_boundaries`` counts it. Only models with states have such places."""
+        nobody resumes there then, and ``stats().passed_boundaries`` counts it. Only models with states have such places.
+        Raises StaleHandle for one that is closed or suspended."""
         most = [self._publisher.step_limit(one) for one in requests_of(sequences, self._core)]
         return most[0] if isinstance(sequences, Sequence) else np.array(most, np.int64)
 

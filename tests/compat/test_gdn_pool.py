@@ -122,7 +122,7 @@ def test_a_bad_copy_raises_and_moves_nothing(src, dst):
     before = pool.arena.buffer.clone()
     with pytest.raises(BadInput):
         pool.copy_states(src, dst)
-    for bad in (6, -1, [0, 6], [0.5], True):
+    for bad in (6, -1, [0, 6], [0.5], True, None, "1"):
         with pytest.raises(BadInput):
             pool.reset_states(bad)
     assert torch.equal(pool.arena.buffer, before)

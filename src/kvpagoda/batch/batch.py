@@ -272,13 +272,10 @@ class Batch:
         self.qo_indptr = buffers.put("qo_indptr", rows.indptr)
         states = rows.zeros if core.states is None else core.state_rows(rows.slots)
         self.state_indices = buffers.put("state_indices", states)
-        self.step = Step(
-            buffers.put("request_slots", rows.slot_of),
-            buffers.put("positions", positions),
-            buffers.put("request_ids", rows.row_of),
-            buffers.put("state_rows", states if rows.one_each else states[rows.row_of]),
-            is_by_id=True,
-        )
+        slots, positions = buffers.put("request_slots", rows.slot_of), buffers.put("positions", positions)
+        ids = buffers.put("request_ids", rows.row_of)
+        state_rows = buffers.put("state_rows", states if rows.one_each else states[rows.row_of])
+        self.step = Step(slots, positions, ids, state_rows, is_by_id=True)
         self._arrays: dict[str, GroupArrays] = {}
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from hashlib import blake2b
-from secrets import token_bytes
+from os import urandom
 
 from kvpagoda.cache.namespace import fields_of, owner_of
 from kvpagoda.cache.prefix_match import PrefixMatch
@@ -37,7 +37,7 @@ class Counters:
     """
 
     def __init__(self, secret: bytes = b"") -> None:
-        self._secret = secret[:64] or token_bytes(16)
+        self._secret = secret[:64] or urandom(16)
         self.closed = self.stopped = self.passed = 0
         self.short_requests, self.short_tokens, self.found = Counter[str](), Counter[str](), Counter[str]()
         self._tallies: dict[bytes, Tally] = {}

@@ -33,7 +33,7 @@ class Lifecycle:
 
     def extend(self, ends: Mapping[int, int]) -> None:
         """Make room for the first ``ends[slot]`` tokens of each of these slots, in every group, or for none. Raises
-        OutOfBlocks, and BadInput past the longest context."""
+        OutOfBlocks, and NeverFits past the longest context."""
         core, furthest = self.core, max(ends.values())
         lacking: list[tuple[BlockGroup, int, int]] = []  # group, slot, blocks
         needs, more = [0] * len(core.groups), [0] * len(core.groups)
@@ -52,8 +52,7 @@ class Lifecycle:
             if not core.capacity.fits(more):
                 raise core.capacity.shortage(OutOfBlocks, more, core.plan.budget)
         if furthest > core.max_context:
-            text = f"{furthest} tokens are more than the longest context of {core.max_context}"
-            raise BadInput(text, needed=furthest, available=core.max_context)
+            core.plan.blocks_wanted(furthest, longest=core.max_context)  # says what it would need
         if not lacking:
             return
         core.capacity.ensure_free(needs, more)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from secrets import token_bytes
+from os import urandom
 from typing import Any
 
 import numpy as np
@@ -119,13 +119,13 @@ class Namespaces:
         owners = {namespace_key(one) for one in namespaces}
         self._known.clear()
         for own in owners:
-            self._renewed[own] = self.epoch, token_bytes(16)
+            self._renewed[own] = self.epoch, urandom(16)
         return {key for key in keys if owner_of(key) in owners}
 
     def renew_all(self, keys: Iterable[bytes], epoch: bytes | None = None) -> set[bytes]:
         """Give every namespace a new key; returns ``keys``, those in use. ``epoch``: a name for what is kept from now on that
         other processes know too (None: drawn at random)."""
-        self._epochs.append(token_bytes(16) if epoch is None else epoch)
+        self._epochs.append(urandom(16) if epoch is None else epoch)
         self._known.clear()
         return set(keys)
 

@@ -115,7 +115,7 @@ class Sequence:
     def extend(self, n: SupportsIndex) -> None:
         """Make room for the next ``n`` tokens after the committed ones, in every group or in none.
 
-        Raises OutOfBlocks, and BadInput for an ``n`` that is no whole number of at least 0 or past the cache's longest
+        Raises OutOfBlocks, BadInput for an ``n`` that is no whole number of at least 0, and NeverFits past the longest
         context; nothing changed then.
         """
         if type(n) is not int or n < 0:

@@ -10,6 +10,7 @@ from kvpagoda.blocks.free_list import FreeList
 from kvpagoda.blocks.ids import positive_numbers
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.memory.arena import Arena, Device, Tensor, dtype_name
+from kvpagoda.memory.id_tensors import integers
 from kvpagoda.schema import RowLayout, Rows
 from kvpagoda.schema.families.states import delta
 from kvpagoda.schema.fields import itemsize
@@ -94,7 +95,7 @@ class GDNPool:
 
     def reset_states(self, req_pool_indices: Slots) -> None:
         """Set all states of these slots (an int, a sequence or an integer tensor) to zero. Raises NotOwned. O(bytes)."""
-        self.arena.reset(torch.as_tensor(req_pool_indices).reshape(-1))
+        self.arena.reset(integers(req_pool_indices, "slots").reshape(-1))
 
     def alloc_track_slot(self) -> int | None:
         """A free track slot, or None. Its states are whatever they were: copy into it. O(1)."""
@@ -114,7 +115,7 @@ class GDNPool:
         All sources are read before a destination of the same layer is written. Raises NotOwned for a slot out of range
         or a destination named twice, and BadInput for lists of different lengths, before anything moves. O(bytes).
         """
-        sources, targets = (self.arena.row_index(torch.as_tensor(s).reshape(-1)) for s in (src_index, dst_index))
+        sources, targets = (self.arena.row_index(integers(s, "slots").reshape(-1)) for s in (src_index, dst_index))
         if len(sources) != len(targets):
             raise BadInput(f"{len(sources)} source slots for {len(targets)} destinations")
         if len(torch.unique(targets)) != len(targets):

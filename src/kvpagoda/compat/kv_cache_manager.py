@@ -213,13 +213,9 @@ class KVCacheManager:
                 )
             if tensor.device != there:
                 raise BadInput(f"{name} must be on {there}, where the cache is, got {tensor.device}")
-        return LayerCacheHandle(
-            self.schemas[layer_idx].kind,
-            self.paged_pools[layer_idx],
-            self.state_pools[layer_idx],
-            self.block_tables[layer_idx],
-            Step(request_slots, positions, request_ids, state_rows=request_slots, dummy=-1),
-        )
+        kind, table = self.schemas[layer_idx].kind, self.block_tables[layer_idx]
+        step = Step(request_slots, positions, request_ids, state_rows=request_slots, dummy=-1)
+        return LayerCacheHandle(kind, self.paged_pools[layer_idx], self.state_pools[layer_idx], table, step)
 
     # -- proof -------------------------------------------------------------------------------------------------------
 

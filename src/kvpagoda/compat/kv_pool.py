@@ -44,16 +44,10 @@ class KVPool:
         v_head_dim: int | None = None,
         pin_memory: bool = True,
     ) -> None:
-        self.size, self.layer_num, self.k_head_num, self.k_head_dim, self.v_head_num, self.v_head_dim = (
-            positive_numbers(
-                size=size,
-                layer_num=layer_num,
-                k_head_num=k_head_num,
-                k_head_dim=k_head_dim,
-                v_head_num=k_head_num if v_head_num is None else v_head_num,
-                v_head_dim=k_head_dim if v_head_dim is None else v_head_dim,
-            )
-        )
+        v_heads = k_head_num if v_head_num is None else v_head_num, k_head_dim if v_head_dim is None else v_head_dim
+        self.size, self.layer_num = positive_numbers(size=size, layer_num=layer_num)
+        self.k_head_num, self.k_head_dim = positive_numbers(k_head_num=k_head_num, k_head_dim=k_head_dim)
+        self.v_head_num, self.v_head_dim = positive_numbers(v_head_num=v_heads[0], v_head_dim=v_heads[1])
         self.dtype = dtype
         fields = (
             Field("k", 1, (self.k_head_num, self.k_head_dim), dtype_name(dtype)),

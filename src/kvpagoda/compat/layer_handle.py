@@ -177,14 +177,9 @@ class LayerCacheHandle:
 
     def read_swa_view(self) -> SWAView:
         """The rings of all requests, without the dummy row where that is the last; ``request_slots`` says whose is whose."""
-        return SWAView(
-            self.kind.encoding,
-            getattr(torch, self.kind.dtype),
-            self.state.shown("swa"),
-            self.state.shown("swa_pos")[0],
-            self.step.state_rows,
-            self.positions,
-        )
+        rows, (positions,) = self.state.shown("swa"), self.state.shown("swa_pos")
+        dtype = getattr(torch, self.kind.dtype)
+        return SWAView(self.kind.encoding, dtype, rows, positions, self.step.state_rows, self.positions)
 
     # -- the compressor and the indexer's own (prefix "idx_") --------------------------------------------------------
 

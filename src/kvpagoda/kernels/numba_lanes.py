@@ -220,7 +220,8 @@ def _scales(size: Lanes, c: Any) -> tuple[Lanes, Lanes, Lanes]:
         factor = (((byte ^ 0xFF) - 1) << 23).floats  # 2^127 / 2^byte
         return (byte << 23).floats, factor, byte if c.SCALE == "e8m0" else byte << 23
     s = size.most(floor).floats
-    s = (s / s.constant(c.TOP)).bits.most(least).floats
+    s = s / s.constant(c.TOP)
+    s = s.bits.most(least).floats if least else s
     stored = s.bits
     if c.SCALE == "e4m3":
         code = _rounded(stored.least(_bits(448)), "e4m3") & 0x7F

@@ -56,20 +56,17 @@ def _codes(  # type: ignore[no-untyped-def]
     """float32 in units of their scale -> int32 codes, as ``quantise``."""
     bits = y.to(tl.int32, bitcast=True)
     a = bits & 0x7FFFFFFF
-    if CODES == "e4m3":
-        code = e4m3_magnitude(a) | ((bits >> 24) & 0x80)
-        if not MARKS:  # NaN: the sign of x's own, + of the scale's, - where 0 * inf or inf / inf made it
-            negative = tl.where(x != x, x.to(tl.int32, bitcast=True) < 0, s == s)
-            code = tl.where(y != y, tl.where(negative, 0xFF, 0x7F), code)
-    elif CODES == "e2m1":
+    if CODES == "e4m3" or CODES == "e2m1":
+        SIGN: tl.constexpr = 0x80 if CODES == "e4m3" else 8
         if TIES == "down":
             a -= tl.where((a > 0) & (a < 0x7F800000), 1, 0)
-        code = e2m1_magnitude(a) | ((bits >> 28) & 8)
-        if not MARKS:
+        code = e4m3_magnitude(a) if CODES == "e4m3" else e2m1_magnitude(a)
+        code |= tl.where(bits < 0, SIGN, 0)
+        if not MARKS:  # NaN: the sign of x's own, + of the scale's, - where 0 * inf or inf / inf made it
             negative = tl.where(x != x, x.to(tl.int32, bitcast=True) < 0, s == s)
-            code = tl.where(y != y, tl.where(negative, 8, 0), code)
+            code = tl.where(y != y, tl.where(negative, SIGN, 0) | (0x7F if CODES == "e4m3" else 0), code)
         if not SIGNED_ZERO:
-            code = tl.where(code == 8, 0, code)
+            code = tl.where(code == SIGN, 0, code)
     else:
         size = a.to(tl.float32, bitcast=True)
         whole = (size + 0.5).to(tl.int32) if TIES == "away" else (size + 8388608.0 - 8388608.0).to(tl.int32)

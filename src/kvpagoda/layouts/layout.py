@@ -265,18 +265,13 @@ class Layout:
 
     def to_dict(self) -> dict[str, Any]:
         """The descriptor: what the layout is, and for readers without the language what follows from it, as plain data."""
-        parts = [
-            {
-                "name": place.name,
-                "dtype": place.dtype,
-                "offset": place.offset,
-                "strides": [
-                    {"digit": fold.word, "axis": fold.axis, "step": fold.step, "count": fold.count, "stride": stride}
-                    for fold, stride in place.strides
-                ],
-            }
-            for place in self.places
-        ]
+        parts: list[dict[str, Any]]
+        parts = [{"name": place.name, "dtype": place.dtype, "offset": place.offset} for place in self.places]
+        for part, place in zip(parts, self.places):
+            part["strides"] = [
+                {"digit": fold.word, "axis": fold.axis, "step": fold.step, "count": fold.count, "stride": stride}
+                for fold, stride in place.strides
+            ]
         follows = {"nbytes": self.nbytes, "payload_nbytes": self.payload_nbytes, "fingerprint": self.fingerprint}
         return {**self._identity(), "name": self.name, "follows": {**follows, "parts": parts}}
 
@@ -319,11 +314,5 @@ class Layout:
         sizes = ", ".join(f"{name} {size}" for name, size in ranges)
         padding = "" if self.index.padding is None else f", {self.index.padding} is padding"
         index = f"index of a {self.index.of}: {self.index.dtype}{padding}"
-        return "\n".join(
-            [
-                f"{title}: {self.nbytes:,} bytes, {self.payload_nbytes:,} of them content",
-                self.expression,
-                f"{sizes}; {index}",
-                *drawing(self.tree, self.offset),
-            ]
-        )
+        head = f"{title}: {self.nbytes:,} bytes, {self.payload_nbytes:,} of them content"
+        return "\n".join([head, self.expression, f"{sizes}; {index}", *drawing(self.tree, self.offset)])

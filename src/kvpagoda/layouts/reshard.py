@@ -280,13 +280,8 @@ def _moved(key: str, source: Side, target: Side) -> Moved:
         if len(both) > 1:
             axes.append((adds[0] - adds[0][0], adds[1] - adds[1][0], (both, strides)))
     axes.sort(key=lambda axis: abs(int(axis[0][1])))
-    return Moved(
-        begins[0],
-        begins[1],
-        places[1].itemsize,
-        tuple((a, b) for a, b, _ in axes),
-        tuple(strides for _, _, strides in axes),
-    )
+    pairs, named = tuple((adds, puts) for adds, puts, _ in axes), tuple(name for _, _, name in axes)
+    return Moved(begins[0], begins[1], places[1].itemsize, pairs, named)
 
 
 def _memories(given: Any, layouts: Sequence[Layout], side: str) -> list[Bytes]:

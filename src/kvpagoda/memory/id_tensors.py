@@ -22,7 +22,7 @@ def default_device(device: Device = None) -> torch.device:
     return torch.device(device)
 
 
-def integers(values: IdsLike, what: str) -> torch.Tensor:
+def integers(values: IdsLike | int, what: str) -> torch.Tensor:
     """``values`` as a tensor, where it is. Raises BadInput unless they are whole numbers, or none."""
     try:
         tensor = torch.as_tensor(values)

@@ -150,13 +150,9 @@ def run_schema(
         raise BadInput(f"{BOUND} and {BLOCK_FIFO} are no policies to serve with: name another one")
     trace = source(500)
     settings = {"tokens_per_id": trace.block_size, **settings}
-    results = _each(
-        trace,
-        [
-            (f"{size}, {policy}", partial(serve, trace, schema, size, policy=policy, checkpoint_every=n, **settings))
-            for size, policy, n in jobs
-        ],
-    )
+    work = partial(serve, trace, schema, **settings)
+    runs = [(f"{size}, {name}", partial(work, size, policy=name, checkpoint_every=n)) for size, name, n in jobs]
+    results = _each(trace, runs)
     rows = [{"budget": b, "checkpoint_every": every, **r.to_dict()} for (b, _, every), r in zip(jobs, results)]
     figures = {"trace": trace.name, "schema": schema.name, "results": rows}
     lines = [_title(trace, schema)]

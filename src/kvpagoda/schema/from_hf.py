@@ -210,17 +210,13 @@ def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str
 
 def compressed(c: Config, layer_type: str, dtype: str, packed: KVFormat) -> Compressed:
     """A DeepSeek-V4 layer. Where it is encoded: tails in float32 as the model computes them."""
-    is_raw = packed.entries == RAW
     rates = {t.CSA: c.get("compress_rate_csa", 4), t.HCA: c.get("compress_rate_hca", 128), **c.table("compress_rates")}
-    return Compressed(
-        c.size("head_dim"),
-        c.size("sliding_window"),
-        dtype if is_raw else "bfloat16",
-        0 if layer_type == t.SLIDING else Config(rates, {}).size(layer_type, 2),
-        IndexKeys(c.size("index_head_dim"), packed.index_keys) if layer_type == t.CSA else None,
-        RAW if is_raw else replace(packed.entries, kept=rope_dim(c)),
-        tail_dtype=dtype if is_raw else "float32",
-    )
+    ratio = 0 if layer_type == t.SLIDING else Config(rates, {}).size(layer_type, 2)
+    indexer = IndexKeys(c.size("index_head_dim"), packed.index_keys) if layer_type == t.CSA else None
+    plain = Compressed(c.size("head_dim"), c.size("sliding_window"), dtype, ratio, indexer, tail_dtype=dtype)
+    if packed.entries == RAW:
+        return plain
+    return replace(plain, dtype="bfloat16", encoding=replace(packed.entries, kept=rope_dim(c)), tail_dtype="float32")
 
 
 def rope_dim(c: Config) -> int:

@@ -22,17 +22,13 @@ def shared_groups(groups: Groups, budget: int) -> tuple[Groups, int, int]:
     count = budget // sector.nbytes
     if count < 1 + len(groups):
         raise _too_small(groups, budget, budget_for(rows, [1] * len(groups), multiples), "raise the budget")
-    shares = tuple(
-        replace(
-            group,
-            layout=group.layout.spread(sector.nbytes // per),
-            num_blocks=(count - 1) * per,
-            row_nbytes=sector.nbytes // per,
-            per_sector=per,
-        )
-        for group, per in zip(groups, sector.records)
-    )
-    return shares, count, sector.nbytes
+
+    def share(group: GroupPlan, per: int) -> GroupPlan:
+        nbytes, blocks = sector.nbytes // per, (count - 1) * per
+        layout = group.layout.spread(nbytes)
+        return replace(group, layout=layout, num_blocks=blocks, row_nbytes=nbytes, per_sector=per)
+
+    return tuple(map(share, groups, sector.records)), count, sector.nbytes
 
 
 def lone_group(group: GroupPlan, budget: int, max_requests: int) -> Groups:

@@ -166,14 +166,9 @@ def rwkv(c: Config, dtype: str) -> tuple[Rows, ...]:
     """RWKV-4 (arXiv 2305.13048): the token before, for the feed-forward part and for attention, and of each channel a sum of
     values, of weights, and the largest exponent so far, in float32."""
     hidden, channels = c.size("hidden_size"), c.size_or("attention_hidden_size", c.size("hidden_size"))
+    shifts = (Rows(f"{part}_shift", (hidden,), dtype) for part in ("feed_forward", "attention"))
     sums = Rows("values", (channels,), "float32", heads=((channels, 1),))
-    return (
-        Rows("feed_forward_shift", (hidden,), dtype),
-        Rows("attention_shift", (hidden,), dtype),
-        sums,
-        replace(sums, name="weights"),
-        replace(sums, name="exponent", fill=-1e30),
-    )
+    return *shifts, sums, replace(sums, name="weights"), replace(sums, name="exponent", fill=-1e30)
 
 
 def xlstm(c: Config, dtype: str) -> tuple[Rows, ...]:
