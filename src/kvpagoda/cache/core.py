@@ -150,7 +150,8 @@ class Core:
             self.capacity.release(group, ids)
         self.prefix.windows.leave(read)
         self.prefix.tree.unpin(request.lease)
-        request.lease.node.trim()  # the rest of its text does not come
+        if request.own_length < request.prompt_length:  # the rest of its prompt does not come
+            request.lease.node.trim()
         del self.running[slot]
         self.unsettled.pop(request, None)
         self.free_slots.append(slot)

@@ -207,10 +207,7 @@ class KVCacheManager:
             if not isinstance(tensor, Tensor):
                 raise BadInput(f"{name} must be an int32 tensor [n], got {type(tensor).__name__}")
             if tensor.dtype != torch.int32 or tensor.shape != request_slots.shape or tensor.ndim != 1:
-                raise BadInput(
-                    f"{name} must be int32 [n] like request_slots, got {tensor.dtype} {list(tensor.shape)} "
-                    f"beside {list(request_slots.shape)}"
-                )
+                raise BadInput(f"{name} must be int32 [n] like request_slots, got {tensor.dtype} {list(tensor.shape)}")
             if tensor.device != there:
                 raise BadInput(f"{name} must be on {there}, where the cache is, got {tensor.device}")
         kind, table = self.schemas[layer_idx].kind, self.block_tables[layer_idx]

@@ -16,9 +16,13 @@ Device = torch.device | str | None
 
 
 def default_device(device: Device = None) -> torch.device:
-    """``device``, or CUDA when a GPU is there and the CPU otherwise."""
+    """``device``, or CUDA when a GPU is there and the CPU otherwise. Raises BadInput for a device that is not there."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise BadInput(f"no device {device!r} here ({str(error).splitlines()[0]}); None takes what there is") from None
     return torch.device(device)
 
 

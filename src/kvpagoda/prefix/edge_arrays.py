@@ -122,16 +122,17 @@ class EdgeArrays:
 
 def arrays_of(tokens: Ids, ids: Ids, text: Ids | None, first: int) -> tuple[Ids, Ids]:
     """Arrays for an edge that begins with ``tokens``, which ``text`` has from ``first`` on, and ``ids``. If there are many,
-    with room to go on with the rest of the text: that rest itself, read-only, if it is most of the text; else copies."""
+    the rest of the text, read-only, if that is most of it: then there is room to go on with it. Else copies; with room if
+    most of the rest is still to come."""
     rows, n = ids.shape
-    if text is None or n <= _FEW:
+    rest = tokens if text is None or n <= _FEW else text[first:]
+    if text is not None and rest is not tokens and 2 * len(rest) >= len(text):
+        rest.flags.writeable = False
+    elif 2 * len(tokens) >= len(rest):
         return tokens.copy(), ids.copy()
-    rest = text[first:]
-    if 2 * len(rest) < len(text):
+    else:
         rest = np.empty(len(rest), np.int32)
         rest[: len(tokens)] = tokens
-    else:
-        rest.flags.writeable = False
     room = np.empty((rows, len(rest) * n // len(tokens)), np.int32)
     room[:, :n] = ids
     return rest, room
