@@ -61,7 +61,7 @@ def test_values_that_make_no_sense() -> None:
     for wrong in (dict(top_k=0), dict(seed=-1)):
         with pytest.raises(BadInput, match="seed >= 0"):
             Sampling(**wrong)
-    with pytest.raises(BadInput, match="n >= 1"):
+    with pytest.raises(BadInput, match="n must be a positive whole number"):
         Generator(model_of("llama"), num_blocks=4).submit([1], n=0)
 
 
