@@ -217,7 +217,7 @@ class CacheManager:
         ends = np.cumsum(counts)
         pages = np.arange(total) - np.repeat(ends - counts - first, counts)
         columns = (pages[:, None] * size + np.arange(size)).ravel()
-        indices = self.prefix_cache.tokens_of(self._allocate(total)).to(self.page_table.dtype)
+        indices = self._page_to_token(self._allocate(total)).to(self.page_table.dtype)
         places = (torch.from_numpy(array).to(self.device) for array in (np.repeat(rows, counts * size), columns))
         self.page_table[tuple(places)] = indices
 
@@ -260,9 +260,15 @@ class CacheManager:
                 f"{num_free} free and {len(cached)} cached pages of {self.num_pages}; both: {(freed[:16] - 1).tolist()}"
             )
 
-    def _allocate(self, needed_pages: int) -> Ids:
-        """The ids of so many pages, int32. Raises OutOfBlocks, taking none."""
+    def _allocate(self, needed_pages: int) -> Tensor:
+        """The index of the first token of each of so many pages, int32; the project's own tests call it. Raises OutOfBlocks,
+        taking none."""
         short = needed_pages - self._free_list.num_free
         if short > 0:
             self._free_list.release(self.prefix_cache.pages_of(self.prefix_cache.evict(short * self.page_size)))
-        return self._free_list.acquire(needed_pages)
+        ids = self._free_list.acquire(needed_pages)
+        return torch.from_numpy((ids - 1) * self.page_size).to(self.device)
+
+    def _page_to_token(self, pages: Tensor) -> Tensor:
+        """The indices of all tokens of the pages that begin at ``pages``: int32."""
+        return self.prefix_cache.tokens_of(pages.cpu().numpy() // self.page_size + 1)
