@@ -393,3 +393,7 @@ def main() -> None:
     except typer.Abort:
         code = 130
     raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

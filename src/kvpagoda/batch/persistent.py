@@ -69,9 +69,7 @@ class PersistentBatch:
         self._first_of, self._width = np.empty(0, np.int64), 0
         self._batch: Batch | None = None
         self._due: list[Request] = []  # whose blocks are to be published, or slide
-        self._in_prompt: dict[
-            int, Request
-        ] = {}  # row -> request of whose prompt a token is missing, or after a resume more
+        self._in_prompt: dict[int, Request] = {}  # row -> request of whose prompt a token is missing, or several
         self._sliding = [group.growth for group in core.groups if group.growth.span is not None]
 
     @property

@@ -26,7 +26,7 @@ from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import CheckFailed, Exhausted, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
-from kvpagoda.units import format_bytes
+from kvpagoda.units import ceil_div, format_bytes
 
 _MUCH = 16  # a sixteenth of a group's sectors idle: worth moving what lies in them
 _PORTION, _MANY = 32, 64  # sectors that change hands at once where there is need: so many, at most one of so many
@@ -115,7 +115,7 @@ class Capacity:
     def _make_room(self, group: BlockGroup, short: int, needs: Many[int], more: Many[int]) -> bool:
         """Something for ``group``, which is ``short`` of blocks: free sectors first, then those that another group has empty,
         then what was used longest ago of all that is kept for reuse, in whichever group. False if there is nothing."""
-        sectors, wanted = self._sectors, -(-short // group.plan.per_sector)
+        sectors, wanted = self._sectors, ceil_div(short, group.plan.per_sector)
         assert sectors is not None
         if not sectors.num_free and not self._take_idle(group, wanted, more):
             if self._prefix.num_cold(group):

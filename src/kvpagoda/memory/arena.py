@@ -200,7 +200,7 @@ class Arena:
         written. The ids are the caller's to have proven."""
         source, target = (torch.as_tensor(ids).to(self.device, torch.int64) for ids in (sources, targets))
         is_long = self.device.type == "cpu" and self.layout.nbytes >= LONG_ROW
-        are_apart = is_long and set(source.tolist()).isdisjoint(target.tolist())
+        are_apart = is_long and not torch.isin(source, target).any()
         for _, rows in self.regions():
             if are_apart and rows.shape[1] >= LONG_ROW:
                 copy_rows(rows, rows, torch.stack((source, target), 1))

@@ -50,7 +50,7 @@ class Tracing:
     """The spans around one cache, until ``close``; a context. See ``trace``."""
 
     def __init__(self, cache: KVCache, tracer: Tracer, every: int = 1) -> None:
-        whole_number(every, "every how many requests one is traced", at_least=1)
+        every = whole_number(every, "every how many requests one is traced", at_least=1)
         self._core, self._tracer, self._every, self._depth = cache.core, tracer, every, 0
         self.close = observe(cache.core.parts, self._around)
         """No more spans. Does no harm twice."""
