@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,8 +65,11 @@ def readers_of(names: KernelNames) -> tuple[Reader, ...]:
         assert match is not None
         plain = match[1].replace("-", "_").replace(" ", "_")
         rows = tuple(kernel(one) for one in kernels() if one.startswith(f"{plain}_"))
-        with suppress(BadInput) if rows else nullcontext():
+        try:
             rows = (kernel(plain),)
+        except BadInput:
+            if not rows:
+                raise
         kinds = tuple(dict.fromkeys(one for row in rows for one in _kinds_of(row)))
         if kind and kind not in kinds:
             raise BadInput(

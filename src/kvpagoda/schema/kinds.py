@@ -112,7 +112,7 @@ class Attention(LayerKind):
 
     def __post_init__(self) -> None:
         if self.num_sinks < 0 or (self.num_sinks and self.law.window is None):
-            raise SchemaError(f"num_sinks is {self.num_sinks} with {self.law.name}; sinks stand beside a window, or 0")
+            raise SchemaError(f"num_sinks is {self.num_sinks} with {self.law.name}; at least 0, and 0 without a window")
 
     def growth(self) -> Growth:
         return self.law
@@ -199,10 +199,9 @@ class Latent(LayerKind):
         if (choice := choices.get("latent")) is None:
             return laid
         packed = choice.encoding()
-        sizes = (packed.kept, packed.packing.coded) if isinstance(packed, PackedRow) else None
-        if sizes not in (None, (self.rope_dim, self.latent_dim)):
+        if isinstance(packed, PackedRow) and (packed.kept, packed.packing.coded) != (self.rope_dim, self.latent_dim):
             raise LayoutError.of(
-                "size", f"rows of {choice.name!r} have {sizes[1]} elements and {sizes[0]} RoPE dims, not "
+                "size", f"rows of {choice.name!r} have {packed.packing.coded} elements and {packed.kept} RoPE dims, not "
                 f"{self.latent_dim} and {self.rope_dim}; choose another layout for this model",
             )  # fmt: skip
         return replace(laid, layout=choice.name, encoding=packed)
