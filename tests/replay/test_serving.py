@@ -42,6 +42,16 @@ def test_hardly_a_byte_lies_with_the_wrong_kind(name: str, budget: str) -> None:
     assert together.hit_rate >= split.hit_rate and together.steps <= split.steps
 
 
+@pytest.mark.parametrize("step_tokens", [2048, 8192])
+def test_long_steps_of_a_short_window_take_no_places_to_resume(step_tokens: int) -> None:
+    """A step takes up to 64 times as many window blocks as a checkpoint keeps. What was used longest ago goes for them, in
+    whichever group it is, so at most a tenth of what is found cannot be resumed."""
+    trace, schema = synthetic(300), schema_of("gpt-oss-120b")
+    served = serve(trace, schema, "2GiB", tokens_per_id=64, max_requests=8, step_tokens=step_tokens)
+    assert served.evicted_blocks > 200_000 and not served.never_fit
+    assert served.cached_tokens >= 0.9 * served.matched_tokens > 0.35 * served.prompt_tokens
+
+
 def test_what_is_counted() -> None:
     """Two requests of 40 tokens that share 32, by hand: 16 of blocks of 16, and what a checkpoint needs."""
     records = [

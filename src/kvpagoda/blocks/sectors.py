@@ -76,11 +76,12 @@ class Sectors:
 
     def vacate(self, group: BlockGroup, count: int, fixed: Ids, *, moving: bool = True) -> Vacating | None:
         """The ``count`` emptiest sectors of ``group``, which has as many free blocks as they hold; not ``moving``: only those
-        that are empty. ``fixed``: blocks that may not move. None if there is no such sector. O(f log f) for f free blocks, and
-        O(sectors) where all that have free blocks have fixed ones too."""
+        that are empty. ``fixed``: blocks that may not move. None if there is no such sector. O(sectors + f log f) for f
+        free blocks."""
         per, ids = group.plan.per_sector, group.free.free_ids()
         sector_of = ids // per
-        able, num_free = np.unique(sector_of, return_counts=True)
+        begins = np.flatnonzero(np.diff(sector_of, prepend=-1))
+        able, num_free = sector_of[begins], np.diff(begins, append=len(ids))
         if len(fixed):
             is_able = ~np.isin(able, fixed // per)
             able, num_free = able[is_able], num_free[is_able]
@@ -93,8 +94,12 @@ class Sectors:
         if not len(chosen):
             return None
         sectors = np.sort(chosen)
-        inside = np.isin(sector_of, sectors, assume_unique=False)
-        sources = np.setdiff1d(_ids(group, sectors), ids[inside], assume_unique=True)
+        is_chosen = np.zeros(len(self.owner), np.bool_)
+        is_chosen[sectors] = True
+        inside, all_ids = is_chosen[sector_of], _ids(group, sectors)
+        is_used = np.ones(len(all_ids), np.bool_)
+        is_used[np.searchsorted(all_ids, ids[inside])] = False
+        sources = all_ids[is_used]
         left = ids[~inside][::-1]  # the lowest is handed out first
         kept = len(left) - len(sources)
         return Vacating(group, sectors, sources, left[kept:][::-1].copy(), left[:kept])

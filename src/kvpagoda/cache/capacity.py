@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from contextlib import suppress
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,15 @@ from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.offload import Offloader
-from kvpagoda.cache.prefix_cache import PrefixCache
+from kvpagoda.cache.prefix_cache import PrefixCache, num_ahead
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import CheckFailed, Exhausted, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.units import ceil_div, format_bytes
 
 _MUCH = 16  # a sixteenth of a group's sectors idle: worth moving what lies in them
-_PORTION, _MANY = 32, 64  # sectors that change hands at once where there is need: so many, at most one of so many
+_PORTION, _MANY = 256, 64  # sectors that change hands at once where there is need: so many, at most one of so many
+_SHARE = 32  # of what a group could have at most, that may stay its own for steps to come
 
 
 class Capacity:
@@ -57,6 +59,9 @@ class Capacity:
         self._is_told = offloader is not None or memory.is_poisoning
         self._none = [0] * len(groups)
         self._portion = 0 if sectors is None else min(_PORTION, len(sectors.owner) // _MANY)
+        self._for_steps = [
+            max(min(group.plan.most_blocks or 0, group.plan.num_blocks // _SHARE), num_ahead(group)) for group in groups
+        ]
         self._fruitless = [0] * len(groups)  # idle sectors of a group when it last had none to give
         self.num_moves = 0
 
@@ -120,48 +125,49 @@ class Capacity:
         if not sectors.num_free and not self._take_idle(group, wanted, more):
             if self._prefix.num_cold(group):
                 return self._evict(group, short)
-            for one in self._by_age(group, more):
+            for one, until in self._by_age(group, more):
                 if one is group:
                     return self._evict(group, short)
-                if self._take_kept(one, wanted, needs[one.index], more):
+                if self._take_kept(one, wanted, needs[one.index], more, until):
                     wanted = sectors.num_free
                     break
             else:
                 return False
-        self._grant(sectors.grant(group, wanted))
+        if wanted:
+            self._grant(sectors.grant(group, wanted))
         return True
 
-    def _by_age(self, group: BlockGroup, more: Many[int]) -> list[BlockGroup]:
-        """The groups that could give up something for ``group``, the one whose next block was used longest ago first; where a
-        policy does not go by use, ``group`` itself, and then those that have most to spare. What slid out of another group's
-        windows counts as far as its own requests have not reserved as much: they would soon take the memory back."""
-        prefix, able, is_known = self._prefix, list[tuple[int, int, BlockGroup]](), True
+    def _by_age(self, group: BlockGroup, more: Many[int]) -> list[tuple[BlockGroup, float]]:
+        """The groups that could give something to ``group``, the one whose next block was used longest ago first, each with
+        the age of the one after it: up to there it is still the first. Where a policy does not go by use, ``group`` itself,
+        and then those that have most to spare."""
+        able, is_known = list[tuple[int, int, BlockGroup]](), True
         for one in self._groups:
-            spare, age = 0, None
-            if one is not group:
-                spare = (self.surplus(one) - more[one.index]) // one.plan.per_sector
-                if spare <= 0:
-                    continue
-                if prefix.num_cold(one) > max(0, one.outstanding - one.free.num_free):
-                    age = 0
-            elif not prefix.num_evictable(one):
-                continue
-            if age is None:
-                age = self._guard.change(prefix.idle_since, one)
-                is_known &= age is not None or not prefix.num_evictable(one)
-            able.append((age or 0, -spare, one))
+            spare = (self.surplus(one) - more[one.index]) // one.plan.per_sector
+            if self._prefix.num_evictable(one) if one is group else spare > 0:
+                age = self._oldest(one)
+                is_known &= age is not None or not self._prefix.num_evictable(one)
+                able.append((age or 0, 0 if one is group else -spare, one))
         if len(able) > 1:
             able.sort(key=lambda a: (a[0], a[2] is not group) if is_known else (a[2] is not group, a[1]))
-        return [one for _, _, one in able]
+        ends = [*(age for age, _, _ in able[1:]), inf] if is_known else [inf] * len(able)
+        return [(one, end) for (_, _, one), end in zip(able, ends)]
+
+    def _oldest(self, group: BlockGroup) -> int | None:
+        """When what goes next of ``group`` was used. What slid out of its windows counts as older than anything, beyond what
+        its own requests have reserved and a step takes: they would soon take the memory back."""
+        own = group.outstanding + self._for_steps[group.index] - group.free.num_free
+        return self._guard.change(self._prefix.idle_since, group, max(0, own))
 
     def _take_idle(self, taker: BlockGroup, wanted: int, more: Many[int]) -> bool:
         """Take sectors away from the group other than ``taker`` that has most of them idle: whole sectors' worth of blocks
-        that are free and not outstanding, beyond the portion that it may have taken ahead. Empty ones, or if much is idle any.
-        False if there are none."""
+        that are free and not outstanding, beyond the portion that it may have taken ahead, and what its next step takes. Empty
+        ones, or if much is idle any. False if there are none."""
         group, most, sectors = taker, -1, self._sectors
         assert sectors is not None
         for one in self._groups:
-            idle = (one.free.num_free - one.outstanding - more[one.index]) // one.plan.per_sector - self._portion
+            idle = one.free.num_free - one.outstanding - more[one.index] - self._for_steps[one.index]
+            idle = idle // one.plan.per_sector - self._portion
             if one is not taker and (group is taker or idle > most):
                 group, most = one, idle
         fruitless = self._fruitless[group.index] = max(0, min(self._fruitless[group.index], most))
@@ -173,17 +179,23 @@ class Capacity:
         self._fruitless[group.index] = most
         return False
 
-    def _take_kept(self, group: BlockGroup, wanted: int, need: int, more: Many[int]) -> bool:
-        """Take sectors away from ``group``, which could give up one at least, after evicting what it keeps there: ``wanted``,
-        or a small part of all, since it costs a look at every block to move any. ``need``: blocks that stay free in it. False
-        if none may be emptied now."""
+    def _take_kept(self, group: BlockGroup, wanted: int, need: int, more: Many[int], until: float) -> bool:
+        """Take sectors away from ``group``, which could give up one at least, after evicting what it keeps there, as long as
+        that was used before ``until``: ``wanted``, or a small part of all, since it costs a look at every block to move any.
+        ``need``: blocks that stay free in it. False if none may be emptied now and nothing was evicted."""
         assert self._sectors is not None
-        left_over = (self.surplus(group) - more[group.index]) // group.plan.per_sector
-        count = min(max(wanted, self._portion), left_over)
-        while (lacking := count * group.plan.per_sector + need - group.free.num_free) > 0:
+        per, has_evicted = group.plan.per_sector, False
+        count = min(max(wanted, self._portion), (self.surplus(group) - more[group.index]) // per)
+        while (lacking := count * per + need - group.free.num_free) > 0:
+            if has_evicted and (self._oldest(group) or 0) > until:
+                count = (group.free.num_free - need) // per
+                break
             if not self._evict(group, lacking):
-                return False
-        return self._vacate(self._sectors.vacate(group, count, self._fixed_ids(group)))
+                return has_evicted
+            has_evicted = True
+        if count > 0 and self._vacate(self._sectors.vacate(group, count, self._fixed_ids(group))):
+            return True
+        return has_evicted
 
     def _fixed_ids(self, group: BlockGroup) -> Ids:
         """Blocks of ``group`` that may not move now: those of fenced sequences."""

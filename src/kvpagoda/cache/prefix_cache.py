@@ -35,6 +35,11 @@ _AT_ONCE = 1024  # a thousandth goes beyond what is needed, so that a step that 
 _NONE: Ids = np.empty(0, np.int32)
 
 
+def num_ahead(group: BlockGroup) -> int:
+    """Blocks of ``group`` that ``PrefixCache.evict`` gives up beyond those that it is asked for."""
+    return group.plan.num_blocks // _AT_ONCE
+
+
 class Holding(NamedTuple):
     """What a request begins with, or a pin keeps: nothing of it goes until it is released."""
 
@@ -83,7 +88,6 @@ class PrefixCache:
         self.block_size, self._fresh_policy = block_size, deepcopy(policy)
         self.most_checkpoints, self._most_unbacked = num_checkpoints, most_unbacked
         self._capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
-        self._at_once = self._capacity // _AT_ONCE
         self._most_pinned = int(retention.pin_share * self._capacity)
         self.num_evicted, self.num_evicted_checkpoints = [0] * len(groups), 0  #: blocks of each group
         self._numbers = IdPool(first=1) if is_followed and self.full is None else None
@@ -167,8 +171,11 @@ class PrefixCache:
         window = self._window_of.get(group.index)
         return 0 if window is None else window.blocks.num_cold
 
-    def idle_since(self, group: BlockGroup) -> int | None:
-        """When what goes next of ``group``, beside what is cold, was used, by one clock for all groups. None: nobody knows."""
+    def idle_since(self, group: BlockGroup, most_cold: int) -> int | None:
+        """When what goes next of ``group`` was used, by one clock for all groups: 0 where more than ``most_cold`` blocks are
+        cold, else as if none were. None: nobody knows."""
+        if self.num_cold(group) > most_cold:
+            return 0
         return self.tree.oldest() if group is self.full else self.tree.checkpoints.oldest()
 
     # -- publishing --------------------------------------------------------------------------------------------------
@@ -286,12 +293,12 @@ class PrefixCache:
         """Give up ``n`` blocks of ``group``, or as many as may go: those of the full group by the policy; of a window group
         what slid out, and where nothing of that is left a checkpoint, so that it has more of it; for states a checkpoint."""
         if group is self.full:
-            evicted = self.tree.evict(n + self._at_once)
+            evicted = self.tree.evict(n + num_ahead(group))
             self.num_evicted[group.index] += evicted.ids.shape[1]
             return self._gone(evicted)
         window = self._window_of.get(group.index)
         if window is not None and window.blocks.num_cold:
-            ids = window.blocks.evict(n + group.plan.num_blocks // _AT_ONCE)
+            ids = window.blocks.evict(n + num_ahead(group))
             self.num_evicted[group.index] += len(ids)
             return Evicted(((group, ids),))
         return self.evict_checkpoint()
@@ -307,7 +314,7 @@ class PrefixCache:
         surplus = self.tree.num_cached - self._most_unbacked
         if self.full is not None or surplus <= 0:
             return Evicted()
-        return self._gone(self.tree.evict(surplus + self._at_once))
+        return self._gone(self.tree.evict(surplus + self._capacity // _AT_ONCE))
 
     def drop(self, name: int) -> Evicted:
         """Forget checkpoint ``name``, if it is still kept and nobody holds it."""
