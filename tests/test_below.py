@@ -26,6 +26,7 @@ from kvpagoda.schema import Attention, Compressed, Growth, IndexKeys, Latent, Sc
 from kvpagoda.schema.fields import Encoding
 from kvpagoda.tiers import Driver, DriverStats, Lease, RecordBuffer, Status, TierSpec, disk_tier, host_driver, host_tier
 from options import grouped
+from records import records_of
 from test_manager import SCHEMAS, FakeEngine, schema_of, traffic
 from test_swap import computed, fill_random, overwrite
 
@@ -265,7 +266,7 @@ def needed_rows(sequence: Any, cache: KVCache) -> list[torch.Tensor]:
     for ledger in cache.core.groups:
         first = ledger.growth.first_needed(sequence.length) // ledger.block_size
         ids = ledger.table.cells[sequence.slot, first : -(-sequence.length // ledger.block_size)]
-        found.append(cache.core.memory.arenas[ledger.index].pack(torch.from_numpy(ids.copy())))
+        found.append(records_of(cache.core.memory.arenas[ledger.index], ids))
     return found
 
 

@@ -11,9 +11,9 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "loading", "formats", "layouts", "schema", "blocks", "prefix", "kernels", "memory", "tiers", "cache",
-    "batch", "kv_cache", "events", "scheduling", "compat", "console", "metrics", "doctor", "replay", "adapters", "hf", "cli",
-    "__main__",
+    "errors", "units", "text", "loading", "formats", "layouts", "schema", "blocks", "prefix", "kernels", "memory", "tiers",
+    "cache", "batch", "kv_cache", "events", "scheduling", "compat", "console", "metrics", "doctor", "replay", "adapters", "hf",
+    "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},

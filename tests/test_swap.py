@@ -16,6 +16,7 @@ from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, Retry
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Schema
 from options import evict, grouped, is_suspended
+from records import records_of
 from test_manager import FULL, SCHEMAS, SHARING, STATE, WINDOW, FakeEngine, schema_of, text
 
 WHOLE = pytest.mark.parametrize("whole", [True, False], ids=["whole", "in part"])
@@ -38,7 +39,7 @@ def rows_of(sequence: Sequence, cache: KVCache) -> list[torch.Tensor]:
     for ledger in cache.core.groups:
         first, end = ledger.first[sequence.slot], -(-sequence.length // ledger.block_size)
         ids = ledger.table.cells[sequence.slot, first:end]
-        found.append(cache.core.memory.arenas[ledger.index].pack(torch.from_numpy(ids.copy())))
+        found.append(records_of(cache.core.memory.arenas[ledger.index], ids))
     return found
 
 

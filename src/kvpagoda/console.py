@@ -1,15 +1,15 @@
-"""What commands print: tables on standard output, progress on standard error. Needs rich, of the ``cli`` extra."""
+"""What commands print: text on standard output, progress on standard error. Needs rich, of the ``cli`` extra."""
 
 from __future__ import annotations
 
 import os
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
+
+from kvpagoda.text import wrapped
 
 Moved = Callable[[float, str], None]
 
@@ -23,37 +23,8 @@ def say(line: str, indent: int = 0) -> None:
     """Print a line, broken at spaces where the terminal is narrower, with what follows indented; as it is where nobody says
     how wide (in a pipe)."""
     out = output()
-    if out.is_terminal or "COLUMNS" in os.environ:
-        line = textwrap.fill(line, out.width, subsequent_indent=" " * indent, break_on_hyphens=False)
-    out.print(line, soft_wrap=True)
-
-
-def table(names: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str]) -> Table:
-    """A table of columns ``names``, of which those in ``left`` are aligned left, the others right. A cell is one line. Where
-    the terminal is too narrow, those on the left are cut, the numbers on the right never."""
-    cells = [list(row) for row in rows]
-    made = Table(box=None, pad_edge=False)
-    for name, *column in zip(names, *cells):
-        if name in left:
-            made.add_column(name, justify="left", no_wrap=True)
-        else:
-            made.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, (name, *column))))
-    for row in cells:
-        made.add_row(*row)
-    return made
-
-
-def print_figures(names: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str]) -> None:
-    """Print a ``table`` of figures, or, where the terminal is too narrow for it, each row as lines of a name and a value."""
-    out, cells = output(), [list(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(names, *cells)]
-    if sum(widths) + 2 * (len(widths) - 1) <= out.width:
-        out.print(table(names, cells, left))
-        return
-    for row in cells:
-        for name, cell in zip(names, row):
-            out.print(f"{name:<{max(map(len, names))}}  {cell}")
-        out.print()
+    is_known = out.is_terminal or "COLUMNS" in os.environ
+    out.print("\n".join(wrapped(line, out.width if is_known else None, " " * indent)), soft_wrap=True)
 
 
 @contextmanager

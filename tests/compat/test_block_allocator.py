@@ -11,7 +11,7 @@ from kvpagoda.errors import BadInput, NotOwned, OutOfBlocks
 
 
 def snapshot(blocks):
-    return blocks.num_free, blocks._blocks.held_ids().tolist(), blocks._blocks.generation.tolist()
+    return blocks.num_free, blocks._blocks.held_ids().tolist(), blocks._blocks.free_ids().tolist()
 
 
 def test_acquire_gives_unique_int32_ids():

@@ -15,8 +15,8 @@ def make(size, page_size=1, need_sort=True):
 
 
 def snapshot(tokens):
-    pages = tokens._pages
-    places = pages.free_ids().tolist(), pages.waiting_ids().tolist(), pages.held_ids().tolist()
+    pages, waiting = tokens._pages, [*tokens._waiting, *tokens._grouped]
+    places = pages.free_ids().tolist(), [ids.tolist() for ids in waiting if len(ids)], pages.held_ids().tolist()
     return tokens.available_size(), places, tokens._unfreed.ids().tolist()
 
 
@@ -290,7 +290,7 @@ def test_indices_of_a_batch_are_freed_whatever_their_shape():
         lambda tokens: tokens._unfreed.flags.__setitem__(1, False),
         lambda tokens: tokens._unfreed.flags.__setitem__(slice(5, 7), True),
         lambda tokens: tokens._pages.release_id(2),
-        lambda tokens: setattr(tokens, "_before_group", 2),
+        lambda tokens: setattr(tokens, "_num_waiting", 2),
     ],
 )
 def test_check_sees_damage(break_it):

@@ -24,8 +24,8 @@ def ptx(name, format, dialect, capability):
     aligned = [*pointers, f"{rows}_stride", "page_stride"]
     source = ASTSource(
         fn=kernel,
-        signature={one: "constexpr" if one in constants else pointers.get(one, "i32") for one in names},
-        constexprs={(names.index(one),): value for one, value in constants.items()},
+        signature={one: "constexpr" if one == "C" else pointers.get(one, "i32") for one in names},
+        constexprs={(names.index("C"),): constants},
         attrs={(names.index(one),): [["tt.divisibility", 16]] for one in aligned},
     )
     options = {"num_warps": 1, "enable_fp_fusion": False}

@@ -79,7 +79,9 @@ def test_a_loop_is_found_on_disk_until_what_it_is_made_of_changes(monkeypatch, t
 
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     at = dialect_for_heads("gqa_int8_head", None, 2), 1, 1
-    constants = json.dumps({name: value for name, value in append_constants(*at).items() if not name.endswith("_AT")})
+    constants = json.dumps(
+        {name: value for name, value in vars(append_constants(*at)).items() if not name.endswith("_AT")}
+    )
 
     def found():
         loop = packed_rows_cpu.vector_loop.__wrapped__(constants)

@@ -1,4 +1,4 @@
-"""Arena: both orders hold the same records; pack and unpack are bit-exact; ids out of range raise."""
+"""Arena: both orders hold the same records, bit for bit; ids out of range raise."""
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from kvpagoda.errors import BadInput, NotOwned, SchemaError
 from kvpagoda.layouts import named
 from kvpagoda.memory.arena import Arena
 from kvpagoda.schema import Attention, Field, Layer, RowLayout, Schema
+from records import put_records, records_of
 
 DTYPES = ["float32", "bfloat16", "float16", "uint8", "int32", "float8_e4m3fn", "bool"]
 FIELDS = st.lists(
@@ -46,7 +47,7 @@ def codes(view):
 
 @settings(max_examples=60, deadline=None)
 @given(FIELDS, st.integers(1, 6), st.booleans(), st.randoms(use_true_random=False))
-def test_pack_and_unpack_are_bit_exact_between_the_orders(specs, rows, packed, random):
+def test_records_are_bit_exact_between_the_orders(specs, rows, packed, random):
     if packed:  # the widest elements first: then no field needs padding
         specs = sorted(specs, key=lambda spec: -getattr(torch, spec[3]).itemsize)
     layout = layout_of(specs)
@@ -55,14 +56,14 @@ def test_pack_and_unpack_are_bit_exact_between_the_orders(specs, rows, packed, r
     fill_with_noise(block, random.randint(0, 1000))
     ids = torch.tensor(random.sample(range(rows), random.randint(0, rows)), dtype=torch.int32)
     targets = torch.tensor(random.sample(range(rows), len(ids)), dtype=torch.int64)
-    records = block.pack(ids)
+    records = records_of(block, ids)
     assert records.shape == (len(ids), layout.nbytes) and records.dtype == torch.uint8
     untouched = [i for i in range(rows) if i not in targets.tolist()]
     fill_with_noise(layer, 1)
-    before = layer.pack(torch.tensor(untouched, dtype=torch.int64))
-    layer.unpack(targets, records)
-    assert torch.equal(layer.pack(targets), records)
-    assert torch.equal(layer.pack(torch.tensor(untouched, dtype=torch.int64)), before)
+    before = records_of(layer, untouched)
+    put_records(layer, targets, records)
+    assert torch.equal(records_of(layer, targets), records)
+    assert torch.equal(records_of(layer, untouched), before)
     for place in layout.places:
         here, there = (memory.layer(place.layer)[place.field.name] for memory in (block, layer))
         assert here.shape == there.shape == (rows, place.field.count, *place.field.shape)
@@ -105,7 +106,7 @@ def test_padding_stays_zero_in_records():
     for order in ("block", "layer"):
         memory = arena(layout, 2, order)
         fill_with_noise(memory, 0)
-        records = memory.pack(torch.tensor([0, 1]))
+        records = records_of(memory, [0, 1])
         assert not records[:, 3:16].any() and not records[:, 21:].any()
 
 
@@ -124,22 +125,14 @@ def test_padding_stays_zero_in_records():
 def test_bad_row_ids_raise_before_anything_is_read_or_written(order, ids, error):
     memory = arena(RowLayout.build([(0, Field("a", 1, (4,), "int32"))]), 3, order)
     memory.buffer.fill_(5)
-    records = torch.zeros(1 if len(ids) == 1 else 2, 16, dtype=torch.uint8)
-    for call in (memory.pack, memory.reset, lambda bad: memory.unpack(bad, records)):
-        with pytest.raises(error):
-            call(torch.tensor(ids))
+    with pytest.raises(error):
+        memory.reset(torch.tensor(ids))
     assert bool((memory.buffer == 5).all())
 
 
 def test_other_bad_input_raises():
     layout = RowLayout.build([(0, Field("a", 1, (4,), "int32"))])
     memory = arena(layout, 3, "layer")
-    row = torch.zeros(2, 16, dtype=torch.uint8)
-    with pytest.raises(NotOwned, match="twice"):
-        memory.unpack(torch.tensor([1, 1]), row)
-    for bad in (row[:1], row[:, :8], row.float()):
-        with pytest.raises(BadInput, match="records must be"):
-            memory.unpack(torch.tensor([0, 1]), bad)
     for bad_id in (3, -1, True):
         with pytest.raises(BadInput):
             memory.reset(bad_id)
@@ -158,7 +151,7 @@ def test_no_rows_and_no_fields(order):
     layout = RowLayout.build([(0, Field("a", 1, (4,), "int32"))])
     empty = arena(layout, 0, order)
     assert empty.nbytes == 0 and empty.layer(0)["a"].shape == (0, 1, 4) and empty.layer(9) == {}
-    assert empty.pack(torch.tensor([], dtype=torch.int64)).shape == (0, 16)
+    assert records_of(empty, []).shape == (0, 16)
     assert arena(RowLayout.build([]), 4, order).nbytes == 0
 
 
@@ -173,10 +166,8 @@ def test_records_are_the_same_bytes_on_the_gpu():
     host, device = arena(layout, 6, None), Arena(layout, 6)
     assert (host.order, device.order, device.buffer.is_cuda) == ("block", "layer", True)
     fill_with_noise(host, 3)
-    device.unpack(torch.tensor([5, 1]), host.pack(torch.tensor([0, 2])))
-    assert torch.equal(device.pack(torch.tensor([5, 1], device="cuda")).cpu(), host.pack(torch.tensor([0, 2])))
-    with pytest.raises(NotOwned):
-        device.pack(torch.tensor([6], device="cuda"))
+    put_records(device, [5, 1], records_of(host, [0, 2]))
+    assert torch.equal(records_of(device, [5, 1]), records_of(host, [0, 2]))
 
 
 @pytest.mark.parametrize("order", ["block", "layer"])
@@ -230,7 +221,7 @@ def test_records_of_heads_that_lie_apart_are_whole_and_a_layer_is_its_own_bytes(
     memories = [Arena(plan.groups[0].layout, 5, device="cpu", order=plan.order) for _ in range(2)]
     fill_with_noise(memories[0], 0)
     ids, targets = torch.tensor([4, 0, 2]), torch.tensor([1, 3, 4])
-    memories[1].unpack(targets, memories[0].pack(ids))
+    put_records(memories[1], targets, records_of(memories[0], ids))
     for layer in range(2):
         taken = {byte for at, _ in memories[0].regions(layer) for byte in range(at.start, at.stop)}
         others = {byte for at, _ in memories[0].regions(1 - layer) for byte in range(at.start, at.stop)}
@@ -256,11 +247,11 @@ def test_copies_read_all_sources_before_they_write(order, length):
     layout = layout_of([(0, 1, (length,), "uint8"), (1, 2, (5,), "float32")])
     memory = arena(layout, 6, order)
     fill_with_noise(memory, 3)
-    before, ids = memory.pack(torch.arange(6)), np.array([[0, 1, 2], [1, 0, 5], [3, 4, 0]], np.int32)
+    before, ids = records_of(memory, range(6)), np.array([[0, 1, 2], [1, 0, 5], [3, 4, 0]], np.int32)
     for sources, targets, wanted in (
         (ids[0], ids[1], [1, 0, 2, 3, 4, 2]),  # 0 and 1 change places
         (ids[2][:1], ids[1][2:], [0, 1, 2, 3, 4, 3]),
     ):
-        memory.unpack(torch.arange(6), before)
+        put_records(memory, range(6), before)
         memory.copy(sources, targets)
-        assert torch.equal(memory.pack(torch.arange(6)), before[wanted])
+        assert torch.equal(records_of(memory, range(6)), before[wanted])

@@ -8,6 +8,7 @@ from kvpagoda.memory.arena import Arena
 from kvpagoda.memory.host_copy import copy_from_host, copy_to_host
 from kvpagoda.schema import Field, RowLayout
 from kvpagoda.units import table_rows
+from records import records_of
 
 
 def layout() -> RowLayout:
@@ -31,7 +32,7 @@ def test_what_was_spilled_is_filled_in_elsewhere_bit_for_bit(width_of_record: fl
     width = max(1, int(nbytes * width_of_record))
     for one in (source, target):
         one.buffer[:] = torch.from_numpy(random.integers(0, 256, one.nbytes, np.uint8))
-    before = target.pack(torch.arange(40))
+    before = records_of(target, range(40))
     for n in (0, 1, 2, 7, 20):
         out, into = (random.permutation(40)[:n].astype(np.int32) for _ in range(2))
         rows = random.permutation(100)[: table_rows(n, nbytes, width)].tolist()
@@ -41,8 +42,8 @@ def test_what_was_spilled_is_filled_in_elsewhere_bit_for_bit(width_of_record: fl
         copy_to_host(source, out, table, rows)
         assert torch.equal(table[others], untouched)
         copy_from_host(target, into, table, rows)
-        before[into] = source.pack(torch.from_numpy(out))
-        assert torch.equal(target.pack(torch.arange(40)), before)
+        before[into] = records_of(source, out)
+        assert torch.equal(records_of(target, range(40)), before)
 
 
 def test_records_lie_in_a_row_as_they_are() -> None:
@@ -50,7 +51,7 @@ def test_records_lie_in_a_row_as_they_are() -> None:
     source = arena("layer", False)
     nbytes = source.layout.nbytes
     source.buffer[:] = torch.randint(0, 256, (source.nbytes,), dtype=torch.uint8)
-    records = source.pack(torch.tensor([3, 9, 4]))
+    records = records_of(source, [3, 9, 4])
     pairs = torch.zeros((2, 2 * nbytes), dtype=torch.uint8)
     copy_to_host(source, np.array([3, 9, 4]), pairs, [1, 0])
     assert torch.equal(pairs[1], records[:2].flatten()) and torch.equal(pairs[0, :nbytes], records[2])

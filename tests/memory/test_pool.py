@@ -13,6 +13,7 @@ from kvpagoda.layouts.packed_row import PackedRow
 from kvpagoda.memory.arena import Arena
 from kvpagoda.memory.pool import Pool, decoded
 from kvpagoda.schema import FULL, Attention, Compressed, Group, IndexKeys, Latent, Layer, Rows
+from records import put_records, records_of
 
 HEADS, HEAD_DIM, BLOCKS = 3, 64, 4
 CASES = [(name, dialect) for name, dialects in DIALECTS.items() for dialect in dialects]
@@ -85,9 +86,9 @@ def test_records_are_the_same_bytes_in_either_order(layout: str) -> None:
                 reference.write(name, (block, row), rows)
                 pages = pool.read(name, (torch.arange(arena.num_pages),)).flatten(0, 1)
                 assert torch.equal(pages, reference.read(name, (torch.arange(BLOCKS),)).flatten(0, 1))
-            records.append(arena.pack(torch.arange(BLOCKS)))
+            records.append(records_of(arena, range(BLOCKS)))
             copied = Arena(arena.layout, BLOCKS, device="cpu", order=order)
-            copied.unpack(torch.tensor([2, 0, 1, 3]), records[-1])
+            put_records(copied, [2, 0, 1, 3], records[-1])
             copied.copy(torch.tensor([2]), torch.tensor([3]))
-            assert torch.equal(copied.pack(torch.tensor([2, 0, 1, 3])), records[-1][[0, 1, 2, 0]])
+            assert torch.equal(records_of(copied, [2, 0, 1, 3]), records[-1][[0, 1, 2, 0]])
         assert torch.equal(*records)

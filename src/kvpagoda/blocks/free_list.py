@@ -8,8 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpagoda.blocks.ids import AnyIds, Ids, IdSet
-from kvpagoda.errors import BadInput, CheckFailed, NotOwned, OutOfBlocks
+from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.units import whole_number
+
+_NONE: Ids = np.empty(0, np.int32)
 
 
 class FreeStack:
@@ -93,113 +95,40 @@ class FreeStack:
 
 
 class FreeList(FreeStack):
-    """A free list that proves every return, and lets ids wait.
-
-        stack  | free ids, the next one on top | (as many as are held) | waiting ids, the oldest last |
-               0                           num_free        num_ids - num_waiting                   num_ids
-
-    A *waiting* id has been given back but may not go out before ``merge``. ``generation[id]`` (int64) counts how often an
-    id was handed out by ``acquire``, so that a stale reference is seen. Not for use from several threads at once.
-    """
+    """A free list that proves every return: who gives an id back holds it. Not for use from several threads at once."""
 
     def __init__(self, num_ids: SupportsIndex, first: int = 0, what: str = "ids") -> None:
         super().__init__(num_ids, first, what)
-        count = self.num_ids
-        self.num_waiting = 0
-        self._held = IdSet(count, first, what)
-        self._place: Ids = np.empty(first + count, np.int32)  # where a free or waiting id lies in the stack
-        self._place[self._stack] = np.arange(count, dtype=np.int32)
-        self.generation: npt.NDArray[np.int64] = np.zeros(first + count, np.int64)
+        self._held = IdSet(self.num_ids, first, what)
 
     def acquire(self, n: SupportsIndex) -> Ids:
         """Take ``n`` distinct ids, the last freed first. Raises OutOfBlocks (taking nothing) and BadInput. O(n)."""
-        count = whole_number(n, f"the number of {self.what} to take")
-        if count > self.num_free:
-            waiting = f" and {self.num_waiting} waiting" if self.num_waiting else ""
-            text = f"OOM: need {count} {self.what}, {self.num_free} free{waiting} of {self.num_ids}"
-            raise OutOfBlocks.with_hint(text, "release some first", needed=count, available=self.num_free)
-        self.num_free -= count
-        ids: Ids = self._stack[self.num_free : self.num_free + count][::-1].copy()
+        ids = super().acquire(whole_number(n, f"the number of {self.what} to take"))
         self._held.flags[ids] = True
-        self.generation[ids] += 1
         return ids
 
-    def acquire_id(self, i: SupportsIndex, *, fresh: bool = False) -> int:
-        """Take the free id ``i`` by name and return it. O(1).
+    def reclaim(self, ids: AnyIds) -> Ids:
+        """Held ids (integers ``[n]``), each named once, as int32: nobody holds them any more, and they are free once they are
+        given (``give``). Raises NotOwned, naming the first bad id, and changes nothing. O(n)."""
+        given = self._held.prove(ids)
+        self._held.flags[given] = False
+        return given
 
-        Its generation stays, unless ``fresh`` says that this is a new owner. Raises NotOwned if it is held, waiting or
-        out of range.
-        """
-        number = self._held.in_range(i)
-        if self._held.flags[number]:
-            raise NotOwned(f"id {number} of {self.what} is already held")
-        hole = self._place[number]
-        if hole >= self.num_free:
-            raise NotOwned(f"id {number} of {self.what} is waiting to be merged")
-        self.num_free -= 1
-        top = self._stack[self.num_free]
-        self._stack[hole], self._place[top] = top, hole
-        self._held.flags[number] = True
-        self.generation[number] += fresh
-        return number
-
-    def release(self, ids: AnyIds, *, later: bool = False) -> None:
-        """Give back held ids (integers ``[n]``), each named once; ``later``: they wait for ``merge``. O(n).
+    def release(self, ids: AnyIds) -> None:
+        """Give back held ids (integers ``[n]``), each named once. O(n).
 
         Raises NotOwned, naming the first bad id, and changes nothing.
         """
-        given = self._held.prove(ids)
-        n = len(given)
-        self._held.flags[given] = False
-        if later:
-            self.num_waiting += n
-            self._put(self.num_ids - self.num_waiting, given[::-1])
-        else:
-            self._put(self.num_free, given)
-            self.num_free += n
+        self.give(self.reclaim(ids))
 
-    def give(self, ids: Ids) -> None:
-        self.release(ids)
-
-    def release_id(self, i: SupportsIndex) -> int:
-        """Give back the held id ``i`` and return it. Raises NotOwned, changing nothing. O(1)."""
-        number = self._held.in_range(i)
-        if not self._held.flags[number]:
-            raise NotOwned(f"id {number} of {self.what} is not held: freed twice, or never handed out")
-        self._stack[self.num_free] = number
-        self._place[number] = self.num_free
-        self._held.flags[number] = False
-        self.num_free += 1
-        return number
-
-    def merge(self, n: int | None = None) -> None:
-        """Make the ``n`` ids that have waited longest (None: all) free. O(num_waiting)."""
-        count = self.num_waiting if n is None else n
-        if not 0 <= count <= self.num_waiting:
-            raise BadInput(f"cannot merge {count} of {self.num_waiting} waiting {self.what}")
-        start, end = self.num_ids - self.num_waiting, self.num_ids - count
-        younger, merged = self._stack[start:end].copy(), self._stack[end:].copy()
-        self._put(start + count, younger)
-        self._put(self.num_free, merged)
-        self.num_free += count
-        self.num_waiting -= count
-
-    def sort(self) -> None:
-        """Order the free ids so that the lowest goes out first. O(f log f) for f free ids, at most O(num_ids)."""
-        free = self._stack[: self.num_free]
-        if self.num_free * 16 < self.num_ids:
-            ordered = np.sort(free)
-        else:  # one pass over all flags beats a sort
-            present = np.zeros(self.num_ids, np.bool_)
-            present[free - self.first] = True
-            ordered = (np.flatnonzero(present) + self.first).astype(np.int32)
-        self._put(0, ordered[::-1])
+    def release_id(self, i: SupportsIndex) -> None:
+        """Give back the held id ``i``. Raises NotOwned, changing nothing. O(1)."""
+        self.release(np.array([self._held.in_range(i)]))
 
     def clear(self) -> None:
-        """Make every id free, the lowest on top. Generations stay, so that references from before are stale. O(N)."""
-        self.num_free, self.num_waiting = self.num_ids, 0
+        """Make every id free, the lowest on top. O(num_ids)."""
+        super().clear()
         self._held.flags[:] = False
-        self._put(0, np.arange(self.first + self.num_ids - 1, self.first - 1, -1, dtype=np.int32))
 
     def is_held(self, i: SupportsIndex) -> bool:
         """Whether ``i`` is handed out. Raises NotOwned if out of range."""
@@ -213,26 +142,10 @@ class FreeList(FreeStack):
         """All ids that are handed out, ascending. O(num_ids)."""
         return self._held.ids()
 
-    def waiting_ids(self) -> Ids:
-        """All ids that wait for ``merge``, ascending. O(n log n)."""
-        return np.sort(self._stack[self.num_ids - self.num_waiting :])
-
-    def check(self) -> None:
-        """Prove that free, waiting and held ids partition the range. Raises CheckFailed naming those that do not."""
-        if self.num_free < 0 or self.num_waiting < 0 or self.num_free + self.num_waiting > self.num_ids:
-            raise CheckFailed(f"{self.what}: {self.num_free} free and {self.num_waiting} waiting of {self.num_ids}")
-        places = np.r_[0 : self.num_free, self.num_ids - self.num_waiting : self.num_ids]
-        back, end = self._stack[places], self.first + self.num_ids
-        outside = back[(back < self.first) | (back >= end)]
-        if len(outside):
-            raise CheckFailed(f"{self.what}: ids out of range on the stack: {outside[:16].tolist()}")
-        seen = np.bincount(back, minlength=end) + self._held.flags
-        wrong = np.flatnonzero(seen[self.first :] != 1) + self.first
-        if len(wrong):
+    def check(self, waiting: Ids = _NONE) -> None:
+        """Prove that every id is free, held, or one of ``waiting``, which were reclaimed and not given yet. Raises CheckFailed
+        naming those that are not."""
+        super().check()
+        wrong = np.setxor1d(super().held_ids(), np.concatenate((self.held_ids(), waiting)))
+        if len(wrong) or len(np.unique(waiting)) < len(waiting):
             raise CheckFailed(f"{self.what}: not exactly one of free, waiting and held: {wrong[:16].tolist()}")
-        if not np.array_equal(self._place[back], places):
-            raise CheckFailed(f"{self.what}: the stack and its index disagree")
-
-    def _put(self, start: int, ids: Ids) -> None:
-        self._stack[start : start + len(ids)] = ids
-        self._place[ids] = np.arange(start, start + len(ids), dtype=np.int32)

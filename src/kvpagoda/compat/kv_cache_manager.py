@@ -146,7 +146,7 @@ class KVCacheManager:
         slot = int(self._slots.peek(1)[0])
         for pool in self.state_pools:
             pool.reset_slot(slot)
-        return self._slots.acquire_id(slot)
+        return int(self._slots.acquire(1)[0])
 
     def release_request(self, slot: int) -> None:
         """Give back the slot and all its blocks in every layer. Raises NotOwned if the slot is not admitted."""

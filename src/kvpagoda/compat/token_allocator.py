@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from kvpagoda.blocks.free_list import FreeList
-from kvpagoda.blocks.ids import IdSet
+from kvpagoda.blocks.ids import Ids, IdSet
 from kvpagoda.errors import BadInput, CheckFailed
 from kvpagoda.memory.id_tensors import Device, IdsLike, default_device, ids_from, ids_to
 from kvpagoda.units import ceil_div, whole_number
+
+_NONE: Ids = np.empty(0, np.int32)
 
 
 class TokenToKVPoolAllocator:
@@ -48,11 +50,15 @@ class TokenToKVPoolAllocator:
         # Indices that were not freed since their page was handed out; a page of one index needs no second set.
         self._unfreed = IdSet(self.num_pages * self.page_size if self.page_size > 1 else 0, 1, "KV indices")
         self._group_depth = 0
-        self._before_group = 0  # pages that waited when the open group began
+        self._waiting, self._grouped = (
+            list[Ids](),
+            list[Ids](),
+        )  # pages that were freed, and those inside the open group
+        self._num_waiting = 0
 
     def available_size(self) -> int:
         """Tokens that ``alloc`` can still hand out: those of the free pages, the waiting ones included."""
-        return (self._pages.num_free + self._num_mergeable()) * self.page_size
+        return (self._pages.num_free + self._num_waiting) * self.page_size
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """At least ``need_size`` distinct indices, or None (nothing taken) when they are not there. O(n).
@@ -63,7 +69,7 @@ class TokenToKVPoolAllocator:
         """
         num_pages = ceil_div(whole_number(need_size, "the number of tokens"), self.page_size)
         if num_pages > self._pages.num_free:
-            if num_pages > self._pages.num_free + self._num_mergeable():
+            if num_pages > self._pages.num_free + self._num_waiting:
                 return None
             self.merge_and_sort_free()
         indices = self._pages.peek(num_pages)
@@ -89,35 +95,36 @@ class TokenToKVPoolAllocator:
             if self.page_size > 1:
                 ids = self._unfreed.prove(ids)
                 pages = np.unique((ids - 1) // self.page_size + 1)
-                self._pages.release(pages[self._pages.are_held(pages)], later=True)
+                self._grouped.append(self._pages.reclaim(pages[self._pages.are_held(pages)]))
                 self._unfreed.flags[ids] = False
             else:
-                self._pages.release(ids, later=True)
+                self._grouped.append(self._pages.reclaim(ids))
         except BaseException:
-            self._group_depth = 0
+            self._end_groups()
             raise
+        if not self._group_depth:
+            self._end_groups()
 
     def merge_and_sort_free(self) -> None:
         """Make the waiting indices free, lowest first if ``need_sort``; those of an open group keep waiting."""
-        count = self._num_mergeable()
-        if count:
-            self._pages.merge(count)
-            self._before_group -= count if self._group_depth else 0
+        if self._num_waiting:
+            self._pages.give(np.concatenate(self._waiting))
+            self._waiting, self._num_waiting = [], 0
             if self.need_sort:
-                self._pages.sort()
+                self._pages.keep_only(self._pages.free_ids()[::-1])
 
     def free_group_begin(self) -> None:
         """Open a group: what is freed until its end comes back all at once at the end. Groups nest.
 
         Prefer ``with allocator.free_group():``, which ends it whatever happens.
         """
-        if self._group_depth == 0:
-            self._before_group = self._pages.num_waiting
         self._group_depth += 1
 
     def free_group_end(self) -> None:
         """Close the innermost group; nothing happens if none is open, so that it may stand in a ``finally``."""
-        self._group_depth = max(0, self._group_depth - 1)
+        self._group_depth -= 1
+        if self._group_depth <= 0:
+            self._end_groups()
 
     @contextmanager
     def free_group(self) -> Iterator[None]:
@@ -132,19 +139,22 @@ class TokenToKVPoolAllocator:
         """Make every index free, the lowest first, and close every group. O(size)."""
         self._pages.clear()
         self._unfreed.flags[:] = False
-        self._group_depth = 0
+        self._waiting, self._grouped, self._num_waiting, self._group_depth = [], [], 0, 0
 
     def check(self) -> None:
         """Prove that every page is in one place, and that of a page that is held no index was freed. Raises CheckFailed.
         O(size)."""
-        self._pages.check()
-        if self._group_depth and self._before_group > self._pages.num_waiting:
-            raise CheckFailed(f"{self._before_group} pages waited before the group, {self._pages.num_waiting} do now")
+        self._pages.check(np.concatenate((_NONE, *self._waiting, *self._grouped)))
+        if self._num_waiting != sum(map(len, self._waiting)):
+            raise CheckFailed(f"{self._num_waiting} pages are counted as waiting: {self._waiting[:16]}")
         if self.page_size > 1:
             whole = np.flatnonzero(self._unfreed.flags[1:].reshape(-1, self.page_size).all(axis=1)) + 1
             odd = np.setxor1d(whole, self._pages.held_ids())
             if len(odd):
                 raise CheckFailed(f"pages free though no index was freed, or held though one was: {odd[:16].tolist()}")
 
-    def _num_mergeable(self) -> int:
-        return self._before_group if self._group_depth else self._pages.num_waiting
+    def _end_groups(self) -> None:
+        """No group is open: what was freed in it waits with the rest."""
+        self._waiting += self._grouped
+        self._num_waiting += sum(map(len, self._grouped))
+        self._grouped, self._group_depth = [], 0

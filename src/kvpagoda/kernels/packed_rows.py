@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -176,11 +177,10 @@ def _compiled(dialect: Dialect, page_size: int, heads: int, half: bool | None = 
     from kvpagoda.kernels import packed_rows_cpu as cpu
 
     at = dialect, page_size, heads
-    c = append_constants(*at) if half is None else gather_constants(*at, half)
-    where = {name: c.get(name.upper(), 0) for name in cpu.Parts._fields} | {
-        "width": c["GROUPS"] * c["GROUP"] + c["KEPT"]
-    }
-    return cpu.vector_loop(json.dumps({name: c[name] for name in c if name.lower() not in where})), cpu.Parts(**where)
+    constants = vars(append_constants(*at) if half is None else gather_constants(*at, half))
+    where = {name: constants.get(name.upper(), 0) for name in cpu.Parts._fields}
+    of_loop = {name: constant for name, constant in constants.items() if name.lower() not in where}
+    return cpu.vector_loop(json.dumps(of_loop)), cpu.Parts(**where)
 
 
 def _loop(rows: Tensor, slots: Tensor, pages: Tensor, loop: Any, parts: Any) -> Tensor:
@@ -191,29 +191,43 @@ def _loop(rows: Tensor, slots: Tensor, pages: Tensor, loop: Any, parts: Any) -> 
     return torch.from_numpy(loop(numbers, flat_view(pages).numpy(), slots.numpy(), where))
 
 
-def _launch(kernel: Any, rows: Tensor, slots: Tensor, pages: Tensor, constants: dict[str, Any]) -> None:
+def _launch(kernel: Any, rows: Tensor, slots: Tensor, pages: Tensor, constants: Constants) -> None:
     """One program for each row, head and cell. Raises BadInput for groups of a number that is no power of two."""
-    group = constants["GROUP"]
+    group = constants.GROUP
     if group & (group - 1):
         raise BadInput(f"groups of {group} elements are no power of two; KVPAGODA_KERNELS=reference takes them")
-    vectors, num_slots = constants["HEADS"] * constants["CELLS"], len(pages) * constants["PAGE"]
+    vectors, num_slots = constants.HEADS * constants.CELLS, len(pages) * constants.PAGE
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         kernel[(len(rows) * vectors,)](
-            rows, slots, pages, num_slots, rows.stride(0), pages.stride(0),
-            **constants, num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+            rows,
+            slots,
+            pages,
+            num_slots,
+            rows.stride(0),
+            pages.stride(0),
+            constants,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+
+
+class Constants(SimpleNamespace):
+    """What a kernel is compiled for: nobody changes it."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash((*vars(self).values(),))
 
 
 @lru_cache(maxsize=256)
-def append_constants(dialect: Dialect, page_size: int, heads: int) -> dict[str, Any]:
-    """What ``append_rows_kernel`` is compiled for. The same object each time: do not change it."""
-    return _geometry(dialect, page_size, heads) | _rule_constants(dialect.rule)
+def append_constants(dialect: Dialect, page_size: int, heads: int) -> Constants:
+    """What ``append_rows_kernel`` is compiled for. The same object each time."""
+    return Constants(**_geometry(dialect, page_size, heads), **_rule_constants(dialect.rule))
 
 
 @lru_cache(maxsize=256)
-def gather_constants(dialect: Dialect, page_size: int, heads: int, half: bool) -> dict[str, Any]:
+def gather_constants(dialect: Dialect, page_size: int, heads: int, half: bool) -> Constants:
     """The same of ``gather_rows_kernel``; ``half``: to bfloat16."""
-    return _geometry(dialect, page_size, heads) | {"HALF": half}
+    return Constants(**_geometry(dialect, page_size, heads), HALF=half)
 
 
 def _geometry(dialect: Dialect, page_size: int, heads: int) -> dict[str, Any]:
@@ -225,6 +239,7 @@ def _geometry(dialect: Dialect, page_size: int, heads: int) -> dict[str, Any]:
         "PAGE": page_size, "HEADS": heads, "CELLS": packing.cells, "GROUP": packing.group, "GROUPS": packing.groups,
         "GROUPS_BLOCK": 1 << (packing.groups + packing.scale_pad - 1).bit_length(), "LANES": packing.scale_lanes,
         "SCALE_PAD": packing.scale_pad, "KEPT": packing.kept, "KEPT_NBYTES": packing.kept_nbytes,
+        "WIDTH": packing.coded + packing.kept,
         "HEAD_STRIDE": codes.head, "CELL_STRIDE": codes.cell, "DATA_ROW": codes.row, "SCALES_ROW": scales.row,
         "CODES_AT": codes.base, "SCALES_AT": scales.base, "KEPT_AT": kept.base, "CODES": rule.codes, "SCALE": rule.scale,
     }  # fmt: skip

@@ -31,15 +31,6 @@ Region = tuple[slice, Tensor]
 """Bytes of a record, and the same bytes of every row."""
 
 
-def _new_bytes(many: int, nbytes: int, device: torch.device) -> Tensor:
-    """New uint8 ``[many, nbytes]`` with anything in it. NumPy asks for large pages of a CPU's memory, which torch does not; it
-    begins with a line of the cache."""
-    if device.type != "cpu":
-        return torch.empty(many, nbytes, dtype=torch.uint8, device=device)
-    memory = np.empty(many * nbytes + 64, np.uint8)
-    return torch.from_numpy(memory[-memory.ctypes.data % 64 :][: many * nbytes]).view(many, nbytes)
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.float16`` -> ``"float16"``, as a ``Field`` spells it."""
     return str(dtype).removeprefix("torch.")
@@ -160,34 +151,6 @@ class Arena:
         found = [slice(start + begin, start + end) for start in starts for begin, end in runs]
         found = found if layer is not None else [slice(found[0].start, found[-1].stop)]
         return [(at, self.records[:, at]) for at in found]
-
-    def pack(self, ids: Tensor) -> Tensor:
-        """Rows ``ids`` (int ``[n]``) as records ``[n, layout.nbytes]`` uint8, the same bytes in either order.
-
-        Padding is zero. The result is the caller's and on the arena's device. Raises NotOwned for an id out of range.
-        """
-        index = self.row_index(ids)
-        records = _new_bytes(len(index), self.layout.nbytes, self.device)
-        pairs, end = torch.stack((index, torch.arange(len(index), device=self.device)), 1), 0
-        for inside, rows in sorted(self.regions(), key=lambda region: region[0].start):
-            copy_rows(rows, records[:, inside], pairs)
-            records[:, end : inside.start] = 0
-            end = inside.stop
-        records[:, end:] = 0
-        return records
-
-    def unpack(self, ids: Tensor, records: Tensor) -> None:
-        """Write ``records`` (uint8 ``[n, layout.nbytes]``, from ``pack``) to rows ``ids``. Raises before writing."""
-        index = self.row_index(ids)
-        if records.dtype != torch.uint8 or tuple(records.shape) != (len(index), self.layout.nbytes):
-            raise BadInput(
-                f"records must be uint8 {[len(index), self.layout.nbytes]}, got {records.dtype} {list(records.shape)}"
-            )
-        if len(torch.unique(index)) != len(index):
-            raise NotOwned(f"unpack would write a row twice: {index.tolist()[:16]}")
-        pairs = torch.stack((torch.arange(len(index), device=self.device), index), 1)
-        for inside, rows in self.regions():
-            copy_rows(records[:, inside].to(self.device), rows, pairs)
 
     def reset(self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int] | int) -> None:
         """Set rows ``ids`` of every field to the field's initial value. Raises NotOwned for an id out of range."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
-from kvpagoda.kernels.copy_rows import copy_rows
 from kvpagoda.memory.arena import Arena, Tensor
-from kvpagoda.memory.host_copy import Ids
+from kvpagoda.memory.host_copy import Ids, start_copy
 
 Part = tuple[Ids, Tensor, Sequence[int]]
 
@@ -75,6 +73,4 @@ class LayerwiseCopy:
 
     def _copy(self, layer: int) -> None:
         for ids, table, rows in self._parts:
-            pairs = torch.from_numpy(np.stack((np.asarray(rows, np.int64), np.asarray(ids, np.int64)), axis=1))
-            for inside, target in self.arena.regions(layer):
-                copy_rows(table[:, inside], target, pairs)
+            start_copy(self.arena, ids, table, rows, is_out=False, layer=layer)

@@ -16,6 +16,7 @@ from kvpagoda import console
 from kvpagoda.errors import BadInput, KVPagodaError
 from kvpagoda.metrics.names import STATES, VLLM
 from kvpagoda.metrics.top import Figures, read
+from kvpagoda.text import table
 from kvpagoda.units import format_bytes
 
 _MARKS = {"private": "█", "shared": "▓", "evictable": "░", "free": "·"}
@@ -127,16 +128,15 @@ def _table(
     """A table below an empty line, without as many columns of ``drop`` as make it fit; nothing where there are no rows."""
     if not rows:
         return []
-    kept, left_out = list(names), list(drop)
-    while left_out and _width([names, *rows], names, kept) > width:
-        kept.remove(left_out.pop(0))
-    places = [names.index(name) for name in kept]
-    return [Text(""), console.table(kept, [[row[at] for at in places] for row in rows], left)]
-
-
-def _width(rows: Sequence[Sequence[str]], names: Sequence[str], kept: Sequence[str]) -> int:
-    """Characters of the widest line that the columns ``kept`` can make."""
-    return sum(max(len(row[names.index(name)]) for row in rows) for name in kept) + 2 * (len(kept) - 1)
+    kept, left_out, cells = [*names], [*drop], [[*row] for row in rows]
+    while (wide := max(map(len, lines := table(kept, cells, left))) - width) > 0 and left_out:
+        at = kept.index(left_out.pop(0))
+        kept, *cells = ([*row[:at], *row[at + 1 :]] for row in (kept, *cells))
+    if wide > 0:  # the names on the left are cut, the numbers on the right never
+        room = max(1, max(len(row[0]) for row in (kept, *cells)) - wide)
+        kept, *cells = ([one if len(one) <= room else one[: room - 1] + "…", *row] for one, *row in (kept, *cells))
+        lines = table(kept, cells, [*left, kept[0]])
+    return [Text("\n".join(["", *lines]))]
 
 
 def _bar(blocks: dict[str, int], width: int) -> str:

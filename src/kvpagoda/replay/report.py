@@ -23,6 +23,7 @@ from kvpagoda.replay.simulate import BLOCK_FIFO, BOUND, WITHOUT_TREE, ReplayResu
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic
 from kvpagoda.schema import Schema
+from kvpagoda.text import table
 
 T = TypeVar("T")
 Source = Callable[[int], Trace]
@@ -242,7 +243,8 @@ def _show(
         return
     for line in lines:
         console.say(line)
-    console.print_figures(names, cells, left=("policy", "budget", "worker"))
+    out = console.output()
+    out.print("\n".join(table(names, cells, ("policy", "budget", "worker"), out.width)), soft_wrap=True)
 
 
 def _asked(trace: Trace, reuse: Reuse, windows: WorkingSet) -> list[str]:

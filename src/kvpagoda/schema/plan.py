@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,13 @@ from kvpagoda.schema.fields import Growth, itemsize
 from kvpagoda.schema.layers import Layer
 from kvpagoda.schema.layout import ALIGN, RowLayout
 from kvpagoda.schema.sectors import budget_for
+from kvpagoda.text import table, wrapped
 from kvpagoda.units import ceil_div, format_bytes
+
+_KINDS = {
+    "layer kind": "label", "layers": "num_layers", "B/token": "bytes_per_token", "B/request": "state_bytes_per_request",
+}  # fmt: skip
+"""Columns of the table of layers, and the figure that each has."""
 
 
 @dataclass(frozen=True)
@@ -279,8 +284,6 @@ class Plan:
         """Its figures as tables and lines, of at most ``width`` columns where one is given: there a table that is wider
         has its rows one below the other."""
         figures = self.to_dict()
-        kinds = {"layer kind": "label", "layers": "num_layers", "B/token": "bytes_per_token"}
-        kinds["B/request"] = "state_bytes_per_request"
         groups = {"group": "name", "layers": "num_layers"}
         if self.num_sectors:
             groups |= {"blocks at most": "num_blocks", "B/block": "block_bytes", "in a sector": "blocks_per_sector"}
@@ -288,11 +291,15 @@ class Plan:
             groups |= {"blocks": "num_blocks", "B/block": "block_bytes", "bytes": "total"}
         rows = [{**group, "total": format_bytes(group["bytes"])} for group in figures["groups"]]
         checkpoints = f", at most {self.num_checkpoints:,} checkpoints" if self.num_checkpoints else ""
+        about = f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}"
         lines = [f"{self.schema_name}: {format_bytes(self.nbytes)} of {format_bytes(self.budget)}"]
-        lines += _wrapped(f"block of {self.block_size} tokens, up to {self.max_requests} requests{checkpoints}", width)
-        lines += ["", *_table(figures["layer_kinds"], kinds, width), "", *_table(rows, groups, width), ""]
+        lines += [*wrapped(about, width, "  "), ""]
+        for columns, values in ((_KINDS, figures["layer_kinds"]), (groups, rows)):
+            picked = ([row[key] for key in columns.values()] for row in values)
+            cells = [[one if isinstance(one, str) else f"{one:,.0f}" for one in row] for row in picked]
+            lines += [*table([*columns], cells, [*columns][:1], width), ""]
         for label, text in self._lines(figures).items():
-            lines += _wrapped(f"{label:<20} {text}", width)
+            lines += wrapped(f"{label:<20} {text}", width, "  ")
         return "\n".join(lines)
 
     def _lines(self, figures: Mapping[str, Any]) -> dict[str, str]:
@@ -333,21 +340,3 @@ def largest_below(end: int, fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], width: int | None) -> list[str]:
-    """Lines of text: of each row the values at ``columns`` (heading -> key), the first left, the others right aligned; or,
-    where that is wider than ``width``, a line for each value."""
-    values = ([row[key] for key in columns.values()] for row in rows)
-    cells = [[one if isinstance(one, str) else f"{one:,.0f}" for one in row] for row in values]
-    lines = [list(columns), *cells]
-    first, *widths = [max(map(len, column)) for column in zip(*lines)]
-    if width is not None and first + sum(widths) + 2 * len(widths) > width:
-        label = max(map(len, columns))
-        return [f"{name:<{label}}  {cell}" for row in cells for name, cell in zip(columns, row)]
-    return ["  ".join([line[0].ljust(first), *map(str.rjust, line[1:], widths)]).rstrip() for line in lines]
-
-
-def _wrapped(line: str, width: int | None) -> list[str]:
-    """``line`` in pieces of at most ``width`` columns, broken at spaces."""
-    return [line] if width is None else textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False)
