@@ -20,7 +20,7 @@ from kvpagoda.scheduling import Youngest  # noqa: E402
 from models import BASE, FAMILIES, TINY, tiny_model  # noqa: E402
 from more_models import MORE  # noqa: E402
 
-NEW = 5
+NEW = 4
 NAMES = sorted({*TINY, *MORE} - {*TEXT_PARTS})
 TRIES = 40
 """Drawn configs of which transformers must run one."""
@@ -76,7 +76,7 @@ def check(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for how, arguments in settings.items():
         generator = Generator(model, poison=True, **arguments)
         monkeypatch.setattr(generator, "_ends", frozenset())
-        for run in ("cold", "warm"):
+        for run in ("cold", "warm") if how == "in chunks" else ("cold",):
             found = generator.generate(prompts, NEW)
             expected = expected or [told_again(model, prompt, new) for prompt, new in zip(prompts, found)]
             assert found == expected and len(found[0]) == NEW, (how, run, changes)
