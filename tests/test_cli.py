@@ -47,12 +47,13 @@ def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     """The same in this process."""
 
     def run(*arguments: str, width: int = 100) -> subprocess.CompletedProcess[str]:
-        from kvpagoda.cli import app
+        from kvpagoda.cli import main
 
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setenv("TERM", "dumb")
+        monkeypatch.setattr(sys, "argv", ["kvpagoda", *arguments])
         with pytest.raises(SystemExit) as end:
-            app(list(arguments))
+            main()
         out, err = capsys.readouterr()
         return subprocess.CompletedProcess(arguments, end.value.code or 0, out, err)  # type: ignore[arg-type]
 
@@ -73,9 +74,9 @@ def test_plan_prints_a_table(llama: Path) -> None:
     assert "at 8,192 tokens      39 requests" in done.stdout and "int64 offsets        full" in done.stdout
 
 
-def test_plan_as_json_divides_over_ranks(llama: Path) -> None:
-    whole = json.loads(kvpagoda("plan", str(llama), "--json").stdout)
-    part = json.loads(kvpagoda("plan", str(llama / "config.json"), "--json", "--tp", "4", "--pp", "2").stdout)
+def test_plan_as_json_divides_over_ranks(llama: Path, here: Command) -> None:
+    whole = json.loads(here("plan", str(llama), "--json").stdout)
+    part = json.loads(here("plan", str(llama / "config.json"), "--json", "--tp", "4", "--pp", "2").stdout)
     assert whole["bytes_per_token"] == 131_072 == part["bytes_per_token"] * 8
     assert part["layer_kinds"] == [
         {"label": "full_attention", "num_layers": 16, "bytes_per_token": 16384.0, "state_bytes_per_request": 0}
@@ -83,8 +84,8 @@ def test_plan_as_json_divides_over_ranks(llama: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "per_token"), [("deepseek-v4-flash", 3514), ("deepseek-v4-pro", 5031)])
-def test_plan_knows_presets(name: str, per_token: int) -> None:
-    made = json.loads(kvpagoda("plan", name, "--kv-format", "fp8", "--json").stdout)
+def test_plan_knows_presets(name: str, per_token: int, here: Command) -> None:
+    made = json.loads(here("plan", name, "--kv-format", "fp8", "--json").stdout)
     assert int(made["bytes_per_token"]) == per_token and made["hit_granularity"] == 128
 
 
@@ -186,7 +187,7 @@ BAD = {
 }
 
 
-OWN_PROCESS = {"size", "model", "no argument", "no number", "no such command"}
+OWN_PROCESS = {"size", "model", "no such command"}
 
 
 @pytest.mark.parametrize("case", BAD)

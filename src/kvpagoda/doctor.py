@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from time import monotonic
@@ -27,6 +28,7 @@ from kvpagoda.units import format_bytes
 EXTRAS: dict[str, list[str]] = read_json("kvpagoda", "extras.json")["extras"]
 """Packages that are not needed by the core: the extra that brings each, and what it is for."""
 _RECORDS, _PAYLOAD = 4, 1 << 20
+_distributions = cache(packages_distributions)  # it reads the files of everything that is installed
 
 
 class _Absent(Exception):
@@ -97,7 +99,7 @@ def _import(name: str, extra: str, purpose: str) -> str:
         if error.name in (name, top):
             raise _Absent(f"{purpose}: pip install 'kvpagoda[{extra}]'") from None
         raise
-    packages = packages_distributions().get(top)
+    packages = _distributions().get(top)
     return f"{purpose} ({version(packages[0]) if packages else 'of unknown version'})"
 
 
@@ -131,10 +133,8 @@ def _serve(device: torch.device) -> str:
 def _try_tier(text: str, spec: TierSpec) -> str:
     if spec.name != "disk":
         return _store_and_load(spec)
-    folder = Path(text.removeprefix("disk:").rpartition(":")[0])
-    while not folder.exists():
-        folder = folder.parent
-    return _try_file(folder)
+    named = Path(text.removeprefix("disk:").rpartition(":")[0])
+    return _try_file(next(folder for folder in (named, *named.parents) if folder.exists()))
 
 
 def _try_file(folder: Path | None = None) -> str:

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from test_generator import EXACT, greedy  # noqa: E402
+from test_generator import EXACT, greedy, told_again  # noqa: E402
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
 
 from kvpagoda.errors import SchemaError  # noqa: E402
@@ -52,7 +52,9 @@ def test_tokens_equal_full_recomputation(name: str, changes: dict[str, Any], mon
     prompts = [torch.randint(2, 100, (n,), generator=source).tolist() for n in (1, 3, 9, 17, 20, 33)]
     generator = Generator(model, num_blocks=60, max_requests=4, prefill_chunk=7, poison=True)
     monkeypatch.setattr(generator, "_ends", frozenset())
-    assert generator.generate(prompts, 6) == [greedy(model, prompt, 6) for prompt in prompts]
+    found = generator.generate(prompts, 6)
+    assert [len(new) for new in found] == [6] * len(prompts)
+    assert found == [told_again(model, prompt, new) for prompt, new in zip(prompts, found)]
 
 
 def multimodal(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
@@ -74,7 +76,9 @@ def test_texts_of_multimodal_models(name: str, monkeypatch: pytest.MonkeyPatch) 
     prompts = [[3, 4, 5, 6, 7, 8, 9] * 3, [7], [3, 4, 5, 6, 7, 8, 9] * 4]
     generator = Generator(model, num_blocks=60, max_requests=2, prefill_chunk=7, poison=True)
     monkeypatch.setattr(generator, "_ends", frozenset())
-    assert generator.generate(prompts, 5) == [greedy(model, prompt, 5) for prompt in prompts]
+    found = generator.generate(prompts, 5)
+    assert [len(new) for new in found] == [5] * len(prompts)
+    assert found == [told_again(model, prompt, new) for prompt, new in zip(prompts, found)]
 
 
 def test_padding_tokens_in_a_text_have_no_position(monkeypatch: pytest.MonkeyPatch) -> None:

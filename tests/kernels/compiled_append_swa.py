@@ -1,4 +1,4 @@
-"""Run in a process without TRITON_INTERPRET (``test_append_swa_triton.py`` does): compile for GPUs that are not here."""
+"""Run in a process without TRITON_INTERPRET (``test_triton.py`` does): compile for GPUs that are not here."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Run in a process without TRITON_INTERPRET (``test_packed_rows_triton.py`` does): compile for GPUs that are not here."""
+"""Run in a process without TRITON_INTERPRET (``test_triton.py`` does): compile for GPUs that are not here."""
 
 import re
 
@@ -38,9 +38,17 @@ def widest(text, access):
     return max((int(many or 1) * int(bits) // 8 for many, bits in found), default=0)
 
 
-@pytest.mark.parametrize("capability", [90, 100])
+def targets():
+    """Hopper for all; Blackwell for one dialect of each format, and with ``-m slow`` for all."""
+    formats = [format for format, _ in EVERY]
+    for i, (one, id) in enumerate(zip(EVERY, IDS)):
+        yield pytest.param(*one, 90, id=f"{id}-90")
+        is_quick = formats.index(one[0]) == i
+        yield pytest.param(*one, 100, id=f"{id}-100", marks=() if is_quick else pytest.mark.slow)
+
+
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)
+@pytest.mark.parametrize(("format", "dialect", "capability"), [*targets()])
 def test_it_compiles_without_approximation_or_spills_and_moves_vectors(format, dialect, name, capability):
     text = ptx(name, format, dialect, capability)
     for forbidden in (r"div\.full", r"\.approx", r"\bfma\.", r"\.ftz", r"\.local\b", r"__local_depot"):

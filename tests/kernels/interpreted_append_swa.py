@@ -1,4 +1,4 @@
-"""Run with TRITON_INTERPRET=1 in a process of its own (``test_append_swa_triton.py`` does): the kernel on CPU tensors."""
+"""Run with TRITON_INTERPRET=1 in a process of its own (``test_triton.py`` does): the kernel on CPU tensors."""
 
 import pytest
 import torch

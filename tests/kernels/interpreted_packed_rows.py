@@ -1,4 +1,4 @@
-"""Run with TRITON_INTERPRET=1 in a process of its own (``test_packed_rows_triton.py`` does): the kernels on CPU tensors."""
+"""Run with TRITON_INTERPRET=1 in a process of its own (``test_triton.py`` does): the kernels on CPU tensors."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,7 @@
 """Launches of ``append_rows`` and ``gather_rows`` for every packed dialect, and what they must leave behind, by ``pack``."""
 
+import functools
+
 import torch
 
 from kvpagoda.layouts import pack
@@ -49,11 +51,14 @@ def pool(format, dialect):
     return torch.full((PAGES, stride), CANARY, dtype=torch.uint8)
 
 
-def expected(format, dialect, rows, slots=SLOTS):
-    """The pool after the launch: ``pack`` one row after the other, moved byte by byte to its slot."""
+@functools.cache
+def expected(format, dialect, slots=tuple(SLOTS)):
+    """The pool after ``rows_for`` were appended to ``slots``: ``pack`` one row after the other, moved byte by byte to its
+    slot. Whoever asks again gets the same tensor.
+    """
     packing, heads = dialect_of(format, dialect).packing, heads_of(format)
     pages = pool(format, dialect)
-    for row, slot in zip(rows, slots):
+    for row, slot in zip(rows_for(format), slots):
         if 0 <= slot < PAGES * PAGE:
             alone = pack(row[None, None], format, page_size=1, dialect=dialect)[0]
             one, many = packing.places(1), packing.places(PAGE)

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("typer")
 
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
 RECORD = {"timestamp": 0, "input_length": 9, "output_length": 1}
 CHAINS = [[1, 2, 3], [1, 2], [4], [1, 2, 3]]
 
@@ -20,6 +22,23 @@ def kvpagoda_replay(*arguments: str, width: int = 80) -> subprocess.CompletedPro
     env = {**os.environ, "COLUMNS": str(width), "TERM": "dumb", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "kvpagoda", "replay", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+
+
+@pytest.fixture
+def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The same in this process, which has imported what it needs."""
+
+    def run(*arguments: str, width: int = 80) -> subprocess.CompletedProcess[str]:
+        from kvpagoda.cli import main
+
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("TERM", "dumb")
+        monkeypatch.setattr(sys, "argv", ["kvpagoda", "replay", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return subprocess.CompletedProcess(arguments, int(end.value.code or 0), *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture
@@ -52,8 +71,8 @@ def test_json(trace: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])
-def test_the_synthetic_workload_is_the_default_and_fits_the_terminal(width: int) -> None:
-    done = kvpagoda_replay("--limit", "300", width=width)
+def test_the_synthetic_workload_is_the_default_and_fits_the_terminal(width: int, here: Command) -> None:
+    done = here("--limit", "300", width=width)
     assert done.returncode == 0 and not done.stderr
     assert "synthetic workload, seed 0: 300 requests" in " ".join(done.stdout.split())
     assert all(len(line) <= width for line in done.stdout.splitlines())
@@ -97,10 +116,10 @@ def test_many_references_leave_out_what_needs_a_tree(trace: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
-def test_a_picture(trace: Path, ending: str) -> None:
+def test_a_picture(trace: Path, ending: str, here: Command) -> None:
     pytest.importorskip("matplotlib")
     path = trace.with_name(f"rates.{ending}")
-    done = kvpagoda_replay(str(trace), "--capacity", "1,2,3,4", "--policy", "lru,s3fifo,opt", "--plot", str(path))
+    done = here(str(trace), "--capacity", "1,2,3,4", "--policy", "lru,s3fifo,opt", "--plot", str(path))
     assert done.returncode == 0, done.stderr
     begin = path.read_bytes()[:100]
     assert begin.startswith(b"\x89PNG") if ending == "png" else b"<?xml" in begin
@@ -132,8 +151,13 @@ BAD = {
 }
 
 
+OWN_PROCESS = {"bad line", "no number", "plot ending"}
+
+
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_exit_code_2(case: str, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    case: str, trace: Path, monkeypatch: pytest.MonkeyPatch, here: Command
+) -> None:
     if "plot" in case:
         pytest.importorskip("matplotlib")
     monkeypatch.chdir(trace.parent)
@@ -141,7 +165,7 @@ def test_bad_input_is_one_line_and_exit_code_2(case: str, trace: Path, monkeypat
     Path("text.txt").write_text("hello\n")
     Path("lengths.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,5,5\n")
     arguments, message = BAD[case]
-    done = kvpagoda_replay(*arguments)
+    done = (kvpagoda_replay if case in OWN_PROCESS else here)(*arguments)
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert done.stdout == "" and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 

@@ -12,11 +12,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 HERE = Path(__file__).parent
 
 
-def run_pytest(names, tmp_path, **environment):
-    """Run the files ``names``, with spaces between, in one process."""
+def run_pytest(begin, marked, tmp_path, **environment):
+    """Run the files whose names begin so in one process: starting one takes seconds."""
+    names = sorted(map(str, HERE.glob(f"{begin}_*.py")))
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TRITON", "KVPAGODA"))}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / name) for name in names.split())],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, *names],
         env={**kept, "TRITON_CACHE_DIR": str(tmp_path), **environment},
         cwd=HERE.parents[1],
         capture_output=True,
@@ -26,8 +27,9 @@ def run_pytest(names, tmp_path, **environment):
 
 
 def test_interpreted_kernels_equal_the_reference(tmp_path):
-    run_pytest("interpreted_append_swa.py interpreted_flatten_table.py", tmp_path, TRITON_INTERPRET="1")
+    run_pytest("interpreted", "not slow", tmp_path, TRITON_INTERPRET="1")
 
 
-def test_kernels_compile_for_ampere_hopper_and_blackwell(tmp_path):
-    run_pytest("compiled_append_swa.py compiled_flatten_table.py", tmp_path)
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_compile_for_ampere_hopper_and_blackwell(tmp_path, marked):
+    run_pytest("compiled", marked, tmp_path)
