@@ -29,31 +29,33 @@ MODELS: dict[str, dict[str, Any]] = {
     "Gemma-3-27B": GEMMA3_27B, "gpt-oss-120b": GPT_OSS_120B, "Mistral-7B, windows only": WINDOWS_ONLY,
     "Qwen3-Next-80B": QWEN3_NEXT_80B, "Llama-3-8B, full attention": FULL_ONLY,
 }  # fmt: skip
-BUDGETS = ("20GiB", "50GiB", "100GiB", "400GiB")
+BUDGETS = {"20GiB": (2048,), "50GiB": (2048,), "100GiB": (2048, 8192), "400GiB": (2048,)}
+"""Budget -> tokens of a request that are computed at a time."""
 
 
 def measure(options: Options, models: dict[str, dict[str, Any]] = MODELS) -> list[Row]:
     is_there = (TRACES / TRACE).exists() and not options.quick
     trace = Trace.read(TRACES / TRACE, 3000) if is_there else synthetic(40)
     tokens, rows = (512 if is_there else 64), list[Row]()
-    for name, config in models.items():
-        for budget in BUDGETS[:: 3 if options.quick else 1]:
-            if options.only not in f"{name} {budget}":
-                continue
-            start = time.process_time()
-            served = serve(trace, schema_of(config), budget, tokens_per_id=tokens)
-            taken = time.process_time() - start
-            rows.append(
-                {
-                    "model": name,
-                    "budget": budget,
-                    "hit_percent": 100 * served.hit_rate,
-                    "found_percent": 100 * served.matched_tokens / served.prompt_tokens,
-                    "us": 1e6 * taken / served.requests,
-                    "mean_running": served.mean_running,
-                    "steps": served.steps,
-                }
-            )
+    cases = [(name, *case) for name in models for case in BUDGETS.items()][:: 3 if options.quick else 1]
+    for name, budget, step_tokens in ((name, budget, n) for name, budget, steps in cases for n in steps):
+        if options.only not in f"{name} {budget}":
+            continue
+        start = time.process_time()
+        served = serve(trace, schema_of(models[name]), budget, tokens_per_id=tokens, step_tokens=step_tokens)
+        taken = time.process_time() - start
+        rows.append(
+            {
+                "model": name,
+                "budget": budget,
+                "step_tokens": step_tokens,
+                "hit_percent": 100 * served.hit_rate,
+                "found_percent": 100 * served.matched_tokens / served.prompt_tokens,
+                "us": 1e6 * taken / served.requests,
+                "mean_running": served.mean_running,
+                "steps": served.steps,
+            }
+        )
     return rows
 
 
