@@ -70,7 +70,6 @@ class PersistentBatch:
         self._batch: Batch | None = None
         self._due: list[Request] = []  # whose blocks are to be published, or slide
         self._in_prompt: dict[int, Request] = {}  # row -> request of whose prompt a token is missing, or several
-        self._sliding = [group.growth for group in core.groups if group.growth.span is not None]
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -179,7 +178,7 @@ class PersistentBatch:
         places = self._places(before, after)
         if self._in_prompt:
             self._check_prompts(tokens, before, after)
-        for growth in self._sliding:
+        for growth in self._lifecycle.publisher.sliding_in_blocks:
             is_due |= growth.first_kept(after[:n]) // size > growth.first_kept(before[:n]) // size
         due = [self._requests[row] for row in is_due.nonzero()[0].tolist()]
         if self._in_prompt:

@@ -104,10 +104,11 @@ class Lifecycle:
         if count > left:
             request.append(ids)
         request.own_length = end
-        if core.events is not None or not self.publisher.publishes_later:  # who follows the events is told at once
+        if core.events is None and self.publisher.publishes_later:  # who follows the events is told at once
+            if end // core.block_size > request.lease.num_blocks:
+                self.publisher.settle_later(request)
+        elif left > 0 or self.publisher.is_due(request, length):
             self.settle(request)
-        elif end // core.block_size > request.lease.num_blocks:
-            self.publisher.settle_later(request)
 
     def settle(self, request: Request) -> None:
         """Do what follows from the commits of ``request``; see ``Publisher.settle``. Once its prompt is computed, tell how

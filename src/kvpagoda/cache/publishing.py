@@ -35,6 +35,18 @@ class Publisher:
         self._slack, self._coarse = _SLACK // size, max(1, _COARSE // size)
         self._spans = [window.group.growth.span or 0 for window in core.prefix.windows]
         self._at_rest = [window.group.growth.most_blocks(size, size) or 0 for window in core.prefix.windows]
+        self.sliding_in_blocks = [
+            window.group.growth
+            for window, at_rest in zip(core.prefix.windows, self._at_rest)
+            if at_rest > (window.group.plan.most_blocks or 0)
+        ]
+        """How windows grow that slide inside a block too: steps are so short that no block more is reserved for them.
+        All others of an answer slide when a block of it is complete."""
+
+    def is_due(self, request: Request, before: int) -> bool:
+        """Whether something follows from tokens of an answer that ``request``, which had ``before`` of them, committed."""
+        size = self._core.block_size
+        return request.own_length // size > before // size or not request.is_settled or bool(self.sliding_in_blocks)
 
     def settle(self, request: Request) -> None:
         """Publish the whole blocks of ``request``, keep the checkpoints that are due, let its windows slide. While a step or a
