@@ -178,7 +178,7 @@ class KVCacheManager:
                 f"slot {slot} holds {held} blocks in {group.name}: the model's {self.config.max_positions:,} tokens, and "
                 f"it asks for one more", needed=held + 1, available=held, group=group.name,
             )  # fmt: skip
-        group.grow(slot, 1)
+        group.append(slot, group.free.peek(1))
         table.upload(slot)
         return int(group.table.cells[slot, held])
 
