@@ -179,7 +179,7 @@ class KVCache:
         first = length if capacity is None else whole_number(capacity, "capacity")
         most = max(length, first if reserve is None else whole_number(reserve, "reserve"))
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
-            priority = _priority(priority)
+            priority = whole_number(priority, "priority", -(2**63), below=2**63)
         if prefetch is not None and not isinstance(prefetch, Prefetch):
             raise BadInput(f"prefetch is what KVCache.prefetch returned, got {type(prefetch).__name__}")
         key, media_ids = core.namespaces.key(namespace), core.media.ids(media, length) if media else {}
@@ -344,11 +344,3 @@ def _memory(plan: Plan, device: Any, poison: bool, has_tiers: bool) -> NoMemory:
     with MissingExtra.unless("torch", lacking):
         from kvpagoda.memory.device_memory import DeviceMemory
     return DeviceMemory(plan, device, poison=poison, copies_aside=has_tiers)
-
-
-def _priority(priority: SupportsIndex) -> int:
-    """``priority`` as an int of 64 bits. Raises BadInput."""
-    number = whole_number(priority, "priority", -(2**63))
-    if number >= 2**63:
-        raise BadInput(f"priority is a whole number of 64 bits, got {number}")
-    return number

@@ -60,6 +60,6 @@ def whole_number(
         number = None
     if number is None or not at_least <= number < below:
         wanted = "positive whole number" if at_least == 1 else f"whole number of at least {at_least}"
-        wanted += "" if below == inf else f" below {below:,}"
+        wanted = wanted if below == inf else f"whole number from {at_least:,} to {below - 1:,}"
         raise error(f"{what} must be a {wanted}, got {value!r}", needed=value, available=at_least)
     return number

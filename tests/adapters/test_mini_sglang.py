@@ -75,7 +75,7 @@ def test_what_has_no_room_changes_nothing() -> None:
     cache.cache_req(req, finished=False)
     before = cache.page_table.clone()
     more = SimpleNamespace(table_idx=1, cached_len=0, device_len=4)
-    with pytest.raises(OutOfBlocks, match="need 1 pages, 0 of 2 cached ones are not locked"):
+    with pytest.raises(OutOfBlocks, match=r"need 2 blocks, 1 free, 2 cached \(2 in use\) of 3"):
         cache.allocate_paged([more])
     assert torch.equal(before, cache.page_table) and cache.available_size == 2
     cache.cache_req(req, finished=True)

@@ -114,7 +114,7 @@ def test_double_release_raises_and_changes_nothing() -> None:
     manager.allocate_block(1, slot)
     manager.release_request(slot)
     for bad in (slot, 2, -1, 99, True, None, 0.0, "0"):
-        with pytest.raises(NotOwned, match="not admitted"):
+        with pytest.raises(NotOwned, match=r"not admitted|an id of the request slots"):
             manager.release_request(bad)  # type: ignore[arg-type]
     assert manager.num_free_slots == 3 and manager.allocators[1] is not None
     assert manager.allocators[1].num_free == 6
@@ -156,7 +156,7 @@ def test_allocate_block_refuses_what_cannot_be() -> None:
     with pytest.raises(BadInput, match="SWA"):
         manager.allocate_block(0, slot)
     for bad in (-1, 4, True, 1.0, None):
-        with pytest.raises(BadInput, match=r"0\.\.3"):
+        with pytest.raises(BadInput, match=r"0 to 3"):
             manager.allocate_block(bad, slot)  # type: ignore[arg-type]
     with pytest.raises(NotOwned, match="not admitted"):
         manager.allocate_block(1, slot + 1)
@@ -323,7 +323,7 @@ def test_acquire_refuses_what_kernels_could_not_read(broken: int) -> None:
     step = [*good[:broken], good[broken].to("meta"), *good[broken + 1 :]]
     with pytest.raises(BadInput, match="must be on cpu"):
         manager.acquire(1, *step)
-    with pytest.raises(BadInput, match=r"0\.\.3"):
+    with pytest.raises(BadInput, match=r"0 to 3"):
         manager.acquire(4, *good)
 
 

@@ -183,7 +183,7 @@ def test_bad_arguments_are_told_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="mru"):
         hit_rate_curve([], [5], ["lru", "mru"])
     for capacity in (0, -1, 1.5, True, "5"):
-        with pytest.raises(BadInput, match="a capacity in blocks must be a positive whole number"):
+        with pytest.raises(BadInput, match="a capacity in blocks must be a whole number from 1"):
             replay([], capacity_blocks=capacity)  # type: ignore[arg-type]
     for share in (-0.1, 1, float("nan"), True, "half"):
         with pytest.raises(BadInput, match="a warm-up is a share"):

@@ -132,7 +132,7 @@ BAD = {
     "no blocks": (["lengths.csv"], "names no blocks"),
     "policy": (["t.jsonl", "--policy", "lru,mru"], "unknown policy 'mru'; known: lru, fifo"),
     "capacity": (["t.jsonl", "--capacity", "3,many"], "whole numbers of blocks"),
-    "capacity 0": (["t.jsonl", "--capacity", "3,0"], "a capacity in blocks must be a positive whole number"),
+    "capacity 0": (["t.jsonl", "--capacity", "3,0"], "a capacity in blocks must be a whole number from 1"),
     "limit": (["t.jsonl", "--limit", "0"], "a limit of requests must be a positive whole number"),
     "limit of none": (["--limit", "0"], "a limit of requests must be a positive whole number"),
     "seed": (["--seed", "-1"], "a seed is at least 0"),

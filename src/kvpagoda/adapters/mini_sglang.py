@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from kvpagoda.blocks import FreeList
+from kvpagoda.adapters.shared_blocks import SharedBlocks
 from kvpagoda.blocks.ids import Ids, positive_numbers
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
@@ -79,9 +79,11 @@ class PrefixCache:
     ``tree``: blocks are pages, and ids are their numbers plus one. Raises BadInput for a page size below 1.
     """
 
-    def __init__(self, device: Any, page_size: int, policy: str | EvictionPolicy = "lru", capacity: int = 0) -> None:
+    def __init__(
+        self, device: Any, page_size: int, policy: str | EvictionPolicy = "lru", tree: PrefixTree | None = None
+    ) -> None:
         (self.page_size,), self.device = positive_numbers(page_size=page_size), device
-        self.tree = PrefixTree(page_size, policy=policy, capacity=capacity)
+        self.tree = PrefixTree(page_size, policy=policy) if tree is None else tree
         self._in_page = np.arange(page_size, dtype=np.int32)
 
     def match_prefix(self, input_ids: Tensor) -> MatchResult:
@@ -173,21 +175,20 @@ class CacheManager:
     """
 
     def __init__(self, num_pages: int, page_size: int, page_table: Tensor, type: str = "radix") -> None:
-        self.num_pages, self.page_size = positive_numbers(num_pages=num_pages, page_size=page_size)
+        self._pages = SharedBlocks(num_pages, page_size, "lru" if type in ("radix", "naive") else type)
+        self.num_pages, self.page_size, self._free = self._pages.num_blocks, self._pages.block_size, self._pages.free
         self.page_table, self.device = page_table, page_table.device
-        policy = "lru" if type in ("radix", "naive") else type
-        self.prefix_cache = PrefixCache(self.device, page_size, policy, num_pages)
-        self._free_list = FreeList(num_pages, first=1, what="pages")
+        self.prefix_cache = PrefixCache(self.device, page_size, tree=self._pages.tree)
 
     @property
     def available_size(self) -> int:
         """Tokens that could be allocated now: free ones, and cached ones that are not locked. O(1)."""
-        return (self._free_list.num_free + self.prefix_cache.tree.num_evictable) * self.page_size
+        return self._pages.num_available * self.page_size
 
     @property
     def free_slots(self) -> Tensor:
         """The index of the first token of each free page, int32, ascending."""
-        ids = self._free_list.free_ids()
+        ids = self._free.free_ids()
         return torch.from_numpy((ids - 1) * self.page_size).to(self.device)
 
     def match_req(self, req: Pending) -> MatchResult:
@@ -237,9 +238,9 @@ class CacheManager:
         tokens = as_tokens(req.input_ids[held * size : end * size].numpy()).copy()  # the tree keeps it
         inserted = cache.tree.insert(lease, tokens, whole[None])
         double = inserted.duplicates[0]
-        self._free_list.release(whole[double])
+        self._free.release(whole[double])
         if finished:
-            self._free_list.release(own[end - held :])
+            self._free.release(own[end - held :])
             self.unlock(handle)
         elif double.any():
             row[held * size : end * size] = cache.tokens_of(inserted.ids[0]).to(row.dtype)
@@ -251,22 +252,15 @@ class CacheManager:
 
     def check_integrity(self) -> None:
         """Prove, where no request runs, that every page is free or cached. Raises CheckFailed. O(pages)."""
-        self._free_list.check()
-        self.prefix_cache.check_integrity()
-        cached, num_free = self.prefix_cache.tree.owned_ids(), self._free_list.num_free
-        freed = cached[~self._free_list.are_held(cached)]
-        if len(freed) or num_free + len(cached) != self.num_pages:
-            raise CheckFailed(
-                f"{num_free} free and {len(cached)} cached pages of {self.num_pages}; both: {(freed[:16] - 1).tolist()}"
-            )
+        self._pages.check(num_running=0)
+        num_free, num_cached = self._free.num_free, self._pages.num_cached
+        if num_free + num_cached != self.num_pages:
+            raise CheckFailed(f"{num_free} free and {num_cached} cached pages of {self.num_pages}")
 
     def _allocate(self, needed_pages: int) -> Tensor:
         """The index of the first token of each of so many pages, int32; the project's own tests call it. Raises OutOfBlocks,
         taking none."""
-        short = needed_pages - self._free_list.num_free
-        if short > 0:
-            self._free_list.release(self.prefix_cache.pages_of(self.prefix_cache.evict(short * self.page_size)))
-        ids = self._free_list.acquire(needed_pages)
+        ids = self._pages.take(needed_pages)
         return torch.from_numpy((ids - 1) * self.page_size).to(self.device)
 
     def _page_to_token(self, pages: Tensor) -> Tensor:

@@ -138,10 +138,6 @@ class BlockGroup:
                 self.outstanding -= 1
             self.end[slot] += 1
 
-    def grow(self, slot: int, n: int) -> None:
-        """Give ``slot`` the next ``n`` free blocks. Raises OutOfBlocks, changing nothing."""
-        self.append(slot, self.free.require(n))
-
     def reserve(self, slot: int, num_blocks: int) -> None:
         """Let ``slot`` reserve ``num_blocks`` in all; the caller has looked whether they can be had."""
         self._hold(slot, self.first[slot], self.end[slot], num_blocks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -37,13 +36,7 @@ class IdSet:
 
     def in_range(self, i: SupportsIndex) -> int:
         """``i`` as an int of the range. Raises NotOwned."""
-        try:
-            number = operator.index(i)
-        except TypeError:
-            raise NotOwned(f"an id of the {self.what} is a whole number, got {i!r}") from None
-        if isinstance(i, bool | np.bool_) or not self.first <= number < self.first + self.num_ids:
-            raise NotOwned(f"id {i!r} is not one of the {self.what} {self.first}..{self.first + self.num_ids - 1}")
-        return number
+        return whole_number(i, f"an id of the {self.what}", self.first, NotOwned, self.first + self.num_ids)
 
     def prove(self, ids: AnyIds) -> Ids:
         """``ids`` (integers ``[n]``, of any width) as int32, each of them held and named once.

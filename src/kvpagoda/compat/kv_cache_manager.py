@@ -178,7 +178,7 @@ class KVCacheManager:
                 f"slot {slot} holds {held} blocks in {group.name}: the model's {self.config.max_positions:,} tokens, and "
                 f"it asks for one more", needed=held + 1, available=held, group=group.name,
             )  # fmt: skip
-        group.grow(slot, 1)
+        group.append(slot, group.free.peek(1))
         table.upload(slot)
         return int(group.table.cells[slot, held])
 
@@ -231,8 +231,7 @@ class KVCacheManager:
                 raise CheckFailed(f"{group.name}: the device's table of slots {differs.tolist()} is not the host's")
 
     def _check_layer(self, layer_idx: int) -> None:
-        if isinstance(layer_idx, bool) or not isinstance(layer_idx, int) or not 0 <= layer_idx < self.num_layers:
-            raise BadInput(f"layer {layer_idx!r} is not one of 0..{self.num_layers - 1}")
+        whole_number(layer_idx, "the index of a layer", below=self.num_layers)
 
     def _blocks_of(self, layer_idx: int) -> LayerBlocks:
         self._check_layer(layer_idx)
@@ -242,6 +241,5 @@ class KVCacheManager:
         return blocks
 
     def _check_slot(self, slot: int) -> None:
-        is_number = isinstance(slot, int | np.integer) and not isinstance(slot, bool)
-        if not is_number or not 0 <= slot < self._slots.num_ids or not self._slots.is_held(slot):
+        if not self._slots.is_held(slot):
             raise NotOwned(f"slot {slot!r} is not admitted: released already, or never handed out by admit_request")

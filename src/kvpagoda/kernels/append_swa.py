@@ -17,6 +17,7 @@ from kvpagoda.formats import encode
 from kvpagoda.formats.encoding import Encoding
 from kvpagoda.kernels.dispatch import backend, jit, tl, triton
 from kvpagoda.kernels.int_views import as_ints
+from kvpagoda.kernels.small_float_bits import e4m3_magnitude
 
 Tensor = torch.Tensor
 
@@ -156,12 +157,8 @@ def append_swa_kernel(  # type: ignore[no-untyped-def]
     amax = tl.maximum(tl.where(broken, 0, amax_bits), 0x2EDBE6FF).to(tl.float32, bitcast=True)  # at least 1e-10
     y = (bits << 16).to(tl.float32, bitcast=True) * tl.div_rn(448.0, amax)
 
-    # float32 to E4M3 in integers: see formats/small_floats.py.
     y_bits = y.to(tl.int32, bitcast=True)
-    a = y_bits & 0x7FFFFFFF
-    subnormal = (a.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    normal = tl.minimum((a - 0x3BF80001 + ((a >> 20) & 1)) >> 20, 0x7E)
-    code = tl.where(a < 0x3C800000, subnormal, normal) | ((y_bits >> 24) & 0x80)
+    code = e4m3_magnitude(y_bits & 0x7FFFFFFF) | ((y_bits >> 24) & 0x80)
     tl.store(fp8 + row * fp8_row + ring * fp8_ring + at, code.to(tl.uint8), mask=at < CODED)
 
     at = tl.arange(0, ROPE_BLOCK)

@@ -150,7 +150,8 @@ class Arena:
             runs[-1][1] = end
         found = [slice(start + begin, start + end) for start in starts for begin, end in runs]
         found = found if layer is not None else [slice(found[0].start, found[-1].stop)]
-        return [(at, self.records[:, at]) for at in found]
+        records = self.buffer.as_strided((self.num_rows, self.layout.nbytes), (self.row_nbytes, 1))
+        return [(at, records[:, at]) for at in found]
 
     def reset(self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int] | int) -> None:
         """Set rows ``ids`` of every field to the field's initial value. Raises NotOwned for an id out of range."""
@@ -195,8 +196,3 @@ class Arena:
         """int64 rows ``[n]`` -> their kernel pages, int64 ``[n * kernel_pages]``."""
         many = self.layout.kernel_pages
         return index if many == 1 else (index[:, None] * many + torch.arange(many, device=index.device)).flatten()
-
-    @property
-    def records(self) -> Tensor:
-        """uint8 ``[num_rows, layout.nbytes]``: the records of a block-major arena, a strided view."""
-        return self.buffer.as_strided((self.num_rows, self.layout.nbytes), (self.row_nbytes, 1))

@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpagoda.errors import BadInput, did_you_mean
+from kvpagoda.units import whole_number
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 LCP_BLOCK = 64  # bytes: about 16 tokens of English or code
@@ -271,10 +272,7 @@ def _field(record: Mapping[str, Any], name: str) -> Any:
 
 
 def _count(record: Mapping[str, Any], name: str, least: int = 0) -> int:
-    value = _field(record, name)
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value < 2**31:
-        raise BadInput(f"{name!r} must be a whole number from {least} to 2^31 - 1, got {value!r}")
-    return int(value)
+    return whole_number(_field(record, name), repr(name), least, below=2**31)
 
 
 def _seconds(record: Mapping[str, Any], name: str) -> float:

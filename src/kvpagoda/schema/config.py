@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Integral
+from types import MappingProxyType
 from typing import Any
 
 from kvpagoda.errors import SchemaError
@@ -17,27 +18,37 @@ REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "decoder_
 
 
 class Config:
-    """The fields of one text model. ``defaults`` stand in for fields that are absent (not for those that are null)."""
+    """The fields of one text model. ``defaults`` stand in for fields that are absent (not for those that are null).
+    ``fields``: names that take the place of a field's own and its aliases."""
 
-    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.raw = raw
-        self.defaults = defaults
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        fields: Mapping[str, list[str]] = MappingProxyType({}),
+    ) -> None:
+        self.raw, self.defaults, self.fields = raw, defaults, fields
 
     def get(self, name: str, default: Any = None) -> Any:
         """The field, else its default, else ``default``."""
-        for spelling in (name, *ALIASES.get(name, ())):
+        spellings = self.fields.get(name) or (name, *ALIASES.get(name, ()))
+        for spelling in spellings:
             table, _, field = spelling.rpartition(".")
             fields = self.table(table) if table else self.raw
             if field in fields:
                 return fields[field]
-        return self.defaults.get(name, default)
+        return next((self.defaults[one] for one in spellings if one in self.defaults), default)
+
+    def spelled(self, name: str) -> str:
+        """What the config itself calls the field."""
+        return self.fields.get(name, [name])[0]
 
     def size(self, name: str, at_least: int = 1) -> int:
         """A whole number of at least ``at_least``, as an int. Raises SchemaError, which names the field and its value."""
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
             found = "is missing" if value is None else f"is {value!r}"
-            raise SchemaError(f"{name} {found}; expected a whole number of at least {at_least}")
+            raise SchemaError(f"{self.spelled(name)} {found}; expected a whole number of at least {at_least}")
         return int(value)
 
     def size_or(self, name: str, other: int) -> int:
@@ -60,13 +71,13 @@ class Config:
 
     def replaced(self, **changes: Any) -> Config:
         """This config with ``changes`` on top."""
-        return Config({**self.raw, **changes}, self.defaults)
+        return Config({**self.raw, **changes}, self.defaults, self.fields)
 
     def ratio(self, name: str, by: str) -> int:
         """``name`` divided by ``by``. Raises SchemaError if it does not divide evenly."""
         whole, parts = self.size(name), self.size(by)
         if whole % parts:
-            raise SchemaError(f"{name} is {whole}; expected a multiple of {by} = {parts}")
+            raise SchemaError(f"{name} is {whole}; expected a multiple of {self.spelled(by)} = {parts}")
         return whole // parts
 
     def indices(self, name: str) -> frozenset[int]:

@@ -117,7 +117,7 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
     chosen = dtype or next((found for found in spellings if found is not None), "bfloat16")
     chosen = str(chosen).removeprefix("torch.")
     itemsize(chosen)
-    return name, Config({**inner, "model_type": name}, defaults), chosen
+    return name, Config({**inner, "model_type": name}, defaults, known[name]["family"].fields), chosen
 
 
 def check_requirements(c: Config, family: Family) -> None:

@@ -115,7 +115,7 @@ class Tier:
         self._queue: SimpleQueue[_Operation | None] = SimpleQueue()
         self._active: dict[_Operation, None] = {}  # which the driver is not done with, late ones included
         self._wakes_at = inf  # when the watcher looks again
-        self._is_closed = self._is_done = False
+        self.is_closed = self._is_done = False  #: whether it takes no more calls
         self._workers = workers
         for target in (self._watch, *[self._serve] * workers):
             Thread(target=target, name="kvpagoda-tier", daemon=True).start()
@@ -151,16 +151,11 @@ class Tier:
     def stats(self) -> TierStats:
         """Counts, without I/O."""
         with self._changed:
-            is_available = not (self._is_closed or any(breaker.is_open for breaker in self._breakers.values()))
+            is_available = not (self.is_closed or any(breaker.is_open for breaker in self._breakers.values()))
             stores, lookups, loads, discards = (dict(self._counts[kind]) for kind in _KINDS)
             told = self._in_flight(), is_available, self._last_error, self._last_fault
             latencies = {kind: one.picture() for kind, one in self._latencies.items()}
             return TierStats(stores, lookups, loads, discards, *told, latencies)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it takes no more calls."""
-        return self._is_closed
 
     def close(self, deadline: float = 0.0) -> bool:
         """Take no more calls, and wait for those in flight until ``deadline``; whether all are done.
@@ -168,8 +163,8 @@ class Tier:
         The driver is closed when it is done with all of them, if need be later, by a thread of the tier.
         """
         with self._changed:
-            if not self._is_closed:
-                self._is_closed, self._last_fault = True, "closed"
+            if not self.is_closed:
+                self.is_closed, self._last_fault = True, "closed"
                 for _ in range(self._workers):
                     self._queue.put(None)
                 self._changed.notify_all()
@@ -178,7 +173,7 @@ class Tier:
     def after_fork(self) -> None:
         """See ``Forkable``: the threads are those of the parent, and so is what the driver is connected to."""
         self._changed, self._queue = Condition(), SimpleQueue()
-        self._is_closed = self._is_done = True
+        self.is_closed = self._is_done = True
         self._active.clear()
         self._last_fault = "a forked process does not use the tiers of its parent"
 
@@ -218,7 +213,7 @@ class Tier:
     def _refusal(self, operation: _Operation) -> Status | None:
         """Why the operation is not begun; None: its records are held for it."""
         breaker = self._breakers[operation.kind]
-        if self._is_closed:
+        if self.is_closed:
             return Status.UNAVAILABLE
         if operation.begun >= operation.deadline:
             return Status.TIMEOUT
@@ -240,13 +235,13 @@ class Tier:
         """Give up what is past its deadline, and probe what failed; in the end close the driver."""
         while True:
             with self._changed:
-                if self._is_closed and not self._active:
+                if self.is_closed and not self._active:
                     break
                 now = monotonic()
                 late = [one for one in self._active if one.deadline <= now and not one.is_over]
                 for operation in late:
                     self._end(operation, Status.TIMEOUT, f"no answer in {operation.deadline - operation.begun:.2g} s")
-                failed = [] if self._is_closed else [kind for kind in _PROBED if kind in self._faults]
+                failed = [] if self.is_closed else [kind for kind in _PROBED if kind in self._faults]
                 probed = {kind: self._breakers[kind] for kind in failed if self._breakers[kind].is_open}
                 for kind, breaker in probed.items():
                     if breaker.takes_probe(now):
@@ -283,7 +278,7 @@ class Tier:
     def _end(self, operation: _Operation, fault: Status | None, why: str) -> None:
         """The result of an operation is known, and whether it is a fault."""
         operation.is_over, now = True, monotonic()
-        if self._breakers[operation.kind].record(fault is not None, now) and not self._is_closed:
+        if self._breakers[operation.kind].record(fault is not None, now) and not self.is_closed:
             self._turned.append(operation.kind)
         if not operation.is_probe:
             self._latencies[operation.kind].add(now - operation.begun)
@@ -293,7 +288,7 @@ class Tier:
             self._changed.notify_all()  # a probe is due some day
         if operation.keys:
             self._faults[operation.kind] = operation.keys[0], operation.deadline - operation.begun
-        if not self._is_closed:
+        if not self.is_closed:
             self._last_fault = f"{operation.kind}: {why or getattr(self.driver, 'last_error', '') or fault.value}"
 
     def _answer(self, operation: _Operation, result: list[Status] | Lease) -> None:
@@ -326,7 +321,7 @@ class Tier:
                 self._end(operation, fault, why)
             elif result is not None and fault is None:
                 self._breakers[operation.kind].retry_now()
-            if is_late or self._is_closed:
+            if is_late or self.is_closed:
                 self._changed.notify_all()
         if result is not None and not is_late:
             self._answer(operation, result)

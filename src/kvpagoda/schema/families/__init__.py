@@ -41,6 +41,7 @@ class Family:
                  over the layers, or "by_layer"
     batched      whether several requests may decode in one forward pass; False where the model's code mixes its rows then
     own_attention  whether only other parts of the model (those for images) go through transformers' attention interface
+    fields       field that rules read -> the names under which the config has it: of several the first that is there
     requires     field -> the value that it must have, and why
     """
 
@@ -59,6 +60,7 @@ class Family:
     own_states: str = ""
     batched: bool = True
     own_attention: bool = False
+    fields: Mapping[str, list[str]] = field(default_factory=dict)
     requires: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
 
@@ -90,8 +92,8 @@ def model_types() -> Mapping[str, Any]:
     """The rows of ``model_types.json``: model type -> its family and its defaults. Read at the first call.
 
     >>> row = model_types()["jetmoe"]
-    >>> row["family"].heads.__name__, row["defaults"]["kv_channels"]
-    ('jetmoe', 128)
+    >>> row["family"].fields["head_dim"], row["defaults"]["kv_channels"]
+    (['kv_channels'], 128)
     """
     table = read_json(__name__, "model_types.json")
     families = {name: read_family(row) for name, row in table["families"].items()}

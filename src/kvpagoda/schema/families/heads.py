@@ -36,17 +36,6 @@ def every_head(c: Config, layer_type: str) -> Heads:
     return Heads(c.size("num_attention_heads"), dim, dim)
 
 
-def every_head_of_own_width(c: Config, layer_type: str) -> Heads:
-    """As many K/V heads as query heads, of ``head_dim``."""
-    return Heads(c.size("num_attention_heads"), c.size("head_dim"), c.size("head_dim"))
-
-
-def decoder_half(c: Config, layer_type: str) -> Heads:
-    """The decoder of an encoder-decoder model, which has heads of its own number."""
-    dim = c.ratio("hidden_size", "decoder_attention_heads")
-    return Heads(c.size("decoder_attention_heads"), dim, dim)
-
-
 def multi_query(c: Config, layer_type: str) -> Heads:
     """One K/V head, or ``num_kv_heads``, or all. Falcon's newer architecture keeps them repeated, once for each query head."""
     every_one = every_head(c, layer_type)
@@ -59,10 +48,6 @@ def multi_query(c: Config, layer_type: str) -> Heads:
 
 def dbrx(c: Config, layer_type: str) -> Heads:
     return grouped(c.replaced(num_key_value_heads=c.table("attn_config").get("kv_n_heads", 1)), layer_type)
-
-
-def jetmoe(c: Config, layer_type: str) -> Heads:
-    return Heads(c.size("num_key_value_heads"), c.size("kv_channels"), c.size("kv_channels"))
 
 
 def swa(c: Config, layer_type: str) -> Heads:

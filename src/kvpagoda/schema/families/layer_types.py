@@ -238,11 +238,6 @@ def blocks(c: Config) -> int:
     return c.size_or("num_blocks", c.size("num_hidden_layers"))
 
 
-def decoder_layers(c: Config) -> int:
-    """Of an encoder-decoder model, those of the decoder."""
-    return c.size("decoder_layers")
-
-
 def hrm_layers(c: Config) -> int:
     """One for each time that a layer is run: two stacks, the lower one ``L_cycles`` times in each of ``H_cycles``. The config
     has this number already where it also names ``num_layers_per_stack``."""

@@ -8,17 +8,13 @@ from __future__ import annotations
 from kvpagoda.schema.config import Config
 
 
-def named(c: Config, field: str = "max_position_embeddings") -> int | None:
-    """``field``, if the config has it. Raises SchemaError."""
-    own = Config(c.raw, {})
-    return None if own.get(field) is None else own.size(field)
+def named(c: Config) -> int | None:
+    """``max_position_embeddings``, if the config has it. Raises SchemaError."""
+    own = Config(c.raw, {}, c.fields)
+    return None if own.get("max_position_embeddings") is None else own.size("max_position_embeddings")
 
 
 def after_padding(c: Config) -> int | None:
     """Positions are counted from behind that of the padding token, in one table with it."""
     rows = named(c)
     return None if rows is None else rows - c.size("pad_token_id", 0) - 1
-
-
-def target(c: Config) -> int | None:
-    return named(c, "max_target_positions")

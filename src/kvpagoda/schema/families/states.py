@@ -38,42 +38,33 @@ def delta(heads: int, key_dim: int, value_dim: int) -> Rows:
     return recurrent(heads, key_dim, value_dim, axes=("H", "K", "V"), layout="gdn-state-vk")
 
 
-def inner_channels(c: Config, expand: str, inner: str, heads: str) -> tuple[int, int]:
-    """(heads, channels of each) of a state space model: ``inner`` channels, or ``expand * hidden_size`` where that field is
-    null or has no name. ``heads``: the field with their number ("": one). Raises SchemaError."""
-    channels = c.size(expand) * c.size("hidden_size") if c.get(inner) is None else c.size(inner)
-    number = c.size(heads) if heads else 1
+def inner_channels(c: Config) -> tuple[int, int]:
+    """(heads, channels of each) of a state space model: ``state_channels``, or ``expand * hidden_size`` where that field is
+    null or has no name; one head where ``state_heads`` has none. Raises SchemaError."""
+    channels = c.size("expand") * c.size("hidden_size") if c.get("state_channels") is None else c.size("state_channels")
+    number = c.size("state_heads") if "state_heads" in c.fields else 1
     if channels % number:
-        raise SchemaError(f"{channels} channels cannot be divided into {heads} = {number}")
+        raise SchemaError(f"{channels} channels cannot be divided into {c.spelled('state_heads')} = {number}")
     return number, channels // number
 
 
-def mamba1(state: str, kernel: str, expand: str, *, heads: str = "", inner: str = "") -> StateRule:
-    """Selective state space (arXiv 2312.00752). Arguments are names of fields; the channels: see ``inner_channels``."""
-
-    def states(c: Config, dtype: str) -> tuple[Rows, ...]:
-        number, width = inner_channels(c, expand, inner, heads)
-        shape = (number, width) if heads else (width,)
-        tail = conv(((number * width, 1),), c.size(kernel) - 1, dtype)
-        return tail, recurrent(*shape, c.size(state))
-
-    return states
+def mamba1(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """Selective state space (arXiv 2312.00752); the channels: see ``inner_channels``."""
+    number, width = inner_channels(c)
+    shape = (number, width) if "state_heads" in c.fields else (width,)
+    return conv(((number * width, 1),), c.size("conv_kernel") - 1, dtype), recurrent(*shape, c.size("state_size"))
 
 
-def mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str, expand: str, inner: str = "") -> StateRule:
-    """Mamba-2 (arXiv 2405.21060): the convolution runs over values and both projections of every group. Arguments are
-    names of fields; a ``head_dim`` of null or "auto" shares out the ``inner_channels``."""
-
-    def states(c: Config, dtype: str) -> tuple[Rows, ...]:
-        if c.get(head_dim) in (None, "auto"):
-            number, width = inner_channels(c, expand, inner, heads)
-        else:
-            number, width = c.size(heads), c.size(head_dim)
-        projection = (c.size(groups), c.size(state))
-        tail = conv(((number, width), projection, projection), c.size(kernel) - 1, dtype)
-        return tail, recurrent(number, width, c.size(state), axes=("H", "D", "R"))
-
-    return states
+def mamba2(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """Mamba-2 (arXiv 2405.21060): the convolution runs over values and both projections of every group. A ``state_head_dim``
+    of null or "auto" shares out the ``inner_channels``."""
+    if c.get("state_head_dim") in (None, "auto"):
+        number, width = inner_channels(c)
+    else:
+        number, width = c.size("state_heads"), c.size("state_head_dim")
+    projection = (c.size("state_groups"), c.size("state_size"))
+    tail = conv(((number, width), projection, projection), c.size("conv_kernel") - 1, dtype)
+    return tail, recurrent(number, width, c.size("state_size"), axes=("H", "D", "R"))
 
 
 def gated_delta(c: Config, dtype: str) -> tuple[Rows, ...]:
@@ -98,23 +89,11 @@ def olmo_hybrid(c: Config, dtype: str) -> tuple[Rows, ...]:
     return gated_delta(derived, dtype)
 
 
-def kimi_delta(
-    heads: str = "linear_num_heads", head_dim: str = "linear_head_dim", kernel: str = "linear_conv_kernel_dim"
-) -> StateRule:
-    """Kimi delta attention (arXiv 2510.26692). The sizes are those of ``linear_attn_config``, else the fields that are the
-    defaults here, else the fields that the arguments name."""
-
-    def states(c: Config, dtype: str) -> tuple[Rows, ...]:
-        table = c.table("linear_attn_config")
-
-        def size(name: str, field: str, other: str) -> int:
-            return c.replaced(**{field: table.get(name, c.get(field, c.get(other)))}).size(field)
-
-        number, width = size("num_heads", "linear_num_heads", heads), size("head_dim", "linear_head_dim", head_dim)
-        columns = size("short_conv_kernel_size", "linear_conv_kernel_dim", kernel) - 1
-        return conv(((number, width),) * 3, columns, dtype), delta(number, width, width)
-
-    return states
+def kimi_delta(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """Kimi delta attention (arXiv 2510.26692)."""
+    number, width = c.size("linear_num_heads"), c.size("linear_head_dim")
+    tail = conv(((number, width),) * 3, c.size("linear_conv_kernel_dim") - 1, dtype)
+    return tail, delta(number, width, width)
 
 
 def qwen4_exp(c: Config, dtype: str) -> tuple[Rows, ...]:
