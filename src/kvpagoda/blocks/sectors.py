@@ -74,10 +74,10 @@ class Sectors:
         sectors = self._free.peek(min(count, self._free.num_free))
         return Grant(group, sectors, _ids(group, sectors))
 
-    def vacate(self, group: BlockGroup, count: int, fixed: Ids, *, moving: bool = True) -> Vacating | None:
-        """The ``count`` emptiest sectors of ``group``, which has as many free blocks as they hold; not ``moving``: only those
-        that are empty. ``fixed``: blocks that may not move. None if there is no such sector. O(sectors + f log f) for f
-        free blocks."""
+    def vacate(self, group: BlockGroup, count: int, fixed: Ids, *, least: int) -> Vacating | None:
+        """At most ``count`` sectors of ``group``, those that are empty; where these are not ``least``, the ``least`` emptiest,
+        for which it has free blocks enough: what lies in them moves, but for ``fixed`` blocks. None if there is no such
+        sector. O(sectors + f log f) for f free blocks."""
         per, ids = group.plan.per_sector, group.free.free_ids()
         sector_of = ids // per
         begins = np.flatnonzero(np.diff(sector_of, prepend=-1))
@@ -86,11 +86,11 @@ class Sectors:
             is_able = ~np.isin(able, fixed // per)
             able, num_free = able[is_able], num_free[is_able]
         chosen = able[num_free == per][:count]
-        if moving and len(chosen) < count:
-            chosen = able[np.argsort(-num_free, kind="stable")[:count]]
-            if len(fixed) and len(chosen) < count:
+        if len(chosen) < least:
+            chosen = able[np.argsort(-num_free, kind="stable")[:least]]
+            if len(fixed) and len(chosen) < least:
                 others = np.setdiff1d(np.flatnonzero(self.owner == group.index), np.concatenate((able, fixed // per)))
-                chosen = np.concatenate((chosen, others[: count - len(chosen)].astype(np.int32)))
+                chosen = np.concatenate((chosen, others[: least - len(chosen)].astype(np.int32)))
         if not len(chosen):
             return None
         sectors = np.sort(chosen)

@@ -23,14 +23,14 @@ from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.offload import Offloader
-from kvpagoda.cache.prefix_cache import PrefixCache, num_ahead
+from kvpagoda.cache.prefix_cache import AT_ONCE, PrefixCache, num_ahead
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import CheckFailed, Exhausted, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.units import ceil_div, format_bytes
 
 _MUCH = 16  # a sixteenth of a group's sectors idle: worth moving what lies in them
-_PORTION, _MANY = 256, 64  # sectors that change hands at once where there is need: so many, at most one of so many
+_PORTION, _MANY = 32, 64  # sectors that change hands at once where there is need: so many, at most one of so many
 _SHARE = 32  # of what a group could have at most, that may stay its own for steps to come
 
 
@@ -55,10 +55,10 @@ class Capacity:
     ) -> None:
         self._groups, self._sectors, self._prefix = groups, sectors, prefix
         self._offloader, self._memory, self._guard, self._running = offloader, memory, guard, running
-        self._events = events
-        self._is_told = offloader is not None or memory.is_poisoning
+        self._events, self._is_told = events, offloader is not None or memory.is_poisoning
         self._none = [0] * len(groups)
-        self._portion = 0 if sectors is None else min(_PORTION, len(sectors.owner) // _MANY)
+        many = 0 if sectors is None else len(sectors.owner)
+        self._portion = max(min(_PORTION, many // _MANY), many // AT_ONCE)
         self._for_steps = [
             max(min(group.plan.most_blocks or 0, group.plan.num_blocks // _SHARE), num_ahead(group)) for group in groups
         ]
@@ -173,8 +173,8 @@ class Capacity:
         fruitless = self._fruitless[group.index] = max(0, min(self._fruitless[group.index], most))
         if most <= fruitless:
             return False
-        is_much = most * _MUCH > sectors.num_owned[group.index]
-        if self._vacate(sectors.vacate(group, min(wanted, most), self._fixed_ids(group), moving=is_much)):
+        count, is_much = min(wanted, most), most * _MUCH > sectors.num_owned[group.index]
+        if self._vacate(sectors.vacate(group, count, self._fixed_ids(group), least=count if is_much else 0)):
             return True
         self._fruitless[group.index] = most
         return False
@@ -193,9 +193,9 @@ class Capacity:
             if not self._evict(group, lacking):
                 return has_evicted
             has_evicted = True
-        if count > 0 and self._vacate(self._sectors.vacate(group, count, self._fixed_ids(group))):
-            return True
-        return has_evicted
+        least, fixed = min(wanted, count), self._fixed_ids(group)
+        is_vacated = least > 0 and self._vacate(self._sectors.vacate(group, count, fixed, least=least))
+        return is_vacated or has_evicted
 
     def _fixed_ids(self, group: BlockGroup) -> Ids:
         """Blocks of ``group`` that may not move now: those of fenced sequences."""

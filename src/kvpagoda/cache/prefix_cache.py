@@ -31,13 +31,13 @@ from kvpagoda.prefix import Evicted as TreeEvicted
 from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
 from kvpagoda.prefix.id_pool import IdPool
 
-_AT_ONCE = 1024  # a thousandth goes beyond what is needed, so that a step that needs one block seldom evicts
+AT_ONCE = 1024  # a thousandth goes beyond what is needed, so that a step that needs one block seldom evicts
 _NONE: Ids = np.empty(0, np.int32)
 
 
 def num_ahead(group: BlockGroup) -> int:
     """Blocks of ``group`` that ``PrefixCache.evict`` gives up beyond those that it is asked for."""
-    return group.plan.num_blocks // _AT_ONCE
+    return group.plan.num_blocks // AT_ONCE
 
 
 class Holding(NamedTuple):
@@ -314,7 +314,7 @@ class PrefixCache:
         surplus = self.tree.num_cached - self._most_unbacked
         if self.full is not None or surplus <= 0:
             return Evicted()
-        return self._gone(self.tree.evict(surplus + self._capacity // _AT_ONCE))
+        return self._gone(self.tree.evict(surplus + self._capacity // AT_ONCE))
 
     def drop(self, name: int) -> Evicted:
         """Forget checkpoint ``name``, if it is still kept and nobody holds it."""
