@@ -40,7 +40,7 @@ def test_all_brings_every_extra_that_needs_nothing_of_the_system() -> None:
     assert extras.keys() - brought == {"all", "dev", "docs", "mooncake"}
 
 
-PLAN = {"errors", "loading", "units", "formats", "layouts", "schema"}
+PLAN = {"errors", "loading", "text", "units", "formats", "layouts", "schema"}
 LIGHT = {
     "import kvpagoda": {"errors", "loading"},
     "from kvpagoda import Schema": PLAN,

@@ -10,10 +10,10 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from kvpagoda.batch.kernel_pages import PagedTable
+from kvpagoda.batch.kernel_pages import PagedCells
 from kvpagoda.batch.step import Step, StepRows
 from kvpagoda.batch.step_buffers import StepBuffers
-from kvpagoda.batch.table_snapshot import Array, Table, TableSnapshot
+from kvpagoda.batch.table_snapshot import Array, Cells, TableSnapshot
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.lifecycle import Lifecycle
@@ -40,7 +40,7 @@ class GroupArrays:
     def block_table(self) -> Any:
         """int32 ``[B, columns]``: block ids (FlashAttention's page table); cells past a row's last block hold no meaning."""
         name, is_fixed = self._named("block_table"), self._batch.rows.is_fixed
-        return self._batch.buffers.put_rows(name, self._table, self._pages, is_fixed)
+        return self._batch.buffers.put_rows(name, self._cells, self._pages, is_fixed)
 
     @cached_property
     def cache_seqlens(self) -> Any:
@@ -53,7 +53,7 @@ class GroupArrays:
         batch, size = self._batch, self._batch.block_size
         wide = np.int64 if self._group.plan.num_rows * size >= 2**31 else np.int32
         if batch.rows.one_each:
-            cells = self._shown.last_cells(self._group.table)
+            cells = self._shown.last_cells(self._group.table.cells)
         else:
             cells = self._group.table.cells[batch.rows.slot_of, batch.token_columns].astype(np.int64)
         return self._put("slot_mapping", cells * size + batch.within, wide)
@@ -71,7 +71,7 @@ class GroupArrays:
         if not batch.buffers.arrays.is_host:
             on_device = self.block_table, self.kv_start, self.kv_indptr, batch.core.plan.kernel_page
         name, is_fixed = self._named("kv_indices"), batch.rows.is_fixed
-        return batch.buffers.put_runs(name, self._pages, self._table, is_fixed, on_device)
+        return batch.buffers.put_runs(name, self._pages, self._cells, is_fixed, on_device)
 
     @cached_property
     def kv_last_page_len(self) -> Any:
@@ -88,10 +88,10 @@ class GroupArrays:
         return self._put("kv_start", self._shown.first * self._batch.block_size)
 
     @cached_property
-    def _table(self) -> Table:
+    def _cells(self) -> Cells:
         """The group's table in kernel pages."""
-        many = self._group.plan.layout.kernel_pages
-        return self._group.table if many == 1 else PagedTable(self._group.table, many)
+        many, cells = self._group.plan.layout.kernel_pages, self._group.table.cells
+        return cells if many == 1 else PagedCells(cells, many)
 
     @cached_property
     def _pages(self) -> TableSnapshot:
@@ -100,7 +100,7 @@ class GroupArrays:
         if many == 1:
             return shown
         end, name = -(-batch.lengths * many // batch.block_size), f"{self._group.name} in kernel pages"
-        return batch.buffers.snapshot(name, self._table, shown.slots, shown.first * many, end)
+        return batch.buffers.snapshot(name, self._group.table.version, shown.slots, shown.first * many, end)
 
     @cached_property
     def _shown(self) -> TableSnapshot:
@@ -108,7 +108,7 @@ class GroupArrays:
         first = batch.rows.zeros
         if group.growth.is_bounded:
             first = np.minimum(group.growth.first_needed(batch.before) // batch.block_size, batch.columns)
-        return batch.buffers.snapshot(group.name, group.table, batch.rows.slots, first, batch.columns)
+        return batch.buffers.snapshot(group.name, group.table.version, batch.rows.slots, first, batch.columns)
 
     def _put(self, what: str, values: Array, dtype: type = np.int32) -> Any:
         return self._batch.buffers.put(self._named(what), values, dtype)

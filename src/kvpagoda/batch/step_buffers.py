@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpagoda.batch.table_snapshot import EMPTY, Array, Table, TableSnapshot
+from kvpagoda.batch.table_snapshot import EMPTY, Array, Cells, TableSnapshot
 from kvpagoda.memory.no_memory import HostArrays
 
 
@@ -41,10 +41,11 @@ class StepBuffers:
         self._put[name] = values, part
         return part
 
-    def snapshot(self, name: str, table: Table, slots: Array, first: Array, end: Array) -> TableSnapshot:
-        """What a step shows of ``table`` now: the same object as the last time, if nothing of it changed."""
+    def snapshot(self, name: str, versions: Array, slots: Array, first: Array, end: Array) -> TableSnapshot:
+        """What a step shows now of a table whose rows have ``versions``: the same object as the last time, if nothing of it
+        changed."""
         last = self._snapshots.get(name, EMPTY)
-        now: tuple[Array, ...] = (slots, table.version[slots], first, end)
+        now: tuple[Array, ...] = (slots, versions[slots], first, end)
         both = zip(now, last.columns, last.keys)
         keys = [key if column is old else column.tobytes() for column, old, key in both]
         if keys != last.keys:
@@ -53,19 +54,19 @@ class StepBuffers:
             last = self._snapshots[name] = TableSnapshot(now, keys)
         return last
 
-    def put_rows(self, name: str, table: Table, shown: TableSnapshot, is_fixed: bool = False) -> Any:
+    def put_rows(self, name: str, cells: Cells, shown: TableSnapshot, is_fixed: bool = False) -> Any:
         """The cells that are ``shown`` of each row, 0 left of them: int32 ``[B, most columns]``, a part of a buffer as wide as
         the table, or with ``is_fixed`` all columns. O(B + cells that changed; all of a row that means something else)."""
-        host, target = self._buffer(name, (len(shown), table.cells.shape[1]), np.int32)
+        host, target = self._buffer(name, (len(shown), cells.shape[1]), np.int32)
         held, part = self._held.get(name, (EMPTY, None))
         if part is not None and shown is held:
             return part
-        delta = shown.since(held, table)
+        delta = shown.since(held, cells)
         self._held.pop(name, None)  # until all of it is there
         for row in delta.renewed.tolist():
             slot, first, end = int(shown.slots[row]), int(shown.first[row]), int(shown.end[row])
             host[row, :first] = 0
-            host[row, first:end] = table.cells[slot, first:end]
+            host[row, first:end] = cells[slot, first:end]
             if not self.arrays.is_host:
                 self.arrays.upload(target, host[row], row)
         host[delta.rows, delta.columns] = delta.values
@@ -84,14 +85,14 @@ class StepBuffers:
         self,
         name: str,
         shown: TableSnapshot,
-        table: Table,
+        cells: Cells,
         is_fixed: bool,
         on_device: tuple[Any, Any, Any, int] | None,
     ) -> Any:
         """The cells that are ``shown``, row behind row: int32 ``[starts[-1]]``, or with ``is_fixed`` the whole buffer, as many
         as all rows can have. ``on_device``: what ``HostArrays.flatten`` makes them from where kernels read them, so that
         the host copies nothing. O(B + cells), nothing where nothing changed."""
-        most, total = len(shown) * table.cells.shape[1], int(shown.starts[-1])
+        most, total = len(shown) * cells.shape[1], int(shown.starts[-1])
         host, target = self._buffer(name, (most,), np.int32)
         held, part = self._held.get(name, (EMPTY, None))
         if part is not None and shown is held:
@@ -102,7 +103,7 @@ class StepBuffers:
             self.arrays.flatten(*on_device, part)
         else:
             runs = zip(shown.slots.tolist(), shown.first.tolist(), shown.end.tolist())
-            np.concatenate([table.cells[slot, left:right] for slot, left, right in runs], out=host[:total])
+            np.concatenate([cells[slot, left:right] for slot, left, right in runs], out=host[:total])
         self._held[name] = shown, part
         return part
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class Table(Protocol):
-    """A ``BlockTable``, or the same in kernel pages."""
-
-    version: Array
-    cells: Any
-    """int32 ``[rows, columns]``: read as ``[row, first:end]`` or ``[rows, columns]``."""
+Cells = Any
+"""Those of a ``BlockTable``, or ``PagedCells``: int32, read as ``[row, first:end]`` or ``[rows, columns]``."""
 
 
 class TableSnapshot:
@@ -24,7 +20,6 @@ class TableSnapshot:
     def __init__(self, columns: tuple[Array, ...], keys: list[bytes]) -> None:
         self.slots, self.versions, self.first, self.end = self.columns = columns
         self.keys = keys  # the columns as bytes
-        self._since: tuple[TableSnapshot, TableDelta] | None = None
         self._last_cells: Array | None = None
 
     def __len__(self) -> int:
@@ -35,19 +30,14 @@ class TableSnapshot:
         """int64 ``[B + 1]``: where the cells of each row begin if they lie row behind row."""
         return np.concatenate((_ZERO, np.cumsum(self.end - self.first)))
 
-    def last_cells(self, table: Table) -> Array:
+    def last_cells(self, cells: Cells) -> Array:
         """int64 ``[B]``: the last cell of each row that is shown."""
         if self._last_cells is None:
-            self._last_cells = table.cells[self.slots, self.end - 1].astype(np.int64)
+            self._last_cells = cells[self.slots, self.end - 1].astype(np.int64)
         return self._last_cells
 
-    def since(self, before: TableSnapshot, table: Table) -> TableDelta:
+    def since(self, before: TableSnapshot, cells: Cells) -> TableDelta:
         """How to come here from ``before``."""
-        if self._since is None or self._since[0] is not before:
-            self._since = before, self._delta(before, table)
-        return self._since[1]
-
-    def _delta(self, before: TableSnapshot, table: Table) -> TableDelta:
         slots, first, end = self.slots, self.first, self.end
         same = [now is old for now, old in zip(self.columns, before.columns)]
         if same == [True, True, True, False]:
@@ -67,7 +57,7 @@ class TableSnapshot:
         else:
             rows, columns = cells_between(columns, ends)
             rows = grown[rows]
-        values = table.cells[slots[rows], columns]
+        values = cells[slots[rows], columns]
         if first is not before.first:
             values *= columns >= first[rows]
         return TableDelta(renewed, rows, columns, values)

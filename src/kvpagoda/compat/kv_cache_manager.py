@@ -10,14 +10,12 @@ with the 4th token of every 128, HCA: with the 128th), and releases the request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvpagoda.batch.step import Step
 from kvpagoda.blocks import FreeList, FreeStack
-from kvpagoda.blocks.block_table import BlockTable
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import positive_numbers
 from kvpagoda.compat.compressed_pools import PagedKVPool, StateCachePool
@@ -40,28 +38,22 @@ from kvpagoda.units import ceil_div, whole_number
 Tensor = torch.Tensor
 
 
-class DeviceTable:
-    """``array``: the cells of ``table`` as int32 where kernels read them: on the CPU the same memory.
+class LayerBlocks:
+    """Who holds the blocks of one layer (``group``), and ``table``: the cells of its table as int32 where kernels read them,
+    on the CPU the same memory.
 
     The host's memory is not page-locked: a copy from such memory has read its source when it returns, so that the host
     may write on at once.
     """
 
-    def __init__(self, table: BlockTable, device: torch.device) -> None:
-        self._table, self._arrays = table, DeviceArrays(device)
-        self.array: Tensor = self._arrays.twin(table.cells)
+    def __init__(self, group: BlockGroup, device: torch.device) -> None:
+        self.group, self._arrays = group, DeviceArrays(device)
+        self.table: Tensor = self._arrays.twin(group.table.cells)
 
     def upload(self, slot: int) -> None:
         """Bring the row of ``slot`` up to date; nothing to copy on the CPU."""
         if not self._arrays.is_host:
-            self._arrays.upload(self.array, self._table.cells[slot], slot)
-
-
-class LayerBlocks(NamedTuple):
-    """Who holds the blocks of one layer, and where kernels read it."""
-
-    group: BlockGroup
-    table: DeviceTable
+            self._arrays.upload(self.table, self.group.table.cells[slot], slot)
 
 
 class KVCacheManager:
@@ -109,8 +101,8 @@ class KVCacheManager:
         self.state_pools = [StateCachePool(schema, num_slots, self.device) for schema in self.schemas]
         self.paged_pools = [PagedKVPool(s, n, self.device) if n else None for s, n in zip(self.schemas, num_blocks)]
         self._blocks = [self._layer_blocks(s, n) if n else None for s, n in zip(self.schemas, num_blocks)]
-        self.allocators: list[FreeStack | None] = [blocks and blocks.group.free for blocks in self._blocks]
-        self.block_tables: list[Tensor | None] = [blocks and blocks.table.array for blocks in self._blocks]
+        self.allocators: list[FreeStack | None] = [one.group.free if one else None for one in self._blocks]
+        self.block_tables: list[Tensor | None] = [one.table if one else None for one in self._blocks]
         self.num_layers = len(schedule)
 
     def _layer_blocks(self, schema: LayerSchema, num_blocks: int) -> LayerBlocks:
@@ -119,8 +111,7 @@ class KVCacheManager:
         plan = GroupPlan(FULL, layout, BLOCK_SIZE_ORIGINAL_TOKENS, num_blocks, None, layout.nbytes)
         columns = min(num_blocks, ceil_div(self.config.max_positions, BLOCK_SIZE_ORIGINAL_TOKENS))
         name = f"layer {schema.layer_idx} ({schema.attn.name})"
-        group = BlockGroup(plan, self._slots.num_ids, columns, first_id=0, name=name)
-        return LayerBlocks(group, DeviceTable(group.table, self.device))
+        return LayerBlocks(BlockGroup(plan, self._slots.num_ids, columns, first_id=0, name=name), self.device)
 
     @property
     def num_free_slots(self) -> int:
@@ -151,11 +142,11 @@ class KVCacheManager:
     def release_request(self, slot: int) -> None:
         """Give back the slot and all its blocks in every layer. Raises NotOwned if the slot is not admitted."""
         self._check_slot(slot)
-        for group, table in filter(None, self._blocks):
-            own = group.own_ids(slot)
-            group.close(slot)
-            group.release(own)
-            table.upload(slot)
+        for blocks in filter(None, self._blocks):
+            own = blocks.group.own_ids(slot)
+            blocks.group.close(slot)
+            blocks.group.release(own)
+            blocks.upload(slot)
         self._slots.release_id(slot)
 
     def allocate_block(self, layer_idx: int, slot: int) -> int:
@@ -165,8 +156,9 @@ class KVCacheManager:
         Raises BadInput for a layer without entries, NotOwned if the slot is not admitted, NeverFits past the model's
         longest text and OutOfBlocks, having changed nothing.
         """
-        group, table = self._blocks_of(layer_idx)
+        blocks = self._blocks_of(layer_idx)
         self._check_slot(slot)
+        group = blocks.group
         held = len(group.held_ids(slot))
         if not group.free.num_free:
             raise OutOfBlocks(
@@ -179,7 +171,7 @@ class KVCacheManager:
                 f"it asks for one more", needed=held + 1, available=held, group=group.name,
             )  # fmt: skip
         group.append(slot, group.free.peek(1))
-        table.upload(slot)
+        blocks.upload(slot)
         return int(group.table.cells[slot, held])
 
     def blocks_of(self, layer_idx: int, slot: int) -> list[int]:
@@ -221,12 +213,13 @@ class KVCacheManager:
         ids that break it. O(slots x blocks); reads the device."""
         self._slots.check()
         idle = np.setdiff1d(np.arange(self._slots.num_ids), self._slots.held_ids()).tolist()
-        for group, table in filter(None, self._blocks):
+        for blocks in filter(None, self._blocks):
+            group = blocks.group
             group.check()
             holding = [slot for slot in idle if len(group.held_ids(slot))]
             if holding:
                 raise CheckFailed(f"{group.name}: slots {holding} hold blocks but are not admitted")
-            differs = np.flatnonzero((table.array.cpu().numpy() != group.table.cells).any(axis=1))
+            differs = np.flatnonzero((blocks.table.cpu().numpy() != group.table.cells).any(axis=1))
             if len(differs):
                 raise CheckFailed(f"{group.name}: the device's table of slots {differs.tolist()} is not the host's")
 

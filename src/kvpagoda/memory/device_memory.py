@@ -20,7 +20,6 @@ from kvpagoda.memory.pool import Pool
 from kvpagoda.schema import Layer, Plan
 from kvpagoda.units import format_bytes
 
-Tensor = torch.Tensor
 POISON = 0xFF
 """NaN in all float formats, -1 in the integers."""
 
