@@ -20,6 +20,7 @@ from kvpagoda.kernels.dispatch import backend
 from kvpagoda.kernels.packed_rows import append_rows, gather_rows
 from kvpagoda.layouts.dialects import DIALECTS, dialect_of
 from kvpagoda.memory.arena import Arena
+from kvpagoda.memory.host_copy import copy_to_host
 from kvpagoda.schema import Field, RowLayout
 
 QUESTION = "How much of the speed of copying memory do packed rows and blocks leave?"
@@ -33,6 +34,7 @@ def measure(options: Options) -> list[Row]:
     formats = [(format, dialect) for format, dialects in DIALECTS.items() for dialect in dialects]
     cases = [case for one in formats[: 1 if options.quick else None] for case in rows_of(*one, elements)]
     cases += blocks_of(elements // 2)
+    cases += records_of(elements * 2)
     return [_row(options, *case) for case in cases if options.only in case[0]]
 
 
@@ -41,7 +43,9 @@ def rows_of(format: str, dialect: str, elements: int) -> Iterator[Case]:
     packing = dialect_of(format, dialect).packing
     heads = HEADS if packing.cells > 1 else 1
     width, pages = packing.width * heads, max(1, elements // (packing.width * heads * PAGE))
-    memory = torch.zeros(pages, packing.page_stride(PAGE, heads), dtype=torch.uint8)
+    stride = packing.page_stride(PAGE, heads)
+    layout = RowLayout.build([(0, Field("pages", stride, (), "uint8"))])
+    memory = Arena(layout, pages, device="cpu").layer(0)["pages"].view(-1, stride)
     rows = torch.randn(pages * PAGE, width, generator=torch.Generator().manual_seed(0)).bfloat16()
     slots = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).int()
     packed, how, name = (
@@ -71,6 +75,22 @@ def blocks_of(elements: int) -> Iterator[Case]:
             lambda one=one, other=other, pairs=pairs: copy_rows(one, other, pairs),
         )
         yield f"pack records of {nbytes:,}", 2 * one.nbytes, lambda arena=arena, ids=ids: arena.pack(ids)
+
+
+def records_of(nbytes: int) -> Iterator[Case]:
+    """Records of 64 KiB, as many as ``nbytes``, out of an arena to a table on the host: one that is there, as tiers have it,
+    and a new one, whose pages the system clears first; and what it leaves of one memcpy."""
+    width = 1 << 16
+    table = np.zeros((max(2, nbytes // width), width), np.uint8)
+    arena = Arena(RowLayout.build([(0, Field("k", width, (), "uint8"))]), len(table), device="cpu")
+    ids = torch.randperm(len(table), generator=torch.Generator().manual_seed(0)).numpy()
+
+    def store(table: np.ndarray) -> None:
+        copy_to_host(arena, ids, torch.from_numpy(table), range(len(table)))
+
+    yield f"store {table.nbytes:,} bytes", 2 * table.nbytes, lambda: store(table)
+    yield f"store {table.nbytes:,} bytes in new memory", 2 * table.nbytes, lambda: store(np.empty_like(table))
+    yield f"memcpy of {table.nbytes:,} bytes to new memory", 2 * table.nbytes, lambda: table.copy()
 
 
 def _row(options: Options, case: str, nbytes: int, call: Callable[[], object]) -> Row:
