@@ -44,8 +44,7 @@ def rows_of(format: str, dialect: str, elements: int) -> Iterator[Case]:
     heads = HEADS if packing.cells > 1 else 1
     width, pages = packing.width * heads, max(1, elements // (packing.width * heads * PAGE))
     stride = packing.page_stride(PAGE, heads)
-    layout = RowLayout.build([(0, Field("pages", stride, (), "uint8"))])
-    memory = Arena(layout, pages, device="cpu").layer(0)["pages"].view(-1, stride)
+    memory = _written(stride, pages).layer(0)["k"].view(-1, stride)
     rows = torch.randn(pages * PAGE, width, generator=torch.Generator().manual_seed(0)).bfloat16()
     slots = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).int()
     packed, how, name = (
@@ -54,6 +53,7 @@ def rows_of(format: str, dialect: str, elements: int) -> Iterator[Case]:
         f"{format} {dialect}",
     )
     yield f"append {name}", rows.nbytes + packed, lambda: append_rows(rows, slots, memory, format, **how)
+    append_rows(rows, slots, memory, format, **how)
     for out in (torch.zeros_like(rows), torch.zeros(rows.shape)):
         to = "" if out.dtype == torch.bfloat16 else " float32"
         gather = lambda out=out: gather_rows(memory, slots, out, format, **how)  # noqa: E731
@@ -65,10 +65,10 @@ def blocks_of(elements: int) -> Iterator[Case]:
     tensor is memory that the system clears first, for as long as the copy takes."""
     for nbytes in (1 << 16, 75_008):
         blocks = max(2, elements // nbytes)
-        one, other = (torch.zeros(blocks, nbytes, dtype=torch.uint8) for _ in range(2))
+        one, other = (torch.full((blocks, nbytes), value, dtype=torch.uint8) for value in range(2))
         ids = torch.randperm(blocks, generator=torch.Generator().manual_seed(0))
         pairs = torch.stack((ids, ids.flip(0)), 1)
-        arena = Arena(RowLayout.build([(0, Field("k", nbytes, (), "uint8"))]), blocks, device="cpu")
+        arena = _written(nbytes, blocks)
         yield (
             f"copy blocks of {nbytes:,}",
             2 * one.nbytes,
@@ -81,8 +81,8 @@ def records_of(nbytes: int) -> Iterator[Case]:
     """Records of 64 KiB, as many as ``nbytes``, out of an arena to a table on the host: one that is there, as tiers have it,
     and a new one, whose pages the system clears first; and what it leaves of one memcpy."""
     width = 1 << 16
-    table = np.zeros((max(2, nbytes // width), width), np.uint8)
-    arena = Arena(RowLayout.build([(0, Field("k", width, (), "uint8"))]), len(table), device="cpu")
+    table = np.ones((max(2, nbytes // width), width), np.uint8)
+    arena = _written(width, len(table))
     ids = torch.randperm(len(table), generator=torch.Generator().manual_seed(0)).numpy()
 
     def store(table: np.ndarray) -> None:
@@ -91,6 +91,13 @@ def records_of(nbytes: int) -> Iterator[Case]:
     yield f"store {table.nbytes:,} bytes", 2 * table.nbytes, lambda: store(table)
     yield f"store {table.nbytes:,} bytes in new memory", 2 * table.nbytes, lambda: store(np.empty_like(table))
     yield f"memcpy of {table.nbytes:,} bytes to new memory", 2 * table.nbytes, lambda: table.copy()
+
+
+def _written(nbytes: int, many: int) -> Arena:
+    """An arena of so many rows that were written once: memory that never was is one page of zeros, which a cache holds."""
+    arena = Arena(RowLayout.build([(0, Field("k", nbytes, (), "uint8"))]), many, device="cpu")
+    arena.buffer.fill_(1)
+    return arena
 
 
 def _row(options: Options, case: str, nbytes: int, call: Callable[[], object]) -> Row:

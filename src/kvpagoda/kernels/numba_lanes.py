@@ -104,3 +104,11 @@ def store(start: Any, first: int, made: Lanes) -> None:
     """Write ``made`` behind a pointer, as elements from the ``first`` one on."""
     at = made.b.gep(made.b.bitcast(start, made.value.type.element.as_pointer()), [ir.Constant(I32, first)])
     made.b.store(made.value, made.b.bitcast(at, made.value.type.as_pointer()), align=1)
+
+
+def fetch(start: Any, b: Any, byte: int) -> None:
+    """Ask for the memory so many bytes behind a pointer, ahead of its use, wherever that is."""
+    at = b.gep(b.bitcast(start, I8.as_pointer()), [ir.Constant(I32, byte)])
+    kind = ir.FunctionType(ir.VoidType(), (at.type, I32, I32, I32))
+    prefetch = b.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
+    b.call(prefetch, [at, *(ir.Constant(I32, value) for value in (0, 3, 1))])  # to read, to keep, data

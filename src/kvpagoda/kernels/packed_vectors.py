@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kvpagoda.kernels.numba_lanes import F16, F32, I8, I16, I32, Lanes, load, store
+from kvpagoda.kernels.numba_lanes import F16, F32, I8, I16, I32, Lanes, fetch, load, store
 
 SIDE = 32
 """Elements that are cast side by side."""
@@ -292,15 +292,10 @@ def read_vectors(b: Any, vectors: list[list[Any]], c: Any) -> Any:
 @_vector_instruction
 def ask(b: Any, vectors: list[list[Any]], c: Any) -> Any:
     """Ask for the memory of the first of these vectors, ahead of its use: its place in pages, and numbers that are read."""
-    byte, reads = I8.as_pointer(), hasattr(c, "HALF")
-    codes_nbytes = c.GROUP * c.GROUPS // (1 if c.CODES in BYTES else 2)
-    numbers, codes, scales, kept = (b.bitcast(at, byte) for at in vectors[0][:4])
-    asked = [(codes, codes_nbytes), (scales, 1), (kept, c.KEPT * c.KEPT_NBYTES)]
-    asked += [] if reads else [(numbers, 2 * (c.GROUP * c.GROUPS + c.KEPT))]
-    kind = ir.FunctionType(ir.VoidType(), (byte, I32, I32, I32))
-    prefetch = b.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
-    for begin, nbytes in asked:
-        for line in (*range(0, nbytes, 64), nbytes - 1)[:nbytes]:
-            at = b.gep(begin, [ir.Constant(I32, line)])
-            b.call(prefetch, [at, *(ir.Constant(I32, value) for value in (0, 3, 1))])  # to read, to keep, data
+    coded = c.GROUP * c.GROUPS
+    numbers, codes, scales, kept, _ = vectors[0]
+    asked = [(codes, coded if c.CODES in BYTES else coded // 2), (scales, 1), (kept, c.KEPT * c.KEPT_NBYTES)]
+    for begin, nbytes in asked if hasattr(c, "HALF") else [*asked, (numbers, 2 * (coded + c.KEPT))]:
+        for byte in (*range(0, nbytes, 64), nbytes - 1)[:nbytes]:
+            fetch(begin, b, byte)
     return ir.Constant(ir.IntType(1), 0)
