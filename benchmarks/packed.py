@@ -34,6 +34,7 @@ def measure(options: Options) -> list[Row]:
     formats = [(format, dialect) for format, dialects in DIALECTS.items() for dialect in dialects]
     cases = [case for one in formats[: 1 if options.quick else None] for case in rows_of(*one, elements)]
     cases += blocks_of(elements // 2)
+    cases += [case for nbytes in (elements // 2, 2 * elements) for case in records_of(nbytes)]
     return [_row(options, *case) for case in cases if options.only in case[0]]
 
 
@@ -42,7 +43,8 @@ def rows_of(format: str, dialect: str, elements: int) -> Iterator[Case]:
     packing = dialect_of(format, dialect).packing
     heads = HEADS if packing.cells > 1 else 1
     width, pages = packing.width * heads, max(1, elements // (packing.width * heads * PAGE))
-    memory = torch.zeros(pages, packing.page_stride(PAGE, heads), dtype=torch.uint8)
+    stride = packing.page_stride(PAGE, heads)
+    memory = _written(stride, pages).layer(0)["k"].view(-1, stride)
     rows = torch.randn(pages * PAGE, width, generator=torch.Generator().manual_seed(0)).bfloat16()
     slots = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).int()
     packed, how, name = (
@@ -51,6 +53,7 @@ def rows_of(format: str, dialect: str, elements: int) -> Iterator[Case]:
         f"{format} {dialect}",
     )
     yield f"append {name}", rows.nbytes + packed, lambda: append_rows(rows, slots, memory, format, **how)
+    append_rows(rows, slots, memory, format, **how)
     for out in (torch.zeros_like(rows), torch.zeros(rows.shape)):
         to = "" if out.dtype == torch.bfloat16 else " float32"
         gather = lambda out=out: gather_rows(memory, slots, out, format, **how)  # noqa: E731
@@ -58,25 +61,41 @@ def rows_of(format: str, dialect: str, elements: int) -> Iterator[Case]:
 
 
 def blocks_of(elements: int) -> Iterator[Case]:
-    """Blocks of 64 KiB and of 75 KB, and records of as many bytes out of an arena: less than the 32 MB from which each new
-    tensor is memory that the system clears first, for as long as the copy takes."""
+    """Blocks of 64 KiB and of 75 KB from one table to another."""
     for nbytes in (1 << 16, 75_008):
         blocks = max(2, elements // nbytes)
-        one, other = (torch.zeros(blocks, nbytes, dtype=torch.uint8) for _ in range(2))
+        one, other = (torch.full((blocks, nbytes), value, dtype=torch.uint8) for value in range(2))
         ids = torch.randperm(blocks, generator=torch.Generator().manual_seed(0))
         pairs = torch.stack((ids, ids.flip(0)), 1)
-        arena = Arena(RowLayout.build([(0, Field("k", nbytes, (), "uint8"))]), blocks, device="cpu")
-        out = ids.numpy()
-
-        def pack(arena: Arena = arena, out: np.ndarray = out, nbytes: int = nbytes) -> None:
-            copy_to_host(arena, out, torch.from_numpy(np.empty((len(out), nbytes), np.uint8)), range(len(out)))
-
         yield (
             f"copy blocks of {nbytes:,}",
             2 * one.nbytes,
             lambda one=one, other=other, pairs=pairs: copy_rows(one, other, pairs),
         )
-        yield f"pack records of {nbytes:,}", 2 * one.nbytes, pack
+
+
+def records_of(nbytes: int) -> Iterator[Case]:
+    """Records of 64 KiB and of 75 KB, of so many bytes in all, out of an arena to a table on the host: one that is there, as
+    tiers have it, and a new one, whose pages the system clears first; and what that leaves of one memcpy."""
+    for width in (1 << 16, 75_008):
+        table = np.ones((max(2, nbytes // width), width), np.uint8)
+        arena = _written(width, len(table))
+        ids = torch.randperm(len(table), generator=torch.Generator().manual_seed(0)).numpy()
+
+        def pack(table: np.ndarray, arena: Arena = arena, ids: np.ndarray = ids) -> None:
+            copy_to_host(arena, ids, torch.from_numpy(table), range(len(table)))
+
+        name, moved = f"pack records of {width:,}, {table.nbytes >> 20} MiB", 2 * table.nbytes
+        yield name, moved, lambda table=table, pack=pack: pack(table)
+        yield f"{name}, new memory", moved, lambda table=table, pack=pack: pack(np.empty_like(table))
+    yield f"memcpy of {nbytes >> 20} MiB to new memory", moved, lambda: table.copy()
+
+
+def _written(nbytes: int, many: int) -> Arena:
+    """An arena of so many rows that were written once: memory that never was is one page of zeros, which a cache holds."""
+    arena = Arena(RowLayout.build([(0, Field("k", nbytes, (), "uint8"))]), many, device="cpu")
+    arena.buffer.fill_(1)
+    return arena
 
 
 def _row(options: Options, case: str, nbytes: int, call: Callable[[], object]) -> Row:

@@ -13,9 +13,12 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from kvpagoda.kernels.numba_lanes import fetch
+
 instruction: Callable[[Any], Any] = intrinsic
 compiled: Callable[[Any], Any] = njit(cache=True, error_model="numpy")
-LINE, LINES = 64, 4
+LINE, LINES, AHEAD = 64, 4, 1024
+"""Bytes of a line of the caches, lines that are copied at once, and bytes from these to those that are asked for."""
 
 
 @instruction
@@ -28,6 +31,8 @@ def _stream(typingctx: Any, source: Any, start: Any, target: Any, at: Any) -> An
             b.bitcast(b.gep(context.make_array(array)(context, b, args[n]).data, [args[n + 1]]), line.as_pointer())
             for n, array in ((0, source), (2, target))
         )
+        for n in range(LINES):
+            fetch(begin, b, AHEAD + n * LINE)
         places = [ir.Constant(ir.IntType(32), n) for n in range(LINES)]
         for place, loaded in [(place, b.load(b.gep(begin, [place]), align=1)) for place in places]:
             b.store(loaded, b.gep(end, [place]), align=LINE).set_metadata("nontemporal", mark)

@@ -1,34 +1,14 @@
-"""Rows of packed formats as LLVM instructions, for loops that numba compiles: the elements of a row are read, cast and written
-side by side. Left to itself LLVM makes vectors of long loops alone; a group of 16 elements would be cast one by one.
-
-The casts are those of ``formats/small_floats.py``, for finite elements of groups whose scale is no odd one.
-"""
+"""Numbers side by side as LLVM instructions, for loops that numba compiles. Left to itself LLVM makes vectors of long loops
+alone; a group of 16 elements would be cast one by one."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-I1, I8, I16, I32, F16, F32 = (*(ir.IntType(bits) for bits in (1, 8, 16, 32)), ir.HalfType(), ir.FloatType())
-SIDE = 32
-"""Elements that are cast side by side."""
-INFINITY_BITS, LEAST_BITS, LARGE_BITS = 0x7F800000, 0x00800000, 227 << 23
-"""Bits of float32: of infinity, of the least number that is a normal one, and of 2^100."""
-LOW_PLACES = {"e4m3": (20, 121), "e2m1": (22, 127)}
-"""Of each small float: places of a float32's mantissa that it drops, and the exponent byte of its least normal number."""
-HALVES = {"e4m3": (7, 8), "e2m1": (9, 14)}
-"""Of each small float: places from its bits to those of a float16, which is so much smaller, as an exponent."""
-
-
-instruction: Callable[[Any], Any] = intrinsic
+I8, I16, I32, F16, F32 = (*(ir.IntType(bits) for bits in (8, 16, 32)), ir.HalfType(), ir.FloatType())
 
 
 def _operator(name: str, of_floats: str = "") -> Callable[[Lanes, Any], Lanes]:
@@ -104,236 +84,31 @@ class Lanes:
         """The same bits as ``count`` integers of another width."""
         return Lanes(self.b, self.b.bitcast(self.value, ir.VectorType(element, count)))
 
+    def without(self, places: int) -> Lanes:
+        """Signed integers without their last ``places``."""
+        return Lanes(self.b, self.b.ashr(self.value, self._other(places)))
+
     def any(self) -> Any:
         """Whether one of these conditions holds."""
         mask = self.b.bitcast(self.value, ir.IntType(self.count))
         return self.b.icmp_unsigned("!=", mask, ir.Constant(mask.type, 0))
 
 
-def _load(start: Any, b: Any, first: int, element: Any, count: int) -> Lanes:
+def load(start: Any, b: Any, first: int, element: Any, count: int) -> Lanes:
     """``count`` elements of a width, from the ``first`` one behind a pointer."""
     at = b.gep(b.bitcast(start, element.as_pointer()), [ir.Constant(I32, first)])
     return Lanes(b, b.load(b.bitcast(at, ir.VectorType(element, count).as_pointer()), align=1))
 
 
-def _store(start: Any, first: int, made: Lanes) -> None:
+def store(start: Any, first: int, made: Lanes) -> None:
     """Write ``made`` behind a pointer, as elements from the ``first`` one on."""
     at = made.b.gep(made.b.bitcast(start, made.value.type.element.as_pointer()), [ir.Constant(I32, first)])
     made.b.store(made.value, made.b.bitcast(at, made.value.type.as_pointer()), align=1)
 
 
-def _rounded(a: Lanes, codes: str) -> Lanes:
-    """Bits of |x|, at most the top -> its code without sign, ties to even, and other bits above it.
-
-    Added is a power of two whose last place is the step between codes near x; its exponent is also that of the code. Each
-    octave has 2^(23 - drop) steps, as many as lie below the least normal number, whose exponent byte is ``normal``.
-    """
-    drop, normal = LOW_PLACES[codes]
-    octave = a.most(normal << 23) & INFINITY_BITS
-    before = -(normal << 23 - drop) & 0xFF  # an even number, so that ties stay
-    return (a.floats + (octave + (drop << 23) + before).floats).bits + (octave >> drop)
-
-
-def _whole(x: Lanes, away: bool) -> Lanes:
-    """float32 of small numbers -> int32, the nearest whole number, ties ``away`` from zero or to even."""
-    if away:
-        return (x + ((x.bits & -0x80000000) | 0x3F000000).floats).to(I32, "fptosi")
-    return (x + 1.5 * 2.0**23).bits - 0x4B400000
-
-
-def _pair_codes(pairs: Lanes, factor: Lanes, c: Any) -> Lanes:
-    """uint32 of two bfloat16 each -> their codes, the first one below: the low 16 bits, or 8; other bits above."""
-    is_float, width = c.CODES in LOW_PLACES, 8 if c.CODES in ("e4m3", "int8") else 4
-    sign, given, codes = 1 << width - 1, pairs & 0x7FFF7FFF if is_float else pairs, []
-    for x in ((given << 16).floats, (given & -0x10000).floats):
-        y = x * factor if c.RECIPROCAL or c.POWER_OF_TWO else x / factor
-        a = y.bits.least(_bits(c.TOP)) if c.SCALE == "e4m3" else y.bits
-        a = (a - 1).most(0) if c.TIES == "down" else a
-        codes.append(_rounded(a, c.CODES) & sign - 1 if is_float else _whole(y, c.TIES == "away") & 2 * sign - 1)
-    both = codes[0] | (codes[1] << width)
-    if not is_float:
-        return both
-    signs = ((pairs >> 16 - width) & sign) | ((pairs >> 32 - 2 * width) & (sign << width))
-    # without a sign of zero: one less than the sign's own bit, added to a code, reaches that bit unless the code is 0
-    return both | (signs if c.SIGNED_ZERO else signs & (both + (sign - 1) * (1 + (1 << width))))
-
-
-def _numbers(code: Lanes, codes: str) -> Lanes:
-    """uint16 of one code each, not NaN -> float32, smaller than the number by ``HALVES`` where the code is a small float.
-
-    Its bits stand for that in a float16, and casting that is as fast below its least normal number as above.
-    """
-    sign = 0x80 if codes in ("e4m3", "int8") else 8
-    if codes not in HALVES:
-        return ((code ^ sign) - sign).to(I32, "sext").to(F32, "sitofp")
-    half = ((code & sign - 1) << HALVES[codes][0]) | ((code & sign) << (8 if sign == 0x80 else 12))
-    return half.to(F16, "bitcast").to(F32, "fpext")
-
-
-def _pair_numbers(pairs: Lanes, factor: Lanes, codes: str, half: bool) -> Lanes:
-    """uint16 of two codes each, the first one below -> twice as many float32, or uint32 of two bfloat16 each: the nearest,
-    ties to even."""
-    width = 8 if codes in ("e4m3", "int8") else 4
-    first, second = (_numbers(code, codes) * factor for code in (pairs & (1 << width) - 1, pairs >> width))
-    if not half:
-        return first.taken([i // 2 + i % 2 * first.count for i in range(2 * first.count)], second)
-    first, second = (x.bits + 0x7FFF + ((x.bits >> 16) & 1) for x in (first, second))
-    return (first >> 16) | (second & -0x10000)
-
-
-def _halved(found: Lanes, width: int, more: Lanes | None = None) -> tuple[Lanes, int]:
-    """The most of the first and the last half of each ``width`` numbers, and how many that are; a middle one is in both."""
-    half, places = (width + 1) // 2, range(found.count * (2 if more else 1))
-    first, last = [i for i in places if i % width < half], [i for i in places if i % width >= width - half]
-    return found.taken(first, more).most(found.taken(last, more)), half
-
-
-def _largest(load: Callable[[int, int], Lanes], c: Any) -> Lanes:
-    """The most of each group of ``load(first, count)`` elements, and of the last ones again up to a power of two."""
-    together = math.gcd(c.GROUPS, max(1, SIDE // c.GROUP))
-
-    def of(first: int, many: int) -> tuple[Lanes, int]:
-        if many > together:
-            (left, width), (right, _) = of(first, many // 2), of(first + many // 2, many // 2)
-            return _halved(left, width, right) if width > 1 else (left.taken([*range(2 * left.count)], right), 1)
-        found, width = load(min(first, c.GROUPS - together) * c.GROUP, together * c.GROUP), c.GROUP
-        while found.count > SIDE:
-            found, width = _halved(found, width)
-        return found, width
-
-    found, width = of(0, 1 << (c.GROUPS - 1).bit_length())
-    while width > 1:
-        found, width = _halved(found, width)
-    return found
-
-
-def _bits(number: float) -> int:
-    return int(np.float32(number).view(np.int32))
-
-
-def _scales(size: Lanes, c: Any) -> tuple[Lanes, Lanes, Lanes]:
-    """Bits of amax -> (s, what elements are multiplied with or divided by, what is stored), as ``formats.scales`` says."""
-    floor, least = (int(c.POWER_OF_TWO), c.FLOOR) if c.FLOORS_SCALE else (c.FLOOR, 0)
-    if c.POWER_OF_TWO:
-        carry, less = _bits(c.TOP) & 0x7FFFFF ^ 0x7FFFFF, (_bits(c.TOP) >> 23) - 127
-        byte = (((size.most(floor) + carry) >> 23) - less).most(least + 0x7FFFFF >> 23)
-        factor = (((byte ^ 0xFF) - 1) << 23).floats  # 2^127 / 2^byte
-        return (byte << 23).floats, factor, byte if c.SCALE == "e8m0" else byte << 23
-    s = size.most(floor).floats
-    s = s / s.constant(c.TOP)
-    s = s.bits.most(least).floats if least else s
-    stored = s.bits
-    if c.SCALE == "e4m3":
-        code = _rounded(stored.least(_bits(448)), "e4m3") & 0x7F
-        if c.SCALE_UP:
-            is_less = (_numbers(code.to(I16), "e4m3") * 2.0**8).bits < stored
-            code = is_less.where(code + 1, code).least(0x7E)
-        s, stored = _numbers(code.to(I16), "e4m3") * 2.0**8, code
-    factor = s.constant(1.0) / s if c.RECIPROCAL else s
-    return s, (size < 1).where(s.constant(1.0), factor) if c.APART else factor, stored
-
-
-def _with_most(widest: list[Lanes], pairs: Lanes) -> list[Lanes]:
-    """The most of each e4m3 code without its sign; ``widest`` so far, of none or one."""
-    found = (pairs & 0x7F7F).cut(I8, 2 * pairs.count)
-    return [one.most(found) for one in widest] or [found]
-
-
-def _order(c: Any) -> list[int]:
-    """Where the scale of each group lies among those of its row; of the last group again up to a power of two."""
-    groups = [min(g, c.GROUPS - 1) for g in range(1 << (c.GROUPS - 1).bit_length())]
-    return [g % c.LANES * (c.GROUPS // c.LANES) + g // c.LANES for g in groups]
-
-
-def _vector_instruction(make: Callable[..., Any]) -> Any:
-    """What numba calls as (numbers: flat array, start, pages: flat uint8, the bytes in it at which codes, scales and kept
-    elements begin, constants in JSON) and ``make`` builds with (b, pointers to these, constants); it returns a boolean."""
-
-    def typed(typingctx: Any, numbers: Any, start: Any, pages: Any, codes: Any, scales: Any, kept: Any, c: Any) -> Any:
-        arguments, constants = (numbers, start, pages, codes, scales, kept, c), json.loads(c.literal_value)
-
-        def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-            begins = [context.make_array(array)(context, b, args[n]).data for n, array in ((0, numbers), (2, pages))]
-            places = [b.gep(begins[0], [args[1]]), *(b.gep(begins[1], [at]) for at in args[3:6])]
-            return make(b, *places, SimpleNamespace(**constants))
-
-        return types.boolean(*arguments), codegen
-
-    return intrinsic(prefer_literal=True)(typed)
-
-
-@_vector_instruction
-def write_vector(b: Any, numbers: Any, codes: Any, scales: Any, kept: Any, c: Any) -> Any:
-    """Write one vector of bfloat16. Returns whether it must be written anew by the reference: something is inf or NaN, or a
-    scale is 0 or too small to divide by."""
-    size = _largest(lambda first, count: _load(numbers, b, first, I16, count) & 0x7FFF, c)
-    s, factor, stored = _scales(size.to(I32) << 16, c)
-    is_odd = (s.bits < LEAST_BITS) & (size.constant(0) < size) if c.APART else s.bits < LEAST_BITS
-    is_odd = is_odd | (size.constant(0x7F7F) < size)
-    stored, order = stored.to(I8) if c.SCALE != "float32" else stored, _order(c)
-    groups = [order.index(place) if place < c.GROUPS else stored.count for place in range(c.GROUPS + c.SCALE_PAD)]
-    _store(scales, 0, stored.taken(groups, stored.constant(0)))
-    many = math.gcd(c.GROUP * c.GROUPS, SIDE) // 2
-    for first in range(0, c.GROUP * c.GROUPS // 2, many):
-        mine = factor.taken([(first + i) * 2 // c.GROUP for i in range(many)])
-        made = _pair_codes(_load(numbers, b, first, I32, many), mine, c)
-        _store(codes, first, made.to(I16 if c.CODES in ("e4m3", "int8") else I8))
-    if not c.KEPT:
-        return is_odd.any()
-    pairs = _load(numbers, b, c.GROUP * c.GROUPS // 2, I32, c.KEPT // 2)
-    if c.KEPT_NBYTES == 2:
-        _store(kept, 0, pairs)
-        return is_odd.any()
-    rule = SimpleNamespace(CODES="e4m3", SCALE="e4m3", TOP=448, RECIPROCAL=True, TIES="even", SIGNED_ZERO=True)
-    _store(kept, 0, _pair_codes(pairs, pairs.constant(0x3F800000).floats, rule).to(I16))
-    size = pairs.cut(I16, c.KEPT) & 0x7FFF
-    return b.or_(is_odd.any(), (size.constant(0x7F80) < size).any())
-
-
-@_vector_instruction
-def read_vector(b: Any, numbers: Any, codes: Any, scales: Any, kept: Any, c: Any) -> Any:
-    """Read one vector into float32, or uint16 bits of bfloat16. Returns whether the reference must read it: a code or a scale
-    is NaN, or a scale 2^100 or more."""
-    if c.SCALE == "float32":
-        bits = _load(scales, b, 0, I32, c.GROUPS)
-    else:
-        byte = _load(scales, b, 0, I8, c.GROUPS + c.SCALE_PAD).taken(_order(c)).to(I32)
-        if c.SCALE == "e8m0":
-            bits = (byte < 1).where(byte.constant(0x00400000), byte << 23)
-        else:
-            bits = (_numbers(byte.to(I16), "e4m3") * 2.0**8).bits
-            bits = bits | (((byte & 0x7F) < 0x7F).where(byte.constant(0), INFINITY_BITS))
-    factor = bits.floats * 2.0 ** HALVES.get(c.CODES, (0, 0))[1]
-    is_odd, coded = (bits.constant(LARGE_BITS) < (bits & 0x7FFFFFFF)).any(), c.GROUP * c.GROUPS // 2
-    widest: list[Lanes] = []
-    many = math.gcd(coded, SIDE // 2)
-    for first in range(0, coded, many):
-        pairs = _load(codes, b, first, I16 if c.CODES in ("e4m3", "int8") else I8, many).to(I16)
-        mine = factor.taken([(first + i) * 2 // c.GROUP for i in range(many)])
-        _store(numbers, first * (1 if c.HALF else 2), _pair_numbers(pairs, mine, c.CODES, c.HALF))
-        widest = _with_most(widest, pairs) if c.CODES == "e4m3" else widest
-    many = math.gcd(c.KEPT // 2, SIDE // 2)
-    for first in range(0, c.KEPT // 2, many):
-        if c.KEPT_NBYTES == 2:
-            pairs = _load(kept, b, first * 2, I16, many * 2)
-            made = pairs if c.HALF else (pairs.to(I32) << 16).floats
-        else:
-            pairs = _load(kept, b, first, I16, many)
-            made = _pair_numbers(pairs, factor.constant(2.0**8).taken([0] * many), "e4m3", c.HALF)
-            widest = _with_most(widest, pairs)
-        _store(numbers, (coded + first) * (1 if made.value.type.element == I32 else 2), made)
-    return b.or_(is_odd, (widest[0].constant(0x7E) < widest[0]).any()) if widest else is_odd
-
-
-@instruction
-def fetch(typingctx: Any, array: Any, at: Any) -> Any:
-    """Ask for the memory of the flat ``array`` at ``at``, which may lie outside of it, ahead of its use."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        start = b.gep(context.make_array(array)(context, b, args[0]).data, [args[1]])
-        kind = ir.FunctionType(ir.VoidType(), (start.type, I32, I32, I32))
-        prefetch = b.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
-        b.call(prefetch, [start, *(ir.Constant(I32, value) for value in (0, 3, 1))])  # to read, to keep, data
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64), codegen
+def fetch(start: Any, b: Any, byte: int) -> None:
+    """Ask for the memory so many bytes behind a pointer, ahead of its use, wherever that is."""
+    at = b.gep(b.bitcast(start, I8.as_pointer()), [ir.Constant(I32, byte)])
+    kind = ir.FunctionType(ir.VoidType(), (at.type, I32, I32, I32))
+    prefetch = b.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
+    b.call(prefetch, [at, *(ir.Constant(I32, value) for value in (0, 3, 1))])  # to read, to keep, data

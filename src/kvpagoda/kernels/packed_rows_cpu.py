@@ -1,7 +1,7 @@
 """``append_rows`` and ``gather_rows`` compiled for the CPU by numba: the bytes of the reference.
 
 A loop is compiled once for each rule and size of group, and kept on disk for as long as nothing changes that it is made of.
-Where the parts of a row lie it is told in each call. A row that is odd, as ``numba_lanes`` says, is left to the reference;
+Where the parts of a row lie it is told in each call. A row that is odd, as ``packed_vectors`` says, is left to the reference;
 there are hardly any.
 """
 
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from kvpagoda.kernels import numba_lanes
-from kvpagoda.kernels.numba_lanes import fetch, read_vector, write_vector
+from kvpagoda.kernels import numba_lanes, packed_vectors
+from kvpagoda.kernels.packed_vectors import ask, read_vectors, write_codes, write_scales
 
 compiled: Callable[[Any], Any] = njit(cache=True, error_model="numpy")
-inlined: Callable[[Any], Any] = njit(error_model="numpy", forceinline=True)
-AHEAD = 8
-"""Rows from one that is worked on to one that is asked for."""
+TOGETHER, AHEAD, PLACES = 256, 4096, 64
+"""Elements of the vectors that are worked on at once, and from these to those whose memory is asked for; of how many vectors
+the places are kept, at least four times as many as are worked on at once."""
 
 
 class Parts(NamedTuple):
@@ -46,50 +46,63 @@ class Parts(NamedTuple):
     slots: int
 
 
-@inlined
-def _fetch(pages: Any, p: Any, at: Any, slot: Any) -> None:
-    """Ask for the memory of the row in ``slot``, whatever number that is, ahead of its use: rows lie anywhere, and each would
-    be waited for longer than it is worked on. ``at``: the byte of its page at which each vector begins."""
-    page, within = slot // p.page * p.pages, slot % p.page
-    for head in range(p.heads):
-        fetch(pages, page + at[head] + within * p.scales_row + p.scales_at)
-        for line in range(0, p.data_row, 64):
-            fetch(pages, page + at[head] + within * p.data_row + line)
-
-
 @lru_cache(maxsize=256)
 def vector_loop(constants: str) -> Any:
     """The compiled loop that writes rows, or reads them where ``constants``, in JSON, have ``HALF``.
 
     It takes (numbers: a flat array, uint16 or float32, pages: flat uint8, slots, ``Parts``) and returns int64: the rows that
-    are odd.
+    are odd, and those they were worked on with. Rows lie anywhere, and each would be waited for longer than it is worked on:
+    its memory is asked for ahead. After the last row it is that one again.
     """
-    reads = "HALF" in json.loads(constants)
-    move = read_vector if reads else write_vector
+    c = json.loads(constants)
+    reads, groups, width = "HALF" in c, c["GROUPS"], c["GROUPS"] * c["GROUP"] + c["KEPT"]
+    together = 1 if reads else 1 << min(max(TOGETHER // width, 1), PLACES // 8).bit_length() - 1
+    ahead = together * max(1, min(AHEAD // width, PLACES // 2) // together)
     # numba finds what it compiled by the date of this file and by what the loop encloses
-    constants = json.dumps({**json.loads(constants), "SOURCE": zlib.crc32(inspect.getsource(numba_lanes).encode())})
+    source = zlib.crc32((inspect.getsource(numba_lanes) + inspect.getsource(packed_vectors)).encode())
+    constants = json.dumps({**c, "TOGETHER": together, "SOURCE": source})
 
     @compiled
     def loop(numbers: Any, pages: Any, slots: Any, p: Any) -> Any:
-        vectors = p.cells * p.heads
-        odd, count, at = np.empty(len(slots), np.int64), 0, np.empty(vectors, np.int64)
-        for vector in range(vectors):
-            at[vector] = vector // p.heads * p.cell_stride + vector % p.heads * p.head_stride
+        vectors, live = p.cells * p.heads, 0
         for i in range(len(slots)):
-            slot, ahead = np.int64(slots[i]), np.int64(slots[min(i + AHEAD, len(slots) - 1)])
-            if slot < 0 or slot >= p.slots:
-                if reads:
-                    numbers[i * p.rows : i * p.rows + vectors * p.width] = 0
+            if slots[i] >= 0 and slots[i] < p.slots:
+                live += 1
+            elif reads:
+                numbers[i * p.rows : i * p.rows + vectors * p.width] = 0
+        odd, places = np.zeros(len(slots), np.bool_), np.empty((PLACES, 5), np.int64)
+        at = np.array([v // p.heads * p.cell_stride + v % p.heads * p.head_stride for v in range(vectors)])
+        factors = np.empty(2 * PLACES * groups, np.float32)
+        i, vector, found, data, scales = -1, vectors - 1, 0, 0, 0
+        for first in range(-ahead, live * vectors, together):
+            for n in range(first + ahead, first + ahead + together):
+                vector += 1
+                if vector == vectors:
+                    vector = 0
+                    if found < live:
+                        found, i = found + 1, i + 1
+                        while slots[i] < 0 or slots[i] >= p.slots:
+                            i += 1
+                        slot = np.uint64(slots[i])  # faster to divide than with a sign
+                        page = np.int64(slot // np.uint64(p.page))
+                        within, page = np.int64(slot) - page * p.page, page * p.pages
+                        data, scales = page + within * p.data_row, page + within * p.scales_row + p.scales_at
+                place = n & PLACES - 1
+                places[place, 0] = i * p.rows + vector * p.width
+                places[place, 1] = data + at[vector] + p.codes_at
+                places[place, 2] = scales + at[vector]
+                places[place, 3] = data + at[vector] + p.kept_at
+                places[place, 4] = i
+                ask(numbers, pages, factors, places, place, constants)
+            place, behind = first & PLACES - 1, first + together & PLACES - 1
+            if reads:
+                if first >= 0 and read_vectors(numbers, pages, factors, places, place, constants):
+                    odd[places[place, 4]] = True
                 continue
-            is_odd, page, within = False, slot // p.page * p.pages, slot % p.page
-            _fetch(pages, p, at, ahead)
-            for vector in range(vectors):
-                start, base = i * p.rows + vector * p.width, page + at[vector]
-                data, scales = base + within * p.data_row, base + within * p.scales_row + p.scales_at
-                is_odd |= move(numbers, start, pages, data + p.codes_at, scales, data + p.kept_at, constants)
-            if is_odd:
-                odd[count] = i
-                count += 1
-        return odd[:count]
+            if first + together >= 0 and write_scales(numbers, pages, factors, places, behind, constants):
+                odd[places[behind : behind + together, 4]] = True
+            if first >= 0:
+                write_codes(numbers, pages, factors, places, place, constants)
+        return np.flatnonzero(odd)
 
     return loop

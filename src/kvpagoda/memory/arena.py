@@ -18,6 +18,7 @@ import torch
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.kernels.copy_rows import copy_rows
 from kvpagoda.memory.id_tensors import Device, default_device, integers
+from kvpagoda.memory.pages import pages
 from kvpagoda.schema import Page, Place, RowLayout
 from kvpagoda.schema.fields import itemsize
 from kvpagoda.schema.layout import ALIGN
@@ -34,6 +35,13 @@ Region = tuple[slice, Tensor]
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.float16`` -> ``"float16"``, as a ``Field`` spells it."""
     return str(dtype).removeprefix("torch.")
+
+
+def zeros(nbytes: int, device: torch.device) -> Tensor:
+    """New uint8 ``[nbytes]``, on a CPU in large pages, where the system has them."""
+    if device.type == "cpu" and nbytes:
+        return torch.from_numpy(pages(nbytes))
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
 class Arena:
@@ -65,7 +73,8 @@ class Arena:
         if within is None:
             pin = pin_memory and self.device.type == "cpu" and torch.cuda.is_available()
             nbytes = num_rows * (layout.payload_nbytes if packed else layout.nbytes)
-            self.buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device, pin_memory=pin)
+            pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) if pin else None
+            self.buffer = zeros(nbytes, self.device) if pinned is None else pinned
         else:
             self.buffer = within[0][: num_rows * self.row_nbytes]
         self.num_pages = num_rows * layout.kernel_pages

@@ -10,7 +10,7 @@ import torch
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import OutOfBlocks
-from kvpagoda.memory.arena import Arena, Device, default_device
+from kvpagoda.memory.arena import Arena, Device, default_device, zeros
 from kvpagoda.memory.device_arrays import DeviceArrays
 from kvpagoda.memory.host_copy import copy_from_host, copy_to_host
 from kvpagoda.memory.layerwise import LayerwiseCopy, side_stream
@@ -43,7 +43,7 @@ class DeviceMemory(NoMemory):
     ) -> None:
         self.arrays = DeviceArrays(default_device(device))
         self.device = self.arrays.device
-        shared = torch.zeros(plan.num_sectors * plan.sector_nbytes, dtype=torch.uint8, device=self.device)
+        shared = zeros(plan.num_sectors * plan.sector_nbytes, self.device)
         self.arenas = [
             Arena(
                 group.layout, group.num_rows, device=self.device, order=plan.order,
