@@ -1,6 +1,9 @@
 """The loops that numba compiles give the bytes of the reference, whatever the rows hold."""
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -92,3 +95,38 @@ def test_a_loop_is_found_on_disk_until_what_it_is_made_of_changes(monkeypatch, t
     assert [found(), found()] == [(0, 1), (1, 0)]
     monkeypatch.setattr(packed_rows_cpu.inspect, "getsource", lambda module: f"{module.__name__}, changed")
     assert found() == (0, 1)
+
+
+APPEND = """
+import hashlib, sys, torch
+from kvpagoda.kernels.packed_rows import append_rows
+for dialect in sys.argv[1:]:
+    pages = torch.zeros(1, 656, dtype=torch.uint8)
+    rows = torch.randn(1, 576, generator=torch.Generator().manual_seed(1)).bfloat16()
+    append_rows(rows, torch.tensor([0]), pages, "v32_656", page_size=1, dialect=dialect)
+    print(hashlib.sha256(pages.numpy()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("how", [pytest.param("", marks=pytest.mark.slow, id="by what they write"), "by their names"])
+def test_loops_that_several_processes_compiled_are_told_apart_in_one(how, tmp_path):
+    """numba names what it compiles by the function and by how many came before it in its process. Two dialects that were
+    compiled in two processes once had one name in a third, which could not use the second."""
+    dialects = ["flashmla", "sglang_raw"]
+    if how:
+        from kvpagoda.kernels import packed_rows_cpu
+
+        constants = [vars(append_constants(dialect_of("v32_656", dialect), 1, 1)) for dialect in dialects]
+        loops = [packed_rows_cpu.vector_loop.__wrapped__(json.dumps(one)).py_func for one in constants]
+        assert loops[0].__qualname__ != loops[1].__qualname__
+        assert loops[0].__name__ != loops[1].__name__
+        return
+
+    def digests(*dialects, **environment):
+        given = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), **environment}
+        command = [sys.executable, "-c", APPEND, *dialects]
+        return subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout.split()
+
+    wanted = digests(*dialects, **{VARIABLE: "reference"})
+    assert digests(dialects[0]) == wanted[:1]
+    assert digests(*dialects) == digests(*dialects) == wanted  # the second was compiled beside one from the disk

@@ -12,6 +12,7 @@ import json
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,7 +63,6 @@ def vector_loop(constants: str) -> Any:
     source = zlib.crc32((inspect.getsource(numba_lanes) + inspect.getsource(packed_vectors)).encode())
     constants = json.dumps({**c, "TOGETHER": together, "SOURCE": source})
 
-    @compiled
     def loop(numbers: Any, pages: Any, slots: Any, p: Any) -> Any:
         vectors, live = p.cells * p.heads, 0
         for i in range(len(slots)):
@@ -105,4 +105,6 @@ def vector_loop(constants: str) -> Any:
                 write_codes(numbers, pages, factors, places, place, constants)
         return np.flatnonzero(odd)
 
-    return loop
+    # what several processes kept on disk is told apart by names alone once it is in one process
+    loop.__name__ = loop.__qualname__ = f"loop_{blake2b(constants.encode(), digest_size=12).hexdigest()}"
+    return compiled(loop)
