@@ -21,6 +21,7 @@ from kvpagoda.kernels.packed_rows import append_rows, gather_rows
 from kvpagoda.layouts.dialects import DIALECTS, dialect_of
 from kvpagoda.memory.arena import Arena
 from kvpagoda.memory.host_copy import copy_to_host
+from kvpagoda.memory.pages import pages
 from kvpagoda.schema import Field, RowLayout
 
 QUESTION = "How much of the speed of copying memory do packed rows and blocks leave?"
@@ -75,20 +76,21 @@ def blocks_of(elements: int) -> Iterator[Case]:
 
 
 def records_of(nbytes: int) -> Iterator[Case]:
-    """Records of 64 KiB and of 75 KB, of so many bytes in all, out of an arena to a table on the host: one that is there, as
-    tiers have it, and a new one, whose pages the system clears first; and what that leaves of one memcpy."""
+    """Records of 64 KiB and of 75 KB, of so many bytes in all, out of an arena to a table of pages on the host, as tiers have
+    it: one that is there, and a new one, whose pages the system clears first; and what that leaves of one memcpy."""
     for width in (1 << 16, 75_008):
-        table = np.ones((max(2, nbytes // width), width), np.uint8)
-        arena = _written(width, len(table))
-        ids = torch.randperm(len(table), generator=torch.Generator().manual_seed(0)).numpy()
+        many = max(2, nbytes // width)
+        arena, table, moved = _written(width, many), pages(many * width), 2 * many * width
+        table.fill(1)
+        ids = torch.randperm(many, generator=torch.Generator().manual_seed(0)).numpy()
 
         def pack(table: np.ndarray, arena: Arena = arena, ids: np.ndarray = ids) -> None:
-            copy_to_host(arena, ids, torch.from_numpy(table), range(len(table)))
+            copy_to_host(arena, ids, torch.from_numpy(table).view(len(ids), -1), range(len(ids)))
 
-        name, moved = f"pack records of {width:,}, {table.nbytes >> 20} MiB", 2 * table.nbytes
+        name = f"pack records of {width:,}, {table.nbytes >> 20} MiB"
         yield name, moved, lambda table=table, pack=pack: pack(table)
-        yield f"{name}, new memory", moved, lambda table=table, pack=pack: pack(np.empty_like(table))
-    yield f"memcpy of {nbytes >> 20} MiB to new memory", moved, lambda: table.copy()
+        yield f"{name}, new memory", moved, lambda table=table, pack=pack: pack(pages(len(table)))
+    yield f"memcpy of {nbytes >> 20} MiB to new memory", moved, lambda: np.copyto(pages(len(table)), table)
 
 
 def _written(nbytes: int, many: int) -> Arena:
