@@ -60,6 +60,21 @@ def test_gather_gives_the_numbers_of_the_reference(format, dialect, dtype, monke
     assert torch.equal(given.nan_to_num(3.0).view(bits), wanted.nan_to_num(3.0).view(bits))
 
 
+@every
+def test_padded_rows_alone_write_nothing_and_read_zeros(format, dialect, monkeypatch):
+    packing, slots = dialect_of(format, dialect).packing, torch.tensor([-1, 10**6])
+    width = packing.width * heads_of(format)
+
+    def run():
+        pages, out = pool(format, dialect), torch.ones(2, width)
+        before = pages.clone()
+        append_rows(torch.ones(2, width).bfloat16(), slots, pages, format, page_size=PAGE, dialect=dialect)
+        gather_rows(pages, slots, out, format, page_size=PAGE, dialect=dialect)
+        return torch.equal(pages, before) and not out.any()
+
+    assert all(both(monkeypatch, run))
+
+
 @pytest.mark.parametrize("head_dim", [6, 5], ids=["no power of two", "odd: the reference"])
 def test_heads_of_any_width_are_written_and_read(head_dim, monkeypatch):
     rows = torch.randn(len(SLOTS), 4 * head_dim, generator=torch.Generator().manual_seed(head_dim)).bfloat16()

@@ -76,6 +76,8 @@ def append_rows(
             return
         rows, slots = rows[left], slots[left]
     live = ((slots >= 0) & (slots < len(pages) * page_size)).nonzero().squeeze(1)
+    if not len(live):
+        return
     slot = slots.index_select(0, live).long()
     places = views(pages, chosen.packing, page_size, heads)
     for part, values in encode_rows(rows.index_select(0, live), chosen, heads).items():

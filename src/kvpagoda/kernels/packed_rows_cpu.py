@@ -74,7 +74,7 @@ def vector_loop(constants: str) -> Any:
         at = np.array([v // p.heads * p.cell_stride + v % p.heads * p.head_stride for v in range(vectors)])
         factors = np.empty(2 * PLACES * groups, np.float32)
         i, vector, found, data, scales = -1, vectors - 1, 0, 0, 0
-        for first in range(-ahead, live * vectors, together):
+        for first in range(-ahead if live else 0, live * vectors, together):
             for n in range(first + ahead, first + ahead + together):
                 vector += 1
                 if vector == vectors:
