@@ -48,7 +48,7 @@ def test_tokens_stay_the_same_while_memory_changes_kind(name: str) -> None:
         model, tight(schema), max_requests=3, prefill_chunk=5, retention=Retention(checkpoint_every=1), poison=True
     )
     assert generator.cache.plan.num_sectors
-    for _ in range(2):
+    for _ in range(3):
         found = generator.generate(texts()[::2], NEW, on_step=lambda stats: generator.cache.check())
         assert found == recomputed(name)[::2]
     stats = generator.stats()

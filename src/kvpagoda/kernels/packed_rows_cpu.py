@@ -83,9 +83,8 @@ def vector_loop(constants: str) -> Any:
                         found, i = found + 1, i + 1
                         while slots[i] < 0 or slots[i] >= p.slots:
                             i += 1
-                        slot = np.uint64(slots[i])  # faster to divide than with a sign
-                        page = np.int64(slot // np.uint64(p.page))
-                        within, page = np.int64(slot) - page * p.page, page * p.pages
+                        page = np.int64(np.uint64(slots[i]) // np.uint64(p.page))  # faster than with a sign
+                        within, page = slots[i] - page * p.page, page * p.pages
                         data, scales = page + within * p.data_row, page + within * p.scales_row + p.scales_at
                 place = n & PLACES - 1
                 places[place, 0] = i * p.rows + vector * p.width
