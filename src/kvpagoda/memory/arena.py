@@ -40,7 +40,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def zeros(nbytes: int, device: torch.device) -> Tensor:
     """New uint8 ``[nbytes]``, on a CPU in large pages, where the system has them."""
     if device.type == "cpu" and nbytes:
-        return torch.from_numpy(pages(nbytes))
+        return torch.from_numpy(pages(nbytes, large=True))
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
