@@ -43,24 +43,6 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """The same in this process."""
-
-    def run(*arguments: str, width: int = 100) -> subprocess.CompletedProcess[str]:
-        from kvpagoda.cli import main
-
-        monkeypatch.setenv("COLUMNS", str(width))
-        monkeypatch.setenv("TERM", "dumb")
-        monkeypatch.setattr(sys, "argv", ["kvpagoda", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return subprocess.CompletedProcess(arguments, end.value.code or 0, out, err)  # type: ignore[arg-type]
-
-    return run
-
-
-@pytest.fixture
 def llama(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     return tmp_path

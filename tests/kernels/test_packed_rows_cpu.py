@@ -123,25 +123,27 @@ for dialect in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("", marks=pytest.mark.slow, id="by what they write"), "by their names"])
-def test_loops_that_several_processes_compiled_are_told_apart_in_one(how, tmp_path):
+TWO = ["flashmla", "sglang_raw"]
+
+
+def test_loops_have_names_of_their_own():
     """numba names what it compiles by the function and by how many came before it in its process. Two dialects that were
     compiled in two processes once had one name in a third, which could not use the second."""
-    dialects = ["flashmla", "sglang_raw"]
-    if how:
-        from kvpagoda.kernels import packed_rows_cpu
+    from kvpagoda.kernels import packed_rows_cpu
 
-        constants = [vars(append_constants(dialect_of("v32_656", dialect), 1, 1)) for dialect in dialects]
-        loops = [packed_rows_cpu.vector_loop.__wrapped__(json.dumps(one)).py_func for one in constants]
-        assert loops[0].__qualname__ != loops[1].__qualname__
-        assert loops[0].__name__ != loops[1].__name__
-        return
+    constants = [vars(append_constants(dialect_of("v32_656", dialect), 1, 1)) for dialect in TWO]
+    loops = [packed_rows_cpu.vector_loop.__wrapped__(json.dumps(one)).py_func for one in constants]
+    assert loops[0].__qualname__ != loops[1].__qualname__
+    assert loops[0].__name__ != loops[1].__name__
 
+
+@pytest.mark.slow
+def test_loops_that_several_processes_compiled_are_told_apart_in_one(tmp_path):
     def digests(*dialects, **environment):
         given = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), **environment}
         command = [sys.executable, "-c", APPEND, *dialects]
         return subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout.split()
 
-    wanted = digests(*dialects, **{VARIABLE: "reference"})
-    assert digests(dialects[0]) == wanted[:1]
-    assert digests(*dialects) == digests(*dialects) == wanted  # the second was compiled beside one from the disk
+    wanted = digests(*TWO, **{VARIABLE: "reference"})
+    assert digests(TWO[0]) == wanted[:1]
+    assert digests(*TWO) == digests(*TWO) == wanted  # the second was compiled beside one from the disk

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,14 +92,6 @@ def test_a_store_that_is_not_known_is_told_before_a_process_starts(store: str) -
         ["--schema", "deepseek-v4-flash", "--workers", "2", "--capacity", "100"],
     ],
 )
-def test_options_that_do_not_go_together(
-    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("typer")
-    from kvpagoda.cli import main
-
-    monkeypatch.setattr(sys, "argv", ["kvpagoda", "replay", *options])
-    with pytest.raises(SystemExit) as end:
-        main()
-    told = capsys.readouterr().err
-    assert end.value.code == 2 and len(told.strip().splitlines()) == 1
+def test_options_that_do_not_go_together(options: list[str], here: Callable[..., Any]) -> None:
+    done = here("replay", *options)
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1

@@ -25,23 +25,6 @@ def kvpagoda_replay(*arguments: str, width: int = 80) -> subprocess.CompletedPro
 
 
 @pytest.fixture
-def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """The same in this process, which has imported what it needs."""
-
-    def run(*arguments: str, width: int = 80) -> subprocess.CompletedProcess[str]:
-        from kvpagoda.cli import main
-
-        monkeypatch.setenv("COLUMNS", str(width))
-        monkeypatch.setenv("TERM", "dumb")
-        monkeypatch.setattr(sys, "argv", ["kvpagoda", "replay", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return subprocess.CompletedProcess(arguments, int(end.value.code or 0), *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps({**RECORD, "hash_ids": chain}) + "\n" for chain in CHAINS))
@@ -72,7 +55,7 @@ def test_json(trace: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_the_synthetic_workload_is_the_default_and_fits_the_terminal(width: int, here: Command) -> None:
-    done = here("--limit", "300", width=width)
+    done = here("replay", "--limit", "300", width=width)
     assert done.returncode == 0 and not done.stderr
     assert "synthetic workload, seed 0: 300 requests" in " ".join(done.stdout.split())
     assert all(len(line) <= width for line in done.stdout.splitlines())
@@ -119,7 +102,7 @@ def test_many_references_leave_out_what_needs_a_tree(trace: Path, monkeypatch: p
 def test_a_picture(trace: Path, ending: str, here: Command) -> None:
     pytest.importorskip("matplotlib")
     path = trace.with_name(f"rates.{ending}")
-    done = here(str(trace), "--capacity", "1,2,3,4", "--policy", "lru,s3fifo,opt", "--plot", str(path))
+    done = here("replay", str(trace), "--capacity", "1,2,3,4", "--policy", "lru,s3fifo,opt", "--plot", str(path))
     assert done.returncode == 0, done.stderr
     begin = path.read_bytes()[:100]
     assert begin.startswith(b"\x89PNG") if ending == "png" else b"<?xml" in begin
@@ -165,7 +148,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     Path("text.txt").write_text("hello\n")
     Path("lengths.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,5,5\n")
     arguments, message = BAD[case]
-    done = (kvpagoda_replay if case in OWN_PROCESS else here)(*arguments)
+    done = kvpagoda_replay(*arguments) if case in OWN_PROCESS else here("replay", *arguments)
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert done.stdout == "" and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 

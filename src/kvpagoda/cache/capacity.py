@@ -30,7 +30,8 @@ from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.units import ceil_div, format_bytes
 
 _MUCH = 16  # a sixteenth of a group's sectors idle: worth moving what lies in them
-_PORTION, _MANY = 32, 64  # sectors that change hands at once where there is need: so many, at most one of so many
+_PORTION, _MANY = 32, 64  # sectors that change hands at once where there is need: so many, at most one of so many, or a
+# thousandth of all where that is more
 _SHARE = 32  # of what a group could have at most, that may stay its own for steps to come
 
 

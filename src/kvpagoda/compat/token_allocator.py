@@ -50,11 +50,8 @@ class TokenToKVPoolAllocator:
         # Indices that were not freed since their page was handed out; a page of one index needs no second set.
         self._unfreed = IdSet(self.num_pages * self.page_size if self.page_size > 1 else 0, 1, "KV indices")
         self._group_depth = 0
-        self._waiting, self._grouped = (
-            list[Ids](),
-            list[Ids](),
-        )  # pages that were freed, and those inside the open group
-        self._num_waiting = 0
+        self._waiting, self._num_waiting = list[Ids](), 0  # pages that were freed
+        self._grouped = list[Ids]()  # those that were freed inside the open group
 
     def available_size(self) -> int:
         """Tokens that ``alloc`` can still hand out: those of the free pages, the waiting ones included."""

@@ -201,16 +201,8 @@ def _launch(kernel: Any, rows: Tensor, slots: Tensor, pages: Tensor, constants: 
     vectors, num_slots = constants.HEADS * constants.CELLS, len(pages) * constants.PAGE
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         kernel[(len(rows) * vectors,)](
-            rows,
-            slots,
-            pages,
-            num_slots,
-            rows.stride(0),
-            pages.stride(0),
-            constants,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+            rows, slots, pages, num_slots, rows.stride(0), pages.stride(0), constants, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 class Constants(SimpleNamespace):

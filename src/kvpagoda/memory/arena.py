@@ -73,8 +73,7 @@ class Arena:
         if within is None:
             pin = pin_memory and self.device.type == "cpu" and torch.cuda.is_available()
             nbytes = num_rows * (layout.payload_nbytes if packed else layout.nbytes)
-            pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) if pin else None
-            self.buffer = zeros(nbytes, self.device) if pinned is None else pinned
+            self.buffer = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) if pin else zeros(nbytes, self.device)
         else:
             self.buffer = within[0][: num_rows * self.row_nbytes]
         self.num_pages = num_rows * layout.kernel_pages
