@@ -18,7 +18,7 @@ from kvpagoda.adapters.shared_blocks import SharedBlocks
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import CheckFailed, StaleHandle
 from kvpagoda.prefix import EvictionPolicy, Lease, Match
-from kvpagoda.prefix.window_blocks import WindowBlocks
+from kvpagoda.prefix.window_blocks import Handles, WindowBlocks
 from kvpagoda.schema import Growth
 from kvpagoda.units import ceil_div
 
@@ -59,7 +59,7 @@ class GroupBlocks(SharedBlocks):
             group: (len(self.full) + 2 * n, WindowBlocks(growths[group], sizes[0], num_blocks + 1))
             for n, group in enumerate(bounded)
         }
-        self._kept: dict[int, list[Ids]] = {}  # by the name of a place in the tree: what it needs of each window
+        self._kept: dict[int, list[Handles]] = {}  # by the name of a place in the tree: what it needs of each window
         self._next_place = 0
 
     @property
@@ -115,7 +115,7 @@ class GroupBlocks(SharedBlocks):
             ids = np.array(table.ids[group][begin:end], np.int32)
             if self.growths[group].is_state:
                 ids[: n - (num_tokens == end * self.block_size)] = 0
-            blocks.write_cells(ids, rows[row : row + 2])
+            blocks.write_cells(blocks.handles(ids), rows[row : row + 2])
             rows[row : row + 2, ids == 0] = 0
         inserted = self.tree.insert(table.lease, tokens, rows)
         is_new = inserted.num_added == n
@@ -130,7 +130,7 @@ class GroupBlocks(SharedBlocks):
                 cells[:, lacking] = ours[:, lacking]
                 self.tree.put_ids(table.lease, begin, row, cells)
                 mine &= (cells == ours).all(0)
-            blocks.publish(ours[0, mine])
+            blocks.publish(ours[0, mine].astype(np.intp))
         if begin < table.parting <= end:
             self._keep_place(table, table.parting)
         if not self.full and (surplus := self.tree.num_cached - _TEXTS * self.num_blocks) > 0:
@@ -199,7 +199,7 @@ class GroupBlocks(SharedBlocks):
         if first < cached:
             cells = self.tree.ids_between(table.lease, first, min(end, cached))[row : row + 2]
             is_read[: cells.shape[1]] = blocks.are_there(cells) & (cells[0] == ids[: cells.shape[1]])
-        blocks.leave(ids[is_read])
+        blocks.leave(ids[is_read].astype(np.intp))
         if len(own := ids[~is_read & (ids > 0)]):
             self.free.release(own)
 
@@ -231,7 +231,7 @@ class GroupBlocks(SharedBlocks):
             for row, blocks in self._windows.values():
                 first = max(0, blocks.first_needed(at) - ceil_div(_EARLIER, self.block_size))
                 cells = rows[row : row + 2, first:at]
-                self._kept[name].append(cells[0, blocks.are_there(cells)])
+                self._kept[name].append(cells[0, blocks.are_there(cells)].astype(np.intp))
                 blocks.keep(self._kept[name][-1])
 
     def _forget_places(self, names: Iterable[int]) -> None:

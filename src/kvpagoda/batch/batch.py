@@ -325,17 +325,18 @@ def batch_of(
         raise BadInput(f"pad_to={pad_to} is less than the {len(requests)} sequences of the batch")
     if len({*requests}) != len(requests):
         raise BadInput("a sequence appears twice in the batch")
+    ends: list[int] = []
     for request, new in zip(requests, counts):
         request.check_running()
-        capacity = lifecycle.capacity_of(request)
-        if request.length + new > capacity:
-            raise BadInput(
-                f"slot {request.slot} has room for {capacity} tokens, not {request.length} + {new}; extend first"
-            )
+        ends.append(request.length + new)
+        if ends[-1] > (capacity := lifecycle.capacity_of(request)):
+            text = f"slot {request.slot} has room for {capacity} tokens, not {request.length} + {new}; extend first"
+            raise BadInput(text)
     padding = rows - len(requests)
     slots = np.array([request.slot for request in requests] + [-1] * padding, np.int64)
-    before = np.array([request.length for request in requests] + [0] * padding, np.int64)
-    step = StepRows(slots, np.array([*counts] + [1] * padding, np.int64), len(requests))
-    for request, new in zip(requests, counts):
-        request.written = max(request.written, request.length + new)
+    step = StepRows(slots, np.array(counts + [1] * padding, np.int64), len(requests))
+    before = np.array(ends + [1] * padding, np.int64) - step.counts
+    for request, end in zip(requests, ends):
+        if end > request.written:
+            request.written = end
     return Batch(lifecycle.core, buffers, schema, requests, step, before)

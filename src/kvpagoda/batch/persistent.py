@@ -19,8 +19,9 @@ from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.schema import Schema
 from kvpagoda.units import whole_number
 
-_EVERY = 64
-"""Blocks that a sequence completes between two times that they are published, where nobody asks for them."""
+_EVERY, _EVERY_SLID = 64, 8
+"""Blocks that a sequence completes between two times that they are published, where nobody asks for them; the second where
+windows slide then, for until then it keeps what slides out."""
 
 _AHEAD = 15
 """Blocks beyond those that it needs that a sequence takes of what it reserved, while there are free ones."""
@@ -38,8 +39,8 @@ class PersistentBatch:
         running.commit(tokens, counts)       so many tokens of each are right
 
     What a step completes is shareable at once. But to publish blocks of many sequences costs a step more than all else, so
-    that each step publishes those of a few, in turns, 64 blocks of a sequence at a time; whoever looks for a text makes
-    it publish the rest first. Windows, states and tiers leave no such choice.
+    that each step publishes those of a few, in turns: 64 blocks of a sequence at a time, 8 where windows slide. Whoever looks
+    for a text, or lacks memory, makes it publish the rest first. States and tiers leave no such choice.
 
     Row ``i`` of all arrays is ``sequences[i]``; further rows, up to ``num_rows``, are padded. A step costs a few operations
     on arrays of ``num_rows``, and some work for each sequence that completes a block or lets one slide out. The arrays
@@ -60,7 +61,8 @@ class PersistentBatch:
         self._members: tuple[Sequence, ...] = ()
         self._requests: list[Request] = []
         self._publishes_later = lifecycle.publisher.publishes_later
-        self._rows = DecodeRows(num_rows, (_EVERY + 2 if self._publishes_later else 2) * core.block_size)
+        self._every = 0 if not self._publishes_later else _EVERY_SLID if core.bounded else _EVERY
+        self._rows = DecodeRows(num_rows, (self._every + 2) * core.block_size)
         self._most_lacking = 0  # tokens that a request lacks, at most
         self._turn = 0  # part of the way to when the next sequence is published
         self._steps: dict[int, StepRows] = {}  # of steps that compute so many tokens of each
@@ -141,8 +143,7 @@ class PersistentBatch:
         short = (after > rows.capacity).nonzero()[0]
         if len(short):
             ends, size, slots = after[short], self._core.block_size, self._slots[short].tolist()
-            full = self._core.full
-            if self._publishes_later and full is not None and full.are_promised(slots, _AHEAD + n):
+            if self._publishes_later and all(group.are_promised(slots, _AHEAD + n) for group in self._core.groups):
                 ends = np.minimum(ends + _AHEAD * size, self._core.max_context)
             self._lifecycle.extend(dict(zip(slots, ends.tolist())))
             rows.capacity[short] = np.minimum(-(-ends // size) * size, self._core.max_context)
@@ -189,7 +190,7 @@ class PersistentBatch:
         rows.lengths, self._due = after, due
         self._publish_due()
         if self._publishes_later:
-            turns, self._turn = divmod(self._turn + num_tokens, _EVERY * size)
+            turns, self._turn = divmod(self._turn + num_tokens, self._every * size)
             if turns:
                 self._lifecycle.publisher.settle_waiting(turns)
 

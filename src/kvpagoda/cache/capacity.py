@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from contextlib import suppress
 from math import inf
+from operator import gt
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from kvpagoda.units import ceil_div, format_bytes
 _MUCH = 16  # a sixteenth of a group's sectors idle: worth moving what lies in them
 _PORTION, _MANY = 32, 64  # sectors that change hands at once where there is need: so many, at most one of so many, or a
 # thousandth of all where that is more
+_MOVED = 4  # of a portion: so much at least where blocks must move, since a move costs a look at every block
 _SHARE = 32  # of what a group could have at most, that may stay its own for steps to come
 
 
@@ -91,7 +93,7 @@ class Capacity:
     def fits(self, more: Many[int]) -> bool:
         """Whether every reservation can be kept if ``more[i]`` further blocks of group i are reserved."""
         if self._sectors is None:
-            return all(n <= self.surplus(group) for group, n in zip(self._groups, more))
+            return not any(map(gt, more, map(self.surplus, self._groups)))
         return self.slack(more) >= 0
 
     # -- making room -------------------------------------------------------------------------------------------------
@@ -194,7 +196,7 @@ class Capacity:
             if not self._evict(group, lacking):
                 return has_evicted
             has_evicted = True
-        least, fixed = min(wanted, count), self._fixed_ids(group)
+        least, fixed = min(max(wanted, self._portion // _MOVED), count), self._fixed_ids(group)
         is_vacated = least > 0 and self._vacate(self._sectors.vacate(group, count, fixed, least=least))
         return is_vacated or has_evicted
 

@@ -12,6 +12,7 @@ from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.windows import Windows
 from kvpagoda.prefix import Lease, PrefixTree
+from kvpagoda.prefix.window_blocks import Handles
 
 Copies = list[Ids]
 """The blocks from which a text goes on at a checkpoint, int32 for each bounded group."""
@@ -20,8 +21,8 @@ Copies = list[Ids]
 class Tail(NamedTuple):
     """The end of a text in the window groups."""
 
-    handles: tuple[Ids, ...]
-    """Of each group: the handles of the last blocks, int32 ``[n]``."""
+    handles: tuple[Handles, ...]
+    """Of each group: the handles of the last blocks, intp ``[n]``."""
     needed: tuple[int, ...]
     """How many of these a text needs to go on; the others help those that part a little earlier."""
 
@@ -52,12 +53,19 @@ class KeptCheckpoints(dict[int, Kept]):
         self._bounded, self._windows, self._next_name = tuple(bounded), windows, 0
         self._states = next((group for group in self._bounded if group.growth.is_state), None)
 
-    def tail(self, tree: PrefixTree, lease: Lease, num_blocks: int, more: int) -> Tail | None:
-        """What a text needs to go on after ``num_blocks`` of ``lease``, and of up to ``more`` blocks before that as much as is
-        there. None if something that it needs is gone."""
-        found, needed = list[Ids](), list[int]()
+    def tail(self, tree: PrefixTree, lease: Lease, slot: int, num_blocks: int, more: int) -> Tail | None:
+        """What a text needs to go on after ``num_blocks`` of ``lease``, which ``slot`` has published, and of up to ``more``
+        blocks before that as much as is there. None if something that it needs is gone."""
+        found: list[Handles] = []
+        needed: list[int] = []
         for window, span in zip(self._windows, self._windows.spans_before(num_blocks)):
-            first, begin = max(0, span.start - more), 0
+            first, begin, group = max(0, span.start - more), 0, window.group
+            needed.append(len(span))
+            if (
+                group.first[slot] <= first and num_blocks <= group.shared[slot]
+            ):  # the request itself still reads all of it
+                found.append(window.blocks.handles(group.table.cells[slot, first:num_blocks]))
+                continue
             cells = np.empty((2, num_blocks - first), np.int32)
             tree.read_ids(lease, first, window.row, cells)
             there = window.blocks.are_there(cells)
@@ -65,8 +73,7 @@ class KeptCheckpoints(dict[int, Kept]):
                 begin = int(np.flatnonzero(~there)[-1]) + 1
             if first + begin > span.start and span:
                 return None
-            found.append(cells[0, begin:].copy())
-            needed.append(len(span))
+            found.append(cells[0, begin:].astype(np.intp))
         return Tail(tuple(found), tuple(needed))
 
     def keep(self, kept: Kept) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from contextlib import suppress
 from time import perf_counter
 from typing import Any
@@ -35,20 +36,10 @@ class Lifecycle:
         """Make room for the first ``ends[slot]`` tokens of each of these slots, in every group, or for none. Raises
         OutOfBlocks, and NeverFits past the longest context."""
         core, furthest = self.core, max(ends.values())
-        lacking: list[tuple[BlockGroup, int, int]] = []  # group, slot, blocks
-        needs, more = [0] * len(core.groups), [0] * len(core.groups)
-        for at, group in enumerate(core.groups):
-            size, held, begins, reserved = group.block_size, group.end, group.first, group.reserved
-            for slot, end in ends.items():
-                n = -(-end // size) - held[slot]
-                if n > 0:
-                    lacking.append((group, slot, n))
-                    needs[at] += n
-                    outstanding = reserved[slot] - held[slot] + begins[slot]
-                    if n > outstanding:
-                        more[at] += n - outstanding if outstanding > 0 else n
+        lacking, needs, more = _lacking(core.groups, ends)
         if any(more) and not core.capacity.fits(more):
-            self.publisher.settle_waiting()  # what turns out to be cached already becomes free
+            self.publisher.settle_waiting()  # what is cached already, or slid out of windows, becomes free
+            lacking, needs, more = _lacking(core.groups, ends)
             if not core.capacity.fits(more):
                 raise core.capacity.shortage(OutOfBlocks, more, core.plan.budget)
         if furthest > core.max_context:
@@ -104,7 +95,9 @@ class Lifecycle:
         if count > left:
             request.append(ids)
         request.own_length = end
-        if core.events is None and self.publisher.publishes_later:  # who follows the events is told at once
+        if (
+            core.events is None and self.publisher.publishes_later and not core.bounded
+        ):  # who follows events is told at once
             if end // core.block_size > request.lease.num_blocks:
                 self.publisher.settle_later(request)
         elif left > 0 or self.publisher.is_due(request, length):
@@ -254,7 +247,7 @@ class Lifecycle:
             request.state = State.CLOSED
             core.guard.is_torn = False
         else:
-            if not request.is_settled and not self.publisher.publishes_later:
+            if not request.is_settled and (core.bounded or not self.publisher.publishes_later):
                 self.publisher.settle(request)
             self.publisher.ending(request)
             core.release(request, last=self.publisher.last_blocks(request))
@@ -318,3 +311,23 @@ class Lifecycle:
         elif request.state is State.RUNNING and not request.is_settled:
             request.detach()
             self.publisher.settle(request)
+
+
+def _lacking(
+    groups: Many[BlockGroup], ends: Mapping[int, int]
+) -> tuple[list[tuple[BlockGroup, int, int]], list[int], list[int]]:
+    """What slots lack for ``ends[slot]`` tokens: (group, slot, blocks) where it is any; of each group how many blocks, and
+    how many of these were not reserved."""
+    lacking: list[tuple[BlockGroup, int, int]] = []
+    needs, more = [0] * len(groups), [0] * len(groups)
+    for at, group in enumerate(groups):
+        size, held, begins, reserved = group.block_size, group.end, group.first, group.reserved
+        for slot, end in ends.items():
+            n = -(-end // size) - held[slot]
+            if n > 0:
+                lacking.append((group, slot, n))
+                needs[at] += n
+                outstanding = reserved[slot] - held[slot] + begins[slot]
+                if n > outstanding:
+                    more[at] += n - outstanding if outstanding > 0 else n
+    return lacking, needs, more

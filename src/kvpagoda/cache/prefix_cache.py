@@ -30,8 +30,9 @@ from kvpagoda.errors import OutOfBlocks
 from kvpagoda.prefix import Evicted as TreeEvicted
 from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
 from kvpagoda.prefix.id_pool import IdPool
+from kvpagoda.prefix.window_blocks import Handles
 
-AT_ONCE = 1024  # a thousandth goes beyond what is needed, so that a step that needs one block seldom evicts
+AT_ONCE = 256  # eviction frees 1/256 of a group beyond what is needed, so that most steps find free blocks
 _NONE: Ids = np.empty(0, np.int32)
 
 
@@ -44,7 +45,7 @@ class Holding(NamedTuple):
     """What a request begins with, or a pin keeps: nothing of it goes until it is released."""
 
     lease: Lease
-    handles: tuple[Ids, ...]
+    handles: tuple[Handles, ...]
     """What is read of each window group."""
     checkpoint: int | None = None
 
@@ -88,6 +89,7 @@ class PrefixCache:
         self.block_size, self._fresh_policy = block_size, deepcopy(policy)
         self.most_checkpoints, self._most_unbacked = num_checkpoints, most_unbacked
         self._capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
+        self._full_name = "" if self.full is None else self.full.plan.name
         self._most_pinned = int(retention.pin_share * self._capacity)
         self.num_evicted, self.num_evicted_checkpoints = [0] * len(groups), 0  #: blocks of each group
         self._numbers = IdPool(first=1) if is_followed and self.full is None else None
@@ -118,7 +120,7 @@ class PrefixCache:
 
     def found(self, match: Match) -> tuple[Match, PrefixMatch]:
         """What can be reused of ``match``."""
-        there = {} if self.full is None else {self.full.plan.name: match.num_tokens}
+        there = {} if self.full is None else {self._full_name: match.num_tokens}
         if not self.bounded:  # the rest of a block is copied, so that nothing is lost to alignment
             resumable = match.num_tokens // self._hit_grid * self._hit_grid
             limited_by = "nothing" if resumable == match.num_tokens else "alignment"
@@ -128,11 +130,9 @@ class PrefixCache:
         if limited_by == "nothing" and whole < match.num_tokens:
             limited_by = "alignment"
         if self.full is not None:
-            there = {self.full.plan.name: whole}
+            there = {self._full_name: whole}
         groups = there | {name: num_blocks * size for name, num_blocks in most.items()}
-        if self.states is None or not end:
-            return match, PrefixMatch(match.num_tokens, end * size, limited_by, groups)
-        at = self.tree.last_checkpoint(match, end)
+        at = self.tree.last_checkpoint(match, end) if self.states is not None and end else None
         return match, PrefixMatch(match.num_tokens, end * size, limited_by, groups, None if at is None else at[1])
 
     def has_all(self, match: Match, columns: Many[range]) -> bool:
@@ -150,19 +150,21 @@ class PrefixCache:
         """Blocks of ``group`` that are kept for reuse, in use or not. O(1)."""
         if group is self.full:
             return self.tree.num_cached
-        return len(self.kept) if group is self.states else self._window_of[group.index].blocks.num_cached
+        window = self._window_of.get(group.index)
+        return len(self.kept) if window is None else window.blocks.num_cached
 
     def num_evictable(self, group: BlockGroup) -> int:
         """Blocks of ``group`` that ``evict`` could give up now. O(1)."""
         if group is self.full:
             return self.tree.num_evictable
-        if group is self.states:
-            return len(self.kept) - self.tree.checkpoints.num_held
-        return self._window_of[group.index].blocks.num_idle
+        window = self._window_of.get(group.index)
+        return len(self.kept) - self.tree.checkpoints.num_held if window is None else window.blocks.num_idle
 
     def num_spare(self, group: BlockGroup) -> int:
         """Blocks that ``evict`` could give up, less those that it could not when one of several readers of a block goes on:
         of these each counts on a block of its own to come back. O(1)."""
+        if group is self.full:
+            return self.tree.num_evictable
         window = self._window_of.get(group.index)
         return self.num_evictable(group) if window is None else window.blocks.num_cached - window.blocks.num_reads
 
@@ -195,7 +197,7 @@ class PrefixCache:
             given = full.table.cells[slot : slot + 1, begin : begin + n]
         else:
             given = np.empty((tree.num_groups, n), np.int32)
-            room = windows.publishing(slot, begin, given)
+            publishing = windows.publishing(slot, begin, given)
             if full is not None:
                 given[0] = full.table.cells[slot, begin : begin + n]
         if self._numbers is not None:
@@ -205,14 +207,14 @@ class PrefixCache:
             self._numbers.advance(inserted.num_added)
         if self.bounded:  # the checkpoint that this text hangs on is in use, also by those that will begin like it
             tree.checkpoints.touch(lease.node, lease.num_blocks)
-        is_new, spared = inserted.num_added == n, list[tuple[BlockGroup, Ids]]()
-        if full is not None and is_new:
+        spared: list[tuple[BlockGroup, Ids]] = []
+        if full is not None and inserted.num_added == n:
             full.share(slot, begin + n)
         elif full is not None:
             spared.append((full, given[0, inserted.duplicates[0]]))
             full.share(slot, begin + n, inserted.ids[0])
         if windows:
-            spared += windows.publish(tree, slot, lease, given, room, is_new=is_new)
+            spared += windows.publish(tree, slot, lease, publishing, begin, is_new=inserted.num_added == n)
         return spared
 
     def checkpoint_at(self, lease: Lease, num_blocks: int) -> int | None:
@@ -238,7 +240,9 @@ class PrefixCache:
 
     # -- holding and pins --------------------------------------------------------------------------------------------
 
-    def hold(self, at: Match | Lease, num_blocks: int, handles: Many[Ids], checkpoint: int | None = None) -> Holding:
+    def hold(
+        self, at: Match | Lease, num_blocks: int, handles: Many[Handles], checkpoint: int | None = None
+    ) -> Holding:
         """Let nothing go of the first ``num_blocks`` blocks of ``at`` in the full group, of its ``handles`` in the window
         groups, which are there, and of ``checkpoint``."""
         holding = Holding(self.tree.pin(at, num_blocks), tuple(handles), checkpoint)

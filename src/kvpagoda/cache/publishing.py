@@ -29,8 +29,9 @@ class Publisher:
 
     def __init__(self, core: Core) -> None:
         self._core, size = core, core.block_size
-        self.publishes_later = not core.bounded and core.offloader is None
-        """Whether a commit leaves it for later: nothing slides, and nothing below waits for it."""
+        self.publishes_later = core.states is None and core.offloader is None
+        """Whether a commit leaves it for later: no states must be copied, and nothing below waits for it. Until then windows
+        keep what slid out of them, as long as memory does not lack."""
         self._every = core.settings.retention.checkpoint_every
         self._slack, self._coarse = _SLACK // size, max(1, _COARSE // size)
         self._spans = [window.group.growth.span or 0 for window in core.prefix.windows]
@@ -73,8 +74,8 @@ class Publisher:
         self._core.unsettled[request] = None
 
     def settle_waiting(self, most: int | None = None) -> None:
-        """Publish what was left for later, of all requests or of the ``most`` that wait longest. Whoever reads the prefix tree
-        calls this first, so that nobody can tell."""
+        """Publish what was left for later, of all requests or of the ``most`` that wait longest. Whoever reads the prefix
+        tree, or lacks blocks, calls this first, so that nobody can tell."""
         waiting = self._core.unsettled
         while waiting and most != 0:
             request = next(iter(waiting))
@@ -283,7 +284,7 @@ class Publisher:
         needs = [int(group is states) for group in core.groups]
         if prefix.is_full or (states is not None and not make_room(capacity, needs, needs)):
             return None
-        tail = prefix.kept.tail(prefix.tree, request.lease, num_blocks, more)
+        tail = prefix.kept.tail(prefix.tree, request.lease, request.slot, num_blocks, more)
         if tail is None:
             return None
         copy = _NONE

@@ -121,9 +121,11 @@ class Sequence:
         if type(n) is not int or n < 0:
             n = whole_number(n, "the number of tokens to extend by")
         request, lifecycle = self._request, self._lifecycle
-        if not request.is_settled and request.rows is None and request.own_length > request.prompt_length:
+        end = request.length + n
+        if not request.is_settled and request.rows is None and end > request.prompt_length + n:
             lifecycle.settle(request)  # answers may be alike: what is cached already is free before more is taken
-        lifecycle.extend({request.slot: request.length + n})
+        if end > lifecycle.capacity_of(request):
+            lifecycle.extend({request.slot: end})
 
     @while_running
     def commit(self, token_ids: Any) -> None:

@@ -48,7 +48,7 @@ def shared_columns(core: Core, wish: AdmissionRequest, whole: int) -> list[range
     group; of windows those that the text still needs there, unless they are copied or loaded. The row of a group begins where
     its range does."""
     spans = iter(core.prefix.windows.spans_before(wish.found.resumable // core.block_size))
-    shared = list[range]()
+    shared: list[range] = []
     for group in core.groups:
         if group.growth.is_state:
             shared.append(range(0))
@@ -65,25 +65,26 @@ def shared_columns(core: Core, wish: AdmissionRequest, whole: int) -> list[range
 
 def allot(core: Core, wish: AdmissionRequest, shared: list[range], holding: Holding) -> list[Allotment] | None:
     """What each group gives the request, whose ``shared`` blocks are held; None if there is no room for it."""
-    capacity = max(wish.capacity, wish.found.resumable) if wish.suspended is None else wish.capacity
-    needs, more = list[int](), list[int]()
-    for group, some, reserved in zip(core.groups, shared, wish.reserved):
-        need = -(-capacity // group.block_size) - some.stop
+    capacity = wish.capacity
+    if wish.suspended is None and wish.found.resumable > capacity:
+        capacity = wish.found.resumable
+    needs: list[int] = []
+    more: list[int] = []
+    for group, span, reserved in zip(core.groups, shared, wish.reserved):
+        need, lacking = -(-capacity // group.block_size) - span.stop, reserved - len(span)
         needs.append(need if need > 0 else 0)
-        more.append(max(needs[-1], reserved - len(some)))
+        more.append(lacking if lacking > needs[-1] else needs[-1])
     moves = core.capacity.num_moves
     if not make_room(core.capacity, needs, more):
         return None
-    windows, tree = core.prefix.windows, core.prefix.tree
-    ids = {window.group.index: window.blocks.ids(read) for window, read in zip(windows, holding.handles)}
-    if core.full is not None:
-        whole = len(shared[core.full.index])
-        is_moved = moves != core.capacity.num_moves
-        ids[core.full.index] = (tree.ids_between(holding.lease, 0, whole) if is_moved else wish.match.ids)[0, :whole]
-    return [
-        Allotment(some.start, ids.get(group.index, _NONE), group.peek(need), reserved)
-        for group, some, need, reserved in zip(core.groups, shared, needs, wish.reserved)
-    ]
+    is_moved, lease, end = moves != core.capacity.num_moves, holding.lease, holding.lease.num_blocks
+    rows = core.prefix.tree.ids_between(lease, 0, end) if is_moved else wish.match.ids
+    windows = iter([window.blocks.ids(handles) for window, handles in zip(core.prefix.windows, holding.handles)])
+    allotments: list[Allotment] = []
+    for group, span, need, reserved in zip(core.groups, shared, needs, wish.reserved):
+        ids = rows[0, :end] if group is core.full else _NONE if group is core.states else next(windows)
+        allotments.append(Allotment(span.start, ids, group.free.peek(need), reserved))
+    return allotments
 
 
 def make_room(capacity: Capacity, needs: list[int], more: list[int]) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.prefix import Lease, Match, PrefixTree
-from kvpagoda.prefix.window_blocks import Flags, WindowBlocks
+from kvpagoda.prefix.window_blocks import Flags, Handles, WindowBlocks
 
 _NONE: Ids = np.empty(0, np.int32)
 
@@ -30,6 +30,16 @@ class Window(NamedTuple):
         """Of ``ids``, int32 ``[rows of the tree, n]``, those of this group, int32 ``[2, n]``."""
         cells: Ids = ids[self.row : self.row + 2]
         return cells
+
+
+class Publishing(NamedTuple):
+    """Blocks of one group that a request publishes: their ``handles``, intp ``[n]``, their cells ``ours``, int32 ``[2, n]``,
+    and room for the cells and handles that are there already."""
+
+    handles: Handles
+    ours: Ids
+    theirs: Ids
+    found: Handles
 
 
 class Windows(tuple[Window, ...]):
@@ -65,62 +75,67 @@ class Windows(tuple[Window, ...]):
 
     # -- who reads ---------------------------------------------------------------------------------------------------
 
-    def handles_of(self, rows: Ids, spans: Many[range]) -> list[Ids]:
-        """The handles of ``spans`` in ``rows``, int32 ``[rows of the tree, n]``, what it has of a text: views, by group."""
-        return [rows[window.row, span.start : span.stop] for window, span in zip(self, spans)] if self else []
+    def handles_of(self, rows: Ids, spans: Many[range]) -> list[Handles]:
+        """The handles of ``spans`` in ``rows``, int32 ``[rows of the tree, n]``, what it has of a text, by group."""
+        if not self:
+            return []
+        return [rows[window.row, span.start : span.stop].astype(np.intp) for window, span in zip(self, spans)]
 
-    def read(self, handles: Many[Ids]) -> None:
+    def read(self, handles: Many[Handles]) -> None:
         """One more reads ``handles`` of each group, which are there."""
         for window, some in zip(self, handles):
             window.blocks.read(some)
 
-    def leave(self, handles: Many[Ids]) -> None:
+    def leave(self, handles: Many[Handles]) -> None:
         """One less reads ``handles`` of each group."""
         for window, some in zip(self, handles):
             window.blocks.leave(some)
 
-    def shared_by(self, slot: int) -> list[Ids]:
+    def shared_by(self, slot: int) -> list[Handles]:
         """The handles of what ``slot`` reads, by group."""
         return [window.blocks.handles(window.group.shared_ids(slot)) for window in self] if self else []
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
-    def publishing(self, slot: int, begin: int, rows: Ids) -> list[Ids]:
-        """Write to ``rows``, int32 ``[rows of the tree, n]``, the cells of what ``slot`` has from block ``begin`` on that is
-        not shared yet, and 0 for what it has not. Returns, by group, room for the cells that ``publish`` may have to
-        compare."""
-        room, end = list[Ids](), begin + rows.shape[1]
+    def publishing(self, slot: int, begin: int, rows: Ids) -> list[Publishing]:
+        """Write to ``rows``, int32 ``[rows of the tree, n]``, the cells of the blocks that ``slot`` has from block ``begin``
+        on and that are not shared yet, and 0 for blocks that it has not. Returns, by group, what ``publish`` needs."""
+        publishing: list[Publishing] = []
+        end = begin + rows.shape[1]
         for group, blocks, row in self:
             unshared = max(group.first[slot], group.shared[slot])
-            first = max(unshared, begin)
-            rows[row : row + 2, : first - begin] = 0
-            blocks.write_cells(group.table.cells[slot, first:end], rows[row : row + 2, first - begin :])
-            room.append(np.empty((2, 2, end - unshared), np.int32))
-        return room
+            handles = blocks.handles(group.table.cells[slot, unshared:end])
+            ours = np.empty((2, len(handles)), np.int32)
+            blocks.write_cells(handles, ours)
+            first = max(0, unshared - begin)
+            rows[row : row + 2, :first] = 0
+            rows[row : row + 2, first:] = ours[:, max(0, begin - unshared) :]
+            publishing.append(Publishing(handles, ours, np.empty_like(ours), np.empty_like(handles)))
+        return publishing
 
     def publish(
-        self, tree: PrefixTree, slot: int, lease: Lease, rows: Ids, room: Many[Ids], *, is_new: bool
+        self, tree: PrefixTree, slot: int, lease: Lease, publishing: Many[Publishing], begin: int, *, is_new: bool
     ) -> list[tuple[BlockGroup, Ids]]:
-        """Share what ``publishing`` wrote to ``rows``, now that the tree has them and ``lease`` covers them; ``is_new``: none
-        of these blocks was there. Returns those that were cached already, the caller's to free, by group."""
-        spared, end = list[tuple[BlockGroup, Ids]](), lease.num_blocks
-        begin = end - rows.shape[1]
-        for (group, blocks, row), (ours, theirs) in zip(self, room):
-            first = end - ours.shape[1]
+        """Share what ``publishing`` wrote, from block ``begin`` on, now that the tree has it and ``lease`` covers it;
+        ``is_new``: none of these blocks was there. Returns those that were cached already, the caller's to free, by group."""
+        spared: list[tuple[BlockGroup, Ids]] = []
+        end = lease.num_blocks
+        for (group, blocks, row), (handles, ours, theirs, found) in zip(self, publishing):
+            first = end - len(handles)
             if is_new and first >= begin:
-                blocks.publish(rows[row, first - begin :])
+                blocks.publish(handles)
                 group.share(slot, end)
                 continue
-            blocks.write_cells(group.table.cells[slot, first:end], ours)
             tree.read_ids(lease, first, row, theirs)
             lacking = ~blocks.are_there(theirs)
             theirs[:, lacking] = ours[:, lacking]
             tree.put_ids(lease, first, row, theirs)
-            is_duplicate = theirs[0] != ours[0]
-            blocks.publish(ours[0, ~is_duplicate])
-            blocks.read(theirs[0, is_duplicate])
-            group.share(slot, end, blocks.ids(theirs[0]))
-            spared.append((group, blocks.ids(ours[0, is_duplicate])))
+            found[:] = theirs[0]
+            is_duplicate = found != handles
+            blocks.publish(handles[~is_duplicate])
+            blocks.read(found[is_duplicate])
+            group.share(slot, end, blocks.ids(found))
+            spared.append((group, blocks.ids(handles[is_duplicate])))
         return spared
 
     def forget(self, rows: Ids) -> list[tuple[BlockGroup, Ids]]:
@@ -129,7 +144,7 @@ class Windows(tuple[Window, ...]):
 
     # -- proof -------------------------------------------------------------------------------------------------------
 
-    def check(self, tree: PrefixTree, held: Iterable[Many[Ids]], kept: Iterable[Many[Ids]]) -> None:
+    def check(self, tree: PrefixTree, held: Iterable[Many[Handles]], kept: Iterable[Many[Handles]]) -> None:
         """Prove who reads and keeps each block: rows of requests, and what is ``held``; checkpoints, what is ``kept``:
         handles, by group. Raises CheckFailed."""
         rows, held, kept = tree.all_ids(), [*held], [*kept]

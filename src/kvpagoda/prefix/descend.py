@@ -81,6 +81,9 @@ def descend(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -
 
 def read_ids_above(node: Node, end: int, begin: int, first: int, out: Ids) -> None:
     """Read into ``out`` the ids of groups from ``first`` on in blocks ``begin .. end - 1``; ``end`` lies in ``node``."""
+    if begin >= node.start:  # as most do
+        out[:] = node.ids[first : first + len(out), begin - node.start : end - node.start]
+        return
     for one, some in _slices_above(node, end, begin):
         from_begin = one.start - begin
         out[:, some.start + from_begin : some.stop + from_begin] = one.ids[first : first + len(out), some]

@@ -20,7 +20,9 @@ def evict(order: EvictionOrder, checkpoints: Checkpoints, ids: Ids) -> tuple[int
     Returns how many went, the states of their checkpoints, and roots with nothing left below. There are as many that may
     go. If a step fails it is as if it had not begun: what went before it is returned, and the error raised if nothing did.
     """
-    done, states, bare = 0, list[int](), list[Node]()
+    done = 0
+    states: list[int] = []
+    bare: list[Node] = []
     parts: list[Ids] = []
     alone: list[int] = []  # ids of blocks one by one: thousands of short arrays are slow to join
     is_plain = len(ids) == 1 and not order.num_rows

@@ -21,6 +21,8 @@ from kvpagoda.errors import CheckFailed
 from kvpagoda.schema.fields import Growth
 
 Flags = npt.NDArray[np.bool_]
+Handles = npt.NDArray[np.intp]
+"""Handles by which arrays are indexed: numpy takes int32 several times as long."""
 _KEEPER = 1 << 32  # one who keeps a block, in the count of its uses; a reader is 1
 _READERS = _KEEPER - 1
 _NONE: Ids = np.empty(0, np.int32)
@@ -31,33 +33,36 @@ class WindowBlocks:
 
     ``num_cached``: blocks that the tree names; ``num_read``: of these, those that somebody reads; ``num_reads``: how often
     these are read in all; ``num_cold``: those that nobody reads or keeps. Callers name each block once in a call: by its
-    handle, by its id, or by its cell, int32 ``[2, n]``, in which 0 and 0 are no block. Methods are O(their arguments), array
-    work, but where another cost is named; those that change something ask for no memory but small temporaries.
+    handle, intp ``[n]``, by its id, or by its cell, int32 ``[2, n]``, in which 0 and 0 are no block. Methods are O(their
+    arguments), array work, but where another cost is named; those that change something ask for no memory but small
+    temporaries.
     """
 
     def __init__(self, growth: Growth, block_size: int, num_rows: int) -> None:
         self.growth, self.block_size = growth, block_size
         self._all: Ids = np.arange(num_rows, dtype=np.int32)
-        self._id_of, self._handle_of = self._all.copy(), self._all.copy()  # by handle, by id; what follows is by handle
+        self._handle_of: Handles = np.arange(num_rows)  # by id; what follows is by handle
+        self._id_of = self._all.copy()
         self._generation = np.ones(num_rows, np.int32)
         self._uses = np.zeros(num_rows, np.int64)  # readers and keepers; below 0: cold since that turn
-        self._queue: deque[tuple[int, Ids]] = deque()  # (turn, handles): those with other uses by now are passed over
+        self._queue: deque[tuple[int, Handles]] = (
+            deque()
+        )  # (turn, handles): those with other uses by now are passed over
         self._first_turn = self._next_turn = 1 << 40
         self.num_cached = self.num_read = self.num_reads = self.num_cold = 0
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
-    def write_cells(self, ids: Ids, out: Ids) -> None:
-        """Write to ``out``, int32 ``[2, n]``, what the tree calls ``ids``."""
-        out[0] = self._handle_of[ids]
-        out[1] = self._generation[out[0]]
+    def write_cells(self, handles: Handles, out: Ids) -> None:
+        """Write to ``out``, int32 ``[2, n]``, the cells that name ``handles`` in the tree."""
+        out[0], out[1] = handles, self._generation[handles]
 
-    def handles(self, ids: Ids) -> Ids:
-        """The handles of ``ids``, int32 ``[n]``."""
-        handles: Ids = self._handle_of[ids]
+    def handles(self, ids: Ids) -> Handles:
+        """The handles of ``ids``, intp ``[n]``."""
+        handles: Handles = self._handle_of.take(ids)
         return handles
 
-    def ids(self, handles: Ids) -> Ids:
+    def ids(self, handles: Handles) -> Ids:
         """The ids that ``handles`` have now, int32 ``[n]``."""
         ids: Ids = self._id_of[handles]
         return ids
@@ -92,21 +97,21 @@ class WindowBlocks:
 
     # -- readers and keepers -----------------------------------------------------------------------------------------
 
-    def publish(self, handles: Ids) -> None:
+    def publish(self, handles: Handles) -> None:
         """``handles`` are named in the tree from now on, and read by the one who published them."""
         self._uses[handles] = 1
         self.num_cached += len(handles)
         self.num_read += len(handles)
         self.num_reads += len(handles)
 
-    def read(self, handles: Ids) -> None:
+    def read(self, handles: Handles) -> None:
         """One more reads ``handles``."""
         uses = self._warm(handles)
         self.num_reads += len(handles)
         self.num_read += len(uses[uses & _READERS == 0])
         self._uses[handles] = uses + 1
 
-    def leave(self, handles: Ids) -> None:
+    def leave(self, handles: Handles) -> None:
         """One less reads ``handles``; those that nobody reads or keeps then are cold."""
         if not len(handles):
             return
@@ -123,11 +128,11 @@ class WindowBlocks:
             self._queue.append((self._next_turn, handles))
             self._next_turn += 1
 
-    def keep(self, handles: Ids) -> None:
+    def keep(self, handles: Handles) -> None:
         """One more keeps ``handles``."""
         self._uses[handles] = self._warm(handles) + _KEEPER
 
-    def drop(self, handles: Ids) -> None:
+    def drop(self, handles: Handles) -> None:
         """One less keeps ``handles``; those that nobody reads or keeps then go next."""
         uses = self._uses[handles] - _KEEPER
         self._uses[handles] = uses
@@ -137,7 +142,7 @@ class WindowBlocks:
             self._cool(handles, self._first_turn)
             self._queue.appendleft((self._first_turn, handles))
 
-    def _warm(self, handles: Ids) -> npt.NDArray[np.int64]:
+    def _warm(self, handles: Handles) -> npt.NDArray[np.int64]:
         """The uses of ``handles``, one of which comes now: they are cold no more."""
         uses: npt.NDArray[np.int64] = self._uses[handles]
         are_cold = uses < 0
@@ -145,7 +150,7 @@ class WindowBlocks:
         uses[are_cold] = 0
         return uses
 
-    def _cool(self, handles: Ids, turn: int) -> None:
+    def _cool(self, handles: Handles, turn: int) -> None:
         """``handles``, which nobody uses, are queued under ``turn``."""
         self.num_cold += len(handles)
         self._uses[handles] = -turn
@@ -155,7 +160,7 @@ class WindowBlocks:
     def evict(self, n: int) -> Ids:
         """Give up ``n`` cold blocks, or all if there are fewer: their ids, int32. Amortised O(n)."""
         count, done = min(n, self.num_cold), 0
-        gone = np.empty(count, np.int32)
+        gone = np.empty(count, np.intp)
         while done < count:
             turn, handles = self._queue.popleft()
             handles = self._still_cold(turn, handles)
@@ -175,12 +180,12 @@ class WindowBlocks:
         self._uses[handles] = 0
         return self._forget(handles)
 
-    def _still_cold(self, turn: int, handles: Ids) -> Ids:
+    def _still_cold(self, turn: int, handles: Handles) -> Handles:
         """Of a part of the queue those that were not read or kept since."""
         are_cold = self._uses[handles] == -turn
         return handles if are_cold[are_cold.argmin()] else handles[are_cold]
 
-    def _forget(self, handles: Ids) -> Ids:
+    def _forget(self, handles: Handles | Ids) -> Ids:
         self.num_cached -= len(handles)
         self.num_cold -= len(handles)
         self._generation[handles] += 1
