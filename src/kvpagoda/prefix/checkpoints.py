@@ -125,14 +125,13 @@ class Checkpoints:
         """
         found = {}
         for node in nodes:
-            for checkpoint in node.checkpoints.all if node.checkpoints is not None else ():
-                state_id, depth = checkpoint.state_id, checkpoint.depth
-                found[state_id] = checkpoint
-                inside = node.start < depth <= node.end and checkpoint.among is node.checkpoints
-                expect(inside, f"checkpoint {state_id} of depth {depth} is not of {node.start}..{node.end}")
-                expect(self.last(node, depth) is checkpoint, f"checkpoint {state_id} is not found")
+            for entry in node.checkpoints.all if node.checkpoints is not None else ():
+                found[entry.state_id] = entry
+                inside = node.start < entry.depth <= node.end and entry.among is node.checkpoints
+                expect(inside, f"checkpoint {entry.state_id} of depth {entry.depth} is not of {node.start}..{node.end}")
+                expect(self.last(node, entry.depth) is entry, f"checkpoint {entry.state_id} is not found")
         expect(found == self.by_state, f"checkpoints {sorted(found.keys() ^ self.by_state.keys())[:16]} are astray")
-        loose = {state_id for state_id, checkpoint in found.items() if not checkpoint.num_holds}
+        loose = {state_id for state_id, entry in found.items() if not entry.num_holds}
         expect(
             self.num_held == len(found) - len(loose), f"{self.num_held} held checkpoints, not {len(found) - len(loose)}"
         )
