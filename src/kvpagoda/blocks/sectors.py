@@ -144,7 +144,7 @@ class Sectors:
         self._free.check()
         listed = self._free.free_ids()
         if listed.tolist() != free.tolist():
-            raise CheckFailed(f"sectors: {listed[:16].tolist()} are listed as free, {free[:16].tolist()} are nobody's")
+            raise CheckFailed(f"sectors: {listed[:16].tolist()} are listed as free, {free[:16].tolist()} have no owner")
         counts = [int((self.owner[1:] == group.index).sum()) for group in self._groups]
         if counts != self.num_owned:
             raise CheckFailed(f"sectors: groups have {counts}, {self.num_owned} are counted")

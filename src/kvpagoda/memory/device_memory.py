@@ -124,7 +124,7 @@ class DeviceMemory(NoMemory):
                 torch.cuda.check_error(runtime.cudaHostRegister(address, nbytes, 0))
             except torch.cuda.CudaError as error:
                 raise OutOfBlocks(
-                    f"the host cannot lock {format_bytes(nbytes)}; give a smaller swap, or less staging", needed=nbytes
+                    f"the host cannot lock {format_bytes(nbytes)}; use a smaller swap or less staging", needed=nbytes
                 ) from error
             finalize(memory, runtime.cudaHostUnregister, address).atexit = False
         return memory

@@ -95,7 +95,7 @@ class NoMemory:
             return pages(nbytes)
         except (MemoryError, OSError) as error:
             raise OutOfBlocks(
-                f"the host has no {format_bytes(nbytes)}; give a smaller swap, or less staging", needed=nbytes
+                f"the host cannot allocate {format_bytes(nbytes)}; use a smaller swap or less staging", needed=nbytes
             ) from error
 
     def to_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int]) -> None:

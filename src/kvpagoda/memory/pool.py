@@ -121,7 +121,7 @@ class Pool:
         """
         page, memory = self.arena.page(self.layer, name)
         if (whole := page.whole) is None:
-            raise BadInput(f"rows {', '.join(page.rows)} lie side by side as tensors of their own: {[*self.fields]}")
+            raise BadInput(f"rows {', '.join(page.rows)} are separate tensors; take the fields {[*self.fields]}")
         dtype = getattr(torch, whole.dtype)
         typed = memory.view(dtype) if whole.dtype != "uint8" else memory
         shape, strides = (len(typed), *whole.shape), (typed.stride(0), *whole.strides)

@@ -96,7 +96,7 @@ class Checkpoints:
         """Remove a checkpoint; the caller owns its state id again. Raises NotOwned, and BadInput if it is held."""
         checkpoint = self.find(state_id)
         if checkpoint.num_holds:
-            raise BadInput(f"{checkpoint.num_holds} hold checkpoint {state_id}; release it first")
+            raise BadInput(f"checkpoint {state_id} is held {checkpoint.num_holds} times; release it first")
         self._take(checkpoint)
 
     def drop_after(self, node: Node, depth: int) -> list[int]:
@@ -130,7 +130,7 @@ class Checkpoints:
                 inside = node.start < entry.depth <= node.end and entry.among is node.checkpoints
                 expect(inside, f"checkpoint {entry.state_id} of depth {entry.depth} is not of {node.start}..{node.end}")
                 expect(self.last(node, entry.depth) is entry, f"checkpoint {entry.state_id} is not found")
-        expect(found == self.by_state, f"checkpoints {sorted(found.keys() ^ self.by_state.keys())[:16]} are astray")
+        expect(found == self.by_state, f"checkpoints {sorted(found.keys() ^ self.by_state.keys())[:16]} are misplaced")
         loose = {state_id for state_id, entry in found.items() if not entry.num_holds}
         expect(
             self.num_held == len(found) - len(loose), f"{self.num_held} held checkpoints, not {len(found) - len(loose)}"

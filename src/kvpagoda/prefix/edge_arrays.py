@@ -91,9 +91,9 @@ class EdgeArrays:
         return copies
 
     def put_front(self, other: EdgeArrays) -> None:
-        """Insert the blocks of ``other``, which is not used any more, before the first block.
+        """Insert the blocks of ``other``, which is not used any more, before the first block of this edge.
 
-        Amortised O(own blocks) if ``other`` has more blocks, else O(both).
+        Amortised O(blocks of this edge) if ``other`` has more blocks, else O(both).
         """
         if other.num_blocks > self.num_blocks:
             other.append(self.tokens, self.ids)

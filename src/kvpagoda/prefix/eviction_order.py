@@ -104,7 +104,7 @@ class PolicyOrder:
             keys = self.policy.choose(chain)
             node = self.leaves.get(int(keys[0])) if len(keys) else None
             if node is None or len(keys) > min(limit, node.num_blocks - node.num_pinned):
-                raise BadInput(f"{self.policy!r} chose {keys!r}, which does not begin with a leaf or passes its chain")
+                raise BadInput(f"{self.policy!r} chose {keys!r}; choose() must return a leading part of chain(leaf)")
             limit -= len(keys)
             yield node, len(keys)
 

@@ -15,7 +15,7 @@ from kvpagoda.prefix.roots import Roots
 
 
 class Inserter:
-    """Inserts blocks into the tree of ``roots`` and registers them with the eviction ``order``.
+    """The insertion part of a tree: adds blocks below ``roots`` and registers them with the eviction ``order``.
 
     ``owned``: the ids that the tree owns, or None if the tree does not prove ids.
     """

@@ -40,7 +40,7 @@ class Match:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lease:
-    """Pins the first ``num_blocks`` blocks of one text: they stay cached until ``PrefixTree.unpin``.
+    """A pin on the first ``num_blocks`` blocks of one text: they stay cached until ``PrefixTree.unpin``.
 
     Splits and merges of nodes do not affect a lease. ``is_open`` is true until the lease is unpinned.
     """

@@ -21,7 +21,7 @@ _CACHED, _SAMPLED = 1, 2  # flags of a key: ARC knows it, cached or as a ghost; 
 
 
 class ShadowLRU:
-    """Simulates the content of an LRU cache of ``capacity`` blocks in which every block is a leaf."""
+    """A simulation of an LRU cache of ``capacity`` blocks in which every block is a leaf."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -42,7 +42,7 @@ class ShadowLRU:
 
 
 class ShadowARC:
-    """Simulates the content of an ARC cache of ``capacity`` blocks in which every block is a leaf, and its ghosts."""
+    """A simulation of an ARC cache of ``capacity`` blocks, and its ghosts, in which every block is a leaf."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -38,7 +38,7 @@ def as_policy(policy: str | EvictionPolicy, capacity: int) -> EvictionPolicy | N
     if not isinstance(policy, str):
         lacking = [name for name in _METHODS if not callable(getattr(policy, name, None))]
         if lacking or isinstance(policy, type):
-            raise BadInput(f"{policy!r} is no EvictionPolicy object: see there for {', '.join(lacking or _METHODS)}")
+            raise BadInput(f"{policy!r} is no EvictionPolicy object with the methods {', '.join(lacking or _METHODS)}")
         if id(policy) in _TAKEN:
             raise BadInput(f"{policy!r} serves a tree already, and knows its blocks; make another one")
         number = id(policy)
