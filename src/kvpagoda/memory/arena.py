@@ -156,11 +156,11 @@ class Arena:
         pieces = [(span, rows) for owner, span, rows in self._pieces if layer in (None, owner)]
         if not pieces:
             return []
-        many, width = self.layout.kernel_pages, self.layout.nbytes // self.layout.kernel_pages
+        per_record, width = self.layout.kernel_pages, self.layout.nbytes // self.layout.kernel_pages
         starts = range(0, self.layout.nbytes, width)
         if self.order == "layer":
             return [
-                (slice(start + span.start, start + span.stop), rows[number::many])
+                (slice(start + span.start, start + span.stop), rows[number::per_record])
                 for number, start in enumerate(starts)
                 for span, rows in pieces
             ]
@@ -217,5 +217,5 @@ class Arena:
 
     def page_index(self, index: Tensor) -> Tensor:
         """Convert rows, int64 ``[n]``, to their kernel pages, int64 ``[n * kernel_pages]``."""
-        many = self.layout.kernel_pages
-        return index if many == 1 else (index[:, None] * many + torch.arange(many, device=index.device)).flatten()
+        count = self.layout.kernel_pages
+        return index if count == 1 else (index[:, None] * count + torch.arange(count, device=index.device)).flatten()

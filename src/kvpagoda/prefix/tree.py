@@ -179,8 +179,8 @@ class PrefixTree:
         that it lacks; in a cached block that lacks the ids of some groups, it takes these. ``text``: an array that owns
         its memory and has ``tokens`` at their position from the root. If they are many, the tree keeps a view of it, so
         it may then be written only behind them. ``pin``: let the lease ``at`` cover all blocks, or open one for a
-        match; None: extend a lease, open none. New blocks count as used; others need ``touch``. Amortised O(n), and
-        O(nodes) from the end of ``at`` on.
+        match; None: only extend a lease; False: neither. New blocks count as used; others need ``touch``. Amortised
+        O(n), and O(nodes) from the end of ``at`` on.
 
         Raises as ``pin`` does; BadInput for arrays that do not fit; NotOwned for an id that the tree owns already at
         another place or that is named twice. Nothing has changed then."""
