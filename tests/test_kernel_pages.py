@@ -116,6 +116,6 @@ def test_fused_rows_and_states_in_the_order_of_memory() -> None:
     with pytest.raises(BadInput, match="no rows 'latent'"):
         state_view.tensor("latent")
     both = KVCache(SCHEMA.laid_out("flashinfer-gqa-nhd"), num_blocks=3, device="cpu", order="layer")
-    with pytest.raises(BadInput, match="tensors of their own"):
+    with pytest.raises(BadInput, match="are separate tensors"):
         both.layer(0).tensor("k")
     assert np.shares_memory(cache.layer(2)["k"].numpy(), cache.layer(2).tensor("k").numpy())

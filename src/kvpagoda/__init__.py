@@ -1,4 +1,7 @@
-"""kvpagoda: the KV-cache memory system. The public names, nothing else; each is imported when it is first used."""
+"""kvpagoda: the KV-cache memory system.
+
+This module holds the public names and nothing else. Each name is imported from its module when it is first used.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ _PUBLIC = {
 
 __all__ = sorted(name for names in _PUBLIC.values() for name in names)
 __version__ = "0.1.0"
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, until a program says what to do with it
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet until the program configures logging
 
 __getattr__ = load_when_used(__name__, _PUBLIC)
 

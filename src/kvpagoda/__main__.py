@@ -1,4 +1,4 @@
-"""``python -m kvpagoda``: the command line, where the command itself is not on the path."""
+"""``python -m kvpagoda``: the ``kvpagoda`` command, for shells that do not have it on the path."""
 
 from kvpagoda.cli import main
 

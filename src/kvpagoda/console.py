@@ -1,4 +1,4 @@
-"""What commands print: text on standard output, progress on standard error. Needs rich, of the ``cli`` extra."""
+"""Console output of the commands: text on standard output, progress on standard error. Needs rich (extra ``cli``)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ Moved = Callable[[float, str], None]
 
 
 def output() -> Console:
-    """Standard output, as wide as the terminal; text is printed as it is."""
+    """Return standard output as a console as wide as the terminal; text is printed without markup or highlighting."""
     return Console(highlight=False, markup=False)
 
 
 def say(line: str, indent: int = 0) -> None:
-    """Print a line, broken at spaces where the terminal is narrower, with what follows indented; as it is where nobody says
-    how wide (in a pipe)."""
+    """Print a line, broken at spaces to the width of the terminal; continuation lines start with ``indent`` spaces.
+
+    If the width is unknown (in a pipe, and ``COLUMNS`` is not set), print the line unbroken.
+    """
     out = output()
     is_known = out.is_terminal or "COLUMNS" in os.environ
     out.print("\n".join(wrapped(line, out.width if is_known else None, " " * indent)), soft_wrap=True)
@@ -29,8 +31,11 @@ def say(line: str, indent: int = 0) -> None:
 
 @contextmanager
 def progress(total: int, unit: str) -> Iterator[Moved | None]:
-    """A bar of ``total`` units while the block runs: it is moved by calls with how many are done and a note. None where
-    standard error is no terminal: nothing is printed then."""
+    """Show a progress bar of ``total`` units while the block runs.
+
+    Yields a function that takes the number of units done and a note, and updates the bar. Yields None, and prints
+    nothing, if standard error is not a terminal.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None

@@ -1,18 +1,18 @@
 """The exception tree. Every message carries its numbers and a next step; the numbers are attributes too.
 
 KVPagodaError
-├── BadInput          (ValueError)    the call cannot be right, whatever the state of the cache
+├── BadInput          (ValueError)    the call is wrong, whatever the state of the cache
 │   ├── SchemaError                   a config that cannot be read: missing, absurd or unknown
-│   ├── LayoutError                   a layout that cannot be, or two that hold different content; names the rule
+│   ├── LayoutError                   an impossible layout, or two layouts that hold different content; names the rule
 │   ├── NeverFits                     larger than the whole cache: waiting will not help
 │   └── NotOwned                      an id freed twice, never handed out, or out of range
-├── Exhausted         (RuntimeError)  right, but there is no room
+├── Exhausted         (RuntimeError)  the call is correct, but there is no room
 │   ├── OutOfBlocks                   nothing was taken; close a sequence or raise the budget
-│   └── RetryLater                    admission: not now; it fits once others have closed
+│   └── RetryLater                    admission: not now; the request fits once others have closed
 ├── StaleHandle       (RuntimeError)  a sequence or view used after it was closed
-├── MissingExtra      (ImportError)   the name needs a package that is not installed; says which extra brings it
-├── ConcurrentUse     (RuntimeError)  two threads in one cache at once
-├── NeedsReset        (RuntimeError)  an interrupt came in the middle of a change of the cache
+├── MissingExtra      (ImportError)   the name needs a package that is not installed; says which extra installs it
+├── ConcurrentUse     (RuntimeError)  two threads called one cache at the same time
+├── NeedsReset        (RuntimeError)  an interrupt arrived in the middle of a change of the cache
 └── CheckFailed       (AssertionError) ``check()`` found ids that break the law of ownership
 """
 
@@ -27,11 +27,11 @@ E = TypeVar("E", bound="KVPagodaError")
 
 
 class KVPagodaError(Exception):
-    """Base of everything this library raises on purpose.
+    """Base class of everything this library raises on purpose.
 
-    What the message says is data too, each None where an error has no such thing: ``needed`` and ``available``, what was
-    asked for and what there is (numbers in the unit of the message, or names); ``group``, the group of layers that it is
-    about; ``hint``, the next step.
+    The numbers of the message are attributes too, each None where the error has no such value: ``needed`` and
+    ``available`` (what the call asked for and what exists: numbers in the unit of the message, or names), ``group``
+    (the name of the group of layers concerned), ``hint`` (the next step).
 
     >>> error = OutOfBlocks("need 12 blocks, 3 free in group 'full'", needed=12, available=3, group="full")
     >>> error.needed - error.available, error.group, error.hint
@@ -52,7 +52,7 @@ class KVPagodaError(Exception):
 
     @classmethod
     def with_hint(cls: type[E], text: str, hint: str, **numbers: Any) -> E:
-        """The error that says ``text`` and then ``hint``, with ``numbers`` as attributes.
+        """Return the error whose message is ``text`` followed by ``hint``, with ``numbers`` as attributes.
 
         >>> str(RetryLater.with_hint("all 4 slots are in use", "close a sequence", needed=1, available=0))
         'all 4 slots are in use; close a sequence'
@@ -61,7 +61,7 @@ class KVPagodaError(Exception):
 
 
 class BadInput(KVPagodaError, ValueError):
-    """An argument that can never be right. Raised before anything changed."""
+    """An argument that can never be correct. Raised before anything has changed."""
 
 
 class SchemaError(BadInput):
@@ -71,7 +71,7 @@ class SchemaError(BadInput):
 class LayoutError(BadInput):
     """A layout that breaks a rule of the layout language, or two layouts that hold different content.
 
-    ``rule`` is one word: which rule it is. The message says what breaks it, and names the rule.
+    ``rule``: the name of the broken rule, one word. The message says what breaks the rule, and names it.
     """
 
     def __init__(self, message: str, *, rule: str = "", **of_base: Any) -> None:
@@ -80,16 +80,16 @@ class LayoutError(BadInput):
 
     @classmethod
     def of(cls, rule: str, message: str) -> LayoutError:
-        """The error of what breaks ``rule``."""
+        """Return the error for something that breaks ``rule``; ``message`` says what."""
         return cls(f"{message} (layout rule '{rule}')", rule=rule)
 
 
 class NeverFits(BadInput):
-    """The request is larger than the whole cache; says what it would need."""
+    """The request is larger than the whole cache; the message says how much it needs."""
 
 
 class NotOwned(BadInput):
-    """An id that the caller does not hold: freed twice, out of range, or named twice in one call."""
+    """An id that the caller does not own: freed twice, out of range, or named twice in one call."""
 
 
 class Exhausted(KVPagodaError, RuntimeError):
@@ -97,11 +97,11 @@ class Exhausted(KVPagodaError, RuntimeError):
 
 
 class OutOfBlocks(Exhausted):
-    """A group has too few free blocks; says what was asked for, what is free and the total."""
+    """A group has too few free blocks; the message gives the number requested, the number free and the total."""
 
 
 class RetryLater(Exhausted):
-    """Admission verdict: fits the cache, but not beside what is running now."""
+    """Admission result: the request fits the cache, but not beside the requests that are running now."""
 
 
 class StaleHandle(KVPagodaError, RuntimeError):
@@ -109,12 +109,12 @@ class StaleHandle(KVPagodaError, RuntimeError):
 
 
 class MissingExtra(KVPagodaError, ImportError):
-    """A name of the library that needs an optional package; ``name`` is the package, the text says how to install it."""
+    """A name of the library needs an optional package. ``name`` is the package; the message says how to install it."""
 
     @classmethod
     @contextmanager
     def unless(cls, package: str, text: str) -> Iterator[None]:
-        """Around imports from ``package``: where it is not installed, that is this error, with ``text``."""
+        """Context for imports from ``package``: raise this error, with message ``text``, if it is not installed."""
         try:
             yield
         except ModuleNotFoundError as error:
@@ -124,27 +124,34 @@ class MissingExtra(KVPagodaError, ImportError):
 
 
 class ConcurrentUse(KVPagodaError, RuntimeError):
-    """A call into a cache that another thread is inside of. Nothing was changed by it."""
+    """A call into a cache while another thread is inside a call. This call changed nothing."""
 
 
 class NeedsReset(KVPagodaError, RuntimeError):
-    """A signal interrupted the few assignments of a change, so that owners of blocks are uncertain: ``reset`` or ``close``."""
+    """A signal interrupted the assignments that commit a change, so the owners of blocks are uncertain.
+
+    Call ``reset`` or ``close``.
+    """
 
 
 class CheckFailed(KVPagodaError, AssertionError):
-    """The ownership of ids does not add up; the message names the ids."""
+    """``check()`` found that the ownership of ids is inconsistent; the message names the ids."""
 
 
 def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The question for the nearest of ``known``; None where none is near: ``cutoff``, 0 to 1, says how near."""
+    """Return the question "did you mean ...?" for the name in ``known`` nearest to ``name``; None if none is near.
+
+    ``cutoff``: the similarity required, 0 to 1.
+    """
     nearest = get_close_matches(str(name).lower(), known, n=1, cutoff=cutoff)
     return f"did you mean {nearest[0]!r}?" if nearest else None
 
 
 def unknown_name(what: str, name: object, known: Iterable[str], error: type[BadInput] = BadInput) -> BadInput:
-    """The error for a ``name`` that is none of ``known``: it lists them, and asks for the nearest.
+    """Return the error for a ``name`` that is not in ``known``: it lists the known names and suggests the nearest.
 
-    ``needed`` is the name, ``available`` the known ones, ``hint`` the question.
+    ``what``: the kind of name, for the message. Attributes: ``needed`` is the name, ``available`` the known names,
+    ``hint`` the suggestion.
 
     >>> str(unknown_name("policy", "lur", ("lru", "fifo")))
     "unknown policy 'lur'; known: lru, fifo; did you mean 'lru'?"

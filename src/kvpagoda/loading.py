@@ -1,4 +1,4 @@
-"""Names of packages that are loaded when they are first used, and the JSON files that lie beside modules."""
+"""Lazy import of a package's public names, and reading of JSON files that are stored beside modules."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from kvpagoda.errors import MissingExtra
 
 
 def load_when_used(package: str, modules: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of ``package`` (PEP 562): ``modules`` says for each module which of its names are the package's.
+    """Return a ``__getattr__`` for ``package`` (PEP 562) that imports each public name when it is first used.
 
-    No name may be that of a module in the package, which would take its place. Raises MissingExtra where torch is missing.
+    ``modules``: module name -> the names that ``package`` takes from it. No name may equal the name of a module in the
+    package, which would hide it. The returned function raises MissingExtra if torch is needed and not installed.
 
     >>> load_when_used("kvpagoda", {"kvpagoda.units": ("ceil_div",)})("ceil_div")(7, 2)
     4
@@ -31,7 +32,7 @@ def load_when_used(package: str, modules: Mapping[str, Iterable[str]]) -> Callab
 
 
 def read_json(package: str, file: str) -> dict[str, Any]:
-    """What the JSON ``file`` in the folder of ``package`` holds."""
+    """Return the content of the JSON ``file`` in the folder of ``package``."""
     data = get_data(package, file)
     assert data is not None, f"{package} is loaded from something that has no files"
     found: dict[str, Any] = json.loads(data)

@@ -1,4 +1,4 @@
-"""Tables and lines of text, as wide as there is room."""
+"""Tables and wrapped lines of text, fitted to a width."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from collections.abc import Collection, Iterable, Sequence
 def table(
     names: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str], width: int | None = None
 ) -> list[str]:
-    """A line for the ``names`` of columns and for each row, those of ``left`` aligned left, the others right; where that is
-    wider than ``width``, each row as lines of a name and a value, and an empty one between.
+    """Return the lines of a table: one line for the column ``names``, then one for each row.
+
+    Columns in ``left`` are aligned left, the others right. If the table is wider than ``width`` (None: any width), each
+    row becomes one line "name  value" for each column instead, with an empty line between rows.
 
     >>> table(["model", "bytes"], [["a", "1,024"], ["other", "7"]], left=["model"])
     ['model  bytes', 'a      1,024', 'other      7']
@@ -22,11 +24,14 @@ def table(
         stacked = [[f"{name:<{longest}}  {cell}" for name, cell in zip(names, row)] for row in cells[1:]]
         return [line for row in stacked for line in (*row, "")][:-1]
     aligned = ["<" if name in left else ">" for name in names]
-    return ["  ".join(f"{one:{at}{n}}" for one, at, n in zip(row, aligned, widths)).rstrip() for row in cells]
+    return ["  ".join(f"{cell:{side}{n}}" for cell, side, n in zip(row, aligned, widths)).rstrip() for row in cells]
 
 
 def wrapped(line: str, width: int | None, indent: str = "") -> list[str]:
-    """``line`` in pieces of at most ``width`` columns, broken at spaces, all but the first behind ``indent``."""
+    """Break ``line`` at spaces into pieces of at most ``width`` columns (None: no limit).
+
+    All pieces but the first start with ``indent``.
+    """
     if width is None:
         return [line]
     return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""Bytes, as people write them, the two divisions that everybody needs, and the check of a whole number."""
+"""Sizes in bytes as people write them, two integer divisions, and the validation of whole numbers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ _SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE
 
 
 def ceil_div(a: int, b: int) -> int:
-    """The smallest whole number that is at least ``a / b``."""
+    """Return the smallest whole number that is at least ``a / b``."""
     return -(-a // b)
 
 
 def align_up(n: int, to: int) -> int:
-    """The smallest multiple of ``to`` that is at least ``n``."""
+    """Return the smallest multiple of ``to`` that is at least ``n``."""
     return ceil_div(n, to) * to
 
 
 def table_rows(n: int, width: int, table_width: int) -> int:
-    """Rows of ``table_width`` bytes that ``n`` records of ``width`` bytes take, where a row begins with a record or with the
-    rest of one: several whole records in a row, or several rows for each."""
+    """Return how many rows of ``table_width`` bytes ``n`` records of ``width`` bytes take.
+
+    A table row holds either several whole records, or one piece of a record: no record shares a row with a piece of
+    another.
+    """
     return ceil_div(n, table_width // width) if 0 < width <= table_width else n * ceil_div(width, table_width)
 
 
 def parse_bytes(size: int | str) -> int:
-    """``"40GiB"``, ``"1.5 MB"`` or a whole number of bytes (numpy's too) -> bytes. Raises BadInput."""
+    """Convert ``"40GiB"``, ``"1.5 MB"`` or a whole number of bytes (also a numpy integer) to bytes. Raises BadInput."""
     if isinstance(size, str):
         match = _SIZE.match(size)
         if match is None:
@@ -39,7 +42,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """1536 -> '1.5 KiB'; exact below 1 KiB."""
+    """Format a number of bytes: 1536 -> '1.5 KiB'; exact below 1 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -50,9 +53,11 @@ def format_bytes(nbytes: float) -> str:
 def whole_number(
     value: object, what: str, at_least: int = 0, error: type[BadInput] = BadInput, below: float = inf
 ) -> int:
-    """``value`` as an int, if it is a whole number from ``at_least`` to ``below``: Python's or numpy's, no bool and no float.
+    """Return ``value`` as an int if it is a whole number with ``at_least <= value < below``.
 
-    Raises ``error``, which names ``what`` and the value. ``whole_number(np.int64(64), "max_requests")`` is 64.
+    Accepts Python and numpy integers, not bool and not float: ``whole_number(np.int64(64), "max_requests")`` is 64.
+
+    Raises ``error``; its message names ``what`` and the value.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]

@@ -141,7 +141,7 @@ def test_other_bad_input_raises():
     with pytest.raises(BadInput):
         arena(layout, -1, "layer")
     mixed = RowLayout.build([(0, Field("a", 1, (3,), "uint8")), (0, Field("b", 1, (4,), "int32"))])
-    with pytest.raises(BadInput, match="packed memory would have 'b'"):
+    with pytest.raises(BadInput, match="packed memory would misalign 'b'"):
         arena(mixed, 1, "layer", packed=True)
     assert not memory.buffer.any()
 

@@ -1,4 +1,4 @@
-"""WHO owns an id: one free list, block tables, and the blocks of a group."""
+"""WHO owns an id: the free list, block tables, and the blocks of a group."""
 
 from kvpagoda.blocks.block_table import BlockTable
 from kvpagoda.blocks.free_list import FreeList, FreeStack

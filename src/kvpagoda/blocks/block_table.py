@@ -1,4 +1,4 @@
-"""Which block of a request holds which tokens: one row of block ids for every request slot."""
+"""The block table: one row of block ids for every request slot."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from kvpagoda.blocks.ids import Ids
 
 
 class BlockTable:
-    """``cells``: int32 ``[num_slots + 1, num_columns]`` block ids; ``empty`` marks a cell without a block. The last row is
-    that of padded rows and stays empty.
+    """Block table of the requests of one group: which block holds which tokens of a request.
 
-    ``version`` int64 ``[num_slots + 1]``: how often cells of a row came to mean something else; that a row got longer, or lost
-    cells at its beginning, does not count.
+    ``cells``: int32 ``[num_slots + 1, num_columns]`` block ids; ``empty`` marks a cell without a block. The last row is
+    for padded rows of a batch and stays empty.
+
+    ``version``: int64 ``[num_slots + 1]``. It increases when cells of a row change their meaning; appending to a row,
+    or removing cells at its beginning, does not count.
 
     >>> table = BlockTable(num_slots=2, num_columns=4)
     >>> table.append(0, 0, np.array([7, 9], np.int32))
@@ -26,16 +28,16 @@ class BlockTable:
         self.version = np.zeros(num_slots + 1, np.int64)
 
     def append(self, slot: int, column: int, ids: Ids) -> None:
-        """Write ``ids`` into the row of ``slot`` from ``column`` on, where it ended."""
+        """Write ``ids`` into the row of ``slot`` from ``column`` on, where the row ended; the version stays."""
         self.cells[slot, column : column + len(ids)] = ids
 
     def put(self, slot: int, column: int, ids: Ids) -> None:
-        """Write ``ids`` into the row of ``slot`` from ``column`` on, in place of others."""
+        """Replace the cells of ``slot`` from ``column`` on by ``ids``. The version increases."""
         self.append(slot, column, ids)
         self.version[slot] += 1
 
     def drop(self, slot: int, first: int, end: int) -> None:
-        """Empty the cells ``first .. end - 1`` of ``slot``."""
+        """Empty the cells ``first .. end - 1`` of ``slot``. The version increases."""
         self.cells[slot, first:end] = self.empty
         self.version[slot] += 1
 
@@ -45,7 +47,7 @@ class BlockTable:
         self.version += 1
 
     def remap(self, slot: int, end: int, new_ids: Ids) -> None:
-        """Let the cells up to ``end`` of ``slot`` name ``new_ids[cell]`` from now on. O(end)."""
+        """Replace each id in the first ``end`` cells of ``slot`` by ``new_ids[id]``. O(end)."""
         row = self.cells[slot, :end]
         row[:] = new_ids[row]
         self.version[slot] += 1

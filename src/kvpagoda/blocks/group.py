@@ -1,4 +1,4 @@
-"""One group's blocks: which request holds which of them, and how many more each may come to hold. No tensors."""
+"""The blocks of one group: which request holds which blocks, and how many more each may allocate. No tensors."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ _NONE: Ids = np.empty(0, np.int32)
 
 
 class BlockGroup:
-    """Blocks ``first_id .. first_id + num_blocks - 1`` of the layers that grow together. The padding block takes what padded
-    rows write, marks an empty cell, and is never handed out: 0, or -1, the last record, where ids start from 0.
+    """The blocks of the layers that grow together, and their block table.
 
-    A request's row of the table is
+    The blocks have the ids ``first_id .. first_id + num_blocks - 1``. The padding block absorbs the writes of padded
+    rows, marks an empty cell of the table, and is never allocated. Its id is 0, or -1 (the last record) where ids start
+    from 0.
+
+    The row of a request in the table:
 
         | empty | shared: first .. shared - 1 | own: .. end - 1 | empty |      left of ``first``: slid out of the window
 
-    Its own blocks are handed out to it alone; shared ones belong to the prefix cache, which keeps them while the request
-    runs. A request *reserves* the most blocks that it may come to hold; what it does not hold yet is *outstanding*, and
-    nobody else is given blocks that are outstanding. So a request that was admitted can always finish.
+    Own blocks are allocated to this request alone. Shared blocks belong to the prefix cache, which keeps them while the
+    request runs. A request *reserves* the most blocks that it may come to hold; reserved blocks that it does not hold
+    yet are *outstanding*. Outstanding blocks are not given to other requests, so an admitted request can always finish.
 
-    Who calls has made sure that there are enough free blocks; ``peek`` names those that come next, so that they can be
-    filled before anybody holds them. The methods below ``peek`` change something and cannot fail.
+    Callers make sure that enough blocks are free. ``peek`` returns the blocks that are allocated next, so that they can
+    be filled before a request holds them. The methods below ``peek`` change something and cannot fail.
     """
 
     def __init__(
@@ -48,68 +51,71 @@ class BlockGroup:
         self.end = [0] * num_slots
         self.shared = [0] * num_slots
         self.reserved = [0] * num_slots
-        self.outstanding = 0  #: of all requests
+        self.outstanding = 0  #: blocks, of all requests
         self.num_held = self.peak_held = 0  #: blocks that requests or the prefix cache hold
 
-    # -- what is, and what would be needed ---------------------------------------------------------------------------
+    # -- queries: nothing changes ------------------------------------------------------------------------------------
 
     def outstanding_of(self, slot: int) -> int:
-        """Blocks that ``slot`` reserved and does not hold yet."""
+        """Return the number of blocks that ``slot`` reserved and does not hold yet."""
         outstanding = self.reserved[slot] - self.end[slot] + self.first[slot]
         return outstanding if outstanding > 0 else 0
 
     def are_promised(self, slots: list[int], n: int) -> bool:
-        """Whether each of ``slots`` may have ``n`` blocks more of what it reserved, and all of these are free. O(slots)."""
+        """Return whether each of ``slots`` has ``n`` outstanding blocks, and all of these blocks are free. O(slots)."""
         return self.free.num_free >= n * len(slots) and all(self.outstanding_of(slot) >= n for slot in slots)
 
     def held_ids(self, slot: int) -> Ids:
-        """The ids that ``slot`` holds, shared and own, in the order of the text: int32, the caller's copy."""
+        """Return the ids that ``slot`` holds, shared and own, in the order of the text: int32, owned by the caller."""
         ids: Ids = self.table.cells[slot, self.first[slot] : self.end[slot]].copy()
         return ids
 
     def own_ids(self, slot: int) -> Ids:
-        """The ids that ``slot`` alone holds, in the order of the text: int32, the caller's copy."""
+        """Return the ids that ``slot`` alone holds, in the order of the text: int32, owned by the caller."""
         first, shared = self.first[slot], self.shared[slot]
         ids: Ids = self.table.cells[slot, shared if shared > first else first : self.end[slot]].copy()
         return ids
 
     def shared_ids(self, slot: int) -> Ids:
-        """The ids that ``slot`` holds and others may hold too, in the order of the text: int32, the caller's copy."""
+        """Return the ids that ``slot`` may share with others, in the order of the text: int32, owned by the caller."""
         ids: Ids = self.table.cells[slot, self.first[slot] : self.shared[slot]].copy()
         return ids
 
     def leaving(self, slot: int, first: int) -> tuple[Ids, Ids]:
-        """The shared blocks, and the own ones, that the row of ``slot`` loses when it begins at ``first``, int32 each."""
+        """Return the shared and the own blocks that ``slot`` loses if its row begins at column ``first``: int32."""
         row, middle = self.table.cells[slot], min(max(self.shared[slot], self.first[slot]), first)
         return row[self.first[slot] : middle].copy(), row[middle:first].copy()
 
     def slots_naming(self, ids: Ids) -> list[int]:
-        """The slots whose rows name any of ``ids``. O(cells)."""
+        """Return the slots whose rows contain any of ``ids``. O(cells)."""
         named = np.zeros(self.plan.num_rows, np.bool_)
         named[ids] = True
         return [slot for slot, end in enumerate(self.end) if end and named[self.table.cells[slot, :end]].any()]
 
     def peek(self, n: int) -> Ids:
-        """The ``n`` blocks that are handed out next, int32: still free. There are so many."""
+        """Return the ``n`` blocks that are allocated next, int32. They stay free. ``n`` <= ``free.num_free``."""
         return self.free.peek(n)
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> None:
-        """Hand out the ``count`` blocks that ``peek`` said to somebody who keeps account of them. O(1)."""
+        """Allocate the ``count`` blocks that ``peek`` returned to an owner that keeps account of them itself. O(1)."""
         self.free.num_free -= count
         self.num_held += count
         if self.num_held > self.peak_held:
             self.peak_held = self.num_held
 
     def release(self, ids: Ids) -> None:
-        """Take back ``ids``, which nobody names any more. O(n)."""
+        """Free ``ids``, which no request and no cache holds any more. O(n)."""
         self.free.give(ids)
         self.num_held -= len(ids)
 
     def begin(self, slot: int, column: int, shared: Ids, own: Ids, reserved: int) -> None:
-        """Begin the row of ``slot``, which holds nothing, at ``column``: with ``shared`` blocks, which somebody keeps for it,
-        and then ``own`` ones, from ``peek``. It may come to hold ``reserved`` in all. O(blocks)."""
+        """Begin the row of ``slot``, which holds nothing, at ``column``: ``shared`` blocks, then ``own`` blocks.
+
+        ``shared``: kept by the prefix cache for this request. ``own``: from ``peek``. ``reserved``: the most blocks
+        that the row may hold. O(blocks).
+        """
         middle = column + len(shared)
         end = middle + len(own)
         self.take(len(own))
@@ -120,7 +126,7 @@ class BlockGroup:
         self._hold(slot, column, end, reserved)
 
     def append(self, slot: int, own: Ids) -> None:
-        """Give ``slot`` the blocks ``own``, from ``peek``. O(n)."""
+        """Append the blocks ``own``, from ``peek``, to the row of ``slot``. O(n)."""
         begin, count = self.end[slot], len(own)
         outstanding = self.reserved[slot] - begin + self.first[slot]
         self.take(count)
@@ -130,7 +136,7 @@ class BlockGroup:
         self.end[slot] = begin + count
 
     def append_each(self, slots: list[int], own: Ids) -> None:
-        """Give each of ``slots``, which are different, the next one of ``own``, from ``peek``. O(n)."""
+        """Append to each of the distinct ``slots``, in turn, the next block of ``own`` (from ``peek``). O(n)."""
         self.take(len(own))
         self.table.cells[slots, [self.end[slot] for slot in slots]] = own
         for slot in slots:
@@ -139,23 +145,26 @@ class BlockGroup:
             self.end[slot] += 1
 
     def reserve(self, slot: int, num_blocks: int) -> None:
-        """Let ``slot`` reserve ``num_blocks`` in all; the caller has looked whether they can be had."""
+        """Set how many blocks ``slot`` reserves to ``num_blocks``; the caller has checked that they are available."""
         self._hold(slot, self.first[slot], self.end[slot], num_blocks)
 
     def share(self, slot: int, columns: int, ids: Ids | None = None) -> None:
-        """The first ``columns`` blocks of ``slot`` now belong to the prefix cache; where it had the last of them already, it
-        says by which ``ids``."""
+        """Mark the first ``columns`` columns of ``slot`` as shared: their blocks belong to the prefix cache now.
+
+        ``ids``: replacements for the last of these cells, where the prefix cache already had a block for the same
+        tokens.
+        """
         if ids is not None:
             self.table.put(slot, columns - len(ids), ids)
         self.shared[slot] = columns
 
     def slide(self, slot: int, first: int) -> None:
-        """Let the row of ``slot`` begin at ``first``; what ``leaving`` said is to be released. O(n)."""
+        """Begin the row of ``slot`` at column ``first``. The caller frees what ``leaving`` returned. O(n)."""
         self.table.cells[slot, self.first[slot] : first] = self.table.empty
         self._hold(slot, first, self.end[slot], self.reserved[slot])
 
     def close(self, slot: int) -> None:
-        """Let go of everything that ``slot`` holds and reserved; what ``own_ids`` said is to be released. O(n)."""
+        """Empty the row of ``slot`` and end its reservation. The caller frees what ``own_ids`` returned. O(n)."""
         first, end = self.first[slot], self.end[slot]
         outstanding = self.reserved[slot] - end + first
         if outstanding > 0:
@@ -164,9 +173,11 @@ class BlockGroup:
         self.table.drop(slot, first, end)
 
     def cut(self, slot: int, columns: int, own: Ids) -> None:
-        """End the row of ``slot`` after ``columns`` shared blocks and ``own``, which it holds or were taken for it; its other
-        blocks are to be released. What it reserved shrinks by the blocks that are shared no more, for they may not become
-        free."""
+        """End the row of ``slot`` after ``columns`` shared columns and then ``own``; the caller frees its other blocks.
+
+        ``own``: blocks that the slot holds already or that were allocated for it. The reservation shrinks by the number
+        of blocks that are no longer shared, because these may not become free.
+        """
         lost = self.shared[slot] - columns
         reserved = self.reserved[slot] - lost
         self.table.drop(slot, columns, self.end[slot])
@@ -175,12 +186,12 @@ class BlockGroup:
         self._hold(slot, self.first[slot], columns + len(own), reserved if reserved > 0 else 0)
 
     def remap(self, new_ids: Ids, slots: list[int]) -> None:
-        """Block ``i`` is now block ``new_ids[i]``; ``slots``: from ``slots_naming``. O(their cells)."""
+        """Replace each block id by ``new_ids[id]`` in the rows of ``slots`` (from ``slots_naming``). O(their cells)."""
         for slot in slots:
             self.table.remap(slot, self.end[slot], new_ids)
 
     def clear(self) -> None:
-        """Make every block free, whoever held it."""
+        """Make every block free, whatever holds it, and empty every row."""
         self.free.clear()
         self.table.clear()
         for slot in range(len(self.end)):
@@ -188,6 +199,7 @@ class BlockGroup:
         self.outstanding = self.num_held = 0
 
     def _hold(self, slot: int, first: int, end: int, reserved: int) -> None:
+        """Set the bounds and the reservation of the row of ``slot``, and correct ``outstanding``."""
         before, after = self.reserved[slot] - self.end[slot] + self.first[slot], reserved - end + first
         self.first[slot], self.end[slot], self.reserved[slot] = first, end, reserved
         self.outstanding += (after if after > 0 else 0) - (before if before > 0 else 0)
@@ -195,9 +207,11 @@ class BlockGroup:
     # -- proof -------------------------------------------------------------------------------------------------------
 
     def check(self, cached: Ids = _NONE, absent: Ids = _NONE) -> None:
-        """Prove that every block is free, in exactly one row as its own, one of those that are ``cached``, or one of those
-        that are ``absent``, their memory being another group's; and that shared cells name only what is cached. Raises
-        CheckFailed naming ids or slots. O(blocks and cells)."""
+        """Prove that every block is in exactly one place, and that shared cells name only cached blocks.
+
+        The places: free; own in exactly one row; ``cached``, the prefix cache has it; ``absent``, its memory belongs to
+        another group. Raises CheckFailed naming ids or slots. O(blocks and cells).
+        """
         self.free.check()
         columns = np.arange(self.table.cells.shape[1])
         first, end, shared = (np.array(column)[:, None] for column in (self.first, self.end, self.shared))

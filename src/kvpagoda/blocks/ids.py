@@ -1,4 +1,4 @@
-"""The marks of ownership: which ids of a range are handed out, and the proof that a caller holds what it names."""
+"""Ownership flags of ids: which ids of a range are allocated, and the proof that a caller holds the ids it names."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ AnyIds = npt.NDArray[np.integer[Any]]
 
 
 def positive_numbers(**numbers: SupportsIndex) -> list[int]:
-    """The arguments, in their order, as ints of at least 1. Raises BadInput naming the first that is not one."""
+    """Return the arguments, in their order, as ints of at least 1. Raises BadInput naming the first that is not."""
     return [whole_number(n, what, at_least=1) for what, n in numbers.items()]
 
 
 class IdSet:
-    """One flag for each of the ids ``first .. first + num_ids - 1``: set while the id is handed out.
+    """One flag for each of the ids ``first .. first + num_ids - 1``: set while the id is allocated.
 
-    ``flags``: bool ``[first + num_ids]``, indexed by id; the owner of this object writes it.
+    ``flags``: bool ``[first + num_ids]``, indexed by id, written by the owner of this object. ``what`` names the ids in
+    messages.
     """
 
     def __init__(self, num_ids: int, first: int, what: str) -> None:
         self.num_ids, self.first, self.what = num_ids, first, what
         self.flags: npt.NDArray[np.bool_] = np.zeros(first + num_ids, np.bool_)
-        self._mark: Ids = np.empty(first + num_ids, np.int32)  # scratch: where an id stands in the list under proof
+        self._mark: Ids = np.empty(first + num_ids, np.int32)  # scratch of ``prove``: id -> position in its argument
 
     def ids(self) -> Ids:
-        """All ids that are handed out, ascending. O(num_ids)."""
+        """Return all allocated ids, ascending. O(num_ids)."""
         return np.flatnonzero(self.flags).astype(np.int32)
 
     def in_range(self, i: SupportsIndex) -> int:
-        """``i`` as an int of the range. Raises NotOwned."""
+        """Return ``i`` as an int. Raises NotOwned if it is out of range."""
         return whole_number(i, f"an id of the {self.what}", self.first, NotOwned, self.first + self.num_ids)
 
     def prove(self, ids: AnyIds) -> Ids:
-        """``ids`` (integers ``[n]``, of any width) as int32, each of them held and named once.
+        """Return ``ids`` (integers ``[n]``, of any width) as int32, if each is allocated and named once. O(n).
 
-        Raises NotOwned naming the first that is not, and BadInput for an array that is no vector of integers. O(n).
+        Raises NotOwned naming the first id that is not, and BadInput for an array that is not a vector of integers.
         """
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise BadInput(f"ids of {self.what} must be a vector of integers, got {ids.dtype} {list(ids.shape)}")
@@ -54,9 +55,9 @@ class IdSet:
         held = self.flags[narrow]
         if not held.all():
             raise NotOwned(f"id {narrow[np.argmin(held)]} of {self.what} is not held: freed twice, or never handed out")
-        order = np.arange(n, dtype=np.int32)
-        self._mark[narrow] = order
-        again = self._mark[narrow] != order
-        if again.any():
-            raise NotOwned(f"id {narrow[np.argmax(again)]} of {self.what} is named twice in one call")
+        positions = np.arange(n, dtype=np.int32)
+        self._mark[narrow] = positions
+        is_repeated = self._mark[narrow] != positions
+        if is_repeated.any():
+            raise NotOwned(f"id {narrow[np.argmax(is_repeated)]} of {self.what} is named twice in one call")
         return narrow

@@ -1,14 +1,15 @@
-"""One memory for all groups: which group has which sector of it. numpy only.
+"""One memory for all groups: which group owns which sector of it. numpy only.
 
     arena   | padding | full | full | window | free | full | state | ...      sectors, all of one size
 
-A group carves its sectors into its own blocks. A sector changes hands in two ways, each decided first and done later:
+A group carves its sectors into its own blocks. A sector changes its owner in two ways. Each is first decided, as a
+value, and later committed:
 
-    grant     a free sector goes to a group, all of its blocks free
-    vacate    a group gives sectors up; blocks in use there move to free places in its other sectors
+    grant     a free sector goes to a group; all of its blocks are free
+    vacate    a group frees sectors; blocks in use there move to free places in its other sectors
 
-A block id lives in block tables, in the prefix cache and in checkpoints and nowhere else, so any block may move between
-steps: no place is lost to having been taken in the wrong order.
+Block ids are stored in block tables, in the prefix cache and in checkpoints, and nowhere else. So any block may move
+between steps, and the order of allocations does not fragment the memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NOBODY = -1
 
 
 class Grant(NamedTuple):
-    """Free ``sectors`` for ``group``, and the blocks that they make, int32 each."""
+    """Decision to give the free ``sectors`` to ``group``; ``ids`` are the blocks that they make. int32 each."""
 
     group: BlockGroup
     sectors: Ids
@@ -35,8 +36,11 @@ class Grant(NamedTuple):
 
 
 class Vacating(NamedTuple):
-    """``group`` gives up ``sectors``. Its blocks ``sources`` move to ``targets``, which are free; ``free``: what is free in
-    its other sectors then. int32 each."""
+    """Decision that ``group`` frees ``sectors``. int32 each.
+
+    ``sources``: its blocks there that are in use; they move to ``targets``, which are free. ``free``: the blocks that
+    are free in its other sectors after that.
+    """
 
     group: BlockGroup
     sectors: Ids
@@ -46,38 +50,42 @@ class Vacating(NamedTuple):
 
 
 class Sectors:
-    """The sectors ``1 .. num_sectors - 1``; the first one takes what padded rows write, in every group.
+    """The sectors ``1 .. num_sectors - 1``. Sector 0 absorbs the writes of padded rows, in every group.
 
-    ``owner`` int64 ``[num_sectors]``: the index of the group that has it, or ``NOBODY``.
+    ``owner``: int64 ``[num_sectors]``, the index of the group that owns each sector, or ``NOBODY``.
     """
 
     def __init__(self, num_sectors: int, groups: Many[BlockGroup]) -> None:
         self._groups = tuple(groups)
         self.owner = np.full(num_sectors, NOBODY, np.int64)
-        self.num_owned = [0] * len(self._groups)  #: by group
+        self.num_owned = [0] * len(self._groups)  #: sectors, by group index
         self._free = FreeStack(num_sectors - 1, first=1, what="sectors")
         self.clear()
 
     @property
     def num_free(self) -> int:
-        """Sectors that nobody has."""
+        """Sectors without an owner."""
         return self._free.num_free
 
     def absent_ids(self, group: BlockGroup) -> Ids:
-        """The block ids of ``group`` whose memory is not the group's now, ascending."""
+        """Return the block ids of ``group`` whose sectors it does not own now, ascending."""
         return _ids(group, np.flatnonzero(self.owner[1:] != group.index) + 1)
 
     # -- decisions: nothing changes ----------------------------------------------------------------------------------
 
     def grant(self, group: BlockGroup, count: int) -> Grant:
-        """At most ``count`` free sectors for ``group``; there is one."""
+        """Decide to give up to ``count`` free sectors to ``group``. At least one sector must be free."""
         sectors = self._free.peek(min(count, self._free.num_free))
         return Grant(group, sectors, _ids(group, sectors))
 
     def vacate(self, group: BlockGroup, count: int, fixed: Ids, *, least: int) -> Vacating | None:
-        """At most ``count`` sectors of ``group``, those that are empty; where these are not ``least``, the ``least`` emptiest,
-        for which it has free blocks enough: what lies in them moves, but for ``fixed`` blocks. None if there is no such
-        sector. O(sectors + f log f) for f free blocks."""
+        """Decide which sectors ``group`` frees, at most ``count``; None if there is no such sector.
+
+        Empty sectors are chosen if there are at least ``least`` of them. Otherwise the ``least`` emptiest sectors are
+        chosen, and the blocks in use there move; the caller has made sure that the other sectors have enough free
+        blocks for them. Sectors with any of the ``fixed`` blocks, which may not move, are not chosen.
+        O(sectors + f log f) for f free blocks.
+        """
         per, ids = group.plan.per_sector, group.free.free_ids()
         sector_of = ids // per
         begins = np.flatnonzero(np.diff(sector_of, prepend=-1))
@@ -104,10 +112,10 @@ class Sectors:
         kept = len(left) - len(sources)
         return Vacating(group, sectors, sources, left[kept:][::-1].copy(), left[:kept])
 
-    # -- changes: nothing fails --------------------------------------------------------------------------------------
+    # -- changes: they cannot fail -----------------------------------------------------------------------------------
 
     def commit_grant(self, grant: Grant) -> None:
-        """The group has the sectors. O(blocks)."""
+        """Give the sectors of ``grant`` to its group. O(blocks)."""
         count = len(grant.sectors)
         self._free.take(count)
         self.owner[grant.sectors] = grant.group.index
@@ -115,7 +123,7 @@ class Sectors:
         grant.group.free.give(grant.ids)
 
     def commit_vacating(self, vacating: Vacating) -> None:
-        """The sectors are nobody's. Who names ``sources`` is told by the caller."""
+        """Free the sectors of ``vacating``. The caller updates everything that names its ``sources``."""
         group, sectors = vacating.group, vacating.sectors
         group.free.keep_only(vacating.free)
         self.owner[sectors] = NOBODY
@@ -123,7 +131,7 @@ class Sectors:
         self._free.give(sectors[::-1])
 
     def clear(self) -> None:
-        """Every sector is nobody's, and no group has a block."""
+        """Free every sector; no group has a block then."""
         self.owner[:] = NOBODY
         self.num_owned[:] = [0] * len(self._groups)
         self._free.clear()
@@ -131,19 +139,19 @@ class Sectors:
             group.free.keep_only(np.empty(0, np.int32))
 
     def check(self) -> None:
-        """Prove that every sector is free or some group's. Raises CheckFailed."""
+        """Prove that every sector is free or owned by one group. Raises CheckFailed."""
         free = np.flatnonzero(self.owner[1:] == NOBODY) + 1
         self._free.check()
         listed = self._free.free_ids()
         if listed.tolist() != free.tolist():
-            raise CheckFailed(f"sectors: {listed[:16].tolist()} are listed as free, {free[:16].tolist()} are nobody's")
+            raise CheckFailed(f"sectors: {listed[:16].tolist()} are listed as free, {free[:16].tolist()} have no owner")
         counts = [int((self.owner[1:] == group.index).sum()) for group in self._groups]
         if counts != self.num_owned:
             raise CheckFailed(f"sectors: groups have {counts}, {self.num_owned} are counted")
 
 
 def _ids(group: BlockGroup, sectors: np.ndarray) -> Ids:
-    """The blocks of ``group`` that ``sectors`` make, int32."""
+    """Return the block ids of ``group`` in ``sectors``, int32."""
     per = group.plan.per_sector
     ids: Ids = (sectors[:, None] * per + np.arange(per, dtype=sectors.dtype)).astype(np.int32, copy=False).ravel()
     return ids

@@ -1,9 +1,9 @@
-"""The arena: ``num_rows`` records of one layout in one allocation, in either order.
+"""The arena: ``num_rows`` records of one layout in one allocation, in one of two orders.
 
     block-major   | record 0: all fields | record 1: all fields | ..      a block is one byte range
     layer-major   | field 0 of all rows | field 1 of all rows | ..        a field is one dense tensor
 
-Both orders are the same arithmetic: a field starts somewhere and its rows are a stride apart.
+Both orders use the same arithmetic: a field has a start, and its rows are a stride apart.
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ __all__ = ["Arena", "Device", "default_device", "dtype_name"]
 
 Tensor = torch.Tensor
 LONG_ROW = 16 << 10
-"""Bytes from which rows are copied sooner one by one than by torch's index (measured on an AVX-512 CPU)."""
+"""Bytes from which copying rows one by one is faster than torch's indexing (measured on an AVX-512 CPU)."""
 Region = tuple[slice, Tensor]
-"""Bytes of a record, and the same bytes of every row."""
+"""A byte range of a record, and these bytes of every row."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float16`` -> ``"float16"``, as a ``Field`` spells it."""
+    """Return the name of ``dtype`` as a ``Field`` spells it: ``torch.float16`` -> ``"float16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def zeros(nbytes: int, device: torch.device) -> Tensor:
-    """New uint8 ``[nbytes]``, on a CPU in large pages, where the system has them."""
+    """Allocate zeroed uint8 ``[nbytes]``; on a CPU in large pages, if the system has them."""
     if device.type == "cpu" and nbytes:
         return torch.from_numpy(pages(nbytes, large=True))
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
 class Arena:
-    """Memory for ``num_rows`` records of ``layout``. One allocation, made here and never again.
+    """Memory for ``num_rows`` records of ``layout``, allocated once, by the constructor.
 
-    ``order``: ``"block"`` (the default, on every device) or ``"layer"``. In either order it takes
-    exactly ``num_rows * layout.nbytes`` bytes; a layer-major arena that is ``packed`` has no padding, so that it takes
-    ``num_rows * layout.payload_nbytes``. New memory is zero; ``reset`` writes the initial values. ``within``: uint8 memory
-    that others use too, and the bytes from one record to the next: block-major then.
+    ``order``: ``"block"`` (the default, on every device) or ``"layer"``. In either order the arena takes exactly
+    ``num_rows * layout.nbytes`` bytes. A ``packed`` layer-major arena has no padding and takes
+    ``num_rows * layout.payload_nbytes``. New memory is zero; ``reset`` writes the initial values.
+
+    ``within``: uint8 memory that other arenas use too, and the distance of two records in bytes. The arena then
+    allocates nothing and is block-major.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Arena:
             self.buffer = within[0][: num_rows * self.row_nbytes]
         self.num_pages = num_rows * layout.kernel_pages
         """Kernel pages: ``layout.kernel_pages`` for each record."""
-        # layer, bytes of a kernel page's record, the same of all pages
+        # layer, byte range of a kernel page's record, these bytes of all pages
         self._pieces: list[tuple[int, slice, Tensor]] = []
         self._page_of: dict[tuple[int, str], tuple[Page, Tensor]] = {}
         self._views: dict[int, dict[str, Tensor]] = {}
@@ -91,7 +93,7 @@ class Arena:
                 page = page.apart(self.num_pages)
             size = self.num_pages, page.piece
             pieces = [self.buffer[start + n * page.step :].as_strided(size, (stride, 1)) for n in range(page.heads)]
-            self._pieces += [(page.layer, *one) for one in zip(ranges, pieces)]
+            self._pieces += [(page.layer, *piece) for piece in zip(ranges, pieces)]
             for name in page.rows:
                 self._page_of.setdefault((page.layer, name), (page, pieces[0]))
             for place in page.places:
@@ -99,10 +101,13 @@ class Arena:
             end += page.nbytes
 
     def _view(self, place: Place, start: int, stride: int) -> Tensor:
-        """``[num_pages, count, *shape]`` of one field, whose pages begin at byte ``start``, ``stride`` bytes apart."""
+        """Return a view ``[num_pages, count, *shape]`` of the field of ``place``.
+
+        Its pages begin at byte ``start`` and are ``stride`` bytes apart.
+        """
         field, size = place.field, itemsize(place.field.dtype)
         if any(step % size for step in (start + place.offset, stride, *place.strides)):
-            raise BadInput(f"packed memory would have {field.name!r} ({field.dtype}) at byte {start + place.offset}")
+            raise BadInput(f"packed memory would misalign {field.name!r} ({field.dtype}): byte {start + place.offset}")
         memory = self.buffer[start + place.offset :]
         typed = memory[: len(memory) // size * size].view(getattr(torch, field.dtype))
         strides = [step // size for step in (stride, *place.strides)]
@@ -110,25 +115,31 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
+        """Bytes of the memory."""
         return self.buffer.numel()
 
     def layer(self, layer: int) -> Mapping[str, Tensor]:
-        """Field name -> view ``[num_pages, count, *shape]`` of that field of ``layer``; a record has one page, or
-        ``layout.kernel_pages``, one behind another.
+        """Return the fields of ``layer``: name -> view ``[num_pages, count, *shape]``. Empty if it has no fields here.
 
-        Views alias the arena and live as long as it does. Empty for a layer without fields here.
+        A record has ``layout.kernel_pages`` pages (often 1), one after the other. Views alias the arena and live as
+        long as it does.
         """
         return self._views.get(layer, {})
 
     def page(self, layer: int, name: str) -> tuple[Page, Tensor]:
-        """The page that rows ``name`` of ``layer`` lie in, beside others or alone, and all of them: uint8 ``[num_pages,
-        nbytes]``; of several (codes, and scales apart) the first. KeyError if there is none."""
+        """Return the page in which rows ``name`` of ``layer`` lie, alone or with others, and its memory.
+
+        The memory is uint8 ``[num_pages, nbytes]``. If the rows lie in several pages (codes, and scales apart), this is
+        the first. Raises KeyError if there is none.
+        """
         return self._page_of[layer, name]
 
     def all_layers(self, name: str) -> Tensor:
-        """Field ``name`` of every layer that has it, in one view ``[layers, num_rows, count, *shape]`` of the arena. The
-        field must be alike in these layers, and they equally far apart in the layout."""
+        """Return field ``name`` of all layers that have it, as one view ``[layers, num_rows, count, *shape]``.
+
+        The view aliases the arena. The field must be the same in these layers, and their distance in the layout
+        constant.
+        """
         views = [fields[name] for fields in self._views.values() if name in fields]
         starts = [view.storage_offset() for view in views]
         step = starts[1] - starts[0] if len(starts) > 1 else 0
@@ -138,38 +149,42 @@ class Arena:
         return views[0].as_strided((len(views), *views[0].shape), (step, *views[0].stride()))
 
     def regions(self, layer: int | None = None) -> list[Region]:
-        """What ``layer`` keeps, or all layers do, as bytes, a few of them: where it lies in a record, and uint8
-        ``[num_rows, bytes]``, a strided view."""
-        mine = [(at, rows) for of, at, rows in self._pieces if layer in (None, of)]
-        if not mine:
+        """Return the few byte regions that hold the data of ``layer``, or of all layers (None).
+
+        Each is a byte range of a record, and a strided view uint8 ``[num_rows, bytes]`` of the memory.
+        """
+        pieces = [(span, rows) for owner, span, rows in self._pieces if layer in (None, owner)]
+        if not pieces:
             return []
-        many, width = self.layout.kernel_pages, self.layout.nbytes // self.layout.kernel_pages
+        per_record, width = self.layout.kernel_pages, self.layout.nbytes // self.layout.kernel_pages
         starts = range(0, self.layout.nbytes, width)
         if self.order == "layer":
             return [
-                (slice(start + at.start, start + at.stop), rows[number::many])
+                (slice(start + span.start, start + span.stop), rows[number::per_record])
                 for number, start in enumerate(starts)
-                for at, rows in mine
+                for span, rows in pieces
             ]
         runs: list[list[int]] = []
-        for begin, end in sorted((at.start, at.stop) for at, _ in mine):
+        for begin, end in sorted((span.start, span.stop) for span, _ in pieces):
             if not runs or begin - runs[-1][1] >= ALIGN:
                 runs.append([begin, end])
             runs[-1][1] = end
-        found = [slice(start + begin, start + end) for start in starts for begin, end in runs]
-        found = found if layer is not None else [slice(found[0].start, found[-1].stop)]
+        spans = [slice(start + begin, start + end) for start in starts for begin, end in runs]
+        spans = spans if layer is not None else [slice(spans[0].start, spans[-1].stop)]
         records = self.buffer.as_strided((self.num_rows, self.layout.nbytes), (self.row_nbytes, 1))
-        return [(at, records[:, at]) for at in found]
+        return [(span, records[:, span]) for span in spans]
 
     def reset(self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int] | int) -> None:
-        """Set rows ``ids`` of every field to the field's initial value. Raises NotOwned for an id out of range."""
+        """Set all fields of rows ``ids`` to their initial values. Raises NotOwned for an id out of range."""
         index = self.page_index(self.row_index([ids] if isinstance(ids, int) else ids))
         for place in self.layout.places:
             self._views[place.layer][place.field.name][index] = place.field.fill
 
     def copy(self, sources: Tensor | npt.NDArray[np.int32], targets: Tensor | npt.NDArray[np.int32]) -> None:
-        """Copy rows ``sources`` to rows ``targets``, all fields, bit for bit; of a field all sources are read before one is
-        written. The ids are the caller's to have proven."""
+        """Copy rows ``sources`` to rows ``targets``, all fields, bit for bit.
+
+        Of each field, all sources are read before a target is written. The caller has validated the ids.
+        """
         source, target = (torch.as_tensor(ids).to(self.device, torch.int64) for ids in (sources, targets))
         is_long = self.device.type == "cpu" and self.layout.nbytes >= LONG_ROW
         are_apart = is_long and not torch.isin(source, target).any()
@@ -180,7 +195,7 @@ class Arena:
                 rows[target] = rows[source]
 
     def poison(self, ids: npt.NDArray[np.int32]) -> None:
-        """Set every byte of rows ``ids`` to 0xFF: NaN in all float formats, -1 in the integers."""
+        """Set every byte of rows ``ids`` to 0xFF: NaN in all float formats, -1 in integers."""
         index = torch.from_numpy(ids).to(self.device, torch.int64)
         for _, rows in self.regions():
             rows[index] = 0xFF
@@ -188,10 +203,10 @@ class Arena:
     def row_index(
         self, ids: Tensor | npt.NDArray[np.integer[Any]] | Sequence[int], *, is_proven: bool = False
     ) -> Tensor:
-        """``ids`` as int64 ``[n]`` on the arena's device, fit for addressing.
+        """Return ``ids`` as int64 ``[n]`` on the arena's device, for indexing.
 
-        Raises NotOwned for an id out of range and BadInput for anything but a vector of whole numbers. Ids on a GPU are
-        waited for; ``is_proven`` skips the range and the wait.
+        Raises NotOwned for an id out of range, and BadInput for anything but a vector of whole numbers. The range check
+        waits for ids on a GPU; ``is_proven`` skips the check and the wait.
         """
         index = integers(ids, "row ids").to(torch.int64)
         if index.ndim != 1:
@@ -201,6 +216,6 @@ class Arena:
         return index.to(self.device)
 
     def page_index(self, index: Tensor) -> Tensor:
-        """int64 rows ``[n]`` -> their kernel pages, int64 ``[n * kernel_pages]``."""
-        many = self.layout.kernel_pages
-        return index if many == 1 else (index[:, None] * many + torch.arange(many, device=index.device)).flatten()
+        """Convert rows, int64 ``[n]``, to their kernel pages, int64 ``[n * kernel_pages]``."""
+        count = self.layout.kernel_pages
+        return index if count == 1 else (index[:, None] * count + torch.arange(count, device=index.device)).flatten()

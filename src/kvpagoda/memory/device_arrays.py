@@ -1,4 +1,4 @@
-"""Arrays that are written on the host and read by kernels on a device."""
+"""Index arrays that the host writes and kernels on a device read."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kvpagoda.memory.no_memory import Array, HostArrays
 
 
 class DeviceArrays(HostArrays):
-    """As tensors on ``device``; on the CPU they are the same memory as the host's arrays."""
+    """``HostArrays`` whose twins are tensors on ``device``; on the CPU twins share the memory of the host's arrays."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.is_host = device, device.type == "cpu"
 
     def twin(self, host: Array) -> Any:
-        """A tensor with the contents of ``host``."""
+        """Return a tensor with the contents of ``host``."""
         tensor = torch.from_numpy(host)
         return tensor if self.is_host else tensor.to(self.device, copy=True)
 
     def upload(self, target: Any, source: npt.NDArray[Any], index: Any = ...) -> None:
-        """Copy ``source`` to ``target[index]``; returns when the source was read."""
+        """Copy ``source`` to ``target[index]``. When this returns, ``source`` has been read and may change."""
         values = torch.from_numpy(np.ascontiguousarray(source))
         if isinstance(index, tuple):
-            places = tuple(torch.from_numpy(np.ascontiguousarray(one)).to(self.device) for one in index)
+            places = tuple(torch.from_numpy(np.ascontiguousarray(axis)).to(self.device) for axis in index)
             target[places] = values.to(self.device, target.dtype)
         else:
             target[index].copy_(values)

@@ -1,4 +1,4 @@
-"""The memory of one cache on one device: an arena for each group, and every copy that is made there."""
+"""The memory of one cache on one device: an arena for each group, and all copies to, from and within them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ POISON = 0xFF
 
 
 class DeviceMemory(NoMemory):
-    """Arenas for ``plan``, all allocated here. Groups that share one memory lie in one buffer, in sectors, block-major.
+    """Arenas for the groups of ``plan``, allocated by the constructor.
 
-    ``poison``: what nobody holds is filled with NaN. ``copies_aside``: whether copies from the host
-    may run on a stream of their own.
+    Groups that share one memory are in one buffer, in sectors, block-major. ``poison``: fill blocks that no owner holds
+    with NaN. ``copies_aside``: let copies from the host run on a stream of their own.
     """
 
     has_memory = True
@@ -65,11 +65,14 @@ class DeviceMemory(NoMemory):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the arenas take: ``plan.nbytes``."""
+        """Bytes of the arenas: ``plan.nbytes``."""
         return sum(buffer.numel() for buffer in self._buffers)
 
     def pools(self, layer: Layer) -> tuple[Pool | None, Pool | None]:
-        """The blocks and the states of ``layer``, None for what it does not keep; they are in when this returns."""
+        """Return the pools of the blocks and of the states of ``layer``, None for what the layer does not keep.
+
+        Pending copies from the host to this layer are complete, for the current stream, when this returns.
+        """
         for copy in self._copies:
             copy.wait(layer.index)
         if self._copies:
@@ -94,7 +97,7 @@ class DeviceMemory(NoMemory):
         self.arenas[group].reset(ids)
 
     def clear_sectors(self, sectors: Ids) -> None:
-        """They are zeroed, with ``poison`` NaN: what another group left there could read as NaN."""
+        """Fill ``sectors`` with zeros, or with NaN if ``poison``: data of another group could read as NaN."""
         size = self._sector_nbytes
         for sector in sectors.tolist():
             self._buffers[0][sector * size : (sector + 1) * size].fill_(POISON if self.is_poisoning else 0)
@@ -113,17 +116,17 @@ class DeviceMemory(NoMemory):
         return self.arenas[group].layout.nbytes
 
     def host_memory(self, nbytes: int) -> Bytes:
-        """As ``NoMemory`` says; page-locked where the cache lies on a GPU."""
+        """As ``NoMemory`` says; page-locked if the cache is on a GPU."""
         memory = super().host_memory(nbytes)
         if self.device.type == "cuda":
-            runtime, at = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
+            runtime, address = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
             try:
-                torch.cuda.check_error(runtime.cudaHostRegister(at, nbytes, 0))
+                torch.cuda.check_error(runtime.cudaHostRegister(address, nbytes, 0))
             except torch.cuda.CudaError as error:
                 raise OutOfBlocks(
-                    f"the host cannot lock {format_bytes(nbytes)}; give a smaller swap, or less staging", needed=nbytes
+                    f"the host cannot lock {format_bytes(nbytes)}; use a smaller swap or less staging", needed=nbytes
                 ) from error
-            finalize(memory, runtime.cudaHostUnregister, at).atexit = False
+            finalize(memory, runtime.cudaHostUnregister, address).atexit = False
         return memory
 
     def to_host(self, group: int, ids: Ids, table: Bytes, rows: Many[int]) -> None:

@@ -1,4 +1,4 @@
-"""Ids at the border between tensors and the free list: numpy inside, tensors on the caller's device outside."""
+"""Conversion of ids: numpy arrays inside the library, tensors on the caller's device outside."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Device = torch.device | str | None
 
 
 def default_device(device: Device = None) -> torch.device:
-    """``device``, or CUDA when a GPU is there and the CPU otherwise. Raises BadInput for a device that is not there."""
+    """Return ``device``; for None, CUDA if there is a GPU, else the CPU. Raises BadInput for a missing device."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError, TypeError) as error:
-        raise BadInput(f"no device {device!r} here ({str(error).splitlines()[0]}); None takes what there is") from None
+        raise BadInput(f"no device {device!r} here ({str(error).splitlines()[0]}); pass None for the default") from None
     return torch.device(device)
 
 
 def integers(values: IdsLike | int, what: str) -> torch.Tensor:
-    """``values`` as a tensor, where it is. Raises BadInput unless they are whole numbers, or none."""
+    """Return ``values`` as a tensor on their device. Raises BadInput for anything but whole numbers; may be empty."""
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
@@ -40,14 +40,14 @@ def integers(values: IdsLike | int, what: str) -> torch.Tensor:
 
 
 def ids_from(ids: IdsLike) -> AnyIds:
-    """A tensor (any device), array or sequence of whole numbers, of any shape, as a vector of integers on the host.
+    """Return ``ids`` as a vector of integers on the host: a tensor (any device), array or sequence, of any shape.
 
-    Raises BadInput for floats, bools and anything else. A tensor on a GPU is waited for.
+    Raises BadInput for floats, bools and anything else. Waits for a tensor on a GPU.
     """
     array: AnyIds = integers(ids, "ids").detach().cpu().numpy()
     return array.reshape(-1)
 
 
 def ids_to(ids: AnyIds, device: torch.device) -> torch.Tensor:
-    """``ids`` as a tensor of the same dtype on ``device``; on the CPU it takes over the array's memory."""
+    """Return ``ids`` as a tensor of the same dtype on ``device``; on the CPU it shares the memory of the array."""
     return torch.from_numpy(ids).to(device)

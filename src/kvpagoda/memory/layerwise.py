@@ -1,4 +1,4 @@
-"""Blocks that come back from host memory layer after layer, so that a forward pass begins before all layers are in."""
+"""Layer-by-layer copies of blocks from host memory, so that a forward pass can start before all layers are copied."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Part = tuple[Ids, Tensor, Sequence[int]]
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream for copies beside the current one; None on the CPU."""
+    """Return a stream for copies beside the current stream; None on the CPU."""
     stream: type[torch.cuda.Stream] = torch.cuda.Stream
     return stream(device) if device.type == "cuda" else None
 
 
 class LayerwiseCopy:
-    """Rows of ``arena`` that are being filled from ``parts``: (rows of the arena, table uint8 ``[M, layout.nbytes]`` of host
-    memory, its rows).
+    """A running copy of ``parts`` from host memory to rows of ``arena``, one layer after the other.
 
-    On the CPU a layer is copied when ``wait`` asks for it; on CUDA all layers are copied on ``stream``, in their order, and
-    ``wait`` makes the current stream wait for one. ``done`` is called once, when the tables are not needed any more.
+    ``parts``: (rows of the arena, table of host memory uint8 ``[M, layout.nbytes]``, its rows). On the CPU a layer is
+    copied when ``wait`` requests it. On CUDA all layers are copied on ``stream``, in their order, and ``wait`` makes
+    the current stream wait for one of them. ``done`` is called once, when the tables are not needed any more.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class LayerwiseCopy:
         self.arena, self._parts, self._stream = arena, parts, stream
         self._done: Callable[[], None] | None = done
         layers = [page.layer for page in arena.layout.pages]
-        self._waiting: dict[int, torch.cuda.Event | None] = dict.fromkeys(layers)  # that are not in yet
+        self._waiting: dict[int, torch.cuda.Event | None] = dict.fromkeys(layers)  # layers that are not copied yet
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(arena.device))
             with torch.cuda.stream(stream):
@@ -42,11 +42,11 @@ class LayerwiseCopy:
 
     @property
     def is_done(self) -> bool:
-        """Whether every layer is in, or waited for."""
+        """Whether every layer is copied, or the current stream waits for it."""
         return not self._waiting
 
     def wait(self, layer: int) -> None:
-        """Whoever reads ``layer`` from now on, on this thread and stream, finds it filled. Does no harm twice."""
+        """Make sure that later reads of ``layer``, on this thread and stream, find it copied. May be repeated."""
         if layer in self._waiting:
             if (event := self._waiting[layer]) is None:
                 self._copy(layer)
@@ -57,16 +57,16 @@ class LayerwiseCopy:
             self.cancel()
 
     def cancel(self) -> None:
-        """No further layer is wanted. Does no harm twice."""
+        """End the copy: no further layer is needed. May be repeated."""
         self._waiting.clear()
         if self._done is not None:
             if self._stream is not None:
-                self._stream.synchronize()  # the host memory goes to others
+                self._stream.synchronize()  # ``done`` may give the host memory to another user
             done, self._done = self._done, None
             done()
 
     def finish(self) -> None:
-        """Wait for all layers."""
+        """Wait for all layers, as ``wait`` does."""
         for layer in [*self._waiting]:
             self.wait(layer)
         self.cancel()

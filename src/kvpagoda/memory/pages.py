@@ -1,4 +1,4 @@
-"""Host memory in whole pages."""
+"""Page-aligned host memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 PAGE, LARGE = 4096, 4 << 20
-"""Bytes of a page, and from which on memory is asked for in large ones."""
+"""Bytes of a page, and the size from which large pages are requested."""
 
 
 def pages(nbytes: int, *, large: bool = False) -> Bytes:
-    """Zeroed page-aligned memory, uint8 ``[nbytes]``, taken from the system as it is touched. ``large``: in large pages, where
-    the system gives them to who asks; rows that lie anywhere are found sooner there, and it may take long to get them."""
+    """Allocate zeroed page-aligned memory, uint8 ``[nbytes]``; the system provides pages when they are first touched.
+
+    ``large``: request large pages, if the system offers them on request. Access to scattered rows is faster there, but
+    allocation may be slow.
+    """
     memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if large and nbytes >= LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without large pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)

@@ -1,4 +1,4 @@
-"""WHICH prefixes exist: a radix tree on int32 arrays, eviction policies, checkpoints."""
+"""WHICH prefixes exist: the prefix tree (a radix tree on int32 arrays), eviction policies, checkpoints."""
 
 from kvpagoda.prefix.policies.by_name import POLICY_NAMES, as_policy, policy_name
 from kvpagoda.prefix.policies.protocol import EvictionPolicy

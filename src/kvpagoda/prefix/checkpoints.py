@@ -1,4 +1,4 @@
-"""Where in the tree there is a copy of the state, and which copy was used least recently."""
+"""Checkpoints of the prefix tree: copied states at block boundaries, ordered by last use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvpagoda.prefix.node_checkpoints import Checkpoint
 
 
 class Checkpoints:
-    """State ids at depths of nodes, ordered by use; those that somebody holds are outside of the order.
+    """State ids at depths of nodes, ordered by last use. Held checkpoints are outside of the order.
 
-    ``by_state``: all of them by state id; ``num_held``: of these, those that somebody holds. A node has those that lie in
-    it, also after splits and merges. All calls are amortised O(log n), and O(nodes) where they look along a path. Those
-    with a node are the tree's; leases do not hold checkpoints.
+    ``by_state``: state id -> checkpoint, for all of them. ``num_held``: how many of these are held. The node of a
+    checkpoint is the one in which it lies, also after splits and merges. A checkpoint belongs to the tree; leases do
+    not hold it. All calls are amortised O(log n), and O(nodes) where they search along a path.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -25,7 +25,10 @@ class Checkpoints:
         self.num_held = 0
 
     def put(self, node: Node, depth: int, state_id: int) -> bool:
-        """Put a checkpoint at ``depth`` of ``node``; False if there is one. Raises NotOwned for an id that is in."""
+        """Add a checkpoint at ``depth`` of ``node``; return False if there is one already.
+
+        Raises NotOwned for a state id that is a checkpoint already.
+        """
         if state_id in self.by_state:
             raise NotOwned(f"state {state_id} is a checkpoint already")
         if node.checkpoints is not None and depth in node.checkpoints:
@@ -37,17 +40,17 @@ class Checkpoints:
         return True
 
     def find(self, state_id: int) -> Checkpoint:
-        """The checkpoint with this state id. Raises NotOwned."""
+        """Return the checkpoint with this state id. Raises NotOwned."""
         if state_id not in self.by_state:
             raise NotOwned(f"state {state_id} is not a checkpoint of this tree")
         return self.by_state[state_id]
 
     def is_held(self, state_id: int) -> bool:
-        """Whether somebody holds the checkpoint with this state id. Raises NotOwned. O(1)."""
+        """Return whether the checkpoint with this state id is held. Raises NotOwned. O(1)."""
         return self.find(state_id).num_holds > 0
 
     def last(self, node: Node, depth: int) -> Checkpoint | None:
-        """The deepest checkpoint of ``node``, and what lies above it, up to ``depth``."""
+        """Return the deepest checkpoint of ``node`` and the nodes above it, up to ``depth``; None if there is none."""
         while node.parent is not None:
             if node.checkpoints is not None and (found := node.checkpoints.last(depth)):
                 return found
@@ -55,22 +58,24 @@ class Checkpoints:
         return None
 
     def touch(self, node: Node, depth: int) -> None:
-        """The checkpoint that ``last`` finds was used."""
+        """Count a use of the checkpoint that ``last`` returns, if there is one."""
         if self.by_state and (found := self.last(node, depth)):
             found.used = self._clock.tick()
 
     def use(self, state_id: int) -> None:
-        """The checkpoint with this state id was used. Raises NotOwned."""
+        """Count a use of the checkpoint with this state id. Raises NotOwned."""
         self.find(state_id).used = self._clock.tick()
 
     def oldest(self) -> int | None:
-        """When the one was used that ``evict`` takes out next; None if there is none that nobody holds."""
+        """Return when the checkpoint that ``evict`` removes next was last used; None if it would remove none."""
         first = self._loose.first()
         return None if first is None else first[0]
 
     def hold(self, state_id: int) -> None:
-        """Let nobody evict or drop the checkpoint with this state id until ``release``, as often as it is held; only with its
-        blocks it may still go. Raises NotOwned."""
+        """Protect the checkpoint with this state id from ``evict`` and ``drop``. Holds are counted.
+
+        ``release`` ends one hold. The checkpoint is still removed if its blocks are removed. Raises NotOwned.
+        """
         checkpoint = self.find(state_id)
         checkpoint.num_holds += 1
         if checkpoint.num_holds == 1:
@@ -78,7 +83,7 @@ class Checkpoints:
             self._loose.discard(state_id)
 
     def release(self, state_id: int) -> None:
-        """End one hold; where it was last used has not changed. Raises NotOwned, and BadInput if nobody holds it."""
+        """End one hold; this does not count as a use. Raises NotOwned, and BadInput if the checkpoint is not held."""
         checkpoint = self.find(state_id)
         if not checkpoint.num_holds:
             raise BadInput(f"checkpoint {state_id} is released more often than it was held")
@@ -88,14 +93,14 @@ class Checkpoints:
             self._loose.add(state_id)
 
     def drop(self, state_id: int) -> None:
-        """Take out a checkpoint: its id is the caller's again. Raises NotOwned, and BadInput for one that is held."""
+        """Remove a checkpoint; the caller owns its state id again. Raises NotOwned, and BadInput if it is held."""
         checkpoint = self.find(state_id)
         if checkpoint.num_holds:
-            raise BadInput(f"{checkpoint.num_holds} hold checkpoint {state_id}; release it first")
+            raise BadInput(f"checkpoint {state_id} is held {checkpoint.num_holds} times; release it first")
         self._take(checkpoint)
 
     def drop_after(self, node: Node, depth: int) -> list[int]:
-        """Take out the checkpoints of ``node`` deeper than ``depth``, held or not; returns their state ids, deepest first."""
+        """Remove the checkpoints of ``node`` deeper than ``depth``, held or not; return their ids, deepest first."""
         states: list[int] = []
         while node.checkpoints is not None and (last := node.checkpoints.last(node.end)) and last.depth > depth:
             self._take(last)
@@ -103,8 +108,10 @@ class Checkpoints:
         return states
 
     def evict(self, count: int = 1) -> tuple[int, ...]:
-        """Take out the ``count`` least recently used (put or touched) that nobody holds; returns their state ids, fewer if
-        there are fewer. Their blocks stay."""
+        """Remove the ``count`` least recently used checkpoints that are not held, fewer if there are fewer.
+
+        Returns their state ids. ``put``, ``touch`` and ``use`` count as uses. Their blocks stay cached.
+        """
         states: list[int] = []
         while len(states) < count and (first := self._loose.first()):
             states.append(first[2])
@@ -112,16 +119,19 @@ class Checkpoints:
         return tuple(states)
 
     def check(self, nodes: list[Node]) -> None:
-        """Prove that ``nodes`` have these, each at its place, and that the order is right. Raises CheckFailed."""
+        """Prove that ``nodes`` have these checkpoints, each in its place, and that the order is right.
+
+        Raises CheckFailed.
+        """
         found = {}
         for node in nodes:
-            for one in node.checkpoints.all if node.checkpoints is not None else ():
-                found[one.state_id] = one
-                inside = node.start < one.depth <= node.end and one.among is node.checkpoints
-                expect(inside, f"checkpoint {one.state_id} of depth {one.depth} is not of {node.start}..{node.end}")
-                expect(self.last(node, one.depth) is one, f"checkpoint {one.state_id} is not found")
-        expect(found == self.by_state, f"checkpoints {sorted(found.keys() ^ self.by_state.keys())[:16]} are astray")
-        loose = {state for state, one in found.items() if not one.num_holds}
+            for entry in node.checkpoints.all if node.checkpoints is not None else ():
+                found[entry.state_id] = entry
+                inside = node.start < entry.depth <= node.end and entry.among is node.checkpoints
+                expect(inside, f"checkpoint {entry.state_id} of depth {entry.depth} is not of {node.start}..{node.end}")
+                expect(self.last(node, entry.depth) is entry, f"checkpoint {entry.state_id} is not found")
+        expect(found == self.by_state, f"checkpoints {sorted(found.keys() ^ self.by_state.keys())[:16]} are misplaced")
+        loose = {state_id for state_id, entry in found.items() if not entry.num_holds}
         expect(
             self.num_held == len(found) - len(loose), f"{self.num_held} held checkpoints, not {len(found) - len(loose)}"
         )

@@ -1,10 +1,10 @@
-"""The time of a prefix tree: a count of uses, so that blocks and checkpoints can be compared by age."""
+"""The clock of a prefix tree: a count of uses, so that blocks and checkpoints can be compared by age."""
 
 from __future__ import annotations
 
 
 class Clock:
-    """``now``: how many uses there were; nothing was used at 0."""
+    """``now``: the number of uses so far. Nothing was used at time 0."""
 
     __slots__ = ("now",)
 
@@ -12,6 +12,6 @@ class Clock:
         self.now = 0
 
     def tick(self) -> int:
-        """The time of one more use."""
+        """Count one more use and return its time."""
         self.now += 1
         return self.now

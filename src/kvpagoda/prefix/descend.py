@@ -1,4 +1,4 @@
-"""The way from a place in the tree down along a text."""
+"""Descent in the prefix tree along a text, and reading of the ids above a place."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvpagoda.prefix.node import Node
 
 @dataclass(slots=True)
 class Descent:
-    """Where a descent ended: at ``depth`` blocks from the root, in ``node``, ``num_tokens`` tokens after its start.
+    """Where a descent ended: in ``node``, at ``depth`` blocks from the root, ``num_tokens`` tokens after its start.
 
-    ``path``: the nodes that it went through; ``begin``: the depth at which it began, in the first of them. ``beyond``:
-    where the block lies whose first tokens go on from there, if there is one.
+    ``path``: the nodes of the descent; it began in the first of them, at depth ``begin``. ``beyond``: the node of the
+    block whose first tokens match after ``depth``, or None.
     """
 
     node: Node
@@ -27,7 +27,7 @@ class Descent:
     beyond: Node | None = None
 
     def ids(self, num_groups: int) -> Ids:
-        """The ids of all blocks on the way, int32 ``[num_groups, blocks]``, a copy."""
+        """Return the ids of all blocks on the path, int32 ``[num_groups, blocks]``, a copy."""
         count = self.depth - self.begin
         if not count:
             return np.empty((num_groups, 0), np.int32)
@@ -39,20 +39,21 @@ class Descent:
         return ids[:, first : first + count]
 
     def put_ids(self, ids: Ids) -> None:
-        """Write the leading columns of ``ids`` into the blocks on the way."""
+        """Write the leading columns of ``ids`` into the blocks on the path."""
         for node in self.path:
             first, end = max(node.start, self.begin), min(node.end, self.depth)
             node.ids[: len(ids), first - node.start : end - node.start] = ids[:, first - self.begin : end - self.begin]
 
 
 def descend(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -> Descent:
-    """Go from ``depth``, which lies in ``node``, as far along ``tokens`` as whole blocks are there.
+    """Descend from ``depth``, which lies in ``node``, as long as whole blocks match ``tokens``.
 
-    A dictionary probe for each node on the way, then one compare of all their tokens. ``to_the_token``: also look for the
-    block that goes on with the tokens after them; O(log children) where the text ends in a block.
+    One dictionary probe for each node on the path, then one compare of all their tokens. ``to_the_token``: also find
+    the block whose first tokens match after the whole blocks; this is O(log children) if the whole blocks end at the
+    end of a node.
     """
     size, length, block = node.block_size, len(tokens), b""
-    at = (node.end - depth) * size  # tokens on the way
+    at = (node.end - depth) * size  # tokens on the path so far
     path, keys = ([node], [node.tokens[(depth - node.start) * size :]]) if at else ([], [])
     while at < length:
         block = tokens[at : at + size].tobytes()
@@ -65,7 +66,7 @@ def descend(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -
         at += node.num_blocks * size
     same = _num_same(keys[0] if len(keys) == 1 else np.concatenate(keys), tokens) if keys else 0
     end = depth + same // size
-    if same < at:  # it ends inside a node; what was probed behind that does not count
+    if same < at:  # the match ends inside a node: drop the nodes behind it from the path
         while path[-1].start >= end and len(path) > 1:
             path.pop()
         node = path[-1]
@@ -80,7 +81,10 @@ def descend(node: Node, depth: int, tokens: Ids, *, to_the_token: bool = True) -
 
 
 def read_ids_above(node: Node, end: int, begin: int, first: int, out: Ids) -> None:
-    """Read into ``out`` the ids of groups from ``first`` on in blocks ``begin .. end - 1``; ``end`` lies in ``node``."""
+    """Read into ``out``, int32 ``[k, n]``, the ids of k groups from ``first`` on in blocks ``begin .. end - 1``.
+
+    Depth ``end`` lies in ``node``.
+    """
     if begin >= node.start:  # as most do
         out[:] = node.ids[first : first + len(out), begin - node.start : end - node.start]
         return
@@ -90,15 +94,17 @@ def read_ids_above(node: Node, end: int, begin: int, first: int, out: Ids) -> No
 
 
 def put_ids_above(node: Node, end: int, begin: int, first: int, ids: Ids) -> None:
-    """Write ``ids`` over those that groups from ``first`` on have in the blocks ``begin .. end - 1``, as above."""
+    """Write ``ids`` over the ids that ``read_ids_above`` would read."""
     for one, some in _slices_above(node, end, begin):
         from_begin = one.start - begin
         one.ids[first : first + len(ids), some] = ids[:, some.start + from_begin : some.stop + from_begin]
 
 
 def _slices_above(node: Node, end: int, begin: int) -> Iterator[tuple[Node, slice]]:
-    """The nodes that have the blocks ``begin .. end - 1``, the lowest one first, where ``end`` lies in ``node``; and which of
-    their own blocks those are."""
+    """Yield the nodes that hold the blocks ``begin .. end - 1``, deepest first, each with the slice of its blocks.
+
+    Depth ``end`` lies in ``node``.
+    """
     while end > begin:
         yield node, slice(max(begin, node.start) - node.start, end - node.start)
         end = node.start
@@ -108,7 +114,7 @@ def _slices_above(node: Node, end: int, begin: int) -> Iterator[tuple[Node, slic
 
 
 def _num_same(a: Ids, b: Ids) -> int:
-    """How many leading tokens are the same. O(the shorter)."""
+    """Return how many leading tokens are equal. O(the shorter)."""
     length = len(a) if len(a) < len(b) else len(b)
     if not length:
         return 0
@@ -118,7 +124,7 @@ def _num_same(a: Ids, b: Ids) -> int:
 
 
 def _num_same_bytes(a: bytes, b: bytes) -> int:
-    """How many leading bytes are the same. O(the shorter)."""
+    """Return how many leading bytes are equal. O(the shorter)."""
     length = min(len(a), len(b))
     differ = int.from_bytes(a[:length], "big") ^ int.from_bytes(b[:length], "big")
     return length - (differ.bit_length() + 7) // 8

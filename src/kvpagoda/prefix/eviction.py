@@ -1,4 +1,4 @@
-"""Blocks leave the tree: from its leaves, in the order in which they go, or all of a namespace at once."""
+"""Removal of blocks from the prefix tree: eviction from the leaves in policy order, or all of a namespace at once."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from kvpagoda.prefix.node import Node
 
 
 def evict(order: EvictionOrder, checkpoints: Checkpoints, ids: Ids) -> tuple[int, list[int], list[Node]]:
-    """Evict a block for each column of ``ids`` int32 ``[rows, n]``, which are filled with theirs in the order they go.
+    """Evict one block for each column of ``ids``, int32 ``[rows, n]``, and write its ids there in that order.
 
-    Returns how many went, the states of their checkpoints, and roots with nothing left below. There are as many that may
-    go. If a step fails it is as if it had not begun: what went before it is returned, and the error raised if nothing did.
+    At least n blocks must be evictable. Returns the number of evicted blocks, the state ids of their checkpoints, and
+    the roots without any node left. A step that fails has no effect: the blocks evicted before it are returned, and the
+    error is raised only if there are none.
     """
     done = 0
     states: list[int] = []
     bare: list[Node] = []
     parts: list[Ids] = []
-    alone: list[int] = []  # ids of blocks one by one: thousands of short arrays are slow to join
+    alone: list[int] = []  # ids of nodes of one block: joining thousands of short arrays is slow
     is_plain = len(ids) == 1 and not order.num_rows
     try:
         for node, count in order.victims(ids.shape[1]):
@@ -73,8 +74,9 @@ def evict(order: EvictionOrder, checkpoints: Checkpoints, ids: Ids) -> tuple[int
 
 
 def clear(order: EvictionOrder, checkpoints: Checkpoints, roots: list[Node], num_rows: int) -> tuple[Ids, list[int]]:
-    """Drop everything below ``roots``; returns the ids int32 ``[num_rows, n]``, children before their parents, and the states
-    of the checkpoints. It may raise, and nothing has changed then.
+    """Remove all nodes below ``roots``. If this raises, nothing has changed.
+
+    Returns the ids int32 ``[num_rows, n]``, children before their parents, and the state ids of the checkpoints.
     """
     nodes = [node for root in roots for node in reversed(list(nodes_below(root))) if node is not root]
     ids = np.empty((num_rows, sum(node.num_blocks for node in nodes)), np.int32)
@@ -84,7 +86,7 @@ def clear(order: EvictionOrder, checkpoints: Checkpoints, roots: list[Node], num
     for node in nodes:
         if node.checkpoints is not None:
             states += checkpoints.drop_after(node, node.start)
-        node.cut(0)  # it may lie in a queue
+        node.cut(0)  # a queue may still refer to it
         node.children = Children()
     for root in roots:
         root.children = Children()
@@ -92,7 +94,7 @@ def clear(order: EvictionOrder, checkpoints: Checkpoints, roots: list[Node], num
 
 
 def _copy(parts: list[Ids], ids: Ids) -> None:
-    """Write ``parts`` into ``ids``, one behind the other, and ask for no memory."""
+    """Write ``parts`` into ``ids`` one after the other, without allocating memory."""
     done = 0
     for part in parts:
         ids[:, done : done + part.shape[1]] = part
@@ -100,11 +102,11 @@ def _copy(parts: list[Ids], ids: Ids) -> None:
 
 
 def _join(order: EvictionOrder, node: Node) -> None:
-    """``node`` lost a child: its last block may go next, or the one child that is left is merged with it."""
+    """Update ``node``, which lost a child: mark it if it is a leaf now, or merge it with its only child."""
     if not node.children:
         order.mark(node)
     elif len(node.children) == 1:
         (below,) = node.children.values()
-        if below.num_blocks <= 2 * node.num_blocks:  # a long rest is left alone: merging copies it
-            with suppress(MemoryError):  # then they stay two
+        if below.num_blocks <= 2 * node.num_blocks:  # a long child is not merged: merging copies it
+            with suppress(MemoryError):  # without memory they stay two nodes
                 below.merge(node)

@@ -1,4 +1,4 @@
-"""The order in which blocks go: what it is told as they come and go, and how a policy is asked."""
+"""The order in which blocks are evicted: it is notified when blocks come, are used and leave, and consults a policy."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from kvpagoda.prefix.policies.protocol import EvictionPolicy, Forgotten
 
 
 class PolicyOrder:
-    """An ``EvictionPolicy`` is asked. It knows each block by its key, which is the last row of the ids: ``num_rows`` rows are
-    kept with the ids of each block.
+    """The order of an ``EvictionPolicy``, which knows each block by a key.
 
-    ``prepare``, ``add``, ``touch``, ``remove``, ``clear`` and the step of ``victims`` may raise, having changed nothing;
-    the others cannot fail. ``leaves``: key -> node, for the last block of each node that may go. What follows from a
-    removal, ghosts to be kept and keys to be given back, is done when the next blocks come or go, since it may fail.
+    The keys are the last row of the ids: ``num_rows`` rows are kept with the ids of each block. ``leaves``: key ->
+    node, for the last block of each node whose last block is evictable.
+
+    ``prepare``, ``add``, ``touch``, ``remove``, ``clear`` and each step of ``victims`` may raise, and have then changed
+    nothing; the other methods cannot fail. After a removal, ghosts have to be recorded and unused keys freed. Because
+    this may fail, it is done later, when the next blocks are added or removed.
     """
 
     num_rows = 1
@@ -31,14 +33,17 @@ class PolicyOrder:
         self.policy = policy
         self.leaves: dict[int, Node] = {}
         self._keys, self._ghosts = IdPool(), GhostIndex()
-        self._back: list[int] = []  # keys of ghosts among the blocks that are to be added
-        self._removed: list[tuple[int, Ids, Ids, int]] = []  # key above, keys, tokens, block size
-        self._forgotten: list[Forgotten] = []
-        self._meaningless: list[int] = []
+        self._back: list[int] = []  # keys of ghosts among the blocks that ``add`` will add
+        # what ``_settle`` still has to do:
+        self._removed: list[tuple[int, Ids, Ids, int]] = []  # removed blocks: key above, keys, tokens, block size
+        self._forgotten: list[Forgotten] = []  # keys that the policy forgot
+        self._meaningless: list[int] = []  # keys to be freed
 
     def mark(self, node: Node) -> None:
-        """Whether the last block of ``node`` may go can have changed: told when it may begin to, and for a ``leaf`` also when
-        it may not any more."""
+        """Update whether the last block of ``node`` is evictable.
+
+        Called when it may have become evictable and, for a node with a ``leaf``, also when it may have ceased to be.
+        """
         leaf = int(node.ids[-1, -1]) if node.is_evictable else -1
         if leaf != node.leaf:
             self._unmark(node)
@@ -48,23 +53,25 @@ class PolicyOrder:
                 node.leaf = leaf
 
     def prepare(self, node: Node, tokens: Ids, n: int) -> Ids:
-        """``n`` blocks of ``tokens`` are to be added below all blocks of ``node``: their rows ``[num_rows, n]``. Fresh keys;
-        ghosts get theirs back."""
+        """Return the rows ``[num_rows, n]`` of ``n`` blocks with ``tokens`` that are to be added below ``node``.
+
+        Blocks that are ghosts get their former keys, the others fresh ones.
+        """
         self._settle()
-        back: list[int] = []
+        former: list[int] = []
         size, above = len(tokens) // n, _last_key(node)
-        while len(back) < n and self._ghosts:
-            key = self._ghosts.find(above, tokens[len(back) * size : (len(back) + 1) * size].tobytes())
+        while len(former) < n and self._ghosts:
+            key = self._ghosts.find(above, tokens[len(former) * size : (len(former) + 1) * size].tobytes())
             if key is None:
                 break
-            back.append(key)
+            former.append(key)
             above = key
-        keys = self._keys.peek(n - len(back))
-        self._back = back
-        return np.concatenate((np.array(back, np.int32), keys))[None] if back else keys[None]
+        fresh = self._keys.peek(n - len(former))
+        self._back = former
+        return np.concatenate((np.array(former, np.int32), fresh))[None] if former else fresh[None]
 
     def add(self, rows: Ids, priority: int) -> None:
-        """They are added, with the ``rows`` that ``prepare`` said just now."""
+        """Register the blocks for which ``prepare`` has just returned ``rows``."""
         keys = rows[-1]
         self.policy.add(keys, priority)
         self._keys.advance(len(keys) - len(self._back))
@@ -72,10 +79,10 @@ class PolicyOrder:
             self._ghosts.discard(key)
 
     def added(self, node: Node, n: int) -> None:
-        """They stand at the end of ``node`` now."""
+        """Called when these ``n`` blocks are at the end of ``node``."""
 
     def touch(self, node: Node, depth: int, priority: int) -> None:
-        """The blocks from the root up to ``depth``, which lies in ``node``, were used, the deepest first."""
+        """Count a use of the blocks from the root to ``depth``, which lies in ``node``, the deepest first."""
         keys = [node.ids[-1, : depth - node.start]]
         while node.parent is not None and node.parent.root is None:
             node = node.parent
@@ -83,8 +90,11 @@ class PolicyOrder:
         self.policy.touch(np.concatenate(keys[::-1]) if len(keys) > 1 else keys[0], priority)
 
     def victims(self, limit: int) -> Iterator[tuple[Node, int]]:
-        """Nodes whose last blocks go next, and how many, ``limit`` in all if so many may go; each is taken care of, with
-        ``remove`` and ``mark``, before the next is asked for."""
+        """Yield the nodes whose last blocks are evicted next, each with the number of blocks, ``limit`` blocks in all.
+
+        Fewer if fewer are evictable. The caller handles each node with ``remove`` and ``mark`` before it asks for the
+        next.
+        """
 
         def chain(leaf: int) -> Ids:
             node = self.leaves[leaf]
@@ -94,30 +104,33 @@ class PolicyOrder:
             keys = self.policy.choose(chain)
             node = self.leaves.get(int(keys[0])) if len(keys) else None
             if node is None or len(keys) > min(limit, node.num_blocks - node.num_pinned):
-                raise BadInput(f"{self.policy!r} chose {keys!r}, which does not begin with a leaf or passes its chain")
+                raise BadInput(f"{self.policy!r} chose {keys!r}; choose() must return a leading part of chain(leaf)")
             limit -= len(keys)
             yield node, len(keys)
 
     def oldest(self) -> None:
-        """When the block was used that goes next, by the clock of the tree: nobody knows."""
+        """Return None: the times of a policy are not those of the tree's clock."""
 
     def remove(self, node: Node, count: int) -> None:
-        """The last ``count`` blocks of ``node``, which still has them, are evicted; ``mark`` follows if some are left."""
+        """Record the eviction of the last ``count`` blocks of ``node``, which still has them.
+
+        ``mark`` follows if the node keeps some blocks.
+        """
         assert node.parent is not None
         self._settle()
-        left = node.num_blocks - count
-        above = int(node.ids[-1, left - 1]) if left else _last_key(node.parent)
-        removed = above, node.ids[-1, left:], node.tokens[left * node.block_size :], node.block_size
+        kept = node.num_blocks - count
+        above = int(node.ids[-1, kept - 1]) if kept else _last_key(node.parent)
+        removed = above, node.ids[-1, kept:], node.tokens[kept * node.block_size :], node.block_size
         self._take([node], removed[1][::-1], evicted=True)
         self._removed.append(removed)
 
     def put_back(self, node: Node) -> None:
-        """A victim was not removed after all."""
+        """Restore the mark of a victim that was not removed after all."""
         self._unmark(node)
         self.mark(node)
 
     def clear(self, nodes: list[Node]) -> None:
-        """All of ``nodes``, children before their parents, are dropped for good."""
+        """Record that all of ``nodes``, children before their parents, are removed for good."""
         if not nodes:
             return
         self._settle()
@@ -128,7 +141,7 @@ class PolicyOrder:
             self._removed.append((key, node.ids[-1], node.tokens, node.block_size))
 
     def check(self, nodes: list[Node]) -> None:
-        """Prove that this agrees with ``nodes``, all there are. Raises CheckFailed."""
+        """Prove that this order agrees with ``nodes``, all nodes of the tree. Raises CheckFailed."""
         keys: Ids = np.concatenate([np.empty(0, np.int32), *(node.ids[-1] for node in nodes)])
         expect(len(np.unique(keys)) == len(keys), "a key names two blocks")
         leaves = {_last_key(node): node for node in nodes if node.is_evictable}
@@ -138,7 +151,10 @@ class PolicyOrder:
         self.policy.check(keys, set(leaves))
 
     def _take(self, leaves: list[Node], keys: Ids, *, evicted: bool) -> None:
-        """Tell the policy that ``keys`` go, the last blocks of ``leaves`` among them; all or nothing."""
+        """Tell the policy that ``keys`` are removed, ``leaves`` among them. If it raises, nothing has changed.
+
+        ``leaves``: the nodes whose last blocks are removed.
+        """
         for node in leaves:
             self._unmark(node)
         try:
@@ -149,10 +165,10 @@ class PolicyOrder:
             raise
 
     def _settle(self) -> None:
-        """Keep the ghosts of what was removed, and give back the keys that mean nothing any more."""
+        """Record the ghosts of removed blocks, and free the keys that are neither cached nor ghosts any more."""
         if not self._removed and not self._forgotten and not self._meaningless:
             return
-        if not self._ghosts and sum(len(one[1]) for one in self._removed) == sum(map(len, self._forgotten)):
+        if not self._ghosts and sum(len(removed[1]) for removed in self._removed) == sum(map(len, self._forgotten)):
             self._keys.give(np.concatenate(self._forgotten) if len(self._forgotten) > 1 else self._forgotten[0])
             self._removed.clear()
             self._forgotten.clear()
@@ -177,9 +193,9 @@ class PolicyOrder:
 
 
 def _last_key(node: Node) -> int:
-    """What the blocks below ``node`` have above them: a key, or the name of a root."""
+    """Return the key of the last block of ``node``, or the name of a root: the key above the blocks below ``node``."""
     return node.root[0] if node.root else int(node.ids[-1, -1])
 
 
 EvictionOrder = LRUOrder | PolicyOrder
-"""How a tree keeps the order in which its blocks go."""
+"""The eviction order of a tree: built-in LRU, or a policy."""

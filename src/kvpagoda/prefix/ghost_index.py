@@ -1,4 +1,4 @@
-"""The identity of blocks that were evicted but are still remembered by the eviction policy."""
+"""The identity of evicted blocks (ghosts) that the eviction policy still remembers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 
 class GhostIndex:
-    """Which evicted block had which key: (key of the block above, its tokens as bytes) -> key. No token is hashed
-    beyond what a dictionary does to its keys, and equality is that of the tokens.
+    """Map of ghosts: (key of the block above, tokens of the block as bytes) -> key of the evicted block.
 
-    A key keeps its meaning while the policy remembers it or while a ghost lies below it, so that a whole path is known
-    again when it comes back. All calls are amortised O(1) for each key.
+    Tokens are compared for equality; they are hashed only as the keys of a dictionary. A key keeps its meaning while
+    the policy remembers it or a ghost lies below it, so that a whole path is recognised when it is cached again. All
+    calls are amortised O(1) for each key.
 
     >>> ghosts = GhostIndex()
     >>> ghosts.add(-1, [4, 5], [b"first", b"second"])
@@ -21,18 +21,18 @@ class GhostIndex:
     def __init__(self) -> None:
         self._keys: dict[tuple[int, bytes], int] = {}
         self._places: dict[int, tuple[int, bytes]] = {}
-        self._num_below: dict[int, int] = {}  # ghosts right below a key
+        self._num_below: dict[int, int] = {}  # key -> number of ghosts directly below it
         self._remembered: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._places)
 
     def find(self, above: int, block: bytes) -> int | None:
-        """The key that ``block`` had below the key ``above``."""
+        """Return the key of the ghost ``block`` below the key ``above``, or None."""
         return self._keys.get((above, block))
 
     def add(self, above: int, keys: list[int], blocks: list[bytes]) -> None:
-        """``blocks``, one below the other from the key ``above`` on, were evicted; remembered until ``forget``."""
+        """Add the evicted ``blocks``, a chain below the key ``above``. They are remembered until ``forget``."""
         for key, block in zip(keys, blocks):
             self._places[key] = place = above, block
             self._keys[place] = key
@@ -41,12 +41,12 @@ class GhostIndex:
         self._remembered.update(keys)
 
     def discard(self, key: int) -> None:
-        """The block of ``key`` is cached again."""
+        """Remove the ghost ``key``: its block is cached again."""
         self._remembered.discard(key)
         self._drop(key)
 
     def forget(self, keys: Iterable[int]) -> list[int]:
-        """The policy remembers ``keys`` no more; returns those, and keys above them, that mean nothing any more."""
+        """Stop remembering ``keys``; return those of them, and of the keys above them, that have lost their meaning."""
         meaningless = []
         for key in keys:
             self._remembered.discard(key)

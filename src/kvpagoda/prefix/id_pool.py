@@ -1,4 +1,4 @@
-"""Dense numbers that are handed out and taken back, without an upper end, and arrays that are indexed by them."""
+"""A pool of dense whole numbers without an upper bound, and growth of the arrays that they index."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Scalar = TypeVar("Scalar", bound="np.generic[Any]")
 
 
 class IdPool:
-    """Whole numbers from ``first`` up; a number that was given back goes out again before a fresh one does.
+    """Whole numbers from ``first`` up. A number that was given back is handed out again before a fresh one.
 
     >>> pool = IdPool()
     >>> pool.take(3).tolist()
@@ -29,28 +29,28 @@ class IdPool:
         self._next = first
 
     def peek(self, n: int) -> Ids:
-        """What ``take`` would return, int32 ``[n]``; nothing is taken. O(n)."""
-        again = min(n, self._num_free)
-        used: Ids = self._free[self._num_free - again : self._num_free][::-1].copy()
-        if again == n:
-            return used
-        fresh = np.arange(self._next, self._next + n - again, dtype=np.int32)
-        return np.concatenate((used, fresh)) if again else fresh
+        """Return the numbers that ``take`` would return, int32 ``[n]``, without taking them. O(n)."""
+        num_reused = min(n, self._num_free)
+        reused: Ids = self._free[self._num_free - num_reused : self._num_free][::-1].copy()
+        if num_reused == n:
+            return reused
+        fresh = np.arange(self._next, self._next + n - num_reused, dtype=np.int32)
+        return np.concatenate((reused, fresh)) if num_reused else fresh
 
     def advance(self, n: int) -> None:
-        """The ``n`` numbers that ``peek`` showed are taken. O(1), and it cannot fail."""
-        again = min(n, self._num_free)
-        self._num_free -= again
-        self._next += n - again
+        """Take the ``n`` numbers that ``peek`` returned. O(1), and cannot fail."""
+        num_reused = min(n, self._num_free)
+        self._num_free -= num_reused
+        self._next += n - num_reused
 
     def take(self, n: int) -> Ids:
-        """``n`` distinct numbers, int32 ``[n]``. O(n)."""
+        """Take ``n`` distinct numbers, int32 ``[n]``. O(n)."""
         numbers = self.peek(n)
         self.advance(n)
         return numbers
 
     def give(self, numbers: Ids | list[int]) -> None:
-        """Take back ``numbers``, each of them out and named once. Amortised O(n)."""
+        """Give back ``numbers``, each of which is taken and named once. Amortised O(n)."""
         end = self._num_free + len(numbers)
         self._free = grown(self._free, end)
         self._free[self._num_free : end] = numbers
@@ -58,7 +58,10 @@ class IdPool:
 
 
 def grown(array: npt.NDArray[Scalar], length: int) -> npt.NDArray[Scalar]:
-    """``array`` if its last axis has ``length`` places, else a copy with at least twice as many, the new ones zero."""
+    """Return ``array`` if its last axis has at least ``length`` elements, else a larger copy.
+
+    The copy's last axis is at least twice as long; the new elements are zero.
+    """
     if array.shape[-1] >= length:
         return array
     larger = np.zeros((*array.shape[:-1], max(length, 2 * array.shape[-1], 64)), array.dtype)

@@ -1,4 +1,4 @@
-"""Blocks come into the tree: below a node, or along what is there already."""
+"""Insertion of blocks into the prefix tree: below a node, or along blocks that are cached already."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from kvpagoda.prefix.roots import Roots
 
 
 class Inserter:
-    """Puts blocks into the tree of ``roots``, whose blocks go in ``order``; ``owned``: its ids, if it proves them."""
+    """The insertion part of a tree: adds blocks below ``roots`` and registers them with the eviction ``order``.
+
+    ``owned``: the ids that the tree owns, or None if the tree does not prove ids.
+    """
 
     def __init__(self, block_size: int, roots: Roots, order: EvictionOrder, owned: OwnedIds | None) -> None:
         self._block_size, self._roots, self._order, self._owned = block_size, roots, order, owned
@@ -24,8 +27,10 @@ class Inserter:
     def attach(
         self, node: Node, depth: int, first: bytes, tokens: Ids, ids: Ids, text: Ids | None, priority: int
     ) -> Node:
-        """Put new blocks, the first of them ``first``, below ``node``, which ends at ``depth``; returns the node that ends
-        with them. All or nothing."""
+        """Insert new blocks below ``node``, which ends at ``depth``, and return the node that ends with them.
+
+        ``first``: the tokens of the first of these blocks, as bytes. If this raises, nothing has changed.
+        """
         order, n, size = self._order, ids.shape[1], self._block_size
         if self._is_keyed:
             ids = np.concatenate((ids, order.prepare(node, tokens, n)))
@@ -33,7 +38,7 @@ class Inserter:
             child = Node(node, depth, size, *arrays_of(tokens, ids, text, depth * size), n, first)
             if self._is_keyed:
                 order.add(ids, priority)
-            if node.root is not None and not node.pins:  # from here on nothing can fail
+            if node.root is not None and not node.pins:  # nothing can fail from here on
                 self._roots[node.root[1]] = node
             node.put_child(child)
             if node.leaf >= 0:
@@ -50,8 +55,10 @@ class Inserter:
     def along(
         self, node: Node, covered: int, tokens: Ids, blocks: Ids, text: Ids | None, priority: int
     ) -> tuple[Node, int, Ids, Mask]:
-        """Insert where something is already, behind the ``covered`` blocks that end in ``node``: (the node that ends with
-        it, blocks added, the tree's ids, duplicates). Of the blocks that are there, holes of single groups are filled.
+        """Insert blocks behind the ``covered`` blocks that end in ``node``, where some of them may be cached already.
+
+        Returns the node that ends with the blocks, the number of blocks added, the ids that the tree owns for all of
+        them, and the mask of duplicates. A cached block that lacks the ids of some groups takes them.
         """
         way = descend(node, covered, tokens, to_the_token=False)
         node, have = way.node, way.depth - covered
@@ -68,7 +75,7 @@ class Inserter:
             rest = tokens[have * self._block_size :]
             first = rest[: self._block_size].tobytes()
             node = self.attach(node, way.depth, first, rest, own[:, have:], text, priority)
-        if self._owned is not None:  # from here on nothing can fail
+        if self._owned is not None:  # nothing can fail from here on
             self._owned.add(given)
         way.put_ids(own)
         return node, blocks.shape[1] - have, own, duplicates

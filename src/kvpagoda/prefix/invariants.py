@@ -1,4 +1,4 @@
-"""Proofs of what must hold in the tree, from scratch. Each raises CheckFailed naming what does not."""
+"""Proofs of the tree's invariants, from scratch. Each raises CheckFailed naming what is wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpagoda.prefix.node import Node
 
 
 def nodes_below(root: Node) -> Iterator[Node]:
-    """``root`` and every node below it, a parent before its children."""
+    """Yield ``root`` and every node below it, parents before children."""
     waiting = [root]
     while waiting:
         node = waiting.pop()
@@ -20,13 +20,13 @@ def nodes_below(root: Node) -> Iterator[Node]:
 
 
 def expect(is_so: bool, what: str) -> None:
-    """Raise CheckFailed unless ``is_so``."""
+    """Raise CheckFailed with ``what`` unless ``is_so``."""
     if not is_so:
         raise CheckFailed(f"prefix tree: {what}")
 
 
 def prove_shape(nodes: Iterable[Node], num_rows: int) -> None:
-    """Edges are whole blocks and not empty, links are mutual, depths add up."""
+    """Prove that edges are whole blocks and not empty, links are mutual, and depths add up."""
     for node in nodes:
         where = f"node at block {node.start} with ids {node.ids[:, :4].tolist()}"
         n = node.num_blocks
@@ -40,13 +40,17 @@ def prove_shape(nodes: Iterable[Node], num_rows: int) -> None:
 
 
 def prove_counts(nodes: list[Node], num_cached: int, num_pinned: int) -> None:
-    """So many blocks are cached and pinned as was counted."""
+    """Prove that ``num_cached`` and ``num_pinned`` are the sums over ``nodes``."""
     counted = sum(node.num_blocks for node in nodes), sum(node.num_pinned for node in nodes)
     expect((num_cached, num_pinned) == counted, f"{num_cached, num_pinned} is not {counted}")
 
 
 def prove_pins(nodes: Iterable[Node], num_leases: int, tree: object) -> None:
-    """Leases lie in their node, are open, and so many; pins count them and the pinned children; what they cover is right."""
+    """Prove that leases and pins agree.
+
+    There are ``num_leases`` open leases, each ends in its node, pins count leases and pinned children, and
+    ``num_pinned`` of each node is as far as leases cover it.
+    """
     counted = 0
     for node in reversed(list(nodes)):
         where = f"node at block {node.start} with ids {node.ids[:, :4].tolist()}"
@@ -62,7 +66,7 @@ def prove_pins(nodes: Iterable[Node], num_leases: int, tree: object) -> None:
 
 
 def prove_ids(nodes: list[Node], num_groups: int, owned: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> None:
-    """Every id is at one place, and the flags say which."""
+    """Prove that every id is in one place, and that ``owned``, bool ``[num_groups, ids]``, flags exactly these ids."""
     for group in range(num_groups):
         ids = np.concatenate([np.empty(0, np.int32), *(node.ids[group] for node in nodes)])
         ids = np.sort(ids[ids != 0])

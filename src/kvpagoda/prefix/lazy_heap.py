@@ -1,4 +1,4 @@
-"""A heap that lives as long as the tree, of members whose place in the order may change."""
+"""A persistent heap of members whose position in the order may change."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ Order = tuple[int, int]
 
 
 class LazyHeap:
-    """Members, whole numbers, by ``order(member)``, which may grow while one is in: entries are corrected when they come
-    up. Where it fell, ``add`` the member again.
+    """Members, whole numbers, ordered by ``order(member)``; the smallest is first.
 
-    ``add``, ``pop`` and ``first`` are amortised O(log n), ``discard`` is O(1). The heap holds an entry for each member
-    that is at most its order, and at most about twice as many others.
+    The order of a member may grow while it is in the heap: its entry is corrected when it reaches the top. If the order
+    shrinks, ``add`` the member again.
+
+    ``add``, ``pop`` and ``first`` are amortised O(log n), ``discard`` is O(1). The heap has an entry for each member
+    that is at most its order, and at most about twice as many other entries.
 
     >>> used = {7: (0, 3), 8: (0, 5)}
     >>> heap = LazyHeap(used.__getitem__)
@@ -32,19 +34,19 @@ class LazyHeap:
         self.members: set[int] = set()
 
     def add(self, member: int) -> None:
-        """Let ``member`` be in, at the place that it has now."""
+        """Add ``member``, at its present position in the order."""
         self.members.add(member)
         heappush(self._heap, (*self._order(member), member))
         if len(self._heap) > 2 * len(self.members) + 1024:
-            self._heap = [(*self._order(one), one) for one in self.members]
+            self._heap = [(*self._order(number), number) for number in self.members]
             heapify(self._heap)
 
     def discard(self, member: int) -> None:
-        """Let ``member`` be out."""
+        """Remove ``member``, if it is in."""
         self.members.discard(member)
 
     def first(self) -> tuple[int, int, int] | None:
-        """(\\*order, member) of the smallest; it stays in."""
+        """Return (\\*order, member) of the smallest member, without removing it; None if there is none."""
         heap = self._heap
         while heap:
             rank, stamp, member = heap[0]
@@ -58,7 +60,7 @@ class LazyHeap:
         return None
 
     def pop(self) -> int:
-        """Take out the smallest; there is one."""
+        """Remove and return the smallest member. There must be one."""
         top = self.first()
         assert top is not None, "pop from a heap without members"
         heappop(self._heap)
@@ -66,7 +68,7 @@ class LazyHeap:
         return top[2]
 
     def check(self, members: set[int]) -> None:
-        """Prove that these are the members, and that each will come up in time. Raises CheckFailed. O(n)."""
+        """Prove that these are the members, and that each reaches the top in time. Raises CheckFailed. O(n)."""
         if members != self.members:
             raise CheckFailed(f"heap and tree disagree about members {sorted(members ^ self.members)[:16]}")
         found = {one for rank, stamp, one in self._heap if one in members and (rank, stamp) <= self._order(one)}

@@ -1,4 +1,4 @@
-"""Which blocks leases cover: counts on the nodes, kept as leases come, grow and go."""
+"""Leases of one tree: how many blocks of each node they pin, counted as leases open, grow and close."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from kvpagoda.prefix.results import Lease
 
 
 class Leases:
-    """The leases of one tree. ``num_pinned``: blocks that some lease covers; ``num_open``: leases. Nothing here can fail."""
+    """The open leases of one tree. Nothing here can fail.
+
+    ``num_pinned``: blocks that at least one lease covers. ``num_open``: open leases.
+    """
 
     def __init__(self, tree: object, order: EvictionOrder) -> None:
         self._tree, self._order = tree, order
         self.num_pinned = self.num_open = 0
 
     def open(self, node: Node, depth: int) -> Lease:
-        """A lease of the blocks up to ``depth``, which lies in ``node``. O(nodes that were not pinned before)."""
+        """Open a lease of the blocks up to ``depth``, which lies in ``node``. O(nodes that were not pinned before)."""
         lease = Lease(self._tree, node, depth)
         self.num_open += 1
         self._tie(lease, node)
         return lease
 
     def extend(self, lease: Lease, node: Node, depth: int) -> None:
-        """Let ``lease`` end at ``depth`` in ``node``, at or below where it ends now."""
+        """Extend ``lease`` to end at ``depth`` in ``node``, at or below its present end."""
         old, lease.num_blocks = lease.node, depth
         if node is old:
             self._cover(node, depth - node.start)
@@ -33,7 +36,10 @@ class Leases:
         old.pins -= 1
 
     def close(self, lease: Lease, node: Node) -> Node | None:
-        """End ``lease``, which ends in ``node``; the root if nothing below it is pinned any more. O(nodes that are not)."""
+        """Close ``lease``, which ends in ``node``; return the root if nothing below it is pinned any more, else None.
+
+        O(nodes that are not pinned any more).
+        """
         lease.is_open = False
         node.leases.remove(lease)
         self.num_open -= 1
@@ -51,7 +57,7 @@ class Leases:
             node = node.parent
 
     def _tie(self, lease: Lease, node: Node) -> None:
-        """``lease`` ends in ``node`` now; what lies above it is pinned."""
+        """Let ``lease`` end in ``node``, and pin everything above it."""
         node.put_lease(lease)
         node.pins += 1
         self._cover(node, lease.num_blocks - node.start)
@@ -62,7 +68,7 @@ class Leases:
                 self._cover(node, node.num_blocks)
 
     def _cover(self, node: Node, num_blocks: int) -> None:
-        """At least the first ``num_blocks`` of ``node`` are pinned now."""
+        """Pin at least the first ``num_blocks`` blocks of ``node``."""
         if num_blocks > node.num_pinned:
             self.num_pinned += num_blocks - node.num_pinned
             node.num_pinned = num_blocks

@@ -1,4 +1,4 @@
-"""Least recently used first, by stretches of blocks that were used together: nothing is kept for a single block."""
+"""The built-in LRU order, kept for stretches of blocks that were used together, not for single blocks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ _NEVER = 2**63
 
 
 class LRUOrder:
-    """The order of LRU: the blocks of one use lie on one path, so a node keeps ``used``, when its last stretch of blocks
-    was used, and ``uses``, (end depth, when) of the stretches before that, by depth.
+    """Least recently used blocks first.
 
-    Of the blocks of one use the deepest counts as used first, so a stretch goes from its end. No two leaves were last used
-    at the same time. ``queued``: the time under which a node lies in the queue, 0 for not at all; a node whose last block
-    may go is in the queue, one that was used since, or may not go now, is corrected when it comes up. Times that grow are
-    queued at the end of a list, others in a heap: amortised O(1) and O(log leaves).
+    The blocks of one use lie on one path. So a node stores ``used``, the time of use of its last stretch of blocks, and
+    ``uses``, the (end depth, time of use) of the stretches before it, by depth. Of the blocks of one use the deepest
+    counts as used first, so a stretch is evicted from its end. No two leaves were last used at the same time.
+
+    ``queued``: the time under which a node is in the queue, 0 if it is not. A node whose last block is evictable is in
+    the queue. An entry is corrected when it comes up, if its node was used since or is not evictable now. Times that
+    grow are queued at the end of a list, others in a heap: amortised O(1) and O(log leaves).
     """
 
     num_rows = 0
@@ -36,20 +38,20 @@ class LRUOrder:
         self._heaped: dict[int, Node] = {}
 
     def prepare(self, node: Node, tokens: Ids, n: int) -> Ids:
-        """Nothing is kept with each block."""
+        """Return no rows: nothing is stored for each block."""
         return np.empty((0, n), np.int32)
 
     def add(self, rows: Ids, priority: int) -> None:
-        """``added`` says it all."""
+        """Do nothing: ``added`` does the work."""
 
     def added(self, node: Node, n: int) -> None:
-        """The last ``n`` blocks of ``node`` are new."""
+        """Count the last ``n`` blocks of ``node``, which are new, as used now."""
         if n < node.num_blocks:
             node.uses = [*node.uses, (node.start + node.num_blocks - n, node.used)]
         node.used = self._clock.tick()
 
     def touch(self, node: Node, depth: int, priority: int) -> None:
-        """The blocks up to ``depth``, which lies in ``node``, were used together. O(stretches behind it)."""
+        """Count the blocks up to ``depth``, which lies in ``node``, as used together now. O(stretches behind it)."""
         clock = self._clock.tick()
         while node.parent is not None:
             if depth == node.start + node.num_blocks:
@@ -59,13 +61,16 @@ class LRUOrder:
             depth, node = node.start, node.parent
 
     def mark(self, node: Node) -> None:
-        """See to it that ``node`` is queued if its last block may go."""
+        """Queue ``node`` if its last block is evictable and it is not queued yet."""
         if not node.queued and not node.children and node.num_blocks > node.num_pinned:
             self._queue(node, node.used)
 
     def victims(self, limit: int) -> Iterator[tuple[Node, int]]:
-        """Nodes whose last blocks go next, and how many, ``limit`` in all if there are so many. A node is not queued any more
-        when it comes; it is taken care of before the next is asked for."""
+        """Yield the nodes whose last blocks are evicted next, each with the number of blocks, ``limit`` blocks in all.
+
+        Fewer if fewer are evictable. A node is out of the queue when it is yielded; the caller handles it before it
+        asks for the next one.
+        """
         heap, in_order, heaped = self._heap, self._in_order, self._heaped
         while limit > 0:
             if in_order and (not heap or in_order[0].queued < heap[0]):
@@ -81,7 +86,7 @@ class LRUOrder:
             if node.used != when:
                 self._queue(node, node.used)
                 continue
-            if node.uses:  # stretches before this time go too: what is queued comes up at that time or later
+            if node.uses:  # take earlier stretches too that were used before the next node in the queue
                 uses, first = node.uses, len(node.uses)
                 next_up = min(in_order[0].queued if in_order else _NEVER, heap[0] if heap else _NEVER)
                 while first and uses[first - 1][1] < next_up:
@@ -94,20 +99,20 @@ class LRUOrder:
             yield node, count
 
     def remove(self, node: Node, count: int) -> None:
-        """The last ``count`` blocks of ``node``, which still has them, are going."""
+        """Update the stretches of ``node``, which still has its last ``count`` blocks; they are about to be evicted."""
         end, uses = node.end - count, node.uses
         while uses and uses[-1][0] >= end:
             node.used = uses.pop()[1]
 
     def put_back(self, node: Node) -> None:
-        """``node`` came up and keeps its blocks: it is queued again."""
+        """Queue ``node`` again, whose blocks were not evicted after all."""
         self.mark(node)
 
     def clear(self, nodes: list[Node]) -> None:
-        """``nodes`` are dropped; what of them lies in the queue is passed over, for it has no blocks any more."""
+        """Do nothing: nodes without blocks are skipped when they come up in the queue."""
 
     def check(self, nodes: list[Node]) -> None:
-        """Prove that stretches cover the blocks of ``nodes``, and that each that may go is queued in time. O(nodes)."""
+        """Prove that stretches cover the blocks of ``nodes``, and that evictable nodes are queued in time. O(nodes)."""
         times = [node.queued for node in self._in_order]
         queued = {**dict(zip(times, self._in_order)), **self._heaped}
         for node in nodes:
@@ -123,6 +128,7 @@ class LRUOrder:
         expect(sorted(self._heap) == sorted(self._heaped), "the heap and its nodes disagree")
 
     def oldest(self) -> int | None:
+        """Return when the block that is evicted next was last used, or None. Amortised O(log leaves)."""
         for node, _ in self.victims(1):
             self.put_back(node)
             return node.used

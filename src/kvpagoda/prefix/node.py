@@ -1,4 +1,4 @@
-"""One edge of the prefix tree, and where it hangs."""
+"""A node of the prefix tree: one edge with its blocks, and its links to parent and children."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpagoda.prefix.node_checkpoints import Checkpoint, NodeCheckpoints
 
 
 class LeaseEnd(Protocol):
-    """A lease, as the node knows it in which it ends."""
+    """The part of a lease that the node in which it ends uses."""
 
     node: Node
     num_blocks: int
@@ -22,21 +22,22 @@ class LeaseEnd(Protocol):
     is_open: bool
 
 
-# Shared by all nodes that have none, and never written: most nodes are leaves, and cheaper without.
+# Empty containers that nodes share and never write: most nodes are leaves, and cost less without their own.
 _NO_CHILDREN: Children[Node] = Children()
 _NO_LEASES: list[LeaseEnd] = []
 NO_USES: list[tuple[int, int]] = []
 
 
 class Node(EdgeArrays):
-    """A run of whole blocks with nothing that branches off inside. A root has none.
+    """A run of whole blocks without a branch inside. A root has no blocks.
 
         root ──...── start ║ block │ block │ block ║ end ──< children      depths: in blocks from the root
 
-    ``first``: the first block as bytes, by which the parent knows it. ``leases``: those that end in here; ``pins``: how
-    many, and how many children are pinned. ``num_pinned``: the leading blocks that leases cover. ``checkpoints``: those
-    that lie in it, if any did. ``used``, ``uses``, ``queued``: of ``LRUOrder``; ``leaf``: of ``PolicyOrder``. ``into``: the
-    node that took the blocks over, when this one is no more. ``root``: the name (below 0) and the namespace of a root.
+    ``first``: the tokens of the first block as bytes, the key of this node in its parent. ``leases``: the leases that
+    end in this node. ``pins``: the number of these leases plus the number of pinned children. ``num_pinned``: how many
+    leading blocks leases cover. ``checkpoints``: those that lie in this node, or None if it never had one. ``used``,
+    ``uses``, ``queued``: see ``LRUOrder``. ``leaf``: see ``PolicyOrder``. ``into``: the node that took over the blocks,
+    after a merge. ``root``: the name (below 0) and the namespace of a root, else None.
     """
 
     __slots__ = (
@@ -70,16 +71,19 @@ class Node(EdgeArrays):
 
     @property
     def end(self) -> int:
-        """The depth of the end."""
+        """Depth of the end, in blocks from the root."""
         return self.start + self.num_blocks
 
     @property
     def is_evictable(self) -> bool:
-        """Whether the last block may go: nothing hangs there and nobody pins it."""
+        """Whether the last block may be evicted: there are no children and no lease covers it."""
         return not self.children and self.num_blocks > self.num_pinned
 
     def up_to(self, depth: int) -> Node:
-        """The node that now holds the block that ends at ``depth``, which was once here or above; 0: the root."""
+        """Return the node that now holds the block that ends at ``depth``, or the root for 0.
+
+        The block was in this node or above it when the caller got the node. Splits and merges since then do not matter.
+        """
         node = self
         while True:
             while node.into is not None:
@@ -89,34 +93,37 @@ class Node(EdgeArrays):
             node = node.parent
 
     def covered(self) -> int:
-        """``num_pinned`` from scratch: all blocks if a lease ends below, else as far as the furthest end. O(leases)."""
+        """Return ``num_pinned``, computed from scratch. O(leases).
+
+        All blocks if a child is pinned, otherwise as far as the deepest lease ends.
+        """
         if self.pins > len(self.leases):
             return self.num_blocks
         return max([lease.num_blocks for lease in self.leases], default=self.start) - self.start
 
     def put_child(self, child: Node) -> None:
-        """Let ``child`` hang here, where another node of the same first block may have hung."""
+        """Add ``child``, or replace the child with the same first block by it."""
         if self.children is _NO_CHILDREN:
             self.children = Children()
         self.children.put(child.first, child)
 
     def put_lease(self, lease: LeaseEnd) -> None:
-        """``lease`` ends in here."""
+        """Add ``lease``, which ends in this node."""
         if self.leases is _NO_LEASES:
             self.leases = []
         self.leases.append(lease)
 
     def put_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """``checkpoint`` lies in here."""
+        """Add ``checkpoint``, which lies in this node."""
         if self.checkpoints is None:
             self.checkpoints = NodeCheckpoints()
         self.checkpoints.put(checkpoint)
 
     def split(self, depth: int) -> Node:
-        """Give what lies above ``depth`` to a node of its own, between this one and its parent, and return it.
+        """Move the blocks above ``depth`` to a new node between this one and its parent, and return the new node.
 
-        Leases and checkpoints go where their depth is; the parent is told. O(smaller part). It may raise, and nothing has
-        changed then.
+        Leases and checkpoints move with the blocks at their depth, and the parent's children are updated.
+        O(smaller part). If this raises, nothing has changed.
         """
         count = depth - self.start
         first = self.block(count)
@@ -135,7 +142,7 @@ class Node(EdgeArrays):
             above.checkpoints = self.checkpoints.split(depth)
         above.used = self.used
         if self.uses:
-            reaching = bisect_left(self.uses, (depth,))  # the stretch that ends at ``depth`` or behind
+            reaching = bisect_left(self.uses, (depth,))  # the first stretch that ends at ``depth`` or deeper
             above.uses, self.uses = self.uses[:reaching], self.uses[reaching:]
             if self.uses:
                 end, above.used = self.uses[0]
@@ -147,9 +154,9 @@ class Node(EdgeArrays):
         return above
 
     def merge(self, above: Node) -> None:
-        """Take over everything of the parent ``above``, which has no other child; the parent's parent is told.
+        """Take over everything of the parent ``above``, which has no other child; update the parent of ``above``.
 
-        Costs what ``put_front`` does. It may raise, and nothing has changed then.
+        Costs what ``put_front`` does. If this raises, nothing has changed.
         """
         end = above.end
         self.put_front(above)
@@ -170,5 +177,5 @@ class Node(EdgeArrays):
 
 
 def new_root(block_size: int, rows: int, name: int, namespace: bytes) -> Node:
-    """A root with nothing below it; its blocks, none, have ``rows`` ids each."""
+    """Return a root without children and without blocks; ``rows`` is the number of ids for each block below it."""
     return Node(None, 0, block_size, np.empty(0, np.int32), np.empty((rows, 0), np.int32), 0, root=(name, namespace))

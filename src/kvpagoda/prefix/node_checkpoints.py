@@ -1,4 +1,4 @@
-"""The checkpoints that lie in one node, by depth."""
+"""The checkpoints of one node, by depth."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """The state ``state_id`` after ``depth`` blocks. ``among``: the checkpoints of the node in which it lies; ``used``: when;
-    ``num_holds``: how many need it.
+    """The state ``state_id`` after ``depth`` blocks.
+
+    ``used``: the time of its last use. ``num_holds``: how many holds protect it. ``among``: the checkpoints of the node
+    in which it lies.
     """
 
     state_id: int
@@ -20,12 +22,12 @@ class Checkpoint:
 
 
 class NodeCheckpoints:
-    """Checkpoints by depth. ``put``, ``take`` and ``last`` are O(log n) and a short move in a list."""
+    """Checkpoints by depth. ``put``, ``take`` and ``last`` are O(log n) plus a short move in a list."""
 
     __slots__ = ("_depths", "all")
 
     def __init__(self) -> None:
-        self.all: list[Checkpoint] = []  #: by depth
+        self.all: list[Checkpoint] = []  #: by ascending depth
         self._depths: list[int] = []
 
     def __contains__(self, depth: int) -> bool:
@@ -33,31 +35,31 @@ class NodeCheckpoints:
         return last is not None and last.depth == depth
 
     def put(self, checkpoint: Checkpoint) -> None:
-        """Add ``checkpoint``, at whose depth there is none."""
-        at = bisect_left(self._depths, checkpoint.depth)
-        self._depths.insert(at, checkpoint.depth)
-        self.all.insert(at, checkpoint)
+        """Add ``checkpoint``; there must be none at its depth."""
+        index = bisect_left(self._depths, checkpoint.depth)
+        self._depths.insert(index, checkpoint.depth)
+        self.all.insert(index, checkpoint)
         checkpoint.among = self
 
     def take(self, depth: int) -> None:
-        """Take out the one at ``depth``."""
-        at = bisect_left(self._depths, depth)
-        del self._depths[at], self.all[at]
+        """Remove the checkpoint at ``depth``."""
+        index = bisect_left(self._depths, depth)
+        del self._depths[index], self.all[index]
 
     def last(self, depth: int) -> Checkpoint | None:
-        """The deepest up to ``depth``."""
-        at = bisect_right(self._depths, depth)
-        return self.all[at - 1] if at else None
+        """Return the deepest checkpoint up to ``depth``, or None."""
+        count = bisect_right(self._depths, depth)
+        return self.all[count - 1] if count else None
 
     def split(self, depth: int) -> NodeCheckpoints:
-        """Those up to ``depth``, which are not here any more. O(n)."""
-        at, above = bisect_right(self._depths, depth), NodeCheckpoints()
-        above.extend(self.all[:at])
-        del self._depths[:at], self.all[:at]
+        """Remove the checkpoints up to ``depth`` and return them. O(n)."""
+        count, above = bisect_right(self._depths, depth), NodeCheckpoints()
+        above.extend(self.all[:count])
+        del self._depths[:count], self.all[:count]
         return above
 
     def extend(self, below: list[Checkpoint]) -> None:
-        """Add ``below``, all of which are deeper. O(these)."""
+        """Append the checkpoints ``below``, all deeper than those here. O(len(below))."""
         self._depths += [checkpoint.depth for checkpoint in below]
         self.all += below
         for checkpoint in below:

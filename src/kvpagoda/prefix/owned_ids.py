@@ -1,4 +1,4 @@
-"""Which block ids the tree owns, in every group."""
+"""Flags of the block ids that the tree owns, for every group."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from kvpagoda.prefix.id_pool import grown
 
 
 class OwnedIds:
-    """One flag for each id of each group, ``flags`` bool ``[num_groups, more than the largest id]``.
+    """One flag for each id of each group: ``flags`` bool ``[num_groups, more than the largest id]``.
 
-    Arguments are int32 ``[num_groups, n]``; 0 is no id and is passed over.
+    Arguments are int32 ``[num_groups, n]``; 0 is no id and is ignored.
     """
 
     def __init__(self, num_groups: int) -> None:
         self.flags = np.zeros((num_groups, 64), np.bool_)
 
     def prove_new(self, ids: Ids) -> None:
-        """None of ``ids`` is owned or named twice. Raises NotOwned, and BadInput for a negative one. O(n log n)."""
+        """Prove that none of ``ids`` is owned or named twice. O(n log n).
+
+        Raises NotOwned for an id that is, and BadInput for a negative id.
+        """
         if not ids.size:
             return
         top = int(ids.view(np.uint32).max())
@@ -37,15 +40,15 @@ class OwnedIds:
                     raise NotOwned(f"id {again[0]} is named twice in group {group}; a block is in one place")
 
     def add(self, ids: Ids) -> None:
-        """These, proven new, are owned now."""
+        """Mark ``ids``, which were proven new, as owned."""
         self._set(ids, True)
 
     def remove(self, ids: Ids) -> None:
-        """These are owned no more."""
+        """Mark ``ids`` as not owned."""
         self._set(ids, False)
 
     def remap(self, group: int, names: Ids) -> None:
-        """What was owned as ``id`` is now owned as ``names[id]``, no two of them the same."""
+        """Replace every owned id of ``group`` by ``names[id]``; no two of these may be equal."""
         ids = names[np.flatnonzero(self.flags[group])]
         self.flags = grown(self.flags, int(ids.max(initial=0)) + 1)
         self.flags[group] = False

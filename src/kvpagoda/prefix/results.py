@@ -1,4 +1,4 @@
-"""What the prefix tree answers, and what it hands out."""
+"""Results of the prefix tree: match, lease, inserted and evicted blocks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(slots=True, eq=False)
 class Match:
-    """What is cached of a text. The text must not change while the match is in use.
+    """The cached prefix of a text. The text must not change while the match is in use.
 
-    ``num_tokens`` leading tokens match, ``num_blocks`` whole blocks of them; ``ids`` int32 ``[num_groups, num_blocks]``
-    are those blocks, 0 where a group keeps nothing. ``checkpoint``: (num_tokens, state id) of the deepest one within them.
-    ``beyond``: where the block lies that begins with the tokens after them, to be copied and not shared (see
-    ``PrefixTree.pin_partial``), if there is one.
+    ``num_tokens``: leading tokens that match. ``num_blocks``: whole blocks among them. ``ids``: int32
+    ``[num_groups, num_blocks]``, the ids of these blocks, 0 where a group keeps nothing. ``checkpoint``: (num_tokens,
+    state id) of the deepest checkpoint within these blocks, or None. ``beyond``: the node of the block that begins with
+    the matching tokens after the whole blocks, or None. This block can be copied, not shared (see
+    ``PrefixTree.pin_partial``).
     """
 
     num_tokens: int
@@ -31,17 +32,17 @@ class Match:
     ids: Ids
     namespace: bytes
     tokens: Ids = field(repr=False)
-    node: Node | None = field(repr=False)  # where the whole blocks end
-    removals: int = field(repr=False)  # of the tree, when this was found
+    node: Node | None = field(repr=False)  # the node in which the whole blocks end
+    removals: int = field(repr=False)  # the tree's count of removals at the time of the match
     beyond: Node | None = field(repr=False)
     checkpoint: tuple[int, int] | None = field(init=False, default=None)
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lease:
-    """The first ``num_blocks`` blocks of one text, pinned: they stay cached until ``PrefixTree.unpin``.
+    """A pin on the first ``num_blocks`` blocks of one text: they stay cached until ``PrefixTree.unpin``.
 
-    Splits and merges of the tree do not matter to it. ``is_open`` until unpinned.
+    Splits and merges of nodes do not affect a lease. ``is_open`` is true until the lease is unpinned.
     """
 
     tree: object
@@ -54,10 +55,11 @@ class Lease:
 
 
 class Inserted(NamedTuple):
-    """What became of n blocks that were given to the tree.
+    """Result of inserting n blocks.
 
-    ``ids`` int32 ``[num_groups, n]``: the tree's own, to be used from now on. ``num_added``: blocks that were not cached
-    before. ``lease`` covers everything, if that was asked for.
+    ``ids``: int32 ``[num_groups, n]``, the ids that the tree owns for these blocks; use them from now on.
+    ``num_added``: blocks that were not cached before. ``lease``: covers all n blocks, if the caller asked for a lease.
+    ``doubles``: the mask that ``duplicates`` returns, or None if it is false everywhere.
     """
 
     ids: Ids
@@ -67,18 +69,20 @@ class Inserted(NamedTuple):
 
     @property
     def duplicates(self) -> Mask:
-        """bool ``[num_groups, n]``: the given ids that the tree did not take, because it has that block: still the caller's,
-        to be freed."""
+        """Mask of the given ids that the tree did not take, because it has a block there: bool ``[num_groups, n]``.
+
+        The caller still owns these ids, and frees them.
+        """
         return np.zeros(self.ids.shape, np.bool_) if self.doubles is None else self.doubles
 
 
 @dataclass(slots=True, eq=False)
 class Evicted:
-    """What the tree gave up: the caller's, to be freed.
+    """Blocks and checkpoints that the tree removed. The caller owns their ids now, and frees them.
 
-    ``ids`` int32 ``[num_groups, k]`` of k blocks, in the order they went, 0 where a group kept nothing; ``states``: the
-    ids of the checkpoints that went with them; ``shortfall``: blocks asked for that did not go, since all that is left is
-    pinned, or since the memory of the host ran out on the way.
+    ``ids``: int32 ``[num_groups, k]`` of k blocks, in the order of eviction, 0 where a group kept nothing. ``states``:
+    state ids of the checkpoints that were removed with them. ``shortfall``: how many blocks were not evicted although
+    requested, because all remaining blocks are pinned, or because the host ran out of memory on the way.
     """
 
     ids: Ids

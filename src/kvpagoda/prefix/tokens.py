@@ -1,4 +1,4 @@
-"""Token ids as the tree takes them."""
+"""Token ids in the form that the prefix tree takes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput
 
 NO_TOKEN = -(2**31)
-"""Stands behind the last token of a text that ends inside a block: no token, and no media id, is this."""
+"""Padding after the last token of a text that ends inside a block. No token and no media id has this value."""
 _INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
 
 
 def are_media(keys: Ids) -> npt.NDArray[np.bool_]:
-    """Which of ``keys``, a text as texts are compared, are media ids."""
+    """Return which of ``keys``, a text as the tree compares it, are media ids: bool ``[n]``."""
     media: npt.NDArray[np.bool_] = (keys < 0) & (keys != NO_TOKEN)
     return media
 
 
 def as_tokens(token_ids: Any, vocab_size: int | None = None) -> Ids:
-    """``token_ids`` as a contiguous int32 vector: the array itself where it is one. Raises BadInput for anything but integers
-    inside the vocabulary (None: 0 .. 2^31 - 1). O(n)."""
+    """Return ``token_ids`` as a contiguous int32 vector, without a copy if it is one already. O(n).
+
+    Raises BadInput for anything but a vector of integers in the vocabulary (``vocab_size`` None: 0 .. 2^31 - 1).
+    """
     try:
         array = np.asarray(token_ids)
     except (TypeError, ValueError, OverflowError) as error:
         raise BadInput(f"token ids must be a vector of integers on the host: {error}") from None
     if array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous:
-        unsigned = array.view(_UINT32)  # one pass: what is below 0 is large
+        unsigned = array.view(_UINT32)  # one pass checks both bounds: negative values are large as uint32
         if not len(array) or unsigned.item(unsigned.argmax()) < (vocab_size or 2**31):
             return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

@@ -1,4 +1,4 @@
-"""The prefix tree: which texts are cached, in which blocks, and which of them may go."""
+"""The prefix tree: which texts are cached, in which blocks, and which of these blocks are evicted next."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _TO_EVICT = "the number of blocks to evict"
 class PrefixTree:
     """A radix tree over int32 token arrays whose edges are whole blocks.
 
-    Tokens are compared, an edge at a time, never hashed. Texts are shared by the block, and only within one namespace (a
-    ``bytes`` key; one root each). The tree owns the block ids that it takes (at least 1; 0: the group keeps nothing for
-    that block) and the state ids of checkpoints, until it hands them back. ``num_groups`` may be 0.
+    Tokens are compared, an edge at a time, never hashed. Texts share whole blocks, and only within one namespace (a
+    ``bytes`` key; each namespace has its own root). The tree owns the block ids that are inserted (at least 1; 0 means
+    that the group keeps nothing for that block) and the state ids of checkpoints, until it returns them. ``num_groups``
+    may be 0.
 
-    ``policy``: by name, see ``POLICY_NAMES``, or an ``EvictionPolicy`` object that no other tree has or had. Some need
-    ``capacity``: how many blocks the caller lets the tree keep. ``proves_ids``: that a block is in one place is proven at
-    every call, not by ``check`` alone. Not for use from several threads at once.
+    ``policy``: a name from ``POLICY_NAMES``, or an ``EvictionPolicy`` object that no other tree uses or used. Some
+    policies need ``capacity``, the most blocks that the caller lets the tree keep. ``proves_ids``: check at every call,
+    not only in ``check``, that each block is in one place. Not safe for concurrent use.
 
-    A descent costs a dictionary probe for each node on the path and one array compare; nothing recurses and nothing loops
-    over tokens. Every method looks at its arguments and allocates first: one that raises, MemoryError too, has changed
-    nothing.
+    A descent costs one dictionary probe for each node on the path, and one array compare; nothing recurses, and nothing
+    loops over tokens. Every method validates and allocates first: if it raises, even MemoryError, nothing has changed.
 
     >>> tree = PrefixTree(block_size=2)
     >>> text = np.array([5, 6, 7, 8, 9], np.int32)
@@ -68,55 +68,56 @@ class PrefixTree:
         asked = as_policy(policy, capacity)
         self.block_size, self.num_groups = block_size, num_groups
         self.num_cached = 0  #: blocks that are cached
-        self.checkpoints = Checkpoints(clock := Clock())  #: of its blocks; hold, release, drop and evict them here
+        self.checkpoints = Checkpoints(clock := Clock())  #: hold, release, drop and evict checkpoints through this
         self._order: EvictionOrder = LRUOrder(clock) if asked is None else PolicyOrder(asked)
         self._num_rows = num_groups + self._order.num_rows
         self._roots = Roots(block_size, self._num_rows)
         self._owned = OwnedIds(num_groups) if proves_ids else None
         self._inserter = Inserter(block_size, self._roots, self._order, self._owned)
         self._leases = Leases(self, self._order)
-        self._removals = 0  # how often something went: a match from before must look again
+        self._removals = 0  # removals so far: a match from before the last one has to be located again
 
     @property
     def num_pinned(self) -> int:
-        """Cached blocks that some lease covers. O(1)."""
+        """Cached blocks that at least one lease covers. O(1)."""
         return self._leases.num_pinned
 
     @property
     def num_leases(self) -> int:
-        """Leases that are open. O(1)."""
+        """Open leases. O(1)."""
         return self._leases.num_open
 
     @property
     def num_evictable(self) -> int:
-        """Blocks that ``evict`` could free now: cached and not pinned. O(1)."""
+        """Blocks that ``evict`` could evict now: cached and not pinned. O(1)."""
         return self.num_cached - self._leases.num_pinned
 
     def namespaces(self) -> set[bytes]:
-        """The namespaces in which something is cached or pinned."""
+        """Return the namespaces in which something is cached or pinned."""
         return set(self._roots)
 
     def owned_ids(self, group: int = 0) -> Ids:
-        """All block ids of ``group`` that the tree owns, ascending. O(largest id); O(blocks) if it proves no ids."""
+        """Return all block ids of ``group`` that the tree owns, ascending.
+        O(largest id) if it ``proves_ids``, else O(blocks)."""
         if self._owned is not None:
             return np.flatnonzero(self._owned.flags[group]).astype(np.int32)
         ids: Ids = np.sort(self.all_ids()[group])
         return ids[ids > 0]
 
     def all_ids(self) -> Ids:
-        """The ids of all blocks, in no order, int32 ``[num_groups, num_cached]``, a copy. O(blocks)."""
+        """Return the ids of all blocks, in no order: int32 ``[num_groups, num_cached]``, a copy. O(blocks)."""
         nodes = self._roots.nodes() or [self._roots.new(b"")]
         return np.concatenate([node.ids[: self.num_groups] for node in nodes], axis=1)
 
     def nodes(self) -> list[Node]:
-        """All nodes, to be read only: a root, and those below it, a parent before its children; the next root. O(nodes)."""
+        """Return all nodes, to be read only: each root, then its nodes, parents before children. O(nodes)."""
         return self._roots.nodes()
 
     def match(self, tokens: Ids, namespace: bytes = b"", limit: int | None = None) -> Match:
-        """What is cached of the first ``limit`` tokens (None: all) of ``tokens``, int32 ``[n]``. Changes nothing.
+        """Find the longest cached prefix, to the token, of the first ``limit`` tokens (None: all) of ``tokens``.
 
-        The longest match there is, to the token; nothing for a ``limit`` below 1. O(n) array work, and O(1) for each node
-        on the path. Raises BadInput."""
+        ``tokens``: int32 ``[n]``. Changes nothing. No match for a ``limit`` below 1. O(n) array work, O(1) for each
+        node on the path. Raises BadInput."""
         tokens = _vector(tokens)
         if limit is not None and limit < len(tokens):
             tokens = tokens[: max(0, limit)]
@@ -131,32 +132,32 @@ class PrefixTree:
     def pin(self, at: Match | Lease, num_blocks: int | None = None) -> Lease:
         """Pin the first ``num_blocks`` blocks (None: all) of what ``at`` covers. O(nodes on the path).
 
-        Raises StaleHandle when blocks of the match were evicted meanwhile (match again) or the lease is not open, and
-        BadInput for more blocks than ``at`` covers."""
+        Raises StaleHandle if blocks of the match have been evicted (match again) or the lease is not open, and BadInput
+        if ``at`` covers fewer blocks."""
         return self._open(*self._locate(at, num_blocks))
 
     def pin_partial(self, match: Match) -> Lease | None:
-        """Pin the whole blocks of ``match`` and the block that begins with the tokens after them; None if there is
-        none, or no longer. ``last_ids`` of the lease are that block's."""
+        """Pin the whole blocks of ``match`` and the block that begins with the matching tokens after them. None if
+        there is none, or if the tree has removed any block since. ``last_ids(lease)`` are its ids."""
         if match.beyond is None or match.removals != self._removals:
             return None
         depth = match.num_blocks + 1
         return self._open(match.beyond.up_to(depth), depth)
 
     def last_ids(self, lease: Lease) -> Ids:
-        """The ids of the last block that ``lease`` covers, int32 ``[num_groups]``. Raises StaleHandle."""
+        """Return the ids of the last block that ``lease`` covers, int32 ``[num_groups]``. Raises StaleHandle."""
         return self.ids_between(lease, lease.num_blocks - 1, lease.num_blocks).ravel()
 
     def unpin(self, lease: Lease) -> None:
-        """End a lease. Raises StaleHandle, changing nothing, for one that is not open in this tree. O(nodes on the path)."""
+        """End ``lease``. O(nodes on the path). Raises StaleHandle, changing nothing, if it is not open in this tree."""
         node = lease.node if lease.is_open and lease.tree is self else self._locate(lease)[0]
         root = self._leases.close(lease, node)
         if root is not None and self._roots.drop(root):
             self._removals += 1
 
     def touch(self, at: Match | Lease, num_blocks: int | None = None, priority: int = 0) -> None:
-        """Say that the first ``num_blocks`` blocks (None: all) of what ``at`` covers were used once, the deepest first,
-        and with them the last checkpoint there. ``priority`` is for the policy. O(blocks). Raises as ``pin`` does."""
+        """Count one use of the first ``num_blocks`` blocks (None: all) of what ``at`` covers, the deepest block first,
+        and of the last checkpoint there. ``priority`` is passed to the policy. O(blocks). Raises as ``pin`` does."""
         node, depth = self._locate(at, num_blocks)
         if depth:
             self._order.touch(node, depth, priority)
@@ -174,15 +175,15 @@ class PrefixTree:
     ) -> Inserted:
         """Publish the whole blocks that follow what ``at`` covers.
 
-        ``tokens`` int32 ``[n * block_size]``. ``text``: an array of its own that has them at their place, counted from the
-        root; it is kept where they are many, so nobody may write there any more, only behind them. ``blocks`` int32
-        ``[num_groups, n]``. The tree takes the ids of blocks that it lacks, also of single groups of a block that it has.
-        ``pin``: let the lease ``at`` cover all of it, or make one for a match; None: extend a lease, make none. New blocks
-        count as used; others need ``touch``. Amortised O(n), and O(nodes) along the new part: it goes on where ``at`` ends.
+        ``tokens``: int32 ``[n * block_size]``. ``blocks``: int32 ``[num_groups, n]``. The tree takes the ids of blocks
+        that it lacks; in a cached block that lacks the ids of some groups, it takes these. ``text``: an array that owns
+        its memory and has ``tokens`` at their position from the root. If they are many, the tree keeps a view of it, so
+        it may then be written only behind them. ``pin``: let the lease ``at`` cover all blocks, or open one for a
+        match; None: only extend a lease; False: neither. New blocks count as used; others need ``touch``. Amortised
+        O(n), and O(nodes) from the end of ``at`` on.
 
         Raises as ``pin`` does; BadInput for arrays that do not fit; NotOwned for an id that the tree owns already at
-        another place or that is named twice. Nothing has changed then.
-        """
+        another place or that is named twice. Nothing has changed then."""
         tokens, size = _vector(tokens), self.block_size
         n, rest = divmod(len(tokens), size)
         fits = isinstance(blocks, np.ndarray) and blocks.dtype == _INT32 and blocks.shape == (self.num_groups, n)
@@ -210,10 +211,10 @@ class PrefixTree:
         return Inserted(own, duplicates, added, lease)
 
     def evict(self, num_blocks: int) -> Evicted:
-        """Evict ``num_blocks`` blocks, or all that are not pinned if these are fewer; the policy says which.
+        """Evict ``num_blocks`` blocks, or all unpinned blocks if these are fewer, in the order of the policy.
 
-        Leaf first, block by block from the tail. Costs what the policy's choice does, amortised O(log leaves) with LRU,
-        and O(1) for each block. Raises BadInput for a number below 0."""
+        Leaves first, block by block from the end. Costs the policy's choice, amortised O(log leaves) with LRU, and O(1)
+        for each block. Raises BadInput for a negative number."""
         asked = num_blocks if type(num_blocks) is int and num_blocks >= 0 else whole_number(num_blocks, _TO_EVICT)
         evictable = self.num_cached - self._leases.num_pinned
         ids = np.empty((self._num_rows, asked if asked < evictable else evictable), np.int32)
@@ -226,26 +227,26 @@ class PrefixTree:
         return self._gone(ids if done == ids.shape[1] else ids[:, :done], states, asked - done)
 
     def oldest(self) -> int | None:
-        """When the block was used that goes next, by the clock of ``checkpoints``; None if there is none, or the policy does
-        not go by use. Amortised O(log leaves)."""
+        """Return when the block that is evicted next was last used, by the clock of ``checkpoints``. None if no block
+        is evictable, or if the policy does not order by use. Amortised O(log leaves)."""
         return self._order.oldest()
 
     def ids_between(self, at: Match | Lease, begin: int, end: int) -> Ids:
-        """The ids of blocks ``begin .. end - 1`` of what ``at`` covers, int32 ``[num_groups, n]``. Raises as ``pin`` does."""
+        """Return the ids of blocks ``begin .. end - 1`` of ``at``, int32 ``[num_groups, n]``. Raises like ``pin``."""
         ids = np.empty((self.num_groups, end - begin), np.int32)
         self.read_ids(at, begin, 0, ids)
         return ids
 
     def read_ids(self, at: Match | Lease, begin: int, first: int, out: Ids) -> None:
-        """Read into ``out``, int32 ``[k, n]``, the ids of groups ``first ..`` from block ``begin`` of ``at`` on."""
+        """Copy ids of k groups from ``first`` on, for blocks ``begin ..`` of ``at``, to ``out``, int32 ``[k, n]``."""
         read_ids_above(*self._locate(at, begin + out.shape[1]), begin, first, out)
 
     def put_ids(self, at: Match | Lease, begin: int, first: int, ids: Ids) -> None:
-        """Write ``ids`` where ``read_ids`` would read, in a tree that proves no ids. Costs and raises as that does."""
+        """Write ``ids`` where ``read_ids`` reads; not in a tree that ``proves_ids``. Costs and raises as that does."""
         put_ids_above(*self._locate(at, begin + ids.shape[1]), begin, first, ids)
 
     def remap(self, group: int, names: Ids) -> None:
-        """Let every block id of ``group`` be ``names[id]`` from now on, int32. Matches from before are stale. O(blocks)."""
+        """Replace every block id of ``group`` by ``names[id]``, int32. Earlier matches become stale. O(blocks)."""
         rows = [node.ids[group] for node in self._roots.nodes()]
         ids = np.concatenate([np.empty(0, np.int32), *rows])
         moved = np.flatnonzero(names[ids] != ids)
@@ -258,10 +259,8 @@ class PrefixTree:
         self._removals += 1
 
     def clear(self, namespace: bytes | None = None) -> Evicted:
-        """Drop everything (None), or everything of one namespace, for good. O(blocks dropped).
-
-        Raises RetryLater, changing nothing, while a lease is open there.
-        """
+        """Remove everything (None), or everything of one namespace, for good. O(blocks removed). Raises RetryLater,
+        changing nothing, while a lease is open there."""
         roots = [root for name, root in self._roots.items() if namespace is None or name == namespace]
         if any(root.pins for root in roots):
             num_open = sum(len(node.leases) for root in roots for node in nodes_below(root))
@@ -274,24 +273,23 @@ class PrefixTree:
         return self._gone(ids, states, 0)
 
     def set_checkpoint(self, at: Match | Lease, num_tokens: int, state_id: int) -> bool:
-        """Keep the state after ``num_tokens`` tokens of what ``at`` covers. False: there is one; the id stays yours.
-
-        Raises as ``pin`` does; BadInput if ``num_tokens`` is no block boundary there, NotOwned if the tree has the id.
-        """
+        """Add the state after the first ``num_tokens`` tokens of what ``at`` covers as a checkpoint. False if there is
+        one already; ``state_id`` then stays with the caller. Raises as ``pin`` does; BadInput if ``num_tokens`` is no
+        block boundary there, NotOwned if the tree owns the id already."""
         depth, rest = divmod(num_tokens, self.block_size)
         if rest or depth < 1:
             raise BadInput(f"a checkpoint lies at a multiple of {self.block_size} tokens, not at {num_tokens}")
         return self.checkpoints.put(*self._locate(at, depth), state_id)
 
     def last_checkpoint(self, at: Match | Lease, num_blocks: int | None = None) -> tuple[int, int] | None:
-        """(num_tokens, state id) of the deepest checkpoint within the first ``num_blocks`` blocks (None: all) of what ``at``
-        covers, if there is one. O(nodes behind it). Raises as ``pin`` does."""
+        """Return (num_tokens, state id) of the deepest checkpoint within the first ``num_blocks`` blocks (None: all) of
+        what ``at`` covers, or None. O(nodes behind it). Raises as ``pin`` does."""
         found = self.checkpoints.last(*self._locate(at, num_blocks))
         return None if found is None else (found.depth * self.block_size, found.state_id)
 
     def check(self) -> None:
-        """Prove everything from scratch: links, edges, pins, ids, counters, leaves, checkpoints. O(blocks). Raises CheckFailed
-        with what does not hold."""
+        """Prove everything from scratch: links, edges, pins, ids, counters, leaves, checkpoints. O(blocks). Raises
+        CheckFailed naming what does not hold."""
         nodes = self._roots.nodes()
         prove_shape(nodes, self._num_rows)
         prove_pins(nodes, self.num_leases, self)
@@ -302,7 +300,7 @@ class PrefixTree:
         self._order.check(nodes)
 
     def _locate(self, at: Match | Lease, num_blocks: int | None = None) -> tuple[Node, int]:
-        """The node that holds the end of the first ``num_blocks`` blocks of ``at``, and that depth."""
+        """Return the node that holds the end of the first ``num_blocks`` blocks of ``at``, and the depth of the end."""
         depth = at.num_blocks if num_blocks is None else num_blocks
         if not 0 <= depth <= at.num_blocks:
             raise BadInput(f"{num_blocks} blocks are not within the {at.num_blocks} that are covered")
@@ -321,7 +319,7 @@ class PrefixTree:
         return self._leases.open(node, depth)
 
     def _gone(self, ids: Ids, states: list[int], shortfall: int) -> Evicted:
-        if self._num_rows > self.num_groups:  # the order has rows of its own
+        if self._num_rows > self.num_groups:  # the eviction order has rows of its own
             ids = ids[: self.num_groups]
         if self._owned is not None:
             self._owned.remove(ids)
@@ -342,7 +340,7 @@ def _misfit(tokens: Ids, block_size: int, blocks: Ids, num_groups: int) -> str:
 
 
 def _found_again(root: Node, match: Match, num_groups: int) -> Node:
-    """Where the whole blocks of ``match`` end now, below ``root``. Raises StaleHandle if they are not all there."""
+    """Return the node below ``root`` where the whole blocks of ``match`` end now. Raises StaleHandle if any is gone."""
     way = descend(root, 0, match.tokens[: match.num_blocks * root.block_size])
     if way.depth < match.num_blocks or not np.array_equal(way.ids(num_groups), match.ids):
         raise StaleHandle("blocks of this match were evicted since; match again")

@@ -1,12 +1,12 @@
-"""The cached blocks of one group that keeps a window or a chunk: who reads them, who keeps them, and which go first.
+"""The cached blocks of one group that keeps a window or a chunk: their readers and keepers, and their eviction order.
 
-A cell of the prefix tree names such a block by two numbers: a *handle*, which stays the same when the block moves, and the
-*generation* of that, how often it was cached. So blocks are evicted and moved without a look at the tree; what names an
-evicted one there is stale from then on.
+A cell of the prefix tree names such a block by two numbers: a *handle*, which stays the same when the block moves, and
+the *generation* of the handle, which counts how often it was cached. So blocks are evicted and moved without access to
+the tree; cells that name an evicted block are stale from then on.
 
-    read   by running requests, whose window it lies in, and by pins       stays
-    kept   by checkpoints, as the last window before a place to resume     goes with the last of them, by age
-    cold   slid out of every window, and at no such place                  goes first, the oldest first
+    read   by running requests, in whose window it lies, and by pins       not evictable
+    kept   by checkpoints, as the last window before a resumable place     evicted with the last of these, by age
+    cold   outside of every window, and not kept                           evicted first, the oldest first
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvpagoda.schema.fields import Growth
 
 Flags = npt.NDArray[np.bool_]
 Handles = npt.NDArray[np.intp]
-"""Handles by which arrays are indexed: numpy takes int32 several times as long."""
-_KEEPER = 1 << 32  # one who keeps a block, in the count of its uses; a reader is 1
+"""Handles index arrays; numpy takes several times as long to index by int32."""
+_KEEPER = 1 << 32  # a keeper in the count of a block's uses; a reader is 1
 _READERS = _KEEPER - 1
 _NONE: Ids = np.empty(0, np.int32)
 
@@ -31,11 +31,12 @@ _NONE: Ids = np.empty(0, np.int32)
 class WindowBlocks:
     """Blocks of ``block_size`` tokens with ids below ``num_rows``, of layers that grow as ``growth`` says.
 
-    ``num_cached``: blocks that the tree names; ``num_read``: of these, those that somebody reads; ``num_reads``: how often
-    these are read in all; ``num_cold``: those that nobody reads or keeps. Callers name each block once in a call: by its
-    handle, intp ``[n]``, by its id, or by its cell, int32 ``[2, n]``, in which 0 and 0 are no block. Methods are O(their
-    arguments), array work, but where another cost is named; those that change something ask for no memory but small
-    temporaries.
+    ``num_cached``: blocks that the tree names. ``num_read``: cached blocks with a reader. ``num_reads``: the sum of
+    their readers. ``num_cold``: cached blocks without a reader or keeper.
+
+    Callers name each block once in a call: by its handle, intp ``[n]``, by its id, or by its cell. Cells are int32
+    ``[2, n]``; 0 and 0 mean no block. Methods are O(their arguments), array work, unless another cost is named. Methods
+    that change something allocate only small temporaries.
     """
 
     def __init__(self, growth: Growth, block_size: int, num_rows: int) -> None:
@@ -44,44 +45,42 @@ class WindowBlocks:
         self._handle_of: Handles = np.arange(num_rows)  # by id; what follows is by handle
         self._id_of = self._all.copy()
         self._generation = np.ones(num_rows, np.int32)
-        self._uses = np.zeros(num_rows, np.int64)  # readers and keepers; below 0: cold since that turn
-        self._queue: deque[tuple[int, Handles]] = (
-            deque()
-        )  # (turn, handles): those with other uses by now are passed over
+        self._uses = np.zeros(num_rows, np.int64)  # readers and keepers; -turn: cold since that turn
+        self._queue: deque[tuple[int, Handles]] = deque()  # (turn, handles), also of blocks with other uses by now
         self._first_turn = self._next_turn = 1 << 40
         self.num_cached = self.num_read = self.num_reads = self.num_cold = 0
 
-    # -- what is there -----------------------------------------------------------------------------------------------
+    # -- names and queries -------------------------------------------------------------------------------------------
 
     def write_cells(self, handles: Handles, out: Ids) -> None:
-        """Write to ``out``, int32 ``[2, n]``, the cells that name ``handles`` in the tree."""
+        """Write the cells of these blocks to ``out``, int32 ``[2, n]``."""
         out[0], out[1] = handles, self._generation[handles]
 
     def handles(self, ids: Ids) -> Handles:
-        """The handles of ``ids``, intp ``[n]``."""
+        """Return the handles of ``ids``, intp ``[n]``."""
         handles: Handles = self._handle_of.take(ids)
         return handles
 
     def ids(self, handles: Handles) -> Ids:
-        """The ids that ``handles`` have now, int32 ``[n]``."""
+        """Return the ids that ``handles`` have now, int32 ``[n]``."""
         ids: Ids = self._id_of[handles]
         return ids
 
     def are_there(self, cells: Ids) -> Flags:
-        """Which of ``cells`` still name a block: bool ``[n]``."""
+        """Return which of ``cells`` still name a block: bool ``[n]``."""
         there: Flags = self._generation[cells[0]] == cells[1]
         return there
 
     def first_needed(self, num_blocks: int) -> int:
-        """The first block that a text still reads after ``num_blocks`` of it."""
+        """Return the first block that a text still reads after ``num_blocks`` blocks of it."""
         return int(self.growth.first_needed(num_blocks * self.block_size)) // self.block_size
 
     def can_resume(self, cells: Ids) -> bool:
-        """Whether a text can go on behind its blocks ``cells``."""
+        """Return whether a text can be continued behind its blocks ``cells``."""
         return bool(self.are_there(cells[:, self.first_needed(cells.shape[1]) :]).all())
 
     def boundaries(self, cells: Ids) -> Flags:
-        """Behind how many of the blocks ``cells`` the text can go on: bool ``[n + 1]``."""
+        """Return behind how many of the blocks ``cells`` the text can be continued: bool ``[n + 1]``."""
         n = cells.shape[1]
         ends = np.arange(n + 1)
         needed = self.growth.first_needed(ends * self.block_size) // self.block_size
@@ -92,27 +91,27 @@ class WindowBlocks:
 
     @property
     def num_idle(self) -> int:
-        """Cached blocks that nobody reads."""
+        """Cached blocks without a reader."""
         return self.num_cached - self.num_read
 
     # -- readers and keepers -----------------------------------------------------------------------------------------
 
     def publish(self, handles: Handles) -> None:
-        """``handles`` are named in the tree from now on, and read by the one who published them."""
+        """Register ``handles`` as cached, with the request that published them as their reader."""
         self._uses[handles] = 1
         self.num_cached += len(handles)
         self.num_read += len(handles)
         self.num_reads += len(handles)
 
     def read(self, handles: Handles) -> None:
-        """One more reads ``handles``."""
+        """Add one reader to ``handles``."""
         uses = self._warm(handles)
         self.num_reads += len(handles)
         self.num_read += len(uses[uses & _READERS == 0])
         self._uses[handles] = uses + 1
 
     def leave(self, handles: Handles) -> None:
-        """One less reads ``handles``; those that nobody reads or keeps then are cold."""
+        """Remove one reader from ``handles``; blocks without a reader or keeper become cold, to be evicted last."""
         if not len(handles):
             return
         uses = self._uses[handles] - 1
@@ -129,11 +128,11 @@ class WindowBlocks:
             self._next_turn += 1
 
     def keep(self, handles: Handles) -> None:
-        """One more keeps ``handles``."""
+        """Add one keeper to ``handles``."""
         self._uses[handles] = self._warm(handles) + _KEEPER
 
     def drop(self, handles: Handles) -> None:
-        """One less keeps ``handles``; those that nobody reads or keeps then go next."""
+        """Remove one keeper from ``handles``; blocks without a reader or keeper become cold and are evicted next."""
         uses = self._uses[handles] - _KEEPER
         self._uses[handles] = uses
         handles = handles[uses == 0]
@@ -143,7 +142,7 @@ class WindowBlocks:
             self._queue.appendleft((self._first_turn, handles))
 
     def _warm(self, handles: Handles) -> npt.NDArray[np.int64]:
-        """The uses of ``handles``, one of which comes now: they are cold no more."""
+        """Return the uses of ``handles``, which get one more use now, and count them as not cold."""
         uses: npt.NDArray[np.int64] = self._uses[handles]
         are_cold = uses < 0
         self.num_cold -= len(uses[are_cold])
@@ -151,14 +150,14 @@ class WindowBlocks:
         return uses
 
     def _cool(self, handles: Handles, turn: int) -> None:
-        """``handles``, which nobody uses, are queued under ``turn``."""
+        """Mark ``handles``, which have no uses, as cold since ``turn``."""
         self.num_cold += len(handles)
         self._uses[handles] = -turn
 
-    # -- blocks that go or move --------------------------------------------------------------------------------------
+    # -- eviction and moves ------------------------------------------------------------------------------------------
 
     def evict(self, n: int) -> Ids:
-        """Give up ``n`` cold blocks, or all if there are fewer: their ids, int32. Amortised O(n)."""
+        """Evict ``n`` cold blocks, or all if there are fewer; return their ids, int32. Amortised O(n)."""
         count, done = min(n, self.num_cold), 0
         gone = np.empty(count, np.intp)
         while done < count:
@@ -173,7 +172,7 @@ class WindowBlocks:
         return self._forget(gone)
 
     def forget(self, cells: Ids) -> Ids:
-        """The tree has no ``cells`` any more, which nobody reads or keeps: the ids of their blocks, cached no more."""
+        """Remove the blocks of ``cells``, which the tree no longer has and nothing reads or keeps; return their ids."""
         handles = cells[0, self.are_there(cells)]
         if not len(handles):
             return _NONE
@@ -181,11 +180,12 @@ class WindowBlocks:
         return self._forget(handles)
 
     def _still_cold(self, turn: int, handles: Handles) -> Handles:
-        """Of a part of the queue those that were not read or kept since."""
+        """Return the ``handles`` of a queue entry that were not read or kept since ``turn``."""
         are_cold = self._uses[handles] == -turn
         return handles if are_cold[are_cold.argmin()] else handles[are_cold]
 
     def _forget(self, handles: Handles | Ids) -> Ids:
+        """Count ``handles`` as not cached, make their cells stale, and return their ids."""
         self.num_cached -= len(handles)
         self.num_cold -= len(handles)
         self._generation[handles] += 1
@@ -193,7 +193,7 @@ class WindowBlocks:
         return ids
 
     def remap(self, new_ids: Ids) -> None:
-        """Block ``i`` is block ``new_ids[i]`` from now on, int32 ``[num_rows]``, which was a free one. O(rows)."""
+        """Rename block ``i`` to ``new_ids[i]``, int32 ``[num_rows]``, which was a free block. O(rows)."""
         sources = self._all[new_ids != self._all]
         targets = new_ids[sources]
         moved, free = self._handle_of[sources], self._handle_of[targets]
@@ -203,8 +203,11 @@ class WindowBlocks:
     # -- proof -------------------------------------------------------------------------------------------------------
 
     def check(self, cells: Ids, readers: npt.NDArray[np.int64], keepers: npt.NDArray[np.int64]) -> None:
-        """Prove that the tree has ``cells``, that ``readers`` and ``keepers``, int64 ``[num_rows]``, say how many read each id
-        and keep each handle, and that every cold block will come up. Raises CheckFailed."""
+        """Prove that the tree has exactly these ``cells``, that the counts are right, and that cold blocks are queued.
+
+        ``readers`` and ``keepers``, int64 ``[num_rows]``: the number of readers of each id and of keepers of each
+        handle. Raises CheckFailed.
+        """
         where, handles = self.growth.name, np.sort(cells[0, self.are_there(cells)])
         if (handles[1:] == handles[:-1]).any() or (self._id_of[self._handle_of] != self._all).any():
             raise CheckFailed(f"{where}: a cached block is at two places, or handles and ids disagree")

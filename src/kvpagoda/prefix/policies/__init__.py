@@ -1,1 +1,1 @@
-"""Which cached block goes first."""
+"""Eviction policies: which cached block is evicted next."""

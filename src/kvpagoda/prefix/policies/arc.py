@@ -1,4 +1,4 @@
-"""ARC."""
+"""The ARC policy."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from kvpagoda.prefix.policies.protocol import Forgotten, Keys
 
 
 class ARC(HeapPolicy):
-    """ARC (Megiddo and Modha, FAST 2003) for a cache of ``capacity`` blocks: those used once and those used again, each
-    by recency, each with its ghosts; a hit on a ghost moves the share of the first.
+    """ARC (Megiddo and Modha, FAST 2003) for a cache of ``capacity`` blocks.
 
-    The victim is the least recently used leaf of the first kind while more blocks are of it than its share, otherwise of
-    the second; of the other kind where that one has no leaf. The rank is the kind: 1 used once, 2 used again, negative
-    for their ghosts, 0 for what is not known. Amortised O(log leaves) for a choice and O(1) for each block chosen.
+    Blocks used once and blocks used again are each ordered by recency, and each kind has its ghosts. A hit on a ghost
+    changes the share of the cache for blocks used once.
+
+    The victim is the least recently used leaf among the blocks used once, while these are more than their share,
+    otherwise among the blocks used again; if that kind has no leaf, it is one of the other kind. The rank is the kind:
+    1 used once, 2 used again, negative for their ghosts, 0 for unknown keys. Amortised O(log leaves) for a choice, plus
+    O(1) for each block chosen.
     """
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self._ghosts = Ghosts(capacity)
         self._num_once = 0
-        self._again = LazyHeap(self._order)  # the leaves that were used once are in _leaves
+        self._again = LazyHeap(self._order)  # leaves used again; leaves used once are in _leaves
 
     def add(self, keys: Keys, priority: int) -> None:
         self._make_room(int(keys.max(initial=0)) + 1)

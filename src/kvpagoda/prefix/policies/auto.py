@@ -1,4 +1,4 @@
-"""LRU or ARC, whichever the workload rewards: watched on a sample of the blocks."""
+"""LRU or ARC, whichever hits more often for the workload, as measured on a sample of the blocks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvpagoda.prefix.policies.ghosts import Ghosts, Queue
 from kvpagoda.prefix.policies.heap import Mask
 from kvpagoda.prefix.policies.protocol import Forgotten, Keys
 
-_SHADOW = 128  # a shadow holds so many blocks, or up to twice as many; all, of a smaller cache
-_WINDOW = 8  # uses of sampled blocks between two judgements, in sizes of a shadow
-_MARGIN = 200  # one hit in so many uses must speak for ARC before it takes over
-_CACHED, _SAMPLED = 1, 2  # who remembers a key: ARC, cached or as a ghost; a shadow
+_SHADOW = 128  # blocks in a shadow, up to twice as many; all blocks of a smaller cache
+_WINDOW = 8  # uses of sampled blocks between two comparisons, in sizes of a shadow
+_MARGIN = 200  # ARC takes over if it has more than one additional hit for each 200 uses
+_CACHED, _SAMPLED = 1, 2  # flags of a key: ARC knows it, cached or as a ghost; a shadow knows it
 
 
 class ShadowLRU:
-    """What LRU would hold in ``capacity`` blocks if each of them were a leaf."""
+    """A simulation of an LRU cache of ``capacity`` blocks in which every block is a leaf."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -32,7 +32,7 @@ class ShadowLRU:
         return key in self._queue
 
     def use(self, key: int) -> list[int]:
-        """Use ``key``; returns the keys that are forgotten."""
+        """Use ``key``; return the keys that are forgotten."""
         if key in self._queue:
             self.hits += 1
             self._queue.move_to_end(key)
@@ -42,7 +42,7 @@ class ShadowLRU:
 
 
 class ShadowARC:
-    """What ARC would hold in ``capacity`` blocks if each of them were a leaf, and its ghosts."""
+    """A simulation of an ARC cache of ``capacity`` blocks, and its ghosts, in which every block is a leaf."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -55,7 +55,7 @@ class ShadowARC:
         return any(key in queue for queue in (self._once, self._again, self.ghosts.once, self.ghosts.again))
 
     def use(self, key: int) -> list[int]:
-        """Use ``key``; returns the keys that are forgotten."""
+        """Use ``key``; return the keys that are forgotten."""
         if key in self._once or key in self._again:
             self.hits += 1
             self._once.pop(key, None)
@@ -73,11 +73,12 @@ class ShadowARC:
 
 
 class Auto(ARC):
-    """ARC, or LRU as long as ARC would not hit more often.
+    """LRU, or ARC while ARC would hit more often.
 
-    Both lie in ARC's two heaps of leaves: LRU takes the older of their first ones, so that to change over moves nothing.
-    Every k-th block that is not remembered is sampled, and shadows of a k-th of the capacity are shown the uses of these;
-    their hits, the older ones counting half with each judgement, say who leads. O(1) for each block more than ARC.
+    Both use ARC's two heaps of leaves; LRU takes the older of the two first leaves. So switching moves nothing. Every
+    k-th block that is not remembered is sampled, and the uses of sampled blocks go to shadows of a k-th of the
+    capacity. The shadows' hits, halved at each comparison, decide which policy leads. Costs O(1) more than ARC for each
+    block.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -88,8 +89,8 @@ class Auto(ARC):
         self._window = _WINDOW * size
         self._uses = self._phase = 0
         self._is_lru = True
-        self._known = np.zeros(0, np.uint8)  # who remembers a key
-        self._dropped: list[int] = []  # keys that the shadows forgot since the last removal
+        self._known = np.zeros(0, np.uint8)  # by key: _CACHED | _SAMPLED
+        self._dropped: list[int] = []  # keys that the shadows have forgotten since the last removal
 
     def add(self, keys: Keys, priority: int) -> None:
         self._make_room(int(keys.max(initial=0)) + 1)
@@ -138,13 +139,13 @@ class Auto(ARC):
         return goes
 
     def _watch(self, sampled: list[int]) -> None:
-        """Show the keys ``sampled``, which were used, to the shadows; judge now and then."""
+        """Show the used keys ``sampled`` to the shadows; once in a while compare their hits and choose the policy."""
         lru, arc = self._shadow_lru, self._shadow_arc
         for key in sampled:
-            gone = [one for one in lru.use(key) if one not in arc] + [one for one in arc.use(key) if one not in lru]
-            if gone:
-                self._known[gone] &= _CACHED
-                self._dropped += gone
+            lost = [old for old in lru.use(key) if old not in arc] + [old for old in arc.use(key) if old not in lru]
+            if lost:
+                self._known[lost] &= _CACHED
+                self._dropped += lost
         self._uses += len(sampled)
         if self._uses >= self._window:
             gain = arc.hits - lru.hits
@@ -153,6 +154,6 @@ class Auto(ARC):
                 self._ghosts.share = arc.ghosts.share * self._every
             elif gain < 0:
                 self._is_lru = True
-            for counted in (lru, arc):
-                counted.hits //= 2
+            for shadow in (lru, arc):
+                shadow.hits //= 2
             self._uses //= 2

@@ -1,4 +1,4 @@
-"""Eviction policies by name, and objects that are policies."""
+"""Eviction policies by name, and validation of policy objects."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ _PLAIN: dict[str, Callable[[], EvictionPolicy]] = {
 }  # fmt: skip
 _SIZED: dict[str, Callable[[int], EvictionPolicy]] = {"s3fifo": S3FIFO, "arc": ARC, "auto": Auto}
 POLICY_NAMES = ("lru", *_PLAIN, *_SIZED)
-_TAKEN: dict[
-    int, object
-] = {}  # id of an object that a tree has or had -> a weak reference to it, where it can have one
+# id of a policy object that a tree uses or used -> a weak reference to it, or the object if it allows none
+_TAKEN: dict[int, object] = {}
 _METHODS = ("add", "touch", "set_leaf", "choose", "remove", "check")
 
 
 def as_policy(policy: str | EvictionPolicy, capacity: int) -> EvictionPolicy | None:
-    """A fresh policy, by name, for one tree of ``capacity`` blocks; None for ``"lru"``, which trees have built in. An object
-    is returned as it is, once: it knows the blocks of one tree.
+    """Return a new policy for one tree of ``capacity`` blocks: by name, or the object itself. None for ``"lru"``.
 
-    ``"auto"`` is LRU or ARC, as they do; ``"ttl"`` is ``"priority"`` with deadlines for priorities.
-    Raises BadInput for a name that is none of ``POLICY_NAMES``, and for an object that lacks a method or was asked for before.
+    Trees have LRU built in. An object is accepted once, because it knows the blocks of one tree. ``"auto"`` is LRU or
+    ARC, whichever hits more often; ``"ttl"`` is ``"priority"`` with deadlines for priorities.
+
+    Raises BadInput for a name that is not in ``POLICY_NAMES``, for an object that lacks a method, and for an object
+    that was passed before.
     """
     if not isinstance(policy, str):
         lacking = [name for name in _METHODS if not callable(getattr(policy, name, None))]
         if lacking or isinstance(policy, type):
-            raise BadInput(f"{policy!r} is no EvictionPolicy object: see there for {', '.join(lacking or _METHODS)}")
+            raise BadInput(f"{policy!r} is no EvictionPolicy object with the methods {', '.join(lacking or _METHODS)}")
         if id(policy) in _TAKEN:
             raise BadInput(f"{policy!r} serves a tree already, and knows its blocks; make another one")
         number = id(policy)
         try:
             _TAKEN[number] = ref(policy, lambda _: _TAKEN.pop(number))
         except TypeError:
-            _TAKEN[number] = policy  # for good, so that its id stays its own
+            _TAKEN[number] = policy  # kept for ever, so that no other object gets its id
         return policy
     if policy == "lru":
         return None
@@ -56,5 +57,5 @@ def as_policy(policy: str | EvictionPolicy, capacity: int) -> EvictionPolicy | N
 
 
 def policy_name(policy: str | EvictionPolicy) -> str:
-    """How reports call it: the name, or that of the object's class."""
+    """Return the name of a policy for reports: the name itself, or the class name of an object."""
     return policy if isinstance(policy, str) else type(policy).__name__

@@ -1,4 +1,4 @@
-"""Eviction by priority, or by deadline."""
+"""Eviction by priority or by deadline."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from kvpagoda.prefix.policies.protocol import Keys
 
 
 class ByPriority(HeapPolicy):
-    """Lowest priority first, among equals the least recently used. A block has the highest priority it was used with.
+    """Lowest priority first, among equals the least recently used. A block keeps the highest priority it was used with.
 
-    With a deadline (any whole-numbered clock) for a priority this is eviction by time to live: what expires first.
+    With a deadline (by any whole-numbered clock) as the priority, this is time to live: the block that expires first is
+    evicted first.
     """
 
     def add(self, keys: Keys, priority: int) -> None:

@@ -1,4 +1,4 @@
-"""FIFO."""
+"""The FIFO policy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvpagoda.prefix.policies.protocol import Keys
 
 
 class FIFO(HeapPolicy):
-    """First added first."""
+    """First added, first evicted."""
 
     def touch(self, keys: Keys, priority: int) -> None:
         pass

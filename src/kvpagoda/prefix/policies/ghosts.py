@@ -1,4 +1,4 @@
-"""What ARC remembers of blocks that went."""
+"""The ghosts of ARC: evicted blocks that it remembers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Queue = OrderedDict[int, None]
 
 
 def sized(num_blocks: int) -> int:
-    """``num_blocks``, if a cache can have so many. Raises BadInput."""
+    """Return ``num_blocks``, if it is a valid cache capacity. Raises BadInput."""
     if num_blocks < 1:
         raise BadInput(f"this policy needs the number of blocks that the cache holds, at least 1, got {num_blocks}")
     return num_blocks
 
 
 class Ghosts:
-    """Blocks that went, by how often they had been used, and the share of the cache for those used once."""
+    """Evicted blocks, by whether they were used once or again, and the share of the cache for blocks used once."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = sized(capacity)
@@ -26,7 +26,7 @@ class Ghosts:
         self.again: Queue = OrderedDict()
 
     def recall(self, key: int) -> bool:
-        """``key`` comes back: it is a ghost no more, and moves the share. False if it was none."""
+        """Remove the ghost ``key``, which is cached again, and adapt the share. Return False if it is no ghost."""
         once, again = len(self.once), len(self.again)
         if key in self.once:
             self.share = min(self._capacity, self.share + max(1, again // once))
@@ -39,7 +39,7 @@ class Ghosts:
         return True
 
     def trim(self, num_once: int) -> list[int]:
-        """Forget the oldest, as far as ARC does with ``num_once`` cached blocks used once; returns them."""
+        """Forget the oldest ghosts beyond ARC's limits, given ``num_once`` cached blocks used once; return them."""
         forgotten = []
         while len(self.once) > max(0, self._capacity - num_once):
             forgotten.append(self.once.popitem(last=False)[0])

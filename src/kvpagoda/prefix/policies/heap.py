@@ -1,4 +1,4 @@
-"""What policies share that evict the leaf with the smallest (rank, stamp)."""
+"""Base class of policies that evict the leaf with the smallest (rank, stamp)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LAST = 2**62, 2**62, -1
 
 
 class HeapPolicy:
-    """A rank and a stamp for each key, and a heap of the leaves ordered by both; the base of policies.
+    """A rank and a stamp for each key, and a heap of the leaves ordered by both; the base class of policies.
 
-    One counter is the clock, so no two stamps are equal. Adding or touching n blocks is O(n) array work; a choice is
-    amortised O(log leaves), and O(1) for each block chosen.
+    Stamps come from one counter, so no two are equal. Adding or touching n blocks is O(n) array work. A choice is
+    amortised O(log leaves), plus O(1) for each block chosen.
     """
 
     def __init__(self) -> None:
@@ -56,14 +56,14 @@ class HeapPolicy:
         self._leaves.check(leaves)
 
     def _make_room(self, length: int) -> None:
-        """Grow the arrays to ``length`` keys. Comes before anything changes, since it may raise."""
+        """Grow the arrays to ``length`` keys. Called before anything changes, since it may raise."""
         self._rank, self._stamp = grown(self._rank, length), grown(self._stamp, length)
 
     def _order(self, key: int) -> tuple[int, int]:
         return int(self._rank[key]), int(self._stamp[key])
 
     def _first_of(self, heap: LazyHeap, chain: Callable[[int], Keys], *heaps: LazyHeap) -> Keys:
-        """The first leaf of ``heap``, and what above it goes before all other leaves of ``heaps``."""
+        """Return the first leaf of ``heap``, and then its ancestors to evict before all other leaves of ``heaps``."""
         leaf = heap.pop()
         try:
             return self._run(chain(leaf), *heaps)
@@ -72,11 +72,14 @@ class HeapPolicy:
             raise
 
     def _run(self, keys: Keys, *heaps: LazyHeap) -> Keys:
-        """The first of ``keys``, a victim and its ancestors, and those after it that go before all leaves left."""
+        """Return the first of ``keys``, and those after it to evict before all remaining leaves of ``heaps``.
+
+        ``keys``: a victim and its ancestors.
+        """
         if len(keys) == 1:
             return keys
         rank, stamp, _ = min((heap.first() or _LAST for heap in heaps), key=itemgetter(1))
-        for start in range(1, len(keys), 256):  # by pieces, so that the cost follows what goes and not what could
+        for start in range(1, len(keys), 256):  # in pieces: the cost depends on the result, not on all ``keys``
             part = keys[start : start + 256]
             goes = self._goes(part, keys[start - 1 :][: len(part)], rank, stamp)
             stop = int(goes.argmin())
@@ -85,12 +88,16 @@ class HeapPolicy:
         return keys
 
     def _goes(self, keys: Keys, below: Keys, rank: int, stamp: int) -> Mask:
-        """Which of ``keys``, as soon as the one ``below`` each is gone, would go before a leaf of that rank and stamp."""
+        """Return which of ``keys`` would be evicted before a leaf of this rank and stamp.
+
+        ``below``: for each key the key of the block below it, which is evicted before it.
+        """
         ranks = self._rank[keys]
         goes: Mask = (ranks < rank) | ((ranks == rank) & (self._stamp[keys] < stamp))
         return goes
 
     def _use(self, keys: Keys) -> None:
+        """Give ``keys`` new stamps, the smallest to the deepest (the last) of them."""
         n = len(keys)
         self._stamp[keys] = np.arange(self._clock + n, self._clock, -1)
         self._clock += n

@@ -1,4 +1,4 @@
-"""LFU."""
+"""The LFU policy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvpagoda.prefix.policies.protocol import Keys
 
 
 class LFU(HeapPolicy):
-    """Least often used since it was added first; among equals the least recently used."""
+    """Least frequently used since it was cached, among equals the least recently used."""
 
     def add(self, keys: Keys, priority: int) -> None:
         super().add(keys, priority)

@@ -1,4 +1,4 @@
-"""LFU with dynamic ageing."""
+"""The LFU policy with dynamic ageing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kvpagoda.prefix.policies.protocol import Keys
 
 
 class LFUDA(HeapPolicy):
-    """LFU with dynamic ageing: uses count from the rank that the last victim had, so that old fame fades."""
+    """LFU with dynamic ageing: old uses lose weight.
+
+    The rank is the number of uses plus the rank of the last victim.
+    """
 
     def __init__(self) -> None:
         super().__init__()

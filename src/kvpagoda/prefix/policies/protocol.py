@@ -1,4 +1,7 @@
-"""What an eviction policy is: one of the three replaceable parts of the library. Write your own, or take one by name."""
+"""The interface of eviction policies, one of the three replaceable parts of the library.
+
+Write your own policy, or use a built-in one by name.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ Forgotten = Ids | list[int]
 
 
 class EvictionPolicy(Protocol):
-    """Says which cached block goes next. The tree asks; the policy keeps what it needs to answer.
+    """Chooses which cached blocks are evicted next. The tree asks; the policy keeps the data that it needs to answer.
 
-    It knows a block by its *key*: a small whole number, from 0 on, that the tree gives each block. ``Keys`` are int32
-    vectors. Only a **leaf** may go: a block with nothing below it that nobody pins; the tree says which those are. A
-    policy may remember blocks that were evicted (ghosts): their keys stay theirs until ``remove`` says that they are
-    forgotten, and the same block gets the same key when it comes again.
+    A policy knows each block by its *key*: a small whole number, from 0 on, that the tree assigns. ``Keys`` are int32
+    vectors. Only a **leaf** can be evicted: an unpinned block with nothing below it. The tree tells the policy which
+    blocks are leaves. A policy may remember evicted blocks (ghosts). Their keys stay assigned until ``remove`` returns
+    them as forgotten, and a block that is cached again before that gets the same key.
 
-    An object serves one tree. A method that raises must have changed nothing, and ``set_leaf`` must not raise.
+    An object serves one tree. A method that raises must not have changed anything, and ``set_leaf`` must not raise.
 
     >>> class Oldest:  # first added, first evicted; a policy for texts that never grow
     ...     def __init__(self): self.leaves = {}
@@ -34,26 +37,33 @@ class EvictionPolicy(Protocol):
     """
 
     def add(self, keys: Keys, priority: int) -> None:
-        """These blocks, nearest to the root first, are cached now; the deepest counts as added, and used, first."""
+        """Called when the blocks ``keys``, nearest to the root first, were cached.
+
+        The deepest block counts as added, and used, first. ``priority``: from the call that inserted the blocks.
+        """
 
     def touch(self, keys: Keys, priority: int) -> None:
-        """These blocks, nearest to the root first, were used once; the deepest counts as used first."""
+        """Called when the blocks ``keys``, nearest to the root first, were used once.
+
+        The deepest block counts as used first. ``priority``: from the call that used the blocks.
+        """
 
     def set_leaf(self, key: int, is_leaf: bool) -> None:
-        """``key`` is from now on a leaf, or no longer one."""
+        """Called when the block ``key`` becomes a leaf, or is no leaf any more. Must not raise."""
 
     def choose(self, chain: Callable[[int], Keys]) -> Keys:
-        """The blocks to evict next: one leaf, and what above it in ``chain(leaf)`` goes before any other leaf.
+        """Return the blocks to evict next: one leaf, followed by those of its ancestors to evict before any other leaf.
 
-        ``chain(leaf)``: the leaf and its ancestors, deepest first, as far as they may go. There is at least one leaf. The
-        tree evicts all that is returned, or, if it cannot, takes back that the first is a leaf, and says it again.
+        ``chain(leaf)`` returns the leaf and its ancestors, deepest first, as far as they can be evicted; the result is
+        a leading part of it. There is at least one leaf. The tree evicts all blocks returned. If it cannot, it calls
+        ``set_leaf`` for the first one with False and then with True.
         """
 
     def remove(self, keys: Keys, *, evicted: bool) -> Forgotten:
-        """These blocks, deepest first, are cached no more; returns the keys, of these or of ghosts, that are forgotten,
-        as a vector or a list.
+        """Called when the blocks ``keys``, deepest first, are no longer cached; return the keys that are forgotten.
 
-        Not ``evicted``: they were dropped for good; there is no need to remember them.
+        These may be of removed blocks or of ghosts, as a vector or a list. If not ``evicted``, the blocks were removed
+        for good, and there is no need to remember them.
         """
 
     def check(self, keys: Keys, leaves: set[int]) -> None:

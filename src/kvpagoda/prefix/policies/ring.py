@@ -1,4 +1,4 @@
-"""A circular queue whose hand can jump: S3-FIFO's main queue."""
+"""A circular queue whose hand can jump: the main queue of S3-FIFO."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from itertools import pairwise
 
 from kvpagoda.errors import CheckFailed
 
-_STEP = 2**40  # between two places where there is room
-_LEAST = 8  # bits of the smallest range of places that is spread anew
+_STEP = 2**40  # distance of two labels where there is room
+_LEAST = 8  # the smallest range of labels that is spread anew, in bits
 
 
 class Ring:
-    """Keys in a circle with a hand. What is put in stands behind the hand: it is the last that the hand will come to.
+    """Keys in a circle with a hand. ``put`` inserts a key right behind the hand, so the hand reaches it last.
 
         ... last put in │ hand │ next │ ...      a key keeps its place; the hand moves
 
-    ``place`` grows along the circle but for one seam, so that two keys can be told apart in O(1) by which one the hand
-    comes to first. Places are labels that are spread anew where they lie too close (Bender et al., "Two simplified
-    algorithms for maintaining order in a list", ESA 2002): ``put`` is amortised O(log n), all else O(1).
+    ``place``: key -> label. Labels grow along the circle except at one seam, so for two keys it is known in O(1) which
+    one the hand reaches first. Labels that are too close together are spread anew (Bender et al., "Two simplified
+    algorithms for maintaining order in a list", ESA 2002): ``put`` is amortised O(log n), everything else O(1).
 
     >>> ring = Ring()
     >>> for key in (5, 6, 7): moved = ring.put(key)
@@ -34,8 +34,8 @@ class Ring:
         self.place: dict[int, int] = {}
         self.next: dict[int, int] = {}
         self._before: dict[int, int] = {}
-        self.hand = -1  #: -1: the circle is empty
-        self._round = 0  # how often the hand came over the seam
+        self.hand = -1  #: the key at the hand; -1: the circle is empty
+        self._round = 0  # how often the hand has crossed the seam
 
     def __len__(self) -> int:
         return len(self.place)
@@ -44,19 +44,22 @@ class Ring:
         return key in self.place
 
     def __iter__(self) -> Iterator[int]:
-        """All keys, from the hand on."""
+        """Yield all keys, starting at the hand."""
         key = self.hand
         for _ in range(len(self)):
             yield key
             key = self.next[key]
 
     def order(self, key: int) -> tuple[int, int]:
-        """Smaller for what the hand comes to first. It grows only when the hand goes past ``key``, or as ``put`` says."""
+        """Return the order of ``key``: smaller for keys that the hand reaches earlier.
+
+        It grows only when the hand moves past ``key``, or when ``put`` returns the key.
+        """
         place = self.place[key]
         return self._round + (place < self.place[self.hand]), place
 
     def put(self, key: int) -> list[int]:
-        """Put ``key`` in behind the hand; returns other keys whose place changed."""
+        """Insert ``key`` behind the hand; return the other keys whose labels changed."""
         moved: list[int] = []
         if self.hand < 0:
             self.hand = self.next[key] = self._before[key] = key
@@ -73,7 +76,7 @@ class Ring:
         return moved
 
     def take(self, key: int) -> None:
-        """Take ``key`` out; if the hand is there it moves on."""
+        """Remove ``key``; if the hand is at it, the hand moves on."""
         before, after = self._before.pop(key), self.next.pop(key)
         if after == key:
             self.hand = -1
@@ -85,12 +88,12 @@ class Ring:
         del self.place[key]
 
     def move_hand(self, key: int) -> None:
-        """Let the hand go on to ``key``, past what lies between; all round if it is there."""
+        """Move the hand on to ``key``, past the keys between; once round the circle if it is there already."""
         self._round += self.place[key] <= self.place[self.hand]
         self.hand = key
 
     def check(self) -> None:
-        """Prove that links and places agree. Raises CheckFailed. O(n)."""
+        """Prove that links and labels agree. Raises CheckFailed. O(n)."""
         keys = list(self)
         places = [self.place[key] for key in keys]
         seams = sum(a >= b for a, b in pairwise(places))
@@ -99,11 +102,12 @@ class Ring:
             raise CheckFailed(f"a circle of {len(keys)} keys with {seams} seams is broken")
 
     def _gap(self, key: int, after: int) -> int:
+        """Return the distance of the labels of ``key`` and ``after``, the next key; a large number across the seam."""
         gap = self.place[after] - self.place[key]
         return gap if gap > 0 else 32 * _STEP
 
     def _spread(self, key: int) -> list[int]:
-        """Spread the keys around ``key`` over the smallest range of places that has room; returns those that moved."""
+        """Spread the keys around ``key`` over the smallest range of labels with room; return the keys that moved."""
         place, first, last, count = self.place, key, key, 1
         for bits in range(_LEAST, 1 << 30):
             low = place[key] >> bits << bits
@@ -117,6 +121,6 @@ class Ring:
         moved = [first]
         while moved[-1] != last:
             moved.append(self.next[moved[-1]])
-        for number, one in enumerate(moved):
-            place[one] = low + (number << bits) // count
+        for number, moved_key in enumerate(moved):
+            place[moved_key] = low + (number << bits) // count
         return moved

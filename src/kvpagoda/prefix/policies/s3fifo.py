@@ -1,4 +1,4 @@
-"""S3-FIFO."""
+"""The S3-FIFO policy."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from kvpagoda.prefix.policies.ghosts import Queue, sized
 from kvpagoda.prefix.policies.protocol import Forgotten, Keys
 from kvpagoda.prefix.policies.ring import Ring
 
-_STEPS = 32  # of the hand, before it looks for where to jump
-_MOST = 256  # blocks that one choice takes
+_STEPS = 32  # steps of the hand before it looks for a place to jump to
+_MOST = 256  # most blocks in one choice
 
 
 class S3FIFO:
-    """S3-FIFO (Yang et al., SOSP 2023) for a cache of ``capacity`` blocks: a small queue that filters, a main queue, and
-    a ghost queue of those that left the small one.
+    """S3-FIFO (Yang et al., SOSP 2023) for a cache of ``capacity`` blocks.
 
-    From the tail of small (a tenth of the capacity) a block that was used more than once since, or that is no leaf,
-    moves to main; others are evicted and remembered. At the tail of main a block that was used goes round again with one
-    use less (uses count to 3), one that is no leaf goes round too.
+    A small queue filters new blocks, a main queue holds the others, and a ghost queue remembers blocks evicted from the
+    small queue.
 
-    Main is a circle with a hand, so going round is no work but for the hand, and past those that are neither a leaf nor
-    used, as inner blocks of long texts are, it jumps: ``_next`` has the others in the order of the circle. A choice is
-    amortised O(log blocks), and a use O(1), or O(log blocks) for the first since the hand came by.
+    At the tail of the small queue (a tenth of the capacity), a block that was used more than once since it was added,
+    or that is no leaf, moves to the main queue; other blocks are evicted and remembered. At the tail of the main queue,
+    a block that was used goes round again with one use less (uses count to 3), and a block that is no leaf goes round
+    too.
+
+    The main queue is a circle with a hand, so going round only moves the hand. The hand jumps past blocks that are
+    neither leaves nor used, such as inner blocks of long texts: ``_next`` has the others in the order of the circle. A
+    choice is amortised O(log blocks). A use is O(1), or O(log blocks) for the first use since the hand passed.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -39,8 +42,8 @@ class S3FIFO:
         self._ghost: Queue = OrderedDict()
         self._uses = np.zeros(0, np.int8)
         self._leaves: set[int] = set()
-        self._next = LazyHeap(self._main.order)  # of main: leaves, or used
-        self._waking: set[int] = set()  # to be put in there before somebody looks
+        self._next = LazyHeap(self._main.order)  # keys of the main queue that are leaves or used
+        self._waking: set[int] = set()  # keys to be added to ``_next`` before it is read
 
     def add(self, keys: Keys, priority: int) -> None:
         self._uses = grown(self._uses, int(keys.max(initial=0)) + 1)
@@ -69,7 +72,7 @@ class S3FIFO:
 
     def choose(self, chain: Callable[[int], Keys]) -> Keys:
         small, main, uses = self._small, self._main, self._uses
-        is_spent = False  # main: the hand went all round and found nothing, and small has some
+        is_spent = False  # whether the hand went all round main without a victim, while small is not empty
         while True:
             if len(small) >= self._small_size or not main or is_spent:
                 key = next(iter(small))
@@ -82,7 +85,7 @@ class S3FIFO:
                 self._to_main(key)
                 if not is_spent:
                     continue
-                is_spent = bool(small)  # for each block that comes, the hand looks at one
+                is_spent = bool(small)  # for each block that moved to main, the hand examines one
             if not is_spent and not self._go_on():
                 main.move_hand(main.next[main.hand])
                 is_spent = True
@@ -128,7 +131,10 @@ class S3FIFO:
             raise CheckFailed(f"the hand of S3-FIFO would jump past {sorted(lost)[:16]}")
 
     def _run(self, keys: Keys, queue: Iterable[int], most_uses: int, limit: int) -> Keys:
-        """The first of ``keys``, and of those after it at most ``limit - 1`` that are next in the queue and go too."""
+        """Return the first of ``keys`` and at most ``limit - 1`` of the keys after it, if they are next in ``queue``.
+
+        Ends at the first key that was used more than ``most_uses`` times.
+        """
         n = 0
         for key, queued in zip(keys[:limit].tolist(), queue):
             if key != queued or self._uses[key] > most_uses:
@@ -137,6 +143,7 @@ class S3FIFO:
         return keys[:n]
 
     def _to_main(self, key: int) -> None:
+        """Put ``key`` into the main queue."""
         for moved in self._main.put(key):
             if moved in self._next.members:
                 self._next.add(moved)
@@ -144,7 +151,7 @@ class S3FIFO:
             self._waking.add(key)
 
     def _go_on(self) -> bool:
-        """Let the hand of main go to the first that is a leaf, or used; False, and it stays, if none is."""
+        """Move the hand of main to the next key that is a leaf or used. If there is none, leave it and return False."""
         main, key = self._main, self._main.hand
         for _ in range(min(_STEPS, len(main))):
             if self._uses[key] > 0 or key in self._leaves:

@@ -1,4 +1,4 @@
-"""SIEVE."""
+"""The SIEVE policy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvpagoda.prefix.policies.protocol import Keys
 
 
 class SIEVE(HeapPolicy):
-    """SIEVE (Zhang et al., NSDI 2024): a hand goes from the oldest block to the newest, and round again; it spares a
-    leaf that was used since the last time, once, and evicts the first that was not.
+    """SIEVE (Zhang et al., NSDI 2024): a hand moves from the oldest block to the newest, and then starts again.
 
-    Blocks that are not leaves are passed as if they were not there. Blocks never move, so the rank is the round in which
-    the hand comes to a key, and the stamp its place in the round; what is new lies ahead of the hand.
+    It evicts the first leaf that was not used since the hand passed it; a leaf that was used is skipped once. Blocks
+    that are not leaves are ignored. Blocks never move, so the rank of a key is the round in which the hand reaches it,
+    and the stamp is its place in the round. New blocks lie ahead of the hand.
     """
 
     def __init__(self) -> None:
