@@ -162,8 +162,7 @@ class LayerView:
 
     @property
     def arrays(self) -> GroupArrays:
-        """The index arrays of the layer's group. Raises BadInput for a layer without blocks, or a view without a
-        batch."""
+        """The index arrays of the layer's group. Raises BadInput if the layer has no blocks, or the view no batch."""
         if self._group is None:
             raise BadInput(f"{self._name} keeps no blocks, so it has no block table")
         if self._batch is None:
