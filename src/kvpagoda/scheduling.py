@@ -189,7 +189,8 @@ class RunQueue(Generic[J]):
         """Start the waiting jobs, oldest first, up to the first that does not fit.
 
         Raises RetryLater if that job does not fit and no job runs: then users outside this queue hold the cache, and
-        waiting for jobs of the queue would not help."""
+        waiting for jobs of the queue would not help.
+        """
         while self.waiting:
             job = self.waiting[0]
             if self.running and job.suspended is None and self._can_share(job):
@@ -272,7 +273,8 @@ class RunQueue(Generic[J]):
         """Return what preempting the running ``job`` is expected to cost in each mode. O(jobs).
 
         The estimate: if the other running jobs and the older waiting ones may need more blocks than there are without
-        ``job``, the missing blocks are evicted from those that ``job`` published, last block first."""
+        ``job``, the missing blocks are evicted from those that ``job`` published, last block first.
+        """
         core = self.cache.core
         assert job.sequence is not None
         request = settled(job.sequence)

@@ -33,7 +33,8 @@ class GroupArrays:
     window group ``kv_indices`` start at the first block that the row's first new token still reads. ``kv_start`` is the
     first position of that block, and the cells of ``block_table`` before it are 0. If the plan divides a block into
     several kernel pages, ``block_table``, ``kv_indptr``, ``kv_indices`` and ``kv_last_page_len`` count kernel pages
-    (``batch/kernel_pages.py``)."""
+    (``batch/kernel_pages.py``).
+    """
 
     def __init__(self, batch: Batch, group: BlockGroup) -> None:
         self._batch, self._group = batch, group
@@ -73,7 +74,8 @@ class GroupArrays:
         """int32 ``[kv_indptr[-1]]``: the block ids of all rows, one row after another (FlashInfer).
 
         If blocks were added since the last step, the whole array is rebuilt, O(all cells); with a device, the device
-        rebuilds it from ``block_table``. Access it only if the kernels need it."""
+        rebuilds it from ``block_table``. Access it only if the kernels need it.
+        """
         batch, on_device = self._batch, None
         if not batch.buffers.arrays.is_host:
             on_device = self.block_table, self.kv_start, self.kv_indptr, batch.core.plan.kernel_page
@@ -141,7 +143,8 @@ class LayerView:
 
     ``step``, ``qo_indptr``, ``state_indices`` and the arrays below are described in ``Batch`` and valid as long as the
     batch is. A view from ``KVCache.layer`` belongs to no batch: its ``step`` is None, and accessing an index array
-    raises BadInput."""
+    raises BadInput.
+    """
 
     block_table = _of_group("block_table")
     cache_seqlens = _of_group("cache_seqlens")
@@ -180,7 +183,8 @@ class LayerView:
         this call.
 
         Raises BadInput (no such rows, another shape, rows that hold several tokens) and StaleHandle; then nothing is
-        written."""
+        written.
+        """
         slots, pool, size = self.slot_mapping, self.blocks, self.block_size
         assert self._batch is not None
         self._batch.check_current()
@@ -201,7 +205,8 @@ class LayerView:
         """Return the one tensor in which kernels take ``rows`` and their neighbours: see ``Pool.tensor``.
 
         Its first axis is the kernel page or the state slot. Raises BadInput for rows that are not in memory or have no
-        such tensor."""
+        such tensor.
+        """
         pools = [pool for pool in (self.blocks, self.state) if pool is not None and rows in pool]
         if not pools:
             raise BadInput(f"{self._name} has no rows {rows!r} in memory")
@@ -213,7 +218,8 @@ class LayerView:
         ``rows``: integers ``[T, k]``: for each new token, k positions of its request or, with ``rows_per_page``, k
         compressed rows of it; -1 for none, also in the result. A tensor on the cache's device, or a numpy array if the
         cache has no memory. The result is a new array of the same kind, shape and dtype. The caller leaves out
-        positions that the group no longer keeps. O(T * k); nothing is read back from the device."""
+        positions that the group no longer keeps. O(T * k); nothing is read back from the device.
+        """
         size, index = rows_per_page or self.page_size, rows.clip(0)
         one = index * 0 + 1  # in the dtype of rows
         is_chosen = (rows >= 0) * one
@@ -257,7 +263,8 @@ class Batch:
     All are int32 (9 is int64 in groups of 2^31 rows or more), on the cache's device, or numpy arrays if the cache has
     no memory. They are in static buffers and valid until the next batch; 7 to 13 are built on first access. A
     persistent batch with ``tokens_per_row`` has the same shapes in every step: 7 then has all columns of the table, 11
-    as many cells as all rows can have."""
+    as many cells as all rows can have.
+    """
 
     def __init__(
         self,

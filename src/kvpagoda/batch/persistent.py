@@ -50,7 +50,8 @@ class PersistentBatch:
     Each sequence can still be used alone. It copies its tokens from here when it needs them, and the next call here
     sees what it did alone (``extend``, ``commit``, ``rewind``). A closed sequence must be removed, a suspended one
     removed or resumed. If ``resume`` lost tokens, the next steps compute those tokens again, a few at a time, unless
-    the sequence commits them alone first."""
+    the sequence commits them alone first.
+    """
 
     def __init__(self, lifecycle: Lifecycle, schema: Schema, num_rows: int, tokens_per_row: int | None = None) -> None:
         core = lifecycle.core
@@ -83,7 +84,8 @@ class PersistentBatch:
 
         Their prompts are committed except for the last token, which may be missing (as after a prefix hit): the next
         step computes it. Raises BadInput if there are too few rows, a sequence is here already, or more of its prompt
-        is missing; StaleHandle if one is closed. Then none is added."""
+        is missing; StaleHandle if one is closed. Then none is added.
+        """
         members = (*self._members, *sequences)
         if len(members) > self.num_rows or len({*members}) < len(members):
             raise BadInput(
@@ -132,7 +134,8 @@ class PersistentBatch:
         next ``extend``.
 
         Raises OutOfBlocks; BadInput past the cache's longest context, or if ``n`` differs from ``tokens_per_row``;
-        StaleHandle if a closed or suspended sequence is still here. Then no sequence got room and nothing changed."""
+        StaleHandle if a closed or suspended sequence is still here. Then no sequence got room and nothing changed.
+        """
         width = self.tokens_per_row
         n = whole_number(
             (width or 1) if n is None else n, "the number of tokens that a step computes of each sequence", 1
@@ -166,7 +169,8 @@ class PersistentBatch:
 
         With ``counts``: of ``counts[i]`` tokens, 0 or more, of sequence ``i``; ``token_ids`` has them one row after
         another. Otherwise as ``Sequence.commit``. Raises BadInput (no room, ids that differ from the prompt's) and
-        StaleHandle; nothing changed then."""
+        StaleHandle; nothing changed then.
+        """
         self._publish_due()
         self._read()
         rows, n, size, batch = self._rows, len(self._members), self._core.block_size, self._batch

@@ -17,7 +17,8 @@ class StepRows:
     ``slots`` int64 ``[B]``: -1 for padded rows, which come last. ``counts`` int64 ``[B]``: new tokens of each row. The
     arrays must not be changed: an array that is the same object as in the step before is not copied to its buffer
     again. ``num_sequences``: rows that are not padded. ``is_fixed``: whether index arrays always have their greatest
-    width."""
+    width.
+    """
 
     def __init__(self, slots: Array, counts: Array, num_sequences: int, is_fixed: bool = False) -> None:
         self.slots, self.counts, self.num_sequences, self.is_fixed = slots, counts, num_sequences, is_fixed
@@ -80,7 +81,8 @@ class Step:
         ``tokens``: the indices of the tokens that write; default all. ``ring``: rows of the ring; token at position
         ``p`` writes row ``p % ring``, so that adjacent tokens write adjacent rows. The result is the record of the
         token's request, or ``dummy`` if a later token of the same request writes the same ring row. So every ring row
-        has one writer."""
+        has one writer.
+        """
         rows = self.rows if tokens is None else self.rows[tokens]
         if len(rows) <= ring:
             return rows

@@ -16,7 +16,8 @@ class StepBuffers:
     An array gets another address only when a step is larger than all before. Values that did not change since they were
     put here are not copied again. The host side is not page-locked: a copy from pageable memory has read its source
     when it returns, so the next step may fill the host side while this one still runs. ``number`` counts the batches
-    that used these buffers; only the arrays of the last one are valid."""
+    that used these buffers; only the arrays of the last one are valid.
+    """
 
     def __init__(self, arrays: HostArrays) -> None:
         self.arrays, self.number = arrays, 0
@@ -46,7 +47,8 @@ class StepBuffers:
         """Return what a step shows of the table ``name``, whose rows have ``versions``.
 
         ``slots``, ``first``, ``end``, int64 ``[B]``: the cells ``first .. end - 1`` of each slot. Returns the object of
-        the last call if nothing has changed since."""
+        the last call if nothing has changed since.
+        """
         last = self._snapshots.get(name, EMPTY)
         now: tuple[Array, ...] = (slots, versions[slots], first, end)
         both = zip(now, last.columns, last.keys)
@@ -62,7 +64,8 @@ class StepBuffers:
 
         Cells before the first shown one are 0. The buffer is as wide as the table; the result has as many columns as
         the longest row needs, or with ``is_fixed`` all. O(B + cells that changed), where all cells of a row count if it
-        has another request or version."""
+        has another request or version.
+        """
         host, target = self._buffer(name, (len(shown), cells.shape[1]), np.int32)
         held, part = self._held.get(name, (EMPTY, None))
         if part is not None and shown is held:
@@ -100,7 +103,8 @@ class StepBuffers:
         The result is int32 ``[starts[-1]]``. With ``is_fixed`` the result is the whole buffer, with as many cells as
         all rows can have. ``on_device``: the arguments with which ``HostArrays.flatten`` builds the cells on the
         device, so that the host copies nothing; None builds them on the host. O(B + cells), or O(1) if nothing
-        changed."""
+        changed.
+        """
         most, total = len(shown) * cells.shape[1], int(shown.starts[-1])
         host, target = self._buffer(name, (most,), np.int32)
         held, part = self._held.get(name, (EMPTY, None))

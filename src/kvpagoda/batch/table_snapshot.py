@@ -86,7 +86,8 @@ EMPTY = TableSnapshot((np.empty(0, np.int64),) * 4, [b""] * 4)
 
 
 def cells_between(begin: Array, end: Array) -> tuple[Array, Array]:
-    """Return the rows and columns of the cells ``begin[i] .. end[i] - 1`` of all rows ``i``: int64 ``[n]``, in order."""
+    """Return the rows and columns of the cells ``begin[i] .. end[i] - 1`` of all rows ``i``: int64 ``[n]``, in
+    order."""
     counts = np.maximum(end - begin, 0)
     rows = np.repeat(np.arange(len(counts)), counts)
     return rows, np.arange(len(rows)) - (np.cumsum(counts) - counts - begin)[rows]

@@ -6,8 +6,8 @@
     def test_my_driver_conforms(check):
         check(lambda buffer: MyDriver(buffer))
 
-``make(buffer)`` gives a driver, empty at first, with room for 8 to 64 records of ``buffer``, whose payloads have ``PAYLOAD``
-bytes. Each check makes its own and closes it. A check takes about a second at most.
+``make(buffer)`` gives a driver, empty at first, with room for 8 to 64 records of ``buffer``, whose payloads have
+``PAYLOAD`` bytes. Each check makes its own and closes it. A check takes about a second at most.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def many_threads_see_whole_records(make: Make) -> None:
 
 
 def many_threads_discard_what_others_load(make: Make) -> None:
-    """The same with discards: a load that one overtakes may give other bytes, and none that the checksum takes for right."""
+    """The same with discards: a load that one overtakes may give other bytes, and none that the checksum takes for
+    right."""
     _at_once(make, with_discards=True)
 
 

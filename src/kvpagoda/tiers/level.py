@@ -49,8 +49,8 @@ class RecordIdentity:
 
 @dataclass(frozen=True)
 class CallStats:
-    """One kind of call to a tier: records by what became of them (``Status``), bytes of those that were OK, and how long the
-    calls took, from the request to the answer."""
+    """One kind of call to a tier: records by what became of them (``Status``), bytes of those that were OK, and how
+    long the calls took, from the request to the answer."""
 
     call: str
     outcomes: dict[str, int]
@@ -60,9 +60,9 @@ class CallStats:
 
 @dataclass(frozen=True)
 class LevelStats:
-    """What a tier holds and what became of what was asked of it, in records; ``dropped``: not stored for want of staging
-    memory. ``loaded`` counts what proved itself; ``failed`` what was late, unavailable or corrupt, stores included.
-    ``last_fault``: which call failed last, and why."""
+    """What a tier holds and what became of what was asked of it, in records; ``dropped``: not stored for want of
+    staging memory. ``loaded`` counts what proved itself; ``failed`` what was late, unavailable or corrupt, stores
+    included. ``last_fault``: which call failed last, and why."""
 
     name: str
     num_records: int
@@ -91,11 +91,11 @@ class Loading(NamedTuple):
 
 
 class Level:
-    """A tier under a cache whose blocks have ``block_nbytes`` bytes (0: it has none) and whose checkpoints have ``parts``:
-    (records, bytes of each) for every group in them. ``memory(nbytes)`` gives page-aligned host memory.
+    """A tier under a cache whose blocks have ``block_nbytes`` bytes (0: it has none) and whose checkpoints have
+    ``parts``: (records, bytes of each) for every group in them. ``memory(nbytes)`` gives page-aligned host memory.
 
-    One thread stores; any thread loads. Raises BadInput where staging memory is too small, and what the driver raises when
-    it is made.
+    One thread stores; any thread loads. Raises BadInput where staging memory is too small, and what the driver raises
+    when it is made.
     """
 
     def __init__(
@@ -184,7 +184,8 @@ class Level:
     # -- loading: any thread -------------------------------------------------------------------------------------------
 
     def acquire(self, n: int, owner: object, deadline: float) -> list[int] | None:
-        """``n`` rows of staging memory for ``owner``, after waiting for stores until ``deadline``; None: too few are free."""
+        """``n`` rows of staging memory for ``owner``, after waiting for stores until ``deadline``; None: too few are
+        free."""
         while self.buffer.num_free < n:
             storing, now = [*self._storing], monotonic()
             if not storing or now >= deadline:
@@ -214,7 +215,8 @@ class Level:
     # -- proof, figures, the end ---------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Prove that every staging row that is out is being stored, or its owner is not released. Raises CheckFailed."""
+        """Prove that every staging row that is out is being stored, or its owner is not released. Raises
+        CheckFailed."""
         storing = {row for rows in [*self._storing.values()] for row in rows}
         lost = [
             row

@@ -1,13 +1,14 @@
 """Records in Mooncake Store: the memory of many machines as one store, filled and read from the buffer itself.
 
-Its ports have no authentication and no encryption. Every client listens on **all** addresses, ports 15000 to 17000, whatever
-host it is given; who reaches them reads and writes what is registered there: the record buffer, and the segment. Close them
-to all but the machines of the store, by a firewall or a network namespace; where that cannot be done, do not use this driver.
+Its ports have no authentication and no encryption. Every client listens on **all** addresses, ports 15000 to 17000,
+whatever host it is given; who reaches them reads and writes what is registered there: the record buffer, and the
+segment. Close them to all but the machines of the store, by a firewall or a network namespace; where that cannot be
+done, do not use this driver.
 
     mooncake_master --rpc_address=10.0.0.1 --rpc_port=50051 --metrics_host=127.0.0.1 --put_start_discard_timeout_sec=5
 
-An address has to be given: the default is all. After the 5 seconds, 30 by default, a record can be stored again whose writer
-died or was late; until then storing it says OK and keeps nothing. Loads tell.
+An address has to be given: the default is all. After the 5 seconds, 30 by default, a record can be stored again whose
+writer died or was late; until then storing it says OK and keeps nothing. Loads tell.
 """
 
 from __future__ import annotations
@@ -61,12 +62,14 @@ class MooncakeDriver:
         return statuses
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
-        """See ``Driver``. What was found stays for 5 seconds at most, the master's own time for a lease being longer."""
+        """See ``Driver``. What was found stays for 5 seconds at most, the master's own time for a lease being
+        longer."""
         until = monotonic() + min(hold, _LEASE_SECONDS)
         return Lease(tuple(keys), tuple(self._call("batch_is_exist", keys, deadline, wanted=1)), until)
 
     def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        """See ``Driver``. CORRUPT: of another length. One that is discarded meanwhile does come with other bytes, as OK."""
+        """See ``Driver``. CORRUPT: of another length. One that is discarded meanwhile does come with other bytes, as
+        OK."""
         return self._call("batch_get_into", keys, deadline, self._where(rows), wanted=self._buffer.record_nbytes)
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
@@ -79,7 +82,8 @@ class MooncakeDriver:
         return DriverStats(0, nbytes, self._segment_nbytes, rejected=self._rejected)
 
     def close(self) -> None:
-        """See ``Driver``. The engine is given up by the last call that still uses it; what lay in the segment is gone."""
+        """See ``Driver``. The engine is given up by the last call that still uses it; what lay in the segment is
+        gone."""
         if self._process == os.getpid():
             self._calls.close()
 
@@ -129,8 +133,8 @@ class MooncakeDriver:
         return True
 
     def _connect(self, is_over: Event) -> None:
-        """A call that lasts until it succeeds or all is closed: set the engine up, and register the buffer. From then on it
-        reconnects itself."""
+        """A call that lasts until it succeeds or all is closed: set the engine up, and register the buffer. From then
+        on it reconnects itself."""
         while self._client is None and not self._calls.is_closed:
             if self._is_reachable():
                 client = self._make()
@@ -149,13 +153,15 @@ def mooncake_driver(
 ) -> MooncakeDriver:  # fmt: skip
     """Records in the Mooncake Store of ``master``, "host:port", or what the engine takes for several, "etcd://..".
 
-    ``segment``: how much memory this process gives to the store; with 0 it only uses it. What lies there is gone with the
-    process. ``host``: the name by which the others reach this one. ``protocol``: "tcp", or "rdma" with ``devices``. **All its
-    ports are open to everybody who reaches them, on all addresses**: see the top of this file before using it.
+    ``segment``: how much memory this process gives to the store; with 0 it only uses it. What lies there is gone with
+    the process. ``host``: the name by which the others reach this one. ``protocol``: "tcp", or "rdma" with ``devices``.
+    **All its ports are open to everybody who reaches them, on all addresses**: see the top of this file before using
+    it.
 
-    The buffer is registered once. A master that does not answer is tried again in the background, and all is UNAVAILABLE
-    until then. A call can outlast its deadline by seconds, as the engine's timeouts say, which are set here where the
-    environment does not: put a ``Tier`` above. Raises BadInput if the engine is not installed, naming what is missing.
+    The buffer is registered once. A master that does not answer is tried again in the background, and all is
+    UNAVAILABLE until then. A call can outlast its deadline by seconds, as the engine's timeouts say, which are set here
+    where the environment does not: put a ``Tier`` above. Raises BadInput if the engine is not installed, naming what is
+    missing.
     """
     try:
         segment_nbytes = parse_bytes(segment) if segment else 0

@@ -66,8 +66,8 @@ def _seconds_left(_: object = None) -> float:
 
 
 class _Received(SocketBuffer):  # type: ignore[misc]
-    """What came, for a parser of redis-py. With ``target`` a value is received into it, and the reply is the target; a value
-    of another length is received over itself, and the reply is its length."""
+    """What came, for a parser of redis-py. With ``target`` a value is received into it, and the reply is the target; a
+    value of another length is received over itself, and the reply is its length."""
 
     target: memoryview | None = None
 
@@ -160,7 +160,8 @@ _CLASSES: dict[str, Any] = {
 
 
 def _pool(url: str) -> Any:
-    """The connections to the server of ``url``, or to the master that its sentinels name. Raises ValueError or LookupError."""
+    """The connections to the server of ``url``, or to the master that its sentinels name. Raises ValueError or
+    LookupError."""
     parts = urlsplit(url)
     scheme, _, kind = parts.scheme.partition("+")
     is_whole = bool(parts.path) if scheme == "unix" else (parts.path.strip("/") or "0").isdecimal()
@@ -229,8 +230,9 @@ class RedisDriver:
         return [_status(reply, bool(reply), Status.MISS) for reply in self._ask("DEL", keys, deadline)]
 
     def stats(self) -> DriverStats:
-        """What the servers said of themselves with a store of this driver, a second before the last one at most: all that
-        they hold, for whomever, by their own count of memory, beside ``maxmemory``, or their whole memory if that is 0."""
+        """What the servers said of themselves with a store of this driver, a second before the last one at most: all
+        that they hold, for whomever, by their own count of memory, beside ``maxmemory``, or their whole memory if that
+        is 0."""
         with self._lock:
             told = [info for _, info in self._info.values()]
         used, most, memory, evicted = (
@@ -250,10 +252,11 @@ class RedisDriver:
     def _ask(
         self, command: str, keys: Sequence[bytes], deadline: float, rows: Sequence[int] = (), *more: bytes
     ) -> list[Any]:
-        """The reply of redis-py to ``command`` for each key, or a ``Status``, what went wrong. SET stores records ``rows``,
-        with words ``more``; GET reads into them, and its reply is the record where the value is as long.
+        """The reply of redis-py to ``command`` for each key, or a ``Status``, what went wrong. SET stores records
+        ``rows``, with words ``more``; GET reads into them, and its reply is the record where the value is as long.
 
-        O(n), and a round trip to each server for each MiB of records or 1024 keys. Redirected keys go one after the other.
+        O(n), and a round trip to each server for each MiB of records or 1024 keys. Redirected keys go one after the
+        other.
         """
         if self._is_closed or monotonic() >= deadline:
             return [Status.UNAVAILABLE if self._is_closed else Status.TIMEOUT] * len(keys)

@@ -1,9 +1,9 @@
-"""What every tier needs above its driver, once: futures, deadlines that hold, bounds, proof of what was read.
+"""What every tier adds to its driver: futures, deadlines that hold, limits, and verification of what was read.
 
 caller ── store / lookup / load / discard ──► queue ──► worker threads ──► driver (synchronous, may fail or hang)
    ▲                                                        │
    └── future: done by the driver, or at the deadline by the watcher thread, whichever is first
-       records and bytes in flight: given back when the driver is really done
+       records and bytes in flight: released when the driver has really finished
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from kvpagoda.units import ceil_div, parse_bytes
 
 Rows = Sequence[int]
 _KINDS = ("store", "lookup", "load", "discard")
-_PROBED = ("lookup", "load")  # requests wait for them
+_PROBED = ("lookup", "load")  # kinds of calls that requests wait for
 _LONGEST_WAIT = 3600.0
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Operation:
+    """One call of a tier, from the request until the driver has finished with it."""
+
     kind: str
     keys: tuple[bytes, ...]
     rows: tuple[int, ...]
@@ -48,19 +50,19 @@ class _Operation:
     begun: float = field(init=False, default_factory=monotonic)
     future: Future[Any] = field(init=False, default_factory=Future)
     is_over: bool = field(init=False, default=False)
-    """Whether its future has its result; the driver may still be at work."""
+    """Whether its result is known; the driver may still be working on it."""
 
     def refused(self, status: Status) -> list[Status] | Lease:
-        """The result that says ``status`` of every key."""
+        """Return the result that has ``status`` for every key."""
         statuses = [status] * len(self.keys)
         return Lease(self.keys, tuple(statuses), 0.0) if self.kind == "lookup" else statuses
 
 
 @dataclass(frozen=True)
 class TierStats:
-    """Keys by what the caller was told of them; ``latencies``: of each kind of call, from the request to the answer, at the
-    latest its deadline; what was refused at once is not in them. ``last_error``: what the driver raised, which it must not.
-    ``last_fault``: which call failed last, and why."""
+    """Keys by what the caller was told of them; ``latencies``: of each kind of call, from the request to the answer, at
+    the latest its deadline; what was refused at once is not in them. ``last_error``: what the driver raised, which it
+    must not. ``last_fault``: which call failed last, and why."""
 
     stores: dict[Status, int]
     lookups: dict[Status, int]
@@ -76,17 +78,17 @@ class TierStats:
 class Tier:
     """A driver that always answers in time. Nothing it says but OK and a record that proves itself counts as found.
 
-    Every call returns a future that is done by its ``deadline`` (of ``time.monotonic``), whatever the driver does: what is not
-    known by then is TIMEOUT. ``rows`` are records that the caller acquired from ``buffer``. The driver may touch them until it
-    is really done, which may be later. Release them and acquire others: that is safe at any time; to name them again before
-    is REJECTED.
+    Every call returns a future that is done by its ``deadline`` (of ``time.monotonic``), whatever the driver does: what
+    is not known by then is TIMEOUT. ``rows`` are records that the caller acquired from ``buffer``. The driver may touch
+    them until it is really done, which may be later. Release them and acquire others: that is safe at any time; to name
+    them again before is REJECTED.
 
-    More than ``in_flight`` bytes at once are REJECTED, not queued. What is UNAVAILABLE is tried once more. After ``faults``
-    calls of one kind in a row that failed or were late, such calls are UNAVAILABLE at once: a full disk is still read.
-    Lookups and loads, for which requests wait, are then probed by the tier's own threads, first ``pause`` seconds later, then
-    at intervals that double; stores and discards, for which nobody waits, are let through as rarely. A success ends it.
-    Without ``checksum`` payloads are not summed: for memory of this process. Callbacks of futures run in the tier's threads
-    and must be short. In a forked child the tier is closed.
+    More than ``in_flight`` bytes at once are REJECTED, not queued. What is UNAVAILABLE is tried once more. After
+    ``faults`` calls of one kind in a row that failed or were late, such calls are UNAVAILABLE at once: a full disk is
+    still read. Lookups and loads, for which requests wait, are then probed by the tier's own threads, first ``pause``
+    seconds later, then at intervals that double; stores and discards, for which nobody waits, are let through as
+    rarely. A success ends it. Without ``checksum`` payloads are not summed: for memory of this process. Callbacks of
+    futures run in the tier's threads and must be short. In a forked child the tier is closed.
     """
 
     def __init__(
@@ -124,7 +126,8 @@ class Tier:
     def store(
         self, keys: Sequence[bytes], rows: Rows, deadline: float, nbytes: Sequence[int] | None = None
     ) -> Future[list[Status]]:
-        """Make records of ``rows``, with payloads of ``nbytes`` (default: whole), and store them, parents before children.
+        """Make records of ``rows``, with payloads of ``nbytes`` (default: whole), and store them, parents before
+        children.
 
         One status a key. Raises BadInput and NotOwned, before anything is done.
         """
@@ -368,7 +371,8 @@ class Tier:
 
 
 def _tell(tier: Tier) -> None:
-    """Log which calls of ``tier`` fail from now on, or work again; where no lock is held, for who listens may take long."""
+    """Log which calls of ``tier`` fail from now on, or work again; where no lock is held, for who listens may take
+    long."""
     while tier._turned:
         kind = tier._turned.popleft()
         if tier._breakers[kind].is_open:
