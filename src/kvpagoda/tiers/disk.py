@@ -2,10 +2,10 @@
 
     | superblock, one page | slot 0 | slot 1 | ...        a slot: one record, or a first page of zeros
 
-The index is rebuilt from the headers when the file is opened. A record is written from its second page on, then its
-first page with the header, which names the checksum of all of it: whatever a crash, a power loss or another program
-leaves there, in whatever order it reached the disk, is the record that was stored or is seen not to be it. Nothing is
-ever synced.
+The index is rebuilt from the headers when the file is opened. A write of a record begins with its second page; its
+first page, with the header and the checksum of the whole record, comes last. So whatever a crash, a power loss or
+another program leaves in a slot, in whatever order it reached the disk, verifies only if it is the record that was
+stored. Nothing is ever synced.
 """
 
 from __future__ import annotations
@@ -153,12 +153,15 @@ def disk_driver(
     direct: bool = False,
     admit_all: bool = False,
 ) -> SlotDriver:
-    """Records in a file of at most ``nbytes`` in ``folder``, found again by the next process that opens it.
+    """Return a driver that keeps records in a file of at most ``nbytes`` in ``folder``.
 
-    ``direct``: past the page cache (O_DIRECT). Most blocks are used once: when the file is full, a record replaces
-    another only if it comes a second time, unless ``admit_all``. The file is preallocated, so opening may take a
-    moment, and reads one header for each record. A file that others own, may read or have another name for is not used.
-    Raises BadInput: that, another process has it, no room, read-only, no O_DIRECT.
+    The next process that opens the file finds the records again. ``direct``: bypass the page cache (O_DIRECT). Most
+    blocks are used once, so a full file admits a record in place of another only when it is stored a second time;
+    ``admit_all`` admits every record. The file is preallocated, so opening it may take a moment; opening reads one
+    header for each record.
+
+    Raises BadInput if another user owns the file or can open it, if it has a second name, if another process uses it,
+    or if there is no room, no write access or no O_DIRECT.
     """
     slab = SlabFile(Path(folder), buffer, parse_bytes(nbytes), direct=direct)
     return SlotDriver(slab, remember=0 if admit_all else slab.num_slots)

@@ -1,7 +1,6 @@
-"""Records, which tiers store: each has a header that identifies it. And the buffer of records that drivers register
-once.
+"""Records of tiers, each with a header that identifies it, and the buffer in which drivers read and write them.
 
-A record is a header of 128 bytes and a payload: blocks of all layers of a group, or a checkpoint. Little-endian:
+A record is a header of 128 bytes and a payload: one or more blocks, or (part of) a checkpoint. Little-endian:
 
     0        8         12        16               24         32    64            96                  112       128
     | magic  | version | 0       | payload nbytes | 0        | key | fingerprint | xxh3-128 payload  | xxh3-128 of 0..112 |

@@ -25,8 +25,7 @@ class Medium(Protocol):
         """Return (key, slot) of every record that the medium holds already, each key and each slot at most once."""
 
     def write(self, slot: int, row: int) -> bool:
-        """Write record ``row`` to ``slot``; not before all of it is written does ``scan`` tell of it. True, or
-        OSError."""
+        """Write record ``row`` to ``slot``; ``scan`` finds it only when all is written. True, or raises OSError."""
 
     def read(self, slot: int, row: int) -> bool:
         """Read ``slot`` into record ``row``; return False if the slot holds less than a record. Raises OSError."""
@@ -43,10 +42,10 @@ class SlotDriver:
 
     Of the keys of one call, which come parents before children, the deepest is evicted first.
 
-    A slot is free, being written, or valid; one that is being read, or cleared, is not handed out before that is done.
-    A full driver with ``remember`` > 0 takes a record in place of another only when it comes again: it remembers that
-    many keys that it refused. All state is kept under one lock, and no I/O is done under it. O(1) a key and O(open
-    leases) a call; a full driver also steps over the keys that may not go.
+    A slot is free, being written, or valid; a slot that is being read or cleared is not handed out until that is over.
+    A full driver with ``remember`` > 0 admits a record in place of another only when it is stored a second time; it
+    remembers that many refused keys. One lock protects all state; no I/O is done under it. O(1) per key and O(open
+    leases) per call; a full driver also skips the keys that are not evictable.
     """
 
     part_nbytes = 2 << 20  # so little that it is still in the processor's cache when its checksum is computed
@@ -128,8 +127,7 @@ class SlotDriver:
         return statuses
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
-        """See ``Driver``. A slot that could not be cleared is used again all the same: it is cleared before it is
-        written."""
+        """See ``Driver``. A slot that could not be cleared becomes free too: the next write to it clears it first."""
         if not self._calls.begin():
             return [Status.UNAVAILABLE] * len(keys)
         with self._lock:
@@ -173,7 +171,7 @@ class SlotDriver:
                 raise CheckFailed(f"slots in no place, or in two: {odd[:16]}")
             if not self._dropped <= self._busy.keys() or not self._slots.keys().isdisjoint(self._writing):
                 raise CheckFailed(
-                    f"slots that no call will free: {sorted(self._dropped - self._busy.keys())[:16]}, or keys in two slots"
+                    f"slots that no call will free: {sorted(self._dropped - self._busy.keys())[:16]}, or written twice"
                 )
 
     # -- under the lock ------------------------------------------------------------------------------------------------
@@ -209,8 +207,7 @@ class SlotDriver:
         return given
 
     def _victims(self, n: int, keep: set[bytes]) -> list[bytes]:
-        """Return up to ``n`` evictable keys, none of ``keep``, first victim first. O(n + keys that are not
-        evictable)."""
+        """Return up to ``n`` evictable keys, none of ``keep``, first victim first. O(n + keys not evictable)."""
         self._expire()
         keep = keep.union(*(keys for _, keys in self._leases.values()))
         evictable = (key for key, slot in self._slots.items() if key not in keep and slot not in self._busy)
