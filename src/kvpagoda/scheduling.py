@@ -42,7 +42,7 @@ class PreemptionPolicy(Protocol):
     """Chooses the running sequence that is preempted when an older one needs memory."""
 
     def victim(self, candidates: Many[Sequence]) -> Sequence:
-        """Return one of ``candidates``: the running sequences younger than that one, oldest first; at least one."""
+        """Return one of ``candidates``: running sequences younger than the one in need, oldest first, at least one."""
         ...
 
 

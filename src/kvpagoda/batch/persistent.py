@@ -40,7 +40,7 @@ class PersistentBatch:
     Blocks that a step completes are shareable at once. Publishing the blocks of many sequences in one step would take
     longer than the rest of the step. So each step publishes the blocks of a few sequences in turn, 64 blocks of a
     sequence at a time, and a search of the prefix tree publishes the rest first. Caches with windows, states or tiers
-    publish at every step.
+    publish each block in the step that completes it.
 
     Row ``i`` of all arrays is ``sequences[i]``; the rows after those, up to ``num_rows``, are padded. A step costs a
     few operations on arrays of ``num_rows``, and some work for each sequence that completes a block or whose window

@@ -158,12 +158,14 @@ class CacheEngine:
         return elements * _cache_dtype(cache_config, model_config).itemsize
 
     def _shape(self, num_blocks: int) -> Shape:
+        """Return the shape of one layer's tensor with ``num_blocks`` blocks."""
         sizes = (num_blocks, self.block_size, self.num_kv_heads, self.head_size)
         if self.attn_backend is not None:
             return tuple(self.attn_backend.get_kv_cache_shape(*sizes))
         return (*sizes[:2], self.num_kv_heads * self.head_size) if self.use_mla else (2, *sizes)
 
     def _stride_order(self, ndim: int) -> Shape:
+        """Return the axes from outermost to innermost, as the backend asks for them. Raises BadInput."""
         order = tuple(range(ndim))
         ask = getattr(self.attn_backend, "get_kv_cache_stride_order", None)
         with suppress(NotImplementedError):  # raised by a base class that does not define it
@@ -214,6 +216,7 @@ class CacheEngine:
 
 
 def _cache_dtype(cache_config: Any, model_config: Any) -> torch.dtype:
+    """Return the dtype of the cache's tensors. Raises BadInput for a name that is not in ``NAMED_DTYPES``."""
     name = model_config.dtype if cache_config.cache_dtype == "auto" else cache_config.cache_dtype
     if isinstance(name, torch.dtype):
         return name

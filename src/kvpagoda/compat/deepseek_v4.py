@@ -298,6 +298,7 @@ def most_blocks(ratio: int, max_tokens: int, max_requests: int) -> int:
 
 
 def _preset(config: DSV4Config, kv_format: str) -> Schema:
+    """Return the schema of ``config`` for ``kv_format``. Raises BadInput for an unknown name."""
     if kv_format not in tuple(KV_FORMATS):
         raise unknown_name("kv_format", kv_format, KV_FORMATS)
     packed = KV_FORMATS[kv_format]

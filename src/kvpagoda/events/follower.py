@@ -111,6 +111,7 @@ class Follower:
                     lost += self._remove(self._index, event)
 
     def _remove(self, index: PrefixIndex, event: BlockRemoved) -> list[bytes]:
+        """Apply ``event`` to ``index``; return the blocks after which no text can be resumed any more."""
         blocks = [index.blocks[name] for name in event.block_hashes]
         if _is_text(index, event.group_idx):
             lost = [block.name for block in blocks if index.remove(block)]
@@ -121,6 +122,7 @@ class Follower:
 
     @staticmethod
     def _store(index: PrefixIndex, event: BlockStored) -> None:
+        """Apply ``event`` to ``index``."""
         if not _is_text(index, event.group_idx):
             index.set_flag(event.group_idx or 0, [index.blocks[name] for name in event.block_hashes], is_there=True)
             return

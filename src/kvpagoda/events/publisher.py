@@ -92,6 +92,7 @@ class Publisher:
     # -- the publisher's thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Send batches and heartbeats and answer replay requests, until ``close``."""
         last_sent = 0.0
         while True:
             is_last, asked = not self._is_open, self._num_flushes

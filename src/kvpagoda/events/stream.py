@@ -91,6 +91,7 @@ class EventStream:
     # -- records -----------------------------------------------------------------------------------------------------
 
     def _apply(self, record: Record, events: list[Event]) -> None:
+        """Apply one record of the log to the index, and append its events to ``events``."""
         match record:
             case Shared():
                 self._share(record, events)

@@ -141,6 +141,7 @@ def decode(payload: bytes) -> EventBatch:
 
 
 def _growth(kind: str, span: int | None) -> Growth:
+    """Return the growth of a group of ``kind`` with window or chunk ``span``. Raises BadInput for an unknown kind."""
     known = {"full_attention": FULL, "mamba": STATE}
     known |= {"sliding_window": Growth(window=span), "chunked_local_attention": Growth(chunk=span)}
     if kind not in known:

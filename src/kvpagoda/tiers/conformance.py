@@ -109,6 +109,7 @@ def many_threads_discard_what_others_load(make: Make) -> None:
 
 
 def _at_once(make: Make, with_discards: bool) -> None:
+    """Store, look up and load the same keys from four threads, and discard some of them if ``with_discards``."""
     with _Trial(make) as trial, ThreadPoolExecutor(4) as pool:
 
         def work(row: int) -> None:

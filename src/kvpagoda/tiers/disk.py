@@ -89,6 +89,7 @@ class SlabFile:
         return list(found.items())
 
     def write(self, slot: int, row: int) -> bool:
+        """See ``Medium``. Clears the old header first; without O_DIRECT, writes the new one last."""
         record, start = self._rows[row], self._start(slot)
         if self._is_dirty[slot]:
             self._put(self._zeros, start)
@@ -99,6 +100,7 @@ class SlabFile:
         return True
 
     def read(self, slot: int, row: int) -> bool:
+        """See ``Medium``."""
         record, start = self._rows[row], self._start(slot)
         while len(record):
             done = os.preadv(self._data, [record.data], start)
@@ -120,6 +122,7 @@ class SlabFile:
         return PAGE + slot * self.slot_nbytes
 
     def _put(self, data: Bytes, start: int) -> None:
+        """Write all of ``data`` at offset ``start`` of the file. Raises OSError."""
         while len(data):
             done = os.pwrite(self._data, data.data, start)
             if not done:

@@ -181,11 +181,10 @@ class RecordBuffer:
             held = set(self._free.held_ids().tolist())
             known = {row for row in range(self.num_records) if row in self._owners or self._in_use[row]}
             if held != known:
-                raise CheckFailed(
-                    f"records that the free list and their owners or users disagree about: {sorted(held ^ known)[:16]}"
-                )
+                raise CheckFailed(f"records in use but free, or neither free nor in use: {sorted(held ^ known)[:16]}")
 
     def _prove_out(self, rows: Sequence[int]) -> None:
+        """Raise NotOwned unless all ``rows`` are acquired, and each is named once."""
         bad = [row for row in rows if row not in self._owners]
         if bad or len(set(rows)) < len(rows):
             raise NotOwned(

@@ -69,13 +69,14 @@ def _seconds_left(_: object = None) -> float:
 class _Received(SocketBuffer):  # type: ignore[misc]
     """The receive buffer of a redis-py parser that can receive a value directly into ``target``.
 
-    Then the reply is ``target`` itself. A value of another length than ``target`` is read and dropped, and the reply is
-    its length.
+    Then the reply is ``target`` itself. A value of another length is read over ``target`` piece by piece, and the reply
+    is its length.
     """
 
     target: memoryview | None = None
 
     def read(self, length: int, *options: Any, **more: Any) -> Any:
+        """Read a value of ``length`` bytes, into ``target`` if there is one. Raises OSError."""
         target = self.target
         if target is None:
             return super().read(length, *options, **more)
@@ -323,6 +324,7 @@ class RedisDriver:
         return Status.TIMEOUT if isinstance(error, (TimeoutError, RedisTimeoutError)) else Status.UNAVAILABLE
 
     def _known_cluster(self) -> Any:
+        """Return redis-py's client of the cluster, made on first use."""
         with self._mapping:
             if self._cluster is None:
                 self._cluster = RedisCluster.from_url(

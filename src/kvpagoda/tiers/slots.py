@@ -239,11 +239,13 @@ class SlotDriver:
     # -- not under the lock --------------------------------------------------------------------------------------------
 
     def _release(self, number: int) -> None:
+        """End the lease ``number``, if it has not ended yet."""
         with self._lock:
             self._leases.pop(number, None)
 
     @staticmethod
     def _try(move: Callable[[int, int], bool], slot: int, row: int, deadline: float) -> Status:
+        """Call ``move(slot, row)`` unless the deadline is over, and return its outcome as a status."""
         if monotonic() >= deadline:
             return Status.TIMEOUT
         try:

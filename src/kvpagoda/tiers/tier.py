@@ -87,8 +87,8 @@ class Tier:
     once more. After ``faults`` failed or late calls of one kind in a row, calls of that kind are UNAVAILABLE at once;
     other kinds go on, so a full disk can still be read. The tier's threads then probe lookups and loads, ``pause``
     seconds later and at intervals that double; one store or discard of the caller passes at the same intervals. One
-    success ends this. ``checksum``: only records in memory of this process may do without. Callbacks of futures run in
-    the tier's threads and must be short. In a forked child the tier is closed.
+    success ends this. ``checksum``: whether payloads get one; only records in memory of this process may do without.
+    Callbacks of futures run in the tier's threads and must be short. In a forked child the tier is closed.
     """
 
     def __init__(
@@ -307,6 +307,7 @@ class Tier:
             del operation
 
     def _do(self, operation: _Operation) -> None:
+        """Call the driver for ``operation``, unless its deadline is over, and answer it."""
         result, fault, why = None, None, ""
         if not operation.is_over:
             try:
@@ -371,8 +372,7 @@ class Tier:
 
 
 def _tell(tier: Tier) -> None:
-    """Log which calls of ``tier`` fail from now on, or work again; where no lock is held, for who listens may take
-    long."""
+    """Log which kinds of calls of ``tier`` now fail or work again. Called without locks: log handlers may be slow."""
     while tier._turned:
         kind = tier._turned.popleft()
         if tier._breakers[kind].is_open:
