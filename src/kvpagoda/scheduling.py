@@ -313,7 +313,7 @@ class RunQueue(Generic[J]):
         reserve, sequence = self._reserve(job), job.suspended
         if sequence is None:
             if job.prefetch is not None and not job.prefetch.is_done and self.running:
-                raise RetryLater(f"job {job.number} waits for what tiers have of it")
+                raise RetryLater(f"job {job.number} waits until its text is read from the tiers")
             sequence = self.cache.open(
                 job.text, job.namespace, capacity=0, reserve=reserve, media=job.media, prefetch=job.prefetch,
                 layerwise=True,

@@ -164,7 +164,7 @@ class KVCacheManager:
         """Return the cached prefix of ``request``: (blocks, number of their tokens, boundary). Changes nothing.
 
         At most ``max_cache_hit_length`` tokens (None: all but the last), in whole blocks, up to where all groups can be
-        resumed. ``boundary``: the tokens cached in full attention, if a state is missing at their end and is worth
+        resumed. ``boundary``: the number of tokens found in the tree, if a state is missing at their end and is worth
         keeping there; else 0. O(tokens).
         """
         if not self.prefix_cache_lookup_enabled(request):
@@ -338,7 +338,7 @@ class KVCacheManager:
     # -- calls of the scheduler for features that are not supported here ---------------------------------------------
 
     def new_step_starts(self) -> None:
-        """Do nothing at the begin of a step."""
+        """Do nothing; the scheduler calls this when a step begins."""
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Return 0 for each group: common prefixes are not reported."""

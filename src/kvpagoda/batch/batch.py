@@ -32,8 +32,8 @@ class GroupArrays:
     ``cache_seqlens`` counts the new tokens too: write their rows by ``slot_mapping`` first, then run attention. In a
     window group ``kv_indices`` start at the first block that the row's first new token still reads. ``kv_start`` is the
     first position of that block, and the cells of ``block_table`` before it are 0. If the plan divides a block into
-    several kernel pages, ``block_table``, ``kv_indptr``, ``kv_indices`` and ``kv_last_page_len`` count kernel pages
-    (``batch/kernel_pages.py``).
+    several kernel pages, ``block_table``, ``kv_indptr``, ``kv_indices`` and ``kv_last_page_len`` are in kernel pages
+    instead of blocks (``batch/kernel_pages.py``).
     """
 
     def __init__(self, batch: Batch, group: BlockGroup) -> None:
@@ -254,11 +254,11 @@ class Batch:
          of a layer: batch.layer(i), the same for all layers of a group
       7  block_table             [B, columns] block ids                                              FlashAttention
       8  cache_seqlens           [B]          tokens of the row, the new ones included; 0 if padded  FlashAttention
-      9  slot_mapping            [T]          the slot that each new token is written to             both, see view.write
+      9  slot_mapping            [T]          the slot that each new token is written to             both; see write
      10  kv_indptr               [B + 1]      where each row begins in kv_indices                    FlashInfer
      11  kv_indices              [cells]      block ids, one row after another                       FlashInfer
      12  kv_last_page_len        [B]          tokens in the row's last block; 0 if padded            FlashInfer
-     13  kv_start                [B]          position of the first token of kv_indices              windows and chunks
+     13  kv_start                [B]          position of the row's first token in kv_indices        windows and chunks
 
     All are int32 (9 is int64 in groups of 2^31 rows or more), on the cache's device, or numpy arrays if the cache has
     no memory. They are in static buffers and valid until the next batch; 7 to 13 are built on first access. A
@@ -314,7 +314,7 @@ class Batch:
         return LayerView(self.core, self._schema.owner_of(index), self)
 
     def check_current(self) -> None:
-        """Raise StaleHandle if the batch is over: see the message."""
+        """Raise StaleHandle if a newer batch was made, blocks have moved, or a sequence was closed or suspended."""
         core, stopped = self.core, self._stopped
         is_newest = self._current == (self.buffers.number, core.capacity.num_moves)
         if not is_newest or (

@@ -89,7 +89,7 @@ class PersistentBatch:
         members = (*self._members, *sequences)
         if len(members) > self.num_rows or len({*members}) < len(members):
             raise BadInput(
-                f"{len(sequences)} sequences beside {len(self._members)}, each once, do not go into {self.num_rows} rows"
+                f"cannot add {len(sequences)} sequences to {len(self._members)}: {self.num_rows} rows, each sequence once"
             )
         requests = requests_of(sequences, self._core)
         for request in requests:

@@ -48,7 +48,7 @@ def prefix_hashes(
     """
     if block_size < 1 or tokens.ndim != 1 or tokens.dtype != np.int32:
         raise BadInput(
-            f"hashes are of int32 [n] in blocks of at least 1, got {tokens.dtype} {tokens.shape}, {block_size}"
+            f"tokens must be int32 [n] and block_size at least 1, got {tokens.dtype} {tokens.shape} and {block_size}"
         )
     text = np.ascontiguousarray(tokens, "<i4").data.cast("B")
     step, hashes = 4 * block_size, []

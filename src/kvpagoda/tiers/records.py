@@ -43,7 +43,7 @@ def pack_record(
     nbytes = len(record) - HEADER_NBYTES if nbytes is None else nbytes
     end = HEADER_NBYTES + nbytes
     if not HEADER_NBYTES <= end <= len(record):
-        raise BadInput(f"a payload of {nbytes} bytes is not in a record of {len(record)}")
+        raise BadInput(f"a payload of {nbytes} bytes does not fit in a record of {len(record)} bytes")
     if len(key) != KEY_NBYTES or len(fingerprint) != KEY_NBYTES:
         raise BadInput(f"a key and a fingerprint have {KEY_NBYTES} bytes, got {len(key)} and {len(fingerprint)}")
     if end < len(record):
