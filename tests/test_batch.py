@@ -46,7 +46,7 @@ def test_memory_of_every_layer_without_a_step() -> None:
     assert [one.shape for one in before] == [one.shape for one in after]
     view = cache.layer(0)
     assert view.step is None and view.blocks is not None and view.state is None
-    with pytest.raises(BadInput, match=r"of no step; KVCache.batch\(...\).layer\(0\) has arrays"):
+    with pytest.raises(BadInput, match=r"of no batch; KVCache.batch\(...\).layer\(0\) has arrays"):
         _ = view.block_table
     with pytest.raises(BadInput, match=r"layer 3 is not in this schema; it has \[0, 1, 2\]"):
         cache.layer(3)
@@ -118,7 +118,7 @@ def test_write_refuses_before_it_writes() -> None:
     name = next(iter(batch.layer(2).blocks.rows))
     with pytest.raises(BadInput, match="for every token"):
         batch.layer(2).write(**{name: torch.ones(2, 16)})
-    with pytest.raises(BadInput, match="of no step"):
+    with pytest.raises(BadInput, match="of no batch"):
         cache.layer(0).write(k=good)
     sequence.close()
     with pytest.raises(StaleHandle, match="batch is over"):

@@ -881,11 +881,11 @@ def test_the_law_of_ownership_finds_a_lost_block_below() -> None:
     assert cache.core.offloader is not None
     buffer = cache.core.offloader.levels[0].buffer
     buffer._owners[0] = cache
-    with pytest.raises(CheckFailed, match="nobody has them"):
+    with pytest.raises(CheckFailed, match="without a live owner"):
         cache.check()
     del buffer._owners[0]
     (row,) = buffer.acquire(1)
-    with pytest.raises(CheckFailed, match="nobody has them"):
+    with pytest.raises(CheckFailed, match="without a live owner"):
         cache.check()
     buffer.release([row])
     cache.check()

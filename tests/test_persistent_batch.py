@@ -291,7 +291,8 @@ def test_what_cannot_be_is_refused_before_anything_changed() -> None:
     begun = cache.open([1, 2, 3])
     together = cache.persistent_batch([first], num_rows=2)
     for sequences, message in [
-        ([first], "each once"), ([second, second], "each once"), ([second, begun], "do not go into 2 rows"),
+        ([first], "each sequence once"), ([second, second], "each sequence once"),
+        ([second, begun], "cannot add 2 sequences to 1: 2 rows, each"),
         ([begun], "0 of 3 prompt tokens; commit all but the last first"),
     ]:  # fmt: skip
         with pytest.raises(BadInput, match=message):

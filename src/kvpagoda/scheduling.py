@@ -1,14 +1,14 @@
-"""Who runs, who waits, and who is preempted when memory runs out. No tensors.
+"""A queue of jobs that decides which jobs run, which wait, and which are preempted when memory runs out. No tensors.
 
 A job is preempted in the mode that is expected to cost least:
 
-    recompute    its sequence is closed. What it committed stays cached until others need the blocks; the job starts again
-                 from what is still cached then
-    part         what nobody else holds is suspended: the unfinished block, windows and states. What it published stays
-                 cached, as in ``recompute``
-    swap         all that it holds is suspended, and it goes on where it was
+    recompute    its sequence is closed. Its committed blocks stay cached until they are evicted; the job later starts
+                 again from the blocks that are still cached then
+    part         its private memory is suspended to host memory: the unfinished block, windows and states. Its published
+                 blocks stay cached, as in ``recompute``
+    swap         everything that it holds is suspended to host memory, and it later resumes at the same position
 
-The text so far is kept in each mode, and the tokens that follow are the same.
+In each mode the job keeps its text so far, and the tokens generated afterwards are the same.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ _log = logging.getLogger(__name__)
 
 
 class PreemptionPolicy(Protocol):
-    """Chooses the running request that is preempted when another one needs memory."""
+    """Chooses the running sequence that is preempted when an older one needs memory."""
 
     def victim(self, candidates: Many[Sequence]) -> Sequence:
-        """One of ``candidates``: running sequences that came after the one in need, oldest first, at least one."""
+        """Return one of ``candidates``: running sequences younger than the one in need, oldest first, at least one."""
         ...
 
 
 class Youngest:
-    """Preempts the request that came last."""
+    """Preempts the sequence that arrived last."""
 
     def victim(self, candidates: Many[Sequence]) -> Sequence:
         return candidates[-1]
 
 
 class LeastComputed:
-    """Preempts the request with the fewest tokens computed since it started; of equals the youngest."""
+    """Preempts the sequence with the fewest tokens computed since it started; the youngest if several have as few."""
 
     def victim(self, candidates: Many[Sequence]) -> Sequence:
         return min(reversed(candidates), key=lambda sequence: sequence.length - sequence.cached_tokens)
 
 
 class PreemptionMode(Enum):
-    """How a sequence is preempted: see the top of this file."""
+    """How a sequence is preempted: see the docstring of this module."""
 
     RECOMPUTE = "recompute"
     PART = "part"
@@ -70,7 +70,7 @@ class PreemptionMode(Enum):
 
 @dataclass(frozen=True)
 class Costs:
-    """For each mode, the seconds of work expected until a preempted sequence is where it was."""
+    """For each mode, the expected seconds of work until a preempted sequence is back at the same position."""
 
     recompute: float
     part: float
@@ -78,13 +78,13 @@ class Costs:
 
 
 def cheapest(costs: Costs) -> PreemptionMode:
-    """The mode that costs least; of equals the one that moves fewer bytes."""
+    """Return the mode that costs least; of several equal ones the one that moves fewer bytes."""
     return min(PreemptionMode, key=lambda mode: getattr(costs, mode.value))
 
 
 @dataclass(frozen=True)
 class QueueStats:
-    """Jobs that wait and that run now; so far preempted, and of these set aside in host memory."""
+    """Jobs that are waiting and running now; preemptions so far, and how many of those suspended to host memory."""
 
     waiting: int
     running: int
@@ -93,9 +93,9 @@ class QueueStats:
 
 
 class Job:
-    """A text that grows to at most ``total`` tokens: ``prompt``, int32 ``[n]``, and what follows it.
+    """A request in a ``RunQueue``: a text of at most ``total`` tokens, ``prompt``, int32 ``[n]``, and generated tokens.
 
-    ``namespace``: only jobs of one namespace share cached blocks. ``media``: see ``KVCache.open``.
+    ``namespace``: only jobs of the same namespace share cached blocks. ``media``: see ``KVCache.open``.
     """
 
     def __init__(self, prompt: Tokens, total: int, namespace: AnyNamespace = None) -> None:
@@ -105,22 +105,22 @@ class Job:
         self.total, self.namespace = total, namespace
         self.media: Mapping[int, bytes] = {}
         self.sequence: Sequence | None = None
-        """While it runs: its open sequence."""
+        """Its open sequence while it runs, else None."""
         self.prefetch: Prefetch | None = None
-        """While it waits: what tiers have of its text, being read into host memory."""
+        """The read of its text from tiers into host memory, while it waits; None if there is none."""
         self.suspended: Sequence | None = None
-        """While it waits: its suspended sequence, if it was preempted in that way."""
+        """Its suspended sequence while it waits, if it was preempted by ``PART`` or ``SWAP``; else None."""
         self.number = -1
-        """Its place in the order of arrival."""
+        """Its number in the order of arrival; -1 before ``RunQueue.enter``."""
         self.num_preempted = 0
 
     @property
     def text(self) -> Tokens:
-        """All tokens so far, computed or not: int32, a view."""
+        """All tokens so far, computed or not: int32 ``[n]``, a view that stays valid."""
         return self._tokens[: self._length]
 
     def extend(self, tokens: Many[int]) -> None:
-        """The text goes on with ``tokens``."""
+        """Append ``tokens`` to the text."""
         end = self._length + len(tokens)
         self._tokens[self._length : end] = tokens
         self._length = end
@@ -133,15 +133,17 @@ _by_age = attrgetter("number")
 class RunQueue(Generic[J]):
     """Jobs on one cache, admitted in the order of arrival. ``waiting`` and ``running`` are lists, oldest first.
 
-    Without a ``policy`` a job is admitted when blocks for its ``total`` tokens can be reserved, and it is never preempted.
-    With one, blocks for its text and one more are reserved; when a job needs more and there are none, the policy chooses
-    which younger job is preempted, or the job itself is, if it is the youngest. So the oldest job always runs to its end.
-    A job that was preempted starts again when blocks for all of it can be reserved, before any younger one.
+    Without a ``policy`` a job is admitted when blocks for its ``total`` tokens can be reserved, and is never preempted.
 
-    ``choose`` maps the costs of preempting a job to the mode; what does not fit in the cache's ``swap`` is recomputed.
-    Until ``took`` was called, computing is taken to cost nothing. A job that begins like a running one waits until that has
-    published what they have in common, and shares it. While the oldest job waits, what tiers have of its text is
-    read into host memory.
+    With a ``policy`` the queue reserves blocks for the job's text and one block more. When a job needs more and no
+    block is free, the policy chooses the younger job that is preempted; if there is no younger job, the job itself is
+    preempted. So the oldest job always runs to its end. A preempted job starts again, before any younger one, when
+    blocks for all its ``total`` tokens can be reserved.
+
+    ``choose`` maps the costs of preempting a job to a mode; a sequence that does not fit in the cache's ``swap`` is
+    recomputed. Until ``took`` is called, computing is taken to cost nothing. A job that shares a prefix with a running
+    job waits until that job has published the prefix. While the oldest job waits, its text is read from the tiers into
+    host memory.
 
     >>> from kvpagoda import KVCache, Schema
     >>> from kvpagoda.schema import Attention, Layer
@@ -177,15 +179,17 @@ class RunQueue(Generic[J]):
         self._arrived = 0
 
     def enter(self, job: J, *forks: J) -> None:
-        """Let ``job`` wait for its turn. ``forks`` will be forked from it: they come next in age, and enter by ``fork``."""
-        for one in (job, *forks):
-            one.number, self._arrived = self._arrived, self._arrived + 1
+        """Add ``job`` to the waiting jobs. ``forks`` get the next numbers of arrival; start each of them by
+        ``fork``."""
+        for arrival in (job, *forks):
+            arrival.number, self._arrived = self._arrived, self._arrived + 1
         self.waiting.append(job)
 
     def admit(self) -> None:
-        """Start those waiting, oldest first, up to the first that does not fit.
+        """Start the waiting jobs, oldest first, up to the first that does not fit.
 
-        Raises RetryLater if it does not fit and no job runs: somebody else holds the cache, so waiting would not help.
+        Raises RetryLater if that job does not fit and no job runs: then users outside this queue hold the cache, and
+        waiting for jobs of the queue would not help.
         """
         while self.waiting:
             job = self.waiting[0]
@@ -203,15 +207,20 @@ class RunQueue(Generic[J]):
             self._start(job, sequence)
 
     def _can_share(self, job: J) -> bool:
-        """Whether a running job is about to publish what ``job`` begins with: it will have that without computing it. Where
-        the model has states, the running one keeps a checkpoint for it."""
+        """Return whether a running job is about to publish a prefix of ``job``, which ``job`` then need not compute.
+
+        If the model has states, the running job keeps a checkpoint where the two texts part.
+        """
         cache, text, namespace, media = self.cache, job.text, job.namespace, job.media
         if cache.core.states is not None:
             return keep_where_they_part(cache.core, text, namespace, media)
         return bool(cache.lookup(text, namespace, media=media).pending)
 
     def fork(self, source: J, job: J) -> None:
-        """Start ``job`` with all that ``source``, a running job, has committed; if blocks are lacking, it waits instead."""
+        """Start ``job`` as a fork of the running job ``source``, with all its committed tokens.
+
+        If blocks or slots are short, ``job`` waits instead.
+        """
         assert source.sequence is not None
         try:
             sequence = source.sequence.fork(reserve=self._reserve(job))
@@ -221,9 +230,9 @@ class RunQueue(Generic[J]):
             self._start(job, sequence)
 
     def make_room(self, job: J, n: int) -> bool:
-        """Make room for the next ``n`` tokens of ``job``, which runs; return False if it was preempted itself.
+        """Make room for the next ``n`` tokens of the running ``job``; return False if ``job`` itself was preempted.
 
-        Raises OutOfBlocks without a policy, or if ``job`` is the only one that runs.
+        Preempts younger jobs while blocks are short. Raises OutOfBlocks without a policy, or if no other job runs.
         """
         assert job.sequence is not None
         while True:
@@ -233,16 +242,16 @@ class RunQueue(Generic[J]):
             except OutOfBlocks:
                 if self.policy is None or len(self.running) == 1:
                     raise
-            younger = {one.sequence: one for one in self.running[self.running.index(job) + 1 :] if one.sequence}
+            younger = {later.sequence: later for later in self.running[self.running.index(job) + 1 :] if later.sequence}
             if not younger:
                 self.preempt(job)
                 return False
             self.preempt(younger[self.policy.victim(list(younger))])
 
     def preempt(self, job: J, mode: PreemptionMode | None = None) -> None:
-        """Close or suspend the sequence of ``job``, which runs, and let it wait again, with its text so far.
+        """Close or suspend the sequence of the running ``job``, which then waits again with its text so far.
 
-        ``mode``: None lets ``choose`` decide.
+        ``mode``: None lets ``choose`` decide. A sequence that cannot be suspended is closed and recomputed.
         """
         sequence = job.sequence
         assert sequence is not None
@@ -261,10 +270,10 @@ class RunQueue(Generic[J]):
         insort(self.waiting, job, key=_by_age)
 
     def costs(self, job: J) -> Costs:
-        """What preempting ``job``, which runs, is expected to cost in each mode. O(jobs).
+        """Return what preempting the running ``job`` is expected to cost in each mode. O(jobs).
 
-        The estimate: what it published is evicted, its end first, as far as the other running jobs and the older waiting
-        ones may come to need more blocks than there are without it.
+        The estimate: if the other running jobs and the older waiting ones may need more blocks than there are without
+        ``job``, the missing blocks are evicted from those that ``job`` published, last block first.
         """
         core = self.cache.core
         assert job.sequence is not None
@@ -277,8 +286,8 @@ class RunQueue(Generic[J]):
                 ceil_div(one.total, size) - (full.end[one.sequence.slot] if one.sequence else 0) for one in others
             )
             need -= ceil_div(job.total, size) - full.end[slot]
-            there = core.capacity.available(full) + full.outstanding
-            left += min(0, there + full.end[slot] - full.shared[slot] - need)
+            available = core.capacity.available(full) + full.outstanding
+            left += min(0, available + full.end[slot] - full.shared[slot] - need)
         start = max(0, left) * size
         if core.bounded:
             _, found = core.prefix.find(request.keys(0, start + 1), request.namespace)
@@ -290,7 +299,7 @@ class RunQueue(Generic[J]):
         return Costs(recompute, 2 * part * per_byte + recompute * (left < published), (whole + again) * per_byte)
 
     def remove(self, job: J) -> None:
-        """Take ``job`` out, whether it waits or runs, and free what it holds. Does nothing for a job that is not here."""
+        """Remove ``job``, waiting or running, and free what it holds. Does nothing if ``job`` is not in the queue."""
         for queue in (self.running, self.waiting):
             if job in queue:
                 queue.remove(job)
@@ -300,11 +309,11 @@ class RunQueue(Generic[J]):
                 job.sequence = job.suspended = job.prefetch = None
 
     def _begin(self, job: J) -> Sequence:
-        """Open a sequence for ``job``, or resume what it has."""
+        """Open a sequence for ``job``, or resume its suspended one. Raises RetryLater."""
         reserve, sequence = self._reserve(job), job.suspended
         if sequence is None:
             if job.prefetch is not None and not job.prefetch.is_done and self.running:
-                raise RetryLater(f"job {job.number} waits for what tiers have of it")
+                raise RetryLater(f"job {job.number} waits until its text is read from the tiers")
             sequence = self.cache.open(
                 job.text, job.namespace, capacity=0, reserve=reserve, media=job.media, prefetch=job.prefetch,
                 layerwise=True,
@@ -319,16 +328,17 @@ class RunQueue(Generic[J]):
         insort(self.running, job, key=_by_age)
 
     def took(self, seconds: float, num_tokens: int) -> None:
-        """Note that computing ``num_tokens`` known tokens took ``seconds``: from this, what recomputing costs."""
+        """Record that computing ``num_tokens`` known tokens took ``seconds``, to estimate the cost of recomputing."""
         self.rate.add(seconds, num_tokens)
         if self.cache.core.offloader is not None:
             self.cache.core.offloader.reader.seconds_per_token = self.rate.seconds
 
     def stats(self) -> QueueStats:
-        """Its counters."""
+        """Return the number of waiting and running jobs and of preemptions."""
         return QueueStats(len(self.waiting), len(self.running), self.num_preempted, self.num_swapped)
 
     def _reserve(self, job: J) -> int:
+        """Return for how many tokens blocks are reserved when ``job`` starts."""
         if self.policy is None or job.num_preempted:
             return job.total
         return min(job.total, len(job.text) + self.cache.block_size)

@@ -228,9 +228,9 @@ def test_what_is_not_served_is_told() -> None:
     for more in (dict(extra_retained_tokens=2), dict(mamba_cache_mode="all"), dict(bounded_replay=True)):
         odd = config()
         vars(odd.kv_cache_groups[0].kv_cache_spec).update(more)
-        with pytest.raises(SchemaError, match="is not served here"):
+        with pytest.raises(SchemaError, match="is not supported here"):
             KVCacheManager(odd, 64)
-    with pytest.raises(SchemaError, match="is not served here"):
+    with pytest.raises(SchemaError, match="is not supported here"):
         KVCacheManager(SimpleNamespace(num_blocks=4, kv_cache_groups=[SimpleNamespace(kv_cache_spec=object())]), 64)
     two = config()
     two.kv_cache_groups += config(9, 4, ("window", 4)).kv_cache_groups

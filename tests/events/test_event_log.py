@@ -99,7 +99,7 @@ def test_bad_input_is_told() -> None:
         cache_of(log)
     with pytest.raises(BadInput, match="keep, a number of batches, must be a positive whole number, got 0"):
         EventStream(log, keep=0)
-    with pytest.raises(BadInput, match="of the newest weights alone; ask without epoch 0"):
+    with pytest.raises(BadInput, match="only the newest weights; ask without epoch 0"):
         Follower().resumable(range(3), Namespace(epoch=0))
     with pytest.raises(BadInput, match="3 bytes are no batch of KV events"):
         Follower().feed(0, b"abc")

@@ -1,5 +1,5 @@
-"""Other engines' cache managers over this library's core: each answers the calls that the engine's own scheduler makes.
+"""Cache managers with the interfaces of other engines, over this library's core, for the engines' own schedulers.
 
-A file is named after the engine whose calls it answers. None imports that engine: what it is handed is taken by its
-attributes, so a simulator or a test may hand over objects of its own.
+Each file is named after the engine whose interface it implements. None imports that engine: arguments are duck-typed,
+so a simulator or a test may pass its own objects.
 """

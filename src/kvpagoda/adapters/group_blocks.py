@@ -1,10 +1,11 @@
-"""Blocks of an engine whose groups of layers share one pool of equal blocks: all tokens, windows, chunks, states.
+"""The blocks of an engine whose groups (full attention, windows, chunks, states) share one pool of equal blocks.
 
 rows of the prefix tree   | group of full attention | .. | window or state: id, generation | ..
 
-Of full attention the tree keeps whole texts, ends first to go. A block of another group that no running request reads goes
-before that, the one that slid out first. But those before the end of a text, and before a place where texts part, are kept as
-long as that place was used more recently than the text that goes next.
+Groups of full attention keep whole texts in the tree; ends of texts are evicted first. A block of another group that no
+running request reads is evicted before these, the one that left its window first. But the blocks that a text needs to
+be resumed at its end, or where it parts from another text, are kept as long as that position was used more recently
+than the text that is evicted next.
 """
 
 from __future__ import annotations
@@ -23,20 +24,24 @@ from kvpagoda.schema import Growth
 from kvpagoda.units import ceil_div
 
 LAST_STATE = Growth(window=2, is_state=True)
-"""A state as a window: the block that holds the last token says all, what lies before it nobody reads."""
+"""The growth of a state, as a window: only the block that holds the last token is read."""
 _TEXTS = 16
-"""Blocks of texts that are remembered for each block of memory, where no group keeps whole texts."""
+"""How many blocks of texts the tree keeps for each block of memory, if no group keeps whole texts."""
 _EARLIER = 1024
-"""Tokens before what a place needs that are kept with it, as far as they are there: for texts that part a little earlier."""
+"""How many tokens before the needed ones are kept with a resumable position, for texts that part a little earlier."""
 _NONE: Ids = np.empty(0, np.int32)
 
 
 class Table:
-    """One request's blocks. ``ids[g]``: of group ``g`` in the order of the text, 0 where it holds none; ``first[g]``: the
-    column before which it holds none any more. ``lease``: what of the text is cached, in these blocks or others; ``doubles``:
-    blocks of full attention whose text others cached first. The worker knows them, so that they stay until the end.
-    ``parting``: behind so many blocks another text was like this one, but could not be resumed there. ``text``: its first
-    tokens, int32, as far as somebody has them as an array; nobody changes it."""
+    """The blocks of one request.
+
+    ``ids[g]``: block ids of group ``g`` in order of position, 0 where the request holds none. ``first[g]``: the first
+    column in which it may still hold a block. ``lease``: the part of the text that is cached, in these blocks or in
+    others. ``doubles``: blocks of full attention whose text another request cached first. The worker uses them, so they
+    stay until the request ends. ``parting``: the number of leading blocks that were cached when it began, where its
+    text parts from others. It stays resumable there once these blocks are computed. ``text``: leading tokens, int32, as
+    far as an array of them exists; it must not be changed.
+    """
 
     def __init__(self, lease: Lease, ids: list[list[int]], first: list[int]) -> None:
         self.lease, self.ids, self.first, self.parting = lease, ids, first, 0
@@ -45,8 +50,11 @@ class Table:
 
 
 class GroupBlocks(SharedBlocks):
-    """Blocks of groups that grow as ``growths`` say (a state as ``LAST_STATE``), each of ``sizes[g]`` tokens; only where all
-    are equal, texts can be cached. Otherwise as ``SharedBlocks``."""
+    """The blocks of several groups in one pool; otherwise as ``SharedBlocks``.
+
+    ``growths[g]``: growth of group ``g``; ``LAST_STATE`` for a state. ``sizes[g]``: tokens in its blocks. Texts can be
+    cached only if all sizes are equal.
+    """
 
     def __init__(
         self, num_blocks: int, sizes: Many[int], growths: Many[Growth], policy: str | EvictionPolicy = "lru"
@@ -59,8 +67,8 @@ class GroupBlocks(SharedBlocks):
             group: (len(self.full) + 2 * n, WindowBlocks(growths[group], sizes[0], num_blocks + 1))
             for n, group in enumerate(bounded)
         }
-        self._kept: dict[int, list[Handles]] = {}  # by the name of a place in the tree: what it needs of each window
-        self._next_place = 0
+        self._kept: dict[int, list[Handles]] = {}  # name of a checkpoint in the tree -> kept blocks of each window
+        self._next_place = 0  # name of the next checkpoint
 
     @property
     def num_available(self) -> int:
@@ -71,14 +79,14 @@ class GroupBlocks(SharedBlocks):
     def num_cached(self) -> int:
         return len(self.full) * self.tree.num_cached + sum(blocks.num_cached for _, blocks in self._windows.values())
 
-    # -- what is cached ----------------------------------------------------------------------------------------------
+    # -- cached blocks -----------------------------------------------------------------------------------------------
 
     def resumable(self, match: Match) -> int:
-        """Behind how many blocks of ``match`` its text can go on. O(blocks)."""
+        """Return the most blocks of ``match`` after which its text can be resumed. O(blocks)."""
         return self._last_boundary(match.ids)
 
     def found(self, match: Match, num_blocks: int) -> list[list[int]]:
-        """For each group the ids of what a text reads of the first ``num_blocks`` blocks of ``match``, 0 for others."""
+        """Return for each group the ids of the first ``num_blocks`` blocks of ``match``; 0 for those not read."""
         ids = [list[int]() for _ in self.sizes]
         for row, group in enumerate(self.full):
             ids[group] = match.ids[row, :num_blocks].tolist()
@@ -87,25 +95,30 @@ class GroupBlocks(SharedBlocks):
         return ids
 
     def begin(self, match: Match, num_blocks: int) -> Table:
-        """A request that begins with ``num_blocks`` blocks of ``match``. Raises StaleHandle, changing nothing, if what it
-        reads of them was evicted."""
+        """Return the table of a request that begins with ``num_blocks`` blocks of ``match``, and pin these.
+
+        Raises StaleHandle, changing nothing, if blocks that the request reads were evicted.
+        """
         cells = self._cells(match.ids, num_blocks)
-        if not all(self._windows[group][1].are_there(some).all() for group, some in cells.items()):
+        if not all(self._windows[group][1].are_there(needed).all() for group, needed in cells.items()):
             raise StaleHandle("blocks of this match were evicted since; match again")
         lease, first = self.tree.pin(match, num_blocks), [0] * len(self.sizes)
-        for group, some in cells.items():
-            self._windows[group][1].read(some[0])
-            first[group] = num_blocks - some.shape[1]
+        for group, needed in cells.items():
+            self._windows[group][1].read(needed[0])
+            first[group] = num_blocks - needed.shape[1]
         return Table(lease, self.found(match, num_blocks), first)
 
     def admit(self, table: Table) -> None:
-        """``table`` is there to stay: the place at which it goes on was used."""
+        """Note that the request of ``table`` is admitted: the cached text that it begins with was used."""
         if self._windows:
             self.tree.touch(table.lease)
 
     def publish(self, table: Table, tokens: Ids, num_tokens: int) -> None:
-        """``tokens``, of whole blocks behind what is cached of ``table``, are computed, as part of ``num_tokens``: they may be
-        shared. A state only if ``num_tokens`` end with them: later steps have overwritten it. O(tokens)."""
+        """Make blocks of ``table`` shareable: those of ``tokens``, whole blocks after the cached part of its text.
+
+        ``num_tokens``: all computed tokens of the request. A state is shared only if these end with ``tokens``, because
+        later steps have overwritten it. O(tokens).
+        """
         begin, n = table.lease.num_blocks, len(tokens) // self.block_size
         end = begin + n
         rows = np.zeros((self.tree.num_groups, n), np.int32)
@@ -122,15 +135,15 @@ class GroupBlocks(SharedBlocks):
         if not is_new:
             table.doubles += [rows[row, inserted.duplicates[row]] for row in range(len(self.full))]
         for row, blocks in self._windows.values():
-            ours = rows[row : row + 2]
-            mine = ours[0] > 0
+            own = rows[row : row + 2]
+            is_published = own[0] > 0
             if not is_new:
                 cells = self.tree.ids_between(table.lease, begin, end)[row : row + 2]
-                lacking = mine & ~blocks.are_there(cells)
-                cells[:, lacking] = ours[:, lacking]
+                lacking = is_published & ~blocks.are_there(cells)
+                cells[:, lacking] = own[:, lacking]
                 self.tree.put_ids(table.lease, begin, row, cells)
-                mine &= (cells == ours).all(0)
-            blocks.publish(ours[0, mine].astype(np.intp))
+                is_published &= (cells == own).all(0)
+            blocks.publish(own[0, is_published].astype(np.intp))
         if begin < table.parting <= end:
             self._keep_place(table, table.parting)
         if not self.full and (surplus := self.tree.num_cached - _TEXTS * self.num_blocks) > 0:
@@ -139,15 +152,15 @@ class GroupBlocks(SharedBlocks):
     # -- a request's blocks ------------------------------------------------------------------------------------------
 
     def lacking(self, table: Table, num_tokens: int) -> list[int]:
-        """Columns that each group lacks for ``num_tokens`` tokens; of a state only the last of them is a block."""
+        """Return how many columns each group lacks for ``num_tokens`` tokens; a state has a block only in the last."""
         return [max(0, ceil_div(num_tokens, size) - len(ids)) for size, ids in zip(self.sizes, table.ids)]
 
     def num_needed(self, columns: Many[int]) -> int:
-        """Blocks that so many columns of each group take."""
+        """Return how many blocks ``columns[g]`` more columns of each group ``g`` take."""
         return sum(min(n, 1) if growth.is_state else n for n, growth in zip(columns, self.growths))
 
     def most_needed(self, table: Table, num_tokens: int, step: int) -> int:
-        """Blocks that ``table`` lacks at most on its way to ``num_tokens`` tokens, ``step`` tokens at a time."""
+        """Return the most blocks that ``table`` still needs up to ``num_tokens`` tokens, ``step`` tokens at a time."""
         columns = self.lacking(table, num_tokens)
         for group, (growth, size) in enumerate(zip(self.growths, self.sizes)):
             most = None if growth.is_state else growth.most_blocks(size, step)
@@ -157,7 +170,7 @@ class GroupBlocks(SharedBlocks):
         return self.num_needed(columns)
 
     def grow(self, table: Table, columns: Many[int]) -> list[list[int]]:
-        """So many more ``columns`` for each group: the ids that are added. There is room for them."""
+        """Add ``columns[g]`` columns to each group ``g``, for which there is room, and return the added ids."""
         ids, added = self.take(self.num_needed(columns)).tolist(), list[list[int]]()
         for group, n in enumerate(columns):
             gap = n - 1 if n and self.growths[group].is_state else 0
@@ -167,7 +180,7 @@ class GroupBlocks(SharedBlocks):
         return added
 
     def slide(self, table: Table, num_tokens: int) -> None:
-        """``num_tokens`` tokens are computed: let go of what those behind them do not read."""
+        """Release the window blocks that no token after the first ``num_tokens``, which are computed, reads."""
         for group in self._windows:
             first, held = table.first[group], table.ids[group]
             end = min(int(self.growths[group].first_needed(num_tokens)) // self.sizes[group], len(held))
@@ -177,13 +190,13 @@ class GroupBlocks(SharedBlocks):
                 table.first[group] = end
 
     def undo(self, table: Table) -> None:
-        """Let go of what ``table`` began with; it has nothing else."""
+        """Undo ``begin``: release the cached blocks of ``table``, which has no others."""
         for group in self._windows:
             self._let_go(table, group, len(table.ids[group]))
         self.tree.unpin(table.lease)
 
     def end(self, table: Table) -> None:
-        """The request is over: what it computed stays cached while memory lasts."""
+        """End the request of ``table``: free its blocks; published ones stay cached until they are evicted."""
         self._keep_place(table, table.lease.num_blocks)
         own = [np.array(table.ids[group][table.lease.num_blocks :], np.int32) for group in self.full]
         self.free.release(np.concatenate([_NONE, *own, *table.doubles]))
@@ -191,7 +204,7 @@ class GroupBlocks(SharedBlocks):
         self.undo(table)
 
     def _let_go(self, table: Table, group: int, end: int) -> None:
-        """Of one window, the columns before ``end``: cached blocks are read by one less, others are free."""
+        """Release the columns before ``end`` of one window: cached blocks have one reader less, others are freed."""
         row, blocks = self._windows[group]
         first, cached = table.first[group], table.lease.num_blocks
         ids = np.array(table.ids[group][first:end], np.int32)
@@ -203,38 +216,45 @@ class GroupBlocks(SharedBlocks):
         if len(own := ids[~is_read & (ids > 0)]):
             self.free.release(own)
 
-    # -- places at which a text can be resumed -----------------------------------------------------------------------
+    # -- positions at which a text can be resumed --------------------------------------------------------------------
 
     def _cells(self, rows: Ids, num_blocks: int) -> dict[int, Ids]:
-        """Of each window what a text reads of its blocks ``rows`` to go on behind ``num_blocks``: cells, int32 ``[2, n]``."""
+        """Return for each window the cells, int32 ``[2, n]``, that resuming a text after ``num_blocks`` blocks reads.
+
+        ``rows``: the rows of the tree for the text's blocks.
+        """
         return {
             group: rows[row : row + 2, blocks.first_needed(num_blocks) : num_blocks]
             for group, (row, blocks) in self._windows.items()
         }
 
     def _last_boundary(self, rows: Ids) -> int:
+        """Return the most blocks of ``rows`` after which their text can be resumed."""
         allowed = np.ones(rows.shape[1] + 1, np.bool_)
         for row, blocks in self._windows.values():
             allowed &= blocks.boundaries(rows[row : row + 2])
         return int(np.flatnonzero(allowed)[-1])
 
     def _keep_place(self, table: Table, num_blocks: int) -> None:
-        """Keep what the text of ``table`` needs of each window where it can be resumed last within ``num_blocks`` blocks, and
-        what lies a little before that."""
+        """Keep the window blocks that resuming the text of ``table`` needs, after at most ``num_blocks`` blocks.
+
+        The position is the last possible one. Up to ``_EARLIER`` tokens before the needed blocks are kept too.
+        """
         if not self._windows or not num_blocks:
             return
         rows = self.tree.ids_between(table.lease, 0, num_blocks)
-        at, name = self._last_boundary(rows), self._next_place
-        if at and self.tree.set_checkpoint(table.lease, at * self.block_size, name):
+        end, name = self._last_boundary(rows), self._next_place
+        if end and self.tree.set_checkpoint(table.lease, end * self.block_size, name):
             self._next_place += 1
             self._kept[name] = []
             for row, blocks in self._windows.values():
-                first = max(0, blocks.first_needed(at) - ceil_div(_EARLIER, self.block_size))
-                cells = rows[row : row + 2, first:at]
+                first = max(0, blocks.first_needed(end) - ceil_div(_EARLIER, self.block_size))
+                cells = rows[row : row + 2, first:end]
                 self._kept[name].append(cells[0, blocks.are_there(cells)].astype(np.intp))
                 blocks.keep(self._kept[name][-1])
 
     def _forget_places(self, names: Iterable[int]) -> None:
+        """Stop keeping the window blocks of the checkpoints ``names``."""
         for name in names:
             for (_, blocks), ids in zip(self._windows.values(), self._kept.pop(name)):
                 blocks.drop(ids)
@@ -242,6 +262,7 @@ class GroupBlocks(SharedBlocks):
     # -- room --------------------------------------------------------------------------------------------------------
 
     def _evict(self, n: int) -> None:
+        """Make at least ``n`` more blocks free, in the order that the top of this file describes."""
         goal = self.free.num_free + n
         while (short := goal - self.free.num_free) > 0:
             coldest = max((blocks for _, blocks in self._windows.values()), key=_num_cold, default=None)
@@ -255,30 +276,33 @@ class GroupBlocks(SharedBlocks):
                 self._evict_texts(ceil_div(short, max(1, len(self.full))))
 
     def _evict_texts(self, num_blocks: int) -> None:
-        """Forget ``num_blocks`` blocks of texts, ends first, and what the windows have of them."""
-        gone = self.tree.evict(num_blocks)
-        self._forget(gone.ids, gone.states)
+        """Evict ``num_blocks`` blocks of texts, ends first, with the window blocks of these."""
+        evicted = self.tree.evict(num_blocks)
+        self._forget(evicted.ids, evicted.states)
 
     def clear(self) -> None:
-        """Forget all texts. Raises RetryLater while a request has blocks."""
-        gone = self.tree.clear()
-        self._forget(gone.ids, gone.states)
+        """Evict all texts. Raises RetryLater while a request has blocks."""
+        evicted = self.tree.clear()
+        self._forget(evicted.ids, evicted.states)
 
     def _forget(self, rows: Ids, places: Iterable[int]) -> None:
+        """Free the blocks of ``rows`` and ``places`` that the tree has removed."""
         self._forget_places(places)
         self.free.release(rows[: len(self.full)].ravel())
         for row, blocks in self._windows.values():
             self.free.release(blocks.forget(rows[row : row + 2]))
 
-    # -- proof -------------------------------------------------------------------------------------------------------
+    # -- check -------------------------------------------------------------------------------------------------------
 
     def prove(self, tables: Many[Table]) -> None:
-        """Prove that every block is free, cached, or of one of ``tables``, which are those of all requests. Raises
-        CheckFailed. O(blocks)."""
+        """Prove that every block is free, cached, or in one of ``tables``, the tables of all requests.
+
+        Raises CheckFailed. O(blocks).
+        """
         self.free.check()
         self.tree.check()
         rows, most = self.tree.all_ids(), self.num_blocks + 1
-        doubles = [one for table in tables for one in table.doubles]
+        doubles = [ids for table in tables for ids in table.doubles]
         named = [self.free.free_ids(), rows[: len(self.full)].ravel(), *doubles]
         for group in self.full:
             named += [np.array(table.ids[group][table.lease.num_blocks :], np.int32) for table in tables]
@@ -294,7 +318,7 @@ class GroupBlocks(SharedBlocks):
         if (counts != 1).any() or self.tree.num_leases != len(tables):
             odd = (np.flatnonzero(counts != 1) + 1)[:16].tolist()
             raise CheckFailed(
-                f"blocks in no place or in several: {odd}; {self.tree.num_leases} leases of {len(tables)} requests"
+                f"blocks with no owner or several: {odd}; {self.tree.num_leases} leases of {len(tables)} requests"
             )
 
 

@@ -1,15 +1,15 @@
-"""mini-sglang's prefix cache and cache manager over a prefix tree.
+"""Replacements for mini-sglang's prefix cache and cache manager, over a prefix tree.
 
     import minisgl.scheduler.scheduler
     from kvpagoda.adapters.mini_sglang import CacheManager
 
     minisgl.scheduler.scheduler.CacheManager = CacheManager      # before the scheduler is made
 
-Or the prefix cache alone, under the project's own manager: register ``PrefixCache`` in ``SUPPORTED_CACHE_MANAGER``.
+To use the prefix cache alone, with mini-sglang's own manager, register ``PrefixCache`` in ``SUPPORTED_CACHE_MANAGER``.
 
-That project counts in tokens and names a page by the index of its first token, a multiple of ``page_size``. Its own manager
-frees the pages of a request that others cached first, and leaves them in the request's row of the page table, where they are
-read until the request ends. This one puts the pages of the tree there.
+mini-sglang counts in tokens and names a page by the index of its first token, a multiple of ``page_size``. If another
+request has cached a page first, its manager frees the page of this request, but leaves it in the request's row of the
+page table, where it is read until the request ends. This manager writes the cached page into the row.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ Tensor = torch.Tensor
 
 
 class Handle:
-    """The first ``cached_len`` tokens of a text that are cached, whole pages. Locked it stays so."""
+    """The first ``cached_len`` tokens of a text, whole cached pages. They are not evicted while the handle is
+    locked."""
 
     def __init__(self, cache: PrefixCache, at: Match | Lease) -> None:
         self._cache, self.at, self.leases = cache, at, list[Lease]()
 
     @property
     def cached_len(self) -> int:
-        """Tokens."""
+        """The number of tokens."""
         return self.at.num_blocks * self._cache.page_size
 
     def get_matched_indices(self) -> Tensor:
-        """int32 ``[cached_len]``: where their rows are. Raises StaleHandle if they were evicted."""
+        """Return the KV indices of these tokens, int32 ``[cached_len]``. Raises StaleHandle if they were evicted."""
         ids = self._cache.tree.ids_between(self.at, 0, self.at.num_blocks)[0]
         return self._cache.tokens_of(ids)
 
 
 class SizeInfo(NamedTuple):
-    """Cached tokens that nobody locks, and that somebody does."""
+    """The numbers of cached tokens that are not locked (``evictable_size``) and locked (``protected_size``)."""
 
     evictable_size: int
     protected_size: int
@@ -61,22 +62,26 @@ class SizeInfo(NamedTuple):
 
 
 class InsertResult(NamedTuple):
-    """``cached_len``: tokens that were cached before; what was given for them is still the caller's. ``handle``: of all."""
+    """The result of ``insert_prefix``.
+
+    ``cached_len``: tokens that were cached before; the indices passed for these still belong to the caller. ``handle``:
+    the handle of all tokens.
+    """
 
     cached_len: int
     handle: Handle
 
 
 class MatchResult(NamedTuple):
-    """What ``match_prefix`` found."""
+    """The result of ``match_prefix``."""
 
     cuda_handle: Handle
 
 
 class PrefixCache:
-    """Which texts are cached in which pages of ``page_size`` tokens; ``device``: of the indices that are handed out.
+    """A prefix cache over pages of ``page_size`` tokens. ``device``: where returned indices are.
 
-    ``tree``: blocks are pages, and ids are their numbers plus one. Raises BadInput for a page size below 1.
+    ``tree``: its blocks are pages, and its ids are page numbers plus one. Raises BadInput for a page size below 1.
     """
 
     def __init__(
@@ -87,12 +92,17 @@ class PrefixCache:
         self._in_page = np.arange(page_size, dtype=np.int32)
 
     def match_prefix(self, input_ids: Tensor) -> MatchResult:
-        """The longest cached beginning of ``input_ids``, int32 ``[n]`` on the host, in whole pages. Changes nothing. O(n)."""
+        """Match the longest cached prefix of ``input_ids``, int32 ``[n]`` on the host, in whole pages. Changes nothing.
+
+        O(n).
+        """
         return MatchResult(Handle(self, self.tree.match(as_tokens(input_ids.numpy()))))
 
     def lock_handle(self, handle: Handle, unlock: bool = False) -> None:
-        """Lock what ``handle`` covers, as often as it is asked, or ``unlock`` it once. Raises StaleHandle if it was evicted,
-        BadInput if it is not locked."""
+        """Lock the tokens of ``handle`` once more, or ``unlock`` them once.
+
+        Raises StaleHandle if they were evicted, BadInput if they are not locked.
+        """
         if not unlock:
             lease = self.tree.pin(handle.at)
             self.tree.touch(lease)
@@ -106,8 +116,10 @@ class PrefixCache:
             handle.at = handle.leases[-1]
 
     def insert_prefix(self, input_ids: Tensor, indices: Tensor) -> InsertResult:
-        """Cache the whole pages of ``input_ids`` ``[n]`` that lie at ``indices`` ``[n]``. O(n). Raises NotOwned for a page
-        that is cached already at another place."""
+        """Cache the whole pages of ``input_ids`` ``[n]``, whose rows have KV indices ``indices`` ``[n]``. O(n).
+
+        Raises NotOwned for a page that the tree already holds elsewhere.
+        """
         num_pages = len(input_ids) // self.page_size
         tokens = as_tokens(input_ids.numpy()[: num_pages * self.page_size]).copy()  # the tree keeps it
         match = self.tree.match(tokens)
@@ -117,8 +129,10 @@ class PrefixCache:
         return InsertResult(cached * self.page_size, Handle(self, self.tree.match(tokens)))
 
     def evict(self, size: int) -> Tensor:
-        """Evict at least ``size`` tokens, in whole pages, least recently used first: their indices, int32. Raises OutOfBlocks,
-        evicting nothing, if that is more than is not locked."""
+        """Evict at least ``size`` tokens, in whole pages, least recently used first; return their indices, int32.
+
+        Raises OutOfBlocks, evicting nothing, if fewer tokens are not locked.
+        """
         num_pages = ceil_div(size, self.page_size)
         if num_pages > self.tree.num_evictable:
             available = self.tree.num_evictable
@@ -127,12 +141,12 @@ class PrefixCache:
         return self.tokens_of(self.tree.evict(num_pages).ids[0])
 
     def reset(self) -> None:
-        """Forget everything. Raises RetryLater while something is locked."""
+        """Remove everything from the cache. Raises RetryLater while a handle is locked."""
         self.tree.clear()
 
     @property
     def size_info(self) -> SizeInfo:
-        """O(1)."""
+        """The numbers of evictable and of locked tokens. O(1)."""
         return SizeInfo(self.tree.num_evictable * self.page_size, self.tree.num_pinned * self.page_size)
 
     def check_integrity(self) -> None:
@@ -140,24 +154,27 @@ class PrefixCache:
         self.tree.check()
 
     def tokens_of(self, ids: Ids) -> Tensor:
-        """The indices of all tokens of some pages: int32 ``[pages * page_size]`` on the device."""
+        """Return the indices of all tokens of pages ``ids``: int32 ``[pages * page_size]`` on the device."""
         return torch.from_numpy(((ids - 1)[:, None] * self.page_size + self._in_page).ravel()).to(self.device)
 
     def pages_of(self, indices: Tensor) -> Ids:
-        """The ids of the pages that begin at every ``page_size``-th of ``indices``: int32."""
+        """Return the ids of the pages of ``indices``, of which every ``page_size``-th begins a page: int32."""
         return indices[:: self.page_size].cpu().numpy().astype(np.int32) // self.page_size + 1
 
 
 class Pending(Protocol):
-    """What is read of a request that waits: ``input_ids`` int32 on the host, and their number."""
+    """The attributes of a waiting request that are read here: ``input_ids``, int32 on the host, and their number."""
 
     input_ids: Tensor
     input_len: int
 
 
 class Req(Protocol):
-    """What is read of a request that runs. Rows of the first ``cached_len`` tokens are written, and those up to
-    ``device_len`` follow in this step; ``table_idx`` is its row of the page table. ``cache_handle`` is written too."""
+    """The attributes of a running request that are read here.
+
+    ``cached_len``: leading tokens whose rows are written. ``device_len``: number of tokens after this step.
+    ``table_idx``: the request's row of the page table. ``cache_handle``: its locked handle.
+    """
 
     input_ids: Tensor
     table_idx: int
@@ -167,11 +184,11 @@ class Req(Protocol):
 
 
 class CacheManager:
-    """Pages of ``page_size`` tokens, free or cached or in requests, and the rows of ``page_table`` that name them.
+    """Pages of ``page_size`` tokens, each free, cached or private to a request, and the page table of requests.
 
-    ``page_table``: integers ``[rows, tokens]``, the index of the row of each token of each request. ``type`` is the name of
-    an eviction policy, or one of the project's own names ("radix"), which mean least recently used. Not for use from several
-    threads at once. Raises BadInput.
+    ``page_table``: integers ``[rows, tokens]``, the KV index of each token of each request. ``type``: the name of an
+    eviction policy, or one of mini-sglang's names ("radix", "naive"), which mean least recently used. Not for use from
+    several threads at once. Raises BadInput.
     """
 
     def __init__(self, num_pages: int, page_size: int, page_table: Tensor, type: str = "radix") -> None:
@@ -182,7 +199,7 @@ class CacheManager:
 
     @property
     def available_size(self) -> int:
-        """Tokens that could be allocated now: free ones, and cached ones that are not locked. O(1)."""
+        """The number of tokens that could be allocated now: free ones, and cached ones that are not locked. O(1)."""
         return self._pages.num_available * self.page_size
 
     @property
@@ -192,22 +209,24 @@ class CacheManager:
         return torch.from_numpy((ids - 1) * self.page_size).to(self.device)
 
     def match_req(self, req: Pending) -> MatchResult:
-        """What is cached of ``req``, all but its last token at most. Changes nothing."""
+        """Match the cached prefix of ``req``, at most all but its last token. Changes nothing. Raises BadInput."""
         if req.input_len < 1:
             raise BadInput("a request needs at least one token, got none")
         return self.prefix_cache.match_prefix(req.input_ids[: req.input_len - 1])
 
     def lock(self, handle: Handle) -> None:
-        """Keep what ``handle`` covers until ``unlock``."""
+        """Keep the tokens of ``handle`` from being evicted until ``unlock``."""
         self.prefix_cache.lock_handle(handle)
 
     def unlock(self, handle: Handle) -> None:
-        """The end of one ``lock``."""
+        """End one ``lock`` of ``handle``."""
         self.prefix_cache.lock_handle(handle, unlock=True)
 
     def allocate_paged(self, reqs: list[Req]) -> None:
-        """Pages for the tokens that all of ``reqs`` compute in this step, written into the page table at once. Raises
-        OutOfBlocks, changing nothing. O(tokens of the new pages)."""
+        """Allocate pages for the tokens that all of ``reqs`` compute in this step, and write them to the page table.
+
+        Raises OutOfBlocks, changing nothing. O(tokens of the new pages).
+        """
         size = self.page_size
         spans = [(req.table_idx, ceil_div(req.cached_len, size), ceil_div(req.device_len, size)) for req in reqs]
         rows, first, last = np.array(spans, np.int64).reshape(-1, 3).T
@@ -223,10 +242,11 @@ class CacheManager:
         self.page_table[tuple(places)] = indices
 
     def cache_req(self, req: Req, *, finished: bool) -> None:
-        """The first ``cached_len`` tokens of ``req`` are computed: cache their whole pages. Of one that has ``finished`` the
-        other pages are free; one that goes on keeps its handle, which covers all that is cached then.
+        """Cache the whole pages of the first ``cached_len`` tokens of ``req``, which are computed.
 
-        Raises BadInput for a request whose handle is not locked. O(tokens behind the handle).
+        If it has ``finished``, its other pages are freed and its handle is unlocked. Otherwise it keeps its handle,
+        which then covers all these pages. Raises BadInput for a request whose handle is not locked. O(tokens after the
+        handle).
         """
         size, cache, handle = self.page_size, self.prefix_cache, req.cache_handle
         if not handle.leases:
@@ -237,32 +257,34 @@ class CacheManager:
         whole = own[: end - held]
         tokens = as_tokens(req.input_ids[held * size : end * size].numpy()).copy()  # the tree keeps it
         inserted = cache.tree.insert(lease, tokens, whole[None])
-        double = inserted.duplicates[0]
-        self._free.release(whole[double])
+        is_duplicate = inserted.duplicates[0]
+        self._free.release(whole[is_duplicate])
         if finished:
             self._free.release(own[end - held :])
             self.unlock(handle)
-        elif double.any():
+        elif is_duplicate.any():
             row[held * size : end * size] = cache.tokens_of(inserted.ids[0]).to(row.dtype)
 
     @contextmanager
     def lazy_free_region(self) -> Iterator[None]:
-        """Inside, pages may be freed; they are free at once."""
+        """Open a region in which pages may be freed. Here they are free at once."""
         yield
 
     def check_integrity(self) -> None:
-        """Prove, where no request runs, that every page is free or cached. Raises CheckFailed. O(pages)."""
+        """Prove that every page is free or cached; call it while no request runs. Raises CheckFailed. O(pages)."""
         self._pages.check(num_running=0)
         num_free, num_cached = self._free.num_free, self._pages.num_cached
         if num_free + num_cached != self.num_pages:
             raise CheckFailed(f"{num_free} free and {num_cached} cached pages of {self.num_pages}")
 
     def _allocate(self, needed_pages: int) -> Tensor:
-        """The index of the first token of each of so many pages, int32; the project's own tests call it. Raises OutOfBlocks,
-        taking none."""
+        """Take ``needed_pages`` pages and return the index of the first token of each, int32.
+
+        mini-sglang's own tests call it. Raises OutOfBlocks, taking none.
+        """
         ids = self._pages.take(needed_pages)
         return torch.from_numpy((ids - 1) * self.page_size).to(self.device)
 
     def _page_to_token(self, pages: Tensor) -> Tensor:
-        """The indices of all tokens of the pages that begin at ``pages``: int32."""
+        """Return the indices of all tokens of the pages whose first tokens have indices ``pages``: int32."""
         return self.prefix_cache.tokens_of(pages.cpu().numpy() // self.page_size + 1)

@@ -1,12 +1,12 @@
-"""nano-vllm's ``BlockManager`` over a prefix tree.
+"""A replacement for nano-vllm's ``BlockManager``, over a prefix tree.
 
     import nanovllm.engine.scheduler
     from kvpagoda.adapters.nano_vllm import BlockManager
 
     nanovllm.engine.scheduler.BlockManager = BlockManager      # before the engine is made
 
-The scheduler of nano-vllm asks of one sequence at a time. Decoding asks three questions of each in every step; they are
-answered by arithmetic on the sequence's own numbers, and the tree is touched only where a block is full.
+The scheduler of nano-vllm calls it for one sequence at a time, and three times per sequence in every decode step. These
+calls compute with the sequence's own counts; they access the tree only when a block is full.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvpagoda.units import ceil_div
 
 
 class Sequence(Protocol):
-    """What is read of a sequence of nano-vllm, and what is written: ``block_table`` and ``num_cached_tokens``.
+    """The attributes of nano-vllm's sequences that are read here.
 
-    ``block_table``: ids of its blocks, 0 to ``num_blocks - 1``, in the order of its text; empty while it waits.
-    ``num_cached_tokens``: leading tokens whose rows are there; ``num_scheduled_tokens``: those behind them that the step
-    computes.
+    ``block_table`` and ``num_cached_tokens`` are written too. ``block_table``: ids of its blocks, 0 to ``num_blocks -
+    1``, in order of position; empty while it waits. ``num_cached_tokens``: leading tokens whose rows are written.
+    ``num_scheduled_tokens``: the tokens after these that the step computes.
     """
 
     seq_id: int
@@ -40,7 +40,7 @@ class Sequence(Protocol):
 
 
 class Found(NamedTuple):
-    """What was cached of a sequence when it was last asked for."""
+    """The result of the last look-up: a sequence, its tokens, and the match of these in the tree."""
 
     seq: Sequence
     tokens: Ids
@@ -48,11 +48,11 @@ class Found(NamedTuple):
 
 
 class BlockManager:
-    """Which blocks of ``block_size`` tokens the sequences of one engine hold, and which texts are cached in them.
+    """The blocks of ``block_size`` tokens that the sequences of one engine hold, and the prefixes cached in them.
 
-    The calls, their arguments and what they write are nano-vllm's. What differs: blocks that are cached are found through
-    a radix tree that compares tokens, in place of a chain of hashes; they are evicted only when a block is needed, by
-    ``policy``, ends of texts first; two sequences that compute the same block at once end up with one copy of it.
+    The calls, their arguments and the attributes that they write are nano-vllm's. Differences: cached blocks are found
+    in a radix tree that compares tokens, not by a chain of hashes. They are evicted only when a block is needed, by
+    ``policy``, ends of texts first. If two sequences compute the same block at once, one copy is kept.
 
     Raises BadInput for numbers below 1. Not for use from several threads at once.
 
@@ -64,13 +64,13 @@ class BlockManager:
     >>> first = sequence(0, [5, 6, 7, 8, 9])
     >>> manager.allocate(first, manager.can_allocate(first))
     >>> first.num_scheduled_tokens = 5
-    >>> manager.hash_blocks(first)                                 # two blocks are full, and may be shared
+    >>> manager.hash_blocks(first)                                 # two blocks are full and shareable
     >>> manager.can_allocate(sequence(1, [5, 6, 7, 8, 1]))
     2
     """
 
     def __init__(self, num_blocks: int, block_size: int, policy: str | EvictionPolicy = "lru") -> None:
-        self._blocks = SharedBlocks(num_blocks, block_size, policy)  # its ids are those of the engine, plus one
+        self._blocks = SharedBlocks(num_blocks, block_size, policy)  # block ids here are those of the engine plus one
         self._tree, self._free = self._blocks.tree, self._blocks.free
         self.num_blocks, self.block_size = self._blocks.num_blocks, self._blocks.block_size
         self._running: dict[int, Lease] = {}
@@ -78,23 +78,25 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that a sequence could have now: free ones, and cached ones that nobody uses. O(1)."""
+        """The number of blocks that a sequence could get now: free and evictable ones. O(1)."""
         return self._blocks.num_available
 
-    # -- what the scheduler asks of a sequence that waits ------------------------------------------------------------
+    # -- calls for a waiting sequence --------------------------------------------------------------------------------
 
     def can_allocate(self, seq: Sequence) -> int:
-        """How many leading blocks of ``seq`` are cached, all but its last one at most; -1 if there is no room for all of it.
-        Changes nothing. O(tokens)."""
+        """Return how many leading blocks of ``seq`` are cached, at most all but its last; -1 without room for it.
+
+        Changes nothing. O(tokens).
+        """
         match = self._look_up(seq)
         wanted = self._columns(seq.num_tokens) - match.num_blocks
         return match.num_blocks if self._blocks.has_room(match, wanted) else -1
 
     def allocate(self, seq: Sequence, num_cached_blocks: int) -> None:
-        """Give ``seq`` blocks for all its tokens: the first ``num_cached_blocks``, as ``can_allocate`` said, are shared.
+        """Give ``seq`` blocks for all its tokens; the first ``num_cached_blocks``, from ``can_allocate``, are shared.
 
-        Raises BadInput if it has blocks already, StaleHandle if what was found has been evicted since, OutOfBlocks; nothing
-        changed then. O(tokens).
+        Raises BadInput if it has blocks already, StaleHandle if cached blocks were evicted since ``can_allocate``, and
+        OutOfBlocks; nothing changed then. O(tokens).
         """
         if seq.block_table or seq.seq_id in self._running:
             raise BadInput(f"sequence {seq.seq_id} has {len(seq.block_table)} blocks already; deallocate it first")
@@ -102,7 +104,7 @@ class BlockManager:
         match = found.match if found is not None and found.seq is seq else self._look_up(seq)
         if num_cached_blocks > match.num_blocks:
             raise StaleHandle(
-                f"{num_cached_blocks} blocks of it are not cached, {match.num_blocks} are; ask can_allocate"
+                f"{match.num_blocks} blocks of it are cached, not {num_cached_blocks}; call can_allocate again"
             )
         lease = self._tree.pin(match, num_cached_blocks)
         try:
@@ -114,10 +116,10 @@ class BlockManager:
         seq.block_table.extend([*(match.ids[0, :num_cached_blocks] - 1).tolist(), *(own - 1).tolist()])
         seq.num_cached_tokens = num_cached_blocks * self.block_size
 
-    # -- and of one that runs ----------------------------------------------------------------------------------------
+    # -- calls for a running sequence --------------------------------------------------------------------------------
 
     def can_append(self, seq: Sequence) -> bool:
-        """Whether there is a block for the last token of ``seq``. O(1)."""
+        """Return whether there is a block for the last token of ``seq``. O(1)."""
         return seq.num_tokens <= len(seq.block_table) * self.block_size or self.num_free_blocks > 0
 
     def may_append(self, seq: Sequence) -> None:
@@ -126,10 +128,10 @@ class BlockManager:
             seq.block_table.append(int(self._blocks.take(1)[0]) - 1)
 
     def hash_blocks(self, seq: Sequence) -> None:
-        """The scheduled tokens of ``seq`` are computed: blocks that are full now may be shared from here on.
+        """Make the full blocks of ``seq`` shareable, now that its scheduled tokens are computed.
 
-        A block that another sequence published meanwhile is given up for that one, in ``block_table`` too. Raises BadInput
-        for a sequence without blocks. O(tokens of these blocks).
+        If another sequence has published the same block meanwhile, that one replaces the block of ``seq``, in
+        ``block_table`` too. Raises BadInput for a sequence without blocks. O(tokens of these blocks).
         """
         size, before = self.block_size, seq.num_cached_tokens
         end = (before + seq.num_scheduled_tokens) // size
@@ -145,8 +147,11 @@ class BlockManager:
             seq.block_table[start:end] = (inserted.ids[0] - 1).tolist()
 
     def deallocate(self, seq: Sequence) -> None:
-        """Take back the blocks of ``seq``: those that are published stay cached while memory lasts. Raises BadInput, NotOwned,
-        changing nothing, for a sequence without blocks or with some that are not its own. O(blocks)."""
+        """Free the blocks of ``seq``; published ones stay cached until they are evicted. O(blocks).
+
+        Raises BadInput for a sequence without blocks and NotOwned for one with blocks that are not its own; nothing
+        changed then.
+        """
         lease = self._lease_of(seq)
         self._free.release(np.array(seq.block_table[lease.num_blocks :], np.int32) + 1)
         self._tree.touch(lease)
@@ -156,7 +161,7 @@ class BlockManager:
         seq.block_table.clear()
 
     def check(self) -> None:
-        """Prove that every block is in one place: free, cached, or one sequence's own. Raises CheckFailed. O(blocks)."""
+        """Prove that every block is free, cached, or private to one sequence. Raises CheckFailed. O(blocks)."""
         self._blocks.check(len(self._running))
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -165,7 +170,7 @@ class BlockManager:
         return ceil_div(num_tokens, self.block_size)
 
     def _look_up(self, seq: Sequence) -> Match:
-        """What is cached of ``seq``: its tokens are read once while it waits."""
+        """Return the match of ``seq``. Its tokens are converted to an array only once while it waits."""
         found = self._found
         if found is not None and found.seq is seq and len(found.tokens) == seq.num_tokens:
             tokens = found.tokens

@@ -1,4 +1,4 @@
-"""Blocks of one engine: free, cached in a prefix tree, or one request's own."""
+"""The blocks of one engine: each is free, cached in a prefix tree, or private to one request."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from kvpagoda.prefix import EvictionPolicy, Match, PrefixTree
 
 
 class SharedBlocks:
-    """Ids 1 to ``num_blocks`` of blocks of ``block_size`` tokens. ``tree`` knows the cached ones, ``free`` those that nobody
-    has; whoever takes others keeps account of them. Cached blocks are evicted only when one is needed, by ``policy``.
-    ``num_rows``: of the tree. Raises BadInput for numbers below 1."""
+    """Blocks of ``block_size`` tokens, with ids 1 to ``num_blocks``.
+
+    ``tree`` has the cached blocks and ``free`` the free ones; the caller of ``take`` tracks those that it took. Cached
+    blocks are evicted only when a block is needed, by ``policy``. ``num_rows``: rows of the tree. Raises BadInput for
+    numbers below 1.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, policy: str | EvictionPolicy, num_rows: int = 1) -> None:
         self.num_blocks, self.block_size = positive_numbers(num_blocks=num_blocks, block_size=block_size)
@@ -20,17 +23,17 @@ class SharedBlocks:
 
     @property
     def num_available(self) -> int:
-        """Blocks that could be had now: free ones, and cached ones that nobody uses. O(1)."""
+        """The number of blocks that ``take`` can return now: free and evictable ones. O(1)."""
         return self.free.num_free + self.tree.num_evictable
 
     @property
     def num_cached(self) -> int:
-        """Blocks that are cached, in use or not. O(1)."""
+        """The number of cached blocks, in use or not. O(1)."""
         return self.tree.num_cached
 
     def has_room(self, match: Match, wanted: int) -> bool:
-        """Whether ``wanted`` blocks could be had beside those of ``match``, which must stay. O(nodes on the path)."""
-        if wanted <= self.num_available - match.num_blocks:  # even if nobody uses what was found
+        """Return whether ``wanted`` blocks are available without evicting those of ``match``. O(nodes on the path)."""
+        if wanted <= self.num_available - match.num_blocks:  # true even if all blocks of the match are evictable
             return True
         lease = self.tree.pin(match)
         is_room = wanted <= self.num_available
@@ -38,7 +41,7 @@ class SharedBlocks:
         return is_room
 
     def take(self, n: int) -> Ids:
-        """``n`` blocks, int32: free ones, then cached ones. Raises OutOfBlocks, taking none."""
+        """Take ``n`` blocks, free ones first, evicting cached ones if needed. Returns int32 ids. Raises OutOfBlocks."""
         short = n - self.free.num_free
         if short > 0:
             available, idle = self.num_available, self.num_available - self.free.num_free
@@ -50,12 +53,14 @@ class SharedBlocks:
         return self.free.acquire(n)
 
     def _evict(self, n: int) -> None:
-        """Make ``n`` cached blocks free, which nobody uses; there are so many."""
+        """Evict ``n`` cached blocks. The caller has checked that so many are evictable."""
         self.free.release(self.tree.evict(n).ids[0])
 
     def check(self, num_running: int) -> None:
-        """Prove that no block is both cached and free, and that ``num_running`` requests hold leases. Raises CheckFailed.
-        O(blocks)."""
+        """Prove that no block is both cached and free, and that there are ``num_running`` leases.
+
+        Raises CheckFailed. O(blocks).
+        """
         self.free.check()
         self.tree.check()
         cached = self.tree.owned_ids()

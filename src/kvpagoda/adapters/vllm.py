@@ -1,13 +1,13 @@
-"""vLLM's ``KVCacheManager`` over a prefix tree, for its scheduler in a simulation and for simulators that make its calls.
+"""A replacement for vLLM's ``KVCacheManager``, over a prefix tree, for its scheduler in simulations and for simulators.
 
     import vllm.v1.core.sched.scheduler
     from kvpagoda.adapters.vllm import KVCacheManager
 
     vllm.v1.core.sched.scheduler.KVCacheManager = KVCacheManager      # before the scheduler is made
 
-The calls of vLLM 0.33 that a scheduler makes without speculative decoding, KV connectors and events, for groups of full
-attention, windows, chunks and states ("align" mode). What differs: no block hashes are needed; a block is shared once its
-tokens are computed, not from the moment on when they are scheduled; ends of texts are evicted first.
+It has the methods that a scheduler of vLLM 0.33 calls without speculative decoding, KV connectors and events, for
+groups of full attention, windows, chunks and states ("align" mode). Differences: it needs no block hashes; a block is
+shared once its tokens are computed, not when they are scheduled; ends of texts are evicted first.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from kvpagoda.units import whole_number
 
 
 class Request(Protocol):
-    """What is read of a request. ``num_computed_tokens`` counts the tokens of steps that are not done yet too, of which
-    there are ``num_in_flight_tokens``."""
+    """The attributes of a request that are read here.
+
+    ``num_computed_tokens`` includes ``num_in_flight_tokens``, the tokens of steps that are not done yet.
+    """
 
     request_id: str
     all_token_ids: Many[int]
@@ -46,14 +48,14 @@ class Request(Protocol):
 
 
 class Block(NamedTuple):
-    """One block, as connectors and tests look at it."""
+    """One block, in the form that connectors and tests expect."""
 
     block_id: int
 
 
 @dataclass(frozen=True)
 class KVCacheBlocks:
-    """``ids[group]``: of its blocks, in the order of the text, 0 where there is none; ``match``: where they were found."""
+    """Block ids: ``ids[group]`` in order of position, 0 where there is no block. ``match``: where they were found."""
 
     ids: tuple[tuple[int, ...], ...]
     match: Match | None = field(default=None, compare=False, repr=False)
@@ -66,7 +68,7 @@ class KVCacheBlocks:
     def get_block_ids(
         self, allow_none: bool = False, *, group_ids: Many[int] | None = None
     ) -> tuple[list[int], ...] | None:
-        """A list of ids for each group; None, if that is allowed, where there are none."""
+        """Return a list of ids for each group (of ``group_ids``); None if there are none and ``allow_none`` is set."""
         chosen = self.ids if group_ids is None else [self.ids[group] for group in group_ids]
         return None if allow_none and not any(chosen) else tuple([*ids] for ids in chosen)
 
@@ -74,14 +76,14 @@ class KVCacheBlocks:
         return KVCacheBlocks(tuple(mine + more for mine, more in zip(self.ids, other.ids)))
 
     def new_empty(self) -> KVCacheBlocks:
-        """No blocks."""
+        """Return an object with the same groups and no blocks."""
         return KVCacheBlocks(((),) * len(self.ids))
 
 
 @dataclass
 class PrefixCacheStats:
-    """Counts since they were last taken: ``queries`` tokens of ``requests`` new requests were looked up, ``hits`` were found;
-    and the same of requests that had been preempted. ``reset``: whether the cache was reset."""
+    """Counts since the last ``make_prefix_cache_stats``. ``queries``: tokens looked up for ``requests`` new requests;
+    ``hits``: those found. ``preempted_..``: the same for preempted requests. ``reset``: whether the cache was reset."""
 
     reset: bool = False
     requests: int = 0
@@ -97,18 +99,18 @@ _REFUSED = {
     "use_eagle": False, "enable_kv_cache_events": False, "metrics_collector": None, "num_hash_lookahead_tokens": 0,
     "num_prefill_lookahead": 0, "dcp_world_size": 1, "pcp_world_size": 1, "enable_mamba_shared_prefix_checkpoint": False,
 }  # fmt: skip
-"""Arguments of vLLM's constructor, and the only value of each that is taken here."""
+"""Arguments of vLLM's constructor, and the only value of each that is accepted here."""
 _UNUSED = {"scheduler_block_size", "hash_block_size"}
 
 
 class KVCacheManager:
-    """Blocks of the requests of one engine.
+    """The blocks of the requests of one engine, and the prefixes cached in them.
 
-    ``kv_cache_config``: ``num_blocks``, of which id 0 is nobody's, and ``kv_cache_groups``, each with a ``kv_cache_spec`` that
-    has ``block_size``; all take blocks of one pool. ``max_model_len``: tokens of the longest request;
-    ``max_in_flight_tokens``: of one in a step. ``watermark``: the share of the blocks that stays free when a request is
-    admitted beside others. ``policy``: which cached text goes first. Raises SchemaError for groups that are not served here;
-    BadInput for ``others`` that ask for more than is here.
+    ``kv_cache_config``: has ``num_blocks``, of which id 0 is never used, and ``kv_cache_groups``, each with a
+    ``kv_cache_spec`` that has ``block_size``; all groups share one pool. ``max_model_len``: tokens of the longest
+    request. ``max_in_flight_tokens``: the most tokens of one request in a step. ``watermark``: the share of the blocks
+    that stays free when a request is admitted while others run. ``policy``: which cached text is evicted first. Raises
+    SchemaError for groups that are not supported here, BadInput for ``others`` that ask for unsupported features.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class KVCacheManager:
         self.block_size, self._tree, self._growths = sizes[0], self._blocks.tree, growths
         self._step = self.max_model_len if max_in_flight_tokens is None else max_in_flight_tokens
         self._running: dict[str, Table] = {}
-        self._asked: tuple[Request | None, Ids] = (None, np.empty(0, np.int32))  # who waits, and its tokens
+        self._asked: tuple[Request | None, Ids] = (None, np.empty(0, np.int32))  # the last one looked up, its tokens
         self._stats = PrefixCacheStats()
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.num_kv_cache_groups, self.empty_kv_cache_blocks = len(sizes), KVCacheBlocks(((),) * len(sizes))
@@ -151,7 +153,7 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """The share of the blocks that requests use, 0 to 1."""
+        """The share of the blocks that are in use by requests, 0 to 1."""
         return 1 - self._blocks.num_available / self._blocks.num_blocks
 
     # -- a request's life --------------------------------------------------------------------------------------------
@@ -159,9 +161,12 @@ class KVCacheManager:
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int]:
-        """(blocks, their tokens, boundary): what is cached of the beginning of ``request``, at most ``max_cache_hit_length``
-        tokens (None: all but the last), whole blocks, up to where all groups can go on. ``boundary``: how much of it is cached
-        in full, where a state is missing that far and is worth keeping; else 0. Changes nothing. O(tokens)."""
+        """Return the cached prefix of ``request``: (blocks, number of their tokens, boundary). Changes nothing.
+
+        At most ``max_cache_hit_length`` tokens (None: all but the last), in whole blocks, up to where all groups can be
+        resumed. ``boundary``: the number of tokens found in the tree, if a state is missing at their end and is worth
+        keeping there; else 0. O(tokens).
+        """
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         before, tokens = self._asked
@@ -176,7 +181,7 @@ class KVCacheManager:
         return self._blocks_of(match, end), end * size, match.num_blocks * size * is_late
 
     def _blocks_of(self, match: Match, num_blocks: int) -> KVCacheBlocks:
-        """What a request would begin with behind ``num_blocks`` of ``match``."""
+        """Return the blocks with which a request begins that resumes after ``num_blocks`` blocks of ``match``."""
         ids = tuple(tuple(column) for column in self._blocks.found(match, num_blocks))
         return KVCacheBlocks(ids, match)
 
@@ -195,16 +200,15 @@ class KVCacheManager:
         has_scheduled_reqs: bool = True,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> KVCacheBlocks | None:
-        """Blocks for ``num_new_tokens`` more tokens of ``request``, behind those that are computed and the
-        ``num_new_computed_tokens`` that were found in ``new_computed_blocks``. Returns the blocks that are added; None, and
-        nothing has changed, if there is no room: for them beside ``reserved_blocks``, or, if ``full_sequence_must_fit``, for
-        all of its tokens.
+        """Add blocks for ``num_new_tokens`` more tokens of ``request`` and return them; None if there is no room.
 
-        What it has computed so far may be shared from here on. Raises BadInput for what others computed, for encoders, and
-        for nothing to do; StaleHandle if what was found has been evicted since.
+        The tokens follow the computed ones and the ``num_new_computed_tokens`` found in ``new_computed_blocks``. There
+        must be room for them beside ``reserved_blocks``, and with ``full_sequence_must_fit`` for all tokens of
+        ``request``; if not, nothing is allocated. Blocks computed so far become shareable. Raises BadInput for external
+        tokens, encoder tokens and for no tokens; StaleHandle if blocks found before were evicted.
         """
         if num_external_computed_tokens or num_encoder_tokens or delay_cache_blocks:
-            raise BadInput("tokens from connectors and encoders have no blocks here; leave them out")
+            raise BadInput("tokens from connectors and encoders are not supported here; leave them out")
         if num_new_tokens + num_new_computed_tokens < 1:
             raise BadInput("num_new_tokens must be at least 1 where no computed tokens are added")
         known, computed = self._running.get(request.request_id), request.num_computed_tokens + num_new_computed_tokens
@@ -229,11 +233,11 @@ class KVCacheManager:
                 table.text = self._asked[1]
             self._asked = None, self._asked[1][:0]
         if self._needs_zeros:
-            self._to_zero += [id for ids, one in zip(added, self._growths) if not one.is_state for id in ids]
+            self._to_zero += [id for ids, growth in zip(added, self._growths) if not growth.is_state for id in ids]
         return KVCacheBlocks(tuple(map(tuple, added)))
 
     def _pin(self, request: Request, num_tokens: int, found: KVCacheBlocks | None) -> Table:
-        """``request`` with the first ``num_tokens`` tokens, whole blocks, of what was ``found``, and nothing more."""
+        """Return a table that begins with the first ``num_tokens`` tokens, whole blocks, of ``found``."""
         num_blocks, rest = divmod(num_tokens, self.block_size)
         if rest or request.num_computed_tokens:
             raise BadInput(
@@ -249,8 +253,10 @@ class KVCacheManager:
         return table
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """The first ``num_computed_tokens`` tokens of ``request`` are computed: its whole blocks may be shared from here on.
-        O(1) if none has become whole."""
+        """Make the whole blocks of the first ``num_computed_tokens`` tokens, which are computed, shareable.
+
+        O(1) if no further block is whole.
+        """
         table = self._running.get(request.request_id)
         if table is None or not self.enable_caching:
             return
@@ -263,48 +269,50 @@ class KVCacheManager:
             self._blocks.publish(table, tokens, num_computed_tokens)
 
     def free(self, request: Request) -> None:
-        """``request`` ends or is preempted: what it computed stays cached while memory lasts. Nothing for one without
-        blocks."""
+        """Free the blocks of ``request``, which ended or is preempted; does nothing for one without blocks.
+
+        Blocks that it computed stay cached until they are evicted.
+        """
         if request.request_id not in self._running:
             return
         self.cache_blocks(request, request.num_computed_tokens - request.num_in_flight_tokens)
         self._blocks.end(self._running.pop(request.request_id))
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """All blocks of a request."""
+        """Return all blocks of a request."""
         table = self._running.get(request_id)
         return self.empty_kv_cache_blocks if table is None else KVCacheBlocks(tuple(map(tuple, table.ids)))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Their ids, for each group."""
+        """Return the block ids of a request, a list for each group."""
         return self.get_blocks(request_id).get_block_ids() or ()
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Let go of what tokens behind the first ``processed_computed_tokens`` do not read."""
+        """Release the window blocks that tokens after the first ``processed_computed_tokens`` do not read."""
         if request_id in self._running:
             self._blocks.slide(self._running[request_id], processed_computed_tokens)
 
     def take_new_block_ids(self) -> list[int]:
-        """Blocks that the worker has to fill with zeros, if the config says that it needs that: those added since the last
-        call, but of states."""
+        """Return the blocks that the worker must fill with zeros, if the config requires that: those added since the
+        last call, except blocks of states."""
         ids, self._to_zero = self._to_zero, []
         return ids
 
-    # -- what is kept ------------------------------------------------------------------------------------------------
+    # -- the prefix cache --------------------------------------------------------------------------------------------
 
     def prefix_cache_lookup_enabled(self, request: Request) -> bool:
-        """Whether what is cached may be looked up for ``request``."""
+        """Return whether cached blocks may be looked up for ``request``."""
         return self.enable_caching and not request.skip_reading_prefix_cache
 
     def estimate_cached_tokens(self, request: Request) -> int:
-        """Tokens of ``request`` that others find."""
+        """Return the number of tokens of ``request`` that are cached for other requests."""
         table = self._running.get(request.request_id)
         return 0 if table is None else table.lease.num_blocks * self.block_size
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what is cached. False, forgetting nothing, while a request has blocks."""
+        """Evict all cached blocks and return True; return False, evicting none, while a request has blocks."""
         if self._running:
             return False
         self._blocks.clear()
@@ -312,40 +320,40 @@ class KVCacheManager:
         return True
 
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
-        """Count a request that was admitted with ``num_hits`` cached tokens."""
+        """Count ``request``, which was admitted with ``num_hits`` cached tokens."""
         if self.log_stats and self.prefix_cache_lookup_enabled(request):
             kind, stats = "preempted_" if request.num_preemptions else "", self._stats
             for name, more in (("requests", 1), ("queries", request.num_tokens), ("hits", num_hits)):
                 setattr(stats, kind + name, getattr(stats, kind + name) + more)
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
-        """The counts since the last call; None without ``log_stats``."""
+        """Return the counts since the last call; None without ``log_stats``."""
         stats, self._stats = self._stats, PrefixCacheStats()
         return stats if self.log_stats else None
 
     def check(self) -> None:
-        """Prove that every block is in one place. Raises CheckFailed. O(blocks)."""
+        """Prove that every block is free, cached, or held by a request. Raises CheckFailed. O(blocks)."""
         self._blocks.prove([*self._running.values()])
 
-    # -- what a scheduler asks, and there is none of here ------------------------------------------------------------
+    # -- calls of the scheduler for features that are not supported here ---------------------------------------------
 
     def new_step_starts(self) -> None:
-        """A step begins."""
+        """Do nothing; the scheduler calls this when a step begins."""
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """None are told."""
+        """Return 0 for each group: common prefixes are not reported."""
         return [0] * self.num_kv_cache_groups
 
     def take_events(self) -> list[Any]:
-        """There are none."""
+        """Return no events."""
         return []
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
-        """No block is copied."""
+        """Return no copies."""
         return [], []
 
     def take_boundary_state_offloads(self) -> dict[str, Any]:
-        """There are no connectors."""
+        """Return no offloads, because there are no connectors."""
         return {}
 
 
@@ -356,19 +364,19 @@ _NOT_SERVED = {
 
 
 def _growth(spec: Any) -> tuple[int, Growth]:
-    """Tokens in a block of a group, and which of its blocks requests read. Raises SchemaError.
+    """Return the block size in tokens and the growth of a group with ``spec``. Raises SchemaError.
 
-    Full attention has both ``sliding_window`` and ``attention_chunk_size``, or neither: all of it is kept. Several specs of
-    one kind are as the first of them.
+    A spec with both ``sliding_window`` and ``attention_chunk_size``, or neither, is full attention. Of several specs of
+    one kind, the first is used.
     """
     spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
     window, chunk = (getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size"))
     mode, name = getattr(spec, "mamba_cache_mode", ""), type(spec).__name__
     more = ("extra_retained_tokens", "num_speculative_blocks", "num_prefill_checkpoint_blocks", "bounded_replay")
-    is_odd = name in _NOT_SERVED or any(getattr(spec, one, 0) for one in more)
+    is_odd = name in _NOT_SERVED or any(getattr(spec, option, 0) for option in more)
     if is_odd or mode not in ("", "align", "none") or not (mode or hasattr(spec, "head_size")):
         raise SchemaError(
-            f"{name} is not served here as it is: full attention, windows, chunks and states are, without speculative decoding"
+            f"{name} is not supported here; full attention, windows, chunks and states are, without speculative decoding"
         )
     if mode:
         growth = LAST_STATE
@@ -380,9 +388,9 @@ def _growth(spec: Any) -> tuple[int, Growth]:
 
 
 def _namespace(request: Request) -> bytes:
-    """Only requests of one salt and adapter share blocks. Raises BadInput for images."""
+    """Return the namespace of ``request``, which is made of its salt and adapter. Raises BadInput for media."""
     if request.mm_features:
-        raise BadInput(f"request {request.request_id} has images or the like, which are not told apart here")
+        raise BadInput(f"request {request.request_id} has images or other media, which are not supported here")
     lora = request.lora_request
     is_shared = lora is None and request.cache_salt is None
     return b"" if is_shared else repr((request.cache_salt, lora and lora.lora_name)).encode()

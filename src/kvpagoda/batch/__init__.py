@@ -1,1 +1,1 @@
-"""A step's index arrays, for any set of requests, or for a set that runs step after step."""
+"""The index arrays of one step: for any set of sequences, or for a set that runs together for many steps."""

@@ -1,4 +1,4 @@
-"""One step's index arrays, in static buffers, in the spellings that attention kernels take."""
+"""The index arrays of one step, in static buffers, in the forms that FlashAttention and FlashInfer kernels take."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ from kvpagoda.units import whole_number
 
 
 class GroupArrays:
-    """One group's index arrays for one step of ``B`` rows (padded rows last) and ``T`` new tokens; each is made when it is
-    first asked for, in a static buffer. Raises StaleHandle when the batch is over.
+    """The index arrays of one group for one step of ``B`` rows (padded rows last) and ``T`` new tokens.
 
-    ``cache_seqlens`` counts the new tokens too: write them by ``slot_mapping``, then attend. A window group's
-    ``kv_indices`` start at the first block that the row's first new token still reads, ``kv_start`` is that block's
-    first position; earlier cells of ``block_table`` are 0. Where the plan has several kernel pages in a block, tables,
-    ``kv_indptr`` and ``kv_last_page_len`` are in kernel pages (``batch/kernel_pages.py``).
+    Each array is built on first access, in a static buffer, and is valid until the next batch. Accessing one after that
+    raises StaleHandle.
+
+    ``cache_seqlens`` counts the new tokens too: write their rows by ``slot_mapping`` first, then run attention. In a
+    window group ``kv_indices`` start at the first block that the row's first new token still reads. ``kv_start`` is the
+    first position of that block, and the cells of ``block_table`` before it are 0. If the plan divides a block into
+    several kernel pages, ``block_table``, ``kv_indptr``, ``kv_indices`` and ``kv_last_page_len`` are in kernel pages
+    instead of blocks (``batch/kernel_pages.py``).
     """
 
     def __init__(self, batch: Batch, group: BlockGroup) -> None:
@@ -38,18 +41,21 @@ class GroupArrays:
 
     @cached_property
     def block_table(self) -> Any:
-        """int32 ``[B, columns]``: block ids (FlashAttention's page table); cells past a row's last block hold no meaning."""
+        """int32 ``[B, columns]``: block ids (FlashAttention's page table). Cells after a row's end are undefined."""
         name, is_fixed = self._named("block_table"), self._batch.rows.is_fixed
         return self._batch.buffers.put_rows(name, self._cells, self._pages, is_fixed)
 
     @cached_property
     def cache_seqlens(self) -> Any:
-        """int32 ``[B]``: tokens of the row after this step; 0 for padded rows."""
+        """int32 ``[B]``: number of tokens of each row after this step; 0 for padded rows."""
         return self._put("cache_seqlens", self._batch.lengths)
 
     @cached_property
     def slot_mapping(self) -> Any:
-        """int32 ``[T]`` (int64 where it could pass 2^31): block id times block_size plus row; 0 for padded tokens."""
+        """int32 ``[T]``: for each new token, ``block id * block_size + row of the block``; 0 for padded tokens.
+
+        int64 if the group has 2^31 rows or more.
+        """
         batch, size = self._batch, self._batch.block_size
         wide = np.int64 if self._group.plan.num_rows * size >= 2**31 else np.int32
         if batch.rows.one_each:
@@ -65,8 +71,11 @@ class GroupArrays:
 
     @cached_property
     def kv_indices(self) -> Any:
-        """int32 ``[kv_indptr[-1]]``: block ids of all rows, one behind another. Where blocks were added since the last step it
-        is made anew, O(all cells), from ``block_table`` by the device itself: ask for it only if it is used."""
+        """int32 ``[kv_indptr[-1]]``: the block ids of all rows, one row after another (FlashInfer).
+
+        If blocks were added since the last step, the whole array is rebuilt, O(all cells); with a device, the device
+        rebuilds it from ``block_table``. Access it only if the kernels need it.
+        """
         batch, on_device = self._batch, None
         if not batch.buffers.arrays.is_host:
             on_device = self.block_table, self.kv_start, self.kv_indptr, batch.core.plan.kernel_page
@@ -75,7 +84,7 @@ class GroupArrays:
 
     @cached_property
     def kv_last_page_len(self) -> Any:
-        """int32 ``[B]``: rows in use of each row's last block; 0 for padded rows."""
+        """int32 ``[B]``: number of tokens in the last block of each row; 0 for padded rows (FlashInfer)."""
         batch, size = self._batch, self._batch.core.plan.kernel_page
         if size == batch.block_size:
             return self._put("kv_last_page_len", batch.last_page_len)
@@ -84,26 +93,27 @@ class GroupArrays:
 
     @cached_property
     def kv_start(self) -> Any:
-        """int32 ``[B]``: position of the first row of the first block in ``kv_indices``."""
+        """int32 ``[B]``: for each row, the position of the first token of its first block in ``kv_indices``."""
         return self._put("kv_start", self._shown.first * self._batch.block_size)
 
     @cached_property
     def _cells(self) -> Cells:
-        """The group's table in kernel pages."""
-        many, cells = self._group.plan.layout.kernel_pages, self._group.table.cells
-        return cells if many == 1 else PagedCells(cells, many)
+        """The cells of the group's block table, in kernel pages."""
+        pages_per_block, cells = self._group.plan.layout.kernel_pages, self._group.table.cells
+        return cells if pages_per_block == 1 else PagedCells(cells, pages_per_block)
 
     @cached_property
     def _pages(self) -> TableSnapshot:
-        """What is shown of it."""
-        batch, many, shown = self._batch, self._group.plan.layout.kernel_pages, self._shown
-        if many == 1:
+        """The range of each row's cells that this step shows, in kernel pages."""
+        batch, factor, shown = self._batch, self._group.plan.layout.kernel_pages, self._shown
+        if factor == 1:
             return shown
-        end, name = -(-batch.lengths * many // batch.block_size), f"{self._group.name} in kernel pages"
-        return batch.buffers.snapshot(name, self._group.table.version, shown.slots, shown.first * many, end)
+        end, name = -(-batch.lengths * factor // batch.block_size), f"{self._group.name} in kernel pages"
+        return batch.buffers.snapshot(name, self._group.table.version, shown.slots, shown.first * factor, end)
 
     @cached_property
     def _shown(self) -> TableSnapshot:
+        """The range of each row's cells that this step shows, in blocks."""
         batch, group = self._batch, self._group
         first = batch.rows.zeros
         if group.growth.is_bounded:
@@ -119,18 +129,21 @@ class GroupArrays:
 
 
 def _of_group(name: str) -> Any:
-    """A property of a layer's view: the array of that name of its group."""
+    """Return a property of ``LayerView`` that reads the array ``name`` of the layer's group."""
     return property(lambda view: getattr(view.arrays, name), doc=getattr(GroupArrays, name).__doc__)
 
 
 class LayerView:
-    """What one layer's kernels need: its memory, and, as part of a batch, its group's arrays and whose the tokens are.
+    """The memory of one layer and, in a batch, the index arrays of its group. Nothing is copied.
 
-    ``view["k"]`` is a field of the layer's blocks ``[kernel pages, rows, *shape]`` or of its states, by ``state_indices``;
-    ``page_size``: tokens of a kernel page, by which fields and tables go. ``blocks`` and ``state``: their pools, None for what
-    the layer does not keep; they lie where they lie as long as the cache lives. ``step``, ``qo_indptr``, ``state_indices`` and
-    the arrays below: see ``Batch``, valid as long as that is. A view from ``KVCache.layer`` belongs to no batch: there
-    ``step`` is None and asking for an array raises BadInput. No copies.
+    ``view["k"]``: a field of the layer's blocks, ``[kernel pages, rows, *shape]``, or of its states, indexed by
+    ``state_indices``. ``page_size``: tokens per kernel page, the unit of fields and tables. ``blocks`` and ``state``:
+    the layer's pools, None for a kind that the layer does not keep; their addresses do not change while the cache
+    lives.
+
+    ``step``, ``qo_indptr``, ``state_indices`` and the arrays below are described in ``Batch`` and valid as long as the
+    batch is. A view from ``KVCache.layer`` belongs to no batch: its ``step`` is None, and accessing an index array
+    raises BadInput.
     """
 
     block_table = _of_group("block_table")
@@ -148,26 +161,29 @@ class LayerView:
         self.step: Any = None if batch is None else batch.step
         self.state_indices = None if batch is None else batch.state_indices
         self.qo_indptr = None if batch is None else batch.qo_indptr
-        self._group = next((one for one in core.groups if one.growth == layer.growth), None)
+        self._group = next((group for group in core.groups if group.growth == layer.growth), None)
 
     @property
     def arrays(self) -> GroupArrays:
-        """The group's index arrays. Raises BadInput for a layer that keeps nothing per token, and without a batch."""
+        """The index arrays of the layer's group. Raises BadInput if the layer has no blocks, or the view no batch."""
         if self._group is None:
             raise BadInput(f"{self._name} keeps no blocks, so it has no block table")
         if self._batch is None:
             raise BadInput(
-                f"this view of {self._name} is of no step; KVCache.batch(...).layer({self.layer.index}) has arrays"
+                f"this view of {self._name} is of no batch; KVCache.batch(...).layer({self.layer.index}) has arrays"
             )
         return self._batch.arrays(self._group)
 
     def write(self, **rows: Any) -> None:
-        """Write the rows of the step's ``T`` new tokens where ``slot_mapping`` says: ``write(k=.., v=..)``, or whatever rows
-        the layer's blocks have, each ``[T, *shape]``, or with more axes in place of ``T``. They are encoded as the layer keeps
-        them, K and V together where they are packed in one row; what padded tokens have goes to block 0. Nothing is kept from
-        call to call, so that a graph may hold it.
+        """Write the rows of the step's ``T`` new tokens to the slots in ``slot_mapping``: ``write(k=.., v=..)``.
 
-        Raises BadInput (no such rows, another shape, rows of several tokens), StaleHandle; nothing is written then.
+        The keyword names are the rows that the layer's blocks have. Each value is ``[T, *shape]``, or has several axes
+        in place of ``T``. Values are encoded in the layer's format; K and V are joined if the layer packs them in one
+        row. Rows of padded tokens are written to block 0. No state is kept between calls, so a CUDA graph may capture
+        this call.
+
+        Raises BadInput (no such rows, another shape, rows that hold several tokens) and StaleHandle; then nothing is
+        written.
         """
         slots, pool, size = self.slot_mapping, self.blocks, self.block_size
         assert self._batch is not None
@@ -186,25 +202,29 @@ class LayerView:
             pool.write(name, (slots // size, slots % size), values.reshape(len(slots), *kept[name].shape))
 
     def tensor(self, rows: str) -> Any:
-        """The one tensor in which kernels take ``rows`` and what lies beside them, by kernel page or state slot: see
-        ``Pool.tensor``. Raises BadInput for rows that are not in memory, or have no such form."""
+        """Return the one tensor in which kernels take ``rows`` and their neighbours: see ``Pool.tensor``.
+
+        Its first axis is the kernel page or the state slot. Raises BadInput for rows that are not in memory or have no
+        such tensor.
+        """
         pools = [pool for pool in (self.blocks, self.state) if pool is not None and rows in pool]
         if not pools:
             raise BadInput(f"{self._name} has no rows {rows!r} in memory")
         return pools[0].tensor(rows)
 
     def flat_indices(self, rows: Any, rows_per_page: int | None = None) -> Any:
-        """Where chosen rows of the texts lie, as sparse kernels name them: kernel page * rows of a page + row; -1 for none.
+        """Return the flat index ``kernel page * rows per page + row`` of each chosen row, for sparse kernels.
 
-        ``rows``: whole numbers ``[T, k]``, of each new token k positions of its text, or with ``rows_per_page`` k of its
-        compressed rows, -1 for none; a tensor on the cache's device, or numpy without memory. The result is new and like it.
-        Positions that are not kept any more are the caller's to leave out. O(T * k), nothing is read back.
+        ``rows``: integers ``[T, k]``: for each new token, k positions of its request or, with ``rows_per_page``, k
+        compressed rows of it; -1 for none, also in the result. A tensor on the cache's device, or a numpy array if the
+        cache has no memory. The result is a new array of the same kind, shape and dtype. The caller leaves out
+        positions that the group no longer keeps. O(T * k); nothing is read back from the device.
         """
-        size, at = rows_per_page or self.page_size, rows.clip(0)
-        one = at * 0 + 1  # in the dtype of rows
-        is_there = (rows >= 0) * one
-        pages = self.block_table[self.step.request_ids[:, None], at // size]
-        return (pages * (size * one) + at % size) * is_there + is_there - 1
+        size, index = rows_per_page or self.page_size, rows.clip(0)
+        one = index * 0 + 1  # in the dtype of rows
+        is_chosen = (rows >= 0) * one
+        pages = self.block_table[self.step.request_ids[:, None], index // size]
+        return (pages * (size * one) + index % size) * is_chosen + is_chosen - 1
 
     def __getitem__(self, field: str) -> Any:
         pool = self.blocks if self.blocks is not None and field in self.blocks.fields else self.state
@@ -219,29 +239,31 @@ class LayerView:
 
 
 class Batch:
-    """The index arrays of one step: ``B`` rows, of which the last may be padded, and ``T`` new tokens, row behind row. Made by
-    ``KVCache.batch`` and ``PersistentBatch.extend``.
+    """The index arrays of one step: ``B`` rows (padded rows last) and ``T`` new tokens, one row after another.
 
-         of the step             shape        what it says
+    Made by ``KVCache.batch`` and ``PersistentBatch.extend``.
+
+         of the step             shape        meaning
       1  qo_indptr               [B + 1]      where the new tokens of each row begin
-      2  positions               [T]          the position of each new token in its text
+      2  positions               [T]          the position of each new token in its request
       3  state_indices           [B]          the record of each row in the state pools; 0 for padded rows
       4  step.request_ids        [T]          the row of each new token
       5  step.request_slots      [T]          the slot of its request; -1 for padded rows
       6  step.state_rows         [T]          state_indices of its row
 
-         of a layer: batch.layer(i), alike for all layers of a group
+         of a layer: batch.layer(i), the same for all layers of a group
       7  block_table             [B, columns] block ids                                              FlashAttention
       8  cache_seqlens           [B]          tokens of the row, the new ones included; 0 if padded  FlashAttention
-      9  slot_mapping            [T]          where the rows of each new token go                    both, see view.write
+      9  slot_mapping            [T]          the slot that each new token is written to             both; see write
      10  kv_indptr               [B + 1]      where each row begins in kv_indices                    FlashInfer
-     11  kv_indices              [cells]      block ids, row behind row                              FlashInfer
-     12  kv_last_page_len        [B]          rows in use of the last block; 0 if padded             FlashInfer
-     13  kv_start                [B]          position of the first row of the first of kv_indices   windows and chunks
+     11  kv_indices              [cells]      block ids, one row after another                       FlashInfer
+     12  kv_last_page_len        [B]          tokens in the row's last block; 0 if padded            FlashInfer
+     13  kv_start                [B]          position of the row's first token in kv_indices        windows and chunks
 
-    All int32 (9 is int64 in caches of 2^31 rows and more), on the cache's device, or numpy where it has no memory. They lie
-    in static buffers and are valid until the next batch; 7 to 13 are made when they are first asked for. A persistent
-    batch with ``tokens_per_row`` has the same shapes in every step: then 7 has all columns, 11 all cells that there can be.
+    All are int32 (9 is int64 in groups of 2^31 rows or more), on the cache's device, or numpy arrays if the cache has
+    no memory. They are in static buffers and valid until the next batch; 7 to 13 are built on first access. A
+    persistent batch with ``tokens_per_row`` has the same shapes in every step: 7 then has all columns of the table, 11
+    as many cells as all rows can have.
     """
 
     def __init__(
@@ -253,7 +275,10 @@ class Batch:
         rows: StepRows,
         before: Array,
     ) -> None:
-        """``rows.counts[i]`` tokens after the first ``before[i]``, int64 ``[B]``, of each of ``requests``; there is room."""
+        """Prepare a step of ``rows.counts[i]`` tokens of row ``i`` after its first ``before[i]``, int64 ``[B]``.
+
+        ``requests``: those of the rows that are not padded. The caller has made room for the new tokens.
+        """
         buffers.number += 1
         self.core, self._schema, self._requests = core, schema, requests
         self._current = buffers.number, core.capacity.num_moves
@@ -280,28 +305,28 @@ class Batch:
 
     @property
     def positions(self) -> Any:
-        """int32 ``[T]``: the position of each new token."""
+        """int32 ``[T]``: the position of each new token in its request."""
         return self.step.positions
 
     def layer(self, index: int) -> LayerView:
-        """Views and index arrays of layer ``index`` (of its owner, if it shares one). Raises BadInput, StaleHandle."""
+        """Return the view of layer ``index`` (of its owner, if it shares one). Raises BadInput, StaleHandle."""
         self.check_current()
         return LayerView(self.core, self._schema.owner_of(index), self)
 
     def check_current(self) -> None:
-        """Raises StaleHandle when the batch is over."""
+        """Raise StaleHandle if a newer batch was made, blocks have moved, or a sequence was closed or suspended."""
         core, stopped = self.core, self._stopped
         is_newest = self._current == (self.buffers.number, core.capacity.num_moves)
         if not is_newest or (
             stopped != core.counters.stopped
-            and not all(one.state is State.RUNNING and one.resumed_at <= stopped for one in self._requests)
+            and not all(request.state is State.RUNNING and request.resumed_at <= stopped for request in self._requests)
         ):
             raise StaleHandle(
                 "this batch is over: a newer one was made, or one of its sequences was closed or suspended"
             )
 
     def arrays(self, group: BlockGroup) -> GroupArrays:
-        """The index arrays of one group, shared by its layers."""
+        """Return the index arrays of ``group``, which its layers share."""
         if group.name not in self._arrays:
             self._arrays[group.name] = GroupArrays(self, group)
         return self._arrays[group.name]
@@ -315,7 +340,7 @@ def batch_of(
     new_tokens: Many[SupportsIndex],
     pad_to: SupportsIndex | None,
 ) -> Batch:
-    """A step of ``requests``; see ``KVCache.batch``. Raises BadInput, StaleHandle."""
+    """Return the batch of a step of ``requests``; see ``KVCache.batch``. Raises BadInput, StaleHandle."""
     given = new_tokens if isinstance(new_tokens, Iterable) else (new_tokens,)
     counts = [whole_number(n, "new_tokens of a sequence", 1) for n in given]
     if len(requests) != len(counts) or not requests:

@@ -1,6 +1,6 @@
-"""Block tables in the units of kernels: where a block is several kernel pages, page ``p`` of block ``b`` is ``b * pages + p``.
+"""Block tables in kernel pages, if a block is several of them: page ``p`` of block ``b`` has the id ``b * pages + p``.
 
-Slots stay what they are: block * block_size + row is also page * page size + row of the page.
+Slots are the same numbers in both units: ``block * block_size + row`` equals ``page * page_size + row of the page``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from kvpagoda.batch.table_snapshot import Array
 
 
 class PagedCells:
-    """``cells`` int32 ``[rows, columns]`` of blocks, read as ``[rows, columns * many]`` of kernel pages; nothing is copied but
-    what is asked for.
+    """A block table ``cells``, int32 ``[rows, columns]``, read as a table ``[rows, columns * many]`` of kernel pages.
+
+    ``many``: kernel pages per block. Only the cells that are indexed are computed.
 
     >>> PagedCells(np.array([[7, 3]], np.int32), 2)[0, 1:4].tolist()
     [15, 6, 7]
@@ -24,7 +25,7 @@ class PagedCells:
         self._cells, self._many, self.shape = cells, many, (cells.shape[0], cells.shape[1] * many)
 
     def __getitem__(self, at: tuple[Any, Any]) -> Array:
-        """int32: ``[row, first:end]``, or ``[rows, columns]`` with an array of both."""
+        """Return cells as a new int32 array: index with ``[row, first:end]``, or with arrays ``[rows, columns]``."""
         rows, columns = at
         columns = np.arange(columns.start, columns.stop) if isinstance(columns, slice) else columns
         blocks = self._cells[rows, columns // self._many]

@@ -1,4 +1,4 @@
-"""Sequences that run together, step after step, and pay for what changed."""
+"""Sequences that run together for many steps; a step costs only what changed since the one before."""
 
 from __future__ import annotations
 
@@ -20,35 +20,37 @@ from kvpagoda.schema import Schema
 from kvpagoda.units import whole_number
 
 _EVERY, _EVERY_SLID = 64, 8
-"""Blocks that a sequence completes between two times that they are published, where nobody asks for them; the second where
-windows slide then, for until then it keeps what slides out."""
+"""How many blocks a sequence completes before they are published, if nothing asks for them earlier; the second number is for
+models with windows, because a request keeps the blocks that slid out of its windows until then."""
 
 _AHEAD = 15
-"""Blocks beyond those that it needs that a sequence takes of what it reserved, while there are free ones."""
+"""How many blocks more than it needs a sequence takes from its reservation, while enough blocks are free."""
 
 
 class PersistentBatch:
     """Decode steps of a set of sequences. Made by ``KVCache.persistent_batch``.
 
-        batch = running.extend()     room for one more token of each, and the index arrays of the step
+        batch = running.extend()     room for one more token of each sequence, and the index arrays of the step
         ...                          compute it
-        running.commit(tokens)       one token of each is written
+        running.commit(tokens)       one token of each sequence is written
 
-        batch = running.extend(4)            room for a token and three drafts of each
+        batch = running.extend(4)            room for one token and three drafts of each sequence
         ...                                  verify them
-        running.commit(tokens, counts)       so many tokens of each are right
+        running.commit(tokens, counts)       counts[i] tokens of sequence i were accepted
 
-    What a step completes is shareable at once. But to publish blocks of many sequences costs a step more than all else, so
-    that each step publishes those of a few, in turns: 64 blocks of a sequence at a time, 8 where windows slide. Whoever looks
-    for a text, or lacks memory, makes it publish the rest first. States and tiers leave no such choice.
+    Blocks that a step completes are shareable at once. Publishing the blocks of many sequences in one step would take
+    longer than the rest of the step. So each step publishes the blocks of a few sequences in turn, 64 blocks of a
+    sequence at a time, 8 where it has windows. A search of the prefix tree, or a lack of blocks, publishes the rest
+    first. Caches with states or tiers publish each block in the step that completes it.
 
-    Row ``i`` of all arrays is ``sequences[i]``; further rows, up to ``num_rows``, are padded. A step costs a few operations
-    on arrays of ``num_rows``, and some work for each sequence that completes a block or lets one slide out. The arrays
-    have addresses of their own, which stay the same for the life of this object.
+    Row ``i`` of all arrays is ``sequences[i]``; the rows after those, up to ``num_rows``, are padded. A step costs a
+    few operations on arrays of ``num_rows``, and some work for each sequence that completes a block or whose window
+    moves past one. The index arrays do not share buffers with ``KVCache.batch``, and their addresses stay the same for
+    the life of this object.
 
-    Every sequence stays exact by itself: it takes over its tokens when it needs them, and what it does alone
-    (``extend``, ``commit``, ``rewind``) counts from the next call on. One that was closed must be removed, one that was
-    suspended removed or resumed; where ``resume`` lost tokens, the steps are those tokens again, a few at a time, unless
+    Each sequence can still be used alone. It copies its tokens from here when it needs them, and the next call here
+    sees what it did alone (``extend``, ``commit``, ``rewind``). A closed sequence must be removed, a suspended one
+    removed or resumed. If ``resume`` lost tokens, the next steps compute those tokens again, a few at a time, unless
     the sequence commits them alone first.
     """
 
@@ -63,15 +65,15 @@ class PersistentBatch:
         self._publishes_later = lifecycle.publisher.publishes_later
         self._every = 0 if not self._publishes_later else _EVERY_SLID if core.bounded else _EVERY
         self._rows = DecodeRows(num_rows, (self._every + 2) * core.block_size)
-        self._most_lacking = 0  # tokens that a request lacks, at most
-        self._turn = 0  # part of the way to when the next sequence is published
-        self._steps: dict[int, StepRows] = {}  # of steps that compute so many tokens of each
+        self._most_lacking = 0  # upper bound of the tokens in ``newest`` that a request has not copied yet
+        self._turn = 0  # tokens committed since the last sequence was published in turn
+        self._steps: dict[int, StepRows] = {}  # tokens that a step computes of each sequence -> its rows
         self._slots, self._one = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
-        # where in ``newest`` each row begins, and how wide that is
+        # where in the flat ``newest`` each row begins, and how many columns it has
         self._first_of, self._width = np.empty(0, np.int64), 0
         self._batch: Batch | None = None
-        self._due: list[Request] = []  # whose blocks are to be published, or slide
-        self._in_prompt: dict[int, Request] = {}  # row -> request of whose prompt a token is missing, or several
+        self._due: list[Request] = []  # requests with blocks to publish, or with window blocks to release
+        self._in_prompt: dict[int, Request] = {}  # row -> request with prompt tokens that are not committed yet
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -80,13 +82,16 @@ class PersistentBatch:
 
     @exclusive
     def add(self, *sequences: Sequence) -> None:
-        """Give each of ``sequences`` the next padded row. The last token of a prompt may be missing, as where all else was
-        cached: the next step computes it. Raises BadInput, adding none, without rows for them, for one that is here already
-        or of whose prompt more is missing; StaleHandle for one that is closed."""
+        """Give each of ``sequences`` the next padded row.
+
+        Their prompts are committed except for the last token, which may be missing (as after a prefix hit): the next
+        step computes it. Raises BadInput if there are too few rows, a sequence is here already, or more of its prompt
+        is missing; StaleHandle if one is closed. Then none is added.
+        """
         members = (*self._members, *sequences)
         if len(members) > self.num_rows or len({*members}) < len(members):
             raise BadInput(
-                f"{len(sequences)} sequences beside {len(self._members)}, each once, do not go into {self.num_rows} rows"
+                f"cannot add {len(sequences)} sequences to {len(self._members)}: {self.num_rows} rows, each sequence once"
             )
         requests = requests_of(sequences, self._core)
         for request in requests:
@@ -104,8 +109,10 @@ class PersistentBatch:
 
     @either_way
     def remove(self, *sequences: Sequence) -> None:
-        """Let go of ``sequences``, open or closed; the last ones move to their rows. Raises BadInput, removing none, for one
-        that is not here."""
+        """Remove ``sequences``, open or closed; the last sequences move to the rows that become free.
+
+        Raises BadInput if one is not here; then none is removed.
+        """
         if len({*sequences} & {*self._members}) < len(sequences):
             raise BadInput(f"not all {len(sequences)} sequences to be removed are among the {len(self._members)} here")
         rows, members = self._rows, [*self._members]
@@ -123,11 +130,13 @@ class PersistentBatch:
 
     @exclusive
     def extend(self, n: SupportsIndex | None = None) -> Batch:
-        """Make room for the next ``n`` tokens (default ``tokens_per_row``, or one) of every sequence, in every group, or for
-        none; returns the batch of a step that computes them, as ``KVCache.batch`` does: valid until the next ``extend``.
+        """Make room for the next ``n`` tokens of every sequence in every group, and return the batch of that step.
 
-        Raises OutOfBlocks, BadInput past the cache's longest context or for an ``n`` that is not the ``tokens_per_row`` of
-        fixed shapes, StaleHandle if a sequence was closed or suspended and is still here; nothing changed then.
+        ``n`` defaults to ``tokens_per_row``, or to one. The batch is as from ``KVCache.batch``, and valid until the
+        next ``extend``.
+
+        Raises OutOfBlocks; BadInput past the cache's longest context, or if ``n`` differs from ``tokens_per_row``;
+        StaleHandle if a closed or suspended sequence is still here. Then no sequence got room and nothing changed.
         """
         width = self.tokens_per_row
         n = whole_number(
@@ -157,15 +166,18 @@ class PersistentBatch:
 
     @exclusive
     def commit(self, token_ids: Any, counts: Any = None) -> None:
-        """Say that the rows of one more token of each sequence are written: ``token_ids`` int32 ``[len(sequences)]``; or of
-        ``counts[i]`` tokens, 0 or more, of sequence ``i``, which lie row behind row. Otherwise as ``Sequence.commit``.
-        Raises BadInput (no room, other ids), StaleHandle; nothing changed then."""
+        """Declare the rows of one more token of each sequence written: ``token_ids``, int32 ``[len(sequences)]``.
+
+        With ``counts``: of ``counts[i]`` tokens, 0 or more, of sequence ``i``; ``token_ids`` has them one row after
+        another. Otherwise as ``Sequence.commit``. Raises BadInput (no room, ids that differ from the prompt's) and
+        StaleHandle; nothing changed then.
+        """
         self._publish_due()
         self._read()
         rows, n, size, batch = self._rows, len(self._members), self._core.block_size, self._batch
         tokens, before = as_tokens(token_ids, self._core.vocab_size), rows.lengths
         if counts is None and batch is not None and batch.before is before and batch.rows.one_each:
-            after, full, num_tokens = batch.lengths, 0, n  # what it made room for
+            after, full, num_tokens = batch.lengths, 0, n  # the batch has made room for exactly these tokens
             is_due = batch.within[:n] == size - 1
         else:
             each = self._one if counts is None else self._counted(counts)
@@ -183,9 +195,9 @@ class PersistentBatch:
             is_due |= growth.first_kept(after[:n]) // size > growth.first_kept(before[:n]) // size
         due = [self._requests[row] for row in is_due.nonzero()[0].tolist()]
         if self._in_prompt:
-            done = [row for row, one in self._in_prompt.items() if after[row] >= one.prompt_length]
+            done = [row for row, request in self._in_prompt.items() if after[row] >= request.prompt_length]
             due += [self._in_prompt[row] for row in done if not is_due[row]]
-            self._in_prompt = {row: one for row, one in self._in_prompt.items() if row not in done}
+            self._in_prompt = {row: request for row, request in self._in_prompt.items() if row not in done}
         rows.newest.ravel()[places] = tokens
         rows.lengths, self._due = after, due
         self._publish_due()
@@ -195,7 +207,7 @@ class PersistentBatch:
                 self._lifecycle.publisher.settle_waiting(turns)
 
     def _counted(self, counts: Any) -> Array:
-        """``counts`` as int64 ``[num_rows]``. Raises BadInput."""
+        """Return ``counts`` as int64 ``[num_rows]``, 0 for padded rows. Raises BadInput."""
         given, n = np.asarray(counts), len(self._members)
         if given.shape != (n,) or (n and (given.dtype.kind not in "iu" or given.min() < 0)):
             raise BadInput(f"counts are {n} whole numbers of at least 0, one for each sequence, got {counts!r}")
@@ -204,11 +216,14 @@ class PersistentBatch:
         return each
 
     def _places(self, before: Array, after: Array) -> Array:
-        """Where in ``newest`` the tokens ``before .. after - 1`` of each row go, int64."""
+        """Return where in the flat ``newest`` the tokens ``before .. after - 1`` of each row are stored, int64.
+
+        Flushes or widens rows of ``newest`` first where there are too few columns.
+        """
         rows, n, width = self._rows, len(self._members), self._rows.newest.shape[1]
         is_one_each = self._batch is not None and after is self._batch.lengths
         self._most_lacking += 1 if is_one_each else width
-        if self._most_lacking > width:  # it may be that one lacks more than there are places
+        if self._most_lacking > width:  # a request may lack more tokens than a row has columns
             for row in np.flatnonzero((after - rows.known)[:n] > width).tolist():
                 rows.flush(self._requests[row])
             most = self._most_lacking = int((after - rows.known)[:n].max(initial=0))
@@ -224,7 +239,7 @@ class PersistentBatch:
         return self._first_of[row_of] + columns
 
     def _check_prompts(self, tokens: Array, before: Array, after: Array) -> None:
-        """Raises BadInput where a sequence has the next tokens of its prompt to commit, and others are committed."""
+        """Raise BadInput if ``tokens`` of a sequence that is still in its prompt differ from the prompt."""
         ends = np.cumsum(after - before)
         for row, request in self._in_prompt.items():
             at, end = before[row], min(after[row], request.prompt_length)
@@ -237,8 +252,10 @@ class PersistentBatch:
                 )
 
     def _publish_due(self) -> None:
-        """Publish what the last commit completed, or put it down for later; what an interrupt left is done with the next
-        call."""
+        """Publish the blocks that the last commit completed, or register their requests for later publishing.
+
+        If an interrupt stops this, the next call does the rest.
+        """
         if self._due and self._publishes_later:
             for request in self._due:
                 self._lifecycle.publisher.settle_later(request)
@@ -251,18 +268,18 @@ class PersistentBatch:
             self._due.pop()
 
     def _read(self) -> None:
-        """Bring the rows of those that did something alone up to date. Raises StaleHandle, changing nothing."""
+        """Read again the rows of the requests that were used alone. Raises StaleHandle; nothing changed then."""
         rows = self._rows
         if not rows.alone and self._steps:
             return
-        for what, gone in (
+        for what, stopped in (
             ("were closed; remove", [one for one in rows.alone if one.state in (State.CLOSED, State.CLOSING)]),
             ("are suspended; resume or remove", [one for one in rows.alone if one.state is State.SUSPENDED]),
         ):
-            if gone:
-                raise StaleHandle(f"the sequences of rows {sorted(rows.row_of[one] for one in gone)} {what} them")
+            if stopped:
+                raise StaleHandle(f"the sequences of rows {sorted(rows.row_of[one] for one in stopped)} {what} them")
         n = len(self._members)
-        slots, lengths = self._slots.copy(), rows.lengths.copy()  # the last batch has the old ones
+        slots, lengths = self._slots.copy(), rows.lengths.copy()  # copies: the last batch keeps the old arrays
         slots[n:], lengths[n:] = -1, 0
         for request in rows.alone:
             request.detach()

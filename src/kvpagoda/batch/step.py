@@ -1,4 +1,4 @@
-"""The tokens of one step, as the kernels of all layers see them."""
+"""The new tokens of one step, as the kernels of all layers see them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from kvpagoda.batch.table_snapshot import Array
 
 
 class StepRows:
-    """Which rows a step has, and which of them each new token belongs to.
+    """The ``B`` rows of a step, and for each of its ``T`` new tokens the row that it belongs to.
 
-    ``slots`` int64 ``[B]``, -1 for padded rows, which come last; ``counts`` int64 ``[B]``: new tokens. Nobody changes these
-    arrays: arrays that are the same object as in the step before are not put again. ``is_fixed``: whether index arrays are
-    as wide as they can get.
+    ``slots`` int64 ``[B]``: -1 for padded rows, which come last. ``counts`` int64 ``[B]``: new tokens of each row. The
+    arrays must not be changed: an array that is the same object as in the step before is not copied to its buffer
+    again. ``num_sequences``: rows that are not padded. ``is_fixed``: whether index arrays always have their greatest
+    width.
     """
 
     def __init__(self, slots: Array, counts: Array, num_sequences: int, is_fixed: bool = False) -> None:
@@ -24,7 +25,7 @@ class StepRows:
         self.indptr = np.concatenate(([0], np.cumsum(counts)))
         self.row_of = np.repeat(np.arange(len(slots)), counts)
         self.offsets = np.arange(len(self.row_of)) - self.indptr[self.row_of]
-        self.offsets[self.indptr[num_sequences] :] = 0  # padded tokens all go to one place
+        self.offsets[self.indptr[num_sequences] :] = 0  # all padded tokens are written to one place
         self.slot_of = slots[self.row_of]
         self.last = self.indptr[1:] - 1
         self.one_each = len(self.row_of) == len(slots)
@@ -33,13 +34,15 @@ class StepRows:
 
 @dataclass(frozen=True)
 class Step:
-    """Which tokens a step computes: int32 ``[n]`` each, tensors on the cache's device (numpy arrays where it
-    has no memory). Shared by all layers of the step.
+    """The ``n`` tokens that a step computes; all layers share it. The arrays are int32 ``[n]``.
 
-    The tokens of one request lie together, in ascending order of position. ``request_slots``: the slot of each token's
-    request; below 0 for a padded row. ``state_rows``: its record in the state pools. ``dummy``: the record of the state pools
-    that takes what padded rows write, and that nobody reads: the first, or the last (-1). ``is_by_id``: whether block tables
-    have a row for each of ``request_ids``, or for each slot and one more.
+    They are tensors on the cache's device, or numpy arrays if the cache has no memory. The tokens of one request are
+    adjacent, in ascending order of ``positions``.
+
+    ``request_slots``: the slot of each token's request; negative for a padded row. ``request_ids``: the row of each
+    token's request in the step. ``state_rows``: the record of each token's request in the state pools. ``dummy``: the
+    record of the state pools that padded rows write and no kernel reads: the first (0) or the last (-1). ``is_by_id``:
+    whether block tables have a row for each of ``request_ids``; otherwise they have one for each slot, and one more.
     """
 
     request_slots: Any
@@ -51,7 +54,7 @@ class Step:
 
     @cached_property
     def slots(self) -> Any:
-        """int64 ``[n]``: ``request_slots``, -1 for whatever is negative: the last row of a table."""
+        """int64 ``[n]``: ``request_slots``, with -1, the last row of a table, for all negative ones."""
         return self.request_slots.long().clamp(min=-1)
 
     @cached_property
@@ -61,21 +64,25 @@ class Step:
 
     @cached_property
     def rows(self) -> Any:
-        """int64 ``[n]``: ``state_rows``, -1 for whatever is negative."""
+        """int64 ``[n]``: ``state_rows``, with -1 for all negative ones."""
         return self.state_rows.long().clamp(min=-1)
 
     @cached_property
     def starts(self) -> Any:
-        """int64 ``[n]``: the first position of this step of each token's request."""
+        """int64 ``[n]``: for each token, the first position that this step computes of its request."""
         same = self.slots == self.slots
         order, head = same.cumsum(0) - 1, same
         head[1:] = self.slots[1:] != self.slots[:-1]
         return self.positions.long()[(order * head).cummax(0).values]
 
     def writers(self, ring: int, tokens: Any = None) -> Any:
-        """int64 ``[n]``: the record that each token (of ``tokens``, if given) writes in a ring of ``ring`` rows, one behind
-        another: its request's, or ``dummy`` if a later one of the same request takes the same ring row. So every ring row
-        has one writer."""
+        """Return the state record in which each token writes its row of a ring, int64 ``[n]``.
+
+        ``tokens``: the indices of the tokens that write; default all. ``ring``: rows of the ring; token at position
+        ``p`` writes row ``p % ring``, so that adjacent tokens write adjacent rows. The result is the record of the
+        token's request, or ``dummy`` if a later token of the same request writes the same ring row. So every ring row
+        has one writer.
+        """
         rows = self.rows if tokens is None else self.rows[tokens]
         if len(rows) <= ring:
             return rows

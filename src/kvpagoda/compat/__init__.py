@@ -1,1 +1,1 @@
-"""The faces of four existing designs, thin and over the same core: names and behaviours are theirs."""
+"""The interfaces of four existing cache designs, each a thin layer over the core, with the names that they use."""

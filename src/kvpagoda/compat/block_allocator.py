@@ -1,4 +1,4 @@
-"""Blocks: the fixed-size pieces that requests grow by, as int32 tensors on the device."""
+"""An allocator of block ids, handed out as int32 tensors on the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpagoda.units import whole_number
 
 
 class BlockAllocator:
-    """Block ids ``0 .. num_total_blocks - 1``. A face of ``FreeList``; the books are on the host.
+    """Allocates block ids ``0 .. num_total_blocks - 1``. A face of ``FreeList``, which keeps its state on the host.
 
     ``acquire`` and ``release`` run between graph captures only; reading ids that were handed out is safe inside a
     captured graph. ``device``: where ``acquire`` puts its ids; None: CUDA when a GPU is there, else the CPU.
@@ -32,14 +32,15 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that are free."""
+        """The number of free blocks."""
         return self._blocks.num_free
 
     def acquire(self, n: int) -> torch.Tensor:
-        """``n`` distinct block ids, int32 ``[n]`` on the device, the caller's until ``release``. O(n).
+        """Take ``n`` distinct blocks and return their ids, int32 ``[n]`` on the device. O(n).
 
-        Raises OutOfBlocks (a RuntimeError; the text holds ``OOM``, the request, what is free and the total), taking
-        nothing, and BadInput for an ``n`` that is not a whole number of at least 0.
+        The blocks are the caller's until ``release``.
+        Raises OutOfBlocks (a RuntimeError; its text has ``OOM``, the requested, free and total numbers of blocks),
+        taking no block, and BadInput for an ``n`` that is not a whole number of at least 0.
         """
         count = whole_number(n, "the number of blocks to take")
         ids = ids_to(self._blocks.require(count), self.device)
@@ -47,13 +48,13 @@ class BlockAllocator:
         return ids
 
     def release(self, ids: IdsLike) -> None:
-        """Give back blocks: a tensor on any device, an array or a sequence of whole numbers, of any shape. O(n).
+        """Free blocks ``ids``: a tensor on any device, an array or a sequence of whole numbers, of any shape. O(n).
 
         Raises NotOwned for a block that is not held (released twice), out of range or named twice, and BadInput for
-        ids that are not whole numbers. Whatever it raises, nothing has changed.
+        ids that are not whole numbers. If it raises, no block was freed.
         """
         self._blocks.release(ids_from(ids))
 
     def check(self) -> None:
-        """Prove that every block is free or held, once. Raises CheckFailed. O(num_total_blocks)."""
+        """Prove that every block is either free or held. Raises CheckFailed. O(num_total_blocks)."""
         self._blocks.check()

@@ -1,4 +1,4 @@
-"""The two-device engine: a KV tensor a layer on the device, one on the host, and whole blocks moved between them."""
+"""The two-device cache engine: for each layer one KV tensor on the device and one on the host, and block copies."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ NAMED_DTYPES = {
     "half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
     "float32": torch.float32, "int8": torch.int8, "fp8": torch.uint8, "fp8_e4m3": torch.uint8, "fp8_e5m2": torch.uint8,
 }  # fmt: skip
-"""``cache_dtype`` -> the dtype of the tensors. FP8 is kept as bytes: the attention backend views them as its format."""
+"""``cache_dtype`` -> dtype of the tensors. FP8 is stored as uint8, which the attention backend views as its format."""
 
 
 class LayerType(str, Enum):
-    """What ``get_num_layers_by_block_type`` is asked for; equal to the plain word."""
+    """The argument of ``get_num_layers_by_block_type``; equal to the plain string."""
 
     attention = "attention"
 
 
 class Side(NamedTuple):
-    """The memory of one device."""
+    """The cache memory of one device."""
 
     num_blocks: int
     rows: Tensor
-    """uint8 ``[layers * planes * num_blocks, bytes of a row]``: row b of a plane of a layer is what block b keeps there."""
+    """uint8 ``[layers * planes * num_blocks, bytes of a row]``: row b of a plane of a layer belongs to block b."""
     tensors: list[Tensor]
-    """One a layer, over the same memory."""
+    """One tensor per layer, views of the same memory."""
 
 
 class CacheEngine:
-    """``gpu_cache`` and ``cpu_cache``: one tensor a layer, with ``num_gpu_blocks`` and ``num_cpu_blocks`` blocks.
+    """A KV cache on two devices: ``gpu_cache`` and ``cpu_cache`` have one tensor per layer.
 
-    The configs are duck-typed; what is read of them, and kept as attributes of the same names:
+    These have ``num_gpu_blocks`` and ``num_cpu_blocks`` blocks. The configs are duck-typed and kept as attributes of
+    the same names. The engine reads of them:
 
         cache_config      block_size, num_gpu_blocks, num_cpu_blocks (None: no cache there, an empty list of tensors),
                           cache_dtype: "auto" (the model's own) or a name of NAMED_DTYPES
@@ -53,16 +54,16 @@ class CacheEngine:
         parallel_config   pipeline_parallel_size, by which both numbers of blocks are divided
         device_config     device_type: "cuda", "cpu"; None: CUDA when a GPU is there, else the CPU
 
-    ``num_attention_layers`` are those of one pipeline stage and ``num_kv_heads`` those of one tensor rank, as
-    ``model_config`` counts them for ``parallel_config``; its answers are not divided again. ``layer_type`` is the word
-    that layers are counted by (hybrid models count each type on its own).
+    ``num_attention_layers`` counts the layers of one pipeline stage and ``num_kv_heads`` the heads of one tensor rank,
+    as ``model_config`` returns them for ``parallel_config``; they are not divided again. ``layer_type``: the type of
+    layers that are counted (hybrid models count each type separately).
 
-    Shape and stride order are those that ``attn_backend`` asks for:
+    ``attn_backend`` gives the shape and the stride order:
 
         get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size) -> shape, num_blocks once among its axes
-        get_kv_cache_stride_order() -> the axes from outermost to innermost in memory; may be missing (as they come)
+        get_kv_cache_stride_order() -> the axes from outermost to innermost in memory; optional (default: axis order)
 
-    so each tensor has that shape, and its memory is dense in that order. Without a backend: ``[2, num_blocks,
+    Each tensor has that shape, and its memory is dense in that order. Without a backend the shape is ``[2, num_blocks,
     block_size, num_kv_heads, head_size]``, K before V; with MLA ``[num_blocks, block_size, num_kv_heads * head_size]``
     (MLA has one head). The host's tensors are page-locked when a GPU is there. All memory is zero at the start.
 
@@ -115,22 +116,25 @@ class CacheEngine:
     def swap_in(self, src_to_dst: Tensor, *, wait: bool = True) -> None:
         """Copy whole blocks of every layer, bit for bit, from the host to the device.
 
-        ``src_to_dst``: int64 ``[n, 2]``, (host block, device block) pairs. Returns when the bytes are there, or with
-        ``wait=False`` when the copies are queued on the current stream: synchronise before the host reads or reuses a
+        ``src_to_dst``: int64 ``[n, 2]``, (host block, device block) pairs. Returns when the copies are done, or with
+        ``wait=False`` when they are queued on the current stream: then synchronise before the host reads or reuses a
         block. Raises NotOwned for an id out of range or a destination named twice, and BadInput for another shape or
-        dtype, before anything moves. O(bytes moved).
+        dtype, before anything is copied. O(bytes copied).
         """
         self._move(self._cpu, self._gpu, src_to_dst, wait)
 
     def swap_out(self, src_to_dst: Tensor, *, wait: bool = True) -> None:
-        """The same from the device to the host: (device block, host block) pairs."""
+        """Copy whole blocks of every layer, bit for bit, from the device to the host.
+
+        ``src_to_dst``: int64 ``[n, 2]``, (device block, host block) pairs. Otherwise as ``swap_in``.
+        """
         self._move(self._gpu, self._cpu, src_to_dst, wait)
 
     def copy(self, src_to_dsts: Tensor) -> None:
         """Copy whole blocks of every layer within the device; one source may go to several destinations.
 
         ``src_to_dsts``: int64 ``[n, 2]``, (device block, device block) pairs. Raises as ``swap_in``, and NotOwned for a
-        block that is both a source and a destination, before anything moves.
+        block that is both a source and a destination, before anything is copied.
         """
         self._move(self._gpu, self._gpu, src_to_dsts, wait=False)
 
@@ -142,9 +146,10 @@ class CacheEngine:
         *,
         layer_type: Any = LayerType.attention,
     ) -> int:
-        """Bytes of one block over all layers of this rank: K and V rows of ``block_size`` tokens; no V part for MLA.
+        """Return the bytes of one block over all layers of this rank.
 
-        A backend whose shape holds more than that (padded heads) takes more.
+        These are the K and V rows of ``block_size`` tokens; MLA has no V part. A backend whose shape has more elements
+        (padded heads) takes more.
         """
         row = model_config.get_num_kv_heads(parallel_config) * model_config.get_head_size()
         parts = 1 if model_config.use_mla else 2
@@ -153,24 +158,26 @@ class CacheEngine:
         return elements * _cache_dtype(cache_config, model_config).itemsize
 
     def _shape(self, num_blocks: int) -> Shape:
+        """Return the shape of one layer's tensor with ``num_blocks`` blocks."""
         sizes = (num_blocks, self.block_size, self.num_kv_heads, self.head_size)
         if self.attn_backend is not None:
             return tuple(self.attn_backend.get_kv_cache_shape(*sizes))
         return (*sizes[:2], self.num_kv_heads * self.head_size) if self.use_mla else (2, *sizes)
 
     def _stride_order(self, ndim: int) -> Shape:
+        """Return the axes from outermost to innermost, as the backend asks for them. Raises BadInput."""
         order = tuple(range(ndim))
         ask = getattr(self.attn_backend, "get_kv_cache_stride_order", None)
-        with suppress(NotImplementedError):  # a base class that leaves it open
+        with suppress(NotImplementedError):  # raised by a base class that does not define it
             order = order if ask is None else tuple(ask())
         if sorted(order) != list(range(ndim)):
             raise BadInput(f"stride order {order} is not an order of the {ndim} axes of the cache shape")
         return order
 
     def _allocate(self, num_blocks: int | None, device: Device) -> Side:
-        """Memory with a row for each block of each plane of each layer, and the views of it in the backend's shape.
+        """Allocate memory with a row for each block of each plane of each layer, and its views in the backend's shape.
 
-        A layer in memory, planes being the axes outside of the block axis (K and V, or heads):
+        A layer in memory; planes are the indices of the axes outside the block axis (K and V, or heads):
 
             | plane 0: block 0, block 1, .. | plane 1: block 0, block 1, .. | ..
         """
@@ -181,7 +188,7 @@ class CacheEngine:
         in_memory = [shape[axis] for axis in order]
         axes = [place for place, axis in enumerate(order) if shape[axis] != longer[axis]]
         if len(axes) != 1 or in_memory[axes[0]] != num_blocks:
-            raise BadInput(f"cache shape {shape} for {num_blocks} blocks and {longer} for one more: no one block axis")
+            raise BadInput(f"cache shape {shape} for {num_blocks} blocks, {longer} for one more: need one block axis")
         device = default_device(device)
         is_pinned = device.type == "cpu" and torch.cuda.is_available()
         layers = torch.zeros(
@@ -194,7 +201,7 @@ class CacheEngine:
         )
 
     def _move(self, source: Side, target: Side, pairs: Tensor, wait: bool) -> None:
-        """Copy the blocks ``pairs`` of every plane of every layer, in one call."""
+        """Copy the blocks ``pairs`` of every plane of every layer, in one call of ``copy_rows``."""
         pairs = _proven_pairs(pairs, source.num_blocks, target.num_blocks)
         both = set(pairs[:, 0].tolist()) & set(pairs[:, 1].tolist()) if source is target else ()
         if both:
@@ -209,6 +216,7 @@ class CacheEngine:
 
 
 def _cache_dtype(cache_config: Any, model_config: Any) -> torch.dtype:
+    """Return the dtype of the cache's tensors. Raises BadInput for a name that is not in ``NAMED_DTYPES``."""
     name = model_config.dtype if cache_config.cache_dtype == "auto" else cache_config.cache_dtype
     if isinstance(name, torch.dtype):
         return name
@@ -218,7 +226,7 @@ def _cache_dtype(cache_config: Any, model_config: Any) -> torch.dtype:
 
 
 def _proven_pairs(pairs: Tensor, num_src: int, num_dst: int) -> Tensor:
-    """``pairs`` on the host, every id in range and every destination named once."""
+    """Return ``pairs`` on the host. Raises BadInput, and NotOwned for ids out of range or a destination named twice."""
     if not isinstance(pairs, torch.Tensor) or pairs.dtype != torch.int64 or pairs.ndim != 2 or pairs.shape[1] != 2:
         given = f"{pairs.dtype} {list(pairs.shape)}" if isinstance(pairs, torch.Tensor) else type(pairs).__name__
         raise BadInput(f"block pairs must be an int64 tensor [n, 2], got {given}")

@@ -1,7 +1,7 @@
 """The two pools of one compressed-attention layer: entries by block, and window and tails by request slot.
 
-Both have one record more than asked for, the last one: it absorbs what padded rows write (block -1, slot -1) and no
-attribute shows it. An attribute that this layer, or this encoding, does not have is None.
+Both have one record more than requested, the last one: padded rows (block -1, slot -1) write to it, and no attribute
+shows it. An attribute that the layer or its encoding does not have is None.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ STATE_FIELDS = {name: name for name in (*_SWA, *_TAILS, *(f"idx_{name}" for name
 class PagedKVPool(Pool):
     """Entries and indexer keys of one CSA or HCA layer, for ``num_blocks`` blocks of 128 tokens.
 
-    With e entries a block (CSA 32, HCA 1), d = head_dim, r = rope_dim, i = indexer dim; HCA has no indexer keys:
+    With e entries per block (CSA 32, HCA 1), d = head_dim, r = rope_dim, i = indexer dim; HCA has no indexer keys:
 
         entries_fp8      [blocks, e, d - r] uint8 (E4M3)      inv_scale       [blocks, e] float32
         entries_rope     [blocks, e, r]     bfloat16          entries_scales  [blocks, e, 8] uint8 (584-byte form)
-        indexer_keys_fp4 [blocks, e, i / 2] uint8, two codes a byte, the even element in the low half
+        indexer_keys_fp4 [blocks, e, i / 2] uint8, two codes per byte, the even element in the low half
         indexer_keys_scales [blocks, e, i / 32] uint8, powers of two (NVFP4: i / 16, E4M3)
         entries          [blocks, e, d] and indexer_keys [blocks, e, i]: the raw form
 
-    All alias the pool's memory. Raises BadInput for a layer without entries.
+    All are views of the pool's memory. Raises BadInput for a layer without entries.
 
     >>> from kvpagoda import DSV4Config, build_schedule, build_schema
     >>> config = DSV4Config.flash()
@@ -63,12 +63,12 @@ class PagedKVPool(Pool):
         return _shown(self, name, ENTRY_FIELDS)
 
     def memory_bytes(self) -> int:
-        """Bytes allocated, with the hidden record and alignment."""
+        """Return the bytes allocated, including the hidden record and alignment."""
         return self.arena.nbytes
 
 
 class StateCachePool(Pool):
-    """What one layer keeps for each of ``max_requests`` requests, whatever their length.
+    """The state of one layer for each of ``max_requests`` requests; its size does not depend on their length.
 
     With w = window, t = tail_buffer_size (CSA 3, HCA 127), o = overlap_size (CSA 4), d = head_dim, r = rope_dim:
 
@@ -80,8 +80,8 @@ class StateCachePool(Pool):
         idx_tail_.., idx_overlap_..                   the same for the indexer, d = indexer dim; CSA only
         swa      [requests, w, d]                     the raw form
 
-    Ring rows are addressed by position modulo their number, so heads and lengths follow from ``swa_pos``. All these alias
-    the pool's memory.
+    A ring row is addressed by position modulo the number of rows, so ``swa_pos`` determines heads and lengths. All
+    attributes above are views of the pool's memory.
 
     >>> from kvpagoda import DSV4Config, build_schedule, build_schema
     >>> config = DSV4Config.flash()
@@ -109,27 +109,29 @@ class StateCachePool(Pool):
 
     @property
     def swa_head(self) -> Tensor:
-        """int32 ``[requests]``: one past the highest position written. Derived from ``swa_pos``; the caller's own."""
+        """int32 ``[requests]``: one more than the highest position written. A new tensor, computed from ``swa_pos``."""
         return self["swa_pos"][: self.max_requests].amax(dim=1) + 1
 
     @property
     def tail_len(self) -> Tensor | None:
-        """int32 ``[requests]``: tokens whose window is still open, ``swa_head % ratio``; None for SWA. Derived."""
+        """int32 ``[requests]``: tokens in the open window, ``swa_head % ratio``; None for SWA. A new tensor."""
         ratio = self.schema.kind.ratio
         return self.swa_head % ratio if ratio else None
 
     def reset_slot(self, slot: SupportsIndex) -> None:
-        """Make the row of ``slot`` as new: nothing of the request before is left. Raises NotOwned if out of range."""
+        """Reset the row of ``slot`` to its initial values. Raises NotOwned if ``slot`` is out of range."""
         self.arena.reset(self._ids.in_range(slot))
 
     def memory_bytes(self) -> int:
-        """Bytes allocated, with the hidden record and alignment."""
+        """Return the bytes allocated, including the hidden record and alignment."""
         return self.arena.nbytes
 
 
 def _shown(pool: Pool, name: str, fields: Mapping[str, str]) -> Tensor | None:
-    """The field behind attribute ``name``, ``[records, rows, *shape]`` without the hidden record; None if the layer has no
-    such field."""
+    """Return the field behind attribute ``name``, ``[records, rows, *shape]`` without the hidden record.
+
+    None if the layer has no such field. Raises AttributeError for a name that is not in ``fields``.
+    """
     if name not in fields:
         raise AttributeError(f"{type(pool).__name__!r} object has no attribute {name!r}")
     field = pool.fields.get(fields[name])

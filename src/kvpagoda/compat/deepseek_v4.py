@@ -1,6 +1,6 @@
-"""DeepSeek-V4 (arXiv 2606.19348): which layer has which attention, and what each of them keeps.
+"""DeepSeek-V4 (arXiv 2606.19348): the attention type of each layer, and what each layer keeps in the cache.
 
-attention   entries               per request                            Flash   Pro
+attention   entries               per request                            Flash   Pro   (number of layers)
 CSA         1 per 4 tokens        window, tail and overlap, indexer's    21      30
 HCA         1 per 128 tokens      window, tail                           20      31
 SWA         none                  window                                 2       0
@@ -20,18 +20,18 @@ from kvpagoda.schema.from_hf import KV_FORMATS
 from kvpagoda.units import ceil_div, whole_number
 
 BLOCK_SIZE_ORIGINAL_TOKENS = 128
-"""Tokens of the text that one block stands for: the least common multiple of the two compression ratios."""
+"""Original tokens per block: the least common multiple of the two compression ratios."""
 
 FP8_PER_ENTRY = Encoding("fp8", kept=64)
 """580-byte entries: 448 E4M3 codes, 64 bfloat16 RoPE elements, one float32 inverse scale."""
 
 FP8_UE8M0 = Encoding("fp8_ue8m0", kept=64, group=64)
-"""584-byte entries: 448 E4M3 codes, 64 bfloat16 RoPE elements, 7 power-of-two scales and one byte of padding. What the
-model was trained with and what FlashMLA reads."""
+"""584-byte entries: 448 E4M3 codes, 64 bfloat16 RoPE elements, 7 power-of-two scales and one byte of padding. The model
+was trained with this format, and FlashMLA reads it."""
 
 
 class AttentionType(Enum):
-    """What a layer attends to; the value is the layer type in transformers.
+    """The attention of a layer; the value is the layer type in transformers.
 
     >>> AttentionType("sliding_attention").name
     'SWA'
@@ -43,7 +43,7 @@ class AttentionType(Enum):
 
 
 class FFNType(Enum):
-    """What stands beside the attention: experts, or one dense network.
+    """The feed-forward part of a layer: experts, or one dense network.
 
     >>> {spec.ffn.name for spec in build_schedule(DSV4Config.pro())}
     {'MOE'}
@@ -54,7 +54,7 @@ class FFNType(Enum):
 
 
 class RouterMode(Enum):
-    """How tokens find their experts: by a hash of the token id, or by a learned dense router.
+    """How tokens are routed to experts: by a hash of the token id, or by a learned dense router.
 
     >>> [spec.router_mode.name for spec in build_schedule(DSV4Config.flash())[2:4]]
     ['HASH', 'DENSE']
@@ -66,10 +66,10 @@ class RouterMode(Enum):
 
 @dataclass(frozen=True)
 class DSV4Config:
-    """The numbers of the model that decide what is cached. ``compress_ratios`` has one number for each layer.
+    """The model's numbers that determine its cache. ``compress_ratios`` has one number per layer.
 
-    ``encoding`` is that of entries and window rows; its ``kept`` part is always ``rope_dim``, whatever is given.
-    ``index_encoding`` is that of the indexer's keys. Raises SchemaError.
+    ``encoding``: format of entries and window rows; its ``kept`` is always set to ``rope_dim``. ``index_encoding``:
+    format of the indexer's keys. Raises SchemaError.
 
     >>> DSV4Config.flash().num_layers, DSV4Config.pro().schema(encoding=FP8_UE8M0).bytes_per_token
     (43, 5031.4375)
@@ -94,13 +94,13 @@ class DSV4Config:
 
     @classmethod
     def pro(cls, *, encoding: Encoding = FP8_PER_ENTRY, index_encoding: Encoding = MXFP4) -> DSV4Config:
-        """V4-Pro: 61 layers, 0 and 1 HCA, then CSA and HCA in turn."""
+        """Return the config of V4-Pro: 61 layers, 0 and 1 HCA, then CSA and HCA in turn."""
         ratios = (128, 128, *(4, 128) * 29, 4)
         return cls(ratios, "deepseek-v4-pro", index_topk=1024, encoding=encoding, index_encoding=index_encoding)
 
     @classmethod
     def flash(cls, *, encoding: Encoding = FP8_PER_ENTRY, index_encoding: Encoding = MXFP4) -> DSV4Config:
-        """V4-Flash: 43 layers, 0 and 1 SWA, then CSA and HCA in turn."""
+        """Return the config of V4-Flash: 43 layers, 0 and 1 SWA, then CSA and HCA in turn."""
         ratios = (0, 0, *(4, 128) * 20, 4)
         return cls(ratios, "deepseek-v4-flash", encoding=encoding, index_encoding=index_encoding)
 
@@ -126,7 +126,7 @@ class DSV4Config:
         return len(self.compress_ratios)
 
     def schema(self, *, encoding: Encoding | None = None, index_encoding: Encoding | None = None) -> Schema:
-        """The schema of the whole model; an encoding given here takes the place of the config's."""
+        """Return the schema of the whole model. An encoding given here replaces that of the config."""
         config = replace(self, encoding=encoding or self.encoding, index_encoding=index_encoding or self.index_encoding)
         layers = tuple(build_schema(config, spec).layer for spec in build_schedule(config))
         return Schema(layers, self.name, self.max_positions, self.vocab_size)
@@ -134,7 +134,7 @@ class DSV4Config:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer of the model: its attention, its feed-forward part and how that one is routed.
+    """One layer of the model: its attention, its feed-forward part, and the routing of the latter.
 
     >>> spec = build_schedule(DSV4Config.flash())[2]
     >>> spec.layer_idx, spec.attn.name, spec.ffn.name, spec.router_mode.name
@@ -148,7 +148,7 @@ class LayerSpec:
 
 
 def build_schedule(config: DSV4Config) -> list[LayerSpec]:
-    """The layers in order. All have experts; the first ``num_hash_layers`` route by hash.
+    """Return the layers in order. All have experts; the first ``num_hash_layers`` route by hash.
 
     >>> "".join(spec.attn.name[0] for spec in build_schedule(DSV4Config.flash())[:6])
     'SSCHCH'
@@ -162,7 +162,7 @@ def build_schedule(config: DSV4Config) -> list[LayerSpec]:
 
 @dataclass(frozen=True)
 class LayerSchema:
-    """What one layer keeps; everything follows from ``kind``. Counts are 0 where a layer does not have the thing.
+    """The cache shape of one layer, derived from ``kind``. A count is 0 if the layer has no such rows.
 
     >>> config = DSV4Config.flash()
     >>> csa = build_schema(config, build_schedule(config)[2])
@@ -178,22 +178,22 @@ class LayerSchema:
 
     @property
     def entries_per_block(self) -> int:
-        """Compressed entries of one block."""
+        """Compressed entries per block."""
         return BLOCK_SIZE_ORIGINAL_TOKENS // self.kind.ratio if self.kind.ratio else 0
 
     @property
     def indexer_entries_per_block(self) -> int:
-        """Indexer keys of one block."""
+        """Indexer keys per block."""
         return self.entries_per_block if self.kind.index_dim else 0
 
     @property
     def tail_buffer_size(self) -> int:
-        """Rows of tokens whose window is still open: at most ratio - 1."""
+        """Rows kept for tokens whose compression window is still open: ratio - 1."""
         return max(0, self.kind.ratio - 1)
 
     @property
     def overlap_size(self) -> int:
-        """Rows of the last closed window that its successor still pools over."""
+        """Rows kept of the last closed compression window, over which the next window pools too."""
         return self.kind.ratio if self.kind.overlap else 0
 
     @property
@@ -223,20 +223,20 @@ class LayerSchema:
 
     @property
     def layer(self) -> Layer:
-        """This layer as one of a ``Schema``."""
+        """This layer as a ``Layer`` of a ``Schema``."""
         return Layer(self.layer_idx, self.attn.value, (self.kind,))
 
     def block_layout(self) -> RowLayout:
-        """The record of one block of this layer; 0 bytes for SWA."""
+        """Return the layout of one block of this layer; 0 bytes for SWA."""
         return Group(FULL, (self.layer,)).block_layout(BLOCK_SIZE_ORIGINAL_TOKENS)
 
     def state_layout(self) -> RowLayout:
-        """The record of one request's state of this layer."""
+        """Return the layout of one request's state of this layer."""
         return Group(STATE, (self.layer,)).block_layout()
 
 
 def build_schema(config: DSV4Config, layer_spec: LayerSpec) -> LayerSchema:
-    """What layer ``layer_spec`` keeps.
+    """Return the cache shape of layer ``layer_spec``.
 
     >>> config = DSV4Config.pro()
     >>> build_schema(config, build_schedule(config)[0]).tail_buffer_size
@@ -253,16 +253,17 @@ def build_schema(config: DSV4Config, layer_spec: LayerSpec) -> LayerSchema:
 def compute_block_budget(
     config: DSV4Config, schedule: Sequence[LayerSpec], max_tokens: int, max_requests: int
 ) -> dict[str, int]:
-    """Blocks for ``max_tokens`` tokens in all, held by at most ``max_requests`` requests, however they divide them.
+    """Return the blocks needed for ``max_tokens`` tokens in all, divided in any way among ``max_requests`` requests.
 
-    ``csa`` and ``hca`` are blocks of 128 tokens for *each layer* of that type: what ``num_blocks_per_csa_layer`` and
-    ``num_blocks_per_hca_layer`` of a ``KVCacheManager`` must be. A block is taken when its first entry is written. In a
-    CSA layer that is its 4th token, so every request may hold one block that is nearly empty; in an HCA layer it is its
-    128th token, so no block is ever partly filled. That is why ``csa`` is the larger one: by about one block a request.
+    ``csa`` and ``hca`` are blocks of 128 tokens for *each layer* of that type: the ``num_blocks_per_csa_layer`` and
+    ``num_blocks_per_hca_layer`` of a ``KVCacheManager``. A block is taken when its first entry is written. In a CSA
+    layer that is at the block's 4th token, so every request may hold one block that is nearly empty. In an HCA layer it
+    is at the 128th token, so no block is ever partly filled. So ``csa`` is larger, by about one block per request.
 
-    That says little about memory: a CSA block is some 36 times as large as an HCA block, and the layers differ in number.
-    ``csa_bytes`` and ``hca_bytes`` are the data of these blocks over all layers of the type, and ``state_bytes`` that of
-    ``max_requests`` state rows over all layers, without alignment and without the hidden row of each pool.
+    These numbers say little about memory: a CSA block is about 36 times as large as an HCA block, and the numbers of
+    layers differ. ``csa_bytes`` and ``hca_bytes`` are the bytes of these blocks over all layers of the type;
+    ``state_bytes`` is those of ``max_requests`` state rows over all layers. They include neither alignment nor the
+    hidden row of each pool.
 
     Raises BadInput unless both are positive whole numbers.
 
@@ -286,15 +287,18 @@ def compute_block_budget(
 
 
 def most_blocks(ratio: int, max_tokens: int, max_requests: int) -> int:
-    """The most blocks of one layer with this compression ratio that ``max_tokens`` tokens can take, and never fewer than
-    their whole blocks. Worst case: every request opens its first block with ``ratio`` tokens, and what is left fills
-    128 tokens for each further block."""
+    """Return the most blocks that ``max_tokens`` tokens can take in one layer with compression ratio ``ratio``.
+
+    At least as many as the tokens fill. Worst case: every request takes its first block with ``ratio`` tokens, and
+    every 128 of the other tokens take a further block.
+    """
     requests = min(max_requests, max_tokens // ratio)
     worst = requests + (max_tokens - ratio * requests) // BLOCK_SIZE_ORIGINAL_TOKENS
     return max(worst, ceil_div(max_tokens, BLOCK_SIZE_ORIGINAL_TOKENS))
 
 
 def _preset(config: DSV4Config, kv_format: str) -> Schema:
+    """Return the schema of ``config`` for ``kv_format``. Raises BadInput for an unknown name."""
     if kv_format not in tuple(KV_FORMATS):
         raise unknown_name("kv_format", kv_format, KV_FORMATS)
     packed = KV_FORMATS[kv_format]
@@ -305,5 +309,7 @@ def _preset(config: DSV4Config, kv_format: str) -> Schema:
 PRESETS: dict[str, Callable[[str], Schema]] = {
     config.name: partial(_preset, config) for config in (DSV4Config.flash(), DSV4Config.pro())
 }
-"""Models by name: the schema for a ``kv_format``, ``raw`` (bfloat16 rows), ``fp8`` (584-byte entries, MXFP4 index
-keys), or another of ``KV_FORMATS``."""
+"""Model name -> function that returns its schema for a ``kv_format``.
+
+``kv_format``: ``raw`` (bfloat16 rows), ``fp8`` (584-byte entries, MXFP4 index keys), or another of ``KV_FORMATS``.
+"""

@@ -1,4 +1,4 @@
-"""Recurrent and convolution states of gated-delta-net layers, one row a request slot."""
+"""A pool of the recurrent and convolution states of gated-delta-net layers, one row per request slot."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Slots = int | Sequence[int] | Tensor
 
 
 class GDNPool:
-    """States of fixed size over a layer-major arena: copied and reset, never shared.
+    """States of gated-delta-net layers over a layer-major arena. They are copied and reset, never shared.
 
         slot    0    |      1 .. max_reqs       |  max_reqs + 1 .. max_reqs + max_track_slots
-             padding | those of ReqToTokenPool  |  track slots: checkpoints kept by a prefix cache
+             padding | slots of ReqToTokenPool  |  track slots: checkpoints kept by a prefix cache
 
-    All zero at the start, and alive as long as the pool:
+    All states are zero at the start, and the tensors are valid as long as the pool lives:
 
         recurrent_state  float32  [layers, slots, num_v_heads, head_k_dim, head_v_dim]
         conv_state       dtype    [layers, slots, conv_dim, conv_kernel_size - 1]
 
-    In memory v lies before k, so that the elements of one k vector are neighbours, as most kernels read them:
-    ``get_layer_state`` gives that order, dense, and ``recurrent_state`` the other, a view of the same bytes. All arguments
-    are attributes; ``device`` None: CUDA when a GPU is there, else the CPU. Raises BadInput.
+    In memory v is before k, so that the elements of one k vector are adjacent, as most kernels read them.
+    ``get_layer_state`` returns that order, dense; ``recurrent_state`` has the other order, as a view of the same bytes.
+    All arguments are attributes; ``device`` None: CUDA when a GPU is there, else the CPU. Raises BadInput.
 
     >>> pool = GDNPool(max_reqs=4, num_gdn_layers=2, num_v_heads=8, head_k_dim=16, head_v_dim=32, conv_dim=64,
     ...                conv_kernel_size=4, device="cpu", max_track_slots=2)
@@ -75,7 +75,7 @@ class GDNPool:
             delta(self.num_v_heads, self.head_k_dim, self.head_v_dim),
             Rows("conv", (self.conv_dim, self.conv_kernel_size - 1), dtype_name(dtype)),
         ]
-        # The widest elements first: then every region starts aligned to its element without a byte of padding.
+        # Widest elements first: then every region is aligned to its elements without padding.
         states.sort(key=lambda rows: -itemsize(rows.dtype))
         layers = range(self.num_gdn_layers)
         layout = RowLayout.of(
@@ -86,34 +86,37 @@ class GDNPool:
         self.recurrent_state, self.conv_state = (self.arena.all_layers(name)[:, :, 0] for name in ("recurrent", "conv"))
 
     def get_layer_state(self, gdn_layer_idx: int) -> tuple[Tensor, Tensor]:
-        """The states of a layer, counted among the GDN layers, as views of the pool: recurrent ``[slots, num_v_heads,
-        head_v_dim, head_k_dim]``, dense, the transpose of ``recurrent_state[gdn_layer_idx]``, and conv ``[slots, conv_dim,
-        conv_kernel_size - 1]``. Raises BadInput."""
+        """Return the recurrent and the conv states of one layer, as views of the pool.
+
+        ``gdn_layer_idx`` counts the GDN layers only. Recurrent: ``[slots, num_v_heads, head_v_dim, head_k_dim]``,
+        dense, the transpose of ``recurrent_state[gdn_layer_idx]``. Conv: ``[slots, conv_dim, conv_kernel_size - 1]``.
+        Raises BadInput.
+        """
         if whole_number(gdn_layer_idx, "a GDN layer") >= self.num_gdn_layers:
             raise BadInput(f"layer {gdn_layer_idx} is not one of the {self.num_gdn_layers} GDN layers of this pool")
         return self.recurrent_state[gdn_layer_idx].transpose(-1, -2), self.conv_state[gdn_layer_idx]
 
     def reset_states(self, req_pool_indices: Slots) -> None:
-        """Set all states of these slots (an int, a sequence or an integer tensor) to zero. Raises NotOwned. O(bytes)."""
+        """Set all states of these slots (int, sequence or integer tensor) to zero. Raises NotOwned. O(bytes)."""
         self.arena.reset(integers(req_pool_indices, "slots").reshape(-1))
 
     def alloc_track_slot(self) -> int | None:
-        """A free track slot, or None. Its states are whatever they were: copy into it. O(1)."""
+        """Take a free track slot; None if there is none. Its states are not reset: copy states into it. O(1)."""
         return int(self._track.acquire(1)[0]) if self._track.num_free else None
 
     def free_track_slot(self, slot: int) -> None:
-        """Give a track slot back. Raises NotOwned if it is free or no track slot: nothing changes. O(1)."""
+        """Free a track slot. Raises NotOwned if it is free already or no track slot; nothing changed then. O(1)."""
         self._track.release_id(slot)
 
     def available_track_slots(self) -> int:
-        """Track slots that are free."""
+        """Return the number of free track slots."""
         return self._track.num_free
 
     def copy_states(self, src_index: Slots, dst_index: Slots) -> None:
-        """Copy all states of each slot of ``src_index`` to the slot of ``dst_index`` beside it; any two slots of the pool.
+        """Copy all states of slot ``src_index[i]`` to slot ``dst_index[i]``, for all ``i``; any slots of the pool.
 
         All sources are read before a destination of the same layer is written. Raises NotOwned for a slot out of range
-        or a destination named twice, and BadInput for lists of different lengths, before anything moves. O(bytes).
+        or a destination named twice, and BadInput for lists of different lengths, before anything is copied. O(bytes).
         """
         sources, targets = (self.arena.row_index(integers(s, "slots").reshape(-1)) for s in (src_index, dst_index))
         if len(sources) != len(targets):
@@ -123,9 +126,9 @@ class GDNPool:
         self.arena.copy(sources, targets)
 
     def mem_bytes(self) -> int:
-        """Bytes allocated, which is the bytes of all states."""
+        """Return the bytes allocated; they are the bytes of all states."""
         return self.arena.nbytes
 
     def check(self) -> None:
-        """Prove that every track slot is free or held, once. Raises CheckFailed."""
+        """Prove that every track slot is either free or held. Raises CheckFailed."""
         self._track.check()

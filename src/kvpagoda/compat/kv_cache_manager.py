@@ -1,7 +1,7 @@
-"""The cache of a hybrid compressed-attention model, driven by slot: every layer's pools and who owns their blocks.
+"""The cache of a hybrid compressed-attention model, driven by slots: pools, allocators and block tables of every layer.
 
     slot          row of every state pool, and of every block table
-    block table   [slots + 1, max_blocks] a layer: the blocks of each request in the order of the text, -1 = none yet
+    block table   [slots + 1, max_blocks] per layer: the blocks of each request in order of position, -1 = none yet
 
 An engine admits a request, appends a block to a layer's table before the first entry of that block is written (CSA:
 with the 4th token of every 128, HCA: with the 128th), and releases the request. Nothing is shared between requests.
@@ -39,11 +39,10 @@ Tensor = torch.Tensor
 
 
 class LayerBlocks:
-    """Who holds the blocks of one layer (``group``), and ``table``: the cells of its table as int32 where kernels read them,
-    on the CPU the same memory.
+    """The blocks of one layer: ``group``, which knows their owners, and ``table``, the block table for kernels.
 
-    The host's memory is not page-locked: a copy from such memory has read its source when it returns, so that the host
-    may write on at once.
+    ``table``: int32 on the device; on the CPU the memory of the group's own table. The host side is not page-locked: a
+    copy from pageable memory has read its source when it returns, so the host may write it again at once.
     """
 
     def __init__(self, group: BlockGroup, device: torch.device) -> None:
@@ -51,7 +50,7 @@ class LayerBlocks:
         self.table: Tensor = self._arrays.twin(group.table.cells)
 
     def upload(self, slot: int) -> None:
-        """Bring the row of ``slot`` up to date; nothing to copy on the CPU."""
+        """Copy the row of ``slot`` to the device; does nothing on the CPU."""
         if not self._arrays.is_host:
             self._arrays.upload(self.table, self.group.table.cells[slot], slot)
 
@@ -59,10 +58,10 @@ class LayerBlocks:
 class KVCacheManager:
     """Schemas, pools, allocators and block tables of every layer in ``schedule`` (layer i at position i).
 
-    ``max_concurrent_requests`` state rows; blocks of 128 tokens for each layer: ``compute_block_budget`` says how many.
-    Of layer i: ``schemas[i]``; ``state_pools[i]``; and, None for SWA layers, ``paged_pools[i]``, ``allocators[i]``, who owns
-    its blocks, and ``block_tables[i]``, int32 ``[slots + 1, max_blocks]`` on the device, -1 = empty. All memory is taken
-    here. Raises BadInput.
+    It has ``max_concurrent_requests`` state rows and, for each layer, the given number of blocks of 128 tokens (see
+    ``compute_block_budget``). Layer i has ``schemas[i]`` and ``state_pools[i]``, and, all None for SWA layers,
+    ``paged_pools[i]``, ``allocators[i]``, which owns its blocks, and ``block_tables[i]``, int32 ``[slots + 1,
+    max_blocks]`` on the device, -1 = empty. The constructor allocates all memory. Raises BadInput.
 
     >>> from kvpagoda import DSV4Config, build_schedule
     >>> config = DSV4Config((0, 4, 128), head_dim=64, rope_dim=16, index_dim=32)    # an SWA, a CSA and an HCA layer
@@ -88,7 +87,7 @@ class KVCacheManager:
         device: Device = None,
     ) -> None:
         (num_slots,) = positive_numbers(max_concurrent_requests=max_concurrent_requests)
-        least = {spec.attn: 1 for spec in schedule}  # none are needed where no layer takes any
+        least = {spec.attn: 1 for spec in schedule}  # at least one block if a layer needs blocks
         num_csa = whole_number(num_blocks_per_csa_layer, "num_blocks_per_csa_layer", least.get(AttentionType.CSA, 0))
         num_hca = whole_number(num_blocks_per_hca_layer, "num_blocks_per_hca_layer", least.get(AttentionType.HCA, 0))
         if not schedule or any(spec.layer_idx != i for i, spec in enumerate(schedule)):
@@ -101,12 +100,12 @@ class KVCacheManager:
         self.state_pools = [StateCachePool(schema, num_slots, self.device) for schema in self.schemas]
         self.paged_pools = [PagedKVPool(s, n, self.device) if n else None for s, n in zip(self.schemas, num_blocks)]
         self._blocks = [self._layer_blocks(s, n) if n else None for s, n in zip(self.schemas, num_blocks)]
-        self.allocators: list[FreeStack | None] = [one.group.free if one else None for one in self._blocks]
-        self.block_tables: list[Tensor | None] = [one.table if one else None for one in self._blocks]
+        self.allocators: list[FreeStack | None] = [layer.group.free if layer else None for layer in self._blocks]
+        self.block_tables: list[Tensor | None] = [layer.table if layer else None for layer in self._blocks]
         self.num_layers = len(schedule)
 
     def _layer_blocks(self, schema: LayerSchema, num_blocks: int) -> LayerBlocks:
-        """The blocks of one layer: ids from 0, and -1, the pool's hidden last block, for an empty cell."""
+        """Return the blocks of one layer: ids from 0; an empty cell is -1, the hidden last block of the pool."""
         layout = schema.block_layout()
         plan = GroupPlan(FULL, layout, BLOCK_SIZE_ORIGINAL_TOKENS, num_blocks, None, layout.nbytes)
         columns = min(num_blocks, ceil_div(self.config.max_positions, BLOCK_SIZE_ORIGINAL_TOKENS))
@@ -115,17 +114,17 @@ class KVCacheManager:
 
     @property
     def num_free_slots(self) -> int:
-        """Requests that can still be admitted."""
+        """The number of requests that can still be admitted."""
         return self._slots.num_free
 
     def memory_bytes(self) -> int:
-        """Bytes of all pools (the block tables are 4 bytes a block and slot beside them)."""
+        """Return the bytes of all pools; the block tables take 4 more bytes per block and slot."""
         return sum(pool.memory_bytes() for pool in (*self.paged_pools, *self.state_pools) if pool is not None)
 
-    # -- who owns what -----------------------------------------------------------------------------------------------
+    # -- slots and blocks --------------------------------------------------------------------------------------------
 
     def admit_request(self) -> int:
-        """Take a slot, the last released first, and clear its row in every state pool. O(layers).
+        """Take a slot, the most recently released first, and reset its row in every state pool. O(layers).
 
         Raises RetryLater, a RuntimeError, when all slots are taken.
         """
@@ -140,7 +139,7 @@ class KVCacheManager:
         return int(self._slots.acquire(1)[0])
 
     def release_request(self, slot: int) -> None:
-        """Give back the slot and all its blocks in every layer. Raises NotOwned if the slot is not admitted."""
+        """Free the slot and all its blocks in every layer. Raises NotOwned if the slot is not admitted."""
         self._check_slot(slot)
         for blocks in filter(None, self._blocks):
             own = blocks.group.own_ids(slot)
@@ -150,11 +149,11 @@ class KVCacheManager:
         self._slots.release_id(slot)
 
     def allocate_block(self, layer_idx: int, slot: int) -> int:
-        """Append a block to the table of ``slot`` in one layer; call it before the first entry of the block is written,
-        outside graph captures. Returns the block id.
+        """Append a block to the table of ``slot`` in one layer and return the block id.
 
-        Raises BadInput for a layer without entries, NotOwned if the slot is not admitted, NeverFits past the model's
-        longest text and OutOfBlocks, having changed nothing.
+        Call it before the first entry of the block is written, outside graph captures. Raises BadInput for a layer
+        without entries, NotOwned if the slot is not admitted, NeverFits past the model's longest text, and OutOfBlocks;
+        nothing changed then.
         """
         blocks = self._blocks_of(layer_idx)
         self._check_slot(slot)
@@ -167,15 +166,15 @@ class KVCacheManager:
             )  # fmt: skip
         if held == group.table.cells.shape[1]:
             raise NeverFits(
-                f"slot {slot} holds {held} blocks in {group.name}: the model's {self.config.max_positions:,} tokens, and "
-                f"it asks for one more", needed=held + 1, available=held, group=group.name,
+                f"slot {slot} holds {held} blocks in {group.name}, all for the model's {self.config.max_positions:,} "
+                f"tokens; there is no room for one more", needed=held + 1, available=held, group=group.name,
             )  # fmt: skip
         group.append(slot, group.free.peek(1))
         blocks.upload(slot)
         return int(group.table.cells[slot, held])
 
     def blocks_of(self, layer_idx: int, slot: int) -> list[int]:
-        """The blocks that ``slot`` holds in one layer, in the order of the text. Raises BadInput and NotOwned."""
+        """Return the blocks that ``slot`` holds in one layer, in order of position. Raises BadInput and NotOwned."""
         group = self._blocks_of(layer_idx).group
         self._check_slot(slot)
         return [int(block) for block in group.held_ids(slot)]
@@ -185,32 +184,35 @@ class KVCacheManager:
     def acquire(
         self, layer_idx: int, request_slots: Tensor, positions: Tensor, request_ids: Tensor
     ) -> LayerCacheHandle:
-        """The handle of one layer for one step: what its kernels read and write. Allocates 0 bytes of device memory.
+        """Return the handle of one layer for one step. Allocates 0 bytes of device memory.
 
-        Three int32 tensors ``[n]`` on the cache's device, one row for each *token* of the step; the tokens of one request
-        lie together, in ascending order of position; slot -1 is a padded row. They are not read here, only their
-        dtype, shape and device are looked at, and the handle keeps them: fill them anew and acquire again for the next
-        step. An entry whose block was not allocated goes to the hidden block and is lost. Raises BadInput.
+        The arguments are int32 tensors ``[n]`` on the cache's device, with one row for each *token* of the step. The
+        tokens of one request are adjacent, in ascending order of position; slot -1 is a padded row. Only their dtype,
+        shape and device are checked, not their values. The handle keeps the tensors: for the next step fill them again
+        and acquire again. An entry whose block was not allocated is written to the hidden block and lost. Raises
+        BadInput.
         """
         self._check_layer(layer_idx)
-        there = self.state_pools[layer_idx]["swa_pos"].device  # with its index, which ``device`` may lack
+        device = self.state_pools[layer_idx]["swa_pos"].device  # with its index, which ``self.device`` may lack
         given = {"request_slots": request_slots, "positions": positions, "request_ids": request_ids}
         for name, tensor in given.items():
             if not isinstance(tensor, Tensor):
                 raise BadInput(f"{name} must be an int32 tensor [n], got {type(tensor).__name__}")
             if tensor.dtype != torch.int32 or tensor.shape != request_slots.shape or tensor.ndim != 1:
                 raise BadInput(f"{name} must be int32 [n] like request_slots, got {tensor.dtype} {list(tensor.shape)}")
-            if tensor.device != there:
-                raise BadInput(f"{name} must be on {there}, where the cache is, got {tensor.device}")
+            if tensor.device != device:
+                raise BadInput(f"{name} must be on {device}, where the cache is, got {tensor.device}")
         kind, table = self.schemas[layer_idx].kind, self.block_tables[layer_idx]
         step = Step(request_slots, positions, request_ids, state_rows=request_slots, dummy=-1)
         return LayerCacheHandle(kind, self.paged_pools[layer_idx], self.state_pools[layer_idx], table, step)
 
-    # -- proof -------------------------------------------------------------------------------------------------------
+    # -- check -------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Prove that every slot and every block has one owner and that the tables say so. Raises CheckFailed with the
-        ids that break it. O(slots x blocks); reads the device."""
+        """Prove that every slot and every block has one owner, and that the block tables agree.
+
+        Raises CheckFailed with the ids that break it. O(slots x blocks); reads the device.
+        """
         self._slots.check()
         idle = np.setdiff1d(np.arange(self._slots.num_ids), self._slots.held_ids()).tolist()
         for blocks in filter(None, self._blocks):
@@ -227,6 +229,7 @@ class KVCacheManager:
         whole_number(layer_idx, "the index of a layer", below=self.num_layers)
 
     def _blocks_of(self, layer_idx: int) -> LayerBlocks:
+        """Return the blocks of a layer. Raises BadInput for a layer that keeps none."""
         self._check_layer(layer_idx)
         blocks = self._blocks[layer_idx]
         if blocks is None:

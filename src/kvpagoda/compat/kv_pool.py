@@ -1,4 +1,4 @@
-"""K and V rows of single tokens, addressed by the indices of ``TokenToKVPoolAllocator``."""
+"""A pool of K and V rows of single tokens, indexed by the KV indices of ``TokenToKVPoolAllocator``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvpagoda.schema import Field, RowLayout
 
 
 class KVPool:
-    """One K and one V tensor a layer over a layer-major arena: blocks of one token.
+    """One K and one V tensor per layer, over a layer-major arena with blocks of one token.
 
         row     0    |  1 .. size
              padding |  one token each
 
-    ``k_buffer[l]`` is ``[size + 1, k_head_num, k_head_dim]`` and ``v_buffer[l]`` ``[size + 1, v_head_num, v_head_dim]``,
-    both of ``dtype`` on ``device`` (None: CUDA when a GPU is there, else the CPU), dense, zero at the start; K and V
-    may differ in heads and size (the V ones default to the K ones). Row 0 absorbs the writes of padded tokens.
-    ``pin_memory``: page-lock a pool on the host when a GPU is there. Raises BadInput.
+    ``k_buffer[l]`` is ``[size + 1, k_head_num, k_head_dim]`` and ``v_buffer[l]`` ``[size + 1, v_head_num,
+    v_head_dim]``, both of ``dtype`` on ``device`` (None: CUDA when a GPU is there, else the CPU), dense, zero at the
+    start; K and V may differ in heads and size (the V ones default to the K ones). Row 0 absorbs the writes of padded
+    tokens. ``pin_memory``: page-lock a pool on the host when a GPU is there. Raises BadInput.
 
     >>> import torch
     >>> pool = KVPool(size=16, layer_num=2, k_head_num=2, k_head_dim=4, device="cpu", dtype=torch.float32)
@@ -60,15 +60,15 @@ class KVPool:
         self._proves_device_ids = int(os.environ.get("KVPAGODA_CHECK", "0")) >= 1
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
-        """``[size + 1, k_head_num, k_head_dim]``; aliases the pool. Raises BadInput for an unknown layer."""
+        """Return K of a layer, ``[size + 1, k_head_num, k_head_dim]``, a view. Raises BadInput for an unknown layer."""
         return self.get_kv_buffer(layer_id)[0]
 
     def get_value_buffer(self, layer_id: int) -> Tensor:
-        """``[size + 1, v_head_num, v_head_dim]``; aliases the pool. Raises BadInput for an unknown layer."""
+        """Return V of a layer, ``[size + 1, v_head_num, v_head_dim]``, a view. Raises BadInput for an unknown layer."""
         return self.get_kv_buffer(layer_id)[1]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """Both of the above."""
+        """Return the K and the V tensor of a layer, views of the pool. Raises BadInput for an unknown layer."""
         if not 0 <= layer_id < self.layer_num:
             raise BadInput(f"layer {layer_id} is not one of the {self.layer_num} layers of this pool")
         return self.k_buffer[layer_id], self.v_buffer[layer_id]
@@ -82,10 +82,10 @@ class KVPool:
             k [b, s, h, d]  indices [b, s]
             k [n, h * d]    indices [n]        (also [b, s, h * d] with [b, s])
 
-        ``k`` and ``v`` have the pool's dtype and device; ``indices`` are integers in 0 .. size (0: padding). Of an index
-        named twice one row stays, unspecified which. Raises BadInput, and NotOwned for an index out of range, before
-        anything is written; indices on a GPU are proven only with the environment variable ``KVPAGODA_CHECK=1``, since
-        that waits for the GPU. O(n) rows.
+        ``k`` and ``v`` have the pool's dtype and device; ``indices`` are integers in 0 .. size (0: padding). If an
+        index is named twice, either of its rows is kept. Raises BadInput, and NotOwned for an index out of range,
+        before anything is written. Indices on a GPU are checked only with the environment variable
+        ``KVPAGODA_CHECK=1``, because the check waits for the GPU. O(n) rows.
         """
         buffers = self.get_kv_buffer(layer_id)
         rows = [self._rows(name, x, indices, buffer) for name, x, buffer in zip("kv", (k, v), buffers)]
@@ -95,11 +95,11 @@ class KVPool:
             _as_codes(buffer.view(self.size + 1, -1)).index_copy_(0, index, _as_codes(new))
 
     def mem_bytes(self) -> int:
-        """Bytes allocated."""
+        """Return the bytes allocated."""
         return self.arena.nbytes
 
     def _rows(self, name: str, x: Tensor, indices: Tensor, buffer: Tensor) -> Tensor:
-        """``x`` as ``[n, h * d]``, of the shape, dtype and device that ``buffer`` takes."""
+        """Return ``x`` as ``[n, h * d]``. Raises BadInput for a shape, dtype or device that ``buffer`` lacks."""
         heads, dim = buffer.shape[1:]
         lead = tuple(indices.shape)
         if tuple(x.shape) not in ((*lead, heads, dim), (*lead, heads * dim)):
@@ -113,7 +113,7 @@ class KVPool:
 
 
 def _as_codes(x: Tensor) -> Tensor:
-    """One-byte floats as bytes: torch has no ``index_copy_`` for them on the CPU."""
+    """View one-byte floats as uint8, because torch has no ``index_copy_`` for them on the CPU."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
@@ -130,7 +130,7 @@ def make_full_attention_net_mem_pool(
     need_sort: bool = True,
     pin_memory: bool = True,
 ) -> tuple[KVPool, TokenToKVPoolAllocator]:
-    """The pool of a model whose layers all attend to everything, and the allocator of its ``size`` usable indices.
+    """Return the pool of a model with full attention in all layers, and the allocator of its ``size`` usable indices.
 
     Arguments as of ``KVPool`` and ``TokenToKVPoolAllocator``. Raises BadInput.
 

@@ -1,7 +1,7 @@
-"""The typed view that one compressed-attention layer gets for one step, and the plain readers of its views.
+"""The typed view of one compressed-attention layer for one step, and torch functions that decode its views.
 
-A step is a list of tokens, each with its request's slot and its position; the tokens of one request lie together, in
-ascending order. Slot -1 is a padded row: the state pool's last row absorbs what it writes, and it reads nothing.
+A step is a list of tokens, each with the slot of its request and its position; the tokens of one request are adjacent,
+in ascending order. Slot -1 is a padded row: it writes to the last row of the state pool, and reads nothing.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ Tensor = torch.Tensor
 
 
 def _part(number: int) -> property:
-    """An attribute of a view that shows one of its ``parts``."""
+    """Return a property that reads ``parts[number]`` of a view."""
     return property(lambda view: view.parts[number])
 
 
 @dataclass(frozen=True)
 class SWAView:
-    """The sliding-window rings of all requests. Aliases the pool; ``swa_pos`` is -1 where nothing was ever written.
+    """The sliding-window rings of all requests, as views of the pool. ``swa_pos`` is -1 where nothing was ever written.
 
     FP8 forms have ``swa_fp8`` ``[requests, ring, dim - rope]`` uint8, ``swa_rope`` ``[.., rope]`` bfloat16 and scales;
-    the raw form has ``swa`` ``[requests, ring, dim]``. A ring has ``window + verify_width`` rows and may hold older rows
-    and rows of tokens that were taken back: the token at p reads those with ``swa_pos`` in p - window + 1 .. p alone.
+    the raw form has ``swa`` ``[requests, ring, dim]``. A ring has ``window + verify_width`` rows. It may also hold rows
+    of older tokens and of tokens that were rewound: the token at position p reads only rows with ``swa_pos`` in
+    p - window + 1 .. p.
 
     >>> from kvpagoda.schema import RAW
     >>> rows, slots = torch.ones(1, 4, 8), torch.zeros(2, dtype=torch.int32)
@@ -54,12 +55,12 @@ class SWAView:
 
 @dataclass(frozen=True)
 class BlockView:
-    """Rows of a layer by block: row w of a request is row ``w % per_block`` of block ``block_table[i, w // per_block]``.
+    """The blocks of a layer, as views of its pools.
 
-    ``parts``: the fields ``[blocks, per_block, ...]`` of ``encoding``, in its order. ``block_table``: int32 ``[requests,
-    max_blocks]`` by slot, or, in a batch of a ``KVCache``, by the rows of the batch. ``num_entries``: int32 ``[state rows]``,
-    exact after ``close_windows`` for the requests of the step: entries beyond it belong to tokens that were taken back. All
-    alias the pools.
+    Row w of request i is row ``w % per_block`` of block ``block_table[i, w // per_block]``. ``parts``: the fields
+    ``[blocks, per_block, ...]`` of ``encoding``, in its order. ``block_table``: int32 ``[requests, max_blocks]`` by
+    slot, or in a batch of a ``KVCache`` by the rows of the batch. ``num_entries``: int32 ``[state rows]``, exact for
+    the requests of the step after ``close_windows``; entries after it belong to tokens that were rewound.
     """
 
     encoding: Encoding | PackedRow
@@ -70,7 +71,7 @@ class BlockView:
 
 
 class ClassicalView(BlockView):
-    """The compressed entries: codes, bfloat16 RoPE part and scales (the raw form has one part, the entries).
+    """The compressed entries of a layer: codes, bfloat16 RoPE part and scales (the raw form has one part, the entries).
 
     >>> from kvpagoda.schema import RAW
     >>> entries, table = torch.arange(24.0).view(3, 4, 2), torch.tensor([[2, 0]], dtype=torch.int32)
@@ -83,7 +84,7 @@ class ClassicalView(BlockView):
 
 
 class IndexerView(BlockView):
-    """The indexer's keys: packed codes and their scales (in the raw form both are the keys as they are).
+    """The indexer's keys of a layer: packed codes and their scales (in the raw form both attributes are the keys).
 
     >>> from kvpagoda.formats import encode
     >>> from kvpagoda.schema import MXFP4
@@ -98,7 +99,7 @@ class IndexerView(BlockView):
 
 @dataclass(frozen=True)
 class ClosedWindows:
-    """The windows that close in a step: for each, the token that closes it, its number, and the rows it pools."""
+    """The compression windows that close in a step: of each its closing token, its number, and the rows it pools."""
 
     tokens: Tensor
     """int64 ``[c]``: index of the closing token in the step."""
@@ -107,14 +108,15 @@ class ClosedWindows:
     keys: Tensor
     """``[c, rows, dim]``: with overlap the window before (stream a), then the window itself (stream b)."""
     scores: Tensor
-    """``[c, rows, dim]``: -inf where there is no window before."""
+    """``[c, rows, dim]``: -inf if there is no window before."""
 
 
 class LayerCacheHandle:
-    """What one layer reads and writes in one step. Making one allocates no device memory; it is valid for that step.
+    """The view of one layer for one step, with which its kernels read and write. Making one allocates no device memory.
 
-    ``paged`` and ``block_table`` are None on layers without compressed entries. All writes go to the rows of ``step``'s
-    own requests, whose ``request_slots``, ``positions`` and ``request_ids`` are attributes of the handle too.
+    It is valid for that step. ``paged`` and ``block_table`` are None on layers without compressed entries. All writes
+    go to rows of the requests of ``step``, whose ``request_slots``, ``positions`` and ``request_ids`` are attributes of
+    the handle too.
 
     >>> from kvpagoda import DSV4Config, KVCache
     >>> config = DSV4Config((4,), head_dim=64, rope_dim=16, window=8, index_dim=32)     # one CSA layer
@@ -124,7 +126,7 @@ class LayerCacheHandle:
     >>> handle = LayerCacheHandle.of(cache.batch([sequence], [8]).layer(0))
     >>> handle.write_swa(torch.ones(8, 64, dtype=torch.bfloat16))
     >>> closed = handle.close_windows(keys=torch.randn(8, 128), scores=torch.randn(8, 128))
-    >>> closed.windows.tolist(), closed.keys.shape          # two windows, each over the rows of two
+    >>> closed.windows.tolist(), closed.keys.shape          # 2 windows, each with the rows of the one before
     ([0, 1], torch.Size([2, 8, 64]))
     >>> handle.write_entries(closed, torch.ones(2, 64, dtype=torch.bfloat16))
     >>> handle.read_entries(torch.tensor([[0, 1, -1]] * 8))[7].sum(dim=-1).tolist()
@@ -137,9 +139,9 @@ class LayerCacheHandle:
 
     @classmethod
     def of(cls, view: Any) -> LayerCacheHandle:
-        """The handle of ``view``, the ``LayerView`` of a compressed-attention layer in a batch; valid as long as that.
+        """Return the handle of ``view``, the ``LayerView`` of a compressed-attention layer in a batch.
 
-        Raises BadInput for a layer of another kind.
+        It is valid as long as the batch. Raises BadInput for a layer of another kind.
         """
         kind = next((kind for kind in view.layer.kinds if isinstance(kind, Compressed)), None)
         if kind is None or view.state is None:
@@ -151,7 +153,8 @@ class LayerCacheHandle:
     def write_swa(self, kv: Tensor) -> None:
         """Store the rows of this step, ``[n, dim]``, RoPE dims last (bfloat16 for the FP8 form), at position mod ring.
 
-        Of a step longer than the ring the last rows stay. Call it after ``read_window``: older rows are overwritten.
+        If a request has more tokens in the step than the ring has rows, its last ones are stored. Call ``read_window``
+        first, because this overwrites older rows.
         """
         _check_rows("kv", kv, len(self.positions), self.kind.dim)
         if self.kind.encoding == Encoding("fp8", kept=self.kind.encoding.kept):
@@ -163,10 +166,10 @@ class LayerCacheHandle:
         self._write_ring("swa_pos", self.positions)
 
     def read_window(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows that each token attends to raw: its window, itself included.
+        """Return the uncompressed rows that each token attends to: its window, itself included.
 
         ``kv`` ``[n, dim]``: this step's rows, not yet written. Returns rows ``[n, window, dim]`` in ``kv``'s dtype, as
-        they read back from storage, zero where there is none, and their validity, bool ``[n, window]``.
+        they read back from storage (0 where there is none), and their validity, bool ``[n, window]``.
         """
         _check_rows("kv", kv, len(self.positions), self.kind.dim)
         window, step = self.kind.window, self.step
@@ -176,7 +179,10 @@ class LayerCacheHandle:
         return rows.masked_fill(~valid[..., None], 0).to(kv.dtype), valid
 
     def read_swa_view(self) -> SWAView:
-        """The rings of all requests, without the dummy row where that is the last; ``request_slots`` says whose is whose."""
+        """Return the rings of all requests, as views of the pool; ``request_slots`` maps tokens to rings.
+
+        The dummy row is left out if it is the last one.
+        """
         rows, (positions,) = self.state.shown("swa"), self.state.shown("swa_pos")
         dtype = getattr(torch, self.kind.dtype)
         return SWAView(self.kind.encoding, dtype, rows, positions, self.step.state_rows, self.positions)
@@ -184,10 +190,11 @@ class LayerCacheHandle:
     # -- the compressor and the indexer's own (prefix "idx_") --------------------------------------------------------
 
     def close_windows(self, keys: Tensor, scores: Tensor, prefix: str = "") -> ClosedWindows:
-        """Collect what the windows closing in this step pool over, then remember this step's rows for later windows.
+        """Return the rows that the windows closing in this step pool over; store this step's rows for later windows.
 
-        ``keys``, ``scores`` ``[n, streams * dim]``: this step's projections, scores with the position bias added; with
-        overlap the first half is stream a (for the next window), the second half stream b.
+        ``keys``, ``scores`` ``[n, streams * dim]``: this step's projections; the scores include the position bias. With
+        overlap the first half is stream a (for the next window) and the second half stream b. ``prefix``: "idx_" for
+        the indexer's own compressor.
         """
         ratio, step, overlap = self.kind.ratio, self.step, self.kind.overlap
         name = "indexer_keys" if prefix else "entries"
@@ -220,33 +227,33 @@ class LayerCacheHandle:
         return ClosedWindows(closing, closed_at[:, 0] // ratio, *pooled)
 
     def write_entries(self, closed: ClosedWindows, entries: Tensor) -> None:
-        """Store one compressed entry ``[c, dim]`` for every closed window, in the request's blocks."""
+        """Store one compressed entry for every closed window in its request's blocks; ``entries`` ``[c, dim]``."""
         self._write_blocks("entries", closed, entries)
 
     def write_indexer_keys(self, closed: ClosedWindows, keys: Tensor) -> None:
-        """Store one indexer key ``[c, index_dim]`` for every closed window, beside its entry."""
+        """Store one indexer key for every closed window in its request's blocks; ``keys`` ``[c, index_dim]``."""
         self._write_blocks("indexer_keys", closed, keys)
 
     def read_entries(self, windows: Tensor) -> Tensor:
-        """Entries ``windows`` (int64 ``[n, k]``, -1 = none) of each token's request: ``[n, k, dim]``, zero for -1."""
+        """Return entries ``windows``, int64 ``[n, k]``, of each token's request: ``[n, k, dim]``; 0 where it is -1."""
         return self._read_blocks("entries", windows)
 
     def read_indexer_keys(self, windows: Tensor) -> Tensor:
-        """Indexer keys of ``windows`` (int64 ``[n, k]``, -1 = none): ``[n, k, index_dim]``, zero for -1."""
+        """Return the indexer keys of ``windows`` (int64 ``[n, k]``, -1: none): ``[n, k, index_dim]``, 0 for -1."""
         return self._read_blocks("indexer_keys", windows)
 
     def read_classical_view(self) -> ClassicalView:
-        """The blocks of entries, with the table that says whose they are. Raises BadInput on a layer without them."""
+        """Return the blocks of entries and the block table. Raises BadInput on a layer without compressed entries."""
         return ClassicalView(self.kind.encoding, *self._shown("entries"))
 
     def read_indexer_view(self) -> IndexerView:
-        """The blocks of indexer keys. Raises BadInput on a layer without an indexer."""
+        """Return the blocks of indexer keys and the block table. Raises BadInput on a layer without an indexer."""
         return IndexerView(self.kind.index_encoding, *self._shown("indexer_keys"))
 
     # -- addresses ---------------------------------------------------------------------------------------------------
 
     def _blocks(self, name: str) -> Pool:
-        """The pool that keeps rows ``name`` by block. Raises BadInput if this layer has none."""
+        """Return the pool with rows ``name`` by block. Raises BadInput if this layer has none."""
         if self.paged is None:
             raise BadInput("this layer keeps a sliding window only; it has no compressed entries")
         if name not in self.paged:
@@ -254,16 +261,19 @@ class LayerCacheHandle:
         return self.paged
 
     def _shown(self, name: str) -> tuple[torch.dtype, tuple[Tensor, ...], Tensor, Tensor]:
-        """Rows ``name``, the table and, by state row, ``num_entries`` of all requests, without the dummy row where that is the
-        last."""
+        """Return the dtype, the rows ``name``, the block table and ``num_entries`` by state row, of all requests.
+
+        The dummy row is left out if it is the last one.
+        """
         parts, (num_entries,) = self._blocks(name).shown(name), self.state.shown("num_entries")
         table = self.block_table if self.step.is_by_id else self.block_table[:-1]
         return getattr(torch, self.kind.dtype), parts, table, num_entries[:, 0]
 
     def _block_rows(self, pool: Pool, slots: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
-        per_block = pool.parts("entries")[0].shape[1]
-        page, many = self.block_table[slots, windows // per_block].long(), pool.arena.layout.kernel_pages
-        return page // many, page % many * per_block + windows % per_block
+        """Return the block and the row in it of entry ``windows`` of the requests in rows ``slots`` of the table."""
+        per_page = pool.parts("entries")[0].shape[1]
+        page, many = self.block_table[slots, windows // per_page].long(), pool.arena.layout.kernel_pages
+        return page // many, page % many * per_page + windows % per_page
 
     def _write_blocks(self, name: str, closed: ClosedWindows, rows: Tensor) -> None:
         pool = self._blocks(name)
@@ -283,8 +293,10 @@ class LayerCacheHandle:
         self.state.write(name, (self.step.writers(ring), self.step.positions.long() % ring), values)
 
     def _gather(self, name: str, rows: Tensor, wanted: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Rows at positions ``wanted`` ``[m, j]`` of the requests of ``tokens``: from this step's ``rows`` where it
-        computes them, else from the ring."""
+        """Return rows at positions ``wanted`` ``[m, j]`` of the requests of ``tokens`` (default: all tokens).
+
+        Positions of this step come from ``rows``, ``[n, ...]``; earlier ones from the ring ``name``.
+        """
         step = self.step
         if tokens is None:
             tokens = torch.arange(len(rows), device=rows.device)
@@ -301,12 +313,17 @@ def _check_rows(what: str, rows: Tensor, count: int, dim: int) -> None:
 
 
 def dequantize_swa(view: SWAView) -> Tensor:
-    """The plain torch reader: ``[requests, ring, head_dim]`` in the rows' dtype; zero where nothing was written. Which rows
-    a token reads, ``swa_pos`` says: see ``SWAView``."""
+    """Decode the rings of ``view`` in plain torch: ``[requests, ring, head_dim]`` in the rows' dtype.
+
+    Rows are 0 where nothing was written. ``swa_pos`` says which rows a token reads: see ``SWAView``.
+    """
     return decoded(view.encoding, view.parts, view.dtype).masked_fill((view.swa_pos < 0)[..., None], 0)
 
 
 def dequantize_entries(view: ClassicalView, block_ids: Tensor | None = None) -> Tensor:
-    """The plain torch reader: entries of blocks ``block_ids`` (default all), ``[blocks, entries_per_block, head_dim]``."""
+    """Decode the entries of ``block_ids`` (default: all blocks) in plain torch.
+
+    Returns ``[blocks, entries_per_block, head_dim]``.
+    """
     parts = view.parts if block_ids is None else [part[block_ids.long()] for part in view.parts]
     return decoded(view.encoding, parts, view.dtype)

@@ -1,4 +1,4 @@
-"""The slot face of the prefix tree: which texts lie in which slots of an engine that keeps one slot a request."""
+"""A prefix cache for engines that keep one contiguous slot per request: which slot holds which token sequence."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ Text = Sequence[int] | npt.NDArray[Any]
 
 
 class PrefixCacheManager:
-    """Remembers, for each token of each text, the slot and slot version that last held the text up to there.
+    """Stores, for each token of each cached sequence, the slot and slot version that last held the sequence up to it.
 
-    ``max_capacity``: cached tokens. What nobody references is evicted down to it, least recently used first, from the
-    ends of texts, so that nothing is ever orphaned. Referenced tokens are never evicted: they count, and may together be
-    more than ``max_capacity`` until they are released; nothing waits and ``insert`` never fails for want of room.
+    ``max_capacity``: cached tokens. Tokens without a reference are evicted down to it, least recently used first, and
+    from the ends of sequences, so that no node loses its parent. Referenced tokens are never evicted. They count too,
+    and may together exceed ``max_capacity`` until they are released; no call waits, and ``insert`` never fails for lack
+    of room.
 
-    A *reference* belongs to the exact ``token_ids`` with which ``insert`` or ``pin`` took it; ``release`` drops one of
-    those and no other. Texts are sequences of whole numbers, 0 to 2^31 - 1, or integer arrays. Calls are O(length).
+    A *reference* belongs to the exact ``token_ids`` with which ``insert`` or ``pin`` took it; ``release`` drops one
+    reference on the same ``token_ids``. ``token_ids`` are sequences of whole numbers, 0 to 2^31 - 1, or integer arrays.
+    Calls are O(length).
 
     >>> cache = PrefixCacheManager(max_capacity=1000)
     >>> cache.insert([11, 12, 13, 14], slot=2, slot_ver=1)      # and takes a reference
@@ -38,29 +40,29 @@ class PrefixCacheManager:
     def __init__(self, max_capacity: int = 1000) -> None:
         self.max_capacity = whole_number(max_capacity, "the capacity in tokens")
         self._tree = PrefixTree(block_size=1)
-        self._entries = IdPool(first=1)  # one for each cached token: the tree's block ids
+        self._entries = IdPool(first=1)  # an entry per cached token; they are the block ids of the tree
         self._places = np.zeros((2, 0), np.int64)  # by entry: slot, version
         self._leases: dict[bytes, list[Lease]] = {}
 
     @property
     def num_cached(self) -> int:
-        """Tokens that are cached. O(1)."""
+        """The number of cached tokens. O(1)."""
         return self._tree.num_cached
 
     @property
     def num_pinned(self) -> int:
-        """Cached tokens that some reference covers. O(1)."""
+        """The number of cached tokens that a reference covers. O(1)."""
         return self._tree.num_pinned
 
     @property
     def num_evictable(self) -> int:
-        """Cached tokens that no reference covers. O(1)."""
+        """The number of cached tokens that no reference covers. O(1)."""
         return self._tree.num_evictable
 
     def insert(self, token_ids: Text, slot: int, slot_ver: int) -> None:
-        """Slot ``slot``, of version ``slot_ver``, holds the rows of all ``token_ids``. Takes one reference.
+        """Record that slot ``slot``, of version ``slot_ver``, holds the rows of all ``token_ids``; take one reference.
 
-        The slot replaces older ones along the whole path. Then evicts down to the capacity. Raises BadInput.
+        The slot replaces older ones on the whole path. Then evicts down to the capacity. Raises BadInput.
         """
         tokens = as_tokens(token_ids).copy()  # the tree keeps it
         slot, version = whole_number(slot, "a slot"), whole_number(slot_ver, "a slot version")
@@ -74,10 +76,10 @@ class PrefixCacheManager:
         self._shrink()
 
     def find(self, token_ids: Text) -> tuple[int, int, int]:
-        """(prefix_len, slot, slot_ver) of the longest cached prefix of ``token_ids``, at any token; a use of it.
+        """Return (prefix_len, slot, slot_ver) of the longest cached prefix of ``token_ids``; it may end at any token.
 
-        The slot held all ``prefix_len`` tokens when it had version ``slot_ver``: compare before reading it. (0, -1, 0)
-        when nothing is cached. Raises BadInput.
+        Counts as a use. The slot held all ``prefix_len`` tokens when it had version ``slot_ver``: compare the version
+        before reading the slot. (0, -1, 0) when nothing is cached. Raises BadInput.
         """
         match = self._tree.match(as_tokens(token_ids))
         self._tree.touch(match)
@@ -86,31 +88,32 @@ class PrefixCacheManager:
         return match.num_tokens, *self._place(match)
 
     def pin(self, token_ids: Text) -> None:
-        """Take one more reference on ``token_ids``. Raises NotOwned unless all of them are cached."""
+        """Take one more reference on ``token_ids``; a use of them. Raises NotOwned unless all of them are cached."""
         match = self._cached(token_ids)
         self._tree.touch(match)
         self._leases.setdefault(match.tokens.tobytes(), []).append(self._tree.pin(match))
 
     def release(self, token_ids: Text) -> None:
-        """Drop one reference on exactly ``token_ids``; then evicts down to the capacity.
+        """Drop one reference on exactly ``token_ids``, then evict down to the capacity.
 
-        Raises NotOwned, changing nothing, if there is none.
+        Raises NotOwned, changing nothing, if there is no such reference.
         """
         key = as_tokens(token_ids).tobytes()
         leases = self._leases.get(key)
         if not leases:
-            raise NotOwned(f"no reference on this text of {len(key) // 4} tokens: released twice, or never pinned")
+            raise NotOwned(f"no reference on these {len(key) // 4} tokens: released twice, or never pinned")
         self._tree.unpin(leases.pop())
         if not leases:
             del self._leases[key]
         self._shrink()
 
     def copy_kv(self, token_ids: Text, target_slot: int, kv_cache: tuple[Any, Any], n_layers: int) -> None:
-        """Copy the rows of ``token_ids`` from the slot that has them to ``target_slot``, in both caches.
+        """Copy the rows of ``token_ids`` from the slot that holds them to ``target_slot``, in both caches.
 
         ``kv_cache``: K and V, tensors or arrays ``[slot, position, layer, ...]``; the first ``n_layers`` layers are
-        copied. Raises NotOwned unless all of ``token_ids`` are cached, and BadInput for a slot, length or layer that a
-        cache does not have; nothing was copied then. The caller has compared the version that ``find`` gave.
+        copied. Compare the slot version that ``find`` returned before you call this. Raises NotOwned unless all of
+        ``token_ids`` are cached, and BadInput for a slot, length or layer that a cache does not have; nothing was
+        copied then.
         """
         match = self._cached(token_ids)
         if not match.num_tokens:
@@ -118,29 +121,31 @@ class PrefixCacheManager:
         slot, target = self._place(match)[0], whole_number(target_slot, "the target slot")
         wanted = max(slot, target) + 1, match.num_tokens, whole_number(n_layers, "the number of layers")
         for cache in kv_cache:
-            if len(cache.shape) < 3 or any(have < want for have, want in zip(cache.shape, wanted)):
+            if len(cache.shape) < 3 or any(size < least for size, least in zip(cache.shape, wanted)):
                 raise BadInput(f"cache of shape {list(cache.shape)} lacks [slot, position, layer] below {list(wanted)}")
         if slot != target:
             for cache in kv_cache:
                 cache[target, : wanted[1], : wanted[2]] = cache[slot, : wanted[1], : wanted[2]]
 
     def evict(self, num_tokens: int) -> int:
-        """Evict ``num_tokens`` cached tokens, the least recently used first; returns how many could go."""
+        """Evict up to ``num_tokens`` cached tokens, the least recently used first; return how many were evicted."""
         evicted = self._tree.evict(num_tokens).ids[0]
         self._entries.give(evicted)
         return len(evicted)
 
     def check(self) -> None:
-        """Prove the tree, and that every reference is a lease of it. Raises CheckFailed. O(cached tokens)."""
+        """Check the tree, and that its leases are exactly the references. Raises CheckFailed. O(cached tokens)."""
         self._tree.check()
         assert sum(map(len, self._leases.values())) == self._tree.num_leases, "references and leases differ"
 
     def _shrink(self) -> None:
+        """Evict down to the capacity, as far as references allow."""
         surplus = self._tree.num_cached - self.max_capacity
         if surplus > 0:
             self.evict(surplus)
 
     def _cached(self, token_ids: Text) -> Match:
+        """Return the match of ``token_ids``. Raises NotOwned unless all of them are cached."""
         tokens = as_tokens(token_ids)
         match = self._tree.match(tokens)
         if match.num_tokens < len(tokens):
@@ -148,5 +153,6 @@ class PrefixCacheManager:
         return match
 
     def _place(self, match: Match) -> tuple[int, int]:
+        """Return the slot and the slot version of the last token of ``match``."""
         slot, version = self._places[:, match.ids[0, -1]].tolist()
         return slot, version

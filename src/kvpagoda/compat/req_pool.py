@@ -1,4 +1,4 @@
-"""The table from (request slot, position) to a KV index."""
+"""The table that maps (request slot, position) to a KV index."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvpagoda.units import whole_number
 
 
 class ReqToTokenPool:
-    """``req_to_token``: int32 ``[max_reqs + 1, max_context_len]`` KV indices on ``device``, one row a request slot.
+    """Request slots and their KV indices: ``req_to_token``, int32 ``[max_reqs + 1, max_context_len]`` on ``device``.
 
-    Slots ``1 .. max_reqs`` are handed out; slot 0 is padding, as in ``GDNPool``. The table does not know how long a
-    request is: cells that were not written since the slot was taken hold what they held before. ``device`` None: CUDA
-    when a GPU is there, else the CPU. Raises BadInput.
+    Slots ``1 .. max_reqs`` are handed out; slot 0 is padding, as in ``GDNPool``. The table does not know the length of
+    a request: cells not written since the slot was taken hold old values. ``device`` None: CUDA when a GPU is there,
+    else the CPU. Raises BadInput.
 
     >>> requests = ReqToTokenPool(max_reqs=4, max_context_len=8, device="cpu")
     >>> [slot] = requests.alloc(1)
-    >>> requests.write((slot, slice(0, 3)), [7, 8, 9])      # its first 3 tokens lie at KV indices 7, 8, 9
+    >>> requests.write((slot, slice(0, 3)), [7, 8, 9])      # KV indices of its first 3 tokens
     >>> slot, requests.req_to_token[slot].tolist()
     (1, [7, 8, 9, 0, 0, 0, 0, 0])
     >>> requests.free(slot)
@@ -36,25 +36,26 @@ class ReqToTokenPool:
         self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=self.device)
 
     def available_size(self) -> int:
-        """Slots that are free."""
+        """Return the number of free slots."""
         return self._slots.num_free
 
     def alloc(self, n: int = 1) -> list[int] | None:
-        """``n`` free slots, or None (taking nothing) when there are not so many. Raises BadInput. O(n)."""
+        """Take ``n`` free slots; return None, taking none, if there are fewer. Raises BadInput. O(n)."""
         if whole_number(n, "the number of request slots") > self._slots.num_free:
             return None
         slots: list[int] = self._slots.acquire(n).tolist()
         return slots
 
     def free(self, slot: int | Sequence[int]) -> None:
-        """Give back a slot, or several. Raises NotOwned for one not held, out of range or named twice: nothing changes."""
+        """Free a slot, or a sequence of slots. Raises NotOwned if one is not held, out of range or named twice; then no
+        slot is freed."""
         if isinstance(slot, Sequence):
             self._slots.release(ids_from(slot))
         else:
             self._slots.release_id(slot)
 
     def write(self, index: tuple[int, slice], values: IdsLike) -> None:
-        """Write the KV indices ``values`` (integers ``[n]``) of the ``n`` positions of ``index``: (slot, slice).
+        """Write KV indices ``values``, integers ``[n]``, to the ``n`` positions ``index``: (slot, slice).
 
         Raises NotOwned for a slot that is not held, and BadInput for a slice that leaves the row, has a step, or is not
         as long as ``values``, before anything is written. Nothing is clamped.
@@ -71,15 +72,16 @@ class ReqToTokenPool:
         self.req_to_token[slot, start:stop] = row.to(self.device, torch.int32)
 
     def clear(self) -> None:
-        """Make every slot free and every cell 0. O(cells)."""
+        """Free every slot and set every cell to 0. O(cells)."""
         self._slots.clear()
         self.req_to_token.zero_()
 
     def check(self) -> None:
-        """Prove that every slot is free or held, once. Raises CheckFailed. O(max_reqs)."""
+        """Prove that every slot is either free or held. Raises CheckFailed. O(max_reqs)."""
         self._slots.check()
 
     def _span(self, positions: slice) -> tuple[int, int]:
+        """Return the start and the stop of ``positions``. Raises BadInput unless they are in the row, with step 1."""
         if not isinstance(positions, slice) or positions.step not in (None, 1):
             raise BadInput(f"write takes (slot, slice) with a slice of step 1, got {positions!r}")
         start = whole_number(0 if positions.start is None else positions.start, "the first position")
@@ -90,7 +92,7 @@ class ReqToTokenPool:
 
 
 def make_req_to_token_pool(max_reqs: int, max_context_len: int, device: Device = None) -> ReqToTokenPool:
-    """The table of ``max_reqs`` requests of at most ``max_context_len`` tokens. Raises BadInput.
+    """Return the table for ``max_reqs`` requests of at most ``max_context_len`` tokens. Raises BadInput.
 
     >>> make_req_to_token_pool(4, 100, device="cpu").req_to_token.shape
     torch.Size([5, 100])

@@ -1,4 +1,4 @@
-"""Slots: one contiguous place for each request, the lowest free one first."""
+"""An allocator of slots, one contiguous part of a cache for each request; the lowest free slot comes first."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from kvpagoda.units import whole_number
 
 
 class SlotAllocator:
-    """Slots ``0 .. max_slots - 1``. The lowest free slot is handed out; no torch.
+    """Allocates slots ``0 .. max_slots - 1``, the lowest free one first. Needs no torch.
 
-    ``version(i)`` goes up by one with every ``alloc`` of slot ``i``, so that a reference kept from before is seen to be
-    stale. Calls but ``check`` cost the same at 1,000 slots as at 1,000,000: O(log of the slots that were freed again), and
-    ``alloc`` a step for each ``occupy`` since.
+    Every ``alloc`` of slot ``i`` increments ``version(i)``, so that a reference from before can be detected as stale.
+    All calls except ``check`` cost the same at 1,000 slots as at 1,000,000: O(log of the slots that were freed again);
+    ``alloc`` also takes one step for each ``occupy`` since.
 
         slots   0 ..                                  next ..            max_slots
-                in use, or freed again: in a heap     free, or occupied by name
+                in use, or freed again: in a heap     free, or taken by ``occupy``
 
     >>> slots = SlotAllocator(3)
     >>> slots.alloc(), slots.alloc()
     (0, 1)
     >>> seen = slots.version(0)
     >>> slots.free(0)
-    >>> slots.alloc(), slots.version(0) == seen         # somebody else has it now
+    >>> slots.alloc(), slots.version(0) == seen         # allocated again since
     (0, False)
-    >>> slots.occupy(2)                                 # by name; its version stays
+    >>> slots.occupy(2)                                 # takes slot 2; its version stays
     >>> slots.alloc()
     -1
     """
@@ -39,24 +39,24 @@ class SlotAllocator:
         self._held = IdSet(self.max_slots, 0, "slots")
         self._versions = [0] * self.max_slots
         self._next, self._freed = 0, list[int]()
-        self._is_freed = bytearray(self.max_slots)  # whether a slot is in the heap: no slot is twice
+        self._is_freed = bytearray(self.max_slots)  # whether the slot is in the heap; no slot is in it twice
 
     def alloc(self) -> int:
-        """Take the lowest free slot and bump its version. Returns -1 when all are in use."""
+        """Take the lowest free slot and increment its version. Returns -1 when all slots are in use."""
         while self._freed or self._next < self.max_slots:
             if self._freed:
                 slot = heappop(self._freed)
                 self._is_freed[slot] = False
             else:
                 slot, self._next = self._next, self._next + 1
-            if not self._held.flags[slot]:  # else it was occupied meanwhile
+            if not self._held.flags[slot]:  # otherwise ``occupy`` took it meanwhile
                 self.occupy(slot)
                 self._versions[slot] += 1
                 return slot
         return -1
 
     def occupy(self, i: SupportsIndex) -> None:
-        """Take the free slot ``i`` by name; its version stays. Raises NotOwned if it is in use or out of range."""
+        """Take the free slot ``i``; its version does not change. Raises NotOwned if it is in use or out of range."""
         slot = self._held.in_range(i)
         if self._held.flags[slot]:
             raise NotOwned(f"slot {slot} is already held")
@@ -64,7 +64,7 @@ class SlotAllocator:
         self.free_count -= 1
 
     def free(self, i: SupportsIndex) -> None:
-        """Give slot ``i`` back; its version stays. Raises NotOwned if it is free or out of range."""
+        """Free slot ``i``; its version does not change. Raises NotOwned if it is free already or out of range."""
         slot = self._held.in_range(i)
         if not self._held.flags[slot]:
             raise NotOwned(f"slot {slot} is not held: freed twice, or never handed out")
@@ -75,17 +75,17 @@ class SlotAllocator:
             self._is_freed[slot] = True
 
     def is_free(self, i: SupportsIndex) -> bool:
-        """Whether slot ``i`` is free. Raises NotOwned if out of range."""
+        """Return whether slot ``i`` is free. Raises NotOwned if it is out of range."""
         return not self._held.flags[self._held.in_range(i)]
 
     def version(self, i: SupportsIndex) -> int:
-        """How often ``alloc`` has handed out slot ``i``. Raises NotOwned if out of range."""
+        """Return how often ``alloc`` has handed out slot ``i``. Raises NotOwned if it is out of range."""
         return self._versions[self._held.in_range(i)]
 
     def check(self) -> None:
-        """Prove that every slot is free or in use, and that ``alloc`` finds those that are free. O(max_slots)."""
+        """Prove that ``alloc`` finds every free slot and counts them right. Raises CheckFailed. O(max_slots)."""
         free = np.flatnonzero(~self._held.flags).tolist()
         lost = [slot for slot in free if slot < self._next and not self._is_freed[slot]]
         listed = [slot for slot, is_freed in enumerate(self._is_freed) if is_freed]
         if lost or sorted(self._freed) != listed or len(free) != self.free_count:
-            raise CheckFailed(f"slots that are free, and that alloc does not find: {lost[:16]}")
+            raise CheckFailed(f"free slots that alloc does not find, or a wrong count: {lost[:16]}")

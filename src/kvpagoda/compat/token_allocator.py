@@ -1,4 +1,4 @@
-"""Token indices: the rows of a ``KVPool``, handed out one by one or in whole pages."""
+"""An allocator of KV indices, the rows of a ``KVPool``, one by one or in whole pages."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _NONE: Ids = np.empty(0, np.int32)
 
 
 class TokenToKVPoolAllocator:
-    """Indices ``1 .. size`` of a ``KVPool``; index 0 is its padding row and is never handed out.
+    """Allocates indices ``1 .. size`` of a ``KVPool``; index 0 is its padding row and is never handed out.
 
-    With ``page_size > 1`` the unit is a page of that many neighbouring indices; only pages that fit whole are usable:
+    With ``page_size > 1`` the unit is a page of that many adjacent indices; only pages that fit whole are usable:
 
         index   0 | 1 .. page_size | page_size + 1 .. 2 * page_size | ..  .. size
               pad |     page 1     |             page 2             | rest: never handed out
 
     so ``k_buffer[l][1 : 1 + num_pages * page_size]`` is the paged view for block-table kernels, its first page 0.
 
-    What is freed waits in a second buffer; the buffer is merged into the free list (lowest index first if ``need_sort``)
-    only when an ``alloc`` cannot be met without it. The free list is on the host, over pages; ``device`` says where
-    ``alloc`` puts its indices (None: CUDA when a GPU is there, else the CPU).
+    Freed pages wait in a second buffer. It is merged into the free list (sorted, lowest index first, if ``need_sort``)
+    only when an ``alloc`` needs it. The free list is on the host and counts pages. ``device``: where ``alloc`` returns
+    its indices (None: CUDA when a GPU is there, else the CPU).
 
     >>> tokens = TokenToKVPoolAllocator(size=64, device="cpu", page_size=8)
     >>> indices = tokens.alloc(need_size=6)     # a whole page
@@ -47,22 +47,22 @@ class TokenToKVPoolAllocator:
         self.device, self.need_sort = default_device(device), need_sort
         self.num_pages = self.size // self.page_size
         self._pages = FreeList(self.num_pages, first=1, what="KV indices" if self.page_size == 1 else "pages")
-        # Indices that were not freed since their page was handed out; a page of one index needs no second set.
+        # Indices not freed since their page was handed out. Pages of one index do not need this.
         self._unfreed = IdSet(self.num_pages * self.page_size if self.page_size > 1 else 0, 1, "KV indices")
         self._group_depth = 0
-        self._waiting, self._num_waiting = list[Ids](), 0  # pages that were freed
-        self._grouped = list[Ids]()  # those that were freed inside the open group
+        self._waiting, self._num_waiting = list[Ids](), 0  # freed pages
+        self._grouped = list[Ids]()  # pages freed inside the open group
 
     def available_size(self) -> int:
-        """Tokens that ``alloc`` can still hand out: those of the free pages, the waiting ones included."""
+        """Return how many tokens ``alloc`` can still hand out: those of the free pages, waiting ones included."""
         return (self._pages.num_free + self._num_waiting) * self.page_size
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """At least ``need_size`` distinct indices, or None (nothing taken) when they are not there. O(n).
+        """Take at least ``need_size`` distinct indices; return None, taking none, if there are fewer. O(n).
 
-        Returns all indices of ``ceil(need_size / page_size)`` pages, int32 ``[that many * page_size]`` on the device,
-        ascending by one inside each page; they are the caller's until ``free``. Raises BadInput for a ``need_size`` that
-        is not a whole number of at least 0.
+        Returns all indices of ``p = ceil(need_size / page_size)`` pages, int32 ``[p * page_size]`` on the device,
+        ascending by one inside each page; they are the caller's until ``free``. Raises BadInput for a ``need_size``
+        that is not a whole number of at least 0.
         """
         num_pages = ceil_div(whole_number(need_size, "the number of tokens"), self.page_size)
         if num_pages > self._pages.num_free:
@@ -80,12 +80,12 @@ class TokenToKVPoolAllocator:
         return out
 
     def free(self, indices: IdsLike) -> None:
-        """Give back indices: a tensor on any device, an array or a sequence, of any shape. O(n log n).
+        """Free indices: a tensor on any device, an array or a sequence, of any shape. O(n log n).
 
-        The first index of a page that comes back frees the whole page. Its other indices may come later, each once,
-        until the page is handed out again: that changes nothing. Raises NotOwned for an index that is not held (freed
-        twice, also inside a group), out of range or named twice, and BadInput for anything but whole numbers. What it
-        raises changes nothing but this: an open group is closed.
+        The first freed index of a page frees the whole page. Its other indices may be freed later, each once, until the
+        page is handed out again; that changes nothing. Raises NotOwned for an index that is not held (freed twice, also
+        inside a group), out of range or named twice, and BadInput for anything but whole numbers. If it raises, nothing
+        is freed, but an open group is closed.
         """
         try:
             ids = ids_from(indices)
@@ -103,7 +103,7 @@ class TokenToKVPoolAllocator:
             self._end_groups()
 
     def merge_and_sort_free(self) -> None:
-        """Make the waiting indices free, lowest first if ``need_sort``; those of an open group keep waiting."""
+        """Merge waiting pages into the free list, lowest first if ``need_sort``; those of an open group still wait."""
         if self._num_waiting:
             self._pages.give(np.concatenate(self._waiting))
             self._waiting, self._num_waiting = [], 0
@@ -111,21 +111,21 @@ class TokenToKVPoolAllocator:
                 self._pages.keep_only(self._pages.free_ids()[::-1])
 
     def free_group_begin(self) -> None:
-        """Open a group: what is freed until its end comes back all at once at the end. Groups nest.
+        """Open a group: indices freed inside it become free all at once when it ends. Groups nest.
 
-        Prefer ``with allocator.free_group():``, which ends it whatever happens.
+        Prefer ``with allocator.free_group():``, which also ends the group when an exception is raised.
         """
         self._group_depth += 1
 
     def free_group_end(self) -> None:
-        """Close the innermost group; nothing happens if none is open, so that it may stand in a ``finally``."""
+        """Close the innermost group. Does nothing if none is open, so that it can be called in a ``finally``."""
         self._group_depth -= 1
         if self._group_depth <= 0:
             self._end_groups()
 
     @contextmanager
     def free_group(self) -> Iterator[None]:
-        """A group that ends with the ``with`` block, by an exception too."""
+        """Open a group that ends with the ``with`` block, also by an exception."""
         self.free_group_begin()
         try:
             yield
@@ -133,17 +133,19 @@ class TokenToKVPoolAllocator:
             self.free_group_end()
 
     def clear(self) -> None:
-        """Make every index free, the lowest first, and close every group. O(size)."""
+        """Free every index, the lowest first, and close every group. O(size)."""
         self._pages.clear()
         self._unfreed.flags[:] = False
         self._waiting, self._grouped, self._num_waiting, self._group_depth = [], [], 0, 0
 
     def check(self) -> None:
-        """Prove that every page is in one place, and that of a page that is held no index was freed. Raises CheckFailed.
-        O(size)."""
+        """Prove that every page is free, waiting or held, and that no index of a held page was freed.
+
+        Raises CheckFailed. O(size).
+        """
         self._pages.check(np.concatenate((_NONE, *self._waiting, *self._grouped)))
         if self._num_waiting != sum(map(len, self._waiting)):
-            raise CheckFailed(f"{self._num_waiting} pages are counted as waiting: {self._waiting[:16]}")
+            raise CheckFailed(f"{self._num_waiting} pages are counted as waiting, not those of {self._waiting[:16]}")
         if self.page_size > 1:
             whole = np.flatnonzero(self._unfreed.flags[1:].reshape(-1, self.page_size).all(axis=1)) + 1
             odd = np.setxor1d(whole, self._pages.held_ids())
@@ -151,7 +153,7 @@ class TokenToKVPoolAllocator:
                 raise CheckFailed(f"pages free though no index was freed, or held though one was: {odd[:16].tolist()}")
 
     def _end_groups(self) -> None:
-        """No group is open: what was freed in it waits with the rest."""
+        """Close all groups: pages freed in them wait with the others."""
         self._waiting += self._grouped
         self._num_waiting += sum(map(len, self._grouped))
         self._grouped, self._group_depth = [], 0

@@ -1,4 +1,4 @@
-"""What routers hear: which blocks a cache has, group by group, and how much of a prompt it would not have to compute."""
+"""KV events for routers: which blocks a cache has in each group, and how many tokens of a prompt it could reuse."""
 
 from kvpagoda.cache.event_log import EventLog
 from kvpagoda.events.follower import Follower, namespace_name

@@ -1,10 +1,10 @@
-"""Which blocks of which texts a cache has, by name, and behind which of them a text can be resumed.
+"""An index of the blocks that a cache has, by name, and of the blocks after which a text can be resumed.
 
     root of a namespace ── block ── block ── block ── ...     full: is in the index
                                     └─── block ── ...         a window, a chunk, a state: a flag of the block
 
-Both sides have one: the publisher's is told by the cache's own numbers, the follower's by messages. Nothing here is the
-cache's code: what a look-up says is worked out from single blocks, so that a test can hold one against the other.
+Publisher and follower have one each: the publisher fills it with the changes of the cache, the follower with messages.
+It shares no code with the cache: a look-up is computed from single blocks, so that a test can compare both.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ from kvpagoda.prefix.tokens import NO_TOKEN
 from kvpagoda.schema.fields import Growth
 
 _UNKNOWN = NO_TOKEN + 1
-"""A medium that is in no block."""
+"""The id of a medium that is in no block."""
 _NO_CHILDREN: Children[Block] = Children()
 
 
 class Resumable(NamedTuple):
-    """What a cache has of a text, in tokens, at most all but the last: as ``KVCache.lookup`` says it."""
+    """How many tokens of a text a cache has, at most all but the last; the numbers of ``KVCache.lookup``."""
 
     cached: int
-    """Leading tokens that are there."""
+    """Leading tokens that are cached."""
     resumable: int
-    """Of these, the tokens that a new request need not compute."""
+    """The leading tokens among these that a new request need not compute."""
 
 
 class Block:
-    """A block of a text. ``key``: its tokens, int32, with media ids; ``depth``: 1 for the first of a text, 0 for a root, whose
-    ``name`` is its namespace's. ``groups``: a bit for each group that keeps it. ``missing``: for each window the depth of the
-    last block up to this one that the group lacks, or less where that makes no difference. ``is_usable``: whether a text can
-    be resumed behind it."""
+    """A block of a text.
+
+    ``key``: its tokens, int32, with media ids. ``depth``: 1 for the first block of a text, 0 for a root, whose ``name``
+    is that of its namespace. ``groups``: a bit for each group that keeps it. ``missing``: for each window the depth of
+    the last block up to this one that the group lacks, or less if the window no longer reads it. ``is_usable``: whether
+    a text can be resumed after this block.
+    """
 
     __slots__ = ("children", "depth", "groups", "is_usable", "key", "missing", "name", "parent", "root")
 
@@ -52,10 +55,10 @@ class Block:
 
 
 class PrefixIndex:
-    """The blocks of one cache. ``blocks``: by name; ``roots``: by the name of their namespace.
+    """The blocks of one cache. ``blocks``: by name. ``roots``: by the name of their namespace.
 
-    ``add``, ``remove`` and a flag of states are O(1); a flag of a window O(blocks of the window) in each text that goes on
-    there.
+    ``add``, ``remove`` and setting a flag of states are O(1). Setting a flag of a window is O(blocks of the window) for
+    each text that continues after the block.
     """
 
     def __init__(self, followed: Followed) -> None:
@@ -74,21 +77,21 @@ class PrefixIndex:
         self.roots: dict[bytes, Block] = {}
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove everything."""
         self.blocks.clear()
         self.roots.clear()
         self._media.clear()
 
-    # -- what is there -----------------------------------------------------------------------------------------------
+    # -- blocks and flags --------------------------------------------------------------------------------------------
 
     def root(self, namespace: bytes) -> Block:
-        """The root of the texts of a namespace."""
+        """Return the root of the texts of ``namespace``."""
         if namespace not in self.roots:
             self.roots[namespace] = Block(namespace, b"", None, [0] * len(self._windows))
         return self.roots[namespace]
 
     def add(self, parent: Block, name: bytes, key: bytes) -> Block:
-        """The block ``name`` follows ``parent``; no group that keeps a bounded part of texts has it yet. O(1)."""
+        """Add block ``name`` after ``parent`` and return it; no group with bounded growth has it yet. O(1)."""
         block = Block(name, key, parent, [parent.depth + 1] * len(self._windows))
         if parent.children is _NO_CHILDREN:
             parent.children = Children()
@@ -98,7 +101,7 @@ class PrefixIndex:
         return block
 
     def remove(self, block: Block) -> bool:
-        """``block``, which nothing follows, is not there any more. Returns whether a text could be resumed behind it. O(1)."""
+        """Remove ``block``, which has no children; return whether a text could be resumed after it. O(1)."""
         parent = block.parent
         assert parent is not None and not block.children
         parent.children.take(block.key)
@@ -109,14 +112,16 @@ class PrefixIndex:
         return was_usable
 
     def set_flag(self, group: int, blocks: Iterable[Block], *, is_there: bool) -> list[bytes]:
-        """``group``, which keeps a bounded part of texts, has ``blocks`` from now on, or has not. Returns the names of those
-        behind which a text could be resumed until now."""
+        """Set whether ``group``, whose growth is bounded, has ``blocks``.
+
+        Returns the names of the blocks after which a text could be resumed until now, and no longer can.
+        """
         bit, lost = 1 << group, list[bytes]()
         blocks = sorted(blocks, key=_depth)
         for block in blocks:
             block.groups = block.groups | bit if is_there else block.groups & ~bit
-        for number, (one, growth) in enumerate(self._windows):
-            if one == group:
+        for number, (window_group, growth) in enumerate(self._windows):
+            if window_group == group:
                 self._spread(number, growth, bit, blocks, lost)
         if group == self._state:
             for block in blocks:
@@ -125,7 +130,7 @@ class PrefixIndex:
         return lost
 
     def _spread(self, window: int, growth: Growth, bit: int, blocks: list[Block], lost: list[bytes]) -> None:
-        """Work out anew what ``window`` lacks at ``blocks`` and behind them, until it makes no difference any more."""
+        """Compute ``missing`` of ``window`` again for ``blocks`` and those after them, as far as it matters there."""
         size, waiting = self.followed.block_size, blocks[::-1]
         while waiting:
             block = waiting.pop()
@@ -140,7 +145,7 @@ class PrefixIndex:
             waiting.extend(block.children.values())
 
     def _judge(self, block: Block) -> bool:
-        """Work out anew whether a text can be resumed behind ``block``; whether that is over."""
+        """Compute again whether a text can be resumed after ``block``; return True if that was so and no longer is."""
         size, is_usable = self.followed.block_size, self._state < 0 or bool(block.groups >> self._state & 1)
         for last, (_, growth) in zip(block.missing, self._windows):
             is_usable = is_usable and last <= self._first_needed(growth, block.depth, size)
@@ -149,34 +154,34 @@ class PrefixIndex:
 
     @staticmethod
     def _first_needed(growth: Growth, depth: int, block_size: int) -> int:
-        """Blocks at the beginning of a text that it does not read any more behind ``depth`` of them."""
+        """Return how many leading blocks of a text are no longer read after ``depth`` blocks."""
         return int(growth.first_needed(depth * block_size)) // block_size
 
     # -- look-up -----------------------------------------------------------------------------------------------------
 
     def media_id(self, digest: bytes) -> int:
-        """The number below 0 by which a medium is known in keys."""
+        """Return the negative number that stands for a medium in keys."""
         return self._media.setdefault(digest, -1 - len(self._media))
 
     def look_up(self, tokens: Ids, namespace: bytes, media: Mapping[int, bytes]) -> Resumable:
-        """What is there of a text, int32 ``[n]``; ``media``: offset -> digest of each that begins in it. O(n)."""
+        """Return how much of a text, int32 ``[n]``, is cached; ``media``: offset -> digest of a medium. O(n)."""
         keys = with_media(tokens, 0, {at: self._media.get(digest, _UNKNOWN) for at, digest in media.items()})
         block, size = self.roots.get(namespace), self.followed.block_size
         if block is None or len(keys) < 2:
             return Resumable(0, 0)
-        text, step, at, usable = keys[:-1].tobytes(), 4 * size, 0, 0
-        while (below := block.children.get(text[at : at + step])) is not None:
-            block, at = below, at + step
+        text, step, offset, usable = keys[:-1].tobytes(), 4 * size, 0, 0
+        while (child := block.children.get(text[offset : offset + step])) is not None:
+            block, offset = child, offset + step
             if block.is_usable and block.depth % self._grid == 0:
                 usable = block.depth
-        cached = at // 4 + self._num_alike(block, text[at : at + step])
+        cached = offset // 4 + self._num_alike(block, text[offset : offset + step])
         if self._is_bounded:
             return Resumable(cached, usable * size)
         return Resumable(cached, cached // self.followed.hit_grid * self.followed.hit_grid)
 
     @staticmethod
     def _num_alike(block: Block, rest: bytes) -> int:
-        """How many tokens of ``rest`` a block that follows ``block`` begins with, at most."""
+        """Return the most leading tokens that ``rest`` shares with a child of ``block``."""
         most, tokens = 0, np.frombuffer(rest, np.int32)
         for child in block.children.nearest(rest) if rest else ():
             differ = np.flatnonzero(np.frombuffer(child.key, np.int32, len(tokens)) != tokens)

@@ -1,9 +1,9 @@
-"""The two ends of the wire: who sends a cache's events over ZMQ, and who receives them.
+"""The publisher and the subscriber that send and receive a cache's events over ZMQ.
 
 engine's thread   cache ──► EventLog            router    Subscriber.poll ──► Follower
                                │                                ▲    │
 publisher's thread        EventStream ──► PUB ──────────────► SUB    │
-                               └────────► ROUTER ◄─────────────► DEALER   what was missed, or a snapshot
+                               └────────► ROUTER ◄─────────────► DEALER   missed batches, or a snapshot
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ with MissingExtra.unless("zmq", "kvpagoda.events needs pyzmq; pip install 'kvpag
     import zmq
 
 HEARTBEAT = 1.0
-"""Seconds without events after which a publisher says that it is alive."""
+"""Seconds without events after which a publisher sends a message that it is alive."""
 PATIENCE = 1.0
 """Seconds that a subscriber waits for the end of a replay before it asks again."""
 MOST_UNREAD = 100_000
-"""Messages that wait for a subscriber at most; of one that is slower the next are lost, and asked for again."""
-_LINGER = 200  # milliseconds that what was sent may still take when a socket is closed
+"""The most messages that wait for a slow subscriber; further ones are lost, and the subscriber asks for them again."""
+_LINGER = 200  # milliseconds that a closed socket may still use to send its messages
 
 
 class Publisher:
-    """Sends what happens to the cache of ``log``, from a thread of its own, as vLLM's publisher does.
+    """Sends the events of the cache of ``log`` from a thread of its own, as vLLM's publisher does.
 
-    ``endpoint``: bound where it has ``*`` or is ``ipc:``, else connected to. ``replay``: where subscribers ask
-    for batches again; None: nowhere. ``interval``: seconds between two batches, at most. ``keep``: batches that can be had
-    again. ``rank``: of data parallelism. Made between calls of the cache. Raises BadInput for an endpoint that ZMQ refuses.
+    ``endpoint``: bound if it has ``*`` or is ``ipc:``, otherwise connected to. ``replay``: the endpoint where
+    subscribers ask for batches again; None: no replay. ``interval``: the most seconds between two batches. ``keep``:
+    how many batches can be replayed. ``rank``: that of data parallelism. Make it between calls of the cache. Raises
+    BadInput for an endpoint that ZMQ refuses.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Publisher:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)  #: with the port that was found for ``*``
+        self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)  #: with the actual port in place of ``*``
         self.replay_endpoint = "" if replay is None else self._router.get_string(zmq.LAST_ENDPOINT)
         self._topic, self._interval = topic.encode(), interval
         self._turn, self._num_flushes, self._num_flushed, self._is_open = Condition(), 0, 0, True
@@ -69,14 +70,14 @@ class Publisher:
         self._thread.start()
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait until what happened before this call is sent, at most ``timeout`` seconds; whether it is."""
+        """Wait at most ``timeout`` seconds until all events from before this call are sent; return whether they are."""
         with self._turn:
             self._num_flushes += 1
             wanted = self._num_flushes
             return self._turn.wait_for(lambda: self._num_flushed >= wanted, timeout)
 
     def close(self) -> None:
-        """Send what is left and end. Does no harm twice."""
+        """Send the remaining events and end the thread. A second call does nothing."""
         if self._is_open:
             self._is_open = False
             self._thread.join()
@@ -88,16 +89,17 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- its thread --------------------------------------------------------------------------------------------------
+    # -- the publisher's thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        spoke = 0.0
+        """Send batches and heartbeats and answer replay requests, until ``close``."""
+        last_sent = 0.0
         while True:
             is_last, asked = not self._is_open, self._num_flushes
             message = self._stream.drain()
-            if message is not None or monotonic() - spoke > HEARTBEAT:
+            if message is not None or monotonic() - last_sent > HEARTBEAT:
                 self._send(self._stream.alive() if message is None else message)
-                spoke = monotonic()
+                last_sent = monotonic()
             with self._turn:
                 self._num_flushed = asked
                 self._turn.notify_all()
@@ -110,7 +112,7 @@ class Publisher:
         self._pub.send_multipart([self._topic, message[0].to_bytes(SEQUENCE_NBYTES, "big"), message[1]])
 
     def _replay(self, frames: list[bytes]) -> None:
-        """Answer ``[client, b"", number]``, and no other request."""
+        """Answer a request ``[client, b"", number]`` for the batches from ``number`` on; ignore other requests."""
         if len(frames) != 3 or len(frames[2]) != SEQUENCE_NBYTES:
             return
         for sequence, payload in self._stream.replay(int.from_bytes(frames[2], "big")):
@@ -119,10 +121,10 @@ class Publisher:
 
 
 class Subscriber:
-    """Receives what a ``Publisher`` sends, asks for what is missing, and feeds a ``follower``, which answers.
+    """Receives the messages of a ``Publisher``, asks for missing ones, and feeds them to ``follower``, which you query.
 
-    ``endpoint`` and ``replay_endpoint`` are those of the publisher, which need not be there yet. One thread. Raises BadInput
-    for an endpoint that ZMQ refuses.
+    ``endpoint`` and ``replay_endpoint`` are those of the publisher, which may start later. For use from one thread.
+    Raises BadInput for an endpoint that ZMQ refuses.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str, *, topic: str = "", secret: bytes = b"") -> None:
@@ -145,7 +147,7 @@ class Subscriber:
         self._ask(0)
 
     def poll(self, timeout: float = 0.0) -> list[bytes]:
-        """Receive what has come, or wait for it at most ``timeout`` seconds. Returns what ``Follower.feed`` does of it."""
+        """Receive messages for at most ``timeout`` seconds, until some come; return what ``Follower.feed`` returns."""
         lost, end = list[bytes](), monotonic() + timeout
         while ready := self._poller.poll(max(0, round(1000 * (end - monotonic())))):
             end = 0.0
@@ -161,7 +163,7 @@ class Subscriber:
         return lost
 
     def close(self) -> None:
-        """End. Does no harm twice."""
+        """Close the sockets. A second call does nothing."""
         self._context.destroy(linger=0)
 
     def __enter__(self) -> Subscriber:
@@ -176,7 +178,7 @@ class Subscriber:
 
 
 def _open(socket: Any, endpoint: str) -> None:
-    """Bind or connect, as ``Publisher`` says. Raises BadInput."""
+    """Bind or connect ``socket``, as ``Publisher`` describes. Raises BadInput."""
     is_bound = "*" in endpoint or endpoint.startswith("ipc:")
     try:
         (socket.bind if is_bound else socket.connect)(endpoint)

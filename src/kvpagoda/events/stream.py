@@ -1,7 +1,7 @@
-"""From the log of a cache to numbered batches, and what is asked for again: no sockets, no threads.
+"""Numbered batches of events from the log of a cache, and their replay: no sockets, no threads.
 
-EventLog ──take──► EventStream ──► batches 0, 1, 2 ..      the last ``keep`` of them can be had again,
-                                                           or else a snapshot: all that there is now
+EventLog ──take──► EventStream ──► batches 0, 1, 2 ..      the last ``keep`` batches can be replayed;
+                                                           instead of older ones a snapshot is sent
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _INSTANCE_NBYTES = 16
 
 
 class EventStream:
-    """The events of one ``log``, from the first on. ``keep``: batches that can be replayed; ``rank``: of data parallelism.
+    """The events of one ``log``, from the first on.
 
-    It has an index of all blocks of the cache, from which it makes snapshots. One thread uses it; it is made between calls of
-    the cache.
+    ``keep``: batches that can be replayed. ``rank``: of data parallelism. It keeps an index of all blocks of the cache,
+    from which it makes snapshots. Use it from one thread, and make it between calls of the cache.
     """
 
     def __init__(self, log: EventLog, *, keep: int = 10_000, rank: int | None = None) -> None:
@@ -43,7 +43,7 @@ class EventStream:
         self._by_id: dict[int, dict[int, Block]] = {number: {} for number in range(TEXT, len(log.followed.groups))}
         self._media: dict[int, bytes] = {}  # media id of the cache -> digest
         self._sent: deque[Message] = deque(maxlen=whole_number(keep, "keep, a number of batches,", at_least=1))
-        self.num_events = 0  #: blocks that were stored or removed in some group
+        self.num_events = 0  #: blocks stored or removed so far, counted once per group
         log.restart()
         self._number(self._taken() or [AllBlocksCleared()])
 
@@ -53,23 +53,26 @@ class EventStream:
         return self._sent[-1][0]
 
     def drain(self) -> Message | None:
-        """What happened since the last time, as a batch; None if nothing did. O(blocks of it)."""
+        """Return the events since the last call as a batch; None if there are none. O(blocks of the batch)."""
         events = self._taken()
         return self._number(events) if events else None
 
     def alive(self) -> Message:
-        """A message without events: whoever missed the last batch sees it by its number."""
+        """Return a message without events. Its number tells a follower whether it missed the last batch."""
         return self._message(self.last, [])
 
     def replay(self, start: int) -> list[Message]:
-        """The batches from number ``start`` on, if all of them are kept, else one with all that is there, numbered as the last
-        one: what follows on it is the next."""
+        """Return the batches from number ``start`` on, if all of them are kept; otherwise a snapshot.
+
+        The snapshot has the number of the last batch, so that the next batch follows it.
+        """
         if not self._sent[0][0] <= start <= self.last + 1:
             events: list[Event] = [AllBlocksCleared(), *self._all()]
             return [self._message(self.last, events)]
         return [message for message in self._sent if message[0] >= start]
 
     def _taken(self) -> list[Event]:
+        """Return the events for all records that wait in the log."""
         events = list[Event]()
         for record in self._log.take():
             if isinstance(record, Restart):
@@ -78,6 +81,7 @@ class EventStream:
         return events
 
     def _number(self, events: list[Event]) -> Message:
+        """Return ``events`` as the batch with the next number, and keep it for replays."""
         self._sent.append(self._message(self.last + 1 if self._sent else 0, events))
         return self._sent[-1]
 
@@ -87,6 +91,7 @@ class EventStream:
     # -- records -----------------------------------------------------------------------------------------------------
 
     def _apply(self, record: Record, events: list[Event]) -> None:
+        """Apply one record of the log to the index, and append its events to ``events``."""
         match record:
             case Shared():
                 self._share(record, events)
@@ -96,58 +101,58 @@ class EventStream:
             case Moved(group, sources, targets):
                 self._move(group, sources, targets)
             case Renewed(namespaces):
-                self._drop({self._namespace(one) for one in namespaces}, events)
+                self._drop({self._namespace(key) for key in namespaces}, events)
             case Restart(shared):
                 self.index.clear()
                 for by_id in self._by_id.values():
                     by_id.clear()
                 events.append(AllBlocksCleared())
-                for one in shared:
-                    self._share(one, events)
+                for text in shared:
+                    self._share(text, events)
 
     def _share(self, shared: Shared, events: list[Event]) -> None:
-        """Blocks are cached: those that the index lacks are new."""
+        """Add events for the cached blocks of ``shared`` that the index does not have yet."""
         known, numbers = self._by_id[self._text_group], shared.texts.tolist()
         self._media.update(shared.media)
         above = numbers.pop(0) if shared.first else 0
         parent = known.get(above)
-        path = [known.get(one) for one in numbers]
+        path = [known.get(number) for number in numbers]
         first_new = path.index(None) if None in path else len(path)
         if first_new:
             parent = path[first_new - 1]
         elif not shared.first:
             parent = self.index.root(self._namespace(shared.namespace))
         if parent is None:
-            return  # of a namespace that is not found any more
+            return  # its namespace was dropped
         new = self._add(parent, shared, first_new, len(numbers))
         for number, block in zip(numbers[first_new:], new):
             known[number] = block
         self._store(self._text_group, new, events)
         blocks = [*(block for block in path[:first_new] if block is not None), *new]
         for group, first, ids in shared.groups:
-            there = self._by_id[group]
+            by_id = self._by_id[group]
             pairs = zip(blocks[first - shared.first :], ids.tolist())
-            fresh = [(block, one) for block, one in pairs if one and one not in there]
-            there.update((one, block) for block, one in fresh)
+            fresh = [(block, block_id) for block, block_id in pairs if block_id and block_id not in by_id]
+            by_id.update((block_id, block) for block, block_id in fresh)
             stored = [block for block, _ in fresh]
             if stored:
                 self.index.set_flag(group, stored, is_there=True)
                 self._store(group, stored, events)
 
     def _add(self, parent: Block, shared: Shared, first: int, end: int) -> list[Block]:
-        """Blocks ``first .. end - 1`` of ``shared`` are new, below ``parent``: with their names."""
+        """Add blocks ``first .. end - 1`` of ``shared`` to the index after ``parent``, and return them."""
         size, new = self.index.followed.block_size, list[Block]()
         keys = shared.keys[first * size : end * size]
         tokens, extras = keys, dict[int, bytes]()
         if shared.media:
             is_media = are_media(keys)
             tokens = np.where(is_media, 0, keys)
-            for at in np.flatnonzero(is_media).tolist():
-                extras[at // size] = extras.get(at // size, b"") + self._place(at % size, int(keys[at]))
+            for i in np.flatnonzero(is_media).tolist():
+                extras[i // size] = extras.get(i // size, b"") + self._place(i % size, int(keys[i]))
         root = parent.name if parent.depth else prefix_root(shared.namespace, self.index.followed.secret)
         text, step = keys.tobytes(), 4 * size
-        for at, name in enumerate(prefix_hashes(root, tokens, size, extras)):
-            parent = self.index.add(parent, name, text[at * step : (at + 1) * step])
+        for i, name in enumerate(prefix_hashes(root, tokens, size, extras)):
+            parent = self.index.add(parent, name, text[i * step : (i + 1) * step])
             new.append(parent)
         return new
 
@@ -159,9 +164,9 @@ class EventStream:
         return prefix_root(owner_of(key), self.index.followed.secret)
 
     def _forget(self, group: int, ids: Ids) -> list[Block]:
-        """What ``ids`` of ``group`` were, if the index has it."""
+        """Remove ``ids`` of ``group`` from the map of ids, and return their blocks that the index still has."""
         known = self._by_id[group]
-        blocks = [known.pop(one, None) for one in ids.tolist()]
+        blocks = [known.pop(block_id, None) for block_id in ids.tolist()]
         return [block for block in blocks if block is not None and block.parent is not None]
 
     def _move(self, group: int, sources: Ids, targets: Ids) -> None:
@@ -170,10 +175,10 @@ class EventStream:
         known.update((target, block) for target, block in moved if block is not None)
 
     def _drop(self, namespaces: Iterable[bytes], events: list[Event]) -> None:
-        """Nothing of ``namespaces`` is found any more."""
-        for one in namespaces:
-            if one in self.index.roots:
-                blocks = [block for run in _runs(self.index.roots[one]) for block in run]
+        """Remove all blocks of ``namespaces``."""
+        for namespace in namespaces:
+            if namespace in self.index.roots:
+                blocks = [block for run in _runs(self.index.roots[namespace]) for block in run]
                 for group in range(len(self.index.followed.groups)):
                     if group != self._text_group:
                         self._remove(group, [block for block in blocks if block.groups >> group & 1], events)
@@ -182,12 +187,16 @@ class EventStream:
     # -- events ------------------------------------------------------------------------------------------------------
 
     def _store(self, group: int, blocks: list[Block], events: list[Event]) -> None:
-        """``group`` has ``blocks``, of one text, in its order: an event for each run of consecutive ones."""
+        """Append an event for each run of consecutive blocks that ``group`` stored.
+
+        ``blocks`` are blocks of one text, in its order.
+        """
         self.num_events += len(blocks)
         for _, run in groupby(enumerate(blocks), lambda pair: pair[1].depth - pair[0]):
             events.append(self._stored(group, [block for _, block in run]))
 
     def _stored(self, group: int, run: list[Block]) -> BlockStored:
+        """Return the event that consecutive blocks ``run`` are stored in ``group``."""
         size, parent = self.index.followed.block_size, run[0].parent
         keys = np.frombuffer(b"".join(block.key for block in run), np.int32)
         number, name, kind, window = self._told(group)
@@ -206,7 +215,10 @@ class EventStream:
         )
 
     def _extra_keys(self, keys: Ids) -> list[tuple[bytes | int, ...] | None] | None:
-        """For each row of ``keys`` the digest and the offset of each medium that begins there, by turns."""
+        """Return for each row of ``keys`` the digests and offsets of the media that begin in it, in alternation.
+
+        None for a row without media, and in place of the list if no row has any.
+        """
         if not are_media(keys).any():
             return None
         found = list[tuple[bytes | int, ...] | None]()
@@ -218,7 +230,7 @@ class EventStream:
         return found
 
     def _remove(self, group: int, blocks: list[Block], events: list[Event]) -> None:
-        """``blocks`` are in ``group`` no more; of the group of texts the deepest of a text come first."""
+        """Append an event that ``blocks`` are removed from ``group``; in the group of texts, the deepest come first."""
         if not blocks:
             return
         self.num_events += len(blocks)
@@ -231,14 +243,14 @@ class EventStream:
         events.append(BlockRemoved(names, wire.MEDIUM, number, name, kind, lost))
 
     def _told(self, group: int) -> tuple[int | None, str | None, str | None, int | None]:
-        """Number, name, kind and window of a group, as events say them: nothing of the texts alone."""
+        """Return number, name, kind and window of ``group`` as events have them; None each for ``TEXT``."""
         if group == TEXT:
             return None, None, None, None
         name, growth = self.index.followed.groups[group]
         return group, name, wire.kind_of(growth), growth.window
 
     def _all(self) -> Iterable[Event]:
-        """All that is there, parents before their children."""
+        """Return events that store all blocks of the index, parents before their children."""
         events, counted = list[Event](), self.num_events
         for root in self.index.roots.values():
             for run in _runs(root):
@@ -251,7 +263,7 @@ class EventStream:
 
 
 def _runs(root: Block) -> Iterable[list[Block]]:
-    """The blocks below ``root``, in runs along texts, parents before their children."""
+    """Yield the blocks below ``root`` in runs along texts, parents before their children."""
     waiting = [*root.children.values()]
     while waiting:
         run = [waiting.pop()]

@@ -1,8 +1,8 @@
-"""The messages: the fields of vLLM's KV events, in its array form, and behind them what is ours.
+"""The messages: the fields of vLLM's KV events, in its array form, followed by fields of kvpagoda.
 
-A message of ZMQ has three frames: topic, sequence number (8 bytes, big-endian), a batch in MessagePack. The field names,
-their order and their types are those of ``vllm/distributed/kv_events.py`` up to ``kv_cache_spec_sliding_window``; a decoder of
-arrays passes over fields behind those that it knows.
+A message of ZMQ has three frames: topic, sequence number (8 bytes, big-endian), a batch in MessagePack. The field
+names, their order and their types are those of ``vllm/distributed/kv_events.py`` up to
+``kv_cache_spec_sliding_window``. A decoder of arrays ignores fields after those that it knows.
 
     batch           ts  events  data_parallel_rank                                             | cache
     BlockStored     block_hashes  parent_block_hash  token_ids  block_size  lora_id  medium  lora_name  extra_keys
@@ -24,12 +24,12 @@ with MissingExtra.unless("msgspec", "kvpagoda.events needs msgspec; pip install 
 
 SEQUENCE_NBYTES = 8
 END = (-1).to_bytes(SEQUENCE_NBYTES, "big", signed=True)
-"""In place of a sequence number: a replay is over."""
+"""Sent in place of a sequence number at the end of a replay."""
 MEDIUM = "GPU"
 
 
 def kind_of(growth: Growth) -> str:
-    """What vLLM calls a group that grows so."""
+    """Return vLLM's name for a group with this growth."""
     if growth.window is not None:
         return "sliding_window"
     if growth.chunk is not None:
@@ -38,13 +38,13 @@ def kind_of(growth: Growth) -> str:
 
 
 class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
-    """Consecutive blocks of a text are there in one group.
+    """Consecutive blocks of a text were stored in one group.
 
-    ``block_hashes``: 32 bytes each, made of all tokens up to its end, the namespace and the weights. ``token_ids``: of all
-    these blocks; 0 where a medium begins; fewer where the last block is that of a closed text, of use up to its end.
-    ``extra_keys``: None, or for each block None or digest and offset of each medium that begins in it, by turns.
-    ``group_idx``: None where it is the text alone that is there, of a model none of whose groups keeps all of it.
-    ``namespace``: a digest of who may share it, see ``kvpagoda.events.namespace_name``.
+    ``block_hashes``: 32 bytes each, computed from all tokens up to the block's end, the namespace and the weights.
+    ``token_ids``: those of all these blocks; 0 where a medium begins; fewer if the last block is the partial last block
+    of a closed text. ``extra_keys``: None, or for each block None or the digests and offsets of the media that begin in
+    it, in alternation. ``group_idx``: None if only the text is known, for a model in which no group keeps all tokens.
+    ``namespace``: the digest of the namespace, see ``kvpagoda.events.namespace_name``.
     """
 
     block_hashes: list[bytes]
@@ -63,8 +63,11 @@ class BlockStored(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
-    """Blocks are there no more in one group. ``lost``: the places where a text could be resumed until now, each named by the
-    last block before it: behind these blocks, and behind others that needed them."""
+    """Blocks were removed from one group.
+
+    ``lost``: the positions at which a text could be resumed until now, each named by the last block before it: after
+    these blocks, and after other blocks whose resumption needed them.
+    """
 
     block_hashes: list[bytes]
     medium: str | None = None
@@ -75,15 +78,18 @@ class BlockRemoved(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
-    """Nothing is there any more. Where a batch begins with it, the batch says all that there is."""
+    """All blocks were removed. A batch that begins with it is a snapshot: it stores all blocks that the cache has."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class CacheInfo(msgspec.Struct, array_like=True, frozen=True):
-    """Of which cache a batch tells. ``instance``: drawn at random for each life of a publisher. ``groups``: name, kind and
-    window or chunk (else None) of each; ``full``: which one keeps all tokens, -1: none."""
+    """The cache that a batch describes.
+
+    ``instance``: random bytes, new for each start of a publisher. ``groups``: name, kind and window or chunk (else
+    None) of each. ``full``: the index of the group that keeps all tokens; -1 if there is none.
+    """
 
     instance: bytes
     block_size: int
@@ -93,20 +99,23 @@ class CacheInfo(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, followed: Followed, instance: bytes) -> CacheInfo:
-        """What a follower must know of ``followed``."""
+        """Return the description of ``followed`` for followers."""
         groups = [(name, kind_of(growth), growth.span) for name, growth in followed.groups]
         return cls(instance, followed.block_size, followed.hit_grid, groups, followed.full)
 
     def followed(self) -> Followed:
-        """The same for an index. Raises BadInput for a kind that is not known."""
+        """Return the description for an index. Raises BadInput for an unknown kind of group."""
         return Followed(
             self.block_size, self.hit_grid, tuple((name, _growth(kind, n)) for name, kind, n in self.groups), self.full
         )
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What happened since the batch before. ``ts``: seconds since the epoch. Without events it only says that the publisher is
-    alive: its sequence number is that of the last batch with any."""
+    """The events since the batch before. ``ts``: seconds since the epoch.
+
+    A batch without events only says that the publisher is alive; its sequence number is that of the last batch with
+    events.
+    """
 
     ts: float
     events: list[Event]
@@ -119,12 +128,12 @@ _decoder = msgspec.msgpack.Decoder(EventBatch)
 
 
 def encode(batch: EventBatch) -> bytes:
-    """The third frame of a message."""
+    """Return ``batch`` as the third frame of a message."""
     return _encoder.encode(batch)
 
 
 def decode(payload: bytes) -> EventBatch:
-    """What ``encode`` made, or a publisher of vLLM. Raises BadInput."""
+    """Return the batch that ``encode``, or a publisher of vLLM, encoded. Raises BadInput."""
     try:
         return _decoder.decode(payload)
     except msgspec.MsgspecError as error:
@@ -132,6 +141,7 @@ def decode(payload: bytes) -> EventBatch:
 
 
 def _growth(kind: str, span: int | None) -> Growth:
+    """Return the growth of a group of ``kind`` with window or chunk ``span``. Raises BadInput for an unknown kind."""
     known = {"full_attention": FULL, "mamba": STATE}
     known |= {"sliding_window": Growth(window=span), "chunked_local_attention": Growth(chunk=span)}
     if kind not in known:

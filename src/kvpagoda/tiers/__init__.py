@@ -1,4 +1,4 @@
-"""Below the device: records in host memory, on disk, in shared stores, behind one Protocol. Any fault is a miss."""
+"""Tiers below the device: records in host memory, on disk and in shared stores. Any fault is a miss."""
 
 from typing import TYPE_CHECKING
 

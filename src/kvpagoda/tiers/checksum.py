@@ -1,4 +1,4 @@
-"""The checksum of records: xxh3-128, against faults, not against attackers."""
+"""The checksum of records, xxh3-128. It detects faults; it does not protect against attackers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ except ImportError:
 
 
 def xxh3_128(data: Any) -> bytes:
-    """16 bytes for any bytes. Raises BadInput without the package xxhash."""
+    """Return the checksum of ``data``, any bytes, as 16 bytes. Raises BadInput without the package xxhash."""
     if xxhash is None:
         raise BadInput("tiers need the package xxhash; install kvpagoda[disk]")
     return xxhash.xxh3_128_digest(data)

@@ -1,4 +1,4 @@
-"""What any driver must do, as functions that raise CheckFailed where it does not.
+"""The rules of ``Driver`` as functions that raise CheckFailed if a driver breaks one. Use them to test a new driver:
 
     from kvpagoda.tiers.conformance import CHECKS
 
@@ -6,8 +6,8 @@
     def test_my_driver_conforms(check):
         check(lambda buffer: MyDriver(buffer))
 
-``make(buffer)`` gives a driver, empty at first, with room for 8 to 64 records of ``buffer``, whose payloads have ``PAYLOAD``
-bytes. Each check makes its own and closes it. A check takes about a second at most.
+``make(buffer)`` returns an empty driver with room for 8 to 64 records of ``buffer``, whose payloads have ``PAYLOAD``
+bytes. Each check makes its own driver and closes it. A check takes at most about a second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FINGERPRINT = sha256(b"conformance").digest()
 
 
 def what_was_stored_is_loaded(make: Make) -> None:
-    """Bytes are equal, rows that were not named are not touched, and what was not stored is a MISS in its own place."""
+    """Loaded bytes equal the stored ones, other rows are not changed, and a key that was not stored is a MISS."""
     with _Trial(make) as trial:
         trial.expect("storing", trial.store(0, 1, 2, 3), OK, OK, OK, OK)
         others = trial.buffer.records[4:].copy()
@@ -42,7 +42,7 @@ def what_was_stored_is_loaded(make: Make) -> None:
 
 
 def a_record_is_written_once(make: Make) -> None:
-    """Storing a key again is OK and changes nothing."""
+    """Storing a key again returns OK and does not change its record."""
     with _Trial(make) as trial:
         trial.store(1)
         trial.fill(0, KEYS[1], content=KEYS[2])
@@ -51,7 +51,7 @@ def a_record_is_written_once(make: Make) -> None:
 
 
 def what_was_discarded_is_gone(make: Make) -> None:
-    """Discarded, it is a MISS, and can be stored again."""
+    """A discarded key is a MISS and can be stored again."""
     with _Trial(make) as trial:
         trial.store(1, 2)
         trial.expect("discarding", trial.discard(1, 3), OK, MISS)
@@ -61,7 +61,7 @@ def what_was_discarded_is_gone(make: Make) -> None:
 
 
 def a_lookup_tells_what_is_there(make: Make) -> None:
-    """In order; released twice or after its time a lease does no harm."""
+    """A lookup has the statuses in the order of its keys; a lease may be released twice, or after its time."""
     with _Trial(make) as trial:
         trial.store(1, 2)
         lease = trial.lookup(2, 1, 3, 2)
@@ -76,19 +76,19 @@ def a_lookup_tells_what_is_there(make: Make) -> None:
 
 
 def bytes_stay_within_the_bound(make: Make) -> None:
-    """Many times what fits: never more bytes than the capacity, and what is still there is right."""
+    """Storing many times what fits never exceeds the capacity, and the records that remain are right."""
     with _Trial(make) as trial:
         for i in range(0, 256, 4):
             trial.store(*range(i, i + 4))
             stats = trial.driver.stats()
             if stats.nbytes > stats.capacity_nbytes:
-                raise CheckFailed(f"{stats.nbytes} bytes are kept, {stats.capacity_nbytes} may be")
+                raise CheckFailed(f"the driver holds {stats.nbytes} bytes; its capacity is {stats.capacity_nbytes}")
         for i in range(0, 256, 4):
             trial.load(*range(i, i + 4))
 
 
 def late_is_said_and_not_raised(make: Make) -> None:
-    """A deadline in the past: TIMEOUT for every key, and nothing was done."""
+    """With a deadline in the past every key is a TIMEOUT, and nothing was done."""
     with _Trial(make) as trial:
         trial.store(1)
         past = monotonic() - 1
@@ -99,16 +99,17 @@ def late_is_said_and_not_raised(make: Make) -> None:
 
 
 def many_threads_see_whole_records(make: Make) -> None:
-    """Four threads store, look up and load the same keys: every record that is loaded is the one asked for."""
+    """While four threads store, look up and load the same keys, every load returns the record of its key."""
     _at_once(make, with_discards=False)
 
 
 def many_threads_discard_what_others_load(make: Make) -> None:
-    """The same with discards: a load that one overtakes may give other bytes, and none that the checksum takes for right."""
+    """The same with discards: a load may then read other bytes, but never bytes that pass the checksum by mistake."""
     _at_once(make, with_discards=True)
 
 
 def _at_once(make: Make, with_discards: bool) -> None:
+    """Store, look up and load the same keys from four threads, and discard some of them if ``with_discards``."""
     with _Trial(make) as trial, ThreadPoolExecutor(4) as pool:
 
         def work(row: int) -> None:
@@ -128,7 +129,7 @@ def _at_once(make: Make, with_discards: bool) -> None:
 
 
 def a_closed_driver_is_unavailable(make: Make) -> None:
-    """After ``close`` every call says so; closing again does nothing."""
+    """After ``close`` every call returns UNAVAILABLE; closing again does nothing."""
     with _Trial(make) as trial:
         trial.store(1)
         trial.driver.close()
@@ -153,7 +154,7 @@ CHECKS: tuple[Callable[[Make], None], ...] = (
 
 
 class _Trial:
-    """A driver over a buffer whose payloads are what their keys say. Calls name keys by their numbers."""
+    """A driver over a buffer whose payloads are made from their keys. Calls name keys by their index in ``KEYS``."""
 
     def __init__(self, make: Make) -> None:
         self.buffer = RecordBuffer(8, PAYLOAD)
@@ -166,6 +167,7 @@ class _Trial:
         self.driver.close()
 
     def fill(self, row: int, key: bytes, content: bytes) -> None:
+        """Write a record with ``key`` to ``row``, with a payload made from ``content``."""
         self.buffer.payloads[row] = _payload(content)
         pack_record(self.buffer.rows[row], key, _FINGERPRINT, PAYLOAD)
 
@@ -181,7 +183,10 @@ class _Trial:
         return self.driver.discard([KEYS[i] for i in which], _soon())
 
     def load(self, *which: int, first_row: int = 0, is_raced: bool = False) -> list[Status]:
-        """Load, and prove what is said to be there; in a race with discards it may be mixed, and has to show it."""
+        """Load records and verify those with status OK.
+
+        With ``is_raced`` (a race with discards) a record may be mixed, but must then fail the checksum.
+        """
         keys, rows = [KEYS[i] for i in which], range(first_row, first_row + len(which))
         self.buffer.records[rows.start : rows.stop] = 0xEE
         statuses = self.driver.load(keys, rows, _soon())
@@ -194,8 +199,9 @@ class _Trial:
         return statuses
 
     def expect(self, what: str, got: Sequence[Status], *wanted: Status) -> None:
+        """Raise CheckFailed unless the statuses that the driver returned are ``wanted``."""
         if tuple(got) != wanted:
-            raise CheckFailed(f"{what}: {wanted} was expected, the driver said {got}")
+            raise CheckFailed(f"{what}: {wanted} was expected, the driver returned {got}")
 
 
 def _payload(key: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -1,10 +1,11 @@
-"""Records in one preallocated file.
+"""A driver that keeps records in one preallocated file.
 
     | superblock, one page | slot 0 | slot 1 | ...        a slot: one record, or a first page of zeros
 
-The index is rebuilt from the headers when the file is opened. A record is written from its second page on, then its first
-page with the header, which names the checksum of all of it: whatever a crash, a power loss or another program leaves there,
-in whatever order it reached the disk, is the record that was stored or is seen not to be it. Nothing is ever synced.
+The index is rebuilt from the headers when the file is opened. A write of a record begins with its second page; its
+first page, with the header and the checksum of the whole record, comes last. So whatever a crash, a power loss or
+another program leaves in a slot, in whatever order it reached the disk, verifies only if it is the record that was
+stored. Nothing is ever synced.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SUPERBLOCK = struct.Struct("<8sIIQ")
 
 
 class SlabFile:
-    """The medium of ``disk_driver``. One process has the file at a time, by a lock that goes with it."""
+    """The medium of ``disk_driver``: slots in one file, which one process at a time has locked."""
 
     def __init__(self, folder: Path, buffer: RecordBuffer, nbytes: int, *, direct: bool = False) -> None:
         self.slot_nbytes = buffer.record_nbytes
@@ -37,7 +38,7 @@ class SlabFile:
             raise BadInput(f"{format_bytes(nbytes)} holds no record of {format_bytes(self.slot_nbytes)}; give it more")
         self._rows = buffer.rows
         self._zeros = pages(PAGE)
-        self._is_dirty = bytearray(b"\1" * self.num_slots)  # the first page may not be zero
+        self._is_dirty = bytearray(b"\1" * self.num_slots)  # whether the first page of the slot may not be zero
         self._files: list[int] = []
         path = folder / FILE_NAME
         try:
@@ -58,7 +59,7 @@ class SlabFile:
         self._data = self._files[-1]
 
     def _open(self, file: int) -> None:
-        """Lock the file and give it its size; what is in it stays if its slots are of the same size."""
+        """Lock the file and set its size. Its records are kept if its slots have the same size as now."""
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         old_size = os.fstat(file).st_size
         start = _SUPERBLOCK.pack(b"KVPGSLAB", 1, PAGE, self.slot_nbytes)
@@ -74,7 +75,7 @@ class SlabFile:
         os.pwrite(file, start, 0)
 
     def scan(self) -> list[tuple[bytes, int]]:
-        """One read of a header for each slot."""
+        """See ``Medium``. Reads one header per slot."""
         found: dict[bytes, int] = {}
         for slot in range(self.num_slots):
             try:
@@ -82,22 +83,24 @@ class SlabFile:
             except OSError:
                 continue
             self._is_dirty[slot] = any(header)
-            told = read_header(header)
-            if told is not None and told[1] <= self.slot_nbytes - HEADER_NBYTES:
-                found.setdefault(told[0], slot)
+            parsed = read_header(header)
+            if parsed is not None and parsed[1] <= self.slot_nbytes - HEADER_NBYTES:
+                found.setdefault(parsed[0], slot)
         return list(found.items())
 
     def write(self, slot: int, row: int) -> bool:
+        """See ``Medium``. Clears the old header first; without O_DIRECT, writes the new one last."""
         record, start = self._rows[row], self._start(slot)
         if self._is_dirty[slot]:
             self._put(self._zeros, start)
         self._is_dirty[slot] = True
-        head = len(record) if len(self._files) > 1 else PAGE  # past the page cache a kill tears no write
+        head = len(record) if len(self._files) > 1 else PAGE  # with O_DIRECT a kill does not tear a write
         self._put(record[head:], start + head)
         self._put(record[:head], start)
         return True
 
     def read(self, slot: int, row: int) -> bool:
+        """See ``Medium``."""
         record, start = self._rows[row], self._start(slot)
         while len(record):
             done = os.preadv(self._data, [record.data], start)
@@ -119,6 +122,7 @@ class SlabFile:
         return PAGE + slot * self.slot_nbytes
 
     def _put(self, data: Bytes, start: int) -> None:
+        """Write all of ``data`` at offset ``start`` of the file. Raises OSError."""
         while len(data):
             done = os.pwrite(self._data, data.data, start)
             if not done:
@@ -127,7 +131,10 @@ class SlabFile:
 
 
 def _proven(file: int) -> os.stat_result:
-    """The status of a file that nobody else has a hand in. Raises OSError before anything of it is read or written."""
+    """Return the ``fstat`` of a regular file that only this user can open and that has one name.
+
+    Raises OSError for any other file, before it is read or written.
+    """
     found = os.fstat(file)
     faults = {
         "is not a regular file": not stat.S_ISREG(found.st_mode),
@@ -149,12 +156,15 @@ def disk_driver(
     direct: bool = False,
     admit_all: bool = False,
 ) -> SlotDriver:
-    """Records in a file of at most ``nbytes`` in ``folder``, found again by the next process that opens it.
+    """Return a driver that keeps records in a file of at most ``nbytes`` in ``folder``.
 
-    ``direct``: past the page cache (O_DIRECT). Most blocks are used once: when the file is full, a record replaces another
-    only if it comes a second time, unless ``admit_all``. The file is preallocated, so opening may take a moment, and reads
-    one header for each record. A file that others own, may read or have another name for is not used. Raises BadInput: that,
-    another process has it, no room, read-only, no O_DIRECT.
+    The next process that opens the file finds the records again. ``direct``: bypass the page cache (O_DIRECT). Most
+    blocks are used once, so a full file admits a record in place of another only when it is stored a second time;
+    ``admit_all`` admits every record. The file is preallocated, so opening it may take a moment; opening reads one
+    header for each record.
+
+    Raises BadInput if another user owns the file or can open it, if it has a second name, if another process uses it,
+    or if there is no room, no write access or no O_DIRECT.
     """
     slab = SlabFile(Path(folder), buffer, parse_bytes(nbytes), direct=direct)
     return SlotDriver(slab, remember=0 if admit_all else slab.num_slots)

@@ -1,4 +1,4 @@
-"""What a driver of a tier is. One of the three replaceable parts of the library."""
+"""The Protocol of tier drivers, one of the three replaceable parts of the library, and the types of its calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Status(Enum):
-    """What became of one item. Everything but OK means: compute it again."""
+    """The outcome for one key of a call. Any status except OK means that the block must be computed again."""
 
     OK = "ok"
     MISS = "miss"
@@ -26,9 +26,10 @@ FAULTS = frozenset({Status.TIMEOUT, Status.UNAVAILABLE})
 
 @dataclass(frozen=True)
 class Lease:
-    """What a lookup found: ``statuses[i]`` is OK if the record of ``keys[i]`` is there.
+    """The result of a lookup: ``statuses[i]`` is OK if the driver has the record of ``keys[i]``.
 
-    It stays until ``until`` (of ``time.monotonic``) or ``release``. A hint all the same: what a load says counts.
+    The driver does not evict these records until the time ``until`` (of ``time.monotonic``) or ``release``. That is a
+    hint: only the status of a load says whether a record could be read.
     """
 
     keys: tuple[bytes, ...]
@@ -38,13 +39,13 @@ class Lease:
 
     @property
     def num_found(self) -> int:
-        """How many keys from the first on are there without a gap."""
+        """The number of keys before the first one that was not found."""
         return len(list(takewhile(lambda status: status is Status.OK, self.statuses)))
 
 
 @dataclass(frozen=True)
 class DriverStats:
-    """What a driver holds. ``nbytes``, records that are being written included, never exceeds ``capacity_nbytes``."""
+    """What a driver holds. ``nbytes`` includes records that are being written and never exceeds ``capacity_nbytes``."""
 
     num_records: int
     nbytes: int
@@ -55,54 +56,57 @@ class DriverStats:
 
 
 class Driver(Protocol):
-    """Keeps whole records under opaque keys of 32 bytes: synchronous, batched, thread-safe.
+    """Stores whole records under opaque keys of 32 bytes. Its calls are synchronous, batched and thread-safe.
 
-    A driver is made over a ``RecordBuffer``, which it may register with a device or an engine; ``rows`` are numbers of its
-    records, and a driver touches them only while its call lasts. Every call returns one status for each key, in their
-    order, and raises nothing for I/O. ``deadline`` is a time of ``time.monotonic``: what was not begun by then is TIMEOUT.
-    Records are written once: a key that is there is OK and stays as it was. A record is invisible until it is complete,
-    and a driver that outlives its process finds complete records again. ``kvpagoda.tiers.conformance`` is the proof.
+    A driver is made over a ``RecordBuffer``, which it may register with a device or an engine. ``rows`` are the numbers
+    of records in that buffer; a driver touches them only during the call. Every call returns one status per key, in the
+    order of ``keys``, and raises nothing for I/O errors. ``deadline`` is a time of ``time.monotonic``: work not begun
+    by then is TIMEOUT.
 
-    A tier gives a driver all that it has to move in one call, so that a call costs one round trip. A driver that would rather
-    have less at a time says so with an attribute ``part_nbytes``.
+    A record is written once: storing a key that the driver already has returns OK and changes nothing. A record is
+    invisible until it is complete. A driver whose records outlive the process finds the complete ones again.
+    ``kvpagoda.tiers.conformance`` tests all of this.
+
+    A tier passes all records of a request in one call, so that it costs one round trip. A driver that prefers smaller
+    calls has an attribute ``part_nbytes``: the bytes per call.
     """
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        """Keep the records ``rows`` under ``keys``, parents before children. OK is no promise that they stay."""
+        """Store the records ``rows`` under ``keys``, parents before children. OK does not promise that they stay."""
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
-        """Which of ``keys`` are there; these are not evicted for ``hold`` seconds, or until ``Lease.release``."""
+        """Find which ``keys`` have records; these are not evicted for ``hold`` seconds, or until ``Lease.release``."""
 
     def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        """Read the records of ``keys`` into ``rows``. A row whose status is not OK holds anything.
+        """Read the records of ``keys`` into ``rows``. The content of a row whose status is not OK is undefined.
 
-        So may one that is discarded meanwhile: what was read counts once its checksum does.
+        So is that of a record that is discarded during the call: the caller must verify the checksum of what was read.
         """
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
-        """Drop the records of ``keys``, leased or not: OK, or MISS for what was not there."""
+        """Delete the records of ``keys``, leased or not: OK, or MISS for a key without a record."""
 
     def stats(self) -> DriverStats:
-        """Counts, without I/O."""
+        """Return the counts, without I/O."""
 
     def close(self) -> None:
-        """Give everything back. Calls after it say UNAVAILABLE; a second one does nothing."""
+        """Free all resources. Later calls return UNAVAILABLE; a second ``close`` does nothing."""
 
 
 class Calls:
-    """The calls that a driver is in: none begins after ``close``, and then the last one that is over calls ``end``, once."""
+    """Counts the calls in progress. After ``close`` none begins, and the last one to finish calls ``end``, once."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end, self._lock, self._count, self.is_closed = end, Lock(), 0, False
 
     def begin(self) -> bool:
-        """Whether a call may begin; ``done`` ends it then."""
+        """Return whether a call may begin; if so, the caller must call ``done`` when it is over."""
         with self._lock:
             self._count += not self.is_closed
             return not self.is_closed
 
     def done(self) -> None:
-        """A call is over."""
+        """Note that a call is over."""
         with self._lock:
             self._count -= 1
             is_last = self.is_closed and not self._count
@@ -110,7 +114,7 @@ class Calls:
             self._end()
 
     def close(self) -> None:
-        """Let no more calls begin; a second time does nothing."""
+        """Let no more calls begin. A second ``close`` does nothing."""
         if self.begin():
             self.is_closed = True
             self.done()

@@ -1,4 +1,4 @@
-"""Forked processes: a child has the memory of its parent, but neither its threads nor a right to its files and locks."""
+"""Forked processes: a child has the memory of its parent, but not its threads, and must not use its files and locks."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from weakref import WeakSet
 
 
 class Forkable(Protocol):
-    """What a child process must put out of use before it goes on."""
+    """An object that a child process must disable before it continues."""
 
     def after_fork(self) -> None:
-        """Called in the child, where no other thread runs. Locks may be held by threads that do not exist there."""
+        """Disable this object in the child, where no other thread runs. Threads of the parent may hold its locks."""
 
 
 _ALIVE: WeakSet[Forkable] = WeakSet()
 
 
 def watch_forks(one: Forkable) -> None:
-    """From now on a child process calls ``one.after_fork()`` when it begins, as long as ``one`` lives."""
+    """Make every child process that is forked from now on call ``one.after_fork()`` first, as long as ``one`` lives."""
     _ALIVE.add(one)
 
 
 def _begin_child() -> None:
-    for one in [*_ALIVE]:
-        one.after_fork()
+    for forkable in [*_ALIVE]:
+        forkable.after_fork()
 
 
 os.register_at_fork(after_in_child=_begin_child)

@@ -1,4 +1,4 @@
-"""Records in the memory of this process."""
+"""A driver that keeps records in the memory of this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpagoda.units import format_bytes, parse_bytes
 
 
 class HostMemory:
-    """The medium of ``host_driver``: slots of plain memory, which the system gives as they are first written."""
+    """The medium of ``host_driver``: slots of ordinary memory. The system provides a page when it is first written."""
 
     def __init__(self, buffer: RecordBuffer, nbytes: int) -> None:
         self.slot_nbytes = buffer.record_nbytes
@@ -41,5 +41,8 @@ class HostMemory:
 
 
 def host_driver(buffer: RecordBuffer, nbytes: int | str) -> SlotDriver:
-    """Records in at most ``nbytes`` of host memory, least recently used first out. Raises BadInput if not one fits."""
+    """Return a driver that keeps records in at most ``nbytes`` of host memory and evicts the least recently used first.
+
+    Raises BadInput if not even one record fits.
+    """
     return SlotDriver(HostMemory(buffer, parse_bytes(nbytes)))

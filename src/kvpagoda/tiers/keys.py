@@ -1,4 +1,4 @@
-"""Names that mean the same in every process: what a block holds, and how it was laid out."""
+"""Keys of records that mean the same in every process: they name the text of a block and the layout of its bytes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ KEY_NBYTES = 32
 def layout_fingerprint(
     *, weights: str, schema: str, formats: str, layout: int, block_size: int, rank: int = 0, num_ranks: int = 1
 ) -> bytes:
-    """32 bytes that differ as soon as bytes mean something else: never guessed from shapes.
+    """Return 32 bytes that differ whenever the bytes of a record mean something else. Shapes alone would not tell.
 
-    ``weights``: a digest of the weights and their epoch. ``schema``: what the layers keep, ``formats``: how rows are encoded,
-    with digests of scales. ``layout``: version of the record's own layout. ``rank`` of ``num_ranks`` parallel parts.
+    ``weights``: a digest of the weights and their epoch. ``schema``: what the layers keep. ``formats``: how rows are
+    encoded, with digests of scales. ``layout``: version of the record's own layout. ``rank`` of ``num_ranks``: the
+    parallel part.
     """
     return _digest(b"layout", json.dumps([weights, schema, formats, layout, block_size, rank, num_ranks]).encode())
 
 
 def prefix_root(namespace: bytes, secret: bytes = b"") -> bytes:
-    """What the chains of one namespace begin with. With a ``secret``, at most 64 bytes, nobody else can guess a prompt by
-    its name. Raises BadInput."""
+    """Return the hash, 32 bytes, with which the hash chains of ``namespace`` begin.
+
+    With a ``secret`` of at most 64 bytes, only processes that know it can compute the hashes of a prompt. Raises
+    BadInput.
+    """
     if len(secret) > 64:
         raise BadInput(f"a secret is at most 64 bytes, got {len(secret)}; give a digest of it")
     return _digest(b"root", namespace, secret)
@@ -36,31 +40,35 @@ def prefix_root(namespace: bytes, secret: bytes = b"") -> bytes:
 def prefix_hashes(
     root: bytes, tokens: npt.NDArray[np.int32], block_size: int, extras: Mapping[int, bytes] | None = None
 ) -> list[bytes]:
-    """One chained hash of 32 bytes for each full block of ``tokens``, int32 ``[n]``: equal where all before it is equal too.
+    """Return a chained hash of 32 bytes for each full block of ``tokens``, int32 ``[n]``.
 
-    ``root``: of ``prefix_root``, or the hash of the block above. ``extras``: block number -> digest of what else the block
-    shows, such as an image. Raises BadInput. O(n).
+    Two blocks have the same hash if their tokens and everything before them are the same. ``root``: the result of
+    ``prefix_root``, or the hash of the block before the first. ``extras``: block number -> digest of other content of
+    that block, such as an image. Raises BadInput. O(n).
     """
     if block_size < 1 or tokens.ndim != 1 or tokens.dtype != np.int32:
         raise BadInput(
-            f"hashes are of int32 [n] in blocks of at least 1, got {tokens.dtype} {tokens.shape}, {block_size}"
+            f"tokens must be int32 [n] and block_size at least 1, got {tokens.dtype} {tokens.shape} and {block_size}"
         )
     text = np.ascontiguousarray(tokens, "<i4").data.cast("B")
     step, hashes = 4 * block_size, []
-    for at in range(len(tokens) // block_size):
-        root = _digest(b"block", text[at * step : (at + 1) * step], root, (extras or {}).get(at, b""))
+    for block in range(len(tokens) // block_size):
+        root = _digest(b"block", text[block * step : (block + 1) * step], root, (extras or {}).get(block, b""))
         hashes.append(root)
     return hashes
 
 
 def record_key(fingerprint: bytes, prefix_hash: bytes, kind: bytes = b"") -> bytes:
-    """The key of a record, 32 bytes. ``kind`` tells apart what is kept of one prefix: a block of some group, a checkpoint."""
+    """Return the key of a record, 32 bytes.
+
+    ``kind`` separates the records of one prefix: blocks of a group, or a checkpoint.
+    """
     return _digest(b"record", fingerprint + prefix_hash, kind)
 
 
 def _digest(domain: bytes, content: bytes | memoryview, key: bytes = b"", more: bytes = b"") -> bytes:
-    """BLAKE2b-256 of ``content`` and ``more``, whose lengths are told apart, for one use only (``domain``)."""
-    made = blake2b(len(content).to_bytes(8, "little"), digest_size=KEY_NBYTES, key=key, person=b"kvpagoda/" + domain)
-    made.update(content)
-    made.update(more)
-    return made.digest()
+    """Return the BLAKE2b-256 hash of ``content`` and ``more``, unambiguously joined, for one use (``domain``) only."""
+    hasher = blake2b(len(content).to_bytes(8, "little"), digest_size=KEY_NBYTES, key=key, person=b"kvpagoda/" + domain)
+    hasher.update(content)
+    hasher.update(more)
+    return hasher.digest()

@@ -1,4 +1,4 @@
-"""One tier as a cache uses it: what a record holds, what it is called, and the staging memory it passes through."""
+"""One tier as a cache uses it: the layout and keys of its records, and the staging memory that they pass through."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ BLOCKS = b"blocks"
 _STAGING = 64 << 20
 _BATCH_NBYTES = 8 << 20
 LAYOUT = 1
-"""The version of what a record's payload is: blocks side by side, or a checkpoint group by group in whole records."""
+"""Version of the payload's layout: adjacent blocks, or a checkpoint, each group of which begins with a new record."""
 
 
 @dataclass(frozen=True)
 class RecordIdentity:
-    """What bytes in a tier mean: of which weights, schema (with its formats), block size and parallel rank."""
+    """What the bytes in a tier belong to: weights, schema (with its formats), block size and parallel rank."""
 
     weights: str
     schema: str
@@ -43,14 +43,17 @@ class RecordIdentity:
             )
 
     def fingerprint(self, unit: int, payload_nbytes: int) -> bytes:
-        """32 bytes for records of ``unit`` blocks in payloads of ``payload_nbytes``."""
+        """Return the fingerprint, 32 bytes, of records of ``unit`` blocks in payloads of ``payload_nbytes``."""
         return layout_fingerprint(**asdict(self), formats=f"{unit} in {payload_nbytes}", layout=LAYOUT)
 
 
 @dataclass(frozen=True)
 class CallStats:
-    """One kind of call to a tier: records by what became of them (``Status``), bytes of those that were OK, and how long the
-    calls took, from the request to the answer."""
+    """The calls of one kind to a tier.
+
+    ``outcomes``: number of records by the value of their ``Status``. ``nbytes``: bytes of the records that were OK.
+    ``seconds``: durations of the calls, from the request to the answer.
+    """
 
     call: str
     outcomes: dict[str, int]
@@ -60,9 +63,12 @@ class CallStats:
 
 @dataclass(frozen=True)
 class LevelStats:
-    """What a tier holds and what became of what was asked of it, in records; ``dropped``: not stored for want of staging
-    memory. ``loaded`` counts what proved itself; ``failed`` what was late, unavailable or corrupt, stores included.
-    ``last_fault``: which call failed last, and why."""
+    """What a tier holds, and the outcomes of its calls, in records.
+
+    ``loaded``: loads that verified. ``failed``: calls that were late, unavailable or corrupt, stores included.
+    ``dropped``: records not stored because staging memory was short or the tier rejected them. ``last_fault``: the kind
+    of the last call that failed, and why.
+    """
 
     name: str
     num_records: int
@@ -77,13 +83,13 @@ class LevelStats:
     is_available: bool
     last_fault: str = ""
     loaded_tokens: int = 0
-    """Of prompts: their blocks came from here."""
+    """Prompt tokens whose blocks were loaded from this tier."""
     calls: tuple[CallStats, ...] = ()
-    """Stores, lookups, which move no bytes, and loads."""
+    """Stores, lookups (which move no bytes) and loads."""
 
 
 class Loading(NamedTuple):
-    """Records on their way to staging memory."""
+    """Records that are being read into staging memory."""
 
     begin: float
     rows: tuple[int, ...]
@@ -91,11 +97,13 @@ class Loading(NamedTuple):
 
 
 class Level:
-    """A tier under a cache whose blocks have ``block_nbytes`` bytes (0: it has none) and whose checkpoints have ``parts``:
-    (records, bytes of each) for every group in them. ``memory(nbytes)`` gives page-aligned host memory.
+    """A tier below a cache, with its staging memory.
 
-    One thread stores; any thread loads. Raises BadInput where staging memory is too small, and what the driver raises when
-    it is made.
+    ``block_nbytes``: bytes of a block; 0 if the cache has no blocks. ``parts``: for every group of a checkpoint,
+    (number of records, bytes of each). ``memory(nbytes)`` returns page-aligned host memory.
+
+    One thread stores; any thread loads. Raises BadInput if staging memory is too small, and whatever making the driver
+    raises.
     """
 
     def __init__(
@@ -108,7 +116,7 @@ class Level:
     ) -> None:
         self.spec = spec
         least = parse_bytes(spec.record_nbytes)
-        self.unit = ceil_div(least, block_nbytes) if block_nbytes else 0  #: blocks in a record
+        self.unit = ceil_div(least, block_nbytes) if block_nbytes else 0  #: blocks per record
         largest = max((nbytes for _, nbytes in parts), default=1)
         self.payload_nbytes = self.unit * block_nbytes if block_nbytes else max(least, largest)
         if self.unit > 1 and spec.write == "evict":
@@ -119,9 +127,9 @@ class Level:
         record = RecordBuffer.nbytes_for(1, self.payload_nbytes)
         count = self._num_staged(record, sum(table_rows(n, nbytes, self.payload_nbytes) for n, nbytes in parts))
         self.buffer = RecordBuffer(count, self.payload_nbytes, memory(count * record))
-        self.batch = max(1, min(count // 4, _BATCH_NBYTES // record))  #: records in one call
-        self._kept_free = count // 2  # for what is loaded
-        self._kept_for_stores = max(1, count // 4)  # of the rest: what is read ahead may lie there for long
+        self.batch = max(1, min(count // 4, _BATCH_NBYTES // record))  #: records per call
+        self._kept_free = count // 2  # rows that stores leave free for loads
+        self._kept_for_stores = max(1, count // 4)  # further rows not used for reading ahead, which holds rows for long
         fingerprint = identity.fingerprint(self.unit, self.payload_nbytes)
         driver = spec.make(self.buffer)
         self.tier = Tier(
@@ -129,14 +137,15 @@ class Level:
             checksum=spec.checksum,
         )  # fmt: skip
         self.tier.name = spec.name
-        self.seconds_per_byte: float | None = None  #: of loads, lately
+        self.seconds_per_byte: float | None = None  #: of recent loads; None before the first
         self._measured_until = 0.0
         self._storing: dict[Future[list[Status]], Sequence[int]] = {}
         self.dropped = self.loaded_blocks = 0
         self._block_size = identity.block_size
 
     def _num_staged(self, record: int, checkpoint: int) -> int:
-        """How many records of ``record`` bytes staging memory has, where a checkpoint takes ``checkpoint``."""
+        """Return how many records of ``record`` bytes the staging memory has; a checkpoint takes ``checkpoint``
+        records."""
         least = max(2, 2 * checkpoint) * record
         staging = max(_STAGING, least) if self.spec.staging is None else parse_bytes(self.spec.staging)
         if staging < least:
@@ -147,27 +156,28 @@ class Level:
         return staging // record
 
     def set_identity(self, identity: RecordIdentity) -> None:
-        """From now on records are those of ``identity``."""
+        """Store and load records of ``identity`` from now on."""
         self.tier.fingerprint = identity.fingerprint(self.unit, self.payload_nbytes)
 
     def key(self, block_hash: bytes, kind: bytes = BLOCKS) -> bytes:
-        """The key of a record that ends with the block of ``block_hash``."""
+        """Return the key of the record of ``kind`` whose last block has ``block_hash``."""
         return record_key(self.tier.fingerprint, block_hash, kind)
 
     # -- storing: one thread -------------------------------------------------------------------------------------------
 
     @property
     def num_writable(self) -> int:
-        """Records that may be stored now; what is left is for loads."""
+        """The number of records that may be stored now; the other free rows are kept for loads."""
         return 0 if self.tier.is_closed else max(0, self.buffer.num_free - self._kept_free)
 
     @property
     def num_readable_ahead(self) -> int:
-        """Records that may be read before anybody asks for them now; what is left is for stores and loads."""
+        """The number of records that may be read ahead of a request now; the other free rows are for stores and
+        loads."""
         return max(0, self.num_writable - self._kept_for_stores)
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], nbytes: Sequence[int] | None = None) -> None:
-        """Store records in ``rows``, which this level acquired; they are released when that is done. Nobody waits."""
+        """Store the records in ``rows``, which this level acquired, without waiting; they are released afterwards."""
         future = self.tier.store(keys, rows, monotonic() + self.spec.timeout, nbytes)
         self._storing[future] = rows
 
@@ -178,13 +188,13 @@ class Level:
         future.add_done_callback(done)
 
     def settle(self, deadline: float) -> bool:
-        """Wait for what is being stored; whether it is done. In a forked child nothing is."""
+        """Wait until ``deadline`` for the stores in progress; return whether they are done. A forked child has none."""
         return self.tier.is_closed or not wait([*self._storing], max(0.0, deadline - monotonic())).not_done
 
     # -- loading: any thread -------------------------------------------------------------------------------------------
 
     def acquire(self, n: int, owner: object, deadline: float) -> list[int] | None:
-        """``n`` rows of staging memory for ``owner``, after waiting for stores until ``deadline``; None: too few are free."""
+        """Take ``n`` staging rows for ``owner``, waiting for stores until ``deadline``; None if too few are free."""
         while self.buffer.num_free < n:
             storing, now = [*self._storing], monotonic()
             if not storing or now >= deadline:
@@ -196,25 +206,26 @@ class Level:
             return None
 
     def start_load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> Loading:
-        """Begin to read the records of ``keys`` into ``rows``."""
+        """Begin to read the records of ``keys`` into ``rows``; pass the result to ``finish_load``."""
         return Loading(monotonic(), tuple(rows), self.tier.load(keys, rows, deadline))
 
     def finish_load(self, loading: Loading) -> set[int]:
-        """Wait for it, by its deadline at most; the rows that hold no record. Measures how fast that was."""
+        """Wait for ``loading``, at most until its deadline, and return the rows without a valid record. Measures
+        speed."""
         statuses = loading.future.result()
         bad = {row for row, status in zip(loading.rows, statuses) if status is not Status.OK}
         good, now = len(loading.rows) - len(bad), monotonic()
         if good:
-            began = max(loading.begin, self._measured_until)  # loads overlap
-            lately, before = (now - began) / (good * self.payload_nbytes), self.seconds_per_byte
-            self.seconds_per_byte = lately if before is None else 0.8 * before + 0.2 * lately
+            began = max(loading.begin, self._measured_until)  # because loads overlap
+            latest, before = (now - began) / (good * self.payload_nbytes), self.seconds_per_byte
+            self.seconds_per_byte = latest if before is None else 0.8 * before + 0.2 * latest
         self._measured_until = now
         return bad
 
-    # -- proof, figures, the end ---------------------------------------------------------------------------------------
+    # -- check and stats -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Prove that every staging row that is out is being stored, or its owner is not released. Raises CheckFailed."""
+        """Prove that every acquired staging row is being stored or has a live owner. Raises CheckFailed."""
         storing = {row for rows in [*self._storing.values()] for row in rows}
         lost = [
             row
@@ -222,22 +233,22 @@ class Level:
             if owner is not self.tier and (row not in storing if owner is self else getattr(owner, "is_released", True))
         ]
         if lost:
-            raise CheckFailed(f"tier {self.spec.name!r}: staging records {lost[:16]} are out, and nobody has them")
+            raise CheckFailed(f"tier {self.spec.name!r}: staging records {lost[:16]} are without a live owner")
         self.buffer.check()
 
     def stats(self) -> LevelStats:
-        """Counts, without I/O."""
-        held, told = self.tier.driver.stats(), self.tier.stats()
+        """Return the counts, without I/O."""
+        held, tier = self.tier.driver.stats(), self.tier.stats()
         failed, moved, calls = 0, self.buffer.record_nbytes, list[CallStats]()
         for kind, counts, nbytes in (
-            ("store", told.stores, moved), ("lookup", told.lookups, 0), ("load", told.loads, moved)
+            ("store", tier.stores, moved), ("lookup", tier.lookups, 0), ("load", tier.loads, moved)
         ):  # fmt: skip
             failed += sum(counts.get(status, 0) for status in (*FAULTS, Status.CORRUPT))
             outcomes = {status.value: n for status, n in counts.items()}
-            calls.append(CallStats(kind, outcomes, counts.get(Status.OK, 0) * nbytes, told.latencies[kind]))
+            calls.append(CallStats(kind, outcomes, counts.get(Status.OK, 0) * nbytes, tier.latencies[kind]))
         return LevelStats(
             self.spec.name, held.num_records, held.nbytes, held.capacity_nbytes, self.buffer.records.nbytes,
-            told.stores.get(Status.OK, 0), told.loads.get(Status.OK, 0), told.loads.get(Status.MISS, 0), failed,
-            self.dropped + told.stores.get(Status.REJECTED, 0), told.is_available, told.last_fault,
+            tier.stores.get(Status.OK, 0), tier.loads.get(Status.OK, 0), tier.loads.get(Status.MISS, 0), failed,
+            self.dropped + tier.stores.get(Status.REJECTED, 0), tier.is_available, tier.last_fault,
             self.loaded_blocks * self._block_size, tuple(calls),
         )  # fmt: skip

@@ -1,13 +1,15 @@
-"""Records in Mooncake Store: the memory of many machines as one store, filled and read from the buffer itself.
+"""A driver for Mooncake Store: the memory of many machines as one store, which copies to and from the record buffer.
 
-Its ports have no authentication and no encryption. Every client listens on **all** addresses, ports 15000 to 17000, whatever
-host it is given; who reaches them reads and writes what is registered there: the record buffer, and the segment. Close them
-to all but the machines of the store, by a firewall or a network namespace; where that cannot be done, do not use this driver.
+**Its ports have no authentication and no encryption.** Every client listens on **all** addresses, ports 15000 to 17000,
+whatever host it is given. Any host that reaches these ports can read and write the memory registered there: the record
+buffer and the segment. Open them only to the machines of the store, by a firewall or a network namespace. If you cannot
+do that, do not use this driver.
 
     mooncake_master --rpc_address=10.0.0.1 --rpc_port=50051 --metrics_host=127.0.0.1 --put_start_discard_timeout_sec=5
 
-An address has to be given: the default is all. After the 5 seconds, 30 by default, a record can be stored again whose writer
-died or was late; until then storing it says OK and keeps nothing. Loads tell.
+Give the master an address: by default it listens on all. ``put_start_discard_timeout_sec`` (30 by default): if the
+writer of a record dies or is late, the record can be stored again after that time. Until then storing it returns OK but
+stores nothing, and loading it is a MISS.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from kvpagoda.units import format_bytes, parse_bytes
 
 _TABLE = read_json("kvpagoda.tiers", "mooncake.json")
 TIMEOUTS: dict[str, str] = _TABLE["timeouts"]
-"""Environment variables that are set where they are not yet, before the engine reads them: its own are 30 seconds."""
+"""Timeouts of the engine as environment variables, set here if they are unset; the engine's defaults are 30 seconds."""
 _STATUSES = {int(code): Status(status) for code, (status, _) in _TABLE["statuses"].items()}
 _LEAST_SEGMENT = 16 << 20
 _LEASE_SECONDS = 5.0
@@ -36,9 +38,9 @@ _CONNECT_SECONDS = 5.0
 
 
 class MooncakeDriver:
-    """See ``mooncake_driver``. ``last_error``: why something was not available, for people."""
+    """See ``mooncake_driver``. ``last_error``: why a call was UNAVAILABLE, in words, for logs."""
 
-    part_nbytes = 16 << 20  # the master is asked twice for each batch
+    part_nbytes = 16 << 20  # large, because each batch asks the master twice
 
     def __init__(self, buffer: RecordBuffer, make: Callable[[], Any], master: str, segment_nbytes: int) -> None:
         self.last_error = f"{master} has not answered yet"
@@ -54,19 +56,19 @@ class MooncakeDriver:
         is_over.wait(_CONNECT_SECONDS if self._is_reachable() else 0)
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        """See ``Driver``. REJECTED: no room. OK is not even a promise that it was stored."""
+        """See ``Driver``. REJECTED: no room. OK does not promise that the record was stored."""
         statuses = self._call("batch_put_from", keys, deadline, self._where(rows), wanted=0)
         with self._lock:
             self._rejected += statuses.count(Status.REJECTED)
         return statuses
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
-        """See ``Driver``. What was found stays for 5 seconds at most, the master's own time for a lease being longer."""
+        """See ``Driver``. A lease lasts at most 5 seconds; the master's own leases last longer."""
         until = monotonic() + min(hold, _LEASE_SECONDS)
         return Lease(tuple(keys), tuple(self._call("batch_is_exist", keys, deadline, wanted=1)), until)
 
     def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        """See ``Driver``. CORRUPT: of another length. One that is discarded meanwhile does come with other bytes, as OK."""
+        """See ``Driver``. CORRUPT: another length. A record discarded during the load may be OK with wrong bytes."""
         return self._call("batch_get_into", keys, deadline, self._where(rows), wanted=self._buffer.record_nbytes)
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
@@ -74,24 +76,28 @@ class MooncakeDriver:
         return self._call("batch_remove", keys, deadline, (True,), wanted=0)
 
     def stats(self) -> DriverStats:
-        """The segment, which is taken whole from the start. What lies in it, and elsewhere, only the master knows."""
+        """Return the size of the segment, allocated at the start. Only the master knows which records it holds."""
         nbytes = self._segment_nbytes if self._client is not None else 0
         return DriverStats(0, nbytes, self._segment_nbytes, rejected=self._rejected)
 
     def close(self) -> None:
-        """See ``Driver``. The engine is given up by the last call that still uses it; what lay in the segment is gone."""
+        """See ``Driver``. The last call that still uses the engine closes it; the records in the segment are lost."""
         if self._process == os.getpid():
             self._calls.close()
 
     # -- the engine ------------------------------------------------------------------------------------------------------
 
     def _where(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the addresses and the sizes in bytes of the records ``rows``."""
         return [self._places[row] for row in rows], [self._buffer.record_nbytes] * len(rows)
 
     def _call(
         self, name: str, keys: Sequence[bytes], deadline: float, arguments: Sequence[object] = (), *, wanted: int
     ) -> list[Status]:
-        """One batch. The engine knows no deadlines: past them it is given up after seconds, by ``TIMEOUTS``."""
+        """Call ``name`` of the engine for one batch; the code ``wanted`` means OK.
+
+        The engine knows no deadlines: a call may last seconds longer, until ``TIMEOUTS`` end it.
+        """
         if not keys or self._process != os.getpid() or not self._calls.begin():
             return [Status.UNAVAILABLE] * len(keys)
         try:
@@ -110,14 +116,14 @@ class MooncakeDriver:
         return statuses
 
     def _end(self) -> None:
-        """End the engine, which must not be called after that."""
+        """Close the engine, which must not be called afterwards."""
         client, self._client = self._client, None
         if client is not None:
             client.unregister_buffer(self._places[0])
             client.close()
 
     def _is_reachable(self) -> bool:
-        """Whether somebody answers at the master's address: without one the engine tries for a minute and a half."""
+        """Return whether a server answers at the master's address. Without one the engine would try for 90 seconds."""
         if "://" in self._master:
             return True
         host, _, port = self._master.rpartition(":")
@@ -129,8 +135,10 @@ class MooncakeDriver:
         return True
 
     def _connect(self, is_over: Event) -> None:
-        """A call that lasts until it succeeds or all is closed: set the engine up, and register the buffer. From then on it
-        reconnects itself."""
+        """Set the engine up and register the buffer; try until that succeeds or the driver is closed.
+
+        From then on the engine reconnects by itself.
+        """
         while self._client is None and not self._calls.is_closed:
             if self._is_reachable():
                 client = self._make()
@@ -147,15 +155,17 @@ def mooncake_driver(
     buffer: RecordBuffer, master: str, *, segment: int | str = 0, host: str = "127.0.0.1",
     protocol: str = "tcp", devices: str = "", metadata: str = "P2PHANDSHAKE",
 ) -> MooncakeDriver:  # fmt: skip
-    """Records in the Mooncake Store of ``master``, "host:port", or what the engine takes for several, "etcd://..".
+    """Return a driver for the Mooncake Store of ``master``: "host:port", or "etcd://.." for several masters.
 
-    ``segment``: how much memory this process gives to the store; with 0 it only uses it. What lies there is gone with the
-    process. ``host``: the name by which the others reach this one. ``protocol``: "tcp", or "rdma" with ``devices``. **All its
-    ports are open to everybody who reaches them, on all addresses**: see the top of this file before using it.
+    ``segment``: how much memory this process adds to the store; 0 adds none and only uses the store. Records in the
+    segment are lost when the process ends. ``host``: the name by which other machines reach this one. ``protocol``:
+    "tcp", or "rdma" with ``devices``. **All its ports are open, on all addresses, to every host that reaches them**:
+    read the top of this file before using it.
 
-    The buffer is registered once. A master that does not answer is tried again in the background, and all is UNAVAILABLE
-    until then. A call can outlast its deadline by seconds, as the engine's timeouts say, which are set here where the
-    environment does not: put a ``Tier`` above. Raises BadInput if the engine is not installed, naming what is missing.
+    The buffer is registered once. If the master does not answer, the driver tries again in the background, and all
+    calls are UNAVAILABLE until it does. A call can last seconds longer than its deadline, as the engine's timeouts
+    allow (they are set here unless the environment sets them): use it through a ``Tier``. Raises BadInput if the engine
+    is not installed, naming what is missing.
     """
     try:
         segment_nbytes = parse_bytes(segment) if segment else 0

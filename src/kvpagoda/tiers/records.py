@@ -1,6 +1,6 @@
-"""What lies in a tier: records that say themselves what they are, in memory that is registered once.
+"""Records of tiers, each with a header that identifies it, and the buffer in which drivers read and write them.
 
-A record is a header of 128 bytes and a payload, which is one block of all layers, or one checkpoint. Little-endian:
+A record is a header of 128 bytes and a payload: one or more blocks, or (part of) a checkpoint. Little-endian:
 
     0        8         12        16               24         32    64            96                  112       128
     | magic  | version | 0       | payload nbytes | 0        | key | fingerprint | xxh3-128 payload  | xxh3-128 of 0..112 |
@@ -35,15 +35,15 @@ assert _SEALED == HEADER_NBYTES - 16
 def pack_record(
     record: Bytes, key: bytes, fingerprint: bytes, nbytes: int | None = None, *, checksum: bool = True
 ) -> None:
-    """Write the header of ``record``, uint8 ``[n]``, whose payload of ``nbytes`` (default: all of it) is there already.
+    """Write the header of ``record``, uint8 ``[n]``, for the payload that it holds already.
 
-    What is behind the payload becomes zero. Without ``checksum`` the record is valid only to who does not ask for one.
-    One pass over the payload. Raises BadInput.
+    ``nbytes``: length of the payload; default: all of it. Sets the bytes after the payload to 0. A record without
+    ``checksum`` verifies only with ``checksum=False``. One pass over the payload. Raises BadInput.
     """
     nbytes = len(record) - HEADER_NBYTES if nbytes is None else nbytes
     end = HEADER_NBYTES + nbytes
     if not HEADER_NBYTES <= end <= len(record):
-        raise BadInput(f"a payload of {nbytes} bytes is not in a record of {len(record)}")
+        raise BadInput(f"a payload of {nbytes} bytes does not fit in a record of {len(record)} bytes")
     if len(key) != KEY_NBYTES or len(fingerprint) != KEY_NBYTES:
         raise BadInput(f"a key and a fingerprint have {KEY_NBYTES} bytes, got {len(key)} and {len(fingerprint)}")
     if end < len(record):
@@ -54,13 +54,16 @@ def pack_record(
 
 
 def read_header(header: bytes) -> tuple[bytes, int] | None:
-    """(key, payload nbytes) of the record that begins with ``header``, 128 bytes; None if that is no whole header."""
+    """Return (key, payload nbytes) from ``header``, the first 128 bytes of a record; None if it is not valid."""
     fields = _fields(header)
     return None if fields is None else (fields[5], fields[3])
 
 
 def verify_record(record: Bytes, key: bytes, fingerprint: bytes, *, checksum: bool = True) -> int | None:
-    """Bytes of the payload if ``record`` is whole, of ``key`` and of ``fingerprint``; otherwise None. One pass over it."""
+    """Return the number of payload bytes if ``record`` is intact and has ``key`` and ``fingerprint``; otherwise None.
+
+    Reads the payload once, or not at all without ``checksum``.
+    """
     fields = _fields(record[:HEADER_NBYTES].tobytes())
     if fields is None or fields[5:7] != (key, fingerprint) or fields[3] > len(record) - HEADER_NBYTES:
         return None
@@ -78,11 +81,12 @@ def _fields(header: bytes) -> tuple[Any, ...] | None:
 
 
 class RecordBuffer:
-    """``num_records`` records in one piece of page-aligned memory, each on pages of its own, that drivers read and write.
+    """``num_records`` records in one piece of page-aligned memory, each on pages of its own, that drivers read and
+    write.
 
-    ``memory``: uint8, page-aligned, of at least ``nbytes_for(num_records, payload_nbytes)``, for example of page-locked
-    memory; its own by default. Records are taken with ``acquire`` and given back with ``release``, at any time: a record
-    that a driver still works on goes out again only when the driver is done with it. Thread-safe.
+    ``memory``: uint8, page-aligned, of at least ``nbytes_for(num_records, payload_nbytes)``, page-locked for example;
+    allocated here by default. ``acquire`` takes records and ``release`` returns them, at any time: a record that a
+    driver still uses is handed out again only after the driver has finished with it. Thread-safe.
     """
 
     def __init__(self, num_records: int, payload_nbytes: int, memory: Bytes | None = None) -> None:
@@ -102,22 +106,22 @@ class RecordBuffer:
         self.rows = list(self.records)
         self._lock = Lock()
         self._free = FreeStack(num_records, what="records")
-        self._owners: dict[int, object] = {}  # of those that are out
-        self._in_use = bytearray(num_records)
+        self._owners: dict[int, object] = {}  # acquired record -> its owner
+        self._in_use = bytearray(num_records)  # whether an operation works on the record
         watch_forks(self)
 
     @staticmethod
     def nbytes_for(num_records: int, payload_nbytes: int) -> int:
-        """Bytes that so many records take."""
+        """Return the bytes that ``num_records`` records take."""
         return num_records * align_up(HEADER_NBYTES + payload_nbytes, PAGE)
 
     @property
     def num_free(self) -> int:
-        """Records that ``acquire`` can hand out now."""
+        """The number of records that ``acquire`` can hand out now."""
         return self._free.num_free
 
     def acquire(self, n: int, owner: object = "the caller") -> list[int]:
-        """Take ``n`` records for ``owner``, see ``owners``. Raises OutOfBlocks and BadInput, taking none. O(n)."""
+        """Take ``n`` records for ``owner`` (see ``owners``). Raises OutOfBlocks or BadInput, taking none. O(n)."""
         count = whole_number(n, "the number of records to take")
         with self._lock:
             rows: list[int] = self._free.acquire(count).tolist()
@@ -125,24 +129,24 @@ class RecordBuffer:
         return rows
 
     def owners(self) -> dict[int, object]:
-        """Who took each record that is out. O(records that are out)."""
+        """Return the owner of each acquired record. O(acquired records)."""
         with self._lock:
             return dict(self._owners)
 
     def after_fork(self) -> None:
-        """See ``Forkable``: another thread of the parent may have held the lock."""
+        """See ``Forkable``: replaces the lock, which another thread of the parent may have held."""
         self._lock = Lock()
 
     def release(self, rows: Sequence[int]) -> None:
-        """Give ``rows`` back. Raises NotOwned, giving none, for a record that is not out or named twice. O(n)."""
+        """Return ``rows``. Raises NotOwned if one is not acquired or is named twice; then none is returned. O(n)."""
         with self._lock:
             self._prove_out(rows)
             self._release(rows)
 
     def release_all(self, owner: object) -> None:
-        """Give back all records that ``owner`` took. O(records that are out)."""
+        """Return all records that ``owner`` took. O(acquired records)."""
         with self._lock:
-            self._release([row for row, one in self._owners.items() if one is owner])
+            self._release([row for row, holder in self._owners.items() if holder is owner])
 
     def _release(self, rows: Sequence[int]) -> None:
         self._free.give(np.array([row for row in rows if not self._in_use[row]], np.int32))
@@ -150,9 +154,10 @@ class RecordBuffer:
             del self._owners[row]
 
     def hold(self, rows: Sequence[int]) -> bool:
-        """An operation works on ``rows`` until it calls ``drop``; False, holding none, if another one still does.
+        """Mark ``rows`` as in use by an operation, until ``drop``.
 
-        Raises NotOwned for a record that is not out.
+        Returns False, and marks none, if another operation still uses one of them.
+        Raises NotOwned for a record that is not acquired.
         """
         with self._lock:
             self._prove_out(rows)
@@ -163,26 +168,25 @@ class RecordBuffer:
             return is_free
 
     def drop(self, rows: Sequence[int]) -> None:
-        """The operation that held ``rows`` touches them no more."""
+        """Note that the operation that held ``rows`` no longer uses them; free those that were released meanwhile."""
         with self._lock:
             self._free.give(np.array([row for row in rows if row not in self._owners], np.int32))
             for row in rows:
                 self._in_use[row] = False
 
     def check(self) -> None:
-        """Prove that each record is free, out, or given back and still in use. Raises CheckFailed."""
+        """Prove that each record is free, acquired, or released and still in use. Raises CheckFailed."""
         with self._lock:
             self._free.check()
             held = set(self._free.held_ids().tolist())
             known = {row for row in range(self.num_records) if row in self._owners or self._in_use[row]}
             if held != known:
-                raise CheckFailed(
-                    f"records out or in use that the free list does not know: {sorted(held ^ known)[:16]}"
-                )
+                raise CheckFailed(f"records in use but free, or neither free nor in use: {sorted(held ^ known)[:16]}")
 
     def _prove_out(self, rows: Sequence[int]) -> None:
+        """Raise NotOwned unless all ``rows`` are acquired, and each is named once."""
         bad = [row for row in rows if row not in self._owners]
         if bad or len(set(rows)) < len(rows):
             raise NotOwned(
-                f"records of 0..{self.num_records - 1} that are out, each once; got {bad[:16] or list(rows)[:16]}"
+                f"name acquired records of 0..{self.num_records - 1}, each once; got {bad[:16] or list(rows)[:16]}"
             )

@@ -1,4 +1,4 @@
-"""Records in Redis or Valkey: one server, a cluster, or the master that sentinels name."""
+"""A driver that keeps records in Redis or Valkey: one server, a cluster, or the master that sentinels name."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvpagoda.units import format_bytes
 if TYPE_CHECKING:
     from kvpagoda.tiers.redis_client import RedisDriver
 
-_MOST_NBYTES = 512 << 20  # of a value, by the protocol
+_MOST_NBYTES = 512 << 20  # the protocol's limit for a value
 
 
 def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
-    """Keep records of ``buffer`` in the Redis or Valkey at ``url``. Nobody is asked before the first call.
+    """Return a driver that keeps records of ``buffer`` in the Redis or Valkey at ``url``; connects on the first call.
 
-    ``redis://user:password@host:port/database``, ``rediss://`` with TLS, ``unix:///path``, or, for the master that sentinels
-    call ``name``, ``redis+sentinel://user:password@host:port,host:port/database#name``. Any server of a cluster will do.
-    Options of redis-py follow a ``?``: ``rediss://host?ssl_ca_certs=/etc/ca.pem``. The system looks names up without a
-    deadline: a ``Tier`` answers in time all the same. Raises BadInput for another URL, for records of 512 MiB and more, and
-    without the package redis.
+    ``redis://user:password@host:port/database``, ``rediss://`` with TLS, ``unix:///path``, or, for the master that
+    sentinels call ``name``, ``redis+sentinel://user:password@host:port,host:port/database#name``. For a cluster, give
+    any of its servers. Options of redis-py follow a ``?``: ``rediss://host?ssl_ca_certs=/etc/ca.pem``. The system
+    resolves host names without a deadline; a ``Tier`` above the driver still answers in time. Raises BadInput for
+    another URL, for records of more than 512 MiB, and without the package redis.
     """
     if buffer.record_nbytes > _MOST_NBYTES:
         raise BadInput(
@@ -35,7 +35,7 @@ def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
         raise BadInput(f"Redis needs the package redis ({error}); install kvpagoda[redis]") from None
     try:
         return RedisDriver(buffer, url)
-    except (ValueError, LookupError, TypeError, RedisError):  # and do not say what: there may be a password in it
+    except (ValueError, LookupError, TypeError, RedisError):  # the error is not shown: the URL may hold a password
         raise BadInput(
             "a url is redis://user:password@host:port/database?option=value, rediss:// for TLS, unix:///path, or "
             "redis+sentinel://host:port,host:port#name"

@@ -1,12 +1,13 @@
-"""A driver over redis-py: over its pools, logins, TLS, cluster map and sentinels, by a deadline.
+"""A driver over redis-py. It uses its pools, logins, TLS, cluster map and sentinels, and adds deadlines.
 
 store    SET kvpagoda:<key in hex> <record> NX          load      GET
 lookup   STRLEN, which also counts as a use             discard   DEL
 
-A value of another type or length is none of ours: a miss, and overwritten by the next store.
+A value of another type or length is not a record: it is a miss, and the next store overwrites it.
 
-redis-py bounds each wait for bytes, not a call, and copies a value four times on its way in. Both are settled in the
-connection: each wait ends at the deadline of the call in progress, and values are received where their records lie.
+redis-py limits the time of each wait for bytes, not of a call, and copies a value four times while it is received. The
+connections here solve both: each wait ends at the deadline of the call in progress, and values are received directly
+into their records.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ _Asked = tuple[tuple[Any, ...], memoryview | None]  # a command, and the record 
 
 PREFIX = b"kvpagoda:"
 INFO_SECONDS = 1.0
-_PART_NBYTES = 1 << 20  # asked for at once: more of it, and server and client wake each other for less
-_PART_NAMES = 1024
-_RECEIVE_NBYTES = 4 << 20
-_MOST_NBYTES = 16 << 20  # of a reply that is no record: the map of a cluster, a record whose slot is moving
-_READ_NBYTES = 4096  # read ahead: what of a record is in it is copied once more
+_PART_NBYTES = 1 << 20  # records per pipeline; with more, server and client wake each other more often for fewer bytes
+_PART_NAMES = 1024  # commands per pipeline without records
+_RECEIVE_NBYTES = 4 << 20  # receive buffer of a socket
+_MOST_NBYTES = 16 << 20  # limit of a reply that is no record: a cluster map, a record whose hash slot is moving
+_READ_NBYTES = 4096  # bytes read ahead; the part of a record among them is copied once more
 _LONGEST_SECONDS = 86400.0
-_deadline: ContextVar[float] = ContextVar("deadline", default=inf)  # of the call that this thread is in
+_deadline: ContextVar[float] = ContextVar("deadline", default=inf)  # deadline of the call that this thread executes
 
 
 def _seconds_left(_: object = None) -> float:
-    """Until the deadline, and never 0: sockets take that for "do not wait". Raises TimeoutError when it is over."""
+    """Return the seconds until the deadline; never 0, which sockets read as "do not wait". Raises TimeoutError."""
     seconds = _deadline.get() - monotonic()
     if seconds <= 0:
         raise TimeoutError("no answer by the deadline")
@@ -66,12 +67,16 @@ def _seconds_left(_: object = None) -> float:
 
 
 class _Received(SocketBuffer):  # type: ignore[misc]
-    """What came, for a parser of redis-py. With ``target`` a value is received into it, and the reply is the target; a value
-    of another length is received over itself, and the reply is its length."""
+    """The receive buffer of a redis-py parser that can receive a value directly into ``target``.
+
+    Then the reply is ``target`` itself. A value of another length is read over ``target`` piece by piece, and the reply
+    is its length.
+    """
 
     target: memoryview | None = None
 
     def read(self, length: int, *options: Any, **more: Any) -> Any:
+        """Read a value of ``length`` bytes, into ``target`` if there is one. Raises OSError."""
         target = self.target
         if target is None:
             return super().read(length, *options, **more)
@@ -106,7 +111,7 @@ class _Parser(_RESP2Parser):  # type: ignore[misc]
 
 
 class _Tcp(Connection):  # type: ignore[misc]
-    """What comes has a large buffer from the start: without it a value of 1 MiB takes 1.3 times as long."""
+    """A connection with a large receive buffer from the start; without it a value of 1 MiB takes 1.3 times as long."""
 
     def _connect(self) -> socket.socket:
         failed = OSError(f"{self.host} has no address")
@@ -125,7 +130,7 @@ class _Tcp(Connection):  # type: ignore[misc]
 
 
 class _Bounded:
-    """Mixed into a connection of redis-py: whatever it does ends by the deadline."""
+    """Mixed into a connection class of redis-py: every wait of the connection ends at the deadline of the call."""
 
     socket_timeout = socket_connect_timeout = property(_seconds_left, lambda _, seconds: None)
 
@@ -160,7 +165,10 @@ _CLASSES: dict[str, Any] = {
 
 
 def _pool(url: str) -> Any:
-    """The connections to the server of ``url``, or to the master that its sentinels name. Raises ValueError or LookupError."""
+    """Return the connections to the server of ``url``, or to the master that its sentinels name.
+
+    Raises ValueError or LookupError.
+    """
     parts = urlsplit(url)
     scheme, _, kind = parts.scheme.partition("+")
     is_whole = bool(parts.path) if scheme == "unix" else (parts.path.strip("/") or "0").isdecimal()
@@ -178,70 +186,74 @@ def _pool(url: str) -> Any:
 
 
 class RedisDriver:
-    """See ``redis_driver``. ``last_error``: why something was not available, for people.
+    """See ``redis_driver``. ``last_error``: why a call failed, in words, for logs.
 
-    A server that says MOVED is one of a cluster, whose map redis-py reads and keeps from then on. Raises ValueError,
-    LookupError, TypeError or RedisError for a URL that it does not understand.
+    If a server answers MOVED, it belongs to a cluster: redis-py then reads the cluster's map and keeps it. Raises
+    ValueError, LookupError, TypeError or RedisError for a URL that it does not understand.
     """
 
     def __init__(self, buffer: RecordBuffer, url: str) -> None:
         self.last_error = ""
         self._records, self._record_nbytes = [row.data for row in buffer.rows], buffer.record_nbytes
         self._url, self._pool = url, _pool(url)
-        self._pool.make_connection()  # which looks at the options, and connects to nobody
+        self._pool.make_connection()  # checks the options, and does not connect yet
         self._pool.reset()
         self._cluster: Any = None
-        self._mapping, self._lock = Lock(), Lock()  # while the map of a cluster is read; of what is counted
+        self._mapping, self._lock = Lock(), Lock()  # locks of the cluster map, and of the counters
         self._is_stale = self._is_closed = False
         self._rejected = 0
-        self._info: WeakKeyDictionary[Any, tuple[float, dict[str, Any]]] = WeakKeyDictionary()  # by pool
+        self._info: WeakKeyDictionary[Any, tuple[float, dict[str, Any]]] = WeakKeyDictionary()  # pool -> time, INFO
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
         """See ``Driver``. REJECTED: the server is full and may not evict."""
-        told = self._ask("SET", keys, deadline, rows, b"NX")
-        kept = [i for i, reply in enumerate(told) if reply is None]
+        replies = self._ask("SET", keys, deadline, rows, b"NX")
+        kept = [i for i, reply in enumerate(replies) if reply is None]  # keys that have a value already
         if kept:
-            there = self._lookup([keys[i] for i in kept], deadline)
-            for i, status in zip(kept, there):
-                # a miss: something lies there that is no record
-                told[i] = self._ask("SET", [keys[i]], deadline, [rows[i]])[0] if status is Status.MISS else status
-        statuses = [_status(reply, True, Status.OK) for reply in told]
+            found = self._lookup([keys[i] for i in kept], deadline)
+            for i, status in zip(kept, found):
+                # a miss here means that the value is no record: overwrite it
+                replies[i] = self._ask("SET", [keys[i]], deadline, [rows[i]])[0] if status is Status.MISS else status
+        statuses = [_status(reply, True, Status.OK) for reply in replies]
         with self._lock:
             self._rejected += statuses.count(Status.REJECTED)
         return statuses
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
-        """See ``Driver``. A server knows no leases: what was found counts as used, and ``until`` is now."""
+        """See ``Driver``. Servers have no leases: found records count as used, and the lease ends at once."""
         return Lease(tuple(keys), tuple(self._lookup(keys, deadline)), monotonic())
 
     def _lookup(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
-        told = self._ask("STRLEN", keys, deadline)
-        statuses = [_status(reply, reply == self._record_nbytes, Status.MISS) for reply in told]
+        """Return OK for each key whose value has the length of a record, MISS for other values."""
+        replies = self._ask("STRLEN", keys, deadline)
+        statuses = [_status(reply, reply == self._record_nbytes, Status.MISS) for reply in replies]
         return [Status.MISS if status is Status.CORRUPT else status for status in statuses]
 
     def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
         """See ``Driver``. CORRUPT: a value of another type or length."""
-        told = self._ask("GET", keys, deadline, rows)
-        return [_status(reply, isinstance(reply, memoryview), Status.CORRUPT) for reply in told]
+        replies = self._ask("GET", keys, deadline, rows)
+        return [_status(reply, isinstance(reply, memoryview), Status.CORRUPT) for reply in replies]
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
         """See ``Driver``."""
         return [_status(reply, bool(reply), Status.MISS) for reply in self._ask("DEL", keys, deadline)]
 
     def stats(self) -> DriverStats:
-        """What the servers said of themselves with a store of this driver, a second before the last one at most: all that
-        they hold, for whomever, by their own count of memory, beside ``maxmemory``, or their whole memory if that is 0."""
+        """Return what the servers reported when this driver last stored, at most a second before its last store.
+
+        The counts are of all data of the servers, also of other users, by the servers' own count of memory. The
+        capacity is ``maxmemory``, or the whole memory of a server where that is 0.
+        """
         with self._lock:
-            told = [info for _, info in self._info.values()]
+            reports = [info for _, info in self._info.values()]
         used, most, memory, evicted = (
-            sum(int(info.get(name, 0)) for info in told)
+            sum(int(info.get(name, 0)) for info in reports)
             for name in ("used_memory", "maxmemory", "total_system_memory", "evicted_keys")
         )
-        records = sum(value["keys"] for info in told for name, value in info.items() if re.fullmatch(r"db\d+", name))
+        records = sum(value["keys"] for info in reports for name, value in info.items() if re.fullmatch(r"db\d+", name))
         return DriverStats(records, used, most or memory, 0, evicted, self._rejected)
 
     def close(self) -> None:
-        """See ``Driver``. What is idle is closed, what is in use with the driver itself."""
+        """See ``Driver``. Closes the idle connections now; those in use are closed when the driver is deleted."""
         self._is_closed = True
         nodes = [] if self._cluster is None else self._cluster.get_nodes()
         for pool in (self._pool, *[node.redis_connection.connection_pool for node in nodes if node.redis_connection]):
@@ -250,10 +262,11 @@ class RedisDriver:
     def _ask(
         self, command: str, keys: Sequence[bytes], deadline: float, rows: Sequence[int] = (), *more: bytes
     ) -> list[Any]:
-        """The reply of redis-py to ``command`` for each key, or a ``Status``, what went wrong. SET stores records ``rows``,
-        with words ``more``; GET reads into them, and its reply is the record where the value is as long.
+        """Send ``command`` for each key and return the replies of redis-py; a fault is a ``Status``.
 
-        O(n), and a round trip to each server for each MiB of records or 1024 keys. Redirected keys go one after the other.
+        SET stores the records ``rows``, with the arguments ``more``. GET reads into ``rows``; its reply is the record
+        if the value has the length of a record. O(n), and one round trip to each server for each MiB of records or 1024
+        keys. Redirected keys are asked for one by one.
         """
         if self._is_closed or monotonic() >= deadline:
             return [Status.UNAVAILABLE if self._is_closed else Status.TIMEOUT] * len(keys)
@@ -277,19 +290,20 @@ class RedisDriver:
                 stored = [name for name, reply in zip(names, replies) if not isinstance(reply, Exception)]
                 for pool in {self._pool_of(name) for name in stored}:
                     self._note(pool)
-        except Exception as error:  # redis-py raises anything at all for what a server may say
+        except Exception as error:  # redis-py may raise any exception for an unexpected answer
             replies = [error] * len(keys)
         finally:
             _deadline.reset(token)
         return [self._fault(reply) if isinstance(reply, Exception) else reply for reply in replies]
 
     def _pool_of(self, name: bytes) -> Any:
+        """Return the connections to the server that has the key ``name``."""
         if self._cluster is None:
             return self._pool
         return self._cluster.get_redis_connection(self._cluster.get_node_from_key(name)).connection_pool
 
     def _redirected(self, words: tuple[Any, ...], target: memoryview | None) -> Any:
-        """What the server says that this one named."""
+        """Return the reply of the server to which the asked server redirects this command."""
         try:
             reply = self._known_cluster().execute_command(*words)
         except Exception as error:
@@ -300,6 +314,7 @@ class RedisDriver:
         return target
 
     def _fault(self, error: Exception) -> Status:
+        """Return the status for ``error``; after most errors the cluster map is read again."""
         self.last_error = str(error) or type(error).__name__
         if isinstance(error, OutOfMemoryError):
             return Status.REJECTED
@@ -309,10 +324,11 @@ class RedisDriver:
         return Status.TIMEOUT if isinstance(error, (TimeoutError, RedisTimeoutError)) else Status.UNAVAILABLE
 
     def _known_cluster(self) -> Any:
+        """Return redis-py's client of the cluster, made on first use."""
         with self._mapping:
             if self._cluster is None:
                 self._cluster = RedisCluster.from_url(
-                    "redis" + self._url[self._url.index(":") :],  # for the class of "rediss" would go before ours
+                    "redis" + self._url[self._url.index(":") :],  # with "rediss" its own class would replace ours
                     connection_class=self._pool.connection_class,
                     protocol=2,
                     require_full_coverage=False,
@@ -321,7 +337,10 @@ class RedisDriver:
             return self._cluster
 
     def _read_map_again(self) -> None:
-        """After a fault, in half the time at most: who does not answer may be the one that is asked."""
+        """Read the cluster map again after a fault.
+
+        In at most half of the time left, because the server that is asked for it may be the one that is down.
+        """
         if self._is_stale:
             token = _deadline.set(monotonic() + _seconds_left() / 2)
             with suppress(Exception):
@@ -330,19 +349,22 @@ class RedisDriver:
             _deadline.reset(token)
 
     def _note(self, pool: Any) -> None:
-        """Ask a server what it holds, if it is time to."""
+        """Ask the server of ``pool`` for its INFO, if the last one is older than ``INFO_SECONDS``."""
         if monotonic() >= self._info.get(pool, (-inf, {}))[0] + INFO_SECONDS:
             with suppress(Exception):
-                told = monotonic(), Redis(connection_pool=pool).info()
+                answer = monotonic(), Redis(connection_pool=pool).info()
                 with self._lock:
-                    self._info[pool] = told
-                    if pool is not self._pool:  # whose server is one of the cluster
+                    self._info[pool] = answer
+                    if pool is not self._pool:  # its server is one of the cluster, and counted there
                         self._info.pop(self._pool, None)
 
 
 def _exchange(pool: Any, asked: Sequence[_Asked], step: int) -> list[Any]:
-    """Ask one server, ``step`` commands at a time. An exception is a reply too: errors of the server are, and if the
-    connection fails, which is closed then, all that are missing."""
+    """Send the commands ``asked`` to one server, ``step`` at a time, and return their replies.
+
+    A reply may be an exception: an error of the server, or, if the connection fails (it is then closed), that error for
+    every missing reply.
+    """
     replies: list[Any] = []
     connection = None
     try:
@@ -355,7 +377,7 @@ def _exchange(pool: Any, asked: Sequence[_Asked], step: int) -> list[Any]:
                 if isinstance(replies[-1], ReadOnlyError):
                     raise replies.pop()  # another server may be the master now
             parser._buffer.target = None
-            parser._buffer.purge()  # once, which ``read_response`` does for each reply
+            parser._buffer.purge()  # once per part; ``read_response`` would do it for each reply
     except Exception as error:
         if connection is not None:
             connection.disconnect()
@@ -367,7 +389,7 @@ def _exchange(pool: Any, asked: Sequence[_Asked], step: int) -> list[Any]:
 
 
 def _status(reply: Any, is_ours: bool, other: Status) -> Status:
-    """What a reply says of a record: OK where it ``is_ours``, MISS where there is none, else ``other``."""
+    """Return the status that ``reply`` means: OK if it ``is_ours``, MISS if it is None, else ``other``."""
     if isinstance(reply, Status):
         return reply
     return Status.OK if is_ours else Status.MISS if reply is None else other

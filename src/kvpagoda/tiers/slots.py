@@ -1,4 +1,4 @@
-"""A driver over slots of one size: which record lies where, which may be evicted, and which is admitted."""
+"""A driver over slots of one size: it maps keys to slots, evicts records and decides which records are admitted."""
 
 from __future__ import annotations
 
@@ -16,37 +16,39 @@ from kvpagoda.tiers.forks import watch_forks
 
 
 class Medium(Protocol):
-    """``num_slots`` slots, each of ``slot_nbytes`` bytes, enough for one record of the buffer it is made over."""
+    """``num_slots`` slots of ``slot_nbytes`` bytes each, enough for one record of the buffer it is made over."""
 
     num_slots: int
     slot_nbytes: int
 
     def scan(self) -> list[tuple[bytes, int]]:
-        """(key, slot) of every record that lies there already, each key and each slot at most once."""
+        """Return (key, slot) of every record that the medium holds already, each key and each slot at most once."""
 
     def write(self, slot: int, row: int) -> bool:
-        """Write record ``row`` to ``slot``; not before all of it is written does ``scan`` tell of it. True, or OSError."""
+        """Write record ``row`` to ``slot``; ``scan`` finds it only when all is written. True, or raises OSError."""
 
     def read(self, slot: int, row: int) -> bool:
-        """Read ``slot`` into record ``row``; False if there is less than a record. Raises OSError."""
+        """Read ``slot`` into record ``row``; return False if the slot holds less than a record. Raises OSError."""
 
     def clear(self, slot: int) -> bool:
-        """From now on ``scan`` finds nothing in ``slot``. True, or OSError."""
+        """Make ``scan`` find nothing in ``slot`` from now on. Returns True, or raises OSError."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free all resources."""
 
 
 class SlotDriver:
-    """Records in the slots of a ``Medium``; the least recently looked up go first, and of one call the deepest first.
+    """A driver that keeps records in the slots of a ``Medium`` and evicts the least recently used first.
 
-    A slot is free, being written, or valid; one that is being read, or cleared, is not handed out before that is done. A full
-    driver with ``remember`` > 0 takes a record in place of another only when it comes again: it remembers that many keys that
-    it refused. All state is kept under one lock, and no I/O is done under it. O(1) a key and O(open leases) a call; a full
-    driver also steps over the keys that may not go.
+    Of the keys of one call, which come parents before children, the deepest is evicted first.
+
+    A slot is free, being written, or valid; a slot that is being read or cleared is not handed out until that is over.
+    A full driver with ``remember`` > 0 admits a record in place of another only when it is stored a second time; it
+    remembers that many refused keys. One lock protects all state; no I/O is done under it. O(1) per key and O(open
+    leases) per call; a full driver also skips the keys that are not evictable.
     """
 
-    part_nbytes = 2 << 20  # what the processor's cache still has when a record is summed
+    part_nbytes = 2 << 20  # so little that it is still in the processor's cache when its checksum is computed
 
     def __init__(self, medium: Medium, *, remember: int = 0) -> None:
         self._medium, self._remember = medium, remember
@@ -55,17 +57,18 @@ class SlotDriver:
         taken = set(self._slots.values())
         self._free = [slot for slot in range(medium.num_slots - 1, -1, -1) if slot not in taken]
         self._writing: dict[bytes, int] = {}
-        self._busy: Counter[int] = Counter()  # slots that are read or cleared, by how many calls
-        self._dropped: set[int] = set()  # busy slots that are free afterwards
-        self._refused: OrderedDict[bytes, None] = OrderedDict()
-        self._leases: dict[int, tuple[float, list[bytes]]] = {}  # by number: until when, and what
+        self._busy: Counter[int] = Counter()  # slot -> number of calls that read or clear it
+        self._dropped: set[int] = set()  # busy slots that become free when these calls are over
+        self._refused: OrderedDict[bytes, None] = OrderedDict()  # keys that were not admitted lately
+        self._leases: dict[int, tuple[float, list[bytes]]] = {}  # number of the lease -> its end and its keys
         self._numbers = count()
         self._evicted = self._rejected = 0
-        self._calls = Calls(medium.close)  # the last one that still uses the medium gives it back
+        self._calls = Calls(medium.close)  # the last call that uses the medium closes it
         watch_forks(self)
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        """See ``Driver``. REJECTED: no slot for it, not admitted, or just being written."""
+        """See ``Driver``. REJECTED: no slot is available, the record is not admitted, or it is being written
+        already."""
         if not self._calls.begin():
             return [Status.UNAVAILABLE] * len(keys)
         with self._lock:
@@ -124,7 +127,7 @@ class SlotDriver:
         return statuses
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
-        """See ``Driver``. A slot that could not be cleared is used again all the same: it is cleared before it is written."""
+        """See ``Driver``. A slot that could not be cleared becomes free too: the next write to it clears it first."""
         if not self._calls.begin():
             return [Status.UNAVAILABLE] * len(keys)
         with self._lock:
@@ -150,16 +153,16 @@ class SlotDriver:
             )  # fmt: skip
 
     def close(self) -> None:
-        """See ``Driver``. The medium is given back by the last call that still uses it."""
+        """See ``Driver``. The last call that still uses the medium closes it."""
         self._calls.close()
 
     def after_fork(self) -> None:
-        """See ``Forkable``: a medium has one process, and its lock ends when that one has let go of it."""
+        """See ``Forkable``: closes the medium in the child, because only one process may use it and hold its lock."""
         self._lock, self._calls = Lock(), Calls(self._medium.close)
         self._calls.close()
 
     def check(self) -> None:
-        """Prove that every slot is in one place. Raises CheckFailed naming the slots."""
+        """Prove that every slot is free, valid, being written or dropped. Raises CheckFailed naming the slots."""
         with self._lock:
             places = [*self._free, *self._slots.values(), *self._writing.values(), *self._dropped]
             if sorted(places) != list(range(self._medium.num_slots)):
@@ -168,13 +171,13 @@ class SlotDriver:
                 raise CheckFailed(f"slots in no place, or in two: {odd[:16]}")
             if not self._dropped <= self._busy.keys() or not self._slots.keys().isdisjoint(self._writing):
                 raise CheckFailed(
-                    f"slots that nobody will free: {sorted(self._dropped - self._busy.keys())[:16]}, or written twice"
+                    f"slots that no call will free: {sorted(self._dropped - self._busy.keys())[:16]}, or written twice"
                 )
 
     # -- under the lock ------------------------------------------------------------------------------------------------
 
     def _leave(self, held: Sequence[int]) -> None:
-        """A call ends that kept the slots ``held`` busy."""
+        """End a call that kept the slots ``held`` busy; free those that were dropped meanwhile."""
         for slot in held:
             self._busy[slot] -= 1
             if not self._busy[slot]:
@@ -184,7 +187,7 @@ class SlotDriver:
                     self._free.append(slot)
 
     def _reserve(self, keys: Sequence[bytes]) -> list[int | Status]:
-        """A slot for each key that ``store`` has to write; for the others their status."""
+        """Return a slot for each key that ``store`` has to write, and for each other key its status."""
         wanted = sum(key not in self._slots for key in keys) - len(self._free)
         victims = iter(self._victims(wanted, set(keys)) if wanted > 0 else ())
         given: list[int | Status] = []
@@ -204,14 +207,15 @@ class SlotDriver:
         return given
 
     def _victims(self, n: int, keep: set[bytes]) -> list[bytes]:
-        """Up to ``n`` keys that may go, the first to go first, and none of ``keep``. O(n + keys that may not)."""
+        """Return up to ``n`` evictable keys, none of ``keep``, first victim first. O(n + keys not evictable)."""
         self._expire()
         keep = keep.union(*(keys for _, keys in self._leases.values()))
-        may_go = (key for key, slot in self._slots.items() if key not in keep and slot not in self._busy)
-        return list(islice(may_go, n))
+        evictable = (key for key, slot in self._slots.items() if key not in keep and slot not in self._busy)
+        return list(islice(evictable, n))
 
     def _is_admitted(self, key: bytes) -> bool:
-        """Whether another record may go for this one: refused once, it is expected to be used again."""
+        """Return whether a record may be evicted for ``key``: one that was refused before is likely to be used
+        again."""
         if not self._remember or key in self._refused:
             self._refused.pop(key, None)
             return True
@@ -221,12 +225,13 @@ class SlotDriver:
         return False
 
     def _touch(self, keys: Sequence[bytes]) -> None:
-        """``keys`` were used, the last one first."""
+        """Mark ``keys`` as used now, the last one first, so that it is evicted first of them."""
         for key in reversed(keys):
             if key in self._slots:
                 self._slots.move_to_end(key)
 
     def _expire(self) -> None:
+        """Drop the leases whose time is over."""
         now = monotonic()
         for number in [number for number, (until, _) in self._leases.items() if until <= now]:
             del self._leases[number]
@@ -234,11 +239,13 @@ class SlotDriver:
     # -- not under the lock --------------------------------------------------------------------------------------------
 
     def _release(self, number: int) -> None:
+        """End the lease ``number``, if it has not ended yet."""
         with self._lock:
             self._leases.pop(number, None)
 
     @staticmethod
     def _try(move: Callable[[int, int], bool], slot: int, row: int, deadline: float) -> Status:
+        """Call ``move(slot, row)`` unless the deadline is over, and return its outcome as a status."""
         if monotonic() >= deadline:
             return Status.TIMEOUT
         try:

@@ -1,4 +1,4 @@
-"""What a tier is made of, before there is a cache that knows how large its records are."""
+"""The settings of a tier, chosen before a cache exists that knows how large its records are."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ When = Literal["commit", "evict", "reuse"]
 
 @dataclass(frozen=True)
 class TierSpec:
-    """One of ``KVCache(tiers=[...])``, the fastest first. ``host_tier``, ``disk_tier`` and others make it.
+    """The settings of one tier of ``KVCache(tiers=[...])``, where the fastest comes first.
 
-    ``make(buffer)`` gives the driver; any driver will do that passes ``kvpagoda.tiers.conformance``. ``write``: what the cache
-    stores there: blocks as they are published (``"commit"``), those that it evicts (``"evict"``), or those that a second
-    request begins with (``"reuse"``). ``record_nbytes``: records have at least so many bytes; blocks of a small model share
-    one. ``staging``: host memory for records on their way (None: 64 MiB, or what two checkpoints take). ``timeout``: seconds
-    that one ``open`` may spend here in all, and one store. ``is_private``: what lies there is memory of this process. Only
-    that may do without ``checksum``, the sum of payloads. Raises BadInput.
+    ``host_tier``, ``disk_tier`` and others return one. ``make(buffer)`` returns the driver: any driver that passes
+    ``kvpagoda.tiers.conformance``. ``write``: which blocks the cache stores there: all that are published
+    (``"commit"``), those that it evicts (``"evict"``), or those that a second request reuses (``"reuse"``).
+    ``record_nbytes``: the least bytes of a record; several blocks of a small model share one. ``staging``: host memory
+    for records that are being stored or loaded (None: 64 MiB, or more if two checkpoints need it). ``timeout``: the
+    most seconds that one ``open`` spends in this tier in all, and that one store takes. ``workers``: threads that call
+    the driver. ``checksum``: whether payloads have one; only a tier with ``is_private``, whose records are in memory of
+    this process, may do without. Raises BadInput.
     """
 
     name: str
@@ -48,13 +50,13 @@ class TierSpec:
             raise BadInput(f"tier {self.name!r} needs checksums: only memory of this process can go without them")
         if self.write not in get_args(When) or not 0 < self.timeout < inf or self.workers < 1:
             raise BadInput(
-                f"tier {self.name!r} writes at one of {', '.join(get_args(When))} with a finite timeout above 0 and at least "
-                f"one of its workers, got {self.write!r}, {self.timeout} s and {self.workers} workers"
+                f"tier {self.name!r} needs write= one of {', '.join(get_args(When))}, a finite timeout above 0 and "
+                f"at least one worker; got {self.write!r}, {self.timeout} s and {self.workers} workers"
             )
 
 
 def host_tier(nbytes: int | str, *, write: When = "evict", **settings: Any) -> TierSpec:
-    """At most ``nbytes`` of this process's memory, for what does not fit the device. See ``host_driver`` and ``TierSpec``."""
+    """Return a tier of at most ``nbytes`` of this process's memory. See ``host_driver`` and ``TierSpec``."""
     from kvpagoda.tiers.host import host_driver
 
     make = partial(host_driver, nbytes=parse_bytes(nbytes))
@@ -64,7 +66,10 @@ def host_tier(nbytes: int | str, *, write: When = "evict", **settings: Any) -> T
 def disk_tier(
     folder: str | PathLike[str], nbytes: int | str, *, direct: bool = False, admit_all: bool = False, **settings: Any
 ) -> TierSpec:
-    """A file of at most ``nbytes`` in ``folder``, found again after a restart. See ``disk_driver`` and ``TierSpec``."""
+    """Return a tier in a file of at most ``nbytes`` in ``folder``, whose records survive a restart.
+
+    See ``disk_driver`` and ``TierSpec``.
+    """
     from kvpagoda.tiers.disk import disk_driver
 
     make = partial(disk_driver, folder, nbytes=parse_bytes(nbytes), direct=direct, admit_all=admit_all)
@@ -72,7 +77,10 @@ def disk_tier(
 
 
 def redis_tier(url: str, **settings: Any) -> TierSpec:
-    """The Redis or Valkey server, or cluster, at ``url``, which many machines may share. See ``redis_driver``."""
+    """Return a tier on the Redis or Valkey server or cluster at ``url``, which many machines may share.
+
+    See ``redis_driver`` and ``TierSpec``.
+    """
     from kvpagoda.tiers.redis import redis_driver
 
     make = partial(redis_driver, url=url)
@@ -80,8 +88,11 @@ def redis_tier(url: str, **settings: Any) -> TierSpec:
 
 
 def mooncake_tier(master: str, **settings: Any) -> TierSpec:
-    """The Mooncake Store of ``master``, the memory of many machines. **Its ports are open to whoever reaches them**: see
-    ``kvpagoda.tiers.mooncake``. ``settings``: those of ``mooncake_driver`` and of ``TierSpec``."""
+    """Return a tier on the Mooncake Store of ``master``: the memory of many machines as one store.
+
+    **Its ports are open to all hosts that can reach them**: see ``kvpagoda.tiers.mooncake``. ``settings``: those of
+    ``mooncake_driver`` and of ``TierSpec``.
+    """
     from kvpagoda.tiers.mooncake import mooncake_driver
 
     of_driver = {name: settings.pop(name) for name in signature(mooncake_driver).parameters if name in settings}
@@ -90,7 +101,7 @@ def mooncake_tier(master: str, **settings: Any) -> TierSpec:
 
 
 def tier_from_text(text: str, **settings: Any) -> TierSpec:
-    """A tier as it is written on a command line. Raises BadInput.
+    """Return the tier that ``text`` describes on a command line. Raises BadInput.
 
     ``host:4GiB``, ``disk:FOLDER:50GiB``, ``redis://..``, ``rediss://..``, ``unix:///..``, ``redis+sentinel://..``,
     ``mooncake://HOST:PORT``.

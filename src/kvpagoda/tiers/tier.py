@@ -1,9 +1,9 @@
-"""What every tier needs above its driver, once: futures, deadlines that hold, bounds, proof of what was read.
+"""What every tier adds to its driver: futures, deadlines that hold, limits, and verification of what was read.
 
 caller ── store / lookup / load / discard ──► queue ──► worker threads ──► driver (synchronous, may fail or hang)
    ▲                                                        │
    └── future: done by the driver, or at the deadline by the watcher thread, whichever is first
-       records and bytes in flight: given back when the driver is really done
+       records and bytes in flight: released when the driver has really finished
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from kvpagoda.units import ceil_div, parse_bytes
 
 Rows = Sequence[int]
 _KINDS = ("store", "lookup", "load", "discard")
-_PROBED = ("lookup", "load")  # requests wait for them
+_PROBED = ("lookup", "load")  # kinds of calls that requests wait for
 _LONGEST_WAIT = 3600.0
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Operation:
+    """One call of a tier, from the request until the driver has finished with it."""
+
     kind: str
     keys: tuple[bytes, ...]
     rows: tuple[int, ...]
@@ -48,19 +50,19 @@ class _Operation:
     begun: float = field(init=False, default_factory=monotonic)
     future: Future[Any] = field(init=False, default_factory=Future)
     is_over: bool = field(init=False, default=False)
-    """Whether its future has its result; the driver may still be at work."""
+    """Whether its result is known; the driver may still be working on it."""
 
     def refused(self, status: Status) -> list[Status] | Lease:
-        """The result that says ``status`` of every key."""
+        """Return the result that has ``status`` for every key."""
         statuses = [status] * len(self.keys)
         return Lease(self.keys, tuple(statuses), 0.0) if self.kind == "lookup" else statuses
 
 
 @dataclass(frozen=True)
 class TierStats:
-    """Keys by what the caller was told of them; ``latencies``: of each kind of call, from the request to the answer, at the
-    latest its deadline; what was refused at once is not in them. ``last_error``: what the driver raised, which it must not.
-    ``last_fault``: which call failed last, and why."""
+    """Keys by the status that the caller got. ``latencies``: for each kind of call, the time from the request to the
+    answer, at most until its deadline, without calls that were refused at once. ``last_error``: what the driver raised
+    last, although it must not. ``last_fault``: the kind of the last call that failed, and why."""
 
     stores: dict[Status, int]
     lookups: dict[Status, int]
@@ -74,19 +76,19 @@ class TierStats:
 
 
 class Tier:
-    """A driver that always answers in time. Nothing it says but OK and a record that proves itself counts as found.
+    """A driver with deadlines that hold. A record counts as found only if its status is OK and its header verifies it.
 
-    Every call returns a future that is done by its ``deadline`` (of ``time.monotonic``), whatever the driver does: what is not
-    known by then is TIMEOUT. ``rows`` are records that the caller acquired from ``buffer``. The driver may touch them until it
-    is really done, which may be later. Release them and acquire others: that is safe at any time; to name them again before
-    is REJECTED.
+    Every call returns a future that is done by its ``deadline`` (of ``time.monotonic``), whatever the driver does; a
+    result not known by then is TIMEOUT. ``rows`` are records that the caller acquired from ``buffer``. The driver may
+    use them after the deadline, until it has really finished. The caller may release them at any time and acquire
+    others; naming rows that the driver still uses is REJECTED.
 
-    More than ``in_flight`` bytes at once are REJECTED, not queued. What is UNAVAILABLE is tried once more. After ``faults``
-    calls of one kind in a row that failed or were late, such calls are UNAVAILABLE at once: a full disk is still read.
-    Lookups and loads, for which requests wait, are then probed by the tier's own threads, first ``pause`` seconds later, then
-    at intervals that double; stores and discards, for which nobody waits, are let through as rarely. A success ends it.
-    Without ``checksum`` payloads are not summed: for memory of this process. Callbacks of futures run in the tier's threads
-    and must be short. In a forked child the tier is closed.
+    Calls that exceed ``in_flight`` bytes in all are REJECTED, not queued. A store or load that is UNAVAILABLE is tried
+    once more. After ``faults`` failed or late calls of one kind in a row, calls of that kind are UNAVAILABLE at once;
+    other kinds go on, so a full disk can still be read. The tier's threads then probe lookups and loads, ``pause``
+    seconds later and at intervals that double; one store or discard of the caller passes at the same intervals. One
+    success ends this. ``checksum``: whether payloads get one; only records in memory of this process may do without.
+    Callbacks of futures run in the tier's threads and must be short. In a forked child the tier is closed.
     """
 
     def __init__(
@@ -99,23 +101,23 @@ class Tier:
                 f"{len(fingerprint)} bytes, {workers} workers, {faults} faults, {pause} s"
             )
         self.driver, self.buffer = driver, buffer
-        self.fingerprint = fingerprint  #: of the records that later calls name
+        self.fingerprint = fingerprint  #: fingerprint of the records in calls from now on
         self._checksum = checksum
-        nbytes = getattr(driver, "part_nbytes", None)  # a record is a little larger than what it holds
+        nbytes = getattr(driver, "part_nbytes", None)  # None: no limit per call
         self._part = buffer.num_records if nbytes is None else ceil_div(nbytes, buffer.record_nbytes)
         self._most_in_flight = parse_bytes(in_flight)
         self._breakers = {kind: Breaker(faults, pause) for kind in _KINDS}
         self._counts: dict[str, Counter[Status]] = {kind: Counter() for kind in _KINDS}
         self._latencies = {kind: Latencies() for kind in _KINDS}
-        self._faults: dict[str, tuple[bytes, float]] = {}  # of each kind the latest: a key, and how long the call had
+        self._faults: dict[str, tuple[bytes, float]] = {}  # kind -> last fault: key, seconds
         self._last_error = self._last_fault = ""
         self.name = type(driver).__name__  #: in logs
-        self._turned = deque[str]()  # kinds of calls that began or ceased to fail, to be logged
+        self._turned = deque[str]()  # kinds of calls that began or stopped failing, to be logged
         self._changed = Condition()
         self._queue: SimpleQueue[_Operation | None] = SimpleQueue()
-        self._active: dict[_Operation, None] = {}  # which the driver is not done with, late ones included
-        self._wakes_at = inf  # when the watcher looks again
-        self.is_closed = self._is_done = False  #: whether it takes no more calls
+        self._active: dict[_Operation, None] = {}  # the driver works on them, late ones included
+        self._wakes_at = inf  # when the watcher wakes up next
+        self.is_closed = self._is_done = False  #: whether calls are refused
         self._workers = workers
         for target in (self._watch, *[self._serve] * workers):
             Thread(target=target, name="kvpagoda-tier", daemon=True).start()
@@ -124,9 +126,9 @@ class Tier:
     def store(
         self, keys: Sequence[bytes], rows: Rows, deadline: float, nbytes: Sequence[int] | None = None
     ) -> Future[list[Status]]:
-        """Make records of ``rows``, with payloads of ``nbytes`` (default: whole), and store them, parents before children.
+        """Write the headers of records ``rows``, whose payloads have ``nbytes`` (default: all), and store the records.
 
-        One status a key. Raises BadInput and NotOwned, before anything is done.
+        Parents come before children. One status per key. Raises BadInput and NotOwned, before anything is done.
         """
         sizes = [self.buffer.payload_nbytes] * len(keys) if nbytes is None else list(nbytes)
         if len(sizes) != len(keys) or not all(0 <= size <= self.buffer.payload_nbytes for size in sizes):
@@ -134,33 +136,33 @@ class Tier:
         return self._start("store", keys, rows, deadline, partial(self._store, self.fingerprint, sizes))
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float = 10.0) -> Future[Lease]:
-        """Which of ``keys`` are there, and stay for ``hold`` seconds. Raises BadInput."""
+        """Find which ``keys`` have records, and hold these for ``hold`` seconds. Raises BadInput."""
         return self._start("lookup", keys, None, deadline, lambda keys, _, until: self.driver.lookup(keys, until, hold))
 
     def load(self, keys: Sequence[bytes], rows: Rows, deadline: float) -> Future[list[Status]]:
-        """Read and prove the records of ``keys``; payloads are in ``buffer.payloads[rows]`` where the status is OK.
+        """Read and verify the records of ``keys``; where the status is OK, ``buffer.payloads[rows]`` has the payload.
 
         CORRUPT records are discarded. Raises BadInput and NotOwned, before anything is done.
         """
         return self._start("load", keys, rows, deadline, partial(self._load, self.fingerprint))
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> Future[list[Status]]:
-        """Drop the records of ``keys``. Raises BadInput."""
+        """Delete the records of ``keys``. Raises BadInput."""
         return self._start("discard", keys, None, deadline, lambda keys, _, until: self.driver.discard(keys, until))
 
     def stats(self) -> TierStats:
-        """Counts, without I/O."""
+        """Return the counts, without I/O."""
         with self._changed:
             is_available = not (self.is_closed or any(breaker.is_open for breaker in self._breakers.values()))
             stores, lookups, loads, discards = (dict(self._counts[kind]) for kind in _KINDS)
-            told = self._in_flight(), is_available, self._last_error, self._last_fault
-            latencies = {kind: one.picture() for kind, one in self._latencies.items()}
-            return TierStats(stores, lookups, loads, discards, *told, latencies)
+            state = self._in_flight(), is_available, self._last_error, self._last_fault
+            latencies = {kind: latency.picture() for kind, latency in self._latencies.items()}
+            return TierStats(stores, lookups, loads, discards, *state, latencies)
 
     def close(self, deadline: float = 0.0) -> bool:
-        """Take no more calls, and wait for those in flight until ``deadline``; whether all are done.
+        """Refuse further calls, wait for those in flight until ``deadline``, and return whether all are done.
 
-        The driver is closed when it is done with all of them, if need be later, by a thread of the tier.
+        A thread of the tier closes the driver once it has finished with all of them, possibly after the deadline.
         """
         with self._changed:
             if not self.is_closed:
@@ -171,7 +173,7 @@ class Tier:
             return self._changed.wait_for(lambda: self._is_done, min(max(0.0, deadline - monotonic()), _LONGEST_WAIT))
 
     def after_fork(self) -> None:
-        """See ``Forkable``: the threads are those of the parent, and so is what the driver is connected to."""
+        """See ``Forkable``: closes the tier in the child, which has none of its threads and connections."""
         self._changed, self._queue = Condition(), SimpleQueue()
         self.is_closed = self._is_done = True
         self._active.clear()
@@ -183,7 +185,7 @@ class Tier:
         self, kind: str, keys: Sequence[bytes], rows: Rows | None, deadline: float,
         work: Callable[[Sequence[bytes], Rows, float], list[Status] | Lease],
     ) -> Future[Any]:  # fmt: skip
-        """Queue it, or refuse it at once."""
+        """Queue a call of ``kind``, or refuse it at once."""
         if any(len(key) != KEY_NBYTES for key in keys) or len(set(keys)) < len(keys) or not isfinite(deadline):
             raise BadInput(
                 f"keys have {KEY_NBYTES} bytes, each named once, and a deadline is a time of time.monotonic; got lengths "
@@ -195,7 +197,7 @@ class Tier:
         operation = _Operation(
             kind, keys, rows, deadline, self._nbytes(keys, rows), partial(work, keys, rows, deadline)
         )
-        operation.future.set_running_or_notify_cancel()  # it cannot be cancelled: it will be done soon enough
+        operation.future.set_running_or_notify_cancel()  # so that it cannot be cancelled: it ends at the deadline
         with self._changed:
             refusal = self._refusal(operation)
             if refusal is None:
@@ -211,7 +213,7 @@ class Tier:
         return sum(operation.nbytes for operation in self._active)
 
     def _refusal(self, operation: _Operation) -> Status | None:
-        """Why the operation is not begun; None: its records are held for it."""
+        """Return the status with which ``operation`` is refused; None if it may begin, and then hold its records."""
         breaker = self._breakers[operation.kind]
         if self.is_closed:
             return Status.UNAVAILABLE
@@ -232,7 +234,7 @@ class Tier:
     # -- in the tier's threads -----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Give up what is past its deadline, and probe what failed; in the end close the driver."""
+        """End operations at their deadline and probe calls that failed; after ``close``, close the driver."""
         while True:
             with self._changed:
                 if self.is_closed and not self._active:
@@ -261,7 +263,7 @@ class Tier:
             self._changed.notify_all()
 
     def _probe(self, kind: str, key: bytes, seconds: float) -> None:
-        """Ask the driver once more for one key that it failed for. Nobody waits for the answer."""
+        """Queue one more call of ``kind`` with ``key``, for which it failed. No request waits for it."""
         deadline, keys, rows = monotonic() + seconds, (key,), list[int]()
         work: Callable[[], list[Status] | Lease] = partial(self.driver.lookup, keys, deadline, 0.0)
         if kind == "load":
@@ -276,7 +278,7 @@ class Tier:
         self._submit(operation)
 
     def _end(self, operation: _Operation, fault: Status | None, why: str) -> None:
-        """The result of an operation is known, and whether it is a fault."""
+        """Note that the result of ``operation`` is known: a ``fault``, or None for a success."""
         operation.is_over, now = True, monotonic()
         if self._breakers[operation.kind].record(fault is not None, now) and not self.is_closed:
             self._turned.append(operation.kind)
@@ -285,7 +287,7 @@ class Tier:
         if fault is None:
             return
         if self._breakers[operation.kind].is_open:
-            self._changed.notify_all()  # a probe is due some day
+            self._changed.notify_all()  # so that the watcher plans the next probe
         if operation.keys:
             self._faults[operation.kind] = operation.keys[0], operation.deadline - operation.begun
         if not self.is_closed:
@@ -298,13 +300,14 @@ class Tier:
         operation.future.set_result(result)
 
     def _serve(self) -> None:
-        """Do what is queued, one after the other."""
+        """Run the queued operations, one after another."""
         queue = self._queue
         while (operation := queue.get()) is not None:
             self._do(operation)
             del operation
 
     def _do(self, operation: _Operation) -> None:
+        """Call the driver for ``operation``, unless its deadline is over, and answer it."""
         result, fault, why = None, None, ""
         if not operation.is_over:
             try:
@@ -338,7 +341,8 @@ class Tier:
             for key, row, size in zip(keys[part], rows[part], sizes[part]):
                 pack_record(self.buffer.rows[row], key, fingerprint, size, checksum=self._checksum)
             statuses += _twice(self.driver.store, keys[part], rows[part], deadline)
-            # No part goes for a deeper one, and in the end the deepest counts as used first. Who holds nothing is asked once.
+            # The lease keeps the driver from evicting a part for a deeper one; the last lookup marks the deepest part
+            # as used first. A driver whose leases hold nothing is asked only once.
             if len(parts) > 1 and (not leases or leases[-1].until > monotonic()):
                 leases.append(self.driver.lookup(keys[part], deadline, deadline - monotonic()))
         if leases:
@@ -350,8 +354,8 @@ class Tier:
     def _load(self, fingerprint: bytes, keys: Sequence[bytes], rows: Rows, deadline: float) -> list[Status]:
         statuses = list[Status]()
         for part in self._parts(len(keys)):
-            told = _twice(self.driver.load, keys[part], rows[part], deadline)
-            for key, row, status in zip(keys[part], rows[part], told):
+            loaded = _twice(self.driver.load, keys[part], rows[part], deadline)
+            for key, row, status in zip(keys[part], rows[part], loaded):
                 if status is Status.OK:
                     record = self.buffer.rows[row]
                     if verify_record(record, key, fingerprint, checksum=self._checksum) is None:
@@ -363,12 +367,12 @@ class Tier:
         return statuses
 
     def _parts(self, n: int) -> list[slice]:
-        """Which of ``n`` records go to the driver in one call."""
+        """Return the ranges of ``n`` records that go to the driver in one call each."""
         return [slice(start, start + self._part) for start in range(0, n, self._part)]
 
 
 def _tell(tier: Tier) -> None:
-    """Log which calls of ``tier`` fail from now on, or work again; where no lock is held, for who listens may take long."""
+    """Log which kinds of calls of ``tier`` now fail or work again. Called without locks: log handlers may be slow."""
     while tier._turned:
         kind = tier._turned.popleft()
         if tier._breakers[kind].is_open:
@@ -384,7 +388,7 @@ def _statuses(result: list[Status] | Lease) -> Sequence[Status]:
 def _twice(
     call: Callable[[Sequence[bytes], Rows, float], list[Status]], keys: Sequence[bytes], rows: Rows, deadline: float
 ) -> list[Status]:
-    """The statuses of ``call``; what was UNAVAILABLE is asked for once more."""
+    """Return the statuses of ``call``, which is repeated once for keys that are UNAVAILABLE."""
     statuses = call(keys, rows, deadline)
     again = [i for i, status in enumerate(statuses) if status is Status.UNAVAILABLE]
     if again:
