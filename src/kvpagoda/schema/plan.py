@@ -27,7 +27,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The share of one group: ``num_blocks`` usable blocks of ``block_size`` tokens, ``row_nbytes`` bytes each in the arena.
+    """The share of one group: ``num_blocks`` usable blocks of ``block_size`` tokens, each ``row_nbytes`` bytes.
 
     ``growth``: the growth law. ``layout``: the record of one block. ``most_blocks``: the most blocks that one request
     holds (None: no bound). ``per_sector``: blocks in one sector, 0 if the group does not share memory. If groups share

@@ -1,10 +1,9 @@
 """Choose the size of the sectors of an arena that several groups share. Arithmetic only.
 
-    sector  | record | record | record |   owned by one group, which divides each of its sectors into ``per`` equal
-    records
+    sector  | record | record | record |    owned by one group, which divides each of its sectors into ``per`` records
 
-In every group's view of the arena, record ``id`` therefore starts at byte ``id * sector / per``, whichever sectors the
-group owns.
+The records of a sector have equal size. In every group's view of the arena, record ``id`` therefore starts at byte
+``id * sector / per``, whichever sectors the group owns.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def sector_size(
         high = max(low, min(max_nbytes, int(count * largest / (1 - MAX_WASTE))))
         step = unit
         while (high - low) // step > MAX_SIZES:
-            step *= 6  # keeps sizes with many divisors
+            step *= 6  # there are more than enough sizes: keep those with many divisors
         for nbytes in range(align_up(low, step), high + 1, step) or (low,):
             records = tuple(_records_in(nbytes, *record) for record in zip(record_nbytes, multiples))
             waste = max(1 - number * record / nbytes for number, record in zip(records, record_nbytes))

@@ -27,21 +27,24 @@ class Family:
 
     Rules take the config and, if they need it, a layer's index or type.
 
-    layer_type   the type of layer i where the config has no ``layer_types`` reads_layer_types  whether the model's code
-    reads ``layer_types``; False: ``layer_type`` decides, and the list is ignored verified     the layer types that were
-    compared with transformers; any other type is an error heads        K/V heads and row widths of a layer with
-    attention; for MLA the widths of the latent and its RoPE key states       the states of linear, convolution and
-    hybrid layers (None: the family has no such layers) attention    "heads", "latent" (MLA) or "compressed"
-    (DeepSeek-V4) has_indexer  whether layer i keeps indexer keys, where its type is indexed index_dtype  dtype of
-    indexer keys ("": the dtype of the model) window       tokens of the sliding window num_layers   number of layers
-    that have a cache max_positions  tokens of the longest text that the config names; None where it names none aligned
-    whether requests that share a forward pass must be equally long: the model counts positions from the length
-                 of its cache and ignores those passed to it, or it ranks tokens without an indexer
+    layer_type   the type of layer i if the config has no ``layer_types``
+    reads_layer_types  whether the model's code reads ``layer_types``; False: ``layer_type`` decides, and the list is
+                 only checked
+    verified     the layer types that were compared with transformers; any other type is an error
+    heads        K/V heads and row widths of a layer with attention; for MLA the widths of the latent and its RoPE key
+    states       the states of linear, convolution and hybrid layers (None: the family has no such layers)
+    attention    "heads", "latent" (MLA) or "compressed" (DeepSeek-V4)
+    has_indexer  whether layer i keeps indexer keys, if its type is indexed
+    index_dtype  dtype of indexer keys ("": the dtype of the model)
+    window       tokens of the sliding window
+    num_layers   number of layers that have a cache
+    max_positions  tokens of the longest context that the config names; None if it names none
+    aligned      whether requests that share a forward pass must be equally long: the model counts positions from the
+                 length of its cache, whatever positions are passed to it, or it ranks tokens without an indexer
     own_states   how the model passes its states if not through transformers' cache interface: "stacked" over the
-    layers, or
-                 "by_layer"
+                 layers, or "by_layer"
     batched      whether several requests may decode in one forward pass; False: the model's code would mix their rows
-    own_attention  whether its text attention does not use transformers' attention interface (only its image parts do)
+    own_attention  whether only other parts of the model (those for images) use transformers' attention interface
     fields       field that rules read -> the names of it in the config; the first name that the config has is used
     requires     field -> (the value that it must have, the reason)
     """
