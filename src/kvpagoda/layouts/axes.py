@@ -55,8 +55,8 @@ class Axis:
     def piece(self, rank: int, ways: int) -> Axis:
         """Return the range of rank ``rank`` of ``ways`` tensor-parallel ranks.
 
-        It begins with piece floor(rank * pieces / ways) and ends before the first piece of the next rank. Raises
-        LayoutError if neither of ``ways`` and ``pieces`` divides the other, or if this axis is a rank's range already.
+        It begins with piece floor(rank * pieces / ways) and has max(1, pieces / ways) pieces. Raises LayoutError if
+        neither of ``ways`` and ``pieces`` divides the other, or if this axis is a rank's range already.
         """
         if not self.pieces or ways == 1:
             return self
@@ -112,9 +112,7 @@ class Sizes:
     def fold(self, word: str) -> tuple[Fold, int | None]:
         """Return the digit that ``word`` names (``"B"``, ``"D"``, ``"D/8"``, ``"D%8"``) and its stride in bytes.
 
-        The stride is None unless the word has one (``"N@656"``).
-
-        Raises LayoutError.
+        The stride is None unless the word has one (``"N@656"``). Raises LayoutError.
         """
         match = FOLD.match(word)
         if match is None:
