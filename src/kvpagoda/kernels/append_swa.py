@@ -149,8 +149,8 @@ def append_swa_kernel(  # type: ignore[no-untyped-def]
     ring = tl.where(live, position % window, 0).to(tl.int64)
     source = kv + i.to(tl.int64) * kv_stride
 
-    at = tl.arange(0, CODED_BLOCK)
-    loaded = tl.load(source + at, mask=(at < CODED) & live, other=0.0)
+    index = tl.arange(0, CODED_BLOCK)
+    loaded = tl.load(source + index, mask=(index < CODED) & live, other=0.0)
     bits = loaded.to(tl.int16, bitcast=True).to(tl.int32)
     amax_bits = tl.max(bits & 0x7FFF, axis=0) << 16
     broken = amax_bits >= 0x7F800000  # inf or NaN: a row of zeros, but with a NaN scale
@@ -160,11 +160,11 @@ def append_swa_kernel(  # type: ignore[no-untyped-def]
 
     y_bits = y.to(tl.int32, bitcast=True)
     code = e4m3_magnitude(y_bits & 0x7FFFFFFF) | ((y_bits >> 24) & 0x80)
-    tl.store(fp8 + row * fp8_row + ring * fp8_ring + at, code.to(tl.uint8), mask=at < CODED)
+    tl.store(fp8 + row * fp8_row + ring * fp8_ring + index, code.to(tl.uint8), mask=index < CODED)
 
-    at = tl.arange(0, ROPE_BLOCK)
-    kept = tl.load(source + CODED + at, mask=(at < ROPE) & live, other=0.0)
-    tl.store(rope + row * rope_row + ring * rope_ring + at, kept, mask=at < ROPE)
+    index = tl.arange(0, ROPE_BLOCK)
+    kept = tl.load(source + CODED + index, mask=(index < ROPE) & live, other=0.0)
+    tl.store(rope + row * rope_row + ring * rope_ring + index, kept, mask=index < ROPE)
 
     inverse = tl.where(broken, 0x7FC00000, tl.div_rn(amax, 448.0).to(tl.int32, bitcast=True))
     tl.store(inv_scale + row * inv_row + ring * inv_ring, inverse.to(tl.float32, bitcast=True))

@@ -182,11 +182,11 @@ def _compiled(dialect: Dialect, page_size: int, heads: int, half: bool | None = 
     """Return the loop that numba compiles and the places of the parts. ``half``: None to append, else to gather."""
     from kvpagoda.kernels import packed_rows_cpu as cpu
 
-    at = dialect, page_size, heads
-    constants = vars(append_constants(*at) if half is None else gather_constants(*at, half))
-    where = {name: constants.get(name.upper(), 0) for name in cpu.Parts._fields}
-    of_loop = {name: constant for name, constant in constants.items() if name.lower() not in where}
-    return cpu.vector_loop(json.dumps(of_loop)), cpu.Parts(**where)
+    arguments = dialect, page_size, heads
+    constants = vars(append_constants(*arguments) if half is None else gather_constants(*arguments, half))
+    places = {name: constants.get(name.upper(), 0) for name in cpu.Parts._fields}
+    of_loop = {name: constant for name, constant in constants.items() if name.lower() not in places}
+    return cpu.vector_loop(json.dumps(of_loop)), cpu.Parts(**places)
 
 
 def _loop(rows: Tensor, slots: Tensor, pages: Tensor, loop: Any, parts: Any) -> Tensor:
@@ -196,8 +196,8 @@ def _loop(rows: Tensor, slots: Tensor, pages: Tensor, loop: Any, parts: Any) -> 
     """
     numbers = flat_view(rows).numpy()
     numbers = numbers.view(np.uint16) if rows.dtype == torch.int16 else numbers
-    where = parts._replace(rows=rows.stride(0), pages=pages.stride(0), slots=len(pages) * parts.page)
-    return torch.from_numpy(loop(numbers, flat_view(pages).numpy(), slots.numpy(), where))
+    places = parts._replace(rows=rows.stride(0), pages=pages.stride(0), slots=len(pages) * parts.page)
+    return torch.from_numpy(loop(numbers, flat_view(pages).numpy(), slots.numpy(), places))
 
 
 def _launch(kernel: Any, rows: Tensor, slots: Tensor, pages: Tensor, constants: Constants) -> None:

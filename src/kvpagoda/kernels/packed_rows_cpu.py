@@ -76,7 +76,7 @@ def vector_loop(constants: str) -> Any:
             elif reads:
                 numbers[i * p.rows : i * p.rows + vectors * p.width] = 0
         odd, places = np.zeros(len(slots), np.bool_), np.empty((PLACES, 5), np.int64)
-        at = np.array([v // p.heads * p.cell_stride + v % p.heads * p.head_stride for v in range(vectors)])
+        offsets = np.array([v // p.heads * p.cell_stride + v % p.heads * p.head_stride for v in range(vectors)])
         factors = np.empty(2 * PLACES * groups, np.float32)
         i, vector, found, data, scales = -1, vectors - 1, 0, 0, 0
         for first in range(-ahead if live else 0, live * vectors, together):
@@ -93,18 +93,18 @@ def vector_loop(constants: str) -> Any:
                         data, scales = page + within * p.data_row, page + within * p.scales_row + p.scales_at
                 place = n & PLACES - 1
                 places[place, 0] = i * p.rows + vector * p.width
-                places[place, 1] = data + at[vector] + p.codes_at
-                places[place, 2] = scales + at[vector]
-                places[place, 3] = data + at[vector] + p.kept_at
+                places[place, 1] = data + offsets[vector] + p.codes_at
+                places[place, 2] = scales + offsets[vector]
+                places[place, 3] = data + offsets[vector] + p.kept_at
                 places[place, 4] = i
                 ask(numbers, pages, factors, places, place, constants)
-            place, behind = first & PLACES - 1, first + together & PLACES - 1
+            place, following = first & PLACES - 1, first + together & PLACES - 1
             if reads:
                 if first >= 0 and read_vectors(numbers, pages, factors, places, place, constants):
                     odd[places[place, 4]] = True
                 continue
-            if first + together >= 0 and write_scales(numbers, pages, factors, places, behind, constants):
-                odd[places[behind : behind + together, 4]] = True
+            if first + together >= 0 and write_scales(numbers, pages, factors, places, following, constants):
+                odd[places[following : following + together, 4]] = True
             if first >= 0:
                 write_codes(numbers, pages, factors, places, place, constants)
         return np.flatnonzero(odd)

@@ -76,11 +76,11 @@ def _store_codes(target, code, group, inside, C: tl.constexpr):  # type: ignore[
     """Store int32 codes [groups, elements] as bytes; codes of 4 bits two per byte, the even element low."""
     if C.CODES == "e2m1" or C.CODES == "int4":
         low, high = tl.split(tl.reshape(code, (C.GROUPS_BLOCK, C.GROUP // 2, 2)))
-        at = group[:, None] * (C.GROUP // 2) + tl.arange(0, C.GROUP // 2)[None, :]
-        tl.store(target + at, (low | (high << 4)).to(tl.uint8), mask=inside)
+        index = group[:, None] * (C.GROUP // 2) + tl.arange(0, C.GROUP // 2)[None, :]
+        tl.store(target + index, (low | (high << 4)).to(tl.uint8), mask=inside)
     else:
-        at = group[:, None] * C.GROUP + tl.arange(0, C.GROUP)[None, :]
-        tl.store(target + at, code.to(tl.uint8), mask=inside)
+        index = group[:, None] * C.GROUP + tl.arange(0, C.GROUP)[None, :]
+        tl.store(target + index, code.to(tl.uint8), mask=inside)
 
 
 @jit()
@@ -112,10 +112,10 @@ def append_rows_kernel(rows, slots, pages, num_slots, rows_stride, page_stride, 
     """Write one row, head and cell per program; the bytes are those of the reference."""
     live, source, data, scales = _vector(rows, slots, pages, num_slots, rows_stride, page_stride, C)
     group = tl.arange(0, C.GROUPS_BLOCK)
-    at = group[:, None] * C.GROUP + tl.arange(0, C.GROUP)[None, :]
+    index = group[:, None] * C.GROUP + tl.arange(0, C.GROUP)[None, :]
     inside = (group < C.GROUPS)[:, None] & live
 
-    loaded = tl.load(source + at, mask=inside, other=0.0)
+    loaded = tl.load(source + index, mask=inside, other=0.0)
     bits = loaded.to(tl.int16, bitcast=True).to(tl.int32) << 16
     sizes = bits & 0x7FFFFFFF
     if C.SKIPS_NAN:
@@ -138,14 +138,14 @@ def append_rows_kernel(rows, slots, pages, num_slots, rows_stride, page_stride, 
     _store_codes(data + C.CODES_AT, code, group, inside, C)
     _store_scales(scales, stored, group, live, C)
     if C.KEPT > 0:
-        at = tl.arange(0, C.KEPT)
-        kept = tl.load(source + C.GROUPS * C.GROUP + at, mask=live, other=0.0).to(tl.int16, bitcast=True)
+        index = tl.arange(0, C.KEPT)
+        kept = tl.load(source + C.GROUPS * C.GROUP + index, mask=live, other=0.0).to(tl.int16, bitcast=True)
         if C.KEPT_NBYTES == 2:
-            tl.store((data + C.KEPT_AT).to(tl.pointer_type(tl.int16)) + at, kept, mask=live)
+            tl.store((data + C.KEPT_AT).to(tl.pointer_type(tl.int16)) + index, kept, mask=live)
         else:
             a = (kept.to(tl.int32) << 16) & 0x7FFFFFFF
             code = tl.where(a > 0x7F800000, 0x7F, e4m3_magnitude(a)) | ((kept.to(tl.int32) >> 8) & 0x80)
-            tl.store(data + C.KEPT_AT + at, code.to(tl.uint8), mask=live)
+            tl.store(data + C.KEPT_AT + index, code.to(tl.uint8), mask=live)
 
 
 @jit(do_not_specialize=["num_slots"])
@@ -153,7 +153,7 @@ def gather_rows_kernel(out, slots, pages, num_slots, out_stride, page_stride, C:
     """Read one row, head and cell per program, as the reference does. C.HALF: ``out`` is bfloat16 viewed as int16."""
     live, target, data, scales = _vector(out, slots, pages, num_slots, out_stride, page_stride, C)
     group = tl.arange(0, C.GROUPS_BLOCK)
-    at = group[:, None] * C.GROUP + tl.arange(0, C.GROUP)[None, :]
+    index = group[:, None] * C.GROUP + tl.arange(0, C.GROUP)[None, :]
     inside = (group < C.GROUPS)[:, None]
 
     if C.CODES == "e2m1" or C.CODES == "int4":
@@ -161,7 +161,7 @@ def gather_rows_kernel(out, slots, pages, num_slots, out_stride, page_stride, C:
         byte = tl.load(data + C.CODES_AT + pairs, mask=inside & live, other=0).to(tl.int32)
         code = tl.reshape(tl.join(byte & 0xF, byte >> 4), (C.GROUPS_BLOCK, C.GROUP))
     else:
-        code = tl.load(data + C.CODES_AT + at, mask=inside & live, other=0).to(tl.int32)
+        code = tl.load(data + C.CODES_AT + index, mask=inside & live, other=0).to(tl.int32)
     if C.CODES == "e4m3":
         value = e4m3_value(code)
     elif C.CODES == "e2m1":
@@ -178,15 +178,15 @@ def gather_rows_kernel(out, slots, pages, num_slots, out_stride, page_stride, C:
         s = e8m0_value(stored) if C.SCALE == "e8m0" else e4m3_value(stored)
     value = value * s[:, None]
     if C.HALF:
-        tl.store(target + at, bfloat16_bits(value).to(tl.int16), mask=inside)
+        tl.store(target + index, bfloat16_bits(value).to(tl.int16), mask=inside)
     else:
-        tl.store(target + at, value, mask=inside)
+        tl.store(target + index, value, mask=inside)
     if C.KEPT > 0:
-        at = tl.arange(0, C.KEPT)
+        index = tl.arange(0, C.KEPT)
         if C.KEPT_NBYTES == 2:
-            kept = tl.load((data + C.KEPT_AT).to(tl.pointer_type(tl.int16)) + at, mask=live, other=0)
+            kept = tl.load((data + C.KEPT_AT).to(tl.pointer_type(tl.int16)) + index, mask=live, other=0)
             wide = (kept.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         else:
-            wide = e4m3_value(tl.load(data + C.KEPT_AT + at, mask=live, other=0).to(tl.int32))
+            wide = e4m3_value(tl.load(data + C.KEPT_AT + index, mask=live, other=0).to(tl.int32))
             kept = bfloat16_bits(wide).to(tl.int16)
-        tl.store(target + C.GROUPS * C.GROUP + at, kept if C.HALF else wide)
+        tl.store(target + C.GROUPS * C.GROUP + index, kept if C.HALF else wide)

@@ -92,12 +92,12 @@ class Place:
 
 def own_axes(expression: str) -> list[Axis]:
     """Return the axes given as numbers in brackets: ``rope[64]`` has the axis ``rope.0`` of size 64."""
-    found = []
+    axes = []
     for name, dims in re.findall(r"([A-Za-z]\w*)\[([^\]]*)\]", expression):
         for number, dim in enumerate(dims.split(",")):
             if dim.strip().isdecimal():
-                found.append(Axis(f"{name}.{number}", int(dim), int(dim)))
-    return found
+                axes.append(Axis(f"{name}.{number}", int(dim), int(dim)))
+    return axes
 
 
 class Parser:

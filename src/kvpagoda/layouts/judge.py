@@ -89,16 +89,16 @@ def judge(
     arch = family(arch)
     key = (row.name, arch, tuple(sorted(specs.items())), tuple(sorted((k, repr(v)) for k, v in facts.items())))
     scene = _Scene(row, specs, facts)
-    found = [*_arch_refuses(row, arch), *scene.misnamed()]
+    problems = [*_arch_refuses(row, arch), *scene.misnamed()]
     assumed: list[str] = []
     for demand in row.demands:
         if scene.concerns(demand, arch):
-            found += [
+            problems += [
                 (demand.outcome, demand.name, reason, demand.source, demand.remedy) for reason in scene.broken(demand)
             ]
             assumed += [f"{fact} is {demand.value}" for fact in demand.of if scene.is_undeclared(fact, demand)]
-    found.sort(key=lambda problem: OUTCOMES.index(problem[0]))  # stable: the first demand of the outcome noticed first
-    first = found[0] if found else ("ok", "all demands", "every demand is met", row.source, "")
+    problems.sort(key=lambda problem: OUTCOMES.index(problem[0]))  # stable: the first of the worst outcome
+    first = problems[0] if problems else ("ok", "all demands", "every demand is met", row.source, "")
     return Verdict(row.name, *first, tuple(assumed), tuple(facts.keys() - _facts_of(row)), key)
 
 

@@ -150,11 +150,11 @@ class Layout:
 
         A copy also moves the parts without content if both sides have them, so that whole rows and pages stay one span.
         """
-        found: dict[str, Place] = {}
+        by_part: dict[str, Place] = {}
         for place in self.places:
-            before = next(reversed(found), "")
-            found[f"{before}+{place.name}" if place.name in PADS else place.name] = place
-        return found
+            before = next(reversed(by_part), "")
+            by_part[f"{before}+{place.name}" if place.name in PADS else place.name] = place
+        return by_part
 
     @cached_property
     def nbytes(self) -> int:
@@ -211,18 +211,18 @@ class Layout:
     def addresses(self, part: str) -> Ints:
         """Return the byte of every element of a part: int64, one dimension per axis, as in ``place(part).axes``."""
         place = self.place(part)
-        found = np.array(place.offset, dtype=np.int64)
+        addresses = np.array(place.offset, dtype=np.int64)
         for name in place.axes:
-            found = found[..., None] + self.along(place, name, np.arange(self.axis(name).size))
-        return found
+            addresses = addresses[..., None] + self.along(place, name, np.arange(self.axis(name).size))
+        return addresses
 
     def along(self, place: Place, axis: str, indices: Ints) -> Ints:
         """Return the bytes that each of ``indices`` of ``axis`` adds to an element's address, as int64."""
-        found = np.zeros_like(indices)
+        added = np.zeros_like(indices)
         for fold, stride in place.strides:
             if fold.axis == axis:
-                found += fold.of(indices) * stride
-        return found
+                added += fold.of(indices) * stride
+        return added
 
     def resized(self, **sizes: int) -> Layout:
         """Return this layout with other sizes, given as in ``of``.
@@ -312,17 +312,17 @@ class Layout:
             kept = {
                 key: data[key] for key in ("page_size", "kernel_pages", "format", "dialect", "offset") if key in data
             }
-            made = cls(
+            layout = cls(
                 data["expression"], axes, **kept, index=Index(**data.get("index", {})), name=data.get("name", "")
             )
-            claimed, follows = dict(data.get("follows", {})), made.to_dict()["follows"]
+            claimed, follows = dict(data.get("follows", {})), layout.to_dict()["follows"]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, LayoutError):
                 raise
             raise LayoutError.of("descriptor", f"this text is not a layout: {type(error).__name__} {error}") from None
         if wrong := [key for key, value in claimed.items() if follows.get(key) != value]:
-            raise LayoutError.of("descriptor", f"{', '.join(wrong)} does not follow from {made.expression!r}")
-        return made
+            raise LayoutError.of("descriptor", f"{', '.join(wrong)} does not follow from {layout.expression!r}")
+        return layout
 
     def __str__(self) -> str:
         title = ", ".join(filter(None, (self.name or "layout", self.format, self.dialect)))

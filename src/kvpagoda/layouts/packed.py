@@ -108,8 +108,8 @@ def encoded_anew(recode: Recode, stage: Layout, memory: Bytes) -> Bytes:
     """
     pages, size = torch.from_numpy(memory).view(-1, stage.strides("code")["B"]), stage.page_size
     rows = unpack(pages, recode.format, page_size=size, dialect=recode.source, dtype=torch.bfloat16)
-    found: Bytes = pack(rows, recode.format, page_size=size, dialect=recode.target).numpy().ravel()
-    return found
+    packed: Bytes = pack(rows, recode.format, page_size=size, dialect=recode.target).numpy().ravel()
+    return packed
 
 
 def views(pages: Tensor, packing: Packing, page_size: int, heads: int = 1) -> dict[str, Tensor]:

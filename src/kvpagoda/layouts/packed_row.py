@@ -71,12 +71,12 @@ class PackedRow:
                 f"layout for this model",
             )
         lead, codes = shape[:-1], packing.coded * packing.code_bits // 8
-        found: Parts = ((SUFFIXES[self.rules.rule.codes], (*lead, codes), "uint8"),)
+        parts: Parts = ((SUFFIXES[self.rules.rule.codes], (*lead, codes), "uint8"),)
         if packing.kept:
-            found += (("_rope", (*lead, packing.kept), "bfloat16" if packing.kept_nbytes == 2 else "uint8"),)
+            parts += (("_rope", (*lead, packing.kept), "bfloat16" if packing.kept_nbytes == 2 else "uint8"),)
         if packing.scale_nbytes == 4:
-            return (*found, ("_inv_scale", (*lead, packing.groups), "float32"))
-        return (*found, ("_scales", (*lead, packing.groups + packing.scale_pad), "uint8"))
+            return (*parts, ("_inv_scale", (*lead, packing.groups), "float32"))
+        return (*parts, ("_scales", (*lead, packing.groups + packing.scale_pad), "uint8"))
 
     def page_shape(self, count: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a page of ``count`` rows as kernels take it, in bytes.
@@ -94,9 +94,9 @@ class PackedRow:
         """
         places, heads = self.packing.places(count), shape[1] if self.packing.cells > 1 else 1
         names = [name for name in ("codes", "kept", "scales") if name in places]
-        found = []
+        placed = []
         for name, (_, part, dtype) in zip(names, self.parts(shape, "")):
             place, last = places[name], {"float32": 4, "bfloat16": 2}.get(dtype, 1)
             lead = (place.cell, place.head) if self.packing.cells > 1 else (place.row,) * (len(part) - 1)
-            found.append((place.base, (place.row, *lead, last)))
-        return self.packing.payload_nbytes(count, heads), found
+            placed.append((place.base, (place.row, *lead, last)))
+        return self.packing.payload_nbytes(count, heads), placed

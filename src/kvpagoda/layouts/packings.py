@@ -83,14 +83,14 @@ class Packing:
         in_row = [part for part in self.order if not (self.footer and part == "scales")]
         cell = sum(map(self._part_nbytes, in_row))
         head = page_size * self.row_nbytes
-        found, offset = {}, 0
+        places, offset = {}, 0
         for part in in_row:
-            found[part] = Place(offset, head, self.cells * cell, cell, self._part_nbytes(part))
+            places[part] = Place(offset, head, self.cells * cell, cell, self._part_nbytes(part))
             offset += self._part_nbytes(part)
         if self.footer:
             nbytes = self._part_nbytes("scales")
-            found["scales"] = Place(page_size * self.cells * cell, head, self.cells * nbytes, nbytes, nbytes)
-        return {part: place for part, place in found.items() if place.nbytes}
+            places["scales"] = Place(page_size * self.cells * cell, head, self.cells * nbytes, nbytes, nbytes)
+        return {part: place for part, place in places.items() if place.nbytes}
 
     def _part_nbytes(self, part: str) -> int:
         if part == "codes":

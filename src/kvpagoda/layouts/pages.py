@@ -112,7 +112,7 @@ def arrange(page: str, count: int, parts: Sequence[PageRows]) -> tuple[int, list
     words |= {"T"} if "N" in words else set()
     given = {word: size for word, size in sizes.items() if word in words}
     layout = Layout.of(text.replace("{dtype}", parts[0].dtype), pieces=None, values=None, **given)
-    found = []
+    placed = []
     for part in parts:
         place = layout.place(part.name)
         inside = [(fold.axis, stride) for fold, stride in place.strides if fold.word not in ("B", "L")]
@@ -126,5 +126,5 @@ def arrange(page: str, count: int, parts: Sequence[PageRows]) -> tuple[int, list
         for axis, size in zip(reversed(part.axes), reversed(part.shape)):
             steps.append(strides.get(axis, inner))
             inner = steps[-1] * size
-        found.append((place.offset, (strides.get("T", layout.nbytes), *reversed(steps))))
-    return layout.nbytes, found
+        placed.append((place.offset, (strides.get("T", layout.nbytes), *reversed(steps))))
+    return layout.nbytes, placed

@@ -153,7 +153,7 @@ class ReshardPlan:
             sizes = f"{cost['shortest']:,} to {cost['longest']:,} bytes (median {cost['median']:,})"
         ranks = f", {cost['transfers']} pairs of {cost['source_ranks']} source and {cost['target_ranks']} target ranks"
         is_one = cost["source_ranks"] == cost["target_ranks"] == 1
-        encoded = "" if self.recode is None else f"; encoded anew: {self.recode}"
+        encoded = "" if self.recode is None else f"; recoded: {self.recode}"
         return f"{format_bytes(cost['nbytes'])} in {cost['spans']:,} spans of {sizes}{'' if is_one else ranks}{encoded}"
 
 
@@ -180,9 +180,9 @@ def reshard(
     for key in keys:
         axes = targets[0].movable[key].axes
         held = [[_held(layout, axes, given) for layout in side] for side, given in zip((sources, targets), slots)]
-        for rank, mine in enumerate(held[1]):
-            for giver in givers(key, held[0], mine, rank, len(targets)):
-                sides = (sources[giver], held[0][giver], slots[0]), (targets[rank], mine, slots[1])
+        for rank, target_axes in enumerate(held[1]):
+            for giver in givers(key, held[0], target_axes, rank, len(targets)):
+                sides = (sources[giver], held[0][giver], slots[0]), (targets[rank], target_axes, slots[1])
                 moved.setdefault((giver, rank), []).append(_moved(key, *sides))
     return ReshardPlan(
         sources, targets, {pair: tuple(joined(parts)) for pair, parts in sorted(moved.items())}, slots, recode
@@ -242,10 +242,10 @@ def _alike(
                     f"{', '.join(sorted(missing))} not in both",
                 )
             if differing := sorted(parts - {*keys}):
-                here, there = _said(found[differing[0]]), _said(wanted[differing[0]])
+                source_text, target_text = _said(found[differing[0]]), _said(wanted[differing[0]])
                 hint = "lay out the same content on both sides: resize one, or name the slots of the tokens that move"
                 raise LayoutError.of(
-                    "content", f"{where}: part {differing[0]!r} is {here}; in the target {there}; {hint}"
+                    "content", f"{where}: part {differing[0]!r} is {source_text}; in the target {target_text}; {hint}"
                 )
             if layout.dialect != layouts[0].dialect:
                 raise LayoutError.of(
@@ -298,7 +298,7 @@ def _memories(given: Any, layouts: Sequence[Layout], side: str) -> list[Bytes]:
     several = isinstance(given, list | tuple)
     if (several and len(given) != len(layouts)) or (not several and len(layouts) != 1):
         raise BadInput(f"give a list of {len(layouts)} memories, one for each {side} rank")
-    found = []
+    memories = []
     for rank, (buffer, layout) in enumerate(zip(given if several else [given], layouts)):
         try:
             memory = _tensor_bytes(buffer) if hasattr(buffer, "data_ptr") else np.asarray(memoryview(buffer))
@@ -306,10 +306,10 @@ def _memories(given: Any, layouts: Sequence[Layout], side: str) -> list[Bytes]:
             raise BadInput(f"{side} rank {rank} is not host memory: {error}") from None
         if not memory.flags.c_contiguous:
             raise BadInput(f"{side} rank {rank} is not one contiguous piece of memory")
-        found.append(memory.reshape(-1).view(np.uint8))
-        if found[-1].nbytes < layout.nbytes:
-            raise BadInput(f"{side} rank {rank} has {found[-1].nbytes:,} bytes; its layout takes {layout.nbytes:,}")
-    return found
+        memories.append(memory.reshape(-1).view(np.uint8))
+        if memories[-1].nbytes < layout.nbytes:
+            raise BadInput(f"{side} rank {rank} has {memories[-1].nbytes:,} bytes; its layout takes {layout.nbytes:,}")
+    return memories
 
 
 def _tensor_bytes(tensor: Any) -> Bytes:

@@ -37,14 +37,14 @@ def joined(parts: Iterable[Moved]) -> list[Moved]:
     Elements grow over the innermost axes that are dense in source and target. Parts that are adjacent on both sides and
     repeated in the same way become one.
     """
-    found: list[Moved] = []
+    runs: list[Moved] = []
     for part in sorted(map(_grown, parts), key=lambda part: part.source):
-        last = found[-1] if found else None
+        last = runs[-1] if runs else None
         if last is None or last.strides != part.strides or _end(last) != (part.source, part.target):
-            found.append(part)
+            runs.append(part)
         else:
-            found[-1] = replace(last, nbytes=last.nbytes + part.nbytes)
-    return [_stacked(list(alike)) for _, alike in groupby(found, key=lambda part: (part.nbytes, part.strides))]
+            runs[-1] = replace(last, nbytes=last.nbytes + part.nbytes)
+    return [_stacked(list(alike)) for _, alike in groupby(runs, key=lambda part: (part.nbytes, part.strides))]
 
 
 def _stacked(parts: list[Moved]) -> Moved:

@@ -71,13 +71,13 @@ def readers_of(names: KernelNames) -> tuple[Reader, ...]:
         match = re.fullmatch(r"(.*?)(?:[-_ ](sm\d+[af]?))?", name.lower())
         assert match is not None
         plain = match[1].replace("-", "_").replace(" ", "_")
-        rows = tuple(kernel(one) for one in kernels() if one.startswith(f"{plain}_"))
+        rows = tuple(kernel(word) for word in kernels() if word.startswith(f"{plain}_"))
         try:
             rows = (kernel(plain),)
         except BadInput:
             if not rows:
                 raise
-        kinds = tuple(dict.fromkeys(one for row in rows for one in _kinds_of(row)))
+        kinds = tuple(dict.fromkeys(word for row in rows for word in _kinds_of(row)))
         if kind and kind not in kinds:
             raise BadInput(
                 f"kernel {name!r} reads {', '.join(kinds) or 'no cache'}, not {kind!r}; kinds: {', '.join(KINDS)}"
@@ -238,7 +238,7 @@ def _spec(
     """
     size = itemsize(tensor.dtype)
     ours = dict(zip(tensor.axes, zip(tensor.shape, tensor.strides)))
-    found: list[tuple[bool, str, dict[str, Any]]] = []
+    forms: list[tuple[bool, str, dict[str, Any]]] = []
     for form, axes in row.tensors[name].items():
         inner = [axis for axis in axes if axis not in ("block", "slot")]
         must = {axis for axis, (extent, _) in ours.items() if extent > 1 or axis not in ("one", "token")}
@@ -251,10 +251,10 @@ def _spec(
             "shape": [_PAGES, *(extent for extent, _ in pairs)], "strides": [stride // size, *(step for _, step in pairs)],
             "dtype": tensor.dtype, "axes": axes, "base_alignment": math.gcd(page.offset + tensor.offset, 64),
         }  # fmt: skip
-        found.append((strides == sorted(strides, reverse=True), form, spec))
-    if not found:
+        forms.append((strides == sorted(strides, reverse=True), form, spec))
+    if not forms:
         return None
-    _, form, spec = max(found, key=lambda one: one[0])
+    _, form, spec = max(forms, key=lambda one: one[0])
     if form in ("NHD", "HND"):
         facts["layout"] = form
     if {"key", "value"} <= {*spec["axes"]}:

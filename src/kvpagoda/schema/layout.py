@@ -148,24 +148,24 @@ def pages_of(layer: int, rows: Iterable[Rows], count: Callable[[Rows], int]) -> 
     Neighbouring ``Rows`` with the same ``page`` expression share a page. Of ``Rows`` without one, every field has a
     page of its own. Raises LayoutError.
     """
-    for page, together in groupby(rows, key=lambda one: one.page or one.name):
+    for page, together in groupby(rows, key=lambda member: member.page or member.name):
         members = [*together]
         first, number = members[0], count(members[0])
-        fields = [field for one in members for field in one.fields(number)]
+        fields = [field for member in members for field in member.fields(number)]
         axes = tuple(_AXES.get(axis, "dim") for axis in first.axes or ("dim",) * len(first.shape))
         packed: tuple[int, ...] = ()
         if isinstance(first.encoding, PackedRow):
-            nbytes, found = first.encoding.arrange(number, first.shape)
+            nbytes, placed = first.encoding.arrange(number, first.shape)
             multiple, packed = first.encoding.page_multiple, first.encoding.page_shape(number, first.shape)
         elif first.page:
             multiple = 1
-            rows_of = [PageRows(one.name, one.axes, one.shape, one.dtype) for one in members]
-            nbytes, found = arrange(page, number, rows_of)
+            rows_of = [PageRows(member.name, member.axes, member.shape, member.dtype) for member in members]
+            nbytes, placed = arrange(page, number, rows_of)
         else:
             yield from (replace(dense(layer, field), rows=(first.name,), axes=axes) for field in fields)
             continue
-        places, order = tuple(Place(layer, field, *place) for field, place in zip(fields, found)), order_of(first.page)
-        heads, names = first.shape[0] if order else 1, tuple(one.name for one in members)
+        places, order = tuple(Place(layer, field, *place) for field, place in zip(fields, placed)), order_of(first.page)
+        heads, names = first.shape[0] if order else 1, tuple(member.name for member in members)
         yield Page(names, nbytes, places, multiple, axes=axes, packed=packed, heads=heads, order=order).apart(1)
 
 
@@ -208,8 +208,8 @@ class RowLayout:
             mates = [*alike]
             for number, page in enumerate(mates):
                 nbytes = align_up(page.nbytes, page.multiple) if order == "layer" else page.nbytes
-                at = offset + number * page.piece
-                placed.append(replace(page.apart(len(mates)), offset=at, nbytes=nbytes))
+                start = offset + number * page.piece
+                placed.append(replace(page.apart(len(mates)), offset=start, nbytes=nbytes))
                 multiple = multiple if order == "layer" else math.lcm(multiple, page.multiple)
             offset = align_up(offset + len(mates) * nbytes, ALIGN)
         return cls(tuple(placed), align_up(offset, multiple) * kernel_pages, kernel_pages, multiple)

@@ -24,7 +24,7 @@ def choices_of(layout: LayoutNames) -> dict[str, PageChoice]:
     Raises SchemaError for two layouts of one kind or a layout given for another kind than its own, and LayoutError for
     an unknown name.
     """
-    found: dict[str, PageChoice] = {}
+    choices: dict[str, PageChoice] = {}
     for kind, text in by_kind(layout):
         name, _, dialect = text.partition(":")
         choice = page_choice(name, dialect or None)
@@ -32,10 +32,10 @@ def choices_of(layout: LayoutNames) -> dict[str, PageChoice]:
             raise SchemaError(
                 f"layout {name!r} is for {choice.kind} rows, not for {kind!r}; kinds are {', '.join(KINDS)}"
             )
-        if choice.kind in found:
-            raise SchemaError(f"{found[choice.kind].name!r} and {name!r} are both for {choice.kind} rows; give one")
-        found[choice.kind] = choice
-    return found
+        if choice.kind in choices:
+            raise SchemaError(f"{choices[choice.kind].name!r} and {name!r} are both for {choice.kind} rows; give one")
+        choices[choice.kind] = choice
+    return choices
 
 
 def arena_order(layers: Iterable[Layer], order: str | None) -> str:
