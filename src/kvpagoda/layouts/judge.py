@@ -104,7 +104,7 @@ def judge(
 
 def _facts_of(row: Kernel) -> set[str]:
     """Return the names of the declared facts that the demands of a kernel use."""
-    texts = [*(q for one in row.demands for q in (*one.of, str(one.value), *one.conditions.get("when", ())))]
+    texts = [*(q for d in row.demands for q in (*d.of, str(d.value), *d.conditions.get("when", ())))]
     return {"layout", *(fact for text in texts for fact in re.findall(r"declared\.(\w+)", text))}
 
 

@@ -48,7 +48,10 @@ class ReshardPlan:
 
     @cached_property
     def by_rank(self) -> dict[Pair, Ints]:
-        """(source rank, target rank) -> int64 ``[n, 3]`` of (source byte, target byte, bytes), merged and sorted."""
+        """(source rank, target rank) -> spans, int64 ``[n, 3]``: (source byte, target byte, bytes).
+
+        They are merged and sorted by source byte.
+        """
         return {ranks: of_parts(parts) for ranks, parts in self.moved.items()}
 
     @property

@@ -25,10 +25,13 @@ from kvpagoda.schema.layout_choice import LayoutNames, by_kind
 KernelNames = LayoutNames
 """One kernel, several, or {kind of rows: kernel} (``kvpagoda.layouts.pages.KINDS``). ``name-sm100``: on sm100 alone."""
 _OF_SECTION = {"1.1": ("attention",), "1.2": ("latent", "entries"), "1.3": ("indexer",)}
+"""Section of the table of demands -> kinds of rows that its kernels read."""
 _ROWS_OF = {"k": ("k", "k_rope"), "v": ("v", "latent"), "ckv": ("latent",), "kpe": ("k_rope",)}
 """Name of a kernel tensor that is a single field -> the names of the rows that it may be."""
 _DOES = {"reject": "refuses", "copy": "copies the cache on each call", "garbage": "reads wrong bytes"}
+"""Outcome of a violated demand -> what the kernel does, for error texts."""
 LARGEST_BLOCK = 512
+"""The most tokens of a block that is chosen for kernels."""
 _PAGES = 64
 """Number of kernel pages in the tensors that are checked; a larger number would give the same verdicts."""
 
@@ -71,13 +74,13 @@ def readers_of(names: KernelNames) -> tuple[Reader, ...]:
         match = re.fullmatch(r"(.*?)(?:[-_ ](sm\d+[af]?))?", name.lower())
         assert match is not None
         plain = match[1].replace("-", "_").replace(" ", "_")
-        rows = tuple(kernel(word) for word in kernels() if word.startswith(f"{plain}_"))
+        rows = tuple(kernel(key) for key in kernels() if key.startswith(f"{plain}_"))
         try:
             rows = (kernel(plain),)
         except BadInput:
             if not rows:
                 raise
-        kinds = tuple(dict.fromkeys(word for row in rows for word in _kinds_of(row)))
+        kinds = tuple(dict.fromkeys(read for row in rows for read in _kinds_of(row)))
         if kind and kind not in kinds:
             raise BadInput(
                 f"kernel {name!r} reads {', '.join(kinds) or 'no cache'}, not {kind!r}; kinds: {', '.join(KINDS)}"
@@ -87,6 +90,7 @@ def readers_of(names: KernelNames) -> tuple[Reader, ...]:
 
 
 def _kinds_of(row: Kernel) -> tuple[str, ...]:
+    """Return the kinds of rows that the kernel of a table row reads."""
     if row.section == "1.4":
         return ("conv",) if "channel" in next(iter(row.tensors["state"].values())) else ("recurrent",)
     return _OF_SECTION.get(row.section, ())
@@ -109,6 +113,7 @@ def fit(groups: Sequence[Group], readers: Sequence[Reader], sizes: Iterable[tupl
 
 
 def _padded(fit: Fit, groups: Sequence[Group], readers: Sequence[Reader], order: str) -> Fit:
+    """Return ``fit`` with the padding that ``readers`` demand of records. Raises SchemaError if that is not enough."""
     multiples: dict[Growth, int] = {}
     notes: list[str] = []
     for group in groups:
@@ -192,7 +197,7 @@ def _judged(reader: Reader, page: Page, mates: Sequence[Page], stride: int, enco
         verdict = judge(row.name, tensors, reader.arch, facts)
         if verdict.expect == "ok":
             return
-        demand = next((one for one in row.demands if one.name == verdict.rule), None)
+        demand = next((demand for demand in row.demands if demand.name == verdict.rule), None)
         remedy = verdict.remedy or "choose another layout"
         text = f"it {_DOES[verdict.expect]}: {verdict.rule}: {verdict.reason}; {remedy} [{verdict.source}]"
         if first is None or ".size.dim" in " ".join(first.demand.of if first.demand else ()):
@@ -214,8 +219,8 @@ def _tensors(
         found: dict[str, Any] = {}
         facts: dict[str, Any] = {}
         for name in names:
-            source = next((one for one in mates if {*one.rows} & {*_ROWS_OF.get(name, page.rows)}), page)
-            is_all = not any(one is not source and _kind(one) == _kind(source) for one in mates)
+            source = next((mate for mate in mates if {*mate.rows} & {*_ROWS_OF.get(name, page.rows)}), page)
+            is_all = not any(mate is not source and _kind(mate) == _kind(source) for mate in mates)
             tensor = source.whole if name not in _ROWS_OF and is_all else None
             if name in _ROWS_OF and not source.packed:
                 fields = {place.field.name: place for place in source.places}
@@ -254,7 +259,7 @@ def _spec(
         forms.append((strides == sorted(strides, reverse=True), form, spec))
     if not forms:
         return None
-    _, form, spec = max(forms, key=lambda one: one[0])
+    _, form, spec = max(forms, key=lambda item: item[0])
     if form in ("NHD", "HND"):
         facts["layout"] = form
     if {"key", "value"} <= {*spec["axes"]}:
@@ -270,7 +275,7 @@ def _multiple(demand: Demand | None) -> int | None:
     """Return the bytes that record sizes must be a multiple of to meet ``demand``; None if padding cannot meet it."""
     if demand is None or demand.comparison != "multiple_of" or not isinstance(demand.value, int):
         return None
-    return demand.value if any(".stride.block" in one or ".bytes." in one for one in demand.of) else None
+    return demand.value if any(".stride.block" in path or ".bytes." in path for path in demand.of) else None
 
 
 def _refusal(problem: Problem, fit: Fit, law: Growth) -> str:
@@ -281,7 +286,7 @@ def _refusal(problem: Problem, fit: Fit, law: Growth) -> str:
         f"({law.name}, blocks of {fit.block_size} tokens in kernel pages of {fit.kernel_page}): {problem.text}"
     )
     demand = problem.demand
-    if demand is not None and any(".size.token" in one for one in demand.of) and demand.comparison != "equals":
+    if demand is not None and any(".size.token" in path for path in demand.of) and demand.comparison != "equals":
         text += f"; give another block_size or kernel_page ({demand.comparison} {demand.value})"
     if demand is not None and demand.comparison == "equals" and ".dense." in str(demand.value):
         text += "; order='layer' gives each layer pages of its own, one after another"

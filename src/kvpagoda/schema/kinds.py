@@ -30,7 +30,8 @@ from kvpagoda.units import ceil_div
 class LayerKind(Protocol):
     """The methods that the rest of the library calls on a layer kind. Implementations are frozen dataclasses.
 
-    The methods of this class return what holds for a layer that keeps nothing. A subclass overrides those that differ.
+    The docstring of this file lists what each method returns. The methods of this class are those of a layer that keeps
+    nothing; a subclass overrides those that differ.
     """
 
     def growth(self) -> Growth | None:
@@ -285,9 +286,9 @@ class Compressed(LayerKind):
     State of one request; a row of a ring is addressed by position modulo the number of rows:
 
         swa        [window+v]  the raw K = V rows, RoPE dims last     swa_pos [window+v]  their positions, -1 = never
-        tail_ka/za [ratio-1+v] key and score of tokens whose window is still open; stream a feeds the *next* entry,
+        tail_ka/za [ratio-1+v] key and score of tokens of the open entry window; stream a feeds the *next* entry,
         tail_kb/zb [ratio-1+v] stream b the *current* one (without overlap there is one stream, called a)
-        overlap_k/z [ratio*c]  stream a of the last c closed windows; scores are kept with their position bias added
+        overlap_k/z [ratio*c]  stream a of the last c closed entry windows; scores include their position bias
         idx_...                the same for the indexer             num_entries [1]  entries of the tokens so far
 
     v = ``verify_width``: the newest v tokens can be removed again (speculative decoding). The rings therefore have v

@@ -58,11 +58,9 @@ _AXES = {"": "one", "H": "head", "K": "key", "V": "value", "R": "dstate", "C": "
 class Page:
     """Rows of one layer that share a byte range of a record, of one kernel page of a block or of one state.
 
-    ``offset``, ``nbytes``: start and length of the range in the record.
-
-    ``rows``: names of the rows in it. ``places``: their fields. ``multiple``: kernels demand that the bytes from page
-    to page are a multiple of it. ``axes``: kernels' names for the axes of a row. ``packed``: the shape of packed rows
-    in bytes; () for other rows.
+    ``offset``, ``nbytes``: start and length of the range in the record. ``rows``: names of the rows in it. ``places``:
+    their fields. ``multiple``: kernels demand that the bytes from page to page are a multiple of it. ``axes``: kernels'
+    names for the axes of a row. ``packed``: the shape of packed rows in bytes; () for other rows.
 
     If a layout has heads outside of blocks or layers, the page is cut into ``heads`` equal pieces, ``step`` bytes
     apart, and the arena must have this ``order``. Otherwise there is one piece and ``order`` is "".
@@ -114,7 +112,7 @@ class Page:
             names = ("token", "one", "dim") if middle == 1 else ("head", "token", "dim")
             return KernelTensor(names, self.packed, (middle * row, row, 1), "uint8", 0)
         tensors = [self.tensor(place) for place in self.places]
-        first, end, width = tensors[0], tensors[0].offset, sum(one.shape[-1] for one in tensors)
+        first, end, width = tensors[0], tensors[0].offset, sum(tensor.shape[-1] for tensor in tensors)
         if len(tensors) == 1:
             return first
         strides = tuple(width if n == 1 else step for n, step in zip(first.shape[:-1], first.strides))
