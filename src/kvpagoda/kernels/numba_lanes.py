@@ -14,6 +14,7 @@ I8, I16, I32, F16, F32 = (*(ir.IntType(bits) for bits in (8, 16, 32)), ir.HalfTy
 
 
 def _operator(name: str, of_floats: str = "") -> Callable[[Lanes, Any], Lanes]:
+    """Return a method that adds LLVM instruction ``name``, or ``of_floats`` for float32 lanes."""
     return lambda self, other: self._with(of_floats if of_floats and self.is_float else name, other)
 
 
@@ -29,14 +30,17 @@ class Lanes:
         self.is_float = (value.type.element if self.count else value.type) == F32
 
     def _typed(self, element: Any) -> Any:
+        """Return the LLVM type of as many lanes of type ``element``."""
         return ir.VectorType(element, self.count) if self.count else element
 
     def _other(self, other: Any) -> Any:
+        """Return an operand as an LLVM value: that of Lanes, or a constant in every lane."""
         if isinstance(other, Lanes):
             return other.value
         return ir.Constant(self.value.type, [other] * self.count if self.count else other)
 
     def _with(self, name: str, other: Any) -> Lanes:
+        """Return the result of LLVM instruction ``name`` with ``other``."""
         return Lanes(self.b, getattr(self.b, name)(self.value, self._other(other)))
 
     __add__, __sub__, __mul__ = _operator("add", "fadd"), _operator("sub", "fsub"), _operator("mul", "fmul")

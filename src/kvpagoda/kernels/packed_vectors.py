@@ -152,6 +152,7 @@ def _largest(load: Callable[[int, int], Lanes], groups: int, group: int, togethe
 
 
 def _bits(number: float) -> int:
+    """Return the bits of ``number`` as a float32."""
     return int(np.float32(number).view(np.int32))
 
 

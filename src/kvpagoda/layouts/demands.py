@@ -123,10 +123,12 @@ def family(arch: str) -> str:
 
 @cache
 def _table() -> dict[str, Any]:
+    """Return the table ``demands.json``."""
     return read_json("kvpagoda.layouts", "demands.json")
 
 
 def _kernel(key: str) -> Kernel:
+    """Return the row ``key`` of the table, with what it inherits from the row that it is ``like``."""
     table = _table()
     row = table["kernels"][key]
     base = _kernel(row["like"]) if "like" in row else None
@@ -154,6 +156,7 @@ def _kernel(key: str) -> Kernel:
 
 
 def _demand(row: dict[str, Any]) -> Demand:
+    """Return a demand of the table as a value."""
     (comparison,) = (name for name in COMPARISONS if name in row)
     known = {"demand", "of", "source", "else", "remedy", comparison}
     return Demand(

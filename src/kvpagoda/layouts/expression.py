@@ -127,12 +127,15 @@ class Parser:
         return node
 
     def _read(self) -> str:
+        """Return the words read so far, for error messages."""
         return " ".join(self.tokens[: self.at])
 
     def _next(self) -> str:
+        """Return the next word without reading it; "" at the end."""
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
     def _items(self) -> Node:
+        """Read items separated by ``|``."""
         items = [self._item()]
         while self._next() == "|":
             self.at += 1
@@ -140,6 +143,7 @@ class Parser:
         return items[0] if len(items) == 1 else Beside(tuple(items))
 
     def _item(self) -> Node:
+        """Read one item: digits, then a part or an expression in parentheses."""
         word = self._next()
         self.at += 1
         if word == "(":
@@ -162,6 +166,7 @@ class Parser:
         return Each(fold, self._item(), stride)
 
     def _part(self, word: str) -> Node:
+        """Return the tree of a part, ``name[dims]:dtype``."""
         match = _PART.match(word)
         if match is None or match[3] not in ITEMSIZE:
             raise LayoutError.of("dtype", f"{word!r} needs one of the dtypes {', '.join(ITEMSIZE)}")

@@ -130,6 +130,7 @@ def _specs(row: Kernel, given: Mapping[str, Any]) -> dict[str, TensorSpec]:
 
 
 def _spec(name: str, given: Mapping[str, Any]) -> TensorSpec:
+    """Return the tensor ``given`` as data as a TensorSpec. Raises BadInput."""
     missing = [part for part in ("shape", "strides", "dtype") if part not in given]
     if missing:
         raise BadInput(f"tensor {name!r} has no {missing[0]}; give shape, strides (in elements) and dtype")
@@ -148,6 +149,7 @@ def _spec(name: str, given: Mapping[str, Any]) -> TensorSpec:
 
 
 def _arch_refuses(row: Kernel, arch: str) -> list[tuple[str, str, str, str, str]]:
+    """Return the problem of a kernel that does not run on ``arch``, as a list of one; [] if it runs there."""
     if arch == "any" or not row.archs or arch in row.archs:
         return []
     reason = f"{row.title} runs on {', '.join(row.archs)}, not on {arch}"
@@ -232,10 +234,12 @@ class _Scene:
         ]
 
     def _first(self, path: str) -> Any:
+        """Return the first value that ``path`` names; None if it is unknown."""
         found = self.quantities(path)
         return found[0][1] if found else None
 
     def _of_tensor(self, tensor: str, rest: str) -> list[Quantity]:
+        """Return the quantities ``tensor.rest``; [] if the tensor is not given or has no form that the kernel takes."""
         spec, axes = self.specs.get(tensor), self.axes.get(tensor)
         if spec is None or axes is None:
             return []
@@ -272,10 +276,12 @@ def _shifted(wanted: Any, conditions: Mapping[str, Any]) -> Any:
 
 
 def _plain(value: Any) -> str:
+    """Return a value, or the values of a list, as text."""
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _right_side(name: str, wanted: Any) -> str:
+    """Return the right side of a comparison as text, with its name if it is a quantity."""
     if wanted is True and not name:
         return ""
     return f"{name} = {_plain(wanted)}" if name else _plain(wanted)

@@ -132,6 +132,7 @@ class Layout:
 
     @cached_property
     def _sizes(self) -> Sizes:
+        """The sizes of the words of the expression."""
         return Sizes((*self.axes, *own_axes(self.expression)), self.page_size, self.kernel_pages)
 
     @cached_property
@@ -260,6 +261,7 @@ class Layout:
         return tuple(replace(self, axes=tuple(part(axis, *rank) for axis in self.axes)) for rank in ranks)
 
     def _identity(self) -> dict[str, Any]:
+        """Return all fields but ``name`` as plain data."""
         return {
             "layout": VERSION,
             "expression": self.expression,

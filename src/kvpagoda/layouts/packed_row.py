@@ -35,6 +35,7 @@ class PackedRow:
 
     @property
     def name(self) -> str:
+        """The name of the format."""
         return self.format
 
     @property

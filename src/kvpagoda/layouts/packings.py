@@ -93,6 +93,7 @@ class Packing:
         return {part: place for part, place in places.items() if place.nbytes}
 
     def _part_nbytes(self, part: str) -> int:
+        """Return the bytes of "codes", "scales" or "kept" in one cell."""
         if part == "codes":
             return self.coded * self.code_bits // 8
         return self.groups * self.scale_nbytes + self.scale_pad if part == "scales" else self.kept * self.kept_nbytes

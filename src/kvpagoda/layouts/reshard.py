@@ -193,6 +193,7 @@ def reshard(
 
 
 def _ranks(given: Layout | Sequence[Layout]) -> tuple[Layout, ...]:
+    """Return one layout, or layouts by rank, as a tuple. Raises BadInput."""
     ranks = (given,) if isinstance(given, Layout) else tuple(given)
     if not ranks or not all(isinstance(one, Layout) for one in ranks):
         raise BadInput(f"give a Layout, or a list of them by rank, not {type(given).__name__} {str(given)[:40]!r}")
@@ -218,6 +219,7 @@ Content = tuple[str, dict[str, int]]
 
 
 def _content(layout: Layout, slots: Ints | None) -> dict[str, Content]:
+    """Return part -> its content; with slots, the token axis has as many tokens as there are slots."""
     return {
         key: (place.dtype, {name: axis.total for name, axis in sorted(_held(layout, place.axes, slots).items())})
         for key, place in layout.movable.items()
@@ -262,6 +264,7 @@ def _alike(
 
 
 def _said(content: Content) -> str:
+    """Return ``content`` as text, for error messages."""
     return f"{content[0]} of {', '.join(f'{name} {size}' for name, size in content[1].items())}"
 
 

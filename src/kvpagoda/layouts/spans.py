@@ -62,6 +62,7 @@ def _end(part: Moved) -> tuple[int, int]:
 
 
 def _grown(part: Moved) -> Moved:
+    """Return ``part`` with its elements grown over the innermost axes that are dense in source and target."""
     nbytes, axes, strides = part.nbytes, part.axes, part.strides
     while axes and all(np.array_equal(adds, np.arange(len(adds)) * nbytes) for adds in axes[0]):
         nbytes, axes, strides = nbytes * len(axes[0][0]), axes[1:], strides[1:]
@@ -77,6 +78,7 @@ def of_parts(parts: Iterable[Moved]) -> Ints:
 
 
 def _of_part(part: Moved) -> Ints:
+    """Return the spans of one part, not sorted: int64 ``[n, 3]``."""
     source, target, nbytes = np.array([part.source]), np.array([part.target]), np.array([part.nbytes])
     for adds, puts in part.axes:
         if len(source) == 1:  # runs of indices whose bytes follow each other

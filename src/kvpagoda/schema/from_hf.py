@@ -43,6 +43,7 @@ class KVFormat:
 
 
 def _format(layouts: Mapping[str, list[str]] | None = None, **parts: Mapping[str, Any]) -> KVFormat:
+    """Return the ``KVFormat`` of a row of ``kv_formats.json``."""
     return KVFormat(layouts=layouts or {}, **{part: Encoding(**row) for part, row in parts.items()})
 
 

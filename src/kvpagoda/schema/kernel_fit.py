@@ -268,6 +268,7 @@ def _spec(
 
 
 def _kind(page: Page) -> str:
+    """Return the kind of the rows in ``page``; "" for rows that no kernel reads."""
     return KIND_OF_ROWS.get(page.rows[0], "")
 
 

@@ -30,26 +30,31 @@ from kvpagoda.units import ceil_div
 class LayerKind(Protocol):
     """The methods that the rest of the library calls on a layer kind. Implementations are frozen dataclasses.
 
-    The docstring of this file lists what each method returns. The methods of this class are those of a layer that keeps
-    nothing; a subclass overrides those that differ.
+    The methods of this class return what holds for a layer that keeps nothing. A subclass overrides those that differ.
     """
 
     def growth(self) -> Growth | None:
+        """Return the growth law of its block rows; None if it has none."""
         return None
 
     def block_rows(self) -> tuple[Rows, ...]:
+        """Return the rows that it keeps in blocks, for every token or every few tokens."""
         return ()
 
     def state_rows(self) -> tuple[Rows, ...]:
+        """Return the rows that it keeps once per request."""
         return ()
 
     def rewinds(self) -> int | None:
+        """Return how many of the newest tokens ``rewind`` may remove; None: any number."""
         return None
 
     def split(self, ways: int) -> LayerKind:
+        """Return this kind on one of ``ways`` tensor-parallel ranks. Raises SchemaError if heads do not divide."""
         return self
 
     def laid_out(self, choices: Choices) -> LayerKind:
+        """Return this kind with its rows in the layouts of ``choices`` (kind of rows -> layout)."""
         return self
 
 
@@ -87,6 +92,7 @@ class IndexKeys:
         return Rows("index_key", (self.dim,), self.dtype or dtype, self.encoding)
 
     def laid_out(self, choices: Choices) -> IndexKeys:
+        """Return these keys in the layout of ``choices`` for "indexer" rows, if there is one."""
         return replace(self, encoding=choices["indexer"].encoding()) if "indexer" in choices else self
 
 

@@ -69,6 +69,7 @@ class Group:
 
     @property
     def name(self) -> str:
+        """``full``, ``window(1024)``, ``chunk(8192)`` or ``state``."""
         return self.growth.name
 
     def block_layout(

@@ -32,6 +32,7 @@ class Place:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the field, without padding."""
         return self.field.nbytes
 
 
@@ -98,6 +99,7 @@ class Page:
 
     @property
     def layer(self) -> int:
+        """Index of the layer whose rows it holds."""
         return self.places[0].layer
 
     @cached_property

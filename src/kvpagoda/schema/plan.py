@@ -164,6 +164,7 @@ class Plan:
         return num_requests <= self.max_requests and self.holds(blocks)
 
     def _sectors(self, num_blocks: Sequence[int]) -> int:
+        """Return the number of sectors that ``num_blocks[i]`` blocks of every group i take."""
         return sum(ceil_div(blocks, group.per_sector) for blocks, group in zip(num_blocks, self.groups))
 
     @property

@@ -52,6 +52,7 @@ def multi_query(c: Config, layer_type: str) -> Heads:
 
 
 def dbrx(c: Config, layer_type: str) -> Heads:
+    """Grouped heads; their number is ``kv_n_heads`` of the table ``attn_config``."""
     return grouped(c.replaced(num_key_value_heads=c.table("attn_config").get("kv_n_heads", 1)), layer_type)
 
 

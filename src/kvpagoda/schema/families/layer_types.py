@@ -73,11 +73,13 @@ def numbered(layers: Sequence[int], *, hit: str, miss: str) -> LayerTypeRule:
 
 
 def zamba(c: Config, i: int) -> str:
+    """Hybrid on layer 2, and later where (i - 3) mod ``attn_layer_period`` is ``attn_layer_offset``; else linear."""
     period, offset = c.size("attn_layer_period"), c.size("attn_layer_offset", 0)
     return HYBRID if i == 2 or (i > 2 and (i - 3) % period == offset) else LINEAR
 
 
 def dots1(c: Config, i: int) -> str:
+    """Sliding from layer ``max_window_layers`` on if the config has a window, else full."""
     return SLIDING if c.get("sliding_window") is not None and i >= c.size("max_window_layers", 0) else FULL
 
 
@@ -87,10 +89,12 @@ def qwen(c: Config, i: int) -> str:
 
 
 def qwen3_moe(c: Config, i: int) -> str:
+    """As ``by_fields`` if ``use_sliding_window`` is set, else full."""
     return by_fields(c, i) if c.get("use_sliding_window") else FULL
 
 
 def qwen2_moe(c: Config, i: int) -> str:
+    """Sliding on even layers below ``max_window_layers`` if ``use_sliding_window`` is set, else full."""
     return SLIDING if c.get("use_sliding_window") and i % 2 == 0 and i < c.size("max_window_layers", 0) else FULL
 
 
@@ -104,19 +108,23 @@ def has_rope(c: Config, i: int) -> bool:
 
 
 def smollm3(c: Config, i: int) -> str:
+    """Sliding on layers without position embeddings if a window is set and in use, else full."""
     slides = c.get("use_sliding_window") and c.get("sliding_window") is not None
     return SLIDING if slides and not has_rope(c, i) else FULL
 
 
 def llama4(c: Config, i: int) -> str:
+    """Chunked on layers with position embeddings, else full."""
     return CHUNKED if has_rope(c, i) else FULL
 
 
 def exaone(c: Config, i: int) -> str:
+    """Full on the last layer of each ``sliding_window_pattern``, or on all layers without a window, else sliding."""
     return FULL if c.get("sliding_window") is None else every("sliding_window_pattern")(c, i)
 
 
 def cohere2_moe(c: Config, i: int) -> str:
+    """Full on the last layer of each period. The first ``first_k_dense_replace`` layers have a period of their own."""
     dense = c.size_or("first_k_dense_replace", 0) if c.get("first_k_dense_replace") else 0
     if i < dense:
         return every("prefix_dense_sliding_window_pattern")(c, i)
@@ -124,10 +132,12 @@ def cohere2_moe(c: Config, i: int) -> str:
 
 
 def lfm3(c: Config, i: int) -> str:
+    """Full on layers 2, 6, 10, .., sliding on layers 4, 8, 12, .., convolutions on the others."""
     return FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i > 0 else CONV
 
 
 def lfm2(c: Config, i: int) -> str:
+    """Full on the layers that ``full_attn_idxs`` lists (without the list: on all), convolutions on the others."""
     return FULL if c.get("full_attn_idxs") is None or i in c.indices("full_attn_idxs") else CONV
 
 
@@ -208,6 +218,7 @@ def inkling(c: Config, i: int) -> str:
 
 
 def olmo_hybrid(c: Config, i: int) -> str:
+    """Full on every fourth layer, and on the last layer of models with fewer than four, else linear."""
     layers = c.size("num_hidden_layers")
     return FULL if i % 4 == 3 or (layers < 4 and i == layers - 1) else LINEAR
 
@@ -216,6 +227,7 @@ def olmo_hybrid(c: Config, i: int) -> str:
 
 
 def sliding_window(c: Config) -> Any:
+    """``sliding_window`` as it is."""
     return c.get("sliding_window")
 
 
@@ -236,10 +248,12 @@ def modernbert_window(c: Config) -> Any:
 
 
 def hidden_layers(c: Config) -> int:
+    """``num_hidden_layers``. Raises SchemaError."""
     return c.size("num_hidden_layers")
 
 
 def blocks(c: Config) -> int:
+    """``num_blocks``, or ``num_hidden_layers`` if that is null. Raises SchemaError."""
     return c.size_or("num_blocks", c.size("num_hidden_layers"))
 
 
@@ -267,10 +281,15 @@ def nemotron_h_layers(c: Config) -> int:
 
 
 def every_layer(c: Config, i: int) -> bool:
+    """True for every layer."""
     return True
 
 
 def glm_indexer(c: Config, i: int) -> bool:
+    """By ``indexer_types`` or ``index_topk_pattern``.
+
+    Without them: layers below ``index_skip_topk_offset``, then one in ``index_topk_freq``.
+    """
     for field in ("indexer_types", "index_topk_pattern"):
         if c.get(field) is not None:
             return c.item(field, i) in ("full", "F")
@@ -279,4 +298,5 @@ def glm_indexer(c: Config, i: int) -> bool:
 
 
 def hy_indexer(c: Config, i: int) -> bool:
+    """By ``indexer_types``; without it layers 0, 1, 5, 9, .."""
     return i == 0 or (i - 1) % 4 == 0 if c.get("indexer_types") is None else bool(c.item("indexer_types", i) == "full")

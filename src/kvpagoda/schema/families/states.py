@@ -88,6 +88,7 @@ def gated_delta(c: Config, dtype: str) -> tuple[Rows, ...]:
 
 
 def olmo_hybrid(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """A gated delta net; sizes that the config does not name are derived from those of attention."""
     heads = c.size("num_attention_heads")
     key_heads = c.size_or("linear_num_key_heads", heads)
     key_dim = c.size_or("linear_key_head_dim", 3 * c.size("hidden_size") // (4 * key_heads))
@@ -122,6 +123,7 @@ def qwen4_exp(c: Config, dtype: str) -> tuple[Rows, ...]:
 
 
 def short_convolution(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """The tail of one short convolution over the hidden state."""
     return (conv(((c.size("hidden_size"), 1),), c.size("conv_L_cache", 2) - 1, dtype),)
 
 
