@@ -104,7 +104,7 @@ def test_a_launch_allocates_nothing_reads_nothing_and_is_the_same_each_time(form
         (lambda a: a.update(rows=a["rows"].t().contiguous().t()), "contiguous"),
         (lambda a: a.update(rows=a["rows"].to("meta")), "one device"),
         (lambda a: a.update(format="dsv5"), "unknown packed format"),
-        (lambda a: a.update(page_size=0), "at least one"),
+        (lambda a: a.update(page_size=0), "page_size at least 1"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_written(spoil, said):

@@ -147,7 +147,7 @@ def test_the_key_tells_strides_apart():
         (lambda: judge("fa2", {**nhd(256), "w": tensor(1)}), "takes the tensors k, v, table"),
         (lambda: judge("fa2", nhd(256), "sm70"), "unknown architecture 'sm70'"),
         (lambda: judge("fa2", nhd(256, dtype="float17")), "unknown dtype 'float17'"),
-        (lambda: judge("fa2", {**nhd(256), "v": {"shape": [1], "dtype": "int8"}}), "says no strides"),
+        (lambda: judge("fa2", {**nhd(256), "v": {"shape": [1], "dtype": "int8"}}), "has no strides"),
         (lambda: judge("fa2", {**nhd(256), "v": {**tensor(1, 2), "strides": [1]}}), "2 extents, 1 strides"),
         (lambda: judge("fa2", {**nhd(256), "v": tensor(1, -2)}), "whole number"),
         (lambda: judge("fa2", {**nhd(256), "v": tensor(1, 2, base=0)}), "base alignment"),

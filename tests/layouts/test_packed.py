@@ -235,7 +235,7 @@ def test_zeros_that_a_reader_would_see_as_nan_are_refused_on_demand():
         (lambda: pack(random_rows("dsv4_584")[0], "dsv4_584", page_size=4), r"\[4, 512\]"),
         (lambda: pack(random_rows("dsv4_584"), "dsv4_584", page_size=4, head_dim=64), "has no heads of 64"),
         (lambda: pack(random_rows("gqa_int4_group"), "gqa_int4_group", page_size=4, head_dim=48), "a multiple of 32"),
-        (lambda: unpack(torch.zeros(2, 1169, dtype=torch.uint8), "dsv4_584", page_size=2), "cut off what pads"),
+        (lambda: unpack(torch.zeros(2, 1169, dtype=torch.uint8), "dsv4_584", page_size=2), "cut off the padding"),
         (lambda: unpack(torch.zeros(2, 2336, dtype=torch.uint8), "dsv4_584", page_size=2), "1168 bytes, got 2336"),
         (lambda: unpack(torch.zeros(2, 1168), "dsv4_584", page_size=2), "torch.float32"),
     ],

@@ -121,9 +121,9 @@ def test_the_pages_of_a_cache_lie_as_the_whole_layout_does() -> None:
 @pytest.mark.parametrize(
     ("config", "layout", "error", "message"),
     [
-        (LLAMA, "flashmla-v32", SchemaError, "is of latent rows, and no layer of llama keeps such rows"),
-        (LLAMA, {"latent": "trtllm"}, SchemaError, "of attention rows, not of 'latent'; kinds are attention, latent"),
-        (V32, ["flashmla-v32", "vllm-mla"], SchemaError, "both of latent rows; give one"),
+        (LLAMA, "flashmla-v32", SchemaError, "is for latent rows, and no layer of llama keeps such rows"),
+        (LLAMA, {"latent": "trtllm"}, SchemaError, "for attention rows, not for 'latent'; kinds are attention, latent"),
+        (V32, ["flashmla-v32", "vllm-mla"], SchemaError, "both for latent rows; give one"),
         (V32, "flashmla-v32:fast", LayoutError, "has the dialects flashmla"),
         (V32, "trtlm-mla", LayoutError, "did you mean 'trtllm-mla'"),
         (dict(V32, kv_lora_rank=256), "flashmla-v32", LayoutError, "RoPE dims, not 256 and 64"),

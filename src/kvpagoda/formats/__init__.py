@@ -1,6 +1,7 @@
-"""HOW a row is encoded: raw, FP8 with float32 or power-of-two scales, MXFP4, NVFP4, and the dialects of other engines.
+"""How a row of numbers is encoded: raw, FP8 with float32 or power-of-two scales, MXFP4, NVFP4, and engines' dialects.
 
-Exact on every device. ``encoding`` and ``rule`` are plain data; the rest needs torch and is loaded when it is first used.
+The codecs give the same bytes on every device. ``encoding`` and ``rule`` are plain data; the other modules need torch
+and are loaded on first use.
 """
 
 from typing import TYPE_CHECKING

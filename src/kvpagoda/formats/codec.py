@@ -1,8 +1,11 @@
-"""Rows of numbers to bytes and back, for every ``Encoding`` of the schema. This is the definition; kernels give the same bits.
+"""Encode rows of numbers to bytes and decode them, for every ``Encoding`` of the schema.
+
+This code defines the encodings; the kernels give the same bits. A row is divided as follows:
 
     x[..., dim] = | coded: dim - kept elements, in groups, each group with one scale | kept: bfloat16, untouched |
 
-All arithmetic is float32, one IEEE operation a step, so a row's bytes depend on that row alone and on no device.
+All arithmetic is float32, one IEEE operation per step, so the bytes of a row depend only on that row, not on the
+device.
 """
 
 from __future__ import annotations
@@ -19,16 +22,16 @@ from kvpagoda.units import align_up
 Tensor = torch.Tensor
 
 CHUNK = 1 << 17
-"""Elements that are worked on at a time on the CPU: the temporaries then stay in its cache (four times faster)."""
+"""Elements per step on the CPU, so that the temporaries stay in the CPU's cache (four times faster)."""
 
 
 def encode(encoding: Encoding, x: Tensor) -> tuple[Tensor, ...]:
-    """Encode ``x`` ``[..., dim]``: the tensors that ``encoding.parts((dim,), dtype)`` lists, with ``x``'s leading axes in
-    front.
+    """Encode ``x`` ``[..., dim]`` and return its parts.
 
-    ``x`` is bfloat16, float16 or float32 on any device; ``raw`` takes any dtype and gives ``x`` itself. The parts are
-    new tensors on ``x``'s device. A group that holds inf or NaN gets codes 0 and a NaN scale; the kept elements are
-    bit-exact when ``x`` is bfloat16. Raises BadInput for an unknown encoding, a wrong dtype, or a dim that does not
+    The parts are the tensors that ``encoding.parts((dim,), dtype)`` lists, each with the leading axes of ``x`` in
+    front: new tensors on the device of ``x``. ``x`` is bfloat16, float16 or float32; ``raw`` takes any dtype and
+    returns ``x`` itself. A group that holds inf or NaN gets codes of 0 and a NaN scale. The kept elements are bit-exact
+    if ``x`` is bfloat16. Raises BadInput for a wrong dtype, SchemaError for an unknown encoding or a dim that does not
     divide into groups. O(elements).
 
     >>> x = torch.tensor([[1.0, -2.0, 448.0, 0.5]])
@@ -58,11 +61,11 @@ def encode(encoding: Encoding, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def decode(encoding: Encoding, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Decode the parts that ``encode`` gave: a tensor ``[..., dim]`` of ``dtype`` on their device. Each value is code times
-    scale, computed in float32.
+    """Decode ``parts``, as ``encode`` returned them, to a tensor ``[..., dim]`` of ``dtype`` on their device.
 
-    A group that held inf or NaN decodes to NaN. The result is a new tensor, except that ``raw`` may give back its part.
-    Raises BadInput for an unknown encoding or parts of the wrong number, dtype or shape. O(elements).
+    Each value is code times scale, computed in float32. A group that held inf or NaN decodes to NaN. The result is a
+    new tensor, except that ``raw`` may return its part itself. Raises BadInput for parts of the wrong number, dtype or
+    shape, SchemaError for an unknown encoding. O(elements).
 
     >>> from kvpagoda.formats.encoding import MXFP4
     >>> x = torch.arange(32.0)
@@ -83,13 +86,13 @@ def decode(encoding: Encoding, parts: Sequence[Tensor], dtype: torch.dtype) -> T
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:
-    """Slices that cover ``rows`` ``[n, k]``: cache-sized on the CPU, all at once elsewhere."""
+    """Return slices that cover ``rows`` ``[n, k]``: of at most ``CHUNK`` elements on the CPU, else one slice."""
     step = CHUNK // rows.shape[1] if rows.device.type == "cpu" else len(rows)
     return (slice(start, start + max(1, step)) for start in range(0, len(rows), max(1, step)))
 
 
 def _encode_rows(encoding: Encoding, x: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 ``[n, coded]`` -> codes and scales as the encoding lays them out."""
+    """Return codes and scales of float32 ``x`` ``[n, coded]``, in the shapes of the encoding."""
     codes, scales = quantise(x.view(len(x), -1, encoding.group or x.shape[1]), encoding.rule)
     if encoding.name == "fp8_ue8m0":
         scales = torch.nn.functional.pad(scales, (0, align_up(scales.shape[1], 8) - scales.shape[1]))
@@ -97,14 +100,14 @@ def _encode_rows(encoding: Encoding, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decode_rows(encoding: Encoding, codes: Tensor, scales: Tensor) -> Tensor:
-    """codes ``[n, k]`` and their scales -> float32 ``[n, coded]``."""
+    """Return float32 ``[n, coded]`` for ``codes`` ``[n, k]`` and their ``scales``."""
     rule = encoding.rule
     groups = codes.shape[1] * rule.codes_per_byte // encoding.group if encoding.group else 1
     return dequantise(codes, scales.view(len(scales), -1)[:, :groups], rule)
 
 
 def _check_parts(encoding: Encoding, parts: Sequence[Tensor]) -> tuple[torch.Size, int]:
-    """(leading axes, number of coded elements) of ``parts``; raises BadInput unless they are one encoded tensor."""
+    """Return (leading axes, coded elements) of ``parts``; raises BadInput unless they are one encoded tensor."""
     given = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
     if not parts or parts[0].ndim == 0:
         raise BadInput(f"decode needs the parts that encode gave, got: {given or 'none'}")

@@ -1,4 +1,4 @@
-"""How one row of numbers lies in memory, as data. Plain; ``codec`` applies it."""
+"""The encoding of one row of numbers, as plain data. ``codec`` applies it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from kvpagoda.loading import read_json
 from kvpagoda.units import align_up
 
 RULES = {name: Rule(**row) for name, row in read_json("kvpagoda.formats", "rules.json")["rules"].items()}
-"""How each encoding makes codes and scales; groups are the encoding's own."""
+"""Encoding name -> how it computes codes and scales. The size of a group is a field of ``Encoding``."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How one row of numbers lies in memory. The codecs are in ``kvpagoda.formats``.
+    """How one row of numbers is stored. ``kvpagoda.formats.encode`` and ``decode`` apply it.
+
+    ``name`` is one of:
 
     ``raw``        the elements as they are.
-    ``fp8``        E4M3 codes with one float32 inverse scale for each ``group`` elements (None: one a row); the last
+    ``fp8``        E4M3 codes with one float32 inverse scale for each ``group`` elements (None: one per row); the last
                    ``kept`` elements stay bfloat16 (the RoPE part).
     ``fp8_ue8m0``  E4M3 codes with one power-of-two scale byte for each ``group``, the scale bytes padded to a multiple
                    of 8; the last ``kept`` elements stay bfloat16. With 448 + 64 elements: the 584-byte row of FlashMLA.
-    ``mxfp4``      E2M1 codes, two a byte, with one power-of-two scale byte for each 32.
-    ``nvfp4``      E2M1 codes, two a byte, with one E4M3 scale for each 16.
-    ``int8``       whole numbers of -127 .. 127 with one float32 scale for each ``group`` elements (None: one a row).
-                   These three may keep their last elements too.
+    ``mxfp4``      E2M1 codes, two per byte, with one power-of-two scale byte for each 32 elements.
+    ``nvfp4``      E2M1 codes, two per byte, with one E4M3 scale for each 16 elements.
+    ``int8``       integers of -127 .. 127 with one float32 scale for each ``group`` elements (None: one per row).
+
+    The last three may leave their last ``kept`` elements unencoded too.
 
     >>> Encoding("fp8_ue8m0", kept=64, group=64).parts((512,), "bfloat16")
     (('_fp8', (448,), 'uint8'), ('_rope', (64,), 'bfloat16'), ('_scales', (8,), 'uint8'))
@@ -36,9 +39,9 @@ class Encoding:
     group: int | None = None
 
     def parts(self, shape: tuple[int, ...], dtype: str) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-        """(suffix, shape, dtype) of each array that one row of ``shape`` takes; the last axis is the encoded one.
+        """Return (suffix, shape, dtype) of each array that stores one row of ``shape``, whose last axis is encoded.
 
-        Raises SchemaError for an unknown encoding, or a last axis that it does not divide.
+        Raises SchemaError for an unknown encoding, or a last axis that does not divide into groups.
         """
         if self.name == "raw":
             return (("", shape, dtype),)
@@ -60,7 +63,7 @@ class Encoding:
 
     @property
     def rule(self) -> Rule:
-        """How its groups become scales and codes. Raises SchemaError for "raw", which has none, and unknown names."""
+        """How groups become scales and codes. Raises SchemaError for "raw", which has no rule, and unknown names."""
         if self.name not in RULES:
             raise unknown_name("encoding", self.name, ("raw", *RULES), SchemaError)
         return RULES[self.name]

@@ -1,6 +1,7 @@
-"""Groups of numbers to codes and scales and back, by the rule of a dialect. The definition: kernels give the same bits.
+"""Quantise groups of numbers to codes and scales, and back, by the rule of a dialect.
 
-All arithmetic is float32, one IEEE operation a step, so a group's bytes depend on that group alone and on no device.
+This code defines the results; the kernels give the same bits. All arithmetic is float32, one IEEE operation per step,
+so the bytes of a group depend only on that group, not on the device.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ Tensor = torch.Tensor
 
 
 def quantise(x: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """float32 ``[n, groups, group]`` -> (codes uint8 ``[n, groups * group / codes_per_byte]``, scales ``[n, groups]``).
+    """Return (codes, scales) of float32 ``x`` ``[n, groups, group]``.
 
-    Scales are float32 or uint8, as the rule stores them. Codes of 4 bits lie two a byte, the even element in the low nibble.
-
-    A rule that refuses inf and NaN expects that there are none. O(elements).
+    Codes are uint8 ``[n, groups * group / codes_per_byte]``; codes of 4 bits are stored two per byte, the even element
+    in the low nibble. Scales are ``[n, groups]``, float32 or uint8 as the rule stores them. If the rule refuses inf and
+    NaN, the caller must have checked that there are none. O(elements).
 
     >>> codes, scales = quantise(torch.tensor([[[1.0, -2.0], [448.0, 0.5]]]), Rule("e4m3", "float32"))
     >>> codes.tolist(), [f"{s:.4f}" for s in scales[0].tolist()]
@@ -32,7 +33,7 @@ def quantise(x: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     s, stored = scales_of(bits, rule)
     y = _scaled(x, bits, s, rule)
     if rule.non_finite == "marked":
-        y.view(torch.int32).bitwise_and_(((bits - INFINITY_BITS) >> 31)[..., None])  # broken: every bit to 0
+        y.view(torch.int32).bitwise_and_(((bits - INFINITY_BITS) >> 31)[..., None])  # broken: all bits 0
         nan = torch.nan if rule.scale == "float32" else floats.E8M0_NAN if rule.scale == "e8m0" else 0x7F
         stored = stored.masked_fill(bits >= INFINITY_BITS, nan)
     elif rule.non_finite == "computed":
@@ -41,7 +42,7 @@ def quantise(x: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes: Tensor, scales: Tensor, rule: Rule) -> Tensor:
-    """codes and scales as ``quantise`` gives them -> float32 ``[n, elements]``: code times scale. O(elements)."""
+    """Return float32 ``[n, elements]``, code times scale, for codes and scales of ``quantise``. O(elements)."""
     if rule.codes == "e4m3":
         values = look_up(floats.e4m3_table(codes.device), codes)
     elif rule.codes == "int8":
@@ -57,7 +58,7 @@ def dequantise(codes: Tensor, scales: Tensor, rule: Rule) -> Tensor:
 
 
 def _scaled(x: Tensor, bits: Tensor, s: Tensor, rule: Rule) -> Tensor:
-    """The elements in units of their scale, float32 of ``x``'s shape; a new tensor."""
+    """Return the elements in units of their scale ``s``: a new float32 tensor of ``x``'s shape."""
     if rule.by == "quotient":
         return x / s[..., None]
     if rule.by == "reciprocal":
@@ -72,14 +73,16 @@ def _scaled(x: Tensor, bits: Tensor, s: Tensor, rule: Rule) -> Tensor:
 
 
 def _sign_nan(x: Tensor, s: Tensor, y: Tensor) -> None:
-    """Give every NaN in ``y`` the sign that x86 gives it, whatever the device: that of x where x is NaN, + where the scale is,
-    and - where 0 * inf or inf / inf made it."""
+    """Give every NaN in ``y`` the sign that x86 would give it, on every device.
+
+    The sign is that of x where x is NaN, + where the scale is NaN, and - where 0 * inf or inf / inf produced it.
+    """
     bits = torch.where(x.isnan(), x.view(torch.int32) >> 31 << 31, torch.where(s.isnan(), 0, -1 << 31)[..., None])
     y.view(torch.int32).copy_(torch.where(y.isnan(), bits | 0x7FC00000, y.view(torch.int32)))
 
 
 def _codes(y: Tensor, rule: Rule) -> Tensor:
-    """float32 ``[..., k]`` -> codes, uint8 ``[..., k]`` or ``[..., k / 2]``."""
+    """Return the codes of float32 ``y`` ``[..., k]``: uint8 ``[..., k]``, or ``[..., k / 2]`` for 4-bit codes."""
     if rule.codes == "e4m3":
         return floats.e4m3_from_float32(y)
     if rule.codes == "e2m1":
@@ -94,9 +97,9 @@ def _codes(y: Tensor, rule: Rule) -> Tensor:
 
 
 def _unshifted(x: Tensor) -> Tensor:
-    """float32 that hold bfloat16 numbers, those below 2^-126 as ``Rule.subnormals`` "unshifted" says."""
+    """Return ``x``, bfloat16 numbers as float32, with those below 2^-126 read as ``Rule.subnormals`` "unshifted"."""
     bits = x.view(torch.int32) >> 16
     mantissa = bits & 0x7F
-    top = torch.frexp(mantissa.to(torch.float32)).exponent  # 0 for 0, else position of the leading one, from 1
+    top = torch.frexp(mantissa.to(torch.float32)).exponent  # 0 for 0, else position of the leading bit, from 1
     moved = (mantissa << (8 - top)) & 0x7F
     return torch.where((bits & 0x7F80) == 0, (bits & ~0x7F | moved) << 16, x.view(torch.int32)).view(torch.float32)

@@ -1,13 +1,13 @@
-"""A numeric dialect as a value: from the elements of a group to its scale and codes. Plain data; ``quantise`` applies it."""
+"""A numeric dialect as plain data: how the elements of a group give its scale and codes. ``quantise`` applies it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 TOPS = {"e4m3": 448.0, "e2m1": 6.0, "int8": 127.0, "int4": 7.0}
-"""The largest magnitude of each kind of code, which the largest element of a group is scaled to."""
+"""Kind of code -> its largest magnitude, to which the largest element of a group is scaled."""
 SUFFIXES = {"e4m3": "_fp8", "e2m1": "_fp4", "int8": "_int8", "int4": "_int4"}
-"""What the names of arrays of codes end with."""
+"""Kind of code -> suffix of the name of an array of such codes."""
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class Rule:
 
         amax = max |x|, at least ``floor`` if ``floor_on`` is "amax"
         s    = amax / top, at least ``floor`` if ``floor_on`` is "scale"; then rounded to what ``scale`` can hold
-        y    = x / s, x * (1 / s) or x * (top / amax), as ``by`` says
-        code = y rounded to ``codes``; past the top, the top
+        y    = x / s, x * (1 / s) or x * (top / amax), depending on ``by``
+        code = y rounded to ``codes``; magnitudes above top become top
 
     ``codes``         "e4m3", "e2m1", "int8" or "int4" (two's complement)
     ``scale``         how s is stored: "float32", "e8m0" (one exponent byte) or "e4m3"
@@ -26,13 +26,14 @@ class Rule:
     ``by``            "quotient", "reciprocal" (x * (1 / s)) or "inverse" (x * (top / amax))
     ``ties``          "even", "down" (towards zero) or "away" (from zero)
     ``signed_zero``   a negative element that rounds to 0 gets the code of -0
-    ``zero_groups``   "formula", or "apart": a group of zeros gets codes of 0, and where s rounds to 0 all else gets the top
-    ``non_finite``    what a group with inf or NaN gives: "marked" (codes 0, a NaN scale), "computed" (what the formulas give,
-                      which a reader spreads) or "refused" (by ``layouts.pack``)
+    ``zero_groups``   "formula", or "apart": a group of zeros gets codes of 0; if s of another group rounds to 0,
+                      all its elements get the top code
+    ``non_finite``    result for a group with inf or NaN: "marked" (codes 0, a NaN scale), "computed" (the result of the
+                      formulas, which a reader spreads further) or "refused" (``layouts.pack`` raises)
     ``skips_nan``     NaN does not take part in amax (Triton's ``max``)
-    ``subnormals``    how a bfloat16 below 2^-126 is read: "exact", or "unshifted": its mantissa normalised without its leading
-                      one and not shifted back, as Triton's interpreter reads it (3.6). No GPU does; it only shows where
-                      nothing floors s, and groups so small have no right bytes there anyway
+    ``subnormals``    how a bfloat16 below 2^-126 is read: "exact", or "unshifted": its mantissa normalised without its
+                      leading bit and not shifted back, as Triton's interpreter reads it (3.6). No GPU does this. It is
+                      visible only where s has no floor, and groups that small have no right bytes there anyway
     """
 
     codes: str
@@ -51,7 +52,7 @@ class Rule:
 
     @property
     def has_power_of_two_scales(self) -> bool:
-        """Whether every scale is a power of two, which is all that some readers take."""
+        """Whether every scale is a power of two; some readers accept no other scales."""
         return self.power_of_two or self.scale == "e8m0"
 
     @property
@@ -61,7 +62,7 @@ class Rule:
 
     @property
     def codes_per_byte(self) -> int:
-        """2 for codes of 4 bits, which lie low nibble first; 1 for codes of 8."""
+        """2 for codes of 4 bits (low nibble first), 1 for codes of 8 bits."""
         return 2 if self.codes in ("e2m1", "int4") else 1
 
     @property

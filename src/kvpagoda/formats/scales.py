@@ -1,14 +1,15 @@
-"""The scale of a group of elements: from its largest magnitude, held as the integer bits of a float32.
+"""Compute the scale of a group of elements from its largest magnitude (amax), held as the integer bits of a float32.
 
-Integer maxima are exact, do not depend on order, and put inf and NaN above every finite number. A group that holds
-either is *broken*. The rules that are in use:
+The maximum of the bits is exact, does not depend on the order of the elements, and sorts inf and NaN above every finite
+number. A group that holds inf or NaN is *broken*. The rules of kvpagoda's own encodings:
 
-    fp8         float32    amax / 448                               K's own ``fp8``, per row or group
+    fp8         float32    amax / 448                               per row or group
     fp8_ue8m0   E8M0 byte  2^ceil(log2(max(amax, 1e-4) / 448))      DSV4
     mxfp4       E8M0 byte  2^ceil(log2(max(amax, 6 * 2^-126) / 6))
     nvfp4       E4M3 byte  e4m3(max(amax, 6 * 2^-9) / 6)
 
-and those of other engines, which differ in the floor, in what it is a floor of, and in the rounding (``layouts.dialects``).
+The rules of other engines (``layouts.dialects``) differ in the floor, in the value that is floored, and in the
+rounding.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ INFINITY_BITS = 0x7F800000
 
 
 def amax_bits(x: Tensor, skips_nan: bool = False) -> Tensor:
-    """float32 ``[..., group]`` -> int32 ``[...]``: bits of the largest magnitude; at least INFINITY_BITS if broken.
-    ``skips_nan``: NaN counts as zero."""
+    """Return the bits of the largest magnitude of each group of float32 ``x`` ``[..., group]``, as int32 ``[...]``.
+
+    A broken group gives at least ``INFINITY_BITS``. ``skips_nan``: NaN counts as zero.
+    """
     bits = x.view(torch.int32) & 0x7FFFFFFF
     if skips_nan:
         bits.masked_fill_(bits > INFINITY_BITS, 0)
@@ -36,10 +39,11 @@ def amax_bits(x: Tensor, skips_nan: bool = False) -> Tensor:
 
 
 def scales_of(bits: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """int32 ``[...]`` from ``amax_bits`` -> (s as float32 ``[...]``, s as it is stored: float32 or uint8 ``[...]``).
+    """Return (s, s as stored) for ``bits``, int32 ``[...]`` of ``amax_bits``.
 
-    s is what codes are multiplied with to give elements. Of a broken group it is inf or NaN where the rule's formula gives
-    that, and its stored form is the NaN of its format (inf stays inf in a float32).
+    s is float32 ``[...]``, as stored float32 or uint8 ``[...]``. It is the factor that turns codes into elements. For a
+    broken group it is inf or NaN if the rule's formula gives that, and its stored form is the NaN of its format (in a
+    float32, inf stays inf).
 
     >>> rule = Rule("e4m3", "e8m0", floor=1e-4)
     >>> s, stored = scales_of(amax_bits(torch.tensor([[1.0, -448.0], [449.0, 0.0]])), rule)
@@ -63,8 +67,10 @@ def scales_of(bits: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
 
 
 def _powers_of_two(bits: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """The least power of two s with amax <= top * s, floored. Integers: top = m * 2^k, so the exponent of s is amax's own
-    less k, and one more when amax's mantissa is above m."""
+    """Return the least power of two s with amax <= top * s, at least the rule's floor, and s as stored.
+
+    In integers: with top = m * 2^k, the exponent of s is that of amax less k, plus one if amax's mantissa is above m.
+    """
     top, floor = _float32_bits(rule.top), _float32_bits(rule.floor)
     carry, less = 0x7FFFFF - (top & 0x7FFFFF), (top >> 23) - 127
     amax = bits.clamp(floor if rule.floor_on == "amax" else 1, INFINITY_BITS)
@@ -81,6 +87,6 @@ def _powers_of_two(bits: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
 
 
 def _float32_bits(number: float) -> int:
-    """The bits of ``number`` rounded to a float32."""
+    """Return the bits of ``number`` rounded to a float32, as an int."""
     bits: int = struct.unpack("<i", struct.pack("<f", number))[0]
     return bits

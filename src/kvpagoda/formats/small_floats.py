@@ -1,5 +1,7 @@
-"""FP8 E4M3 (1 sign, 4 exponent, 3 mantissa bits, no infinity, NaN = 0x7F), FP4 E2M1 (sign and one of 0, 0.5, 1, 1.5, 2, 3, 4,
-6), and the E8M0 power-of-two scale byte.
+"""Casts between float32 and the small formats FP8 E4M3, FP4 E2M1 and E8M0.
+
+E4M3 has 1 sign, 4 exponent and 3 mantissa bits, no infinity, and NaN = 0x7F. E2M1 has a sign and one of 0, 0.5, 1, 1.5,
+2, 3, 4, 6. E8M0 is a power-of-two scale byte.
 
 The casts are integer arithmetic on the bits of a float32, so they give the same byte on every device and torch version.
 Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) 1.0, sections 5.3.3 and 5.4.
@@ -19,7 +21,9 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def e4m3_from_float32(x: Tensor) -> Tensor:
-    """float32 ``[...]`` -> E4M3 codes uint8 ``[...]``: nearest, ties to even, past 448 (also inf) to 448, NaN to NaN.
+    """Return the nearest E4M3 codes, uint8 ``[...]``, of float32 ``x`` ``[...]``.
+
+    Ties go to even, magnitudes above 448 (also inf) to 448, NaN to NaN.
 
     >>> e4m3_from_float32(torch.tensor([0.0, 1.0, -1.0, 448.0, 1e9])).tolist()
     [0, 56, 184, 126, 126]
@@ -28,9 +32,10 @@ def e4m3_from_float32(x: Tensor) -> Tensor:
 
 
 def e2m1_from_float32(x: Tensor) -> Tensor:
-    """float32 ``[...]`` -> E2M1 codes uint8 ``[...]``, one a byte: nearest, ties to even, past 6 (also inf) to 6.
+    """Return the nearest E2M1 codes, uint8 ``[...]``, one per byte, of float32 ``x`` ``[...]``.
 
-    E2M1 has no NaN: NaN gives 6 like the hardware's ``cvt.rn.satfinite`` (its sign kept); callers mark it in the scale.
+    Ties go to even, magnitudes above 6 (also inf) to 6. E2M1 has no NaN: NaN gives 6 with its sign, like the hardware's
+    ``cvt.rn.satfinite``; callers mark it in the scale.
 
     >>> e2m1_from_float32(torch.tensor([0.0, 0.5, 1.0, -6.0, 100.0])).tolist()
     [0, 1, 2, 15, 7]
@@ -39,14 +44,16 @@ def e2m1_from_float32(x: Tensor) -> Tensor:
 
 
 def _codes(x: Tensor, drop: int, normal: int, top: int, has_nan: bool) -> Tensor:
-    """float32 to the codes of a format with ``23 - drop`` mantissa bits, whose least normal number has the exponent byte
-    ``normal`` in float32 and whose largest has the code ``top``; ``has_nan``: the code above is NaN.
+    """Return the codes, uint8 ``[...]``, of float32 ``x`` in a format with ``23 - drop`` mantissa bits.
 
-        below the least normal    adding 2^(normal - 127 + drop), whose last bit is the subnormal step, itself rounds
-        from there                drop mantissa bits, with the carry of ties to even, and move the exponent's bias
+    ``normal``: exponent byte, in float32, of the format's least normal number. ``top``: code of its largest number.
+    ``has_nan``: the code above ``top`` is NaN.
 
-    At the least normal both give the same, so each is taken of the magnitude clamped to its side and the two are added: torch
-    on the CPU does integer steps in place ten times faster than ``where``.
+        below the least normal    add 2^(normal - 127 + drop), whose last bit is the subnormal step: the addition rounds
+        from there                drop mantissa bits, with the carry of ties to even, and change the exponent's bias
+
+    At the least normal number both give the same code. So each is computed for the magnitude clamped to its side, and
+    the two are added: torch on the CPU runs integer steps in place ten times faster than ``where``.
     """
     bits = x.contiguous().view(torch.int32)
     a = bits & 0x7FFFFFFF
@@ -64,7 +71,9 @@ def _codes(x: Tensor, drop: int, normal: int, top: int, has_nan: bool) -> Tensor
 
 
 def e4m3_above(x: Tensor) -> Tensor:
-    """float32 ``[...]``, not negative -> E4M3 codes uint8 ``[...]``: the least that is not below x, at most 448; NaN to NaN.
+    """Return the least E4M3 codes, uint8 ``[...]``, that are not below float32 ``x`` ``[...]``, which is not negative.
+
+    The code is at most that of 448; NaN gives NaN.
 
     >>> e4m3_above(torch.tensor([0.0, 1.0, 1.01, 1e9])).tolist()
     [0, 56, 57, 126]
@@ -75,8 +84,10 @@ def e4m3_above(x: Tensor) -> Tensor:
 
 
 def ties_towards_zero(x: Tensor) -> Tensor:
-    """float32 ``[...]`` moved one step towards zero, so that what lay in the middle of two codes rounds to the smaller one.
-    Nothing else changes its code: between codes and midpoints of E2M1 lie many float32. Zeros, inf and NaN stay.
+    """Return float32 ``x`` ``[...]`` moved one step towards zero, so that E2M1 ties round to the smaller magnitude.
+
+    No other number changes its code, because many float32 lie between a code of E2M1 and the next midpoint. Zeros, inf
+    and NaN stay.
 
     >>> e2m1_from_float32(ties_towards_zero(torch.tensor([0.75, 1.75, 3.5, 2.5, 6.0]))).tolist()
     [1, 3, 5, 4, 7]
@@ -87,7 +98,7 @@ def ties_towards_zero(x: Tensor) -> Tensor:
 
 
 def round_half_away(x: Tensor) -> Tensor:
-    """float32 ``[...]`` -> the nearest whole number, halves away from zero.
+    """Return float32 ``x`` ``[...]`` rounded to whole numbers, halves away from zero.
 
     >>> round_half_away(torch.tensor([0.5, -0.5, 1.49, -2.5])).tolist()
     [1.0, -1.0, 1.0, -3.0]
@@ -96,7 +107,7 @@ def round_half_away(x: Tensor) -> Tensor:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 codes ``[..., 2k]`` below 16 -> bytes ``[..., k]``; low nibble = even index.
+    """Return bytes ``[..., k]`` of uint8 ``codes`` ``[..., 2k]`` below 16; even indices are the low nibbles.
 
     >>> pack_nibbles(torch.tensor([1, 2, 3, 4], dtype=torch.uint8)).tolist() == [0x21, 0x43]
     True
@@ -106,32 +117,32 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def e4m3_table(device: torch.device) -> Tensor:
-    """float32 ``[256]``: the value of every E4M3 code. Shared; do not write to it."""
+    """Return float32 ``[256]``: the value of every E4M3 code. The result is shared: do not write to it."""
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).to(device)
 
 
 @lru_cache(maxsize=64)
 def e8m0_table(device: torch.device) -> Tensor:
-    """float32 ``[256]``: 2^(byte - 127), and NaN for 0xFF. Shared; do not write to it."""
+    """Return float32 ``[256]``: 2^(byte - 127), NaN for 0xFF. The result is shared: do not write to it."""
     return torch.tensor([*(2.0**exponent for exponent in range(-127, 128)), torch.nan], device=device)
 
 
 @lru_cache(maxsize=64)
 def e2m1_pair_table(device: torch.device) -> Tensor:
-    """float32 ``[256, 2]``: the two values in every byte, even index first. Shared; do not write to it."""
+    """Return float32 ``[256, 2]``: the two E2M1 values of every byte, low nibble first. Shared: do not write to it."""
     values = [*E2M1_VALUES, *(-value for value in E2M1_VALUES)]
     return torch.tensor([[values[byte & 15], values[byte >> 4]] for byte in range(256)], device=device)
 
 
 @lru_cache(maxsize=64)
 def int4_pair_table(device: torch.device) -> Tensor:
-    """float32 ``[256, 2]``: the two's complement numbers in every byte, low nibble first. Do not write to it."""
+    """Return float32 ``[256, 2]``: the two int4 values of every byte, low nibble first. Shared: do not write to it."""
     values = [*range(8), *range(-8, 0)]
     return torch.tensor([[float(values[byte & 15]), float(values[byte >> 4])] for byte in range(256)], device=device)
 
 
 def look_up(table: Tensor, codes: Tensor) -> Tensor:
-    """``table[codes]`` for uint8 ``codes`` ``[...]`` -> ``[..., *table.shape[1:]]``. On a CPU faster than any cast.
+    """Return ``table[codes]``, shape ``[..., *table.shape[1:]]``, of uint8 ``codes``. On the CPU faster than a cast.
 
     >>> codes = torch.tensor([0, 56, 126], dtype=torch.uint8)
     >>> look_up(e4m3_table(codes.device), codes).tolist()

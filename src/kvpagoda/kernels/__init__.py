@@ -1,4 +1,4 @@
-"""Moving rows: one operation per file, each with its torch reference, its kernel and one entry point."""
+"""Operations that write, read and copy rows: one per file, with its torch reference, kernel and entry point."""
 
 from kvpagoda.kernels.append_swa import append_swa
 from kvpagoda.kernels.copy_rows import copy_rows

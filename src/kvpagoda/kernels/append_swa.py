@@ -1,11 +1,11 @@
-"""Append rows to the sliding-window rings: quantise each new row and write it to its request's ring, in one launch.
+"""Append rows to sliding-window rings: quantise each new row and write it to the ring of its request, in one launch.
 
-One program handles one row of ``kv``; each row has one place, and one place has one writer:
+One program handles one row of ``kv``. Each row has one destination, and each destination has one writer:
 
     kv[i] = | coded (FP8) | rope (bfloat16) |  ->  pools[slots[i], positions[i] mod W]
-    one row of every pool, the dummy row, takes the rows that have no place
+    rows without a destination are written to one row of every pool, the dummy row
 
-Source of the FP8 contract: ``kvpagoda.formats``, encoding ``fp8`` with one inverse scale a row.
+The FP8 codes are those of ``kvpagoda.formats``, encoding ``fp8`` with one inverse scale per row.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ def append_swa(
     """Write row i of ``kv`` to ring slot ``positions[i] mod W`` of request ``slots[i]``, in place.
 
     ``kv``         bfloat16 ``[n, dim]``, RoPE dims last; rows may be strided
-    ``slots``      int32 ``[n]``: the request's row of the pools; -1, the dummy or anything outside 0..R marks a padded row
-    ``positions``  int32 ``[n]``: rows of one request follow one another with ascending positions, without gaps
+    ``slots``      int32 ``[n]``: the request's row of the pools; -1, the dummy or any id outside 0..R: a padded row
+    ``positions``  int32 ``[n]``: rows of one request are adjacent, with ascending positions without gaps
     ``swa_fp8``    uint8 ``[R+1, W, dim - rope]``: E4M3 codes        ``swa_inv_scale``  float32 ``[R+1, W]``
     ``swa_rope``   bfloat16 ``[R+1, W, rope]``                       ``swa_pos``        int32 ``[R+1, W]``
     ``dummy``      the dummy row; None: the last one, R
 
-    All on one device; pools may be strided in every axis but the last of the first two, and must not overlap. Of more
-    than W rows of a request the last W are kept. A row without a place (padded, or overwritten within the launch) goes
-    to the dummy row as a row of zeros with position -1, so that the pools' bytes do not depend on the order in which
-    programs run, and a replay writes the same bytes. A row whose coded part holds inf or NaN gets codes 0 and inverse
-    scale NaN. With Triton the launch allocates nothing and reads nothing back.
+    All tensors are on one device. The pools may be strided in every axis but the last axis of ``swa_fp8`` and
+    ``swa_rope``, and must not overlap. If a request has more than W rows, the last W are kept. A row without a
+    destination (padded, or overwritten within the launch) is written to the dummy row as zeros with position -1. The
+    bytes of the pools therefore do not depend on the order in which programs run, and a replay writes the same bytes. A
+    row whose coded part holds inf or NaN gets codes 0 and inverse scale NaN. With Triton the launch allocates nothing
+    and does not synchronise with the host.
 
     Raises BadInput for a wrong shape, dtype, stride or device, before anything is written. O(n * dim).
 
@@ -98,7 +99,7 @@ def _check(kv: Tensor, slots: Tensor, positions: Tensor, *pools: Tensor) -> None
 def _reference(
     kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int
 ) -> None:
-    """What ``append_swa`` writes, by definition: in torch, on any device. Allocates temporaries."""
+    """The definition of ``append_swa``, in torch, on any device. Allocates temporaries."""
     window = fp8.shape[1]
     live = (slots >= 0) & (slots < len(fp8)) & (slots != dummy) & (positions >= 0)
     live[:-window] &= ~((slots[window:] == slots[:-window]) & (positions[window:] - window == positions[:-window]))
@@ -134,7 +135,7 @@ def append_swa_kernel(  # type: ignore[no-untyped-def]
     kv_stride, fp8_row, fp8_ring, rope_row, rope_ring, inv_row, inv_ring, pos_row, pos_ring,
     CODED: tl.constexpr, ROPE: tl.constexpr, CODED_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row of ``kv``; the same bytes as ``_reference``."""
+    """Write one row of ``kv`` per program; the bytes are those of ``_reference``."""
     i = tl.program_id(0)
     slot = tl.load(slots + i)
     position = tl.load(positions + i)
@@ -143,13 +144,13 @@ def append_swa_kernel(  # type: ignore[no-untyped-def]
     later_position = tl.load(positions + i + window, mask=in_launch, other=-1)
     overwritten = (later_slot == slot) & (later_position - window == position)
     live = (slot >= 0) & (slot < rows) & (slot != dummy) & (position >= 0) & (overwritten == 0)
-    # int64 before any stride: a pool may be larger than 2 GiB.
+    # To int64 before multiplying by strides: a pool may be larger than 2 GiB.
     row = tl.where(live, slot, dummy).to(tl.int64)
     ring = tl.where(live, position % window, 0).to(tl.int64)
     source = kv + i.to(tl.int64) * kv_stride
 
-    at = tl.arange(0, CODED_BLOCK)
-    loaded = tl.load(source + at, mask=(at < CODED) & live, other=0.0)
+    index = tl.arange(0, CODED_BLOCK)
+    loaded = tl.load(source + index, mask=(index < CODED) & live, other=0.0)
     bits = loaded.to(tl.int16, bitcast=True).to(tl.int32)
     amax_bits = tl.max(bits & 0x7FFF, axis=0) << 16
     broken = amax_bits >= 0x7F800000  # inf or NaN: a row of zeros, but with a NaN scale
@@ -159,11 +160,11 @@ def append_swa_kernel(  # type: ignore[no-untyped-def]
 
     y_bits = y.to(tl.int32, bitcast=True)
     code = e4m3_magnitude(y_bits & 0x7FFFFFFF) | ((y_bits >> 24) & 0x80)
-    tl.store(fp8 + row * fp8_row + ring * fp8_ring + at, code.to(tl.uint8), mask=at < CODED)
+    tl.store(fp8 + row * fp8_row + ring * fp8_ring + index, code.to(tl.uint8), mask=index < CODED)
 
-    at = tl.arange(0, ROPE_BLOCK)
-    kept = tl.load(source + CODED + at, mask=(at < ROPE) & live, other=0.0)
-    tl.store(rope + row * rope_row + ring * rope_ring + at, kept, mask=at < ROPE)
+    index = tl.arange(0, ROPE_BLOCK)
+    kept = tl.load(source + CODED + index, mask=(index < ROPE) & live, other=0.0)
+    tl.store(rope + row * rope_row + ring * rope_ring + index, kept, mask=index < ROPE)
 
     inverse = tl.where(broken, 0x7FC00000, tl.div_rn(amax, 448.0).to(tl.int32, bitcast=True))
     tl.store(inv_scale + row * inv_row + ring * inv_ring, inverse.to(tl.float32, bitcast=True))

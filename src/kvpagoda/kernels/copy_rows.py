@@ -2,9 +2,9 @@
 
     pairs  (3, 7) (4, 8) (5, 9) (0, 2)   ->   runs  src[3:6] -> dst[7:10],  src[0:1] -> dst[2:3]
 
-Long runs are copied as slices, at the speed of one memcpy each; on a CPU with numba large rows faster, past its caches. Short
-runs are gathered and scattered as integer words, a few hundred KiB at a time, because a slice copy costs about a microsecond
-on the CPU and far more across devices.
+Long runs are copied as slices, each at the speed of one memcpy. On a CPU with numba, large rows are copied faster, with
+stores that bypass the caches. Short runs are gathered and scattered as integer words, a few hundred KiB at a time,
+because a slice copy has an overhead of about a microsecond on the CPU, and far more across devices.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from kvpagoda.kernels.int_views import as_ints, flat_view
 Tensor = torch.Tensor
 
 RUN_NBYTES = 2048
-"""Mean bytes of a run from which slices win on one device (measured: 2 to 4 KiB on an AVX-512 CPU)."""
+"""Mean bytes of a run from which slices are faster on one device (measured: 2 to 4 KiB on an AVX-512 CPU)."""
 CROSSING_NBYTES = 28 << 10
-"""The same between two devices (arithmetic, not measured)."""
+"""Mean bytes of a run from which slices are used between two devices (estimated, not measured)."""
 PAST_CACHES_ROW, PAST_CACHES = 16 << 10, 8 << 20
-"""Bytes of a row, and in all, from which a CPU with numba copies past its caches."""
+"""Least bytes of a row, and of the whole copy, for which a CPU with numba bypasses its caches."""
 STAGE_NBYTES = {"cpu": 512 << 10}
-"""Bytes gathered at a time, by device type of the source; elsewhere 64 MiB."""
+"""Device type of the source -> bytes that are gathered at a time; 64 MiB for other types."""
 
 
 def copy_rows(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
-    """``dst[d] = src[s]`` for every row (s, d) of ``pairs``, bit for bit.
+    """Copy row ``src[s]`` to row ``dst[d]`` for every row (s, d) of ``pairs``, bit for bit.
 
-    ``src`` uint8 ``[N, nbytes]``, ``dst`` uint8 ``[M, nbytes]``: rows may be strided, the bytes of a row are contiguous.
-    ``pairs`` int64 ``[n, 2]`` on the CPU, or on the device that both tables share (then nothing is read back, and all
-    rows are gathered). The ids are not checked: the caller gives ids in range, no destination twice, and no source row
-    that is also a destination when both tables share memory.
+    ``src`` uint8 ``[N, nbytes]``, ``dst`` uint8 ``[M, nbytes]``: rows may be strided, the bytes of a row are
+    contiguous. ``pairs`` int64 ``[n, 2]`` on the CPU, or on the device of both tables (then there is no synchronisation
+    with the host, and all rows are gathered). The ids are not checked: the caller must give ids in range, no
+    destination twice, and, if the tables share memory, no source row that is also a destination.
 
-    Between a device and pinned host memory the copies are asynchronous on the current stream: synchronise before the
-    host reads ``dst`` or reuses ``src``. Raises BadInput for a wrong shape, dtype, stride or device, before anything is
-    written. O(n * nbytes), with at most 64 MiB of temporary memory.
+    Between a device and page-locked host memory the copies are asynchronous on the current stream: synchronise before
+    the host reads ``dst`` or reuses ``src``. Raises BadInput for a wrong shape, dtype, stride or device, before
+    anything is written. O(n * nbytes), with at most 64 MiB of temporary memory.
 
     >>> src, dst = torch.arange(12, dtype=torch.uint8).view(4, 3), torch.zeros(4, 3, dtype=torch.uint8)
     >>> copy_rows(src, dst, torch.tensor([[3, 0], [1, 2]]))
@@ -73,7 +73,7 @@ def _check(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
                 f"got {table.dtype} {list(table.shape)} with strides {table.stride()}"
             )
     if src.shape[1] != dst.shape[1]:
-        raise BadInput(f"copy_rows: rows of {src.shape[1]} bytes cannot go to rows of {dst.shape[1]} bytes")
+        raise BadInput(f"copy_rows: rows of {src.shape[1]} bytes cannot be copied to rows of {dst.shape[1]} bytes")
     if pairs.dtype != torch.int64 or pairs.ndim != 2 or pairs.shape[1] != 2:
         raise BadInput(f"copy_rows: pairs must be int64 [n, 2], got {pairs.dtype} {list(pairs.shape)}")
     if pairs.device.type != "cpu" and not src.device == dst.device == pairs.device:
@@ -81,7 +81,7 @@ def _check(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
 
 
 def _runs(pairs: Tensor) -> NDArray[np.int64]:
-    """int64 ``[k, 3]``: first src row, first dst row and length of each maximal run in which both ids go up by one."""
+    """Return int64 ``[k, 3]``: first src row, first dst row and length of runs in which both ids increase by one."""
     ids: NDArray[np.int64] = pairs.numpy()
     unit_steps = (ids[1:, 0] - ids[:-1, 0] == 1) & (ids[1:, 1] - ids[:-1, 1] == 1)
     starts = np.concatenate([[0], np.flatnonzero(~unit_steps) + 1])
@@ -89,7 +89,7 @@ def _runs(pairs: Tensor) -> NDArray[np.int64]:
 
 
 def _copy_slices(src: Tensor, dst: Tensor, runs: NDArray[np.int64]) -> None:
-    """One slice copy for each run."""
+    """Copy each run (first src row, first dst row, length) as one slice."""
     if src.device.type == dst.device.type == "cpu":
         # NumPy's slice copy has a third of torch's overhead.
         source, target = src.numpy(), dst.numpy()

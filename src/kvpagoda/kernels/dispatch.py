@@ -1,8 +1,8 @@
-"""Which implementation of an operation runs: Triton on a GPU, numba on a CPU where it is installed and the operation has such
-a form, the reference elsewhere.
+"""Choose the implementation of an operation: Triton, numba or the torch reference.
 
-The only file that imports Triton, which is optional. ``KVPAGODA_KERNELS=reference``, ``=numba`` or ``=triton`` forces one; an
-operation without a numba form then runs its reference.
+Triton runs on a GPU, numba on a CPU if it is installed and the operation has a numba form, the reference everywhere
+else. ``KVPAGODA_KERNELS=reference``, ``=numba`` or ``=triton`` forces one of them; with ``=numba``, an operation
+without a numba form runs its reference. This is the only file that imports Triton, which is optional.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ HAS_NUMBA = find_spec("numba") is not None
 
 
 def jit(**options: Any) -> Callable[[Any], Any]:
-    """``triton.jit(**options)``; without Triton the function stays as it is, never to be called."""
+    """Return ``triton.jit(**options)``; without Triton, a decorator that changes nothing (kernels are not called)."""
     decorate: Callable[[Any], Any] = (lambda kernel: kernel) if triton is None else triton.jit(**options)
     return decorate
 
 
 def backend(device_type: str, has_numba: bool = False) -> str:
-    """``"reference"``, ``"triton"`` or, where an operation ``has_numba``, ``"numba"``, for a launch on ``device_type``.
+    """Return the implementation for a launch on ``device_type``: ``"reference"``, ``"triton"`` or ``"numba"``.
 
-    Raises BadInput if the variable names none of them, or names one that is not installed.
+    ``has_numba``: whether the operation has a numba form. Raises BadInput if the environment variable names an unknown
+    implementation, or one that is not installed.
 
     >>> backend("cpu")
     'reference'

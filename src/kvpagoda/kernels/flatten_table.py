@@ -1,4 +1,4 @@
-"""The cells of a block table that are in use, row behind row: FlashInfer's ``kv_indices``, made where they are read.
+"""Flatten a block table: write its used cells row after row, as FlashInfer's ``kv_indices``, on the table's device.
 
 table  | 0 0 7 9 |   starts 8, 0 tokens, blocks of 4   ->   out  7 9 3 ..
        | 3 . . . |   indptr 0, 2, 3
@@ -13,20 +13,22 @@ from kvpagoda.kernels.dispatch import backend, jit, tl, triton
 
 Tensor = torch.Tensor
 CELLS = 1024
-"""Cells that one program copies."""
+"""Number of cells that one program copies."""
 
 
 def flatten_table(table: Tensor, starts: Tensor, indptr: Tensor, out: Tensor, block_size: int) -> None:
-    """``out[indptr[i] : indptr[i + 1]] = table[i, starts[i] // block_size :]``, as many cells as fit there, in place.
+    """Write the used cells of row i of ``table`` to ``out[indptr[i] : indptr[i + 1]]``, in place.
+
+    They begin at ``table[i, starts[i] // block_size]``; their number is ``indptr[i + 1] - indptr[i]``.
 
     ``table``   int32 ``[B, columns]``: rows may be strided, cells of a row are contiguous
     ``starts``  int32 ``[B]``: the position of the first token of each row's first cell
     ``indptr``  int32 ``[B + 1]``, ascending from 0
-    ``out``     int32 ``[n]``, at least ``indptr[-1]`` long; what lies behind that means nothing afterwards
+    ``out``     int32 ``[n]``, at least ``indptr[-1]`` long; the entries after that are undefined afterwards
 
-    All on one device. Nothing is read back, and with Triton nothing is allocated: the launch depends on shapes alone, so
-    that a graph may hold it. Raises BadInput for a wrong shape, dtype, stride or device, before anything is written. The
-    values are not checked. O(cells).
+    All on one device. There is no synchronisation with the host, and with Triton no allocation: the launch depends only
+    on shapes, so a CUDA graph can capture it. Raises BadInput for a wrong shape, dtype, stride or device, before
+    anything is written. The values are not checked. O(cells).
 
     >>> table = torch.tensor([[0, 0, 7, 9], [3, 0, 0, 0]], dtype=torch.int32)
     >>> starts, indptr = (torch.tensor(values, dtype=torch.int32) for values in ([8, 0], [0, 2, 3]))
@@ -59,7 +61,7 @@ def flatten_table(table: Tensor, starts: Tensor, indptr: Tensor, out: Tensor, bl
 
 
 def _reference(table: Tensor, starts: Tensor, indptr: Tensor, out: Tensor, block_size: int) -> None:
-    """What ``flatten_table`` writes, by definition: in torch, on any device. Allocates temporaries."""
+    """The definition of ``flatten_table``, in torch, on any device. Allocates temporaries."""
     place = torch.arange(len(out), dtype=torch.int32, device=out.device)
     row = torch.searchsorted(indptr[1:], place, right=True).clamp(max=len(table) - 1)
     column = place - indptr[row] + starts[row] // block_size
@@ -67,7 +69,7 @@ def _reference(table: Tensor, starts: Tensor, indptr: Tensor, out: Tensor, block
 
 
 def _triton(table: Tensor, starts: Tensor, indptr: Tensor, out: Tensor, block_size: int) -> None:
-    """Launch the kernel, one program for each ``CELLS`` cells that a row may have."""
+    """Launch the kernel, one program for each row and ``CELLS`` of its columns."""
     grid = len(table), triton.cdiv(table.shape[1], CELLS)
     with torch.cuda.device_of(table):  # type: ignore[no-untyped-call]
         flatten_table_kernel[grid](table, starts, indptr, out, table.stride(0), block_size, CELLS=CELLS, num_warps=4)
@@ -75,11 +77,11 @@ def _triton(table: Tensor, starts: Tensor, indptr: Tensor, out: Tensor, block_si
 
 @jit()
 def flatten_table_kernel(table, starts, indptr, out, stride, block_size, CELLS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program per row and ``CELLS`` of its cells."""
+    """Copy up to ``CELLS`` cells of one row per program."""
     row = tl.program_id(0)
     begin, end = tl.load(indptr + row), tl.load(indptr + row + 1)
     cells = tl.program_id(1) * CELLS + tl.arange(0, CELLS)
     here = cells < end - begin
-    # int64 before the stride: a table may have more than 2^31 cells.
+    # To int64 before multiplying by the stride: a table may have more than 2^31 cells.
     source = table + row.to(tl.int64) * stride + tl.load(starts + row) // block_size
     tl.store(out + begin + cells, tl.load(source + cells, mask=here), mask=here)

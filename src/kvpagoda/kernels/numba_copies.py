@@ -1,7 +1,8 @@
-"""Copies of long rows on a CPU, compiled by numba, that leave its caches as they are.
+"""Copies of long rows on a CPU, compiled by numba, with non-temporal stores that bypass the caches.
 
-A store as others make it reads its line first, and what is copied drives out what is needed next. These stores do neither, so
-that many blocks are copied faster than by one memcpy each; a few are better left in a cache for who reads them.
+A normal store first reads its cache line, and the copied bytes evict other data from the caches. Non-temporal stores do
+neither, so that copies of many blocks are faster than one memcpy per block. For a few blocks normal stores are better,
+because the blocks are then still in a cache when they are read.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from kvpagoda.kernels.numba_lanes import fetch
 instruction: Callable[[Any], Any] = intrinsic
 compiled: Callable[[Any], Any] = njit(cache=True, error_model="numpy")
 LINE, LINES, AHEAD = 64, 4, 1024
-"""Bytes of a line of the caches, lines that are copied at once, and bytes from these to those that are asked for."""
+"""Bytes of a cache line, lines that are copied at once, and the distance in bytes of the prefetch."""
 
 
 @instruction
 def _stream(typingctx: Any, source: Any, start: Any, target: Any, at: Any) -> Any:
-    """Copy ``LINES`` lines of the flat uint8 array ``source`` from ``start`` to ``target`` at ``at``, where a line begins."""
+    """Copy ``LINES`` cache lines of the flat uint8 array ``source`` from byte ``start`` to byte ``at`` of ``target``.
+
+    A cache line must begin at byte ``at``.
+    """
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         line, mark = ir.VectorType(ir.IntType(8), LINE), b.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
@@ -43,7 +47,7 @@ def _stream(typingctx: Any, source: Any, start: Any, target: Any, at: Any) -> An
 
 @instruction
 def _settle(typingctx: Any) -> Any:
-    """Let no later store overtake these."""
+    """Insert a fence, so that no later store becomes visible before the non-temporal ones."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         b.fence("seq_cst")
@@ -54,8 +58,10 @@ def _settle(typingctx: Any) -> Any:
 
 @compiled
 def copy_spans(source: Any, target: Any, spans: Any, nbytes: int) -> None:
-    """Copy ``nbytes`` of the flat uint8 array ``source`` to ``target`` for each row of int64 ``spans`` ``[n, 2]``: from which
-    byte, and to which."""
+    """Copy ``nbytes`` bytes of the flat uint8 array ``source`` to ``target`` for each row of ``spans``.
+
+    ``spans``: int64 ``[n, 2]``, first byte in ``source`` and first byte in ``target``.
+    """
     begin = target.ctypes.data
     for n in range(len(spans)):
         start, at = spans[n, 0], spans[n, 1]

@@ -1,7 +1,7 @@
-"""Append rows to packed pages and gather them back, for every packed format: one launch each.
+"""Append rows to packed pages and gather rows from them, for every packed format, in one launch each.
 
-One program handles one vector: the row of one token, head and cell (K or V; formats of MLA and indexers have one). Each part
-of a row has its place in the page (``layouts.packings``), which the kernel is compiled for:
+One program handles one vector: the row of one token, head and cell (K or V; formats of MLA and indexers have one cell).
+The kernel is compiled for the places of the parts of a row in the page (``layouts.packings``):
 
     rows[i] -> codes, scales, kept  ->  pages[slots[i] // N]: row slots[i] mod N        a slot out of range: no row
 """
@@ -46,12 +46,13 @@ def append_rows(
     ``slots``  int32 or int64 ``[n]``: page * page_size + row; no slot twice
     ``pages``  uint8 ``[pages, stride]``: at least the payload; the stride and the start are multiples of 4 bytes
 
-    All on one device. The bytes are those of ``pack``, with two differences, because a launch can refuse nothing: a row with
-    inf or NaN that ``pack`` refuses gets codes 0 and NaN scales, and every bfloat16 is read exactly. Other bytes of ``pages``
-    stay as they are. With Triton the launch allocates nothing and reads nothing back; it can be captured and replayed.
+    All on one device. The bytes are those of ``pack`` with two differences. A row with inf or NaN that ``pack`` refuses
+    gets codes 0 and NaN scales, because a launch cannot raise; and every bfloat16 is read exactly. Other bytes of
+    ``pages`` stay as they are. With Triton the launch allocates nothing and does not synchronise with the host; a CUDA
+    graph can capture it.
 
-    Raises BadInput for an unknown format or dialect and a wrong shape, dtype, stride or device, before anything is written.
-    O(n * D).
+    Raises BadInput for an unknown format or dialect and a wrong shape, dtype, stride or device, before anything is
+    written. O(n * D).
 
     >>> pages = torch.zeros(2, 1168, dtype=torch.uint8)
     >>> rows, slots = torch.ones(2, 512, dtype=torch.bfloat16), torch.tensor([3, -1])
@@ -94,10 +95,11 @@ def gather_rows(
     dialect: str | None = None,
     head_dim: int | None = None,
 ) -> None:
-    """Write the numbers in slot ``slots[i]`` of ``pages`` to row i of ``out``, in place; zeros for a slot out of range.
+    """Decode the row in slot ``slots[i]`` of ``pages`` into row i of ``out``, in place; zeros for a slot out of range.
 
-    ``out`` bfloat16 or float32 ``[n, D]``; its rows may be strided. The rest is as for ``append_rows``; a slot may stand there
-    several times. Each number is code times scale in float32, rounded once to ``out``'s dtype. O(n * D).
+    ``out`` bfloat16 or float32 ``[n, D]``; its rows may be strided. The other arguments and errors are as for
+    ``append_rows``, but a slot may occur several times. Each number is code times scale in float32, rounded once to
+    ``out``'s dtype. O(n * D).
     """
     chosen = _as_written(format, dialect, head_dim)
     heads = _check("gather_rows", out, slots, pages, chosen, page_size)
@@ -118,7 +120,7 @@ def gather_rows(
 
 
 def _gathered(slots: Tensor, pages: Tensor, page_size: int, dialect: Dialect, heads: int, dtype: torch.dtype) -> Tensor:
-    """The reference of ``gather_rows``: the rows, new."""
+    """Return the rows in ``slots`` as a new tensor: the reference of ``gather_rows``."""
     live = (slots >= 0) & (slots < len(pages) * page_size)
     slot = torch.where(live, slots, 0).long()
     places = views(pages, dialect.packing, page_size, heads)
@@ -127,14 +129,16 @@ def _gathered(slots: Tensor, pages: Tensor, page_size: int, dialect: Dialect, he
 
 
 def round_trip(rows: Tensor, encoding: PackedRow) -> Tensor:
-    """bfloat16 ``rows`` ``[n, D]`` as they read back once they were appended: float32 ``[n, D]``, new. O(n * D)."""
+    """Return new float32 ``[n, D]``: bfloat16 ``rows`` ``[n, D]`` after an append and a gather. O(n * D)."""
     chosen = _as_written(encoding.format, encoding.dialect, encoding.head_dim)
     return decode_rows(encode_rows(rows, chosen, rows.shape[1] // chosen.packing.width), chosen, torch.float32)
 
 
 def decode_parts(encoding: PackedRow, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The rows ``[.., D]`` of ``dtype`` whose codes, kept elements and scales ``parts`` ``[.., n]`` are, as ``encoding`` lists
-    them; of formats without heads. O(elements)."""
+    """Return the rows ``[.., D]`` of ``dtype`` that ``parts`` encode; only for formats without heads.
+
+    ``parts``: codes, kept elements and scales, each ``[.., n]``, in the order of ``encoding.parts``. O(elements).
+    """
     names, lead = ("codes", "kept", "scales") if encoding.kept else ("codes", "scales"), parts[0].shape[:-1]
     flat = (part.contiguous().view(torch.uint8).view(lead.numel(), 1, 1, -1) for part in parts)
     rows = decode_rows(dict(zip(names, flat)), _as_written(encoding.format, encoding.dialect, None), dtype)
@@ -143,17 +147,17 @@ def decode_parts(encoding: PackedRow, parts: Sequence[Tensor], dtype: torch.dtyp
 
 @lru_cache(maxsize=64)
 def _as_written(format: str, dialect: str | None, head_dim: int | None) -> Dialect:
-    """The dialect as a launch can write it: nothing is refused, and bfloat16 are read as every device reads them."""
+    """Return the dialect as a launch can write it: it refuses no row, and reads every bfloat16 exactly."""
     chosen = dialect_for_heads(format, dialect, head_dim)
     marks = "marked" if chosen.rule.non_finite == "refused" else chosen.rule.non_finite
     return replace(chosen, rule=replace(chosen.rule, non_finite=marks, subnormals="exact"))
 
 
 def _check(name: str, rows: Tensor, slots: Tensor, pages: Tensor, dialect: Dialect, page_size: int) -> int:
-    """The number of heads; raises BadInput unless the arguments are what ``name`` takes."""
+    """Return the number of heads. Raises BadInput unless operation ``name`` takes the arguments."""
     width, cells = dialect.packing.width, dialect.packing.cells
     if page_size < 1 or rows.ndim != 2 or rows.shape[1] < width or rows.shape[1] % width:
-        raise BadInput(f"{name}: rows of this format are [n, {width}], pages hold at least one; got {list(rows.shape)}")
+        raise BadInput(f"{name}: rows are [n, {width}], page_size at least 1; got {list(rows.shape)}, {page_size}")
     heads = rows.shape[1] // width
     if heads > 1 and cells == 1:
         raise BadInput(f"{name}: rows of this format are [n, {width}], got {list(rows.shape)}")
@@ -166,7 +170,7 @@ def _check(name: str, rows: Tensor, slots: Tensor, pages: Tensor, dialect: Diale
             f"got {pages.dtype} {list(pages.shape)}"
         )
     if not rows.device == slots.device == pages.device:
-        raise BadInput(f"{name}: one device, got {rows.device}, {slots.device}, {pages.device}")
+        raise BadInput(f"{name}: tensors must be on one device, got {rows.device}, {slots.device}, {pages.device}")
     steps = (pages.stride(0), pages.storage_offset())
     if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in (rows, slots, pages)) or any(step % 4 for step in steps):
         raise BadInput(f"{name}: last axes must be contiguous, and pages begin at multiples of 4 bytes, got {steps}")
@@ -175,29 +179,32 @@ def _check(name: str, rows: Tensor, slots: Tensor, pages: Tensor, dialect: Diale
 
 @lru_cache(maxsize=256)
 def _compiled(dialect: Dialect, page_size: int, heads: int, half: bool | None = None) -> tuple[Any, Any]:
-    """The loop that numba compiles to append, or with ``half`` to gather, and where parts lie in such pages."""
+    """Return the loop that numba compiles and the places of the parts. ``half``: None to append, else to gather."""
     from kvpagoda.kernels import packed_rows_cpu as cpu
 
-    at = dialect, page_size, heads
-    constants = vars(append_constants(*at) if half is None else gather_constants(*at, half))
-    where = {name: constants.get(name.upper(), 0) for name in cpu.Parts._fields}
-    of_loop = {name: constant for name, constant in constants.items() if name.lower() not in where}
-    return cpu.vector_loop(json.dumps(of_loop)), cpu.Parts(**where)
+    arguments = dialect, page_size, heads
+    constants = vars(append_constants(*arguments) if half is None else gather_constants(*arguments, half))
+    places = {name: constants.get(name.upper(), 0) for name in cpu.Parts._fields}
+    of_loop = {name: constant for name, constant in constants.items() if name.lower() not in places}
+    return cpu.vector_loop(json.dumps(of_loop)), cpu.Parts(**places)
 
 
 def _loop(rows: Tensor, slots: Tensor, pages: Tensor, loop: Any, parts: Any) -> Tensor:
-    """Run what ``_compiled`` gives; int64 numbers of the rows that are left to the reference. ``rows``: int16 or float32."""
+    """Run the loop of ``_compiled``. Return the int64 indices of the rows that the reference must process.
+
+    ``rows``: float32, or bfloat16 viewed as int16.
+    """
     numbers = flat_view(rows).numpy()
     numbers = numbers.view(np.uint16) if rows.dtype == torch.int16 else numbers
-    where = parts._replace(rows=rows.stride(0), pages=pages.stride(0), slots=len(pages) * parts.page)
-    return torch.from_numpy(loop(numbers, flat_view(pages).numpy(), slots.numpy(), where))
+    places = parts._replace(rows=rows.stride(0), pages=pages.stride(0), slots=len(pages) * parts.page)
+    return torch.from_numpy(loop(numbers, flat_view(pages).numpy(), slots.numpy(), places))
 
 
 def _launch(kernel: Any, rows: Tensor, slots: Tensor, pages: Tensor, constants: Constants) -> None:
-    """One program for each row, head and cell. Raises BadInput for groups of a number that is no power of two."""
+    """Launch ``kernel``, one program per row, head and cell. Raises BadInput if a group's size is no power of two."""
     group = constants.GROUP
     if group & (group - 1):
-        raise BadInput(f"groups of {group} elements are no power of two; KVPAGODA_KERNELS=reference takes them")
+        raise BadInput(f"groups of {group} elements: not a power of two; set KVPAGODA_KERNELS=reference for them")
     vectors, num_slots = constants.HEADS * constants.CELLS, len(pages) * constants.PAGE
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         kernel[(len(rows) * vectors,)](
@@ -206,7 +213,7 @@ def _launch(kernel: Any, rows: Tensor, slots: Tensor, pages: Tensor, constants: 
 
 
 class Constants(SimpleNamespace):
-    """What a kernel is compiled for: nobody changes it."""
+    """The compile-time constants of a kernel. Hashable, so they must not change."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash((*vars(self).values(),))
@@ -214,18 +221,18 @@ class Constants(SimpleNamespace):
 
 @lru_cache(maxsize=256)
 def append_constants(dialect: Dialect, page_size: int, heads: int) -> Constants:
-    """What ``append_rows_kernel`` is compiled for. The same object each time."""
+    """Return the constants of ``append_rows_kernel``: the same object for the same arguments."""
     return Constants(**_geometry(dialect, page_size, heads), **_rule_constants(dialect.rule))
 
 
 @lru_cache(maxsize=256)
 def gather_constants(dialect: Dialect, page_size: int, heads: int, half: bool) -> Constants:
-    """The same of ``gather_rows_kernel``; ``half``: to bfloat16."""
+    """Return the constants of ``gather_rows_kernel``. ``half``: whether the output is bfloat16, else float32."""
     return Constants(**_geometry(dialect, page_size, heads), HALF=half)
 
 
 def _geometry(dialect: Dialect, page_size: int, heads: int) -> dict[str, Any]:
-    """Where the parts of a row lie, and what they are."""
+    """Return the constants for the places of the parts of a row, and for its codes and scales."""
     packing, rule = dialect.packing, dialect.rule
     places = packing.places(page_size)
     codes, scales, kept = (places.get(part, places["codes"]) for part in ("codes", "scales", "kept"))
@@ -240,7 +247,7 @@ def _geometry(dialect: Dialect, page_size: int, heads: int) -> dict[str, Any]:
 
 
 def _rule_constants(rule: Rule) -> dict[str, Any]:
-    """What only writing depends on."""
+    """Return the constants that only writing needs: how scales and codes are computed."""
     return {
         "TOP": rule.top, "FLOOR": int(torch.tensor(rule.floor, dtype=torch.float32).view(torch.int32)),
         "FLOORS_SCALE": rule.floor_on == "scale", "POWER_OF_TWO": rule.has_power_of_two_scales,

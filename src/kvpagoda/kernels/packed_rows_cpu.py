@@ -1,8 +1,8 @@
-"""``append_rows`` and ``gather_rows`` compiled for the CPU by numba: the bytes of the reference.
+"""``append_rows`` and ``gather_rows`` compiled for the CPU by numba. The bytes are those of the reference.
 
-A loop is compiled once for each rule and size of group, and kept on disk for as long as nothing changes that it is made of.
-Where the parts of a row lie it is told in each call. A row that is odd, as ``packed_vectors`` says, is left to the reference;
-there are hardly any.
+One loop is compiled for each rule and group size, and cached on disk until its source changes. The places of the parts
+of a row are arguments of each call (``Parts``). The few rows that ``packed_vectors`` reports as odd are left to the
+reference.
 """
 
 from __future__ import annotations
@@ -23,13 +23,18 @@ from kvpagoda.kernels.packed_vectors import ask, read_vectors, write_codes, writ
 
 compiled: Callable[[Any], Any] = njit(cache=True, error_model="numpy")
 TOGETHER, AHEAD, PLACES = 256, 4096, 64
-"""Elements of the vectors that are worked on at once, and from these to those whose memory is asked for; of how many vectors
-the places are kept, at least four times as many as are worked on at once."""
+"""Elements of the vectors that are processed in one step, elements to prefetch ahead, and rows of the ring ``places``.
+
+The ring has at least four times as many rows as there are vectors in one step.
+"""
 
 
 class Parts(NamedTuple):
-    """Where the parts of a row lie: what ``packed_rows`` calls the same in capitals. ``width`` elements of a vector, ``rows``
-    of them from row to row, ``pages`` bytes from page to page, ``slots`` of them in all."""
+    """The places of the parts of a row: the constants of ``packed_rows`` with the same names in capitals.
+
+    ``width``: elements of a vector. ``rows``: elements from row to row. ``pages``: bytes from page to page. ``slots``:
+    number of slots in all pages.
+    """
 
     page: int
     heads: int
@@ -49,17 +54,17 @@ class Parts(NamedTuple):
 
 @lru_cache(maxsize=256)
 def vector_loop(constants: str) -> Any:
-    """The compiled loop that writes rows, or reads them where ``constants``, in JSON, have ``HALF``.
+    """Return the compiled loop that writes rows, or reads them if ``constants`` (JSON) has ``HALF``.
 
-    It takes (numbers: a flat array, uint16 or float32, pages: flat uint8, slots, ``Parts``) and returns int64: the rows that
-    are odd, and those they were worked on with. Rows lie anywhere, and each would be waited for longer than it is worked on:
-    its memory is asked for ahead. After the last row it is that one again.
+    The loop takes (numbers: flat array, uint16 or float32, pages: flat uint8, slots, ``Parts``). It returns, as int64,
+    the indices of the odd rows and of rows processed together with them. Rows are scattered over memory and waiting for
+    one takes longer than processing it, so their memory is prefetched; after the last row, the last row again.
     """
     c = json.loads(constants)
     reads, groups, width = "HALF" in c, c["GROUPS"], c["GROUPS"] * c["GROUP"] + c["KEPT"]
     together = 1 if reads else 1 << min(max(TOGETHER // width, 1), PLACES // 8).bit_length() - 1
     ahead = together * max(1, min(AHEAD // width, PLACES // 2) // together)
-    # numba finds what it compiled by the date of this file and by what the loop encloses
+    # numba looks up its disk cache by the date of this file and the values that the loop encloses
     source = zlib.crc32((inspect.getsource(numba_lanes) + inspect.getsource(packed_vectors)).encode())
     constants = json.dumps({**c, "TOGETHER": together, "SOURCE": source})
 
@@ -71,7 +76,7 @@ def vector_loop(constants: str) -> Any:
             elif reads:
                 numbers[i * p.rows : i * p.rows + vectors * p.width] = 0
         odd, places = np.zeros(len(slots), np.bool_), np.empty((PLACES, 5), np.int64)
-        at = np.array([v // p.heads * p.cell_stride + v % p.heads * p.head_stride for v in range(vectors)])
+        offsets = np.array([v // p.heads * p.cell_stride + v % p.heads * p.head_stride for v in range(vectors)])
         factors = np.empty(2 * PLACES * groups, np.float32)
         i, vector, found, data, scales = -1, vectors - 1, 0, 0, 0
         for first in range(-ahead if live else 0, live * vectors, together):
@@ -83,27 +88,27 @@ def vector_loop(constants: str) -> Any:
                         found, i = found + 1, i + 1
                         while slots[i] < 0 or slots[i] >= p.slots:
                             i += 1
-                        page = np.int64(np.uint64(slots[i]) // np.uint64(p.page))  # faster than with a sign
+                        page = np.int64(np.uint64(slots[i]) // np.uint64(p.page))  # faster than signed division
                         within, page = slots[i] - page * p.page, page * p.pages
                         data, scales = page + within * p.data_row, page + within * p.scales_row + p.scales_at
                 place = n & PLACES - 1
                 places[place, 0] = i * p.rows + vector * p.width
-                places[place, 1] = data + at[vector] + p.codes_at
-                places[place, 2] = scales + at[vector]
-                places[place, 3] = data + at[vector] + p.kept_at
+                places[place, 1] = data + offsets[vector] + p.codes_at
+                places[place, 2] = scales + offsets[vector]
+                places[place, 3] = data + offsets[vector] + p.kept_at
                 places[place, 4] = i
                 ask(numbers, pages, factors, places, place, constants)
-            place, behind = first & PLACES - 1, first + together & PLACES - 1
+            place, following = first & PLACES - 1, first + together & PLACES - 1
             if reads:
                 if first >= 0 and read_vectors(numbers, pages, factors, places, place, constants):
                     odd[places[place, 4]] = True
                 continue
-            if first + together >= 0 and write_scales(numbers, pages, factors, places, behind, constants):
-                odd[places[behind : behind + together, 4]] = True
+            if first + together >= 0 and write_scales(numbers, pages, factors, places, following, constants):
+                odd[places[following : following + together, 4]] = True
             if first >= 0:
                 write_codes(numbers, pages, factors, places, place, constants)
         return np.flatnonzero(odd)
 
-    # what several processes kept on disk is told apart by names alone once it is in one process
+    # loops that several processes cached on disk are told apart only by name once one process has loaded them
     loop.__name__ = loop.__qualname__ = f"loop_{blake2b(constants.encode(), digest_size=12).hexdigest()}"
     return compiled(loop)

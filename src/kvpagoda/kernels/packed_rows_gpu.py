@@ -1,4 +1,4 @@
-"""The Triton kernels of ``append_rows`` and ``gather_rows``: the bytes of the reference, compiled for its constants ``C``."""
+"""The Triton kernels of ``append_rows`` and ``gather_rows``, compiled for constants ``C``: the reference's bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpagoda.kernels.small_float_bits import (
 
 @jit()
 def _scales(amax, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int32 bits of amax -> (s float32, what is stored as int32: a byte or the bits of a float32), as ``scales_of``."""
+    """int32 bits of amax -> (s float32, s as stored, int32: a byte or the bits of a float32), as in ``scales_of``."""
     if C.POWER_OF_TWO:
         CARRY: tl.constexpr = 0x1FFFFF if C.CODES == "e4m3" else 0x3FFFFF  # of 448 = 1.75 * 2^8, 6 = 1.5 * 2^2
         LESS: tl.constexpr = 8 if C.CODES == "e4m3" else 2
@@ -48,7 +48,7 @@ def _scales(amax, C: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit()
 def _codes(y, x, s, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 in units of their scale -> int32 codes, as ``quantise``."""
+    """float32 in units of their scale -> int32 codes, as in ``quantise``."""
     bits = y.to(tl.int32, bitcast=True)
     a = bits & 0x7FFFFFFF
     if C.CODES == "e4m3" or C.CODES == "e2m1":
@@ -57,7 +57,7 @@ def _codes(y, x, s, C: tl.constexpr):  # type: ignore[no-untyped-def]
             a -= tl.where((a > 0) & (a < 0x7F800000), 1, 0)
         code = e4m3_magnitude(a) if C.CODES == "e4m3" else e2m1_magnitude(a)
         code |= tl.where(bits < 0, SIGN, 0)
-        if not C.MARKS:  # NaN: the sign of x's own, + of the scale's, - where 0 * inf or inf / inf made it
+        if not C.MARKS:  # NaN gets the sign of x if x is NaN, + if the scale is NaN, - after 0 * inf or inf / inf
             negative = tl.where(x != x, x.to(tl.int32, bitcast=True) < 0, s == s)
             code = tl.where(y != y, tl.where(negative, SIGN, 0) | (0x7F if C.CODES == "e4m3" else 0), code)
         if not C.SIGNED_ZERO:
@@ -73,19 +73,19 @@ def _codes(y, x, s, C: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit()
 def _store_codes(target, code, group, inside, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int32 codes [groups, elements] as bytes; two a byte where they have 4 bits, the even element low."""
+    """Store int32 codes [groups, elements] as bytes; codes of 4 bits two per byte, the even element low."""
     if C.CODES == "e2m1" or C.CODES == "int4":
         low, high = tl.split(tl.reshape(code, (C.GROUPS_BLOCK, C.GROUP // 2, 2)))
-        at = group[:, None] * (C.GROUP // 2) + tl.arange(0, C.GROUP // 2)[None, :]
-        tl.store(target + at, (low | (high << 4)).to(tl.uint8), mask=inside)
+        index = group[:, None] * (C.GROUP // 2) + tl.arange(0, C.GROUP // 2)[None, :]
+        tl.store(target + index, (low | (high << 4)).to(tl.uint8), mask=inside)
     else:
-        at = group[:, None] * C.GROUP + tl.arange(0, C.GROUP)[None, :]
-        tl.store(target + at, code.to(tl.uint8), mask=inside)
+        index = group[:, None] * C.GROUP + tl.arange(0, C.GROUP)[None, :]
+        tl.store(target + index, code.to(tl.uint8), mask=inside)
 
 
 @jit()
 def _store_scales(target, stored, group, live, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One scale a group at its place, and zeros where the format pads them."""
+    """Store the scale of each group at its place, and zeros in the padding after them."""
     if C.SCALE == "float32":
         tl.store(target.to(tl.pointer_type(tl.int32)) + group, stored, mask=(group < C.GROUPS) & live)
     else:
@@ -96,11 +96,11 @@ def _store_scales(target, stored, group, live, C: tl.constexpr):  # type: ignore
 
 @jit()
 def _vector(numbers, slots, pages, num_slots, numbers_stride, page_stride, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a program works on: whether its slot is one, its ``C.WIDTH`` numbers, and where its data and its scales begin."""
+    """Return a program's work: is its slot in range, pointers to its ``C.WIDTH`` numbers, its data and its scales."""
     i, vector = tl.program_id(0) // (C.HEADS * C.CELLS), tl.program_id(0) % (C.HEADS * C.CELLS)
     head, cell = vector // C.CELLS, vector % C.CELLS
     slot = tl.load(slots + i)
-    # int64 before any stride: a pool may be larger than 2 GiB.
+    # To int64 before multiplying by strides: a pool may be larger than 2 GiB.
     page = pages + (slot // C.PAGE).to(tl.int64) * page_stride + head * C.HEAD_STRIDE + cell * C.CELL_STRIDE
     row = (slot % C.PAGE).to(tl.int64)
     mine = numbers + i.to(tl.int64) * numbers_stride + (cell * C.HEADS + head) * C.WIDTH
@@ -109,13 +109,13 @@ def _vector(numbers, slots, pages, num_slots, numbers_stride, page_stride, C: tl
 
 @jit(do_not_specialize=["num_slots"])
 def append_rows_kernel(rows, slots, pages, num_slots, rows_stride, page_stride, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program for each row, head and cell; the same bytes as the reference."""
+    """Write one row, head and cell per program; the bytes are those of the reference."""
     live, source, data, scales = _vector(rows, slots, pages, num_slots, rows_stride, page_stride, C)
     group = tl.arange(0, C.GROUPS_BLOCK)
-    at = group[:, None] * C.GROUP + tl.arange(0, C.GROUP)[None, :]
+    index = group[:, None] * C.GROUP + tl.arange(0, C.GROUP)[None, :]
     inside = (group < C.GROUPS)[:, None] & live
 
-    loaded = tl.load(source + at, mask=inside, other=0.0)
+    loaded = tl.load(source + index, mask=inside, other=0.0)
     bits = loaded.to(tl.int16, bitcast=True).to(tl.int32) << 16
     sizes = bits & 0x7FFFFFFF
     if C.SKIPS_NAN:
@@ -123,7 +123,7 @@ def append_rows_kernel(rows, slots, pages, num_slots, rows_stride, page_stride, 
     amax = tl.max(sizes, axis=1)
     s, stored = _scales(amax, C)
     x = bits.to(tl.float32, bitcast=True)
-    if C.POWER_OF_TWO or C.RECIPROCAL:  # x times the reciprocal of a power of two is x divided by it
+    if C.POWER_OF_TWO or C.RECIPROCAL:  # for a power of two, x * (1 / s) equals x / s
         y = x * tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)[:, None]
     else:
         y = tl.div_rn(x, tl.broadcast_to(s[:, None], x.shape))
@@ -138,22 +138,22 @@ def append_rows_kernel(rows, slots, pages, num_slots, rows_stride, page_stride, 
     _store_codes(data + C.CODES_AT, code, group, inside, C)
     _store_scales(scales, stored, group, live, C)
     if C.KEPT > 0:
-        at = tl.arange(0, C.KEPT)
-        kept = tl.load(source + C.GROUPS * C.GROUP + at, mask=live, other=0.0).to(tl.int16, bitcast=True)
+        index = tl.arange(0, C.KEPT)
+        kept = tl.load(source + C.GROUPS * C.GROUP + index, mask=live, other=0.0).to(tl.int16, bitcast=True)
         if C.KEPT_NBYTES == 2:
-            tl.store((data + C.KEPT_AT).to(tl.pointer_type(tl.int16)) + at, kept, mask=live)
+            tl.store((data + C.KEPT_AT).to(tl.pointer_type(tl.int16)) + index, kept, mask=live)
         else:
             a = (kept.to(tl.int32) << 16) & 0x7FFFFFFF
             code = tl.where(a > 0x7F800000, 0x7F, e4m3_magnitude(a)) | ((kept.to(tl.int32) >> 8) & 0x80)
-            tl.store(data + C.KEPT_AT + at, code.to(tl.uint8), mask=live)
+            tl.store(data + C.KEPT_AT + index, code.to(tl.uint8), mask=live)
 
 
 @jit(do_not_specialize=["num_slots"])
 def gather_rows_kernel(out, slots, pages, num_slots, out_stride, page_stride, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program for each row, head and cell; the same numbers as the reference. C.HALF: ``out`` is bfloat16 as int16."""
+    """Read one row, head and cell per program, as the reference does. C.HALF: ``out`` is bfloat16 viewed as int16."""
     live, target, data, scales = _vector(out, slots, pages, num_slots, out_stride, page_stride, C)
     group = tl.arange(0, C.GROUPS_BLOCK)
-    at = group[:, None] * C.GROUP + tl.arange(0, C.GROUP)[None, :]
+    index = group[:, None] * C.GROUP + tl.arange(0, C.GROUP)[None, :]
     inside = (group < C.GROUPS)[:, None]
 
     if C.CODES == "e2m1" or C.CODES == "int4":
@@ -161,7 +161,7 @@ def gather_rows_kernel(out, slots, pages, num_slots, out_stride, page_stride, C:
         byte = tl.load(data + C.CODES_AT + pairs, mask=inside & live, other=0).to(tl.int32)
         code = tl.reshape(tl.join(byte & 0xF, byte >> 4), (C.GROUPS_BLOCK, C.GROUP))
     else:
-        code = tl.load(data + C.CODES_AT + at, mask=inside & live, other=0).to(tl.int32)
+        code = tl.load(data + C.CODES_AT + index, mask=inside & live, other=0).to(tl.int32)
     if C.CODES == "e4m3":
         value = e4m3_value(code)
     elif C.CODES == "e2m1":
@@ -178,15 +178,15 @@ def gather_rows_kernel(out, slots, pages, num_slots, out_stride, page_stride, C:
         s = e8m0_value(stored) if C.SCALE == "e8m0" else e4m3_value(stored)
     value = value * s[:, None]
     if C.HALF:
-        tl.store(target + at, bfloat16_bits(value).to(tl.int16), mask=inside)
+        tl.store(target + index, bfloat16_bits(value).to(tl.int16), mask=inside)
     else:
-        tl.store(target + at, value, mask=inside)
+        tl.store(target + index, value, mask=inside)
     if C.KEPT > 0:
-        at = tl.arange(0, C.KEPT)
+        index = tl.arange(0, C.KEPT)
         if C.KEPT_NBYTES == 2:
-            kept = tl.load((data + C.KEPT_AT).to(tl.pointer_type(tl.int16)) + at, mask=live, other=0)
+            kept = tl.load((data + C.KEPT_AT).to(tl.pointer_type(tl.int16)) + index, mask=live, other=0)
             wide = (kept.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         else:
-            wide = e4m3_value(tl.load(data + C.KEPT_AT + at, mask=live, other=0).to(tl.int32))
+            wide = e4m3_value(tl.load(data + C.KEPT_AT + index, mask=live, other=0).to(tl.int32))
             kept = bfloat16_bits(wide).to(tl.int16)
-        tl.store(target + C.GROUPS * C.GROUP + at, kept if C.HALF else wide)
+        tl.store(target + C.GROUPS * C.GROUP + index, kept if C.HALF else wide)

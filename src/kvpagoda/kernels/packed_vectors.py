@@ -1,10 +1,10 @@
-"""Vectors of packed formats as LLVM instructions, for loops that numba compiles: the elements of a row are read, cast and
-written side by side.
+"""SIMD instructions (LLVM) that read, cast and write vectors of packed formats, for loops that numba compiles.
 
-    bfloat16  ->  amax of each group  ->  scales, factors      write_scales
-              ->  times or by the factor  ->  codes            write_codes, a step later, so that no scale is waited for
+    bfloat16  ->  amax of each group  ->  scales, factors              write_scales
+              ->  multiplied or divided by the factor  ->  codes       write_codes, one step later: no wait for scales
 
-The casts are those of ``formats/small_floats.py``, for finite elements of groups whose scale is no odd one.
+The casts are those of ``formats/small_floats.py``, for finite elements of groups with ordinary scales. Rows with other
+elements or scales are *odd*: these functions report them, and the reference processes them.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from numba.extending import intrinsic
 from kvpagoda.kernels.numba_lanes import F16, F32, I8, I16, I32, Lanes, fetch, load, store
 
 SIDE = 32
-"""Elements that are cast side by side."""
+"""Elements that are cast by one instruction."""
 INFINITY_BITS, LEAST_BITS, LARGE_BITS = 0x7F800000, 0x00800000, 227 << 23
-"""Bits of float32: of infinity, of the least number that is a normal one, and of 2^100."""
+"""Bits of float32: of infinity, of the least normal number, and of 2^100."""
 LOW_PLACES = {"e4m3": (20, 121, 0x7E), "e2m1": (22, 127, 7)}
-"""Of each small float: places of a float32's mantissa that it drops, the exponent byte of its least normal number, and the
-code of its largest."""
+"""Small float -> (float32 mantissa bits that it drops, exponent byte of its least normal number, its top code)."""
 HALVES = {"e4m3": (7, 8), "e2m1": (9, 14)}
-"""Of each small float: places from its bits to those of a float16, which is so much smaller, as an exponent."""
+"""Small float -> (shift that makes its bits those of a float16, exponent of 2 by which that float16 is too small)."""
 BYTES = "e4m3", "int8"
-"""Codes of a byte; of the others two lie in one."""
+"""Codes of 8 bits; of other codes a byte holds two."""
 
 
 def _steps(a: Lanes, codes: str) -> tuple[Lanes, Lanes]:
-    """Bits of |x| -> (the octave of each, as bits; bits that end in how many steps of that octave x has, ties to even).
+    """Bits of |x| -> (octave of each, as bits; bits whose last ones count the steps of x in that octave, ties to even).
 
-    Added is a power of two whose last place is the step between codes near x. Each octave has 2^(23 - drop) steps, as many as
-    lie below the least normal number, whose exponent byte is ``normal``: with the octave less its last ``drop`` places they
-    make the code without sign, and a number of 256 above it.
+    A power of two is added whose last bit is the step between codes near x, so that the addition rounds. Each octave
+    has 2^(23 - drop) steps, as many as there are below the least normal number, whose exponent byte is ``normal``. The
+    steps plus the octave without its last ``drop`` bits are the code without sign, plus a multiple of 256.
     """
     drop, normal, _ = LOW_PLACES[codes]
     octave = a.most(normal << 23) & INFINITY_BITS
@@ -49,20 +48,20 @@ def _steps(a: Lanes, codes: str) -> tuple[Lanes, Lanes]:
 
 
 def _whole(x: Lanes, away: bool) -> Lanes:
-    """float32 of small numbers -> the nearest whole number in the low 16 bits, ties ``away`` from zero or to even."""
+    """Small float32 numbers -> the nearest integer in the low 16 bits, ties ``away`` from zero or to even."""
     if away:
         return (x + ((x.bits & -0x80000000) | 0x3F000000).floats).to(I32, "fptosi")
     return (x + 1.5 * 2.0**23).bits
 
 
 def _words(pair: Sequence[Lanes], high: bool = False) -> Lanes:
-    """The low 16 bits of each of two int32, or the high ones, in turns: as many int16 as lie in one of them."""
+    """Interleave the low (or ``high``) 16 bits of two vectors of int32: int16, twice the lanes of one vector."""
     first, second = (lanes.cut(I16, 2 * lanes.count) for lanes in pair)
     return first.taken([i // 2 * 2 + high + i % 2 * first.count for i in range(first.count)], second)
 
 
 def _codes(given: Lanes, factor: Lanes, c: Any) -> Lanes:
-    """bfloat16, as int16, and a factor for each two of them -> their codes, as they are stored."""
+    """bfloat16 as int16, and one factor for every two of them -> their codes as stored."""
     is_float, width = c.CODES in LOW_PLACES, 8 if c.CODES in BYTES else 4
     pairs = (given & 0x7FFF if is_float else given).cut(I32, given.count // 2)
     numbers = [(pairs << 16).floats, (pairs & -0x10000).floats]
@@ -72,23 +71,23 @@ def _codes(given: Lanes, factor: Lanes, c: Any) -> Lanes:
     octaves, steps = zip(*(_steps(y.bits, c.CODES) for y in numbers))
     drop, normal, top = LOW_PLACES[c.CODES]
     code = _words(steps) + (_words(octaves, high=True) >> drop - 16)
-    if c.SCALE == "e4m3":  # which may be less than amax would have
+    if c.SCALE == "e4m3":  # the rounded scale may be less than amax / top
         code = code.least((normal << 23 - drop) + 0xFF & -0x100 | top)
     return _stored(code | ((given >> 16 - width) & (1 << width - 1)), width)
 
 
 def _e2m1_codes(given: Lanes, one: Lanes, c: Any) -> Lanes:
-    """bfloat16, as int16, and the bits of the scale that each is divided by, a power of two -> their codes, as stored."""
-    x, is_even = (given & 0x7FFF) - one, int(c.TIES == "even")  # 128 for an octave, from 1
+    """bfloat16 as int16, and the bits of the scale of each, a power of two -> their E2M1 codes as stored."""
+    x, is_even = (given & 0x7FFF) - one, int(c.TIES == "even")  # 0 for a ratio of 1, and 128 for each octave
     least = (x + 0xFF).without(15) + (x + 0x3F + is_even).without(15) + 2  # 0, 1, 2 around 0.25 and 0.75
     steps = x + 0x9F + (((x >> 6) & 1) if is_even else 0)
     code, sign = steps.without(6).most(least), (given >> 12) & 8
-    # without a sign of zero: 7 more than a code reaches the sign's bit unless the code is 0
+    # without signed zeros: code + 7 reaches the sign bit (8) unless the code is 0
     return _stored(code | (sign if c.SIGNED_ZERO else sign & (code + 7)), 4)
 
 
 def _stored(codes: Lanes, width: int) -> Lanes:
-    """int16 of codes, with anything above them -> bytes."""
+    """Codes of ``width`` bits in the low bits of int16 lanes -> bytes; the higher bits are ignored."""
     if width == 8:
         return codes.to(I8)
     pairs = codes.cut(I32, codes.count // 2)
@@ -96,9 +95,10 @@ def _stored(codes: Lanes, width: int) -> Lanes:
 
 
 def _numbers(code: Lanes, codes: str) -> Lanes:
-    """uint16 of one code each, not NaN -> float32, smaller than the number by ``HALVES`` where the code is a small float.
+    """uint16 lanes with one code each, not NaN -> float32; small floats are too small by the factor of ``HALVES``.
 
-    Its bits stand for that in a float16, and casting that is as fast below its least normal number as above.
+    The bits of the code are shifted to those of a float16. The cast of a float16 is as fast for subnormal numbers as
+    for normal ones.
     """
     sign = 0x80 if codes in BYTES else 8
     if codes not in HALVES:
@@ -108,8 +108,10 @@ def _numbers(code: Lanes, codes: str) -> Lanes:
 
 
 def _pair_numbers(pairs: Lanes, factor: Lanes, codes: str, half: bool) -> Lanes:
-    """uint16 of two codes each, the first one below -> twice as many float32, or bits of bfloat16: the nearest, ties to
-    even."""
+    """uint16 lanes with two codes each, the first in the low bits -> twice as many float32.
+
+    ``half``: the bits of the nearest bfloat16 instead, ties to even.
+    """
     width = 8 if codes in BYTES else 4
     first, second = (_numbers(code, codes) * factor for code in (pairs & (1 << width) - 1, pairs >> width))
     if half:
@@ -118,19 +120,25 @@ def _pair_numbers(pairs: Lanes, factor: Lanes, codes: str, half: bool) -> Lanes:
 
 
 def _halved(found: Lanes, width: int, more: Lanes | None = None) -> tuple[Lanes, int]:
-    """The most of the first and the last half of each ``width`` numbers, and how many that are; a middle one is in both."""
+    """Return (the larger of the first and last half of every ``width`` lanes, the new width).
+
+    The halves are compared lane by lane. If ``width`` is odd, the middle lane is in both halves. The lanes are those of
+    ``found``, followed by those of ``more``.
+    """
     half, places = (width + 1) // 2, range(found.count * (2 if more else 1))
     first, last = [i for i in places if i % width < half], [i for i in places if i % width >= width - half]
     return found.taken(first, more).most(found.taken(last, more)), half
 
 
 def _largest(load: Callable[[int, int], Lanes], groups: int, group: int, together: int) -> Lanes:
-    """The most of each group of ``load(first, count)`` elements, and of the last ones again up to a power of two. ``together``
-    groups are loaded at once."""
+    """Return the largest element of each of ``groups`` groups; the last ones are repeated up to a power of two.
 
-    def of(first: int, many: int) -> tuple[Lanes, int]:
-        if many > together:
-            (left, width), (right, _) = of(first, many // 2), of(first + many // 2, many // 2)
+    ``load(first, count)`` loads elements. ``group``: elements of a group. ``together``: groups that are loaded at once.
+    """
+
+    def of(first: int, count: int) -> tuple[Lanes, int]:
+        if count > together:
+            (left, width), (right, _) = of(first, count // 2), of(first + count // 2, count // 2)
             return _halved(left, width, right) if width > 1 else (left.taken([*range(2 * left.count)], right), 1)
         found, width = load(min(first, groups - together) * group, together * group), group
         while found.count > SIDE:
@@ -144,11 +152,12 @@ def _largest(load: Callable[[int, int], Lanes], groups: int, group: int, togethe
 
 
 def _bits(number: float) -> int:
+    """Return the bits of ``number`` as a float32."""
     return int(np.float32(number).view(np.int32))
 
 
 def _scales(size: Lanes, c: Any) -> tuple[Lanes, Lanes, Lanes]:
-    """Bits of amax -> (s, what elements are multiplied with or divided by, what is stored), as ``formats.scales`` says."""
+    """Bits of amax -> (s, factor to multiply or divide elements by, s as stored), as in ``formats.scales``."""
     floor, least = (int(c.POWER_OF_TWO), c.FLOOR) if c.FLOORS_SCALE else (c.FLOOR, 0)
     if c.POWER_OF_TWO:
         carry, less = _bits(c.TOP) & 0x7FFFFF ^ 0x7FFFFF, (_bits(c.TOP) >> 23) - 127
@@ -171,18 +180,21 @@ def _scales(size: Lanes, c: Any) -> tuple[Lanes, Lanes, Lanes]:
 
 
 def _with_most(widest: list[Lanes], pairs: Lanes) -> list[Lanes]:
-    """The most of each e4m3 code without its sign; ``widest`` so far, of none or one."""
+    """Return [the largest e4m3 code per lane, without sign] of ``pairs`` and ``widest`` (that list so far, or [])."""
     found = (pairs & 0x7F7F).cut(I8, 2 * pairs.count)
-    return [one.most(found) for one in widest] or [found]
+    return [codes.most(found) for codes in widest] or [found]
 
 
 def _vector_instruction(make: Callable[..., Any]) -> Any:
-    """What numba calls as (numbers: flat array, pages: flat uint8, factors: flat float32, places: int64 ``[n, 5]``, the first
-    place, constants in JSON) and ``make`` builds with (b, pointers for each of ``TOGETHER`` vectors, constants); it returns
-    a boolean.
+    """Return a numba intrinsic that processes ``TOGETHER`` vectors with the instructions that ``make`` builds.
 
-    A place has the element of ``numbers`` and the bytes of ``pages`` at which the numbers, codes, scales and kept elements of
-    a vector begin, and the number of its row. Last of the pointers is that to the factors of its groups.
+    Compiled code calls it with (numbers: flat array, pages: flat uint8, factors: flat float32, places: int64
+    ``[n, 5]``, index of the first place, constants in JSON); it returns a boolean. ``make`` takes (b, five pointers for
+    each vector, constants).
+
+    A place holds, for one vector, the first element of its numbers in ``numbers``, the first byte of its codes, scales
+    and kept elements in ``pages``, and the index of its row. The pointers are those four, and one to the factors of its
+    groups.
     """
 
     def typed(typingctx: Any, numbers: Any, pages: Any, factors: Any, places: Any, first: Any, c: Any) -> Any:
@@ -208,8 +220,11 @@ def _vector_instruction(make: Callable[..., Any]) -> Any:
 
 @_vector_instruction
 def write_scales(b: Any, vectors: list[list[Any]], c: Any) -> Any:
-    """Write the scales of vectors of bfloat16, and their factors. Returns whether they must be written anew by the reference:
-    something is large, inf or NaN, or a scale is 0 or too small to divide by."""
+    """Write the scales of bfloat16 vectors, and the factors of their groups. Return whether a vector is odd.
+
+    A vector is odd, and must be written again by the reference, if an element is larger than 2^100, inf or NaN, or if a
+    scale is 0 or too small to divide by.
+    """
     coded = c.GROUP * c.GROUPS
 
     def magnitudes(first: int, count: int) -> Lanes:
@@ -233,7 +248,7 @@ def write_scales(b: Any, vectors: list[list[Any]], c: Any) -> Any:
 
 @_vector_instruction
 def write_codes(b: Any, vectors: list[list[Any]], c: Any) -> Any:
-    """Write the codes of vectors whose factors there are, and their kept elements."""
+    """Write the codes and the kept elements of vectors; ``write_scales`` must have written their factors."""
     coded = c.GROUP * c.GROUPS
     many, is_integer = math.gcd(coded, SIDE), c.CODES == "e2m1" and c.POWER_OF_TWO
     for numbers, codes, _, kept, factors in vectors:
@@ -253,8 +268,11 @@ def write_codes(b: Any, vectors: list[list[Any]], c: Any) -> Any:
 
 @_vector_instruction
 def read_vectors(b: Any, vectors: list[list[Any]], c: Any) -> Any:
-    """Read one vector into float32, or uint16 bits of bfloat16. Returns whether the reference must read it: a code or a scale
-    is NaN, or a scale 2^100 or more."""
+    """Read one vector as float32, or as uint16 bits of bfloat16. Return whether it is odd.
+
+    A vector is odd, and must be read again by the reference, if a code or a scale is NaN, or a scale is larger than
+    2^100.
+    """
     ((numbers, codes, scales, kept, _),) = vectors
     if c.SCALE == "float32":
         bits = load(scales, b, 0, I32, c.GROUPS)
@@ -291,11 +309,11 @@ def read_vectors(b: Any, vectors: list[list[Any]], c: Any) -> Any:
 
 @_vector_instruction
 def ask(b: Any, vectors: list[list[Any]], c: Any) -> Any:
-    """Ask for the memory of the first of these vectors, ahead of its use: its place in pages, and numbers that are read."""
+    """Prefetch the memory of the first of these vectors: its bytes in pages and, for writing, its numbers."""
     coded = c.GROUP * c.GROUPS
     numbers, codes, scales, kept, _ = vectors[0]
-    asked = [(codes, coded if c.CODES in BYTES else coded // 2), (scales, 1), (kept, c.KEPT * c.KEPT_NBYTES)]
-    for begin, nbytes in asked if hasattr(c, "HALF") else [*asked, (numbers, 2 * (coded + c.KEPT))]:
+    parts = [(codes, coded if c.CODES in BYTES else coded // 2), (scales, 1), (kept, c.KEPT * c.KEPT_NBYTES)]
+    for begin, nbytes in parts if hasattr(c, "HALF") else [*parts, (numbers, 2 * (coded + c.KEPT))]:
         for byte in (*range(0, nbytes, 64), nbytes - 1)[:nbytes]:
             fetch(begin, b, byte)
     return ir.Constant(ir.IntType(1), 0)

@@ -1,6 +1,6 @@
-"""WHERE bytes lie: layouts as values, copies between them, what kernels demand of them, rows packed as they can read them.
+"""The memory layouts of caches: layouts as values, copies between layouts, kernels' demands, and packed rows.
 
-What needs torch (``pack``, ``unpack``) is loaded when it is first used.
+``pack`` and ``unpack`` need torch and are loaded on first use.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,8 @@
-"""Axes of what a cache holds, and folds: the digits of an index that memory is ordered by.
+"""The axes of a cache's content, and folds: the digits into which an index is split to order it in memory.
 
-An index of an axis is written in digits. A token slot in pages of N is ``slot = b * N + n``: the axis ``T`` is folded into
-``B`` (step N) and ``N`` (step 1). Memory then orders digits, not axes: ``L B H N`` puts heads between the two.
+An index of an axis is a number of several digits. For example, a token slot in pages of N tokens is
+``slot = b * N + n``: the axis ``T`` is folded into the digits ``B`` (step N) and ``N`` (step 1). An expression orders
+digits, not axes: ``L B H N`` places the heads between the two digits of ``T``.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from kvpagoda.units import ceil_div, whole_number
 Ints = npt.NDArray[np.int64]
 FOLD = re.compile(r"([A-Za-z]\w*)(?:/(\d+))?(?:%(\d+))?(?:@(\d+))?$")
 TOKENS = "T"
-"""The axis of token slots (or rows of a compressed group). ``B``, ``P`` and ``N`` are its digits: blocks, kernel pages of a
-block, tokens of a kernel page."""
+"""Name of the axis of token slots (or rows of a compressed group).
+
+``B``, ``P`` and ``N`` are its digits: blocks, kernel pages of a block, tokens of a kernel page.
+"""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the content, or the part of it that one rank holds: indices ``first`` to ``first + size - 1`` of ``total``.
+    """One axis of the content, or one rank's range of it: indices ``first`` to ``first + size - 1`` of ``total``.
 
-    ``pieces``: tensor-parallel ranks divide the axis into at most so many equal pieces (heads, or channels by their heads);
-    with more ranks than pieces, neighbours hold the same piece. 0: every rank holds all of it.
+    ``pieces``: the most equal pieces into which tensor parallelism divides the axis (heads, or channels by their
+    heads). With more ranks than pieces, neighbouring ranks hold the same piece. 0: every rank holds the whole axis.
     """
 
     name: str
@@ -50,8 +53,11 @@ class Axis:
             )
 
     def piece(self, rank: int, ways: int) -> Axis:
-        """What rank ``rank`` of ``ways`` tensor-parallel ranks holds: piece floor(rank * pieces / ways) and those up to the
-        next rank's. Raises LayoutError where neither of ways and pieces divides the other."""
+        """Return the range of rank ``rank`` of ``ways`` tensor-parallel ranks.
+
+        It begins with piece floor(rank * pieces / ways) and has max(1, pieces / ways) pieces. Raises LayoutError if
+        neither of ``ways`` and ``pieces`` divides the other, or if this axis is a rank's range already.
+        """
         if not self.pieces or ways == 1:
             return self
         if (self.first, self.size) != (0, self.total):
@@ -64,7 +70,11 @@ class Axis:
         return replace(self, first=rank * self.pieces // ways * each, size=max(1, self.pieces // ways) * each)
 
     def stage(self, rank: int, stages: int) -> Axis:
-        """What pipeline stage ``rank`` of ``stages`` holds: equal runs, the first ones one more where they do not divide."""
+        """Return the range of pipeline stage ``rank`` of ``stages``.
+
+        The ranges are equal; if they do not divide evenly, the first ones have one index more. Raises LayoutError for
+        more stages than indices.
+        """
         if stages > self.size:
             raise LayoutError.of(
                 "divide", f"{self.size} indices of axis {self.name!r} cannot be divided over {stages} stages"
@@ -76,7 +86,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Fold:
-    """One digit of the indices of ``axis``: ``index // step % count``. ``word`` is how an expression spells it.
+    """One digit of the indices of ``axis``: ``index // step % count``. ``word``: its name in an expression.
 
     >>> Fold("D%8", "D", 1, 8).of(np.arange(10))
     array([0, 1, 2, 3, 4, 5, 6, 7, 0, 1])
@@ -88,27 +98,30 @@ class Fold:
     count: int
 
     def of(self, indices: Ints) -> Ints:
-        """The digit of each index."""
+        """Return the digit of each of ``indices``."""
         return indices // self.step % self.count
 
 
 class Sizes:
-    """What the words of an expression stand for: axes by name, tokens of a kernel page, kernel pages of a block."""
+    """The sizes behind the words of an expression: axes by name, tokens of a kernel page, kernel pages of a block."""
 
     def __init__(self, axes: Iterable[Axis], page_size: int, kernel_pages: int) -> None:
         self.axes = {axis.name: axis for axis in axes}
         self.page_size, self.kernel_pages = page_size, kernel_pages
 
     def fold(self, word: str) -> tuple[Fold, int | None]:
-        """``"B"``, ``"D"``, ``"D/8"``, ``"D%8"``, ``"N@656"`` -> the digit, and the stride in bytes where one is given."""
+        """Return the digit that ``word`` names (``"B"``, ``"D"``, ``"D/8"``, ``"D%8"``) and its stride in bytes.
+
+        The stride is None unless the word has one (``"N@656"``). Raises LayoutError.
+        """
         match = FOLD.match(word)
         if match is None:
             raise LayoutError.of(
                 "syntax", f"cannot read {word!r} as a digit; write AXIS, AXIS/step, AXIS%count or AXIS@stride"
             )
         axis, step, count, stride = match[1], int(match[2] or 1), int(match[3] or 0), match[4]
-        page, many = self.page_size, self.kernel_pages
-        pages = {"B": (page * many, 0), "P": (page, many), "N": (1, page)}
+        page, kernel_pages = self.page_size, self.kernel_pages
+        pages = {"B": (page * kernel_pages, 0), "P": (page, kernel_pages), "N": (1, page)}
         if axis in pages:
             if match[2] or match[3]:
                 raise LayoutError.of("fold", f"{word!r} folds a digit of the tokens; fold the axis {TOKENS!r} itself")
@@ -124,7 +137,7 @@ class Sizes:
 
 
 def check_folds(part: str, folds: Iterable[Fold], axes: Mapping[str, Axis]) -> None:
-    """Every axis among ``folds`` has digits that number its indices exactly once. Raises LayoutError."""
+    """Raise LayoutError unless the digits in ``folds`` number the indices of every axis exactly once."""
     by_axis: dict[str, list[Fold]] = {}
     for fold in folds:
         by_axis.setdefault(fold.axis, []).append(fold)

@@ -1,4 +1,4 @@
-"""Copies on this machine: parts that move, as few strided copies of numpy, or gathered where they lie irregularly."""
+"""Copy parts between two memories of this host: as few strided numpy copies as possible, else by gathering spans."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from kvpagoda.layouts.spans import Moved, repeated
 
 Bytes = npt.NDArray[np.uint8]
 Dim = tuple[int, int, int]
-"""How often something is repeated, and how many bytes that adds in source and target each time."""
+"""(count, source step, target step): how often a copy is repeated, and the bytes from one repetition to the next."""
 Strided = tuple[int, int, int, list[Dim]]
-"""The first byte in source and target, bytes that are dense in both, and how they are repeated."""
+"""(first source byte, first target byte, bytes that are dense in both, repetitions)."""
 GATHERED = 1 << 18
-"""Bytes that are gathered at once, so that they are still in a core's own cache when they are written."""
+"""Bytes that are gathered at once: few enough to be still in a core's own cache when they are written."""
 ALONE = 1 << 15
-"""Bytes from which on a strided copy is worth a call of numpy of its own."""
+"""A strided copy of at least so many bytes is a numpy call of its own."""
 SHARED = 1 << 20
-"""Bytes from which on several threads share a strided copy."""
+"""A strided copy of at least so many bytes is shared between threads."""
 Work = tuple[Iterable[Moved], Bytes, Bytes]
-"""Parts that move, and the memory of one source and one target rank."""
+"""(parts to copy, memory of a source rank, memory of a target rank)."""
 
 
 def copy(work: Iterable[Work], threads: int = 1) -> None:
-    """Copy all parts from their source to their target: uint8 vectors that do not overlap, long enough for every span.
+    """Copy all parts of ``work`` from their source to their target memory.
 
-    Where addresses are strided, O(1) calls of numpy a part; elsewhere one for ``ALONE`` or for ``GATHERED`` bytes. Every copy
-    of numpy is shared by ``threads`` threads; no two write the same byte.
+    The memories are uint8 vectors that do not overlap and are long enough for every span. O(1) numpy calls per part
+    where addresses are strided, else one for every ``ALONE`` or ``GATHERED`` bytes. The calls are shared between
+    ``threads`` threads; no two of them write the same byte.
     """
     jobs = [job for parts, source, target in work for part in parts for job in _jobs(part, source, target, threads)]
     if threads == 1:
@@ -47,7 +48,7 @@ def copy(work: Iterable[Work], threads: int = 1) -> None:
 
 
 def _jobs(part: Moved, source: Bytes, target: Bytes, threads: int) -> Iterator[Callable[[], None]]:
-    """What moves one part, as calls in any order."""
+    """Yield calls that together copy one part; they may run in any order."""
     for pieces in product(*(_regular(adds, puts) for adds, puts in part.axes)):
         begins, puts = np.array([part.source]), np.array([part.target])
         dims = [dim for _, _, inner in pieces for dim in inner]
@@ -64,12 +65,12 @@ def _jobs(part: Moved, source: Bytes, target: Bytes, threads: int) -> Iterator[C
             begins = repeated(begins, np.arange(count) * adds)
             puts = repeated(puts, np.arange(count) * adds_target)
         step = max(1, GATHERED // part.nbytes)
-        for at in range(0, len(begins), step):
-            yield partial(_gathered, begins[at : at + step], puts[at : at + step], part.nbytes, source, target)
+        for i in range(0, len(begins), step):
+            yield partial(_gathered, begins[i : i + step], puts[i : i + step], part.nbytes, source, target)
 
 
 def _shares(whole: Strided, shares: int) -> Iterator[Strided]:
-    """A strided copy in so many pieces, as equal as its longest dim allows."""
+    """Yield a strided copy in ``shares`` pieces, cut along its longest dim, as equal as that allows."""
     begin, put, nbytes, dims = whole
     if not dims:
         nbytes, dims = 1, [(nbytes, 1, 1)]
@@ -83,10 +84,13 @@ def _shares(whole: Strided, shares: int) -> Iterator[Strided]:
 
 
 def _regular(adds: Ints, puts: Ints) -> Iterator[tuple[Ints, Ints, list[Dim]]]:
-    """An axis as pieces, each a few begins times regular dims: 64 tokens in pages of 16 are 4 begins, and 16 times a step."""
+    """Yield an axis as pieces (source begins, target begins, regular dims).
+
+    Each begin is repeated along the dims: 64 tokens in pages of 16 are 4 begins, and one dim of 16 equal steps.
+    """
     steps = np.stack((np.diff(adds), np.diff(puts)), axis=1)
-    other = np.flatnonzero(np.any(steps != steps[:1], axis=1))
-    count = int(other[0]) + 1 if len(other) else len(adds)
+    changes = np.flatnonzero(np.any(steps != steps[:1], axis=1))
+    count = int(changes[0]) + 1 if len(changes) else len(adds)
     whole = len(adds) // count * count
     rows = [values[:whole].reshape(-1, count) for values in (adds, puts)]
     if count == 1 or any(np.any(row - row[:, :1] != row[0] - row[0, 0]) for row in rows):
@@ -99,7 +103,7 @@ def _regular(adds: Ints, puts: Ints) -> Iterator[tuple[Ints, Ints, list[Dim]]]:
 
 
 def _strided(begin: int, put: int, nbytes: int, dims: list[Dim], source: Bytes, target: Bytes) -> None:
-    """One copy of ``nbytes`` bytes, repeated along ``dims``."""
+    """Copy ``nbytes`` bytes from ``begin`` in source to ``put`` in target, repeated along ``dims``."""
     if nbytes == 1 and dims and dims[-1][1:] == (1, 1):  # dense bytes, cut for threads
         *dims, (nbytes, _, _) = dims
     dtype, inner = (f"u{nbytes}", 1) if nbytes in (2, 4, 8) else ("u1", nbytes)
@@ -109,7 +113,7 @@ def _strided(begin: int, put: int, nbytes: int, dims: list[Dim], source: Bytes, 
 
 
 def _gathered(begins: Ints, puts: Ints, nbytes: int, source: Bytes, target: Bytes) -> None:
-    """``nbytes`` bytes from each of ``begins`` to each of ``puts``."""
+    """Copy ``nbytes`` bytes from each of ``begins`` in source to the same entry of ``puts`` in target."""
     gather, scatter = (
         np.ndarray(len(memory) - nbytes + 1, f"V{nbytes}", memory, strides=(1,)) for memory in (source, target)
     )

@@ -1,21 +1,24 @@
-"""What kernels demand of the tensors that they are given: the table ``demands.json`` as values.
+"""The demands of kernels on the tensors that they read or write: the table ``demands.json`` as values.
 
-A kernel names its tensors and their axes, and lists its demands, each with its source. A demand is one comparison:
+The row of a kernel names its tensors and their axes, and lists its demands with their sources. A demand is one
+comparison:
 
-    {"demand": "page stride", "of": "kv.stride.block", "arch": ["sm100"], "multiple_of": 576, "else": "reject", "source": ".."}
+    {"demand": "page stride", "of": "kv.stride.block", "arch": ["sm100"], "multiple_of": 576, "else": "reject",
+    "source": ".."}
 
 ``of`` names *quantities*, separated by spaces, each of which must pass; ``a*b`` is a product:
 
-    kv.size.token     number of tokens of a page         kv.dtype   its dtype             declared.topk   what the caller
-    kv.stride.block   elements from page to page         kv.base    alignment in bytes                    says where shapes
-    kv.bytes.block    the same in bytes                  kv.given   whether there is one                  cannot tell
-    kv.dense.block    elements, were the tensor dense    kv.packed  whether it is dense in some order of its axes
-    kv.stride.block,token   several axes; ``outer``: all but the last; ``all``; ``last``     each.stride.block   every tensor
+    kv.size.token     number of tokens of a page         kv.dtype   its dtype          declared.topk   a fact that the
+    kv.stride.block   elements from page to page         kv.base    alignment in bytes                 caller declares,
+    kv.bytes.block    the same in bytes                  kv.given   whether it is given                not in shapes
+    kv.dense.block    elements if the tensor is dense    kv.packed  whether it is dense in some order of its axes
+    kv.stride.block,token   several axes; ``outer``: all but the last; ``all``; ``last``  each.stride.block every tensor
 
-One comparison of each: ``multiple_of``, ``divides``, ``one_of``, ``equals``, ``at_least``, ``at_most`` (of a value or of
-another quantity, plus ``offset`` or ``rounded_up_to``), ``power_of_two``. ``when`` and ``arch`` say where a demand holds;
-``addresses``: the stride only forms addresses, so that of an axis of one element does not matter. ``else`` is what happens
-where the demand is not met. A row that is ``like`` another one has its tensors and demands too, but those in ``without``.
+The comparison is one of ``multiple_of``, ``divides``, ``one_of``, ``equals``, ``at_least``, ``at_most`` (with a value
+or with another quantity, plus ``offset`` or ``rounded_up_to``) and ``power_of_two``. ``when`` and ``arch`` restrict a
+demand. ``addresses``: the stride only forms addresses, so the stride of an axis of one element does not matter.
+``else``: the outcome if the demand is not met. A row that is ``like`` another row has its tensors and demands too,
+except those in ``without``.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from kvpagoda.errors import unknown_name
 from kvpagoda.loading import read_json
 
 OUTCOMES = ("reject", "garbage", "copy")
-"""What a violation does, in the order in which it would be noticed: a kernel refuses before it reads."""
+"""The outcomes of a violation, in the order in which they are noticed: a kernel rejects before it reads."""
 COMPARISONS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "multiple_of": ("be a multiple of ", lambda value, wanted: value % wanted == 0),
     "divides": ("divide ", lambda value, wanted: value > 0 and wanted % value == 0),
@@ -41,15 +44,15 @@ COMPARISONS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "at_most": ("be at most ", operator.le),
     "power_of_two": ("be a power of two", lambda value, _: value > 0 and value & (value - 1) == 0),
 }
-"""What a quantity must do or be, as a sentence goes on, and whether it does: of its value and the right side."""
+"""Comparison -> (its words after "must" in a reason, the test of (value, right side))."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """One comparison that a kernel's tensors must pass; see the head of this file for the words.
+    """One comparison that a kernel's tensors must pass; see the docstring of this file for the terms.
 
     ``comparison`` is one of ``COMPARISONS`` and ``value`` its right side. ``outcome``: "reject" (the kernel refuses),
-    "garbage" (it reads or writes wrong bytes and says nothing) or "copy" (it copies the cache on every call).
+    "garbage" (it reads or writes wrong bytes without an error) or "copy" (it copies the cache on every call).
     """
 
     name: str
@@ -60,15 +63,16 @@ class Demand:
     outcome: str = "reject"
     remedy: str = ""
     conditions: Mapping[str, Any] = field(default_factory=dict)
-    """``when``, ``arch``, ``addresses``, ``offset``, ``rounded_up_to``, where given."""
+    """Those of ``when``, ``arch``, ``addresses``, ``offset`` and ``rounded_up_to`` that the table gives."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One row of the table: ``name``, what it is, where ``layouts.md`` describes it, and all of its demands.
+    """One row of the table: a kernel and all of its demands.
 
-    ``tensors`` gives the tuples of axis names that a tensor may have, by the name of that form; ``needed`` are the sets of
-    tensors of which one must be there. ``role``: what it does to the cache, "read", "write" or "move".
+    ``title``: its readable name. ``section``: where ``layouts.md`` describes it. ``archs``: the architectures it runs
+    on. ``tensors``: tensor -> name of a form -> the axis names of that form. ``needed``: sets of tensors, one of which
+    must be given. ``role``: what it does to the cache, "read", "write" or "move".
     """
 
     name: str
@@ -83,30 +87,32 @@ class Kernel:
 
 
 def kernels() -> tuple[str, ...]:
-    """The names of all kernels in the table, without their other names. O(kernels)."""
+    """Return the names of all kernels in the table, without their aliases. O(kernels)."""
     return tuple(_table()["kernels"])
 
 
 @cache
 def kernel(name: str) -> Kernel:
-    """The row of the kernel called ``name``, or by one of its other names. Raises BadInput with the names that there
-    are. O(demands), once a name."""
+    """Return the row of the kernel with this name or alias. Raises BadInput, which lists the known names.
+
+    O(demands) for the first call with a name.
+    """
     table = _table()["kernels"]
     spelled = name.lower().replace("-", "_").replace(" ", "_")
-    known = {other: key for key, row in table.items() for other in (key, *row.get("also", ()))}
+    known = {alias: key for key, row in table.items() for alias in (key, *row.get("also", ()))}
     if spelled not in known:
         raise unknown_name("kernel", name, sorted(table))
     return _kernel(known[spelled])
 
 
 def other_names(kind: str) -> Mapping[str, list[str]]:
-    """Other names under which callers give ``kind`` ("tensors" or "declared"), by the name that the table uses."""
+    """Return name in the table -> aliases that callers may use, for ``kind`` "tensors" or "declared"."""
     names: Mapping[str, list[str]] = _table()["also"][kind]
     return names
 
 
 def family(arch: str) -> str:
-    """The architecture whose kernels run on ``arch``: "sm103a" -> "sm100"; "any" stays. Raises BadInput for an unknown one."""
+    """Return the architecture whose kernels run on ``arch``: "sm103a" -> "sm100"; "any" stays. Raises BadInput."""
     archs: dict[str, list[str]] = _table()["archs"]
     spelled = str(arch).lower().replace("_", "").rstrip("af")
     found = [name for name, members in archs.items() if spelled in members]
@@ -117,10 +123,12 @@ def family(arch: str) -> str:
 
 @cache
 def _table() -> dict[str, Any]:
+    """Return the table ``demands.json``."""
     return read_json("kvpagoda.layouts", "demands.json")
 
 
 def _kernel(key: str) -> Kernel:
+    """Return the row ``key`` of the table, with what it inherits from the row that it is ``like``."""
     table = _table()
     row = table["kernels"][key]
     base = _kernel(row["like"]) if "like" in row else None
@@ -148,6 +156,7 @@ def _kernel(key: str) -> Kernel:
 
 
 def _demand(row: dict[str, Any]) -> Demand:
+    """Return a demand of the table as a value."""
     (comparison,) = (name for name in COMPARISONS if name in row)
     known = {"demand", "of", "source", "else", "remedy", comparison}
     return Demand(

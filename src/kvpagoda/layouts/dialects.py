@@ -1,8 +1,9 @@
 """The packed formats and their numeric dialects: geometry, rule and source of each. The table is ``dialects.json``.
 
-Every kernel of a format reads the bytes of all its dialects; which bytes a row gets is the dialect. Engines whose dialects
-differ by a floor give small rows different bytes, so the dialect is part of a layout's identity. Of V3.2 only power-of-two
-scales are read right on sm90 *and* sm100, so that dialect comes first: the first of a format is its default.
+Every kernel of a format can read rows of all its dialects; the dialect decides which bytes a row gets when it is
+written. Engines whose dialects differ in a floor write different bytes for rows of small numbers, so the dialect is
+part of a layout's identity. The first dialect of a format is its default. For V3.2 that is the dialect with
+power-of-two scales, because only these are read correctly on sm90 *and* sm100.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvpagoda.units import whole_number
 
 @dataclass(frozen=True)
 class Dialect:
-    """One way to write the rows of a format: where bytes lie, which numbers they mean, and who writes them so."""
+    """One way to write the rows of a format: the places of the bytes, the rule of the numbers, and its source."""
 
     packing: Packing
     rule: Rule
@@ -26,17 +27,17 @@ class Dialect:
 
 
 def _read() -> dict[str, dict[str, Dialect]]:
-    """The table of ``dialects.json``: format -> dialect -> its row, the default of a format first."""
-    told = read_json("kvpagoda.layouts", "dialects.json")
+    """Return the table of ``dialects.json``: format -> dialect -> ``Dialect``, the default of a format first."""
+    table = read_json("kvpagoda.layouts", "dialects.json")
     packings = {
         name: Packing(**{**fields, "order": tuple(fields.get("order", Packing.order))})
-        for name, fields in told["packings"].items()
+        for name, fields in table["packings"].items()
     }
     return {
         format: {
             name: Dialect(packings[row["packing"]], Rule(**row["rule"]), row["source"]) for name, row in rows.items()
         }
-        for format, rows in told["dialects"].items()
+        for format, rows in table["dialects"].items()
     }
 
 
@@ -44,7 +45,7 @@ DIALECTS = _read()
 
 
 def dialect_of(format: str, dialect: str | None = None) -> Dialect:
-    """The row of the table for ``format`` and ``dialect`` (None: its default). Raises BadInput with those there are."""
+    """Return the ``dialect`` (None: the default) of ``format``. Raises BadInput, which lists the known names."""
     if format not in DIALECTS:
         raise unknown_name("packed format", format, DIALECTS)
     known = DIALECTS[format]
@@ -54,7 +55,10 @@ def dialect_of(format: str, dialect: str | None = None) -> Dialect:
 
 
 def dialect_for_heads(format: str, dialect: str | None = None, head_dim: int | None = None) -> Dialect:
-    """``dialect_of``, for heads of ``head_dim`` elements where the format has heads (None: 64). Raises BadInput."""
+    """Return ``dialect_of(format, dialect)`` for heads of ``head_dim`` elements, if the format has heads (None: 64).
+
+    Raises BadInput for an unknown name, a format without heads, or a ``head_dim`` that does not divide into groups.
+    """
     chosen = dialect_of(format, dialect)
     if head_dim is None:
         return chosen

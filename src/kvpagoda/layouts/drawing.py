@@ -1,4 +1,4 @@
-"""A drawing of which byte of a layout holds what."""
+"""Draw the content of each byte range of a layout, as lines of text."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ _WORDS = {"L": "layers", "B": "blocks", "P": "kernel pages", "N": "tokens", "T":
 
 
 def drawing(tree: Node, offset: int) -> list[str]:
-    """Every line is a range: its first byte, counted from where the line above it begins that is less indented, and what
-    lies there. A line ``N: 64 tokens, 576 bytes apart`` stands for 64 copies of what is indented below it."""
+    """Return the drawing of ``tree``, one line for each byte range: its first byte and its content.
+
+    The first byte is counted from the start of the enclosing range, the nearest line above with less indentation. A
+    line ``N: 64 tokens, 576 bytes apart`` means 64 copies of the lines that are indented below it.
+    """
     rows = [*_lines(tree, offset, 0)]
     width = max(len(f"{first:,}") + 2 * depth for depth, first, _ in rows)
     return [f"{' ' * 2 * depth + f'{first:,}':<{width}}  {' ' * 2 * depth}{what}" for depth, first, what in rows]
 
 
 def _lines(node: Node, offset: int, depth: int) -> Iterator[tuple[int, int, str]]:
-    """(depth, first byte, text) of a tree and what is in it."""
+    """Yield (depth, first byte, text) for ``node`` and all nodes in it."""
     if isinstance(node, Each) and not node.inside:
         what = _WORDS.get(node.fold.word, "" if node.fold.axis != TOKENS else "tokens")
         what = what or f"of {node.fold.axis}"

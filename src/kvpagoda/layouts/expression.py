@@ -1,13 +1,13 @@
-"""The layout language: an expression is parsed into a tree, and every part of the tree is given its offset and strides.
+"""The layout language: parse an expression into a tree, and compute the offset and strides of every part.
 
-    expression := item ('|' item)*                    items lie one after the other
+    expression := item ('|' item)*                    items follow one after the other in memory
     item       := digit* (part | '(' expression ')' ['^' bytes])
-    digit      := L, B, H, D/8, D%8, ..               memory repeats what follows, once for each value of the digit
+    digit      := L, B, H, D/8, D%8, ..               the rest of the item is repeated for each value of the digit
     part       := name ['[' digit or number, .. ']'] ':' dtype
 
-``L B N H (k[D]:bfloat16 | v[D]:bfloat16)`` has the K and V of one head and token side by side;
-``L B (N H k[D]:bfloat16 | N H v[D]:bfloat16)`` the K of a whole page before its V. ``(..)^576`` pads to a multiple of 576
-bytes, ``B@2048`` puts blocks 2048 bytes apart. A number in brackets is an axis of that part alone.
+``L B N H (k[D]:bfloat16 | v[D]:bfloat16)`` stores K and V of one head and token side by side.
+``L B (N H k[D]:bfloat16 | N H v[D]:bfloat16)`` stores K of a whole page before V of that page. ``(..)^576`` pads to a
+multiple of 576 bytes, ``B@2048`` places blocks 2048 bytes apart. A number in brackets is an axis of that part alone.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ITEMSIZE = {
     "float4_e2m1fn_x2": 1, "int4_x2": 1, "int64": 8, "int32": 4, "uint32": 4, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1,
     "bool": 1,
 }  # fmt: skip
-"""Bytes of one element of every dtype that a part may have; ``_x2``: two numbers in a byte, which is what axes count."""
+"""dtype of a part -> bytes of one element. Of an ``_x2`` dtype, an element is a byte that holds two numbers."""
 PADS = ("pad", "zero")
-"""Parts that are no content: bytes that nobody defines or reads, and bytes that writers set to zero."""
+"""Names of parts without content: ``pad`` bytes are undefined and never read, ``zero`` bytes are written as zero."""
 LONGEST = 200
-"""Words of an expression at most: far more than any layout needs, and few enough to nest."""
+"""The most words of an expression: more than any layout needs, and few enough for a recursive parser."""
 
 _TOKEN = re.compile(r"\s*([()|]|\^\d+|[A-Za-z]\w*(?:\[[^\]]*\])?:\w+|[A-Za-z]\w*(?:/\d+)?(?:%\d+)?(?:@\d+)?)")
 _PART = re.compile(r"([A-Za-z]\w*)(?:\[([^\]]*)\])?:(\w+)$")
@@ -37,7 +37,7 @@ _PART = re.compile(r"([A-Za-z]\w*)(?:\[([^\]]*)\])?:(\w+)$")
 
 @dataclass(frozen=True)
 class Part:
-    """One named array of the content, of elements of ``dtype``; the dims in its brackets are ``Each`` nodes around it."""
+    """A leaf of the tree: a named array of ``dtype``. The digits in its brackets are ``Each`` nodes around it."""
 
     name: str
     dtype: str
@@ -45,8 +45,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Each:
-    """``body`` once for each value of a digit, ``stride`` bytes apart (None: one directly behind the other).
-    ``inside``: the digit is written in the brackets of a part."""
+    """``body`` repeated for each value of digit ``fold``, ``stride`` bytes apart (None: without gaps).
+
+    ``inside``: the digit is written in the brackets of a part.
+    """
 
     fold: Fold
     body: Node
@@ -67,7 +69,7 @@ Node = Part | Each | Beside
 
 @dataclass(frozen=True)
 class Place:
-    """Where one part lies: the element with digits i, j, .. is at ``offset + i * stride_i + j * stride_j + ..`` bytes.
+    """The place of one part: the element with digits i, j, .. is at byte ``offset + i * stride_i + j * stride_j + ..``.
 
     ``strides``: (digit, stride in bytes), in memory order, the outermost first.
     """
@@ -89,17 +91,17 @@ class Place:
 
 
 def own_axes(expression: str) -> list[Axis]:
-    """The axes that a number in brackets stands for: ``rope[64]`` has the axis ``rope.0`` of 64."""
-    found = []
+    """Return the axes given as numbers in brackets: ``rope[64]`` has the axis ``rope.0`` of size 64."""
+    axes = []
     for name, dims in re.findall(r"([A-Za-z]\w*)\[([^\]]*)\]", expression):
         for number, dim in enumerate(dims.split(",")):
             if dim.strip().isdecimal():
-                found.append(Axis(f"{name}.{number}", int(dim), int(dim)))
-    return found
+                axes.append(Axis(f"{name}.{number}", int(dim), int(dim)))
+    return axes
 
 
 class Parser:
-    """Reads one expression with the sizes of its words. Raises LayoutError with rule 'syntax', 'axis', 'fold' or 'dtype'."""
+    """A parser of one expression. Its methods raise LayoutError with rule 'syntax', 'axis', 'fold' or 'dtype'."""
 
     def __init__(self, expression: str, sizes: Sizes) -> None:
         self.text, self.sizes = expression, sizes
@@ -116,7 +118,7 @@ class Parser:
         self.at = 0
 
     def tree(self) -> Node:
-        """The whole expression."""
+        """Return the tree of the whole expression."""
         node = self._items()
         if self.at < len(self.tokens):
             raise LayoutError.of(
@@ -125,12 +127,15 @@ class Parser:
         return node
 
     def _read(self) -> str:
+        """Return the words read so far, for error messages."""
         return " ".join(self.tokens[: self.at])
 
     def _next(self) -> str:
+        """Return the next word without reading it; "" at the end."""
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
     def _items(self) -> Node:
+        """Read items separated by ``|``."""
         items = [self._item()]
         while self._next() == "|":
             self.at += 1
@@ -138,6 +143,7 @@ class Parser:
         return items[0] if len(items) == 1 else Beside(tuple(items))
 
     def _item(self) -> Node:
+        """Read one item: digits, then a part or an expression in parentheses."""
         word = self._next()
         self.at += 1
         if word == "(":
@@ -160,6 +166,7 @@ class Parser:
         return Each(fold, self._item(), stride)
 
     def _part(self, word: str) -> Node:
+        """Return the tree of a part, ``name[dims]:dtype``."""
         match = _PART.match(word)
         if match is None or match[3] not in ITEMSIZE:
             raise LayoutError.of("dtype", f"{word!r} needs one of the dtypes {', '.join(ITEMSIZE)}")
@@ -175,7 +182,7 @@ class Parser:
 
 
 def write(node: Node) -> str:
-    """The expression of a tree, in one spelling: parsing it gives the same tree."""
+    """Return the expression of a tree in its canonical spelling. Parsing it gives the same tree."""
     if isinstance(node, Part):
         return f"{node.name}:{node.dtype}"
     if isinstance(node, Beside):
@@ -193,7 +200,7 @@ def write(node: Node) -> str:
 
 
 def size_of(node: Node) -> int:
-    """Bytes that a tree takes. Raises LayoutError for a stride that is shorter than what it steps over."""
+    """Return the bytes of a tree. Raises LayoutError for a stride that is shorter than the body it repeats."""
     if isinstance(node, Part):
         return ITEMSIZE[node.dtype]
     if isinstance(node, Beside):
@@ -202,7 +209,7 @@ def size_of(node: Node) -> int:
 
 
 def stride_of(node: Each) -> int:
-    """Bytes from one value of the digit to the next."""
+    """Return the bytes from one value of the digit to the next. Raises LayoutError if copies would overlap."""
     body = size_of(node.body)
     if node.stride is not None and node.stride < body:
         raise LayoutError.of(
@@ -213,7 +220,7 @@ def stride_of(node: Each) -> int:
 
 
 def places(node: Node, offset: int = 0, outer: tuple[tuple[Fold, int], ...] = ()) -> Iterator[Place]:
-    """The place of every part, in memory order."""
+    """Yield the place of every part, in memory order. ``outer``: (digit, stride) of the enclosing nodes."""
     if isinstance(node, Part):
         yield Place(node.name, node.dtype, offset, outer)
     elif isinstance(node, Each):
@@ -225,10 +232,10 @@ def places(node: Node, offset: int = 0, outer: tuple[tuple[Fold, int], ...] = ()
 
 
 def check_parts(found: tuple[Place, ...], sizes: Sizes) -> None:
-    """Parts have different names, whole axes, and lie where their dtype can be read. Raises LayoutError."""
+    """Raise LayoutError unless parts have different names, complete axes, and aligned offsets and strides."""
     names = [place.name for place in found if place.name not in PADS]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise LayoutError.of("part", f"part {twice[0]!r} stands twice; every part has a name of its own")
+        raise LayoutError.of("part", f"part {twice[0]!r} is given twice; give every part a name of its own")
     if not names:
         raise LayoutError.of("part", "a layout has at least one part that is content")
     for place in found:

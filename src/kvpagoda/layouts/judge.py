@@ -1,4 +1,4 @@
-"""Whether a kernel can read a cache that is laid out in a given way, before any memory is allocated. Needs no torch.
+"""Decide whether a kernel can read a cache with a given layout, before memory is allocated. Needs no torch.
 
 >>> page = {"shape": [8, 64, 1, 584], "strides": [37376, 584, 584, 1], "dtype": "uint8", "base_alignment": 16}
 >>> verdict = judge("flashmla_sparse_model1", tensors={"kv": page}, arch="sm100")
@@ -24,14 +24,15 @@ from kvpagoda.layouts.expression import ITEMSIZE
 from kvpagoda.units import align_up, whole_number
 
 Quantity = tuple[str, Any, bool]
-"""(how it is called, its value, whether it is a stride of an axis of one element)."""
+"""(its name, its value, whether it is a stride of an axis of one element)."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor as a kernel sees it: ``strides`` in elements, ``base_alignment`` in bytes (None: not known).
 
-    ``axes`` are the names of its axes, where the caller says them: shapes alone cannot tell [2, B, ..] from [B, 2, ..].
+    ``axes``: the names of its axes if the caller gives them, because shapes alone cannot tell [2, B, ..] from [B, 2,
+    ..].
     """
 
     shape: tuple[int, ...]
@@ -43,14 +44,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a kernel does with the tensors that it was judged by.
+    """What a kernel does with given tensors. ``judge`` returns verdicts.
 
-    ``expect``: "ok", "reject" (it refuses), "copy" (it silently copies the cache on each call) or "garbage" (it reads wrong
-    bytes and says nothing). ``rule``, ``reason``, ``source`` and ``remedy`` are those of the first demand that is not met;
-    ``assumed`` lists facts that the shapes cannot tell, were not declared, and were taken to be what the kernel wants;
-    ``unused`` the declared facts that no demand of this kernel looks at.
-    ``key`` is hashable and equal only for equal kernels, tensors (strides too), architecture and declared facts: what a
-    cache of kernel plans must be keyed by.
+    ``expect``: "ok", "reject" (it refuses), "copy" (it silently copies the cache on each call) or "garbage" (it reads
+    wrong bytes without an error). ``rule``, ``reason``, ``source`` and ``remedy`` are those of the first demand that is
+    not met. ``assumed``: facts that shapes cannot tell and that were not declared; they are taken to be as the kernel
+    demands. ``unused``: declared facts that no demand of this kernel uses. ``key``: hashable, and equal only for equal
+    kernel, tensors (strides included), architecture and declared facts. A cache of kernel plans must use it as its key.
     """
 
     kernel: str
@@ -70,17 +70,16 @@ class Verdict:
 def judge(
     name: str, tensors: Mapping[str, Any], arch: str = "any", declared: Mapping[str, Any] | None = None
 ) -> Verdict:
-    """Judge by the table of demands whether the kernel called ``name`` can take ``tensors``.
+    """Return whether kernel ``name`` can take ``tensors``, by the table of demands.
 
-    ``tensors``   by the kernel's names for them, {"shape": [..], "strides": [..] in elements, "dtype": "bfloat16",
-                  "base_alignment": bytes, "axes": [names], the last two where known}; a TensorSpec does too
-    ``arch``      "sm90", "sm100a", ..; "any": whatever it runs on, so that the demands of every architecture hold
-    ``declared``  what shapes cannot tell: {"order": "VK"}, {"layout": "HND"}, {"dialect": "flashmla"}, ..; it may also
-                  stand in ``tensors`` under this name
+    ``tensors``   the kernel's name of a tensor -> TensorSpec or {"shape": [..], "strides": [..] in elements, "dtype":
+                  "bfloat16", "base_alignment": bytes, "axes": [names]}; the last two only if known
+    ``arch``      "sm90", "sm100a", ..; "any": the demands of all architectures must be met
+    ``declared``  facts that shapes cannot tell: {"order": "VK"}, {"layout": "HND"}, {"dialect": "flashmla"}, ..; they
+                  may also be given in ``tensors``, under the key "declared"
 
-    Nothing is loaded and nothing is run. Raises BadInput for a kernel, an architecture, a tensor or a dtype that is not
-    known, for a tensor that the kernel needs and does not get, and for shapes and strides of different lengths.
-    O(demands).
+    No kernel is loaded or run. Raises BadInput for an unknown kernel, architecture, tensor or dtype, for a missing
+    tensor that the kernel needs, and for shapes and strides of different lengths. O(demands).
     """
     row = kernel(name)
     given = dict(tensors)
@@ -90,34 +89,34 @@ def judge(
     arch = family(arch)
     key = (row.name, arch, tuple(sorted(specs.items())), tuple(sorted((k, repr(v)) for k, v in facts.items())))
     scene = _Scene(row, specs, facts)
-    found = [*_arch_refuses(row, arch), *scene.misnamed()]
+    problems = [*_arch_refuses(row, arch), *scene.misnamed()]
     assumed: list[str] = []
     for demand in row.demands:
         if scene.concerns(demand, arch):
-            found += [
-                (demand.outcome, demand.name, said, demand.source, demand.remedy) for said in scene.broken(demand)
+            problems += [
+                (demand.outcome, demand.name, reason, demand.source, demand.remedy) for reason in scene.broken(demand)
             ]
-            assumed += [f"{one} is {demand.value}" for one in demand.of if scene.is_undeclared(one, demand)]
-    found.sort(key=lambda one: OUTCOMES.index(one[0]))  # stable: the first demand of the worst outcome
-    first = found[0] if found else ("ok", "all demands", "every demand is met", row.source, "")
+            assumed += [f"{fact} is {demand.value}" for fact in demand.of if scene.is_undeclared(fact, demand)]
+    problems.sort(key=lambda problem: OUTCOMES.index(problem[0]))  # stable: the first of the worst outcome
+    first = problems[0] if problems else ("ok", "all demands", "every demand is met", row.source, "")
     return Verdict(row.name, *first, tuple(assumed), tuple(facts.keys() - _facts_of(row)), key)
 
 
 def _facts_of(row: Kernel) -> set[str]:
-    """The declared facts that the demands of a kernel look at."""
-    texts = [*(q for one in row.demands for q in (*one.of, str(one.value), *one.conditions.get("when", ())))]
+    """Return the names of the declared facts that the demands of a kernel use."""
+    texts = [*(q for d in row.demands for q in (*d.of, str(d.value), *d.conditions.get("when", ())))]
     return {"layout", *(fact for text in texts for fact in re.findall(r"declared\.(\w+)", text))}
 
 
 def _own_name(name: str, others: Mapping[str, Sequence[str]], known: Any) -> str:
-    """The table's name for what the caller calls ``name``."""
+    """Return the table's name for ``name``, which may be an alias of a name in ``known`` (empty: any name)."""
     if name in known:
         return name
     return next((own for own, also in others.items() if name in also and (not known or own in known)), name)
 
 
 def _specs(row: Kernel, given: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    """The tensors as values, by the table's names. Raises BadInput."""
+    """Return the table's name -> TensorSpec for the given tensors. Raises BadInput."""
     specs: dict[str, TensorSpec] = {}
     for called, spec in given.items():
         tensor = _own_name(called, other_names("tensors"), row.tensors)
@@ -131,9 +130,10 @@ def _specs(row: Kernel, given: Mapping[str, Any]) -> dict[str, TensorSpec]:
 
 
 def _spec(name: str, given: Mapping[str, Any]) -> TensorSpec:
+    """Return the tensor ``given`` as data as a TensorSpec. Raises BadInput."""
     missing = [part for part in ("shape", "strides", "dtype") if part not in given]
     if missing:
-        raise BadInput(f"tensor {name!r} says no {missing[0]}; give shape, strides (in elements) and dtype")
+        raise BadInput(f"tensor {name!r} has no {missing[0]}; give shape, strides (in elements) and dtype")
     shape = tuple(whole_number(n, f"an extent of {name!r}") for n in given["shape"])
     strides = tuple(whole_number(n, f"a stride of {name!r}") for n in given["strides"])
     dtype = str(given["dtype"]).removeprefix("torch.")
@@ -149,21 +149,22 @@ def _spec(name: str, given: Mapping[str, Any]) -> TensorSpec:
 
 
 def _arch_refuses(row: Kernel, arch: str) -> list[tuple[str, str, str, str, str]]:
+    """Return the problem of a kernel that does not run on ``arch``, as a list of one; [] if it runs there."""
     if arch == "any" or not row.archs or arch in row.archs:
         return []
-    said = f"{row.title} runs on {', '.join(row.archs)}, not on {arch}"
-    return [("reject", "architecture", said, row.source, f"use a kernel for {arch}")]
+    reason = f"{row.title} runs on {', '.join(row.archs)}, not on {arch}"
+    return [("reject", "architecture", reason, row.source, f"use a kernel for {arch}")]
 
 
 class _Scene:
-    """The tensors of one call with their axes named, and what is declared of them; answers what a demand asks."""
+    """The tensors of one call with named axes, and the declared facts. Evaluates demands on them."""
 
     def __init__(self, row: Kernel, specs: Mapping[str, TensorSpec], facts: Mapping[str, Any]) -> None:
         self.row, self.specs, self.facts = row, specs, facts
         self.axes = {tensor: self._axes(tensor) for tensor in specs}
 
     def _axes(self, tensor: str) -> tuple[str, ...] | None:
-        """The names of the tensor's axes; None where it has no form that the kernel takes."""
+        """Return the names of the tensor's axes; None if its shape has no form that the kernel takes."""
         forms, spec = self.row.tensors[tensor], self.specs[tensor]
         chosen = str(self.facts.get("layout"))
         for axes in [forms[chosen]] if chosen in forms else forms.values():
@@ -172,19 +173,19 @@ class _Scene:
         return None
 
     def misnamed(self) -> Iterator[tuple[str, str, str, str, str]]:
-        """Tensors of another form than the kernel takes, and tensors whose axes the caller calls otherwise."""
+        """Yield problems: tensors of a form that the kernel does not take, or with other axes than the caller named."""
         for tensor, axes in self.axes.items():
             spec, forms = self.specs[tensor], [*self.row.tensors[tensor].values()]
             wanted = " or ".join(f"[{', '.join('1' if axis == 'one' else axis for axis in form)}]" for form in forms)
             if axes is None:
-                said = f"{tensor} {list(spec.shape)} is not {wanted}"
-                yield "reject", "shape", said, self.row.source, f"give {tensor} as {wanted}"
+                reason = f"{tensor} {list(spec.shape)} is not {wanted}"
+                yield "reject", "shape", reason, self.row.source, f"give {tensor} as {wanted}"
             elif spec.axes and spec.axes not in forms:
-                said = f"{tensor} is [{', '.join(spec.axes)}], read as [{', '.join(axes)}]: the shapes agree, the axes do not"
-                yield "garbage", "axes", said, self.row.source, f"give {tensor} as {wanted}"
+                reason = f"{tensor} is [{', '.join(spec.axes)}], read as [{', '.join(axes)}]: equal shapes, other axes"
+                yield "garbage", "axes", reason, self.row.source, f"give {tensor} as {wanted}"
 
     def concerns(self, demand: Demand, arch: str) -> bool:
-        """Whether the demand holds on ``arch`` and for these tensors."""
+        """Return whether the demand applies on ``arch`` and to these tensors."""
         archs = demand.conditions.get("arch")
         if archs and arch != "any" and arch not in archs:
             return False
@@ -192,29 +193,29 @@ class _Scene:
         return all(self._first(quantity) in values for quantity, values in conditions.items())
 
     def is_undeclared(self, quantity: str, demand: Demand) -> bool:
-        """Whether ``quantity`` is a fact that nobody declared and that has to be one of given values."""
+        """Return whether ``quantity`` is a fact that must be one of given values and was not declared."""
         known = quantity.startswith("declared.") and quantity.removeprefix("declared.") not in self.facts
         return known and demand.comparison == "one_of" and "when" not in demand.conditions
 
     def broken(self, demand: Demand) -> Iterator[str]:
-        """What is wrong, one sentence for each quantity that does not pass; one that is not known passes."""
+        """Yield the reason for each quantity of ``demand`` that does not pass. An unknown quantity passes."""
         words, passes = COMPARISONS[demand.comparison]
-        left = [one for quantity in demand.of for one in self.quantities(quantity)]
+        left = [value for quantity in demand.of for value in self.quantities(quantity)]
         right: list[Quantity]
         if isinstance(demand.value, str) and "." in demand.value:
-            right = [one for quantity in demand.value.split() for one in self.quantities(quantity)]
+            right = [value for quantity in demand.value.split() for value in self.quantities(quantity)]
             right = right * len(left) if len(right) == 1 else right
         else:
             right = [("", demand.value, False)] * len(left)
-        for (name, value, single), (other, wanted, other_single) in zip(left, right):
-            if value is None or wanted is None or (demand.conditions.get("addresses") and (single or other_single)):
+        for (name, value, single), (wanted_name, wanted, wanted_single) in zip(left, right):
+            if value is None or wanted is None or (demand.conditions.get("addresses") and (single or wanted_single)):
                 continue
             wanted = _shifted(wanted, demand.conditions)
             if not passes(value, wanted):
-                yield f"{name} = {_plain(value)} must {words}{_right_side(other, wanted)}"
+                yield f"{name} = {_plain(value)} must {words}{_right_side(wanted_name, wanted)}"
 
     def quantities(self, path: str) -> list[Quantity]:
-        """What ``path`` names (see ``demands.py``): one or several values, or none where it is not known."""
+        """Return the values that ``path`` names (see ``demands.py``): one, several, or none if unknown."""
         if "*" in path:
             sides = [self.quantities(side) for side in path.split("*")]
             if not all(sides) or any(value is None for side in sides for _, value, _ in side[:1]):
@@ -228,13 +229,17 @@ class _Scene:
             return [(path, self.facts.get(rest), False)]
         if rest == "given":
             return [(path, owner in self.specs, False)]
-        return [one for tensor in (self.specs if owner == "each" else [owner]) for one in self._of_tensor(tensor, rest)]
+        return [
+            value for tensor in (self.specs if owner == "each" else [owner]) for value in self._of_tensor(tensor, rest)
+        ]
 
     def _first(self, path: str) -> Any:
+        """Return the first value that ``path`` names; None if it is unknown."""
         found = self.quantities(path)
         return found[0][1] if found else None
 
     def _of_tensor(self, tensor: str, rest: str) -> list[Quantity]:
+        """Return the quantities ``tensor.rest``; [] if the tensor is not given or has no form that the kernel takes."""
         spec, axes = self.specs.get(tensor), self.axes.get(tensor)
         if spec is None or axes is None:
             return []
@@ -254,7 +259,7 @@ class _Scene:
 
 
 def _is_packed(spec: TensorSpec) -> bool:
-    """Whether the elements fill a run of memory without gaps, in whatever order of the axes."""
+    """Return whether the elements fill a run of memory without gaps, in any order of the axes."""
     expected = 1
     for stride, extent in sorted((s, n) for s, n in zip(spec.strides, spec.shape) if n != 1):
         if stride != expected:
@@ -264,17 +269,19 @@ def _is_packed(spec: TensorSpec) -> bool:
 
 
 def _shifted(wanted: Any, conditions: Mapping[str, Any]) -> Any:
-    """The right side, plus ``offset`` and rounded up, where the demand says so."""
+    """Return the right side of a demand, plus ``offset`` or rounded up, if the demand has such a condition."""
     if "offset" in conditions:
         return wanted + conditions["offset"]
     return align_up(wanted, conditions["rounded_up_to"]) if "rounded_up_to" in conditions else wanted
 
 
 def _plain(value: Any) -> str:
+    """Return a value, or the values of a list, as text."""
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _right_side(name: str, wanted: Any) -> str:
+    """Return the right side of a comparison as text, with its name if it is a quantity."""
     if wanted is True and not name:
         return ""
     return f"{name} = {_plain(wanted)}" if name else _plain(wanted)

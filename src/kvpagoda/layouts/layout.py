@@ -1,7 +1,8 @@
-"""A layout: where every element of what a cache holds lies in memory, as one value.
+"""A layout: the place in memory of every element of a cache, as one value.
 
-The expression (``expression.py``) says the order, packing and padding; axes say how many there are, and which of them this
-rank holds; format and dialect say what the bytes of encoded parts mean. Everything else (offsets, strides, bytes) follows.
+The expression (``expression.py``) defines order, packing and padding. The axes define the sizes, and the range that
+this rank holds. Format and dialect define the meaning of the bytes of encoded parts. Offsets, strides and sizes in
+bytes are computed from these.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from kvpagoda.layouts.expression import PADS, Node, Parser, Place, check_parts, 
 from kvpagoda.units import ceil_div, whole_number
 
 VERSION = 1
-"""Of the JSON form."""
+"""Version of the JSON form."""
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a kernel's index names (``"block"``, ``"kernel page"``, ``"token"``: page * N + offset, ``"state"``), its dtype,
-    and the value of an entry that is padding (None: there is no such value)."""
+    """The entries of a kernel's index array.
+
+    ``of``: what an entry names: ``"block"``, ``"kernel page"``, ``"token"`` (page * N + offset) or ``"state"``.
+    ``padding``: the value of padding entries (None: there are none).
+    """
 
     of: str = "block"
     dtype: str = "int32"
@@ -38,7 +42,7 @@ class Index:
 
 @dataclass(frozen=True)
 class View:
-    """A part as a tensor: the byte of its first element, and shape and strides in elements, as ``as_strided`` takes them."""
+    """A part as a tensor: byte of its first element; shape and strides in elements, as ``as_strided`` takes them."""
 
     offset: int
     shape: tuple[int, ...]
@@ -48,13 +52,14 @@ class View:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of a cache lie, in bytes from the beginning of an allocation.
+    """The places of a cache's parts, in bytes from the start of an allocation.
 
-    ``expression``: order, packing and padding, in the layout language. ``axes``: sizes of its axes, or the range of them that
-    a rank holds; the tokens ``T`` may fill their last page in part. ``page_size``: tokens of a kernel page (``N``),
-    ``kernel_pages``: kernel pages of a block (``P``). ``format``: how rows are encoded (``"raw"``, ``"dsv4_584"``, ..), and
-    ``dialect``: by which rules of scale, floor and rounding. ``offset``: bytes before the first block. ``name`` is a label:
-    layouts that differ in nothing else are equal and have one fingerprint.
+    ``expression``: order, packing and padding, in the layout language. ``axes``: the sizes of its axes, or the ranges
+    that a rank holds; the tokens ``T`` may fill their last page only partly. ``page_size``: tokens of a kernel page
+    (``N``). ``kernel_pages``: kernel pages of a block (``P``). ``format``: the encoding of rows (``"raw"``,
+    ``"dsv4_584"``, ..). ``dialect``: its rules of scale, floor and rounding. ``index``: the index array that kernels
+    take. ``offset``: bytes before the first block. ``name``: a label; layouts that differ only in it are equal and have
+    the same fingerprint.
 
     Raises LayoutError, which names the rule, for an expression that cannot be laid out.
 
@@ -92,7 +97,7 @@ class Layout:
         check_parts(self.places, self._sizes)
         used = {axis for place in self.places for axis in place.axes}
         if self.nbytes >= 2**63:
-            raise LayoutError.of("size", f"{self.nbytes:,} bytes are more than an address can say")
+            raise LayoutError.of("size", f"{self.nbytes:,} bytes are more than an address of 64 bits can count")
         if unused := sorted({*names} - used):
             raise LayoutError.of("axis", f"{', '.join(unused)} has a size, but no place in {self.expression!r}")
 
@@ -105,10 +110,11 @@ class Layout:
         values: Mapping[str, Any] | None = None,
         **sizes: int,
     ) -> Layout:
-        """A whole layout from sizes by letter: ``Layout.of("L B N H k[D]:float16", L=2, B=3, N=16, H=8, D=64)``.
+        """Return a whole layout from sizes by letter: ``Layout.of("L B N H k[D]:float16", L=2, B=3, N=16, H=8, D=64)``.
 
-        ``N`` and ``P`` are page_size and kernel_pages. Tokens are given as ``T``, or as ``B`` whole blocks. ``pieces``: into
-        how many pieces tensor parallelism divides an axis (default: heads ``H`` one by one). ``values``: other fields.
+        ``N`` and ``P`` are page_size and kernel_pages. Tokens are given as ``T``, or as ``B`` whole blocks. ``pieces``:
+        axis -> the most pieces into which tensor parallelism divides it (default: single heads ``H``). ``values``:
+        other fields.
         """
         page, kernel_pages = sizes.pop("N", 1), sizes.pop("P", 1)
         for word, size in {"N": page, "P": kernel_pages, **sizes}.items():
@@ -126,27 +132,30 @@ class Layout:
 
     @cached_property
     def _sizes(self) -> Sizes:
+        """The sizes of the words of the expression."""
         return Sizes((*self.axes, *own_axes(self.expression)), self.page_size, self.kernel_pages)
 
     @cached_property
     def tree(self) -> Node:
-        """The expression, parsed."""
+        """The parse tree of the expression."""
         return Parser(self.expression, self._sizes).tree()
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """Offset and strides of every part, in memory order, bytes that are no content (``PADS``) among them."""
+        """Offset and strides of every part, in memory order, including parts without content (``PADS``)."""
         return tuple(places(self.tree, self.offset))
 
     @cached_property
     def movable(self) -> dict[str, Place]:
-        """Places by part, and bytes that are no content by the part before them: ``scale+pad``. A copy moves those where both
-        sides have them, so that whole rows and pages stay one span."""
-        found: dict[str, Place] = {}
+        """Part -> its place. Parts without content are named after the part before them: ``scale+pad``.
+
+        A copy also moves the parts without content if both sides have them, so that whole rows and pages stay one span.
+        """
+        by_part: dict[str, Place] = {}
         for place in self.places:
-            before = next(reversed(found), "")
-            found[f"{before}+{place.name}" if place.name in PADS else place.name] = place
-        return found
+            before = next(reversed(by_part), "")
+            by_part[f"{before}+{place.name}" if place.name in PADS else place.name] = place
+        return by_part
 
     @cached_property
     def nbytes(self) -> int:
@@ -155,30 +164,32 @@ class Layout:
 
     @property
     def payload_nbytes(self) -> int:
-        """Bytes that hold content: valid tokens alone, no padding."""
+        """Bytes of content: only of the tokens in ``T``, without padding."""
         content = (place for place in self.places if place.name not in PADS)
         return sum(place.itemsize * int(np.prod([self.axis(name).size for name in place.axes])) for place in content)
 
     def axis(self, name: str) -> Axis:
-        """The axis ``name``. Raises LayoutError with the names that there are."""
+        """Return the axis ``name``. Raises LayoutError, which lists the known names."""
         if name not in self._sizes.axes:
             raise LayoutError.of("axis", f"no axis {name!r}; there are {', '.join(self._sizes.axes)}")
         return self._sizes.axes[name]
 
     def place(self, part: str) -> Place:
-        """The place of a part by its name. Raises LayoutError with the names that there are."""
+        """Return the place of the part named ``part``. Raises LayoutError, which lists the known names."""
         for place in self.places:
             if place.name == part:
                 return place
         raise LayoutError.of("part", f"no part {part!r}; there are {', '.join(place.name for place in self.places)}")
 
     def strides(self, part: str) -> dict[str, int]:
-        """Bytes from one value of each digit of a part to the next, the outermost digit first."""
+        """Return digit -> bytes from value to value, for the digits of a part, outermost first. Raises LayoutError."""
         return {fold.word: stride for fold, stride in self.place(part).strides}
 
     def view(self, part: str, *words: str, at: Mapping[str, int] | None = None) -> View:
-        """A part as a tensor whose dimensions are these digits: ``view("k", "B", "N", "H", "D", at={"L": 3})`` is K of one
-        layer. ``at``: values of digits that are no dimension; all others are taken at 0.
+        """Return a part as a tensor with the digits ``words`` as dimensions.
+
+        ``view("k", "B", "N", "H", "D", at={"L": 3})`` is K of layer 3. ``at``: values of digits that are not
+        dimensions; digits in neither are taken at 0.
 
         Raises LayoutError for a digit that the part does not have, or a value out of range.
         """
@@ -193,30 +204,33 @@ class Layout:
                 )
         shape, strides = [digits[word][0] for word in words], [digits[word][1] // place.itemsize for word in words]
         for dim in reversed(range(len(shape))):
-            if shape[dim] == 1:  # never stepped over; but TMA descriptors are made of it (vllm#40737)
+            if shape[dim] == 1:  # this stride is never used as an address, but TMA descriptors contain it (vllm#40737)
                 strides[dim] = strides[dim + 1] * shape[dim + 1] if dim + 1 < len(shape) else 1
         offset = place.offset + sum(value * digits[word][1] for word, value in fixed.items())
         return View(offset, tuple(shape), tuple(strides), place.dtype)
 
     def addresses(self, part: str) -> Ints:
-        """Byte of every element of a part, int64, with one dimension for each axis in the order of ``place(part).axes``."""
+        """Return the byte of every element of a part: int64, one dimension per axis, as in ``place(part).axes``."""
         place = self.place(part)
-        found = np.array(place.offset, dtype=np.int64)
+        addresses = np.array(place.offset, dtype=np.int64)
         for name in place.axes:
-            found = found[..., None] + self.along(place, name, np.arange(self.axis(name).size))
-        return found
+            addresses = addresses[..., None] + self.along(place, name, np.arange(self.axis(name).size))
+        return addresses
 
     def along(self, place: Place, axis: str, indices: Ints) -> Ints:
-        """Bytes that each of ``indices`` of ``axis`` adds to the address of an element, int64 like ``indices``."""
-        found = np.zeros_like(indices)
+        """Return the bytes that each of ``indices`` of ``axis`` adds to an element's address, as int64."""
+        added = np.zeros_like(indices)
         for fold, stride in place.strides:
             if fold.axis == axis:
-                found += fold.of(indices) * stride
-        return found
+                added += fold.of(indices) * stride
+        return added
 
     def resized(self, **sizes: int) -> Layout:
-        """The same with other sizes, given as in ``of``: ``T`` tokens, ``N`` tokens of a page, ``P`` kernel pages of a block,
-        or an axis. A rank's part of an axis cannot be resized."""
+        """Return this layout with other sizes, given as in ``of``.
+
+        ``T`` tokens or ``B`` blocks, ``N`` tokens of a page, ``P`` kernel pages of a block, or the size of an axis.
+        Raises LayoutError for an axis of which this layout has only a rank's range.
+        """
         page, kernel_pages = sizes.pop("N", self.page_size), sizes.pop("P", self.kernel_pages)
         if "B" in sizes:
             sizes[TOKENS] = sizes.pop("B") * page * kernel_pages
@@ -231,8 +245,11 @@ class Layout:
         return replace(self, axes=tuple(axes), page_size=page, kernel_pages=kernel_pages)
 
     def split(self, tp: int = 1, pp: int = 1) -> tuple[Layout, ...]:
-        """What each rank holds, stage by stage: ``pp`` pipeline stages of layers ``L``, each with ``tp`` tensor-parallel
-        ranks. Axes without pieces (a latent, an indexer key) are whole on every rank. Raises LayoutError."""
+        """Return the layout of each rank: ``pp`` stages of layers ``L`` with ``tp`` tensor-parallel ranks each.
+
+        The ranks of the first stage come first. Axes without pieces (a latent, an indexer key) are whole on every rank.
+        Raises LayoutError if an axis cannot be divided.
+        """
         tp, pp = whole_number(tp, "tp", at_least=1), whole_number(pp, "pp", at_least=1)
         if pp > 1 and "L" not in {axis.name for axis in self.axes}:
             raise LayoutError.of("divide", f"pipeline stages divide layers, and {self.expression!r} has no axis L")
@@ -244,6 +261,7 @@ class Layout:
         return tuple(replace(self, axes=tuple(part(axis, *rank) for axis in self.axes)) for rank in ranks)
 
     def _identity(self) -> dict[str, Any]:
+        """Return all fields but ``name`` as plain data."""
         return {
             "layout": VERSION,
             "expression": self.expression,
@@ -258,13 +276,15 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits, BLAKE2b-128, that change with everything but ``name``: whoever has another one has other
-        bytes, or means something else by them."""
+        """BLAKE2b-128 of all fields but ``name``, as 32 hexadecimal digits.
+
+        Caches with different fingerprints have different bytes, or give them a different meaning.
+        """
         text = json.dumps(self._identity(), sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """The descriptor: what the layout is, and for readers without the language what follows from it, as plain data."""
+        """Return the fields as plain data, and under ``follows`` the offsets, strides and sizes computed from them."""
         parts: list[dict[str, Any]]
         parts = [{"name": place.name, "dtype": place.dtype, "offset": place.offset} for place in self.places]
         for part, place in zip(parts, self.places):
@@ -276,14 +296,15 @@ class Layout:
         return {**self._identity(), "name": self.name, "follows": {**follows, "parts": parts}}
 
     def to_json(self) -> str:
-        """``to_dict`` as text."""
+        """Return ``to_dict`` as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
-        """The layout that ``to_json`` wrote. What follows from it may be left out; where it is there it must be true.
+        """Return the layout that ``to_json`` wrote. ``follows`` may be absent; if present, its values must be right.
 
-        Raises LayoutError with rule 'descriptor' for text that is no layout, or of another version, or not in itself true.
+        Raises LayoutError with rule 'descriptor' for text that is not a layout, has another version, or has wrong
+        values in ``follows``.
         """
         try:
             data = json.loads(text)
@@ -293,17 +314,17 @@ class Layout:
             kept = {
                 key: data[key] for key in ("page_size", "kernel_pages", "format", "dialect", "offset") if key in data
             }
-            made = cls(
+            layout = cls(
                 data["expression"], axes, **kept, index=Index(**data.get("index", {})), name=data.get("name", "")
             )
-            claimed, follows = dict(data.get("follows", {})), made.to_dict()["follows"]
+            claimed, follows = dict(data.get("follows", {})), layout.to_dict()["follows"]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, LayoutError):
                 raise
-            raise LayoutError.of("descriptor", f"this is not a layout: {type(error).__name__} {error}") from None
+            raise LayoutError.of("descriptor", f"this text is not a layout: {type(error).__name__} {error}") from None
         if wrong := [key for key, value in claimed.items() if follows.get(key) != value]:
-            raise LayoutError.of("descriptor", f"{', '.join(wrong)} does not follow from {made.expression!r}")
-        return made
+            raise LayoutError.of("descriptor", f"{', '.join(wrong)} does not follow from {layout.expression!r}")
+        return layout
 
     def __str__(self) -> str:
         title = ", ".join(filter(None, (self.name or "layout", self.format, self.dialect)))

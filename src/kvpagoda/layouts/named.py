@@ -1,4 +1,4 @@
-"""Layouts of kernels and engines by name. ``named.json`` holds them: an expression, sizes, and where each was read."""
+"""Layouts of kernels and engines by name. ``named.json`` has their expressions, sizes and sources."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from kvpagoda.units import whole_number
 
 @cache
 def table() -> dict[str, Any]:
-    """``named.json``: ``layouts`` by name, ``aliases``, and ``formats``: the page of each format of encoded rows."""
+    """Return ``named.json``: ``layouts`` by name, ``aliases``, and ``pages``: pages of the encoded formats."""
     return read_json("kvpagoda.layouts", "named.json")
 
 
 def names() -> list[str]:
-    """Every name that ``named`` takes."""
+    """Return every name that ``named`` takes, aliases included."""
     return [*table()["layouts"], *table()["aliases"]]
 
 
 def named(
     name: str, *, dialect: str | None = None, dtype: str | None = None, block_stride: int | None = None, **sizes: int
 ) -> Layout:
-    """The layout ``name`` of a kernel or an engine: ``named("flashmla-dsv4", page_size=64)``.
+    """Return the layout ``name`` of a kernel or an engine: ``named("flashmla-dsv4", page_size=64)``.
 
-    ``sizes``: ``layers``, ``tokens`` or ``blocks``, ``page_size``, ``heads``, ``head_dim``, .. (default: 1 layer,
-    256 tokens, and what the kernel likes). ``dtype``: of rows that are not encoded. ``dialect``: rules of scale and
-    rounding of encoded rows (default: the kernel's own). ``block_stride``: bytes from block to block, where blocks are
-    padded. Raises LayoutError for a name, size, dtype or dialect that it does not have; the message lists what it has.
+    ``sizes``: ``layers``, ``tokens`` or ``blocks``, ``page_size``, ``heads``, ``head_dim``, .. (default: 1 layer, 256
+    tokens, and the usual sizes of the kernel). ``dtype``: of rows that are not encoded. ``dialect``: rules of scale and
+    rounding of encoded rows (default: the kernel's own). ``block_stride``: bytes from block to block, if blocks are
+    padded. Raises LayoutError for an unknown name, size, dtype or dialect; the message lists the known ones.
 
     >>> layout = named("vllm-blhnc", layers=2, blocks=3, page_size=16, heads=8, head_dim=128)
     >>> layout.expression, layout.strides("v")["B"]
@@ -72,14 +72,14 @@ def named(
 
 
 def _size(entry: Mapping[str, Any], sizes: Mapping[str, int], wanted: str) -> int:
-    """The value of ``"head_dim"`` or of ``"head_dim/2"``."""
+    """Return the size ``wanted``: ``"head_dim"``, or a part of it, ``"head_dim/2"``. Raises LayoutError."""
     what, _, divisor = wanted.partition("/")
     if what == "tokens" and "blocks" in sizes:
         if "tokens" in sizes:
             raise LayoutError.of("size", "give tokens or blocks, not both")
         return whole_number(sizes["blocks"], "blocks", 1) * _size(entry, sizes, "page_size")
     value = entry["defaults"][what]
-    if what not in sizes and isinstance(value, str):  # another size
+    if what not in sizes and isinstance(value, str):  # the default is the value of another size
         return _size(entry, sizes, value)
     number = whole_number(sizes.get(what, value), what, at_least=1)
     if divisor and number % int(divisor):
@@ -88,8 +88,11 @@ def _size(entry: Mapping[str, Any], sizes: Mapping[str, int], wanted: str) -> in
 
 
 def read(text: str) -> tuple[Layout, ...]:
-    """Layouts by rank as a command line says them: a name with sizes, ``"trtllm,page_size=32,tp=4,pp=2"``, or a file that
-    ``to_json`` wrote, ``"pool.json,tp=4"``. Raises LayoutError; OSError for a file that cannot be read."""
+    """Return the layouts, one per rank, that a command-line argument describes.
+
+    It is a name with sizes, ``"trtllm,page_size=32,tp=4,pp=2"``, or a file that ``to_json`` wrote,
+    ``"pool.json,tp=4"``. Raises LayoutError, and OSError for a file that cannot be read.
+    """
     name, *given = text.split(",")
     sizes: dict[str, Any] = {}
     for word in given:

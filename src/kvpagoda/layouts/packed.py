@@ -1,4 +1,4 @@
-"""Rows of numbers as the packed pages that kernels read, and back. The torch reference of every packed format.
+"""Pack rows of numbers into the pages that kernels read, and unpack them: the torch reference of all packed formats.
 
 >>> rows = torch.ones(1, 2, 512, dtype=torch.bfloat16)
 >>> pages = pack(rows, "dsv4_584", page_size=2, dialect="flashmla")
@@ -25,7 +25,7 @@ from kvpagoda.units import whole_number
 Tensor = torch.Tensor
 
 CHUNK = 1 << 17
-"""Elements that are worked on at a time on the CPU: the temporaries then stay in its cache."""
+"""Elements per step on the CPU, so that the temporaries stay in the CPU's cache."""
 
 
 def pack(
@@ -37,15 +37,15 @@ def pack(
     head_dim: int | None = None,
     refuse_nan: bool = False,
 ) -> Tensor:
-    """Pack bfloat16 ``rows`` ``[pages, page_size, D]`` into uint8 ``[pages, payload bytes of a page]``, on their device.
+    """Pack bfloat16 ``rows`` ``[pages, page_size, D]`` into uint8 ``[pages, payload of a page]``, on their device.
 
-    D is the format's own: 576 for 656- and 352-byte rows (latent, then 64 RoPE dims), 512 for DSV4, 128 for indexer keys;
-    for ``gqa_*``, K of all heads, then V of all heads, ``2 * heads * head_dim`` (``head_dim`` None: 64), and the page holds
-    head after head. ``dialect`` None: the format's default. Bytes of padding inside the payload are 0.
+    The format defines D: 576 for 656- and 352-byte rows (latent, then 64 RoPE dims), 512 for DSV4, 128 for indexer
+    keys. For ``gqa_*``, D is ``2 * heads * head_dim`` (``head_dim`` None: 64), K of all heads, then V of all heads; the
+    page stores head after head. ``dialect`` None: the format's default. Padding bytes inside the payload are 0.
 
-    Raises BadInput, before anything is allocated, for an unknown format or dialect and for another shape or dtype; for rows
-    with inf or NaN where the dialect has no bytes for them; with ``refuse_nan`` also where a reader of the page would see inf
-    or NaN (a dialect without a floor makes NaN of a group of zeros). O(elements).
+    Raises BadInput, before anything is allocated, for an unknown format or dialect, for another shape or dtype, and for
+    rows with inf or NaN if the dialect has no bytes for them. With ``refuse_nan`` it also raises if a reader of the
+    pages would see inf or NaN (a dialect without a floor turns a group of zeros into NaN). O(elements).
     """
     chosen = dialect_for_heads(format, dialect, head_dim)
     page_size = whole_number(page_size, "page_size", at_least=1)
@@ -58,9 +58,9 @@ def pack(
     places = views(pages, chosen.packing, page_size, heads)
     cells = rows.flatten(0, 1)
     step = max(1, CHUNK // cells.shape[1]) if rows.device.type == "cpu" else max(1, len(cells))
-    at = torch.arange(len(cells), device=rows.device)
+    index = torch.arange(len(cells), device=rows.device)
     for start in range(0, len(cells), step):
-        page, row = at[start : start + step] // page_size, at[start : start + step] % page_size
+        page, row = index[start : start + step] // page_size, index[start : start + step] % page_size
         for part, values in encode_rows(cells[start : start + step], chosen, heads).items():
             places[part][page, row] = values
     if refuse_nan:
@@ -78,8 +78,9 @@ def unpack(
     dtype: torch.dtype = torch.float32,
     head_dim: int | None = None,
 ) -> Tensor:
-    """The rows ``[pages, page_size, D]`` of ``dtype`` in uint8 ``pages`` ``[pages, payload]``: each code times its scale in
-    float32, and the kept elements as they are. What is stored as NaN is NaN.
+    """Return the rows ``[pages, page_size, D]`` of ``dtype`` that uint8 ``pages`` ``[pages, payload]`` hold.
+
+    An encoded element is code times scale, computed in float32; kept elements are returned unchanged. NaN stays NaN.
 
     Raises BadInput for an unknown format or dialect, and for another shape or dtype. O(elements).
     """
@@ -90,7 +91,7 @@ def unpack(
         many = " * heads" if chosen.packing.cells > 1 else ""
         raise BadInput(
             f"{format} pages of {page_size} rows are uint8 [pages, {one_head}{many}], "
-            f"got {pages.dtype} {list(pages.shape)}; cut off what pads a page"
+            f"got {pages.dtype} {list(pages.shape)}; cut off the padding of the pages"
         )
     heads = pages.shape[1] // one_head
     if heads > 1 and chosen.packing.cells == 1:
@@ -101,19 +102,21 @@ def unpack(
 
 
 def encoded_anew(recode: Recode, stage: Layout, memory: Bytes) -> Bytes:
-    """The bytes of ``stage`` in the other dialect: ``memory`` holds whole pages as ``Recode.stages`` lays them.
+    """Return the pages in ``memory``, those of ``stage`` (``Recode.stages``), in dialect ``recode.target``.
 
-    Raises BadInput for rows that the other dialect has no bytes for (inf, NaN).
+    Raises BadInput for rows for which the target dialect has no bytes (inf, NaN).
     """
     pages, size = torch.from_numpy(memory).view(-1, stage.strides("code")["B"]), stage.page_size
     rows = unpack(pages, recode.format, page_size=size, dialect=recode.source, dtype=torch.bfloat16)
-    found: Bytes = pack(rows, recode.format, page_size=size, dialect=recode.target).numpy().ravel()
-    return found
+    packed: Bytes = pack(rows, recode.format, page_size=size, dialect=recode.target).numpy().ravel()
+    return packed
 
 
 def views(pages: Tensor, packing: Packing, page_size: int, heads: int = 1) -> dict[str, Tensor]:
-    """uint8 views ``[pages, page_size, heads, cells, nbytes]`` of each part of the rows in ``pages`` ``[pages, at least the
-    payload]``, whose rows may be strided. They share the memory of ``pages``. O(1)."""
+    """Return uint8 views ``[pages, page_size, heads, cells, nbytes]`` of each part of the rows in ``pages``.
+
+    ``pages`` is ``[pages, at least the payload]``; its first axis may be strided. The views share its memory. O(1).
+    """
     start = pages.storage_offset()
     return {
         part: pages.as_strided(
@@ -126,7 +129,7 @@ def views(pages: Tensor, packing: Packing, page_size: int, heads: int = 1) -> di
 
 
 def encode_rows(rows: Tensor, dialect: Dialect, heads: int = 1) -> dict[str, Tensor]:
-    """bfloat16 ``[n, D]`` -> the bytes of each part of each row, uint8 ``[n, heads, cells, nbytes]``."""
+    """Return part -> its bytes, uint8 ``[n, heads, cells, nbytes]``, of bfloat16 ``rows`` ``[n, D]``."""
     packing, rule = dialect.packing, dialect.rule
     cells = rows.reshape(len(rows), packing.cells, heads, -1).transpose(1, 2)
     x = cells.reshape(-1, packing.coded + packing.kept)
@@ -144,7 +147,7 @@ def encode_rows(rows: Tensor, dialect: Dialect, heads: int = 1) -> dict[str, Ten
 
 
 def decode_rows(parts: dict[str, Tensor], dialect: Dialect, dtype: torch.dtype) -> Tensor:
-    """The parts that ``encode_rows`` gives -> ``[n, D]`` of ``dtype``."""
+    """Return the rows ``[n, D]`` of ``dtype`` for the parts that ``encode_rows`` returns."""
     packing, rule = dialect.packing, dialect.rule
     n, heads = parts["codes"].shape[:2]
     flat = {part: values.flatten(0, 2) for part, values in parts.items()}
@@ -165,29 +168,29 @@ def decode_rows(parts: dict[str, Tensor], dialect: Dialect, dtype: torch.dtype) 
 
 
 def _lanes(packing: Packing, device: torch.device) -> Tensor:
-    """int64 ``[groups]``: which scale lies at each place of a row."""
+    """Return int64 ``[groups]``: the index of the scale that is stored at each place of a row."""
     places = torch.arange(packing.groups, device=device)
     return places.view(packing.scale_lanes, -1).T.reshape(-1).argsort()
 
 
 def _check_rows(rows: Tensor, format: str, packing: Packing, page_size: int) -> int:
-    """The number of heads in ``rows``; raises BadInput unless they are what ``pack`` takes."""
+    """Return the number of heads in ``rows``. Raises BadInput unless ``pack`` takes them."""
     width = packing.width
     wrong = rows.ndim != 3 or rows.shape[1] != page_size or rows.dtype != torch.bfloat16 or rows.shape[2] == 0
     if wrong or (rows.shape[2] % width if packing.cells > 1 else rows.shape[2] != width):
         many = " * heads" if packing.cells > 1 else ""
         raise BadInput(
-            f"{format} packs bfloat16 rows [pages, {page_size}, {width}{many}], got {rows.dtype} {list(rows.shape)}: give the "
-            f"elements that the format holds, no more"
+            f"{format} packs bfloat16 rows [pages, {page_size}, {width}{many}], got {rows.dtype} {list(rows.shape)}: "
+            f"give exactly the elements that the format holds"
         )
     return rows.shape[2] // width
 
 
 def _refuse(bad: Tensor, why: str) -> None:
-    """Raise BadInput if anything in ``bad`` ``[pages, N, D]`` is set, with the first place."""
+    """Raise BadInput, with the first place, if any element of ``bad`` ``[pages, N, D]`` is set."""
     if bool(bad.any()):
-        page, row, at = bad.nonzero()[0].tolist()
+        page, row, element = bad.nonzero()[0].tolist()
         raise BadInput(
-            f"{why}: {int(bad.any(-1).sum())} rows, the first is page {page}, row {row}, at element {at}; mend the rows, or "
-            f"choose another dialect"
+            f"{why}: {int(bad.any(-1).sum())} rows, the first is page {page}, row {row}, at element {element}; "
+            f"mend the rows, or choose another dialect"
         )

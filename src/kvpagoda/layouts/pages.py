@@ -1,12 +1,13 @@
-"""How the rows of one layer lie in one page: a named layout without what stands around its pages.
+"""The place of one layer's rows in a page: a named layout, reduced to its pages.
 
     trtllm          B L (H N k[D] | H N v[Dv])      ->  one page   (H N k[D] | H N v[Dv])
     sglang-mha      L T H k[D] | L T H v[Dv]        ->  two pages   N H k[D]   and   N H v[Dv]
     flashmla-v32    L B N (code | scale | rope)     ->  rows of ``PackedRow("v32_656", "flashmla")``
     vllm-lhbnc      L H B N (k[D] | v[Dv])          ->  one page   H B N (k[D] | v[Dv]),  heads outside of blocks
 
-Blocks, layers and state slots are the arena's: it lays the pages of one record, or of one layer, one behind another. Where
-heads lie outside of blocks or layers the page says so: all blocks, or all layers of a block, lie between two heads.
+Blocks, layers and state slots are left to the arena, which places the pages of one record, or of one layer, one after
+another. If heads lie outside of blocks or layers, the page's expression keeps these digits (``H B``, ``H L``): all
+blocks, or all layers of a block, lie between two heads.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ from kvpagoda.layouts.named import named, table
 from kvpagoda.layouts.packed_row import PackedRow
 
 KINDS = ("attention", "latent", "indexer", "entries", "recurrent", "conv")
-"""What a layout may be of: K and V, MLA latents, indexer keys, compressed entries and their window, states."""
+"""The kinds of rows: K and V, MLA latents, indexer keys, compressed entries and their window, two kinds of states."""
 KIND_OF_ROWS = {
     "k": "attention", "v": "attention", "kv": "attention", "latent": "latent", "k_rope": "latent", "index_key": "indexer",
     "indexer_keys": "indexer", "entries": "entries", "swa": "entries", "recurrent": "recurrent", "conv": "conv",
 }  # fmt: skip
-"""Names of rows, and the kind that they are of; rows of other names (tails, positions) have one layout."""
+"""Name of rows -> their kind. Rows with other names (tails, positions) have only one layout."""
 
 
 @dataclass(frozen=True)
 class PageChoice:
-    """A named layout, read for a cache: which ``kind`` of rows it is of, and either the page that each of them lies in, by the
-    rows' names (expressions; equal ones are one page), or their packed ``encoding``."""
+    """A named layout as a cache uses it, for rows of ``kind``.
+
+    ``pages``: name of rows -> expression of their page; rows with equal expressions share a page. Empty for encoded
+    rows, which have a packed ``format`` and ``dialect`` instead.
+    """
 
     name: str
     kind: str
@@ -43,15 +47,15 @@ class PageChoice:
     dialect: str = ""
 
     def encoding(self, head_dim: int | None = None) -> Encoding | PackedRow:
-        """How rows lie in it: ``RAW``, or those of a packed format."""
+        """Return the encoding of its rows: ``RAW``, or the packed rows of its format. Raises BadInput."""
         return RAW if self.format == "raw" else PackedRow(self.format, self.dialect, head_dim)
 
 
 @cache
 def page_choice(name: str, dialect: str | None = None) -> PageChoice:
-    """Read the layout ``name``, for rows in ``dialect`` where they are encoded (None: the layout's own).
+    """Return the layout ``name`` as a cache uses it. ``dialect``: of encoded rows (None: the layout's own).
 
-    Raises LayoutError for a name or dialect that is not known, and for a layout that a cache does not have, with the reason.
+    Raises LayoutError for an unknown name or dialect, and, with the reason, for a layout that caches cannot use.
 
     >>> page_choice("trtllm").pages["v"]
     '(H N k[D]:{dtype} | H N v[Dv]:{dtype})'
@@ -61,7 +65,7 @@ def page_choice(name: str, dialect: str | None = None) -> PageChoice:
     layout = named(name, dialect=dialect)
     entry = table()["layouts"][layout.name]
     if "not_in_caches" in entry:
-        raise LayoutError.of("divide", f"a cache has no layout {name!r}: {entry['not_in_caches']}")
+        raise LayoutError.of("divide", f"a cache cannot have the layout {name!r}: {entry['not_in_caches']}")
     if layout.format != "raw":
         return PageChoice(layout.name, entry["kind"], {}, layout.format, layout.dialect)
     pages = {rows: page for page in entry["pages"] for rows in re.findall(r"(\w+)\[", page)}
@@ -69,15 +73,20 @@ def page_choice(name: str, dialect: str | None = None) -> PageChoice:
 
 
 def order_of(page: str) -> str:
-    """The order that an arena must have for ``page``: ``"layer"`` where heads lie outside of blocks, ``"block"`` where they
-    lie outside of layers, "" where it does not matter."""
+    """Return the order that an arena must have for the expression ``page``.
+
+    ``"layer"`` if heads lie outside of blocks, ``"block"`` if they lie outside of layers, "" if either order will do.
+    """
     return "layer" if page.startswith("H B ") else "block" if page.startswith("H L ") else ""
 
 
 @dataclass(frozen=True)
 class PageRows:
-    """Rows as a page sees them: their name, the names of their axes in the expression ("" for one of extent 1 that it does
-    not have; the axis of a number in brackets is called ``name.0``), the sizes of the axes, the dtype."""
+    """The rows that ``arrange`` places in a page.
+
+    ``axes``: the names of their axes in the page's expression; "" for an axis of size 1 that the expression does not
+    have. The axis of a number in brackets is called ``name.0``. ``shape``: the sizes of these axes.
+    """
 
     name: str
     axes: tuple[str, ...]
@@ -86,9 +95,10 @@ class PageRows:
 
 
 def arrange(page: str, count: int, parts: Sequence[PageRows]) -> tuple[int, list[tuple[int, tuple[int, ...]]]]:
-    """Bytes of a ``page`` of ``count`` rows, and of each part its offset and the strides of (rows, its axes), all in bytes.
+    """Return (bytes of a ``page`` of ``count`` rows, [(offset, strides) of each of ``parts``]).
 
-    Raises LayoutError for rows that do not have the axes of the expression.
+    The strides are those from row to row, then along each axis of the part. All numbers are in bytes. Raises
+    LayoutError for rows that do not have the axes of the expression.
 
     >>> latent, rope = (PageRows(x, ("", f"{x}.0"), (1, n), "bfloat16") for x, n in (("latent", 512), ("k_rope", 64)))
     >>> arrange(page_choice("flashmla-dense").pages["latent"], 64, [latent, rope])
@@ -102,7 +112,7 @@ def arrange(page: str, count: int, parts: Sequence[PageRows]) -> tuple[int, list
     words |= {"T"} if "N" in words else set()
     given = {word: size for word, size in sizes.items() if word in words}
     layout = Layout.of(text.replace("{dtype}", parts[0].dtype), pieces=None, values=None, **given)
-    found = []
+    placed = []
     for part in parts:
         place = layout.place(part.name)
         inside = [(fold.axis, stride) for fold, stride in place.strides if fold.word not in ("B", "L")]
@@ -110,11 +120,11 @@ def arrange(page: str, count: int, parts: Sequence[PageRows]) -> tuple[int, list
         if {*strides} != {*filter(None, part.axes)} | ({"T"} & {*strides}) or len(strides) != len(inside):
             raise LayoutError.of(
                 "axis",
-                f"rows {part.name!r} have the axes {', '.join(part.axes)}, and lie in {page!r}; choose another layout",
+                f"rows {part.name!r} have axes {', '.join(part.axes)}, not those of {page!r}; choose another layout",
             )
         steps, inner = [], place.itemsize
         for axis, size in zip(reversed(part.axes), reversed(part.shape)):
             steps.append(strides.get(axis, inner))
             inner = steps[-1] * size
-        found.append((place.offset, (strides.get("T", layout.nbytes), *reversed(steps))))
-    return layout.nbytes, found
+        placed.append((place.offset, (strides.get("T", layout.nbytes), *reversed(steps))))
+    return layout.nbytes, placed

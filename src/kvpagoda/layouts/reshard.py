@@ -1,7 +1,7 @@
-"""Copies between layouts: ``reshard(source, target)`` plans which bytes go where. Arithmetic alone, nothing is moved.
+"""Plan copies between layouts: ``reshard(source, target)`` returns which bytes to copy where. ``run`` copies them.
 
-Both sides are one layout, or one for each rank (``Layout.split``). What must be equal is the content: names of parts, dtypes,
-names and sizes of axes. What may differ is everything else: order, pages, packing, padding, who holds what.
+Each side is one layout, or one for each rank (``Layout.split``). The content must be equal: names of parts, dtypes,
+names and sizes of axes. Everything else may differ: order, pages, packing, padding, and the ranges of the ranks.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from kvpagoda.units import format_bytes, whole_number
 
 Slots = npt.ArrayLike | None
 Pair = tuple[int, int]
-"""Source rank, target rank."""
+"""(source rank, target rank)."""
 
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """What goes where, for every pair of ranks that has something to give. ``reshard`` makes plans.
+    """The bytes to copy between every pair of ranks that share content. ``reshard`` returns plans.
 
-    ``slots``: token slots of the source and the target. ``recode``: the dialects differ, and ``run`` encodes the rows anew;
-    the spans move them as they are, so that a target that takes the spans has rows of the source's dialect.
+    ``moved``: pair of ranks -> the parts to copy. ``slots``: token slots of the source and of the target (None: all
+    tokens in order). ``recode``: None if both sides encode alike; else ``run`` recodes the rows into the target's
+    dialect, but the spans do not: after a copy by ``spans`` the target holds rows in the source's dialect.
     """
 
     sources: tuple[Layout, ...]
@@ -47,28 +48,32 @@ class ReshardPlan:
 
     @cached_property
     def by_rank(self) -> dict[Pair, Ints]:
-        """(source rank, target rank) -> int64 ``[n, 3]`` of (source byte, target byte, bytes), merged, sorted by source."""
+        """(source rank, target rank) -> spans, int64 ``[n, 3]``: (source byte, target byte, bytes).
+
+        They are merged and sorted by source byte.
+        """
         return {ranks: of_parts(parts) for ranks, parts in self.moved.items()}
 
     @property
     def spans(self) -> Ints | dict[Pair, Ints]:
-        """``by_rank``; the array itself where there is one source and one target."""
+        """``by_rank``, or its only array if there is one source and one target."""
         return self.by_rank if len(self.sources) * len(self.targets) > 1 else self.by_rank[0, 0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that move."""
+        """Bytes that the plan copies."""
         return sum(int(spans[:, 2].sum()) for spans in self.by_rank.values())
 
     def transfers(
         self, ranks: Pair, source: int | Sequence[int], target: int | Sequence[int], most: int | None = None
     ) -> tuple[Ints, Ints, Ints]:
-        """Source addresses, target addresses and lengths, int64 ``[n]``, as transfer engines take them: Mooncake as lists of
-        buffers and sizes, NIXL as (address, length, device) on either side.
+        """Return source addresses, target addresses and lengths for a transfer engine, each int64 ``[n]``.
 
-        ``source``, ``target``: the address of a rank's memory, or the addresses of the equal pieces that it lies in (a tensor
-        for each layer, or for K and V of each). ``most``: bytes of one transfer at most. Raises BadInput for pieces that are
-        not equal.
+        Mooncake takes them as lists of buffers and sizes, NIXL as (address, length, device) on either side.
+
+        ``ranks``: the pair of ranks. ``source``, ``target``: the address of a rank's memory, or the addresses of the
+        equal pieces in which it is allocated (a tensor for each layer, or for K and V of each). ``most``: the most
+        bytes of one transfer. Raises BadInput for unknown ranks and for pieces that are not equal.
         """
         if not (0 <= ranks[0] < len(self.sources) and 0 <= ranks[1] < len(self.targets)):
             raise BadInput(f"no ranks {ranks}; there are {len(self.sources)} sources and {len(self.targets)} targets")
@@ -92,17 +97,20 @@ class ReshardPlan:
         return begins, puts, spans[:, 2]
 
     def run(self, sources: Any, targets: Any, threads: int | None = None) -> None:
-        """Move the bytes here: from ``sources`` to ``targets``, memory of the host, one for each rank (or just one where there
-        is one): arrays of numpy, torch tensors on the CPU, or writable buffers. Nothing else of the targets changes.
-        ``threads`` share the copies (default: one for every 16 MiB, at most 4 and the cores of this machine).
+        """Copy the bytes from ``sources`` to ``targets``: memory of this host, one for each rank.
 
-        Raises BadInput before anything moved for memory of another number, too short, read-only, or that overlaps.
+        A side with one rank may be given without a list. Memories are numpy arrays, torch tensors on the CPU, or
+        buffers; targets must be writable. All other bytes of the targets stay as they are. ``threads``: threads that
+        share the copies (default: one for every 16 MiB, at most 4 and the number of cores).
+
+        Raises BadInput, before anything is copied, for a wrong number of memories and for memory that is too short,
+        read-only, or overlaps.
         """
         given = _memories(sources, self.sources, "source"), _memories(targets, self.targets, "target")
         for number, target in enumerate(given[1]):
             if not target.flags.writeable:
                 raise BadInput(f"target {number} is read-only memory")
-            if any(np.may_share_memory(other, target) for other in (*given[0], *given[1][:number])):
+            if any(np.may_share_memory(memory, target) for memory in (*given[0], *given[1][:number])):
                 raise BadInput(f"target {number} overlaps a source or another target; copy into other memory")
         if threads is not None:
             threads = whole_number(threads, "threads", at_least=1)
@@ -114,7 +122,7 @@ class ReshardPlan:
         copy(((parts, given[0][giver], given[1][taker]) for (giver, taker), parts in self.moved.items()), threads)
 
     def _recoded(self, recode: Recode, sources: list[Bytes], targets: list[Bytes], threads: int) -> None:
-        """``run`` by way of pages that are encoded anew before any target changes."""
+        """Run the plan with staging pages, which are recoded before any target changes."""
         from kvpagoda.layouts.packed import encoded_anew
 
         tokens = _held(self.targets[0], (TOKENS,), self.slots[1])[TOKENS].size
@@ -125,7 +133,7 @@ class ReshardPlan:
         reshard(after, self.targets, target_slots=self.slots[1]).run(staged, targets, threads)
 
     def to_dict(self) -> dict[str, Any]:
-        """What the copy costs, as plain data."""
+        """Return the sizes and numbers of the copies, as plain data."""
         lengths = np.concatenate([spans[:, 2] for spans in self.by_rank.values()])
         return {
             "source": self.sources[0].fingerprint,
@@ -148,7 +156,7 @@ class ReshardPlan:
             sizes = f"{cost['shortest']:,} to {cost['longest']:,} bytes (median {cost['median']:,})"
         ranks = f", {cost['transfers']} pairs of {cost['source_ranks']} source and {cost['target_ranks']} target ranks"
         is_one = cost["source_ranks"] == cost["target_ranks"] == 1
-        encoded = "" if self.recode is None else f"; encoded anew: {self.recode}"
+        encoded = "" if self.recode is None else f"; recoded: {self.recode}"
         return f"{format_bytes(cost['nbytes'])} in {cost['spans']:,} spans of {sizes}{'' if is_one else ranks}{encoded}"
 
 
@@ -159,12 +167,14 @@ def reshard(
     source_slots: Slots = None,
     target_slots: Slots = None,
 ) -> ReshardPlan:
-    """Plan the copy of all that ``target`` holds, from ``source``: layouts, or lists of them by rank.
+    """Plan the copy of everything that ``target`` holds from ``source``: layouts, or lists of layouts by rank.
 
-    ``source_slots``, ``target_slots``: int ``[n]``, which token slot (block * tokens of a block + offset) the i-th token
-    has on that side, the same on every rank; default: all tokens in order. Raises LayoutError where the content differs (rule
-    'content': parts, dtypes, axes, sizes, format), where ranks do not add up ('shards'), or the dialect cannot be changed
-    ('dialect'); BadInput for slots out of range. O(parts * pairs of ranks + spans).
+    ``source_slots``, ``target_slots``: int ``[n]``, the token slot (block * tokens of a block + offset) of the i-th
+    token on that side, the same on every rank; default: all tokens in order.
+
+    Raises LayoutError if the content differs (rule 'content': parts, dtypes, axes, sizes, format), if the ranks do not
+    hold everything exactly once ('shards'), or if the dialect cannot be changed ('dialect'). Raises BadInput for slots
+    out of range. O(parts * pairs of ranks + spans).
     """
     sources, targets = _ranks(source), _ranks(target)
     slots = _slots(source_slots, sources[0], "source_slots"), _slots(target_slots, targets[0], "target_slots")
@@ -173,9 +183,9 @@ def reshard(
     for key in keys:
         axes = targets[0].movable[key].axes
         held = [[_held(layout, axes, given) for layout in side] for side, given in zip((sources, targets), slots)]
-        for rank, mine in enumerate(held[1]):
-            for giver in givers(key, held[0], mine, rank, len(targets)):
-                sides = (sources[giver], held[0][giver], slots[0]), (targets[rank], mine, slots[1])
+        for rank, target_axes in enumerate(held[1]):
+            for giver in givers(key, held[0], target_axes, rank, len(targets)):
+                sides = (sources[giver], held[0][giver], slots[0]), (targets[rank], target_axes, slots[1])
                 moved.setdefault((giver, rank), []).append(_moved(key, *sides))
     return ReshardPlan(
         sources, targets, {pair: tuple(joined(parts)) for pair, parts in sorted(moved.items())}, slots, recode
@@ -183,6 +193,7 @@ def reshard(
 
 
 def _ranks(given: Layout | Sequence[Layout]) -> tuple[Layout, ...]:
+    """Return one layout, or layouts by rank, as a tuple. Raises BadInput."""
     ranks = (given,) if isinstance(given, Layout) else tuple(given)
     if not ranks or not all(isinstance(one, Layout) for one in ranks):
         raise BadInput(f"give a Layout, or a list of them by rank, not {type(given).__name__} {str(given)[:40]!r}")
@@ -190,7 +201,7 @@ def _ranks(given: Layout | Sequence[Layout]) -> tuple[Layout, ...]:
 
 
 def _slots(given: Slots, layout: Layout, name: str) -> Ints | None:
-    """The token slots as int64. Raises BadInput."""
+    """Return the token slots as int64; None for all tokens. Raises BadInput."""
     if given is None:
         return None
     slots, most = np.asarray(given), layout.axis(TOKENS).size
@@ -199,15 +210,16 @@ def _slots(given: Slots, layout: Layout, name: str) -> Ints | None:
     if not 0 <= slots.min() <= slots.max() < most:
         raise BadInput(f"{name} {slots.min()}..{slots.max()} are not all in 0..{most - 1}")
     if len(np.unique(slots)) < len(slots):
-        raise BadInput(f"{name} name a slot twice")
+        raise BadInput(f"{name} contain a slot twice; give every token a slot of its own")
     return slots.astype(np.int64)
 
 
 Content = tuple[str, dict[str, int]]
-"""The dtype of a part, and the whole size of each of its axes."""
+"""(dtype of a part, name of an axis -> its whole size)."""
 
 
 def _content(layout: Layout, slots: Ints | None) -> dict[str, Content]:
+    """Return part -> its content; with slots, the token axis has as many tokens as there are slots."""
     return {
         key: (place.dtype, {name: axis.total for name, axis in sorted(_held(layout, place.axes, slots).items())})
         for key, place in layout.movable.items()
@@ -217,8 +229,10 @@ def _content(layout: Layout, slots: Ints | None) -> dict[str, Content]:
 def _alike(
     sources: tuple[Layout, ...], targets: tuple[Layout, ...], slots: tuple[Ints | None, Ints | None]
 ) -> list[str]:
-    """What moves: all parts, and of the bytes that are no content those that every layout has. Raises LayoutError unless all
-    layouts hold the same content, by the same rules on each side."""
+    """Return the parts to copy: all parts with content, and the padding parts that every layout has.
+
+    Raises LayoutError unless all layouts hold the same content, and each side has one dialect.
+    """
     wanted = _content(targets[0], slots[1])
     parts = {key for key in wanted if targets[0].movable[key].name not in PADS}
     keys = [*wanted]
@@ -233,10 +247,10 @@ def _alike(
                     f"{', '.join(sorted(missing))} not in both",
                 )
             if differing := sorted(parts - {*keys}):
-                one, other = _said(found[differing[0]]), _said(wanted[differing[0]])
+                source_text, target_text = _said(found[differing[0]]), _said(wanted[differing[0]])
                 hint = "lay out the same content on both sides: resize one, or name the slots of the tokens that move"
                 raise LayoutError.of(
-                    "content", f"{where}: part {differing[0]!r} is {one}; in the target {other}; {hint}"
+                    "content", f"{where}: part {differing[0]!r} is {source_text}; in the target {target_text}; {hint}"
                 )
             if layout.dialect != layouts[0].dialect:
                 raise LayoutError.of(
@@ -250,11 +264,12 @@ def _alike(
 
 
 def _said(content: Content) -> str:
+    """Return ``content`` as text, for error messages."""
     return f"{content[0]} of {', '.join(f'{name} {size}' for name, size in content[1].items())}"
 
 
 def _held(layout: Layout, axes: Sequence[str], slots: Ints | None) -> dict[str, Axis]:
-    """The axes of a part on a rank; with slots, as many tokens as are named."""
+    """Return the axes of a part on a rank; with slots, the token axis has as many tokens as there are slots."""
     held = {name: layout.axis(name) for name in axes}
     if slots is not None and TOKENS in held:
         held[TOKENS] = Axis(TOKENS, len(slots), len(slots))
@@ -262,11 +277,11 @@ def _held(layout: Layout, axes: Sequence[str], slots: Ints | None) -> dict[str, 
 
 
 Side = tuple[Layout, Mapping[str, Axis], Ints | None]
-"""A rank's layout, the axes of the part there, and its token slots."""
+"""(layout of a rank, its axes of the part, its token slots)."""
 
 
 def _moved(key: str, source: Side, target: Side) -> Moved:
-    """What of one part goes from one rank to another."""
+    """Return what to copy of part ``key`` from one rank to another."""
     places = [layout.movable[key] for layout, _, _ in (source, target)]
     begins, axes = [place.offset for place in places], []
     for name in places[1].axes:
@@ -276,7 +291,7 @@ def _moved(key: str, source: Side, target: Side) -> Moved:
             local = np.arange(both.start, both.stop) - held[name].first
             adds.append(layout.along(place, name, local if slots is None or name != TOKENS else slots[local]))
         strides = tuple((fold, stride) for place in places for fold, stride in place.strides if fold.axis == name)
-        begins = [begin + int(one[0]) for begin, one in zip(begins, adds)]
+        begins = [begin + int(added[0]) for begin, added in zip(begins, adds)]
         if len(both) > 1:
             axes.append((adds[0] - adds[0][0], adds[1] - adds[1][0], (both, strides)))
     axes.sort(key=lambda axis: abs(int(axis[0][1])))
@@ -285,29 +300,30 @@ def _moved(key: str, source: Side, target: Side) -> Moved:
 
 
 def _memories(given: Any, layouts: Sequence[Layout], side: str) -> list[Bytes]:
-    """One uint8 vector for each rank. Raises BadInput."""
+    """Return the memory of each rank as a uint8 vector. Raises BadInput."""
     several = isinstance(given, list | tuple)
     if (several and len(given) != len(layouts)) or (not several and len(layouts) != 1):
         raise BadInput(f"give a list of {len(layouts)} memories, one for each {side} rank")
-    found = []
-    for rank, (one, layout) in enumerate(zip(given if several else [given], layouts)):
+    memories = []
+    for rank, (buffer, layout) in enumerate(zip(given if several else [given], layouts)):
         try:
-            memory = _tensor_bytes(one) if hasattr(one, "data_ptr") else np.asarray(memoryview(one))
+            memory = _tensor_bytes(buffer) if hasattr(buffer, "data_ptr") else np.asarray(memoryview(buffer))
         except (TypeError, ValueError) as error:
-            raise BadInput(f"{side} rank {rank} is no memory of this machine's host: {error}") from None
+            raise BadInput(f"{side} rank {rank} is not host memory: {error}") from None
         if not memory.flags.c_contiguous:
             raise BadInput(f"{side} rank {rank} is not one contiguous piece of memory")
-        found.append(memory.reshape(-1).view(np.uint8))
-        if found[-1].nbytes < layout.nbytes:
-            raise BadInput(f"{side} rank {rank} has {found[-1].nbytes:,} bytes; its layout takes {layout.nbytes:,}")
-    return found
+        memories.append(memory.reshape(-1).view(np.uint8))
+        if memories[-1].nbytes < layout.nbytes:
+            raise BadInput(f"{side} rank {rank} has {memories[-1].nbytes:,} bytes; its layout takes {layout.nbytes:,}")
+    return memories
 
 
 def _tensor_bytes(tensor: Any) -> Bytes:
-    """The bytes of a dense torch tensor on the CPU, of any dtype: numpy knows no bfloat16. The tensor must outlive them."""
+    """Return the bytes of a dense torch tensor on the CPU, of any dtype (numpy has no bfloat16).
+
+    The result shares the tensor's memory; the caller must keep the tensor alive.
+    """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(
-            f"a tensor must be dense and on the CPU, this one is on {tensor.device}; its spans are for a mover"
-        )
+        raise ValueError(f"a tensor must be dense and on the CPU, this one is on {tensor.device}; copy it by its spans")
     nbytes = tensor.numel() * tensor.element_size()
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(tensor.data_ptr()), np.uint8)

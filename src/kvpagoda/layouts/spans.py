@@ -1,7 +1,7 @@
-"""Byte spans: (source byte, target byte, bytes) as int64 ``[n, 3]``, made from parts that move.
+"""Byte spans of a copy: (source byte, target byte, bytes) as int64 ``[n, 3]``, computed from the parts to copy.
 
-An address is a sum of what each axis adds (``Layout.along``). Along an axis where every index adds as many bytes as the span
-so far is long, in source and target, the span grows; along any other axis it is repeated.
+An address is a sum of one term per axis (``Layout.along``). If the terms of an axis increase by exactly the length of
+the span, in source and target, the span grows over that axis. Along any other axis the span is repeated.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from kvpagoda.layouts.axes import Ints
 
 @dataclass(frozen=True)
 class Moved:
-    """One part that moves: its first byte in source and target, bytes of an element, and for every axis the bytes that its
-    chosen indices add in source and target, the axis of the smallest source stride first. ``strides`` names each of these
-    axes by its strides: parts of the same strides have the same arrays."""
+    """One part to copy.
+
+    ``source``, ``target``: its first byte on each side. ``nbytes``: bytes of an element. ``axes``: for each axis the
+    bytes that its chosen indices add to the address in source and target, the axis of the smallest source stride first.
+    ``strides``: identifies each of these axes by its strides; parts with equal ``strides`` have equal ``axes``.
+    """
 
     source: int
     target: int
@@ -29,20 +32,23 @@ class Moved:
 
 
 def joined(parts: Iterable[Moved]) -> list[Moved]:
-    """Elements grown over the innermost axes that are dense in source and target; then parts that lie side by side in both,
-    everywhere alike, as one."""
-    found: list[Moved] = []
+    """Return ``parts`` in as few ``Moved`` as possible.
+
+    Elements grow over the innermost axes that are dense in source and target. Parts that are adjacent on both sides and
+    repeated in the same way become one.
+    """
+    runs: list[Moved] = []
     for part in sorted(map(_grown, parts), key=lambda part: part.source):
-        last = found[-1] if found else None
+        last = runs[-1] if runs else None
         if last is None or last.strides != part.strides or _end(last) != (part.source, part.target):
-            found.append(part)
+            runs.append(part)
         else:
-            found[-1] = replace(last, nbytes=last.nbytes + part.nbytes)
-    return [_stacked(list(alike)) for _, alike in groupby(found, key=lambda part: (part.nbytes, part.strides))]
+            runs[-1] = replace(last, nbytes=last.nbytes + part.nbytes)
+    return [_stacked(list(alike)) for _, alike in groupby(runs, key=lambda part: (part.nbytes, part.strides))]
 
 
 def _stacked(parts: list[Moved]) -> Moved:
-    """Parts of one size that are repeated alike, K and V of a page, as one part with an axis more."""
+    """Return parts of one size and equal axes (K and V of a page) as one part with one more axis."""
     if len(parts) == 1:
         return parts[0]
     adds = np.array([part.source for part in parts]) - parts[0].source
@@ -51,11 +57,12 @@ def _stacked(parts: list[Moved]) -> Moved:
 
 
 def _end(part: Moved) -> tuple[int, int]:
-    """The bytes behind its first element."""
+    """Return the source and target byte after its first element."""
     return part.source + part.nbytes, part.target + part.nbytes
 
 
 def _grown(part: Moved) -> Moved:
+    """Return ``part`` with its elements grown over the innermost axes that are dense in source and target."""
     nbytes, axes, strides = part.nbytes, part.axes, part.strides
     while axes and all(np.array_equal(adds, np.arange(len(adds)) * nbytes) for adds in axes[0]):
         nbytes, axes, strides = nbytes * len(axes[0][0]), axes[1:], strides[1:]
@@ -63,12 +70,15 @@ def _grown(part: Moved) -> Moved:
 
 
 def of_parts(parts: Iterable[Moved]) -> Ints:
-    """The spans that move all parts, merged and sorted by source byte. O(s log s) for s spans before they are merged: at most
-    one for each index of the axes along which no span grows."""
+    """Return the spans that copy all parts, merged and sorted by source byte.
+
+    O(s log s) for s spans before they are merged: at most one for each index of the axes along which no span grows.
+    """
     return merged(np.concatenate([np.empty((0, 3), np.int64), *map(_of_part, parts)]))
 
 
 def _of_part(part: Moved) -> Ints:
+    """Return the spans of one part, not sorted: int64 ``[n, 3]``."""
     source, target, nbytes = np.array([part.source]), np.array([part.target]), np.array([part.nbytes])
     for adds, puts in part.axes:
         if len(source) == 1:  # runs of indices whose bytes follow each other
@@ -83,12 +93,12 @@ def _of_part(part: Moved) -> Ints:
 
 
 def repeated(begins: Ints, adds: Ints) -> Ints:
-    """All ``begins``, moved by each of ``adds``."""
+    """Return ``begins`` plus each of ``adds``, as one vector."""
     return (adds[:, None] + begins).ravel()
 
 
 def merged(spans: Ints) -> Ints:
-    """Sorted by source byte, and spans that follow each other in source and target as one. O(n log n)."""
+    """Return ``spans`` sorted by source byte, with spans that are adjacent in source and target merged. O(n log n)."""
     if not len(spans):
         return spans
     if np.any(spans[1:, 0] < spans[:-1, 0]):
@@ -99,8 +109,10 @@ def merged(spans: Ints) -> Ints:
 
 
 def cut(spans: Ints, size: int, at: Ints) -> Ints:
-    """The spans, cut where they cross a multiple of ``size`` bytes; ``at``: the byte that each begins at, counted from such
-    a multiple. O(spans that come out)."""
+    """Return the spans, cut where they cross a multiple of ``size`` bytes. O(spans returned).
+
+    ``at``: int64 ``[n]``, the position of the first byte of each span, in the numbering that ``size`` refers to.
+    """
     at = at % size
     slices = -(-(at + spans[:, 2]) // size)
     which = np.repeat(np.arange(len(spans)), slices)

@@ -1,4 +1,4 @@
-"""WHAT is kept: layer kinds, fields, records, and the plan that divides a budget. No torch in this room."""
+"""What a model keeps: layer kinds, fields, records, and the plan that divides a budget. Needs no torch."""
 
 from kvpagoda.formats.encoding import MXFP4, NVFP4, RAW, Encoding
 from kvpagoda.schema.fields import FULL, STATE, Field, Growth, Rows

@@ -1,4 +1,4 @@
-"""One model config, from a transformers object or from ``config.json``, with every size checked as it is read."""
+"""Read the fields of one model config (a transformers object or ``config.json``) and check every size as it is read."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from kvpagoda.errors import SchemaError
 from kvpagoda.loading import read_json
 
 ALIASES: Mapping[str, list[str]] = read_json("kvpagoda.schema", "families/spellings.json")["aliases"]
-"""Other names under which configs have the same field; with a dot, one in a table of the config."""
+"""Field name -> other names of it in configs. ``"a.b"``: field ``b`` of the config's table ``a``."""
 
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "decoder_layers", "decoder_attention_heads")
-"""What every whole ``config.json`` says. A default would be a guess at which model it is."""
+"""Fields that every complete ``config.json`` names. A default would be a guess of the model's size."""
 
 
 class Config:
-    """The fields of one text model. ``defaults`` stand in for fields that are absent (not for those that are null).
-    ``fields``: names that take the place of a field's own and its aliases."""
+    """The fields of one text model's config, read by name.
+
+    ``raw``: the fields as the config has them. ``defaults``: values for fields that are absent (a field that is null
+    stays null). ``fields``: field name -> the names to look for instead of the field's own name and its aliases.
+    """
 
     def __init__(
         self,
@@ -30,21 +33,21 @@ class Config:
         self.raw, self.defaults, self.fields = raw, defaults, fields
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field, else its default, else ``default``."""
+        """Return the value of field ``name``; if it is absent, its entry in ``defaults``; else ``default``."""
         spellings = self.fields.get(name) or (name, *ALIASES.get(name, ()))
         for spelling in spellings:
             table, _, field = spelling.rpartition(".")
             fields = self.table(table) if table else self.raw
             if field in fields:
                 return fields[field]
-        return next((self.defaults[one] for one in spellings if one in self.defaults), default)
+        return next((self.defaults[key] for key in spellings if key in self.defaults), default)
 
     def spelled(self, name: str) -> str:
-        """What the config itself calls the field."""
+        """Return the name under which this config has field ``name``, for error messages."""
         return self.fields.get(name, [name])[0]
 
     def size(self, name: str, at_least: int = 1) -> int:
-        """A whole number of at least ``at_least``, as an int. Raises SchemaError, which names the field and its value."""
+        """Return field ``name`` as an int of at least ``at_least``. Raises SchemaError with the field and its value."""
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
             found = "is missing" if value is None else f"is {value!r}"
@@ -52,50 +55,50 @@ class Config:
         return int(value)
 
     def size_or(self, name: str, other: int) -> int:
-        """A whole number of at least 1, or ``other`` where the field is absent or null. Raises SchemaError."""
+        """Return field ``name`` as an int of at least 1, or ``other`` if it is absent or null. Raises SchemaError."""
         return other if self.get(name) is None else self.size(name)
 
     def item(self, name: str, index: int) -> Any:
-        """Entry ``index`` of a list or text with one entry a layer. Raises SchemaError."""
+        """Return entry ``index`` of field ``name``, a list or string with one entry per layer. Raises SchemaError."""
         value = self.get(name)
         if not isinstance(value, list | tuple | str) or len(value) <= index:
             raise SchemaError(f"{name} is {value!r}; expected one entry for every layer, layer {index} has none")
         return value[index]
 
     def table(self, name: str) -> Mapping[Any, Any]:
-        """A mapping; absent and null are empty. Raises SchemaError."""
+        """Return field ``name``, which is a mapping; an absent or null field gives an empty one. Raises SchemaError."""
         value = self.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise SchemaError(f"{name} is {value!r}; expected a table of names and values")
         return value or {}
 
     def replaced(self, **changes: Any) -> Config:
-        """This config with ``changes`` on top."""
+        """Return a copy of this config in which ``changes`` replace or add fields."""
         return Config({**self.raw, **changes}, self.defaults, self.fields)
 
     def ratio(self, name: str, by: str) -> int:
-        """``name`` divided by ``by``. Raises SchemaError if it does not divide evenly."""
+        """Return field ``name`` divided by field ``by``. Raises SchemaError if it does not divide evenly."""
         whole, parts = self.size(name), self.size(by)
         if whole % parts:
             raise SchemaError(f"{name} is {whole}; expected a multiple of {self.spelled(by)} = {parts}")
         return whole // parts
 
     def indices(self, name: str) -> frozenset[int]:
-        """A list of layer indices; absent is empty. Raises SchemaError."""
+        """Return field ``name``, a list of layer indices, as a set; absent or null is empty. Raises SchemaError."""
         value = self.get(name) or []
         if not isinstance(value, list | tuple) or not all(isinstance(index, int) for index in value):
             raise SchemaError(f"{name} is {value!r}; expected a list of layer indices")
         return frozenset(value)
 
     def at(self, index: int) -> Config:
-        """This config with what it says for layer ``index`` alone (``per_layer_config``) on top."""
+        """Return the config of layer ``index``: this one, updated with the layer's entry in ``per_layer_config``."""
         table = self.table("per_layer_config")
-        by_index = {str(int(key)): own for key, own in table.items() if str(key).isdigit()}
+        by_index = {str(int(key)): fields for key, fields in table.items() if str(key).isdigit()}
         return self.replaced(**Config(by_index, {}).table(str(index)))
 
 
 def fields_of(config: Any) -> Mapping[str, Any]:
-    """All fields of a config: a mapping as it is, an object by its ``to_dict`` or its attributes. Raises SchemaError."""
+    """Return the fields of ``config``: a mapping, or an object's ``to_dict()`` or attributes. Raises SchemaError."""
     to_dict = getattr(config, "to_dict", None)
     fields = (
         config if isinstance(config, Mapping) else to_dict() if callable(to_dict) else getattr(config, "__dict__", None)

@@ -1,7 +1,7 @@
-"""What a layer keeps, as data: rows, how each row is encoded, and how the rows of a layer grow with the text.
+"""What a layer keeps, as data: its rows, the encoding of each row, and how the rows grow with the request.
 
-``Rows`` says what is kept ("one K row of 8 heads by 128 for each token, bfloat16"), its ``Encoding`` how one row lies in
-memory, and ``Rows.fields()`` lists the arrays that a pool must have for it.
+``Rows`` describes what is kept ("one K row of 8 heads by 128 elements for each token, bfloat16"). Its ``Encoding``
+describes how one row is stored in memory. ``Rows.fields()`` lists the arrays that a pool must allocate for the rows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ITEMSIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Bytes of one element of every dtype that a field may have."""
+"""dtype name -> bytes of one element, for every dtype that a field may have."""
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element of ``dtype`` ("bfloat16"). Raises SchemaError with the known names."""
+    """Return the bytes of one element of ``dtype`` ("bfloat16"). Raises SchemaError, which lists the known names."""
     if dtype not in ITEMSIZE:
         raise unknown_name("dtype", dtype, ITEMSIZE, SchemaError)
     return ITEMSIZE[dtype]
@@ -31,7 +31,7 @@ def itemsize(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Field:
-    """One array of a record: ``count`` rows of ``shape`` elements each."""
+    """One array of a record: ``count`` rows of ``shape`` elements of ``dtype``. A reset writes ``fill``."""
 
     name: str
     count: int
@@ -47,15 +47,18 @@ class Field:
 
 @dataclass(frozen=True)
 class Rows:
-    """A run of equal rows that a layer keeps.
+    """Rows of one shape and dtype that a layer keeps, for example its K rows.
 
-    In a block there is one row for every ``tokens_per_row`` tokens; in a state there are ``count`` rows a request,
-    which ``reset`` sets to ``fill``. ``heads`` are the runs of heads side by side on the first axis, as (number of heads,
-    elements of that axis in each): tensor parallelism divides each run for itself, because runs of few heads are
-    replicated while others are divided. Without ``heads`` every rank keeps the whole row.
+    In a block there is one row for every ``tokens_per_row`` tokens. In a state there are ``count`` rows per request,
+    which ``reset`` sets to ``fill``.
 
-    ``page``: an expression of ``kvpagoda.layouts.pages`` that says how they lie in a page, beside the other rows of the layer
-    that name the same one; "": alone and dense. ``axes``: what the expression calls the axes of ``shape``.
+    ``heads``: the runs of heads on the first axis, each (number of heads, elements of that axis per head). Tensor
+    parallelism divides each run separately, because a run of few heads is replicated while another is divided. Without
+    ``heads`` every rank keeps the whole row.
+
+    ``page``: an expression of ``kvpagoda.layouts.pages`` for the place of these rows in a page. Rows of a layer with
+    the same expression share the page; "" means a dense page of their own. ``axes``: the names of ``shape``'s axes in
+    the expression.
 
     >>> latent = Rows("latent", (1, 512), "bfloat16")
     >>> latent.row_nbytes, [field.nbytes for field in latent.fields(16)]
@@ -74,7 +77,7 @@ class Rows:
     axes: tuple[str, ...] = ()
 
     def fields(self, count: int) -> tuple[Field, ...]:
-        """The arrays that ``count`` of these rows take."""
+        """Return the arrays that store ``count`` of these rows, one for each part of the encoding."""
         return tuple(
             Field(self.name + suffix, count, shape, dtype, self.fill)
             for suffix, shape, dtype in self.encoding.parts(self.shape, self.dtype)
@@ -87,15 +90,16 @@ class Rows:
 
 
 WHOLE_TEXT = 2**40
-"""Tokens of a block that holds the state after a whole text: more than any text has."""
+"""Block size, in tokens, of a state: one block for a whole request, so more tokens than any request has."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Which of a request's tokens its next token still reads: all, the last ``window``, or its own ``chunk``.
+    """Which cached tokens the next token of a request reads: all, the last ``window``, or those of its ``chunk``.
 
-    A *state* does not grow: it is one block of ``WHOLE_TEXT`` tokens, which every step overwrites. ``slack``: so many of the
-    newest tokens may be taken back, so that the tokens that they pushed out of the window stay until then.
+    A *state* does not grow: it is one block of ``WHOLE_TEXT`` tokens, which every step overwrites. ``slack``: how many
+    of the newest tokens a rewind may remove. Blocks are kept for ``slack`` tokens more than the window, so that the
+    window is still complete after such a rewind.
 
     >>> window = Growth(window=4)
     >>> window.name, window.first_needed(10), window.most_blocks(block_size=16, step=512)
@@ -117,19 +121,19 @@ class Growth:
         return "full" if self.chunk is None else f"chunk({self.chunk})"
 
     def first_needed(self, position: Any) -> Any:
-        """The lowest position that the token at ``position`` reads; everything below may be freed. An int, or an array."""
+        """Return the lowest position that the token at ``position`` reads; lower ones may be freed. Ints or arrays."""
         if self.window is not None:
-            beyond = position - self.window + 1
-            return beyond * (beyond > 0)
+            first = position - self.window + 1
+            return first * (first > 0)
         return 0 if self.chunk is None else position // self.chunk * self.chunk
 
     def first_kept(self, length: Any) -> Any:
-        """The lowest position that is kept when ``length`` tokens are written. An int, or an array."""
-        left = length - self.slack
-        return self.first_needed(left * (left > 0))
+        """Return the lowest position that is kept after ``length`` tokens are written. Takes ints or arrays."""
+        position = length - self.slack
+        return self.first_needed(position * (position > 0))
 
     def reads(self, query: Any, key: Any) -> Any:
-        """Whether the token at position ``query`` reads the row at position ``key``: ints, or arrays of them."""
+        """Return whether the token at position ``query`` reads the row at position ``key``. Takes ints or arrays."""
         seen = key <= query
         if self.window is not None:
             seen = seen & (key > query - self.window)
@@ -139,16 +143,16 @@ class Growth:
 
     @property
     def span(self) -> int | None:
-        """The most tokens that one token reads; None: no bound."""
+        """The most tokens that one token reads, itself included; None if there is no bound."""
         return self.window if self.window is not None else self.chunk
 
     @property
     def is_bounded(self) -> bool:
-        """Whether a request holds a bounded number of blocks, however long it is."""
+        """Whether the number of blocks of one request is bounded, however long the request is."""
         return self != FULL
 
     def most_blocks(self, block_size: int, step: int) -> int | None:
-        """The most blocks that one request holds while it writes at most ``step`` tokens at a time; None: no bound."""
+        """Return the most blocks that a request holds while it writes up to ``step`` tokens at once; None: no bound."""
         if self.is_state:
             return 1
         return None if self.span is None else ceil_div(self.span - 1 + self.slack + step, block_size) + 1

@@ -1,7 +1,8 @@
-"""``Schema.from_hf_config``: from a model config to its layers.
+"""Build the layers of a schema from a Hugging Face config. ``Schema.from_hf_config`` calls this module.
 
-The type of a layer says what it keeps; the model's family (a row of ``families/model_types.json``) says which fields of the
-config have the sizes. A type that is not in that table was not verified, and is an error.
+The type of a layer decides what the layer keeps. The family of the model (a row of ``families/model_types.json``) names
+the config fields that hold the sizes. A model type or layer type that is not in that table was not verified and is an
+error.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from kvpagoda.schema.layers import Layer
 from kvpagoda.schema.layout_choice import choices_of
 
 NOT_CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (True,), "use_bidirectional_attention": (True, "all")}
-"""Fields, and the values with which tokens read more than those before them."""
+"""Config field -> the values with which a token also attends to later tokens, so that the model is not causal."""
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """A form of the cache: how latents (and their indexers' keys), compressed entries and their indexers' keys lie
-    in memory. The RoPE part of an entry is kept beside its codes. ``layouts``, by the class of a kind: in which kernels read
-    them, where a bfloat16 model has rows of those sizes."""
+    """The meaning of one ``kv_format``: the encodings of the rows that it changes.
+
+    ``latents``: of MLA latents and their indexers' keys. ``entries``: of compressed entries; the RoPE part of an entry
+    is stored unencoded beside the codes. ``index_keys``: of the keys of compressed entries' indexers. ``layouts``:
+    class name of a layer kind -> names of the packed layouts that kernels read, used where a bfloat16 model has rows of
+    their sizes.
+    """
 
     latents: Encoding
     entries: Encoding
@@ -38,15 +43,16 @@ class KVFormat:
 
 
 def _format(layouts: Mapping[str, list[str]] | None = None, **parts: Mapping[str, Any]) -> KVFormat:
+    """Return the ``KVFormat`` of a row of ``kv_formats.json``."""
     return KVFormat(layouts=layouts or {}, **{part: Encoding(**row) for part, row in parts.items()})
 
 
 KV_FORMATS = {name: _format(**row) for name, row in read_json("kvpagoda.schema", "kv_formats.json")["formats"].items()}
-"""The values of ``kv_format``: the table ``kv_formats.json``."""
+"""``kv_format`` name -> its encodings and layouts: the table ``kv_formats.json``."""
 
 
 def as_kernels_read(kind: LayerKind, packed: KVFormat) -> LayerKind:
-    """``kind`` in the layouts of ``packed``, where it has rows of their sizes; else as it is."""
+    """Return ``kind`` in the layouts of ``packed`` if its rows have the sizes that these take; else ``kind`` itself."""
     names = packed.layouts.get(type(kind).__name__)
     if names is None or getattr(kind, "dtype", None) != "bfloat16":
         return kind
@@ -62,7 +68,7 @@ def as_kernels_read(kind: LayerKind, packed: KVFormat) -> LayerKind:
 def read_config(
     config: Any, *, dtype: str | None, kv_format: str
 ) -> tuple[tuple[Layer, ...], str, int | None, int | None]:
-    """The fields of a ``Schema``: (layers, name, max_positions, vocab_size). Raises SchemaError."""
+    """Return a ``Schema``'s fields for ``config``: (layers, name, max_positions, vocab_size). Raises SchemaError."""
     if kv_format not in tuple(KV_FORMATS):
         raise SchemaError(f"unknown kv_format {kv_format!r}; known: {', '.join(KV_FORMATS)}")
     name, c, dtype = open_config(config, dtype)
@@ -92,7 +98,10 @@ def read_config(
 
 
 def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
-    """(model type, its fields, dtype of the cache): of the text model, where the config has several. Raises SchemaError."""
+    """Return (model type, config, dtype of the cache) of the text model, also where the config nests several models.
+
+    ``dtype``: the caller's choice; None: the dtype that the config names, else bfloat16. Raises SchemaError.
+    """
     raw, known = fields_of(config), model_types()
     nested, name = raw.get("text_config"), raw.get("model_type")
     if isinstance(name, str) and name in refused():
@@ -121,14 +130,14 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
 
 
 def check_requirements(c: Config, family: Family) -> None:
-    """Raises SchemaError for a field without which the family does not keep the cache that was verified."""
+    """Raise SchemaError if a field lacks the value that the family requires to keep the cache that was verified."""
     for field, (value, why) in family.requires.items():
         if c.get(field) != value:
             raise SchemaError(f"{field} is {c.get(field)!r}; expected {value!r}: {why}")
 
 
 def unknown_type(name: Any) -> str:
-    """Why a model type is refused: the reason where it was looked at, else the known names that are spelled much alike."""
+    """Return the error text for a refused model type: the known reason, else known names with a similar spelling."""
     if not isinstance(name, str):
         return f"model_type must name the model family, got {name!r}"
     if name in refused():
@@ -139,8 +148,11 @@ def unknown_type(name: Any) -> str:
 
 
 def layer_types_of(c: Config, family: Family, name: str) -> list[str]:
-    """The type of every layer: the config's own list where the model reads it, else the family's rule. Raises SchemaError,
-    also for a list that is not read and has types that the family does not have."""
+    """Return the type of every layer: the config's ``layer_types`` if the model reads it, else by the family's rule.
+
+    Raises SchemaError for a list of the wrong length and for types that were not verified for the family, also in a
+    list that the model does not read.
+    """
     count = family.num_layers(c)
     by_rule, listed = [], c.get("layer_types")
     if listed is None or not family.reads_layer_types:
@@ -161,8 +173,10 @@ def layer_types_of(c: Config, family: Family, name: str) -> list[str]:
 
 
 def owner_of(c: Config, types: list[str], index: int) -> int | None:
-    """The layer whose K/V layer ``index`` reads instead of its own: the last of its type before the shared ones; None for
-    a layer that has its own."""
+    """Return the layer whose K/V rows layer ``index`` shares: the last layer of its type before the sharing layers.
+
+    None for a layer with K/V rows of its own. Raises SchemaError if there is no such layer.
+    """
     if not c.get("num_kv_shared_layers"):
         return None
     first_shared = len(types) - c.size("num_kv_shared_layers")
@@ -179,7 +193,7 @@ def owner_of(c: Config, types: list[str], index: int) -> int | None:
 def layer_kinds(
     c: Config, family: Family, layer_type: str, index: int, dtype: str, *, packed: KVFormat
 ) -> tuple[LayerKind, ...]:
-    """What a layer of type ``layer_type`` keeps, in the form ``packed``. Raises SchemaError."""
+    """Return the kinds of layer ``index`` of type ``layer_type``, encoded as ``packed`` says. Raises SchemaError."""
     kinds: list[LayerKind] = []
     if layer_type not in (t.LINEAR, t.CONV, t.MOE, t.MLP, t.CROSS):
         kinds.append(attention(c, family, layer_type, index, dtype, packed))
@@ -189,7 +203,7 @@ def layer_kinds(
 
 
 def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str, packed: KVFormat) -> LayerKind:
-    """The attention of one layer: K/V heads, a latent, or compressed entries."""
+    """Return the attention kind of one layer: K/V heads, an MLA latent, or compressed entries. Raises SchemaError."""
     if family.attention == "compressed":
         return compressed(c, layer_type, dtype, packed)
     law = FULL
@@ -199,7 +213,7 @@ def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str
         law = Growth(chunk=c.size("attention_chunk_size"))
     longest = family.max_positions(c)
     if law.span is not None and longest is not None and law.span >= longest:
-        law = FULL  # no text is long enough to leave it
+        law = FULL  # no request is long enough for tokens to leave the window
     has_indexer = layer_type in (t.INDEXED, t.BLOCK_INDEXED) and family.has_indexer(c, index)
     indexer = IndexKeys(c.size("index_head_dim"), packed.latents, family.index_dtype) if has_indexer else None
     heads = family.heads(c, layer_type)
@@ -209,7 +223,7 @@ def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str
 
 
 def compressed(c: Config, layer_type: str, dtype: str, packed: KVFormat) -> Compressed:
-    """A DeepSeek-V4 layer. Where it is encoded: tails in float32 as the model computes them."""
+    """Return a DeepSeek-V4 layer. If its entries are encoded, its tails are float32, as the model computes them."""
     rates = {t.CSA: c.get("compress_rate_csa", 4), t.HCA: c.get("compress_rate_hca", 128), **c.table("compress_rates")}
     ratio = 0 if layer_type == t.SLIDING else Config(rates, {}).size(layer_type, 2)
     indexer = IndexKeys(c.size("index_head_dim"), packed.index_keys) if layer_type == t.CSA else None
@@ -220,6 +234,6 @@ def compressed(c: Config, layer_type: str, dtype: str, packed: KVFormat) -> Comp
 
 
 def rope_dim(c: Config) -> int:
-    """The last elements of a DeepSeek-V4 row, which carry its position."""
+    """Return how many elements at the end of a DeepSeek-V4 row carry the position (RoPE)."""
     fraction = c.get("partial_rotary_factor")
     return int(c.size("head_dim") * fraction) if isinstance(fraction, float) else c.size("qk_rope_head_dim")

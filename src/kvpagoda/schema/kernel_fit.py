@@ -1,6 +1,7 @@
-"""What the kernels that read a cache make of its records: block size, kernel page and padding, or why none is legal.
+"""Choose block size, kernel page and padding so that the named kernels can read the cache, or report why they cannot.
 
-A kernel is judged (``kvpagoda.layouts.judge``) with the very tensors that ``LayerView`` will hand it, before memory is taken.
+Each kernel's demands are checked (``kvpagoda.layouts.judge``) against the tensors that ``LayerView`` will pass to it.
+This happens before memory is allocated.
 """
 
 from __future__ import annotations
@@ -22,19 +23,25 @@ from kvpagoda.schema.layout import ALIGN, KernelTensor, Page, RowLayout
 from kvpagoda.schema.layout_choice import LayoutNames, by_kind
 
 KernelNames = LayoutNames
-"""A kernel, several, or one by kind of rows (``kvpagoda.layouts.pages.KINDS``); ``name-sm100`` where it runs on that alone."""
+"""One kernel, several, or {kind of rows: kernel} (``kvpagoda.layouts.pages.KINDS``). ``name-sm100``: on sm100 alone."""
 _OF_SECTION = {"1.1": ("attention",), "1.2": ("latent", "entries"), "1.3": ("indexer",)}
+"""Section of the table of demands -> kinds of rows that its kernels read."""
 _ROWS_OF = {"k": ("k", "k_rope"), "v": ("v", "latent"), "ckv": ("latent",), "kpe": ("k_rope",)}
-"""Tensors of kernels that are one field, and what that is called here."""
+"""Name of a kernel tensor that is a single field -> the names of the rows that it may be."""
 _DOES = {"reject": "refuses", "copy": "copies the cache on each call", "garbage": "reads wrong bytes"}
+"""Outcome of a violated demand -> what the kernel does, for error texts."""
 LARGEST_BLOCK = 512
+"""The most tokens of a block that is chosen for kernels."""
 _PAGES = 64
-"""Kernel pages that the judged tensors have; more change nothing."""
+"""Number of kernel pages in the tensors that are checked; a larger number would give the same verdicts."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A kernel that reads ``kinds`` of rows on ``arch``; ``rows``: the rows of the table of demands that its name may mean."""
+    """A kernel that the caller named: it reads rows of ``kinds`` on GPU architecture ``arch``.
+
+    ``rows``: the rows of the table of demands that ``name`` may mean; several if it is the prefix of several kernels.
+    """
 
     name: str
     rows: tuple[Kernel, ...]
@@ -44,8 +51,11 @@ class Reader:
 
 @dataclass(frozen=True)
 class Fit:
-    """Records that kernels read as they are: tokens of a block and of a kernel page, and bytes that the records of each group
-    are a multiple of. ``notes``: what was done for which kernel."""
+    """Sizes with which the kernels can read the records in place, without a copy.
+
+    ``block_size``, ``kernel_page``: tokens of a block and of a kernel page. ``multiples``: growth law of a group -> the
+    bytes that the size of its records is a multiple of. ``notes``: what was chosen for which kernel.
+    """
 
     block_size: int
     kernel_page: int
@@ -53,24 +63,24 @@ class Fit:
     notes: tuple[str, ...] = ()
 
     def block_layout(self, group: Group, order: str) -> RowLayout:
-        """The record of one block of ``group``."""
+        """Return the record of one block of ``group``."""
         return group.block_layout(self.block_size, self.kernel_page, order, self.multiples.get(group.growth, ALIGN))
 
 
 def readers_of(names: KernelNames) -> tuple[Reader, ...]:
-    """The kernels that are named. Raises BadInput for one that is not known, or that does not read rows of its kind."""
+    """Return the kernels of ``names``. Raises BadInput for an unknown kernel, or one that does not read its kind."""
     found = []
     for kind, name in by_kind(names):
         match = re.fullmatch(r"(.*?)(?:[-_ ](sm\d+[af]?))?", name.lower())
         assert match is not None
         plain = match[1].replace("-", "_").replace(" ", "_")
-        rows = tuple(kernel(one) for one in kernels() if one.startswith(f"{plain}_"))
+        rows = tuple(kernel(key) for key in kernels() if key.startswith(f"{plain}_"))
         try:
             rows = (kernel(plain),)
         except BadInput:
             if not rows:
                 raise
-        kinds = tuple(dict.fromkeys(one for row in rows for one in _kinds_of(row)))
+        kinds = tuple(dict.fromkeys(read for row in rows for read in _kinds_of(row)))
         if kind and kind not in kinds:
             raise BadInput(
                 f"kernel {name!r} reads {', '.join(kinds) or 'no cache'}, not {kind!r}; kinds: {', '.join(KINDS)}"
@@ -80,25 +90,30 @@ def readers_of(names: KernelNames) -> tuple[Reader, ...]:
 
 
 def _kinds_of(row: Kernel) -> tuple[str, ...]:
+    """Return the kinds of rows that the kernel of a table row reads."""
     if row.section == "1.4":
         return ("conv",) if "channel" in next(iter(row.tensors["state"].values())) else ("recurrent",)
     return _OF_SECTION.get(row.section, ())
 
 
 def fit(groups: Sequence[Group], readers: Sequence[Reader], sizes: Iterable[tuple[int, int]], order: str) -> Fit:
-    """The first of ``sizes`` (tokens of a block, of a kernel page) with which every one of ``readers`` reads what is of its
-    kinds; records are padded as they ask for. Raises SchemaError with what the first sizes lack where none does."""
-    why: SchemaError | None = None
+    """Return the first of ``sizes`` with which every reader can read the rows of its kinds.
+
+    ``sizes``: pairs (tokens of a block, tokens of a kernel page). ``order``: of the arenas. Records are padded where
+    readers demand it. Raises SchemaError if none of ``sizes`` suffices; the text says what the first pair lacks.
+    """
+    first_error: SchemaError | None = None
     for block_size, kernel_page in sizes:
         try:
             return _padded(Fit(block_size, kernel_page), groups, readers, order)
         except SchemaError as error:
-            why = why or error
-    assert why is not None
-    raise why
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
 
 
 def _padded(fit: Fit, groups: Sequence[Group], readers: Sequence[Reader], order: str) -> Fit:
+    """Return ``fit`` with the padding that ``readers`` demand of records. Raises SchemaError if that is not enough."""
     multiples: dict[Growth, int] = {}
     notes: list[str] = []
     for group in groups:
@@ -124,7 +139,11 @@ def _padded(fit: Fit, groups: Sequence[Group], readers: Sequence[Reader], order:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a kernel does not take of a page, and the demand that is not met (None: the form of the tensor itself)."""
+    """A page that ``reader`` cannot read, and why.
+
+    ``demand``: the demand that is not met; None if no tensor of the kernel has the form of the page. ``text``: the
+    reason.
+    """
 
     reader: Reader
     page: Page
@@ -135,8 +154,11 @@ class Problem:
 def unmet(
     layout: RowLayout, layers: Sequence[Layer], readers: Sequence[Reader], order: str, row_nbytes: int = 0
 ) -> Iterator[Problem]:
-    """What ``readers`` do not take of records ``layout`` of ``layers``, ``row_nbytes`` apart (0: directly behind each other).
-    Pages that are alike are judged once. O(pages + kernels * demands)."""
+    """Yield the problems that ``readers`` have with the pages of ``layout``, the record of ``layers``.
+
+    ``row_nbytes``: bytes from record to record (0: records follow each other without a gap). Equal pages are checked
+    once. O(pages + kernels * demands).
+    """
     encodings = {(layer.index, rows.name): rows.encoding for layer in layers for rows in layer.rows()}
     stride, seen = (row_nbytes or layout.nbytes) // layout.kernel_pages, set()
     mates: dict[int, list[Page]] = {}
@@ -156,7 +178,7 @@ def unmet(
 
 
 def _judged(reader: Reader, page: Page, mates: Sequence[Page], stride: int, encoding: Any) -> Iterator[Problem]:
-    """At most one problem: none where one of the rows of the table that the reader may be takes the page."""
+    """Yield at most one problem with ``page``; none if at least one of the reader's table rows accepts it."""
     first: Problem | None = None
     for row in reader.rows:
         tensors, facts = _tensors(row, page, mates, stride)
@@ -165,7 +187,7 @@ def _judged(reader: Reader, page: Page, mates: Sequence[Page], stride: int, enco
             wanted = "; ".join(
                 f"{name} [{', '.join(axes)}]" for name, axes in taken if "block" in axes or "slot" in axes
             )
-            text = f"it takes {wanted or 'nothing in pages'}, and these rows have no such form; choose another layout"
+            text = f"it takes {wanted or 'no paged tensor'}, and these rows have no such form; choose another layout"
             first = first or Problem(reader, page, None, text)
             continue
         if isinstance(encoding, PackedRow):
@@ -175,7 +197,7 @@ def _judged(reader: Reader, page: Page, mates: Sequence[Page], stride: int, enco
         verdict = judge(row.name, tensors, reader.arch, facts)
         if verdict.expect == "ok":
             return
-        demand = next((one for one in row.demands if one.name == verdict.rule), None)
+        demand = next((demand for demand in row.demands if demand.name == verdict.rule), None)
         remedy = verdict.remedy or "choose another layout"
         text = f"it {_DOES[verdict.expect]}: {verdict.rule}: {verdict.reason}; {remedy} [{verdict.source}]"
         if first is None or ".size.dim" in " ".join(first.demand.of if first.demand else ()):
@@ -187,15 +209,18 @@ def _judged(reader: Reader, page: Page, mates: Sequence[Page], stride: int, enco
 def _tensors(
     row: Kernel, page: Page, mates: Sequence[Page], stride: int
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The tensors of a call of ``row`` for ``page``, others of its layer among them, and what is to be declared of them; None
-    where it has no such tensors."""
+    """Return the tensors of a call of kernel ``row`` for ``page``, and the facts that the caller declares.
+
+    ``mates``: all pages of the same layer, because a call may need several. The tensors are None if ``page`` has no
+    form that the kernel takes.
+    """
     needed = sorted(row.needed, key=lambda names: "kv" not in names) if page.packed else row.needed
     for names in needed:
         found: dict[str, Any] = {}
         facts: dict[str, Any] = {}
         for name in names:
-            source = next((one for one in mates if {*one.rows} & {*_ROWS_OF.get(name, page.rows)}), page)
-            is_all = not any(one is not source and _kind(one) == _kind(source) for one in mates)
+            source = next((mate for mate in mates if {*mate.rows} & {*_ROWS_OF.get(name, page.rows)}), page)
+            is_all = not any(mate is not source and _kind(mate) == _kind(source) for mate in mates)
             tensor = source.whole if name not in _ROWS_OF and is_all else None
             if name in _ROWS_OF and not source.packed:
                 fields = {place.field.name: place for place in source.places}
@@ -212,10 +237,13 @@ def _tensors(
 def _spec(
     row: Kernel, name: str, tensor: KernelTensor, page: Page, stride: int, facts: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """``tensor`` in the form that the kernel gives it: of several, the one in whose order it lies in memory."""
+    """Return ``tensor`` with the axes that kernel ``row`` gives to its argument ``name``; None if it has no such form.
+
+    Of several forms the one in the tensor's own memory order is taken. The form is recorded in ``facts``.
+    """
     size = itemsize(tensor.dtype)
     ours = dict(zip(tensor.axes, zip(tensor.shape, tensor.strides)))
-    found: list[tuple[bool, str, dict[str, Any]]] = []
+    forms: list[tuple[bool, str, dict[str, Any]]] = []
     for form, axes in row.tensors[name].items():
         inner = [axis for axis in axes if axis not in ("block", "slot")]
         must = {axis for axis, (extent, _) in ours.items() if extent > 1 or axis not in ("one", "token")}
@@ -228,10 +256,10 @@ def _spec(
             "shape": [_PAGES, *(extent for extent, _ in pairs)], "strides": [stride // size, *(step for _, step in pairs)],
             "dtype": tensor.dtype, "axes": axes, "base_alignment": math.gcd(page.offset + tensor.offset, 64),
         }  # fmt: skip
-        found.append((strides == sorted(strides, reverse=True), form, spec))
-    if not found:
+        forms.append((strides == sorted(strides, reverse=True), form, spec))
+    if not forms:
         return None
-    _, form, spec = max(found, key=lambda one: one[0])
+    _, form, spec = max(forms, key=lambda item: item[0])
     if form in ("NHD", "HND"):
         facts["layout"] = form
     if {"key", "value"} <= {*spec["axes"]}:
@@ -240,26 +268,27 @@ def _spec(
 
 
 def _kind(page: Page) -> str:
+    """Return the kind of the rows in ``page``; "" for rows that no kernel reads."""
     return KIND_OF_ROWS.get(page.rows[0], "")
 
 
 def _multiple(demand: Demand | None) -> int | None:
-    """Bytes that records must be a multiple of to meet ``demand``; None where padding does not help."""
+    """Return the bytes that record sizes must be a multiple of to meet ``demand``; None if padding cannot meet it."""
     if demand is None or demand.comparison != "multiple_of" or not isinstance(demand.value, int):
         return None
-    return demand.value if any(".stride.block" in one or ".bytes." in one for one in demand.of) else None
+    return demand.value if any(".stride.block" in path or ".bytes." in path for path in demand.of) else None
 
 
 def _refusal(problem: Problem, fit: Fit, law: Growth) -> str:
-    """The text of the error, with what would make it legal."""
+    """Return the error text for ``problem``, with what would make the kernel accept the cache."""
     rows = ", ".join(problem.page.rows)
     text = (
         f"kernel {problem.reader.name!r} on {problem.reader.arch} does not read {rows} of layer {problem.page.layer} "
         f"({law.name}, blocks of {fit.block_size} tokens in kernel pages of {fit.kernel_page}): {problem.text}"
     )
     demand = problem.demand
-    if demand is not None and any(".size.token" in one for one in demand.of) and demand.comparison != "equals":
+    if demand is not None and any(".size.token" in path for path in demand.of) and demand.comparison != "equals":
         text += f"; give another block_size or kernel_page ({demand.comparison} {demand.value})"
     if demand is not None and demand.comparison == "equals" and ".dense." in str(demand.value):
-        text += "; order='layer' gives each layer pages of its own, one behind another"
+        text += "; order='layer' gives each layer pages of its own, one after another"
     return text

@@ -1,13 +1,15 @@
-"""The layer kinds. Each is frozen data that answers six questions; to add one, add a class here.
+"""The layer kinds: what attention, latent, compressed and recurrent layers keep. To add a kind, add a class here.
 
-    growth()      how its block rows grow with the text (None: it has none)
-    block_rows()  what it keeps for every token, or every few tokens
-    state_rows()  what it keeps once per request
-    rewinds()     how many of the newest tokens it can take back (None: any number)
+Each kind is a frozen dataclass with six methods:
+
+    growth()      the growth law of its block rows (None: it has no block rows)
+    block_rows()  the rows that it keeps for every token, or every few tokens
+    state_rows()  the rows that it keeps once per request
+    rewinds()     how many of the newest tokens ``rewind`` may remove (None: any number)
     split(ways)   the same kind on one of ``ways`` tensor-parallel ranks
     laid_out(..)  the same kind with its rows in other layouts
 
-A layer is a tuple of kinds: most layers have one, a layer with attention and a state beside it has two.
+A layer is a tuple of kinds. Most layers have one; a layer that has attention and a state beside it has two.
 """
 
 from __future__ import annotations
@@ -26,34 +28,45 @@ from kvpagoda.units import ceil_div
 
 
 class LayerKind(Protocol):
-    """What the rest of the library needs to know about a layer. Implementations are frozen dataclasses; one that derives
-    from this class gets the answers of a layer that keeps nothing, and replaces those that differ."""
+    """The methods that the rest of the library calls on a layer kind. Implementations are frozen dataclasses.
+
+    The methods of this class return what holds for a layer that keeps nothing. A subclass overrides those that differ.
+    """
 
     def growth(self) -> Growth | None:
+        """Return the growth law of its block rows; None if it has none."""
         return None
 
     def block_rows(self) -> tuple[Rows, ...]:
+        """Return the rows that it keeps in blocks, for every token or every few tokens."""
         return ()
 
     def state_rows(self) -> tuple[Rows, ...]:
+        """Return the rows that it keeps once per request."""
         return ()
 
     def rewinds(self) -> int | None:
+        """Return how many of the newest tokens ``rewind`` may remove; None: any number."""
         return None
 
     def split(self, ways: int) -> LayerKind:
+        """Return this kind on one of ``ways`` tensor-parallel ranks. Raises SchemaError if heads do not divide."""
         return self
 
     def laid_out(self, choices: Choices) -> LayerKind:
+        """Return this kind with its rows in the layouts of ``choices`` (kind of rows -> layout)."""
         return self
 
 
 Choices = Mapping[str, PageChoice]
-"""Named layouts, by the kind of rows that they are of: ``kvpagoda.layouts.pages.KINDS``."""
+"""Kind of rows (``kvpagoda.layouts.pages.KINDS``) -> the named layout chosen for rows of that kind."""
 
 
 def split_heads(what: str, count: int, ways: int) -> int:
-    """``count`` heads or channels over ``ways`` ranks; fewer heads than ranks are replicated. Raises SchemaError."""
+    """Return how many of ``count`` heads or channels each of ``ways`` ranks keeps: 1, replicated, if there are fewer.
+
+    Raises SchemaError, with ``what`` as the name of the heads, if they do not divide evenly.
+    """
     if count % ways and ways % count:
         raise SchemaError(f"{count} {what} cannot be divided over {ways} tensor-parallel ranks")
     return max(1, count // ways)
@@ -61,8 +74,10 @@ def split_heads(what: str, count: int, ways: int) -> int:
 
 @dataclass(frozen=True)
 class IndexKeys:
-    """The keys of an indexer, which selects the tokens that a layer reads: one of ``dim`` elements for each row of K and V,
-    latent row or compressed entry. ``dtype``: "": that of the layer.
+    """The keys of an indexer, which selects the tokens that a layer reads.
+
+    There is one key of ``dim`` elements for each K/V row, latent row or compressed entry. ``dtype``: of the keys; ""
+    means the dtype of the layer.
 
     >>> Latent(512, 64, "bfloat16", indexer=IndexKeys(128)).block_rows()[-1].shape
     (128,)
@@ -73,25 +88,28 @@ class IndexKeys:
     dtype: str = ""
 
     def row(self, dtype: str) -> Rows:
-        """The key of one token in a layer of ``dtype``."""
+        """Return the rows that hold the key of each token in a layer of ``dtype``."""
         return Rows("index_key", (self.dim,), self.dtype or dtype, self.encoding)
 
     def laid_out(self, choices: Choices) -> IndexKeys:
+        """Return these keys in the layout of ``choices`` for "indexer" rows, if there is one."""
         return replace(self, encoding=choices["indexer"].encoding()) if "indexer" in choices else self
 
 
 @dataclass(frozen=True)
 class Attention(LayerKind):
-    """K and V rows of every token: ``num_kv_heads`` heads with ``k_dim`` and ``v_dim`` elements. ``law`` says which tokens
-    stay: all, a sliding window or a chunk.
+    """Multi-head attention: one K row and one V row for every token.
 
-    ``num_sinks``: so many first tokens of a text stay readable beside the window (arXiv 2309.17453, section 3.2). Their rows
-    are written twice, into blocks and, at their own positions, into the request's state ``sink_k`` and ``sink_v``
-    ``[num_sinks]``: a query reads its window from blocks, and what of the sinks lies before the window from there. Raises
-    SchemaError for sinks without a window.
+    A row has ``num_kv_heads`` heads of ``k_dim`` (K) or ``v_dim`` (V) elements. ``law``: which tokens stay in the cache
+    (all, a sliding window, or a chunk).
 
-    ``layout``: how K and V lie in a page, by the name of a layout ("": each dense, ``[rows, heads, dim]``). An ``encoding``
-    that is a ``PackedRow`` holds both in one row, ``kv`` ``[2, heads, dim]``. ``indexer``: its keys lie beside them.
+    ``num_sinks``: how many first tokens of a request stay readable beside the window (arXiv 2309.17453, section 3.2).
+    Their rows are written twice: into blocks, and at their own positions into the rows ``sink_k`` and ``sink_v``
+    ``[num_sinks]`` of the request's state. A query reads its window from blocks, and the sinks that lie before the
+    window from the state. Raises SchemaError for sinks without a window.
+
+    ``layout``: name of the layout of K and V in a page ("": each dense, ``[rows, heads, dim]``). If ``encoding`` is a
+    ``PackedRow``, both share one row, ``kv`` ``[2, heads, dim]``. ``indexer``: its keys, stored beside K and V.
 
     >>> layer = Attention(8, 128, 128, "bfloat16", Growth(window=4096))
     >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
@@ -121,7 +139,7 @@ class Attention(LayerKind):
         return self._rows() if self.indexer is None else (*self._rows(), self.indexer.row(self.dtype))
 
     def _rows(self) -> tuple[Rows, ...]:
-        """K and V of one token."""
+        """Return the rows for K and V, without the indexer's."""
         if isinstance(self.encoding, PackedRow):
             return (Rows("kv", (2, self.num_kv_heads, self.k_dim), self.dtype, self.encoding),)
         heads, pages = ((self.num_kv_heads, 1),), page_choice(self.layout).pages if self.layout else {}
@@ -139,15 +157,15 @@ class Attention(LayerKind):
         return tuple(replace(row, name=f"sink_{row.name}", count=self.num_sinks, page="") for row in self._rows())
 
     def laid_out(self, choices: Choices) -> Attention:
-        """Raises SchemaError for a packed layout where K and V differ in size or have sinks."""
+        """Return this kind in its layout of ``choices``. Raises SchemaError for a packed layout that cannot hold it."""
         laid = replace(self, indexer=self.indexer and self.indexer.laid_out(choices))
         if (choice := choices.get("attention")) is None:
             return laid
         is_packed = choice.format != "raw"
         if is_packed and (self.k_dim != self.v_dim or self.num_sinks):
             raise SchemaError(
-                f"{choice.name!r} has K and V side by side, of one size and without sinks; this layer has "
-                f"K of {self.k_dim}, V of {self.v_dim} and {self.num_sinks} sinks"
+                f"layout {choice.name!r} packs K and V of one size, without sinks, in one row; this layer has "
+                f"K of {self.k_dim}, V of {self.v_dim} and {self.num_sinks} sinks; choose another layout"
             )
         return replace(laid, layout=choice.name, encoding=choice.encoding(self.k_dim))
 
@@ -157,11 +175,13 @@ class Attention(LayerKind):
 
 @dataclass(frozen=True)
 class Latent(LayerKind):
-    """Multi-head latent attention (arXiv 2405.04434, section 2.1): one compressed row and one RoPE key for every token, with
-    an indexer key where the model selects tokens. All heads share the latent, so every tensor-parallel rank keeps all of it.
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): one latent row and one RoPE key for every token.
 
-    ``layout``: how both lie in a page, by the name of a layout; most kernels read one row of both. An ``encoding`` that is a
-    ``PackedRow`` has both in one row, ``latent`` ``[1, latent_dim + rope_dim]``.
+    ``indexer``: the keys of an indexer, in models that select tokens. All heads share the latent, so every
+    tensor-parallel rank keeps all of it.
+
+    ``layout``: name of the layout of latent and RoPE key in a page; most kernels read both as one row. If ``encoding``
+    is a ``PackedRow``, both share one row, ``latent`` ``[1, latent_dim + rope_dim]``.
 
     >>> layer = Latent(512, 64, "bfloat16")
     >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
@@ -194,7 +214,7 @@ class Latent(LayerKind):
         return (*rows, self.indexer.row(self.dtype))
 
     def laid_out(self, choices: Choices) -> Latent:
-        """Raises LayoutError for packed rows that keep another number of RoPE dims."""
+        """Return this kind in its layout of ``choices``. Raises LayoutError for packed rows of other sizes."""
         laid = replace(self, indexer=self.indexer and self.indexer.laid_out(choices))
         if (choice := choices.get("latent")) is None:
             return laid
@@ -209,7 +229,9 @@ class Latent(LayerKind):
 
 @dataclass(frozen=True)
 class Recurrent(LayerKind):
-    """State tensors of fixed size: convolution tails, recurrent matrices, any number of either. No token can be taken back.
+    """Recurrent layers: state tensors of fixed size, for example convolution tails and recurrent matrices.
+
+    A state covers the whole request, so ``rewind`` can remove no token from it.
 
     >>> layer = Recurrent((Rows("recurrent", (32, 128, 128), "float32", heads=((32, 1),)),))
     >>> layer.split(4).state_rows()[0].shape, layer.rewinds()
@@ -225,7 +247,10 @@ class Recurrent(LayerKind):
         return 0
 
     def laid_out(self, choices: Choices) -> Recurrent:
-        """Each state whose axes a layout has lies in it."""
+        """Return this kind in its layouts of ``choices``.
+
+        Only states whose axes are exactly those of the layout change; other states stay as they are.
+        """
 
         def laid(rows: Rows) -> Rows:
             page = choices[rows.name].pages[rows.name] if rows.name in choices else ""
@@ -247,7 +272,7 @@ class Recurrent(LayerKind):
 
 @dataclass(frozen=True)
 class Shared(LayerKind):
-    """A layer that reads what layer ``owner`` wrote and keeps nothing itself.
+    """A layer that reads the rows of layer ``owner`` and keeps no rows itself.
 
     >>> Shared(owner=3).block_rows()
     ()
@@ -258,20 +283,23 @@ class Shared(LayerKind):
 
 @dataclass(frozen=True)
 class Compressed(LayerKind):
-    """DeepSeek-V4 attention: a ring of the last ``window`` raw rows, and, for ``ratio`` > 0, one compressed entry for
-    every ``ratio`` tokens. With an ``indexer`` (the CSA layers) each entry also takes in the window before it, through a
-    second stream, and the indexer keeps a smaller compressor of its own (arXiv 2606.19348, sections 2.3.1 and 2.3.2).
+    """DeepSeek-V4 attention: a ring of the last ``window`` raw rows, and compressed entries.
 
-    State of one request, every ring addressed by position modulo its number of rows:
+    If ``ratio`` > 0 there is one compressed entry for every ``ratio`` tokens (an entry window). With an ``indexer``
+    (the CSA layers) an entry also covers the entry window before its own, through a second stream, and the indexer
+    keeps a smaller compressor of its own (arXiv 2606.19348, sections 2.3.1 and 2.3.2).
+
+    State of one request; a row of a ring is addressed by position modulo the number of rows:
 
         swa        [window+v]  the raw K = V rows, RoPE dims last     swa_pos [window+v]  their positions, -1 = never
-        tail_ka/za [ratio-1+v] key and score of tokens whose window is still open; stream a feeds the *next* entry,
+        tail_ka/za [ratio-1+v] key and score of tokens of the open entry window; stream a feeds the *next* entry,
         tail_kb/zb [ratio-1+v] stream b the *current* one (without overlap there is one stream, called a)
-        overlap_k/z [ratio*c]  stream a of the last c closed windows; scores are kept with their position bias added
+        overlap_k/z [ratio*c]  stream a of the last c closed entry windows; scores include their position bias
         idx_...                the same for the indexer             num_entries [1]  entries of the tokens so far
 
-    v = ``verify_width`` tokens can be taken back (speculative decoding): what they pushed out of a ring of the least
-    size is still there, and c = 1 + ceil(v / ratio) windows, for some of those closed may be taken back too.
+    v = ``verify_width``: the newest v tokens can be removed again (speculative decoding). The rings therefore have v
+    rows more than the least size, and streams a of c = 1 + ceil(v / ratio) closed entry windows are kept, because a
+    rewind may reopen some of them.
 
     >>> layer = Compressed(512, 128, "bfloat16", ratio=4, indexer=IndexKeys(128))
     >>> [(rows.name, rows.tokens_per_row) for rows in layer.block_rows()]
@@ -291,7 +319,7 @@ class Compressed(LayerKind):
 
     @property
     def overlap(self) -> bool:
-        """Whether an entry also takes in the window before its own: in layers with an indexer."""
+        """Whether an entry also covers the entry window before its own: true in layers with an indexer."""
         return self.indexer is not None
 
     @property
@@ -301,7 +329,7 @@ class Compressed(LayerKind):
 
     @property
     def index_encoding(self) -> Encoding | PackedRow:
-        """How indexer keys lie in memory."""
+        """Encoding of indexer keys; ``RAW`` without an indexer."""
         return RAW if self.indexer is None else self.indexer.encoding
 
     def growth(self) -> Growth | None:
@@ -328,7 +356,7 @@ class Compressed(LayerKind):
         return tuple(rows)
 
     def _tail(self, prefix: str, dim: int) -> list[Rows]:
-        """The tail and the overlap of one compressor, with rows of ``dim`` elements."""
+        """Return the tail and the overlap rows of one compressor, with rows of ``dim`` elements."""
         streams = ("ka", "za", "kb", "zb") if self.overlap else ("ka", "za")
         count = self.ratio - 1 + self.verify_width
         rows = [Rows(f"{prefix}tail_{s}", (dim,), self.tail_dtype, count=count) for s in streams]

@@ -1,4 +1,4 @@
-"""Layers, each a tuple of kinds, and groups: the layers whose rows grow in the same way and share block ids."""
+"""A layer is a tuple of layer kinds; a group is the set of layers with one growth law, which share block ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpagoda.schema.layout import ALIGN, RowLayout, pages_of
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: its index in the model, its type as the model names it, and what it keeps (usually one kind).
+    """One layer: its index in the model, ``label`` (its type as the model names it), and its kinds (usually one).
 
     >>> from kvpagoda.schema import Attention
     >>> layer = Layer(0, "full_attention", (Attention(8, 128, 128, "bfloat16"),))
@@ -28,7 +28,7 @@ class Layer:
 
     @cached_property
     def growth(self) -> Growth | None:
-        """How its block rows grow; None for a layer that keeps nothing per token. Raises SchemaError if kinds differ."""
+        """Growth law of its block rows; None if it keeps nothing per token. Raises SchemaError if kinds differ."""
         laws = {law for kind in self.kinds if (law := kind.growth()) is not None}
         if len(laws) > 1:
             raise SchemaError(f"layer {self.index} ({self.label}) mixes growth laws {sorted(law.name for law in laws)}")
@@ -36,45 +36,51 @@ class Layer:
 
     @cached_property
     def owner(self) -> int:
-        """The layer whose rows this layer reads: itself, unless it shares another's."""
+        """Index of the layer whose rows this layer reads: its own, unless a ``Shared`` kind names another."""
         return next((kind.owner for kind in self.kinds if isinstance(kind, Shared)), self.index)
 
     @property
     def rewinds(self) -> int | None:
-        """How many of the newest tokens all that it keeps can take back; None: any number."""
+        """How many of the newest tokens ``rewind`` may remove: the least over its kinds; None: any number."""
         return min((n for kind in self.kinds if (n := kind.rewinds()) is not None), default=None)
 
     def block_rows(self) -> tuple[Rows, ...]:
-        """What it keeps in blocks, over all its kinds."""
+        """Return the rows that it keeps in blocks, over all its kinds."""
         return tuple(rows for kind in self.kinds for rows in kind.block_rows())
 
     def state_rows(self) -> tuple[Rows, ...]:
-        """What it keeps once per request, over all its kinds."""
+        """Return the rows that it keeps once per request (its state), over all its kinds."""
         return tuple(rows for kind in self.kinds for rows in kind.state_rows())
 
     def rows(self) -> tuple[Rows, ...]:
-        """All that it keeps: in blocks, then once per request."""
+        """Return all rows that it keeps: those in blocks, then those in the state."""
         return (*self.block_rows(), *self.state_rows())
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers with one growth law: they grow together and share one block id. States are a group too, with the law ``STATE``,
-    and the state of one request is a block."""
+    """The layers with one growth law. One block id addresses the rows of all of them.
+
+    The states are a group too, with the law ``STATE``: the state of one request is one block.
+    """
 
     growth: Growth
     layers: tuple[Layer, ...]
 
     @property
     def name(self) -> str:
+        """``full``, ``window(1024)``, ``chunk(8192)`` or ``state``."""
         return self.growth.name
 
     def block_layout(
         self, block_size: int = 1, kernel_page: int | None = None, order: str = "block", multiple: int = ALIGN
     ) -> RowLayout:
-        """The record of one block of ``block_size`` tokens, one layer behind another, once for each kernel page of
-        ``kernel_page`` tokens (None: a block is one); of states, whatever these are, the record of one request: 0 bytes where
-        no layer has a state. ``order`` and ``multiple``: see ``RowLayout.of``."""
+        """Return the record of one block: the layers one after another, repeated for each kernel page of the block.
+
+        ``block_size``: tokens of the block. ``kernel_page``: tokens of one kernel page (None: the block is one page). A
+        group of states ignores both: its record is the state of one request, 0 bytes if no layer has a state. ``order``
+        and ``multiple``: see ``RowLayout.of``.
+        """
         if self.growth.is_state:
             states = (pages_of(layer.index, layer.state_rows(), lambda rows: rows.count) for layer in self.layers)
             return RowLayout.of(chain.from_iterable(states), 1, order, multiple)

@@ -1,4 +1,4 @@
-"""Layouts by name, for the kinds of rows that they are of."""
+"""Resolve layout names to layouts, one for each kind of rows."""
 
 from __future__ import annotations
 
@@ -9,36 +9,40 @@ from kvpagoda.layouts.pages import KINDS, PageChoice, order_of, page_choice
 from kvpagoda.schema.layers import Layer
 
 LayoutNames = str | Sequence[str] | Mapping[str, str]
-"""A name, several, or names by kind (``KINDS``); ``name:dialect`` where the dialect is not the layout's own."""
+"""One name, several names, or {kind: name} (``KINDS``). ``"name:dialect"`` selects another dialect than the default."""
 
 
 def by_kind(names: LayoutNames) -> Iterable[tuple[str, str]]:
-    """(kind, name) of each: the kind is "" where it is not said."""
+    """Return the (kind, name) pairs of ``names``; the kind is "" where none is given."""
     given = {"": names} if isinstance(names, str) else names
     return given.items() if isinstance(given, Mapping) else [("", name) for name in given]
 
 
 def choices_of(layout: LayoutNames) -> dict[str, PageChoice]:
-    """The layouts that are named, by the kind that each is of. Raises SchemaError for two of a kind or a kind that a layout is
-    not of, and LayoutError."""
-    found: dict[str, PageChoice] = {}
+    """Return kind of rows -> layout, for the layouts named in ``layout``.
+
+    Raises SchemaError for two layouts of one kind or a layout given for another kind than its own, and LayoutError for
+    an unknown name.
+    """
+    choices: dict[str, PageChoice] = {}
     for kind, text in by_kind(layout):
         name, _, dialect = text.partition(":")
         choice = page_choice(name, dialect or None)
         if kind not in ("", choice.kind):
             raise SchemaError(
-                f"layout {name!r} is of {choice.kind} rows, not of {kind!r}; kinds are {', '.join(KINDS)}"
+                f"layout {name!r} is for {choice.kind} rows, not for {kind!r}; kinds are {', '.join(KINDS)}"
             )
-        if choice.kind in found:
-            raise SchemaError(f"{found[choice.kind].name!r} and {name!r} are both of {choice.kind} rows; give one")
-        found[choice.kind] = choice
-    return found
+        if choice.kind in choices:
+            raise SchemaError(f"{choices[choice.kind].name!r} and {name!r} are both for {choice.kind} rows; give one")
+        choices[choice.kind] = choice
+    return choices
 
 
 def arena_order(layers: Iterable[Layer], order: str | None) -> str:
-    """The order of the arenas of ``layers``: ``order``, or, if that is None, the one that their layout has, else ``"block"``.
+    """Return the order of the arenas of ``layers``, ``"block"`` or ``"layer"``.
 
-    Raises BadInput for another word, SchemaError for an order that their layout cannot have.
+    It is ``order``; if that is None, the order that their layout needs, else ``"block"``. Raises BadInput for another
+    value of ``order`` and SchemaError if their layout needs the other order.
     """
     if order not in (None, "block", "layer"):
         raise BadInput(f"order is 'block' or 'layer', got {order!r}")
@@ -47,7 +51,7 @@ def arena_order(layers: Iterable[Layer], order: str | None) -> str:
         if order not in (None, needed):
             outside = "blocks" if needed == "layer" else "layers"
             raise SchemaError(
-                f"heads lie outside of {outside} in {page!r}, in arenas of order={needed!r}; leave order out"
+                f"heads lie outside of {outside} in {page!r}: it needs order={needed!r}, not {order!r}; leave order out"
             )
         order = needed
     return order or "block"

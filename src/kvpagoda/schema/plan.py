@@ -1,6 +1,6 @@
 """A plan: how many blocks and states a budget in bytes holds, and which requests fit. Arithmetic only; no torch.
 
-``planning`` makes plans; this file says what one is and answers questions about it.
+This file defines ``Plan`` and its figures; ``planning`` divides a budget into groups.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from kvpagoda.units import ceil_div, format_bytes
 _KINDS = {
     "layer kind": "label", "layers": "num_layers", "B/token": "bytes_per_token", "B/request": "state_bytes_per_request",
 }  # fmt: skip
-"""Columns of the table of layers, and the figure that each has."""
+"""Column title -> key of the figure, for the table of layer kinds."""
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The share of one group: ``num_blocks`` usable blocks of ``block_size`` tokens, ``row_nbytes`` bytes each in the arena.
+    """The share of one group: ``num_blocks`` usable blocks of ``block_size`` tokens, each ``row_nbytes`` bytes.
 
-    ``growth``: its law. ``layout``: the record of one block. ``most_blocks``: the most that one
-    request holds (None: no bound). ``per_sector``: blocks in one sector; then ``num_blocks`` is what all sectors together
-    would make, of which the group has some (0: the blocks are its own).
+    ``growth``: the growth law. ``layout``: the record of one block. ``most_blocks``: the most blocks that one request
+    holds (None: no bound). ``per_sector``: blocks in one sector, 0 if the group does not share memory. If groups share
+    memory, ``num_blocks`` counts the blocks in all sectors together; the group owns only some of these sectors at a
+    time.
     """
 
     growth: Growth
@@ -49,18 +50,20 @@ class GroupPlan:
 
     @property
     def multiple(self) -> int:
-        """What the bytes from record to record are a multiple of."""
+        """The bytes from record to record are a multiple of this number."""
         return self.layout.multiple * self.layout.kernel_pages
 
     @property
     def num_rows(self) -> int:
-        """Records in the arena: the usable blocks and, before them, the padding block (id 0) or the padding sector, which
-        absorbs the writes of padded rows."""
+        """Records in the arena: the usable blocks and, before them, the padding block (id 0) or padding sector.
+
+        Writes of padded rows go to the padding records.
+        """
         return self.num_blocks + self.first_id
 
     @property
     def first_id(self) -> int:
-        """The lowest id of a usable block: the first block, or the first sector, belongs to padding."""
+        """The lowest id of a usable block: the first block, or the first sector, is for padding."""
         return max(1, self.per_sector)
 
     @property
@@ -69,7 +72,7 @@ class GroupPlan:
         return self.num_rows * self.row_nbytes
 
     def blocks_for(self, num_tokens: int) -> int:
-        """The most blocks that one request of ``num_tokens`` tokens ever holds at once."""
+        """Return the most blocks that one request of ``num_tokens`` tokens holds at any time."""
         blocks = -(-num_tokens // self.block_size)
         return blocks if self.most_blocks is None else min(blocks, self.most_blocks)
 
@@ -80,7 +83,7 @@ class GroupPlan:
         return "int64" if self.nbytes // smallest >= 2**31 else "int32"
 
     def to_dict(self) -> dict[str, Any]:
-        """Its figures as plain data."""
+        """Return its figures as plain data, for JSON."""
         return {
             "name": self.name,
             "num_layers": len({place.layer for place in self.layout.places}),
@@ -95,15 +98,16 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """How many blocks of every group a budget holds, and which requests fit. ``Schema.plan`` makes plans; ``str(plan)`` is a
-    table of its figures, ``to_dict()`` the same as plain data.
+    """How many blocks of every group a budget holds, and which requests fit.
 
-    ``schema_name``, ``layers`` and ``max_positions`` (tokens of the longest text; None: no limit known) are the schema's.
-    ``block_size``: tokens of one block. ``max_requests``: that run at once. ``num_checkpoints``: the most places to resume
-    at that are kept. ``lengths``: tokens, for which ``to_dict`` counts the requests that fit. ``budget`` in bytes. Where
-    groups share memory, it is ``num_sectors`` sectors of ``sector_nbytes`` bytes; both are 0 where each group has its own
-    share. ``order`` of the arenas; ``kernel_page``: tokens of the pages that kernels see; ``kernel_notes``: what was chosen
-    for the kernels that were named.
+    ``Schema.plan`` returns plans. ``str(plan)`` is a table of the figures, ``to_dict()`` the same as plain data.
+
+    ``schema_name``, ``layers`` and ``max_positions`` (the longest context in tokens; None: no known limit) are the
+    schema's. ``block_size``: tokens of one block. ``max_requests``: the most requests that run at once.
+    ``num_checkpoints``: the most checkpoints that are kept. ``lengths``: context lengths in tokens; ``to_dict`` counts
+    the requests that fit for each. ``budget``: in bytes. If groups share memory, the memory is ``num_sectors`` sectors
+    of ``sector_nbytes`` bytes; both are 0 if each group has its own share. ``order``: of the arenas. ``kernel_page``:
+    tokens of one page that kernels see. ``kernel_notes``: what was chosen for the kernels given to ``Schema.plan``.
 
     >>> from kvpagoda.schema import Attention, Layer, Schema
     >>> plan = Schema((Layer(0, "attention", (Attention(2, 16, 16, "float32"),)),)).plan(num_blocks=100, max_requests=4)
@@ -130,17 +134,17 @@ class Plan:
 
     @cached_property
     def rewinds(self) -> tuple[tuple[int, str, int], ...]:
-        """(layer, label, tokens) of every layer that can take back only so many of the newest tokens."""
+        """(layer, label, tokens) of each layer with a bound on the tokens that ``rewind`` may remove."""
         return tuple((x.index, x.label, x.rewinds) for x in self.layers if x.rewinds is not None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the arenas take: exactly what ``KVCache`` allocates."""
+        """Bytes of all arenas: exactly what ``KVCache`` allocates."""
         return self.num_sectors * self.sector_nbytes or sum(group.nbytes for group in self.groups)
 
     @property
     def record_layout(self) -> str:
-        """What tells apart records of one schema: bytes and kernel pages of a block of each group."""
+        """Bytes and kernel pages of each group's blocks, as text: equal for caches of one schema with equal records."""
         return ", ".join(f"{group.layout.nbytes}/{group.layout.kernel_pages}" for group in self.groups)
 
     @property
@@ -149,22 +153,23 @@ class Plan:
         return sum(group.layout.payload_nbytes for group in self.groups if not group.growth.is_state) / self.block_size
 
     def holds(self, num_blocks: Sequence[int]) -> bool:
-        """Whether so many blocks of each group fit the empty cache together."""
+        """Return whether ``num_blocks[i]`` blocks of every group ``i`` together fit in the empty cache. O(groups)."""
         if self.num_sectors:
             return self._sectors(num_blocks) < self.num_sectors
         return all(blocks <= group.num_blocks for blocks, group in zip(num_blocks, self.groups))
 
     def fits(self, num_requests: int, num_tokens: int) -> bool:
-        """Whether ``num_requests`` requests of ``num_tokens`` tokens each run at once."""
+        """Return whether ``num_requests`` requests of ``num_tokens`` tokens each can run at once."""
         blocks = [num_requests * group.blocks_for(num_tokens) for group in self.groups]
         return num_requests <= self.max_requests and self.holds(blocks)
 
     def _sectors(self, num_blocks: Sequence[int]) -> int:
+        """Return the number of sectors that ``num_blocks[i]`` blocks of every group i take."""
         return sum(ceil_div(blocks, group.per_sector) for blocks, group in zip(num_blocks, self.groups))
 
     @property
     def longest_context(self) -> int | None:
-        """Tokens of the longest single request, at most the model's own limit; None if nothing grows with its length."""
+        """Tokens of the longest single request, at most the model's own limit; None if memory does not limit it."""
         growing = [group.num_blocks for group in self.groups if not group.growth.is_state]
         top = max(growing, default=0) * self.block_size + 1
         if self.fits(1, top):
@@ -173,21 +178,22 @@ class Plan:
         return longest if self.max_positions is None else min(longest, self.max_positions)
 
     def requests_at(self, num_tokens: int) -> int:
-        """How many requests of ``num_tokens`` tokens run at once: none that are longer than the model takes."""
+        """Return how many requests of ``num_tokens`` tokens can run at once; 0 if the model takes fewer tokens."""
         if self.max_positions is not None and num_tokens > self.max_positions:
             return 0
         return largest_below(self.max_requests + 1, lambda n: self.fits(n, num_tokens))
 
     def blocks_wanted(self, num_tokens: int, room: int = 0, longest: int | None = None) -> list[int]:
-        """The most blocks of each group that a request of ``num_tokens`` tokens holds while it writes ``room`` at once.
+        """Return the most blocks of each group that a request of ``num_tokens`` tokens holds.
 
-        Raises NeverFits if there are more tokens than the model has positions, and, with what it would need, if the empty
-        cache cannot hold them or there are more than ``longest``. O(groups).
+        ``room``: tokens that it writes at once. ``longest``: the most tokens that the caller accepts (None: no limit).
+        Raises NeverFits if ``num_tokens`` is more than the model has positions or more than ``longest``, or if the
+        empty cache cannot hold that many. The last two errors carry the numbers needed and available. O(groups).
         """
         if self.max_positions is not None and num_tokens > self.max_positions:
             raise NeverFits(
                 f"{num_tokens} tokens are more than the longest context of {self.max_positions}, the limit of "
-                f"{self.schema_name} itself; shorten the text"
+                f"{self.schema_name} itself; shorten the prompt"
             )
         if longest is not None and num_tokens > longest:
             hint = self._budget_hint(num_tokens, room)
@@ -213,7 +219,7 @@ class Plan:
         return wanted
 
     def _budget_hint(self, num_tokens: int, room: int = 0) -> str:
-        """How many bytes would hold a request of that length and room, as the end of an error."""
+        """Return the end of an error text: the budget in bytes that would hold such a request."""
         counts = [max(group.blocks_for(num_tokens), ceil_div(room, group.block_size)) for group in self.groups]
         if self.num_sectors:
             rows, multiples = zip(*((group.layout.nbytes, group.multiple) for group in self.groups))
@@ -224,13 +230,13 @@ class Plan:
         return f"a budget of {need} bytes ({format_bytes(need)}) would hold it (now {format_bytes(self.budget)})"
 
     def _by_label(self) -> list[dict[str, Any]]:
-        """What the layers of each label take together, in bytes of data, in the order of their first layer."""
+        """Return the bytes of data of all layers of each label, per token and per request, in layer order."""
         labels = {layer.index: layer.label for layer in self.layers}
         of_blocks, of_states = Counter[str](), Counter[str]()
         for group in self.groups:
             for place in group.layout.places:
-                kept = of_states if group.growth.is_state else of_blocks
-                kept[labels[place.layer]] += place.nbytes * group.layout.kernel_pages
+                counts = of_states if group.growth.is_state else of_blocks
+                counts[labels[place.layer]] += place.nbytes * group.layout.kernel_pages
         return [
             {
                 "label": label,
@@ -242,11 +248,12 @@ class Plan:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure as plain data, for JSON.
+        """Return every figure as plain data, for JSON.
 
-        ``floor_bytes``: what ``max_requests`` requests of one token need; all other bytes go to the groups that need them.
-        ``padding_percent``: of the arenas' bytes; with sectors, of the group that has most of it. ``unused_percent``: of the
-        budget, too few bytes for another block. A cached prefix is found at multiples of ``hit_granularity`` tokens.
+        ``floor_bytes``: the bytes that ``max_requests`` requests of one token need; all other bytes float between the
+        groups. ``padding_percent``: padding in percent of the arenas' bytes; with sectors, of the group with the
+        largest share. ``unused_percent``: the part of the budget that is too small for another block. Prefix hits are
+        multiples of ``hit_granularity`` tokens.
         """
         filled = [(group.num_rows * group.layout.payload_nbytes, group.nbytes) for group in self.groups]
         if self.num_sectors:
@@ -281,8 +288,11 @@ class Plan:
         return self.text()
 
     def text(self, width: int | None = None) -> str:
-        """Its figures as tables and lines, of at most ``width`` columns where one is given: there a table that is wider
-        has its rows one below the other."""
+        """Return its figures as tables and lines of text.
+
+        ``width``: the most columns of a line (None: no limit). In a table that is wider, the values of a row are listed
+        one below the other.
+        """
         figures = self.to_dict()
         groups = {"group": "name", "layers": "num_layers"}
         if self.num_sectors:
@@ -303,7 +313,7 @@ class Plan:
         return "\n".join(lines)
 
     def _lines(self, figures: Mapping[str, Any]) -> dict[str, str]:
-        """The lines below the tables of ``str``, as label -> text."""
+        """Return the lines below the tables of ``text``: label -> text."""
         longest, floor = figures["longest_context"], figures["floor_bytes"]
         context = "not limited by memory" if longest is None else f"{longest:,} tokens"
         if longest is not None and longest == self.max_positions:
@@ -334,7 +344,10 @@ class Plan:
 
 
 def largest_below(end: int, fits: Callable[[int], bool]) -> int:
-    """The largest number below ``end`` that fits, where 0 does and none does beyond one that does not. O(log end) calls."""
+    """Return the largest number below ``end`` that ``fits``, by bisection. O(log end) calls.
+
+    0 must fit, and no number larger than one that does not fit may fit.
+    """
     low, high = 0, end
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""How a budget becomes groups of blocks: a fixed share for every group, or sectors that all groups share. Arithmetic only."""
+"""Divide a budget between groups: a fixed share for each group, or sectors that all groups share. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Groups = tuple[GroupPlan, ...]
 
 
 def shared_groups(groups: Groups, budget: int) -> tuple[Groups, int, int]:
-    """Let all ``groups`` share ``budget`` bytes, cut into sectors: (groups, number of sectors, bytes of a sector).
+    """Let ``groups`` share ``budget`` bytes, cut into sectors. Return (groups, number of sectors, bytes of a sector).
 
-    The first sector belongs to padding. Raises NeverFits unless one block of each group fits beside it.
+    The first sector is for padding. Raises NeverFits unless one sector of each group fits beside it.
     """
     rows, multiples = tuple(group.row_nbytes for group in groups), tuple(group.multiple for group in groups)
     sector = sector_size(rows, budget // SHARE, multiples)
@@ -32,8 +32,11 @@ def shared_groups(groups: Groups, budget: int) -> tuple[Groups, int, int]:
 
 
 def lone_group(group: GroupPlan, budget: int, max_requests: int) -> Groups:
-    """``group``, the only one, with as many blocks as ``budget`` bytes hold. Raises NeverFits unless there is one, or a state
-    for each of ``max_requests``."""
+    """Return ``group``, the only one, with as many blocks as ``budget`` bytes hold.
+
+    Raises NeverFits unless it gets at least one block or, if it is the group of states, one for each of
+    ``max_requests``.
+    """
     num_blocks, least = budget // group.row_nbytes - 1, max_requests if group.growth.is_state else 1
     if num_blocks < least:
         more = f"{least} states are among them; raise the budget, or lower max_requests"
@@ -43,8 +46,9 @@ def lone_group(group: GroupPlan, budget: int, max_requests: int) -> Groups:
 
 
 def fixed_groups(groups: Groups, budget: int) -> Groups:
-    """Give every group a fixed share of ``budget`` bytes: the largest ``equal_groups`` that fit. So the groups fill together
-    when as many requests as there may be at once are equally long.
+    """Give every group a fixed share of ``budget`` bytes: the largest ``equal_groups`` that fit.
+
+    All groups are then full at the same time if the largest number of requests runs and all of them are equally long.
 
     Raises NeverFits unless one block of each group and the states of all requests fit.
     """
@@ -61,7 +65,7 @@ def fixed_groups(groups: Groups, budget: int) -> Groups:
 
 
 def equal_groups(groups: Groups, num_blocks: int) -> Groups:
-    """``groups`` with ``num_blocks`` blocks each, but never more than they have; states have as many as before."""
+    """Return ``groups`` with ``num_blocks`` blocks each, at most as many as now; the number of states stays."""
     return tuple(
         group if group.growth.is_state else replace(group, num_blocks=min(num_blocks, group.num_blocks))
         for group in groups
@@ -69,12 +73,12 @@ def equal_groups(groups: Groups, num_blocks: int) -> Groups:
 
 
 def groups_nbytes(groups: Groups) -> int:
-    """Bytes that the arenas of ``groups`` take."""
+    """Return the bytes of the arenas of ``groups``."""
     return sum(group.nbytes for group in groups)
 
 
 def _too_small(groups: Groups, budget: int, needed: int, hint: str) -> NeverFits:
-    """The error of a budget in which not even one request of one block fits."""
+    """Return the error for a budget that is too small for one request of one block."""
     block_size = min(group.block_size for group in groups)
     needs = f"one request of up to {block_size} tokens needs {needed:,} bytes ({format_bytes(needed)})"
     text = f"a budget of {format_bytes(budget)} is too small: {needs}"

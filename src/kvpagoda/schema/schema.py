@@ -1,4 +1,4 @@
-"""A schema: what every layer of a model keeps, and the groups and records that follow from it. No torch."""
+"""A schema: what every layer of a model keeps, and the groups and records that follow from it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from kvpagoda.units import align_up, parse_bytes, whole_number
 
 DEFAULT_BLOCK_SIZE = 16
 MAX_CHECKPOINTS = 2**16
-"""Checkpoints where nothing but memory bounds them: no more than this."""
+"""The most checkpoints by default where only memory limits them."""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """What a model keeps for its requests, layer by layer.
+    """What a model keeps in the cache for its requests, layer by layer.
 
-    ``max_positions`` (tokens) and ``vocab_size`` are the model's own limits; None where its config names none.
+    ``name``: the model type, for error messages. ``max_positions`` (tokens) and ``vocab_size`` are the model's own
+    limits; None if its config names none.
 
     >>> llama = dict(model_type="llama", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     >>> schema = Schema.from_hf_config(llama, dtype="float32")
@@ -58,14 +59,14 @@ class Schema:
         layout: LayoutNames | None = None,
         verify_width: int = 0,
     ) -> Schema:
-        """Read a transformers config, or a dict read from ``config.json``. No torch is needed.
+        """Return the schema of a transformers config, or of a dict read from ``config.json``. Needs no torch.
 
-        ``dtype``: of the cached rows; None: the one that the config names, else bfloat16. ``kv_format``: ``raw`` keeps
-        rows as the model computes them; ``fp8`` uses the packed rows of FlashMLA and DeepGEMM (where a model's have other
-        sizes or another dtype, codes and scales in arrays of their own), ``mxfp4``, ``nvfp4`` and ``int8`` codes
-        with a scale for each 32, 16 and 64 or 128 elements, for MLA latents and DeepSeek-V4 entries (other kinds have none:
-        an error). ``layout``: see ``laid_out``; of it follow the format and dialect of encoded rows. ``verify_width``: tokens
-        that can be taken back, see ``rewindable``.
+        ``dtype``: of the cached rows; None: the dtype that the config names, else bfloat16. ``kv_format``: the encoding
+        of MLA latents and DeepSeek-V4 entries; a model with other kinds must have ``raw``. ``raw`` stores rows as the
+        model computes them. ``fp8`` uses the packed rows of FlashMLA and DeepGEMM; rows of other sizes or another dtype
+        have codes and scales in separate arrays. ``mxfp4``, ``nvfp4`` and ``int8`` store codes with one scale for 32,
+        16, and 64 or 128 elements. ``layout``: see ``laid_out``; it decides the format and dialect of encoded rows.
+        ``verify_width``: how many of the newest tokens ``rewind`` may remove, see ``rewindable``.
 
         Raises SchemaError, which names the field that is missing, out of range or unknown, and LayoutError.
         """
@@ -74,12 +75,12 @@ class Schema:
         return schema if layout is None else schema.laid_out(layout)
 
     def __post_init__(self) -> None:
-        before: set[int] = set()
+        seen: set[int] = set()
         for layer in self.layers:
-            if layer.index in before:
+            if layer.index in seen:
                 raise SchemaError(f"two layers have the index {layer.index}; give each its own")
-            before.add(layer.index)
-            if layer.owner not in before:
+            seen.add(layer.index)
+            if layer.owner not in seen:
                 raise SchemaError(
                     f"layer {layer.index} ({layer.label}) shares layer {layer.owner}, which does not come before"
                 )
@@ -89,7 +90,7 @@ class Schema:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """One group for every growth law that layers have: ``full`` first, then in the order of the layers."""
+        """One group for each growth law of the layers: ``full`` first, then in the order of the layers."""
         by_law: dict[Growth, list[Layer]] = {}
         for layer in self.layers:
             if (law := layer.growth) is not None:
@@ -99,32 +100,32 @@ class Schema:
 
     @cached_property
     def by_index(self) -> Mapping[int, Layer]:
-        """Layers by their index in the model (a pipeline stage has only some of them)."""
+        """Index in the model -> layer. A pipeline stage has only some of the indices."""
         return {layer.index: layer for layer in self.layers}
 
     def owner_of(self, index: int) -> Layer:
-        """The layer whose rows layer ``index`` reads: its own, or another's that it shares. Raises BadInput."""
+        """Return the layer whose rows layer ``index`` reads: itself, or the layer that it shares. Raises BadInput."""
         if index not in self.by_index:
             raise BadInput(f"layer {index} is not in this schema; it has {sorted(self.by_index)}")
         return self.by_index[self.by_index[index].owner]
 
     @cached_property
     def state_layout(self) -> RowLayout:
-        """The record of one request's state: all layers. 0 bytes for models without state."""
+        """The record of one request's state, over all layers. 0 bytes for models without state."""
         return Group(STATE, self.layers).block_layout()
 
     @cached_property
     def all_groups(self) -> tuple[Group, ...]:
-        """``groups``, and the states as one more where there are any."""
+        """``groups``, and the group of states if any layer has a state."""
         return (*self.groups, Group(STATE, self.layers)) if self.state_layout.nbytes else self.groups
 
     @cached_property
     def tokens_per_row(self) -> int:
-        """The least common multiple of all compression ratios: blocks are a multiple of it. 1 without compression."""
+        """Least common multiple of the compression ratios; ``block_size`` must be a multiple. 1 without compression."""
         return math.lcm(1, *(rows.tokens_per_row for layer in self.layers for rows in layer.block_rows()))
 
     def block_size(self, wanted: int | None = None) -> int:
-        """Tokens of one block: ``wanted``, or, if that is None, the smallest number from 16 on that suits every layer.
+        """Return the tokens of one block: ``wanted``; None: the least number from 16 on that suits every layer.
 
         Raises BadInput unless ``wanted`` is a positive multiple of ``tokens_per_row``.
         """
@@ -138,18 +139,18 @@ class Schema:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of data that one more token of context adds over all groups (windows still filling), no padding."""
+        """Bytes of data that one more token adds over all groups, without padding, while no window is full yet."""
         unit = self.block_size()
         return sum(group.block_layout(unit).payload_nbytes for group in self.groups) / unit
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 bytes of BLAKE2b over the rows of every layer, in hex. Caches may exchange records only if theirs are equal."""
+        """16 bytes of BLAKE2b over the rows of every layer, in hex. Caches may exchange records only if it is equal."""
         rows = repr([(layer.index, layer.growth, layer.block_rows(), layer.state_rows()) for layer in self.layers])
         return hashlib.blake2b(rows.encode(), digest_size=16).hexdigest()
 
     def cast(self, dtype: str) -> Schema:
-        """The same schema with its K, V, latent and entry rows in ``dtype``; states keep theirs. Raises SchemaError."""
+        """Return this schema with K, V, latent and entry rows in ``dtype``; states keep theirs. Raises SchemaError."""
         itemsize(dtype)
 
         def cast(kind: LayerKind) -> LayerKind:
@@ -158,22 +159,23 @@ class Schema:
         return self._with_kinds(cast)
 
     def laid_out(self, layout: LayoutNames) -> Schema:
-        """The same schema with rows that lie, and are encoded, as the ``layout`` of that name has them
-        (``kvpagoda.layouts.names``): ``"trtllm"``, several, or by kind, ``{"latent": "flashmla-v32", "indexer":
-        "deepgemm-indexer"}`` (kinds: ``kvpagoda.layouts.pages.KINDS``). ``"vllm-dsv4:flashmla"`` names the dialect too.
-        Layers of other kinds stay as they are.
+        """Return this schema with its rows stored and encoded as in the named layout (``kvpagoda.layouts.names``).
 
-        Raises SchemaError for a layout that no layer can have, LayoutError for one that is not known or holds rows of other
-        sizes.
+        ``layout``: one name (``"trtllm"``), several, or names by kind of rows (``kvpagoda.layouts.pages.KINDS``), for
+        example ``{"latent": "flashmla-v32", "indexer": "deepgemm-indexer"}``. ``"vllm-dsv4:flashmla"`` names the
+        dialect too. Layers of other kinds stay as they are.
+
+        Raises SchemaError for a layout that no layer can have, and LayoutError for one that is unknown or holds rows of
+        other sizes.
         """
         choices = choices_of(layout)
         laid = self._with_kinds(lambda kind: kind.laid_out(choices))
-        rows = [one for layer in laid.layers for one in layer.rows()]
+        all_rows = [rows for layer in laid.layers for rows in layer.rows()]
         for kind, choice in choices.items():
-            of_kind = [one for one in rows if KIND_OF_ROWS.get(one.name) == kind]
-            if not any(one.page == choice.pages.get(one.name, one.page) for one in of_kind):
+            of_kind = [rows for rows in all_rows if KIND_OF_ROWS.get(rows.name) == kind]
+            if not any(rows.page == choice.pages.get(rows.name, rows.page) for rows in of_kind):
                 raise SchemaError(
-                    f"layout {choice.name!r} is of {kind} rows, and no layer of {self.name} keeps such rows"
+                    f"layout {choice.name!r} is for {kind} rows, and no layer of {self.name} keeps such rows"
                 )
         for group in laid.groups:
             group.block_layout(laid.tokens_per_row)  # raises for rows of other sizes
@@ -181,10 +183,10 @@ class Schema:
         return laid
 
     def rewindable(self, verify_width: int) -> Schema:
-        """The same schema with rings and windows from which ``verify_width`` tokens can be taken back: the draft tokens of
-        one step of speculative decoding. They keep that many tokens more; other kinds stay as they are.
+        """Return this schema with rings and windows that let ``rewind`` remove the ``verify_width`` newest tokens.
 
-        Raises SchemaError unless it is a whole number of at least 0.
+        These are the draft tokens of one step of speculative decoding. Rings and windows keep that many tokens more;
+        other kinds stay as they are. Raises SchemaError unless ``verify_width`` is a whole number of at least 0.
         """
         width = whole_number(verify_width, "verify_width", at_least=0, error=SchemaError)
 
@@ -198,16 +200,16 @@ class Schema:
         return self._with_kinds(deepen)
 
     def _with_kinds(self, change: Callable[[LayerKind], LayerKind]) -> Schema:
-        """The same schema with every kind changed by ``change``."""
+        """Return this schema with every kind replaced by ``change(kind)``."""
         layers = tuple(replace(layer, kinds=tuple(change(kind) for kind in layer.kinds)) for layer in self.layers)
         return replace(self, layers=layers)
 
     def split(self, *, tp: int = 1, pp: int = 1, rank: int = 0) -> Schema:
-        """What one rank keeps: heads and channels divided over ``tp`` tensor-parallel ranks, layers over ``pp`` pipeline
-        stages; of these, stage ``rank``.
+        """Return the schema of one rank of ``tp`` tensor-parallel ranks in pipeline stage ``rank`` of ``pp`` stages.
 
-        Stages take equal runs of layers, the first ones one more where they do not divide evenly. Raises BadInput for
-        numbers out of range, SchemaError for heads that do not divide.
+        Heads and channels are divided over the tensor-parallel ranks, layers over the stages. Stages get equal runs of
+        layers; if these do not divide evenly, the first stages get one more. Raises BadInput for numbers out of range,
+        SchemaError for heads that do not divide.
         """
         tp, pp = whole_number(tp, "tp", at_least=1), whole_number(pp, "pp", at_least=1)
         rank = whole_number(rank, "rank", at_least=0)
@@ -233,24 +235,24 @@ class Schema:
         kernel_page: int | None = None,
         order: str | None = None,
     ) -> Plan:
-        """Divide ``budget`` (bytes, or text such as "40GiB"), or size for ``num_blocks`` blocks of every group, for
-        ``max_requests`` requests at once. Exactly one of the two is given.
+        """Return the plan for ``budget`` (bytes, or text such as "40GiB"), or for ``num_blocks`` blocks of every group.
 
-        ``block_size``: tokens of one block; None: the smallest from 16 on that suits the model. ``step_tokens``: the most
-        tokens of one request written between two commits (a prefill chunk); window groups keep blocks for them.
-        ``lengths``: tokens, for which to count the requests that fit. ``checkpoints``: the most places to resume at,
-        where layers keep windows or states (None: as many as there is memory for; ``max_requests`` where each group has its
-        own part of it). ``shared``: several groups share the memory, cut into sectors; False, or ``num_blocks``: each has its
-        own part of it.
-        ``kernels``: what reads and writes the cache (``kvpagoda.layouts.demands.kernels``; ``"flashmla-sparse-sm100"``), by
-        kind or for all. What is not given is chosen to suit them: padding, ``kernel_page`` (tokens of a page of theirs),
-        ``block_size``. ``order``: of the ``Arena`` (None: block, or the layout's); layer-major groups share nothing.
+        Exactly one of the two is given. ``max_requests``: the most requests that run at once. ``block_size``: tokens of
+        one block; None: the smallest from 16 on that suits the model. ``step_tokens``: the most tokens of one request
+        that are written between two commits (a prefill chunk); window groups keep blocks for them. ``lengths``: context
+        lengths in tokens for which the plan counts the requests that fit. ``checkpoints``: the most checkpoints of
+        windows and states (None: as many as memory holds, or ``max_requests`` if each group has its own memory).
+        ``shared``: groups share the memory, cut into sectors; with False or ``num_blocks`` each has its own.
+        ``kernels``: the kernels that read and write the cache (``kvpagoda.layouts.demands.kernels``), for all kinds of
+        rows or by kind: ``"flashmla-sparse-sm100"``. Padding, ``kernel_page`` (tokens of a kernel page) and
+        ``block_size`` are chosen to suit them unless given. ``order``: of the ``Arena`` (None: the layout's, else
+        block); groups never share layer-major arenas.
 
-        Raises BadInput, NeverFits if not even one block of one request fits, and SchemaError where a kernel would refuse,
-        copy or misread what it gets, with its rule and what would make it legal.
+        Raises BadInput, NeverFits if not even one block of one request fits, and SchemaError if a kernel would refuse,
+        copy or misread the cache, with the kernel's rule and what would satisfy it.
         """
         if (budget is None) == (num_blocks is None):
-            raise BadInput("give either a budget in bytes or num_blocks, not both and not neither")
+            raise BadInput("give either a budget in bytes or num_blocks: exactly one of them")
         fit = self._fit(block_size, kernel_page, kernels, order := arena_order(self.layers, order))
         size, max_requests = fit.block_size, whole_number(max_requests, "max_requests", at_least=1)
         step_tokens = whole_number(step_tokens, "step_tokens", at_least=1)
@@ -274,12 +276,12 @@ class Schema:
         else:
             groups = fixed_groups(groups, nbytes)
         given = self.name, self.layers, self.max_positions, size, max_requests, checkpoints, lengths
-        readers = readers_of(kernels)  # sectors may have spread records
+        readers = readers_of(kernels)  # checked again: sectors may have spread the records
         assert not any([*unmet(one.layout, self.layers, readers, order, one.row_nbytes)] for one in groups if readers)
         return Plan(*given, nbytes, groups, num_sectors, sector_nbytes, order, fit.kernel_page, fit.notes)
 
     def _fit(self, block_size: int | None, kernel_page: int | None, kernels: KernelNames, order: str) -> Fit:
-        """Sizes of blocks and kernel pages, those that are given and others, and padding, with which ``kernels`` can read."""
+        """Return block size, kernel page and padding with which ``kernels`` can read; given sizes are kept."""
         size, unit = self.block_size(block_size), self.tokens_per_row
         if kernel_page is not None:
             kernel_page = whole_number(kernel_page, "kernel_page", at_least=1)
@@ -290,7 +292,7 @@ class Schema:
         if not kernels:
             return Fit(size, kernel_page or size)
         larger = (2**n for n in range(LARGEST_BLOCK.bit_length())) if block_size is None else ()
-        blocks = [size, *(one for one in larger if one > size and one % (kernel_page or unit) == 0)]
+        blocks = [size, *(n for n in larger if n > size and n % (kernel_page or unit) == 0)]
         parts = (1, 2, 4, 8, 16, 32)
         sizes = [
             (block, page)
@@ -302,8 +304,11 @@ class Schema:
     def _largest_groups(
         self, fit: Fit, order: str, step_tokens: int, max_requests: int, checkpoints: int
     ) -> tuple[GroupPlan, ...]:
-        """Every group, the states among them, with as many blocks as all requests and checkpoints hold at once: without
-        a bound where a group has none. A state is one block, however long the text is."""
+        """Return the plan of every group, states included, with all blocks that requests and checkpoints can hold.
+
+        A group whose requests have no bound gets ``WHOLE_TEXT`` blocks. A state is one block, however long the request
+        is.
+        """
         largest = []
         for group in self.all_groups:
             law, layout = group.growth, fit.block_layout(group, order)

@@ -1,8 +1,9 @@
-"""How large the sectors of an arena that several groups share must be. Arithmetic only.
+"""Choose the size of the sectors of an arena that several groups share. Arithmetic only.
 
-    sector  | record | record | record |   of one group, which divides each of its sectors into ``per`` records of equal size
+    sector  | record | record | record |    owned by one group, which divides each of its sectors into ``per`` records
 
-So in every group's view of the arena record ``id`` starts at ``id * sector / per``, whichever sectors the group has.
+The records of a sector have equal size. In every group's view of the arena, record ``id`` therefore starts at byte
+``id * sector / per``, whichever sectors the group owns.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from kvpagoda.units import align_up, ceil_div
 
 MAX_WASTE = 0.02
 SHARE = 64
-"""A sector is at most one of so many parts of the budget, but where a record is larger."""
+"""A sector is at most ``budget / SHARE`` bytes, unless one record is larger than that."""
 MAX_RECORDS = 64
-"""Of the largest records, so many are tried in one sector."""
+"""Sizes for 1 to so many of the largest records in one sector are tried."""
 MAX_SIZES = 4096
-"""Sizes tried for each number of them."""
+"""How many sizes are tried for each number of largest records."""
 
 
 @dataclass(frozen=True)
 class SectorSize:
-    """``nbytes`` of a sector, and how many records of each group one holds."""
+    """``nbytes`` of a sector; ``records[i]``: how many records of group i one sector holds."""
 
     nbytes: int
     records: tuple[int, ...]
@@ -34,11 +35,14 @@ class SectorSize:
 def sector_size(
     record_nbytes: tuple[int, ...], max_nbytes: int, multiples: tuple[int, ...] | None = None
 ) -> SectorSize:
-    """The smallest sector of which every group's records waste at most 2 %, each record starting at a multiple of 16 bytes, or
-    of its own of ``multiples``, which are multiples of 16.
+    """Return the smallest sector in which every group's records leave at most 2 % (``MAX_WASTE``) unused.
 
-    ``record_nbytes``: of one record of each group, at least 16. If no sector of at most ``max_nbytes`` is that good, the one
-    whose worst group wastes least. A sector holds at least one record of each group, whatever ``max_nbytes`` says.
+    ``record_nbytes``: bytes of one record of each group, at least 16. ``max_nbytes``: the most bytes of a sector,
+    unless one record of the largest group needs more. ``multiples``: records of group i start at multiples of
+    ``multiples[i]`` bytes, a multiple of 16 (None: 16 for all).
+
+    If no sector wastes that little, the one whose worst group wastes least is returned. A sector holds at least one
+    record of each group.
 
     >>> sector_size((1000, 4000), max_nbytes=64_000)
     SectorSize(nbytes=4032, records=(4, 1))
@@ -52,7 +56,7 @@ def sector_size(
         high = max(low, min(max_nbytes, int(count * largest / (1 - MAX_WASTE))))
         step = unit
         while (high - low) // step > MAX_SIZES:
-            step *= 6  # sizes with many divisors, where there are more than enough
+            step *= 6  # there are more than enough sizes: keep those with many divisors
         for nbytes in range(align_up(low, step), high + 1, step) or (low,):
             records = tuple(_records_in(nbytes, *record) for record in zip(record_nbytes, multiples))
             waste = max(1 - number * record / nbytes for number, record in zip(records, record_nbytes))
@@ -64,8 +68,10 @@ def sector_size(
 
 
 def budget_for(record_nbytes: tuple[int, ...], counts: Sequence[int], multiples: tuple[int, ...] | None = None) -> int:
-    """Bytes of a budget whose sectors hold ``counts[i]`` records of each group i at once, beside the one for padding; sectors
-    grow with the budget, so that a little less may do. ``multiples``: see ``sector_size``.
+    """Return a budget in bytes whose sectors hold ``counts[i]`` records of every group i at once.
+
+    One more sector is for padding. Sectors grow with the budget, so a slightly smaller budget may suffice too.
+    ``record_nbytes``, ``multiples``: see ``sector_size``.
 
     >>> budget_for((1000, 4000), (9, 2))
     48000
@@ -80,8 +86,11 @@ def budget_for(record_nbytes: tuple[int, ...], counts: Sequence[int], multiples:
 
 
 def _records_in(sector: int, record: int, multiple: int) -> int:
-    """The most records of ``record`` bytes that divide ``sector`` bytes evenly into multiples of ``multiple`` bytes; 1 where
-    that would be far fewer than have room."""
+    """Return the most records of ``record`` bytes in a sector of ``sector`` bytes that is divided into equal parts.
+
+    The parts are multiples of ``multiple`` bytes. 1 if only a number far below ``sector / record`` divides the sector
+    evenly.
+    """
     units, most = sector // multiple, sector // record
     fewest = max(1, int(most * (1 - 2 * MAX_WASTE)))
     return next((number for number in range(most, fewest - 1, -1) if units % number == 0), 1)

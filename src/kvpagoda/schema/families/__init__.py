@@ -1,7 +1,8 @@
-"""How the config of each model type spells its cache. The table is ``model_types.json``; the rules that it names are the
-functions of ``layer_types``, ``heads``, ``states`` and ``positions``.
+"""How to read what a model's layers keep from its config, for each model type.
 
-A model type is in the table only if a test has compared it with the tensors that transformers really keeps.
+The table is ``model_types.json``. The rules that it names are the functions of ``layer_types``, ``heads``, ``states``
+and ``positions``. A model type is in the table only if a test has compared it with the tensors that transformers really
+keeps.
 """
 
 from __future__ import annotations
@@ -22,27 +23,30 @@ from kvpagoda.schema.families.states import StateRule
 
 @dataclass(frozen=True)
 class Family:
-    """One way of spelling a cache. Rules take the config and, where they need it, a layer's index or type.
+    """The rules that read the layers of one family of models from a config.
 
-    layer_type   the type of layer i where the config has no ``layer_types``
-    reads_layer_types  whether the model's code reads ``layer_types`` at all; False: ``layer_type`` decides whatever they say
-    verified     the layer types that were compared with transformers; any other is an error
-    heads        K/V heads and widths of a layer with attention; of MLA those of the latent and its RoPE key
-    states       what linear, convolution and hybrid layers keep for a request (None: the family has no such layers)
+    Rules take the config and, if they need it, a layer's index or type.
+
+    layer_type   the type of layer i if the config has no ``layer_types``
+    reads_layer_types  whether the model's code reads ``layer_types``; False: ``layer_type`` decides, and the list is
+                 only checked
+    verified     the layer types that were compared with transformers; any other type is an error
+    heads        K/V heads and row widths of a layer with attention; for MLA the widths of the latent and its RoPE key
+    states       the states of linear, convolution and hybrid layers (None: the family has no such layers)
     attention    "heads", "latent" (MLA) or "compressed" (DeepSeek-V4)
-    has_indexer  whether layer i keeps indexer keys, where its type is indexed
-    index_dtype  dtype of indexer keys ("": the model's)
+    has_indexer  whether layer i keeps indexer keys, if its type is indexed
+    index_dtype  dtype of indexer keys ("": the dtype of the model)
     window       tokens of the sliding window
     num_layers   number of layers that have a cache
-    max_positions  tokens of the longest text that the config names; None where it names none
-    aligned      whether requests that share a forward pass must be equally long: the model counts positions from the length of
-                 its cache, though it is given them, or ranks tokens without an indexer
-    own_states   how the model passes its states around where it does so outside of transformers' cache interface: "stacked"
-                 over the layers, or "by_layer"
-    batched      whether several requests may decode in one forward pass; False where the model's code mixes its rows then
-    own_attention  whether only other parts of the model (those for images) go through transformers' attention interface
-    fields       field that rules read -> the names under which the config has it: of several the first that is there
-    requires     field -> the value that it must have, and why
+    max_positions  tokens of the longest context that the config names; None if it names none
+    aligned      whether requests that share a forward pass must be equally long: the model counts positions from the
+                 length of its cache, whatever positions are passed to it, or it ranks tokens without an indexer
+    own_states   how the model passes its states if not through transformers' cache interface: "stacked" over the
+                 layers, or "by_layer"
+    batched      whether several requests may decode in one forward pass; False: the model's code would mix their rows
+    own_attention  whether only other parts of the model (those for images) use transformers' attention interface
+    fields       field that rules read -> the names of it in the config; the first name that the config has is used
+    requires     field -> (the value that it must have, the reason)
     """
 
     layer_type: LayerTypeRule = layer_types.by_fields
@@ -70,11 +74,14 @@ RULES: dict[str, ModuleType] = {
     "states": states,
     "max_positions": positions,
 }
-"""Field of ``Family`` -> the module whose functions its rules are."""
+"""Field of ``Family`` -> the module that defines its rules."""
 
 
 def read_family(row: Mapping[str, Any]) -> Family:
-    """A family as the data file spells it. A rule is the name of a function, or {name: arguments} of one that makes it."""
+    """Return the ``Family`` of a row of ``model_types.json``.
+
+    A rule is the name of a function, or {name: arguments} of a function that returns one.
+    """
 
     def value(field: str, given: Any) -> Any:
         if field not in RULES:
@@ -89,7 +96,7 @@ def read_family(row: Mapping[str, Any]) -> Family:
 
 @lru_cache(maxsize=1)
 def model_types() -> Mapping[str, Any]:
-    """The rows of ``model_types.json``: model type -> its family and its defaults. Read at the first call.
+    """Return the rows of ``model_types.json``: model type -> its family and its defaults. Read at the first call.
 
     >>> row = model_types()["jetmoe"]
     >>> row["family"].fields["head_dim"], row["defaults"]["kv_channels"]
@@ -105,7 +112,7 @@ def model_types() -> Mapping[str, Any]:
 
 @lru_cache(maxsize=1)
 def refused() -> Mapping[str, str]:
-    """model type -> why it is refused: the rows of ``refused.json``. Read at the first call.
+    """Return the rows of ``refused.json``: model type -> why it is refused. Read at the first call.
 
     >>> refused()["cpmant"].partition(":")[0]
     'it is not causal'
@@ -115,5 +122,5 @@ def refused() -> Mapping[str, str]:
 
 
 def families() -> dict[str, Family]:
-    """model type -> its family."""
+    """Return model type -> its family."""
     return {name: row["family"] for name, row in model_types().items()}

@@ -1,4 +1,4 @@
-"""K/V heads of a layer and the widths of its rows, by family. The functions are named in ``model_types.json``."""
+"""Rules for the K/V heads of a layer and the widths of its rows. ``model_types.json`` names these functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpagoda.schema.families.layer_types import HYBRID_SLIDING, SLIDING
 
 @dataclass(frozen=True)
 class Heads:
-    """K/V heads of a layer, and the widths of a K row and of a V row."""
+    """The number of K/V heads of a layer, and the elements of one head in a K row and in a V row."""
 
     number: int
     k_dim: int
@@ -20,8 +20,10 @@ class Heads:
 
 
 def grouped(c: Config, layer_type: str) -> Heads:
-    """``num_key_value_heads`` (all heads where it is null) of ``head_dim`` (if null ``hidden_size`` shared out, rounded down
-    as the models do)."""
+    """Return ``num_key_value_heads`` heads (if null: as many as query heads) of ``head_dim`` elements.
+
+    If ``head_dim`` is null, it is ``hidden_size`` divided by the query heads, rounded down as the models do.
+    """
     queries = c.size("num_attention_heads")
     number = c.size_or("num_key_value_heads", queries)
     if queries % number:
@@ -31,13 +33,16 @@ def grouped(c: Config, layer_type: str) -> Heads:
 
 
 def every_head(c: Config, layer_type: str) -> Heads:
-    """As many K/V heads as query heads, whatever else the config says."""
+    """Return as many K/V heads as query heads, whatever else the config has."""
     dim = c.ratio("hidden_size", "num_attention_heads")
     return Heads(c.size("num_attention_heads"), dim, dim)
 
 
 def multi_query(c: Config, layer_type: str) -> Heads:
-    """One K/V head, or ``num_kv_heads``, or all. Falcon's newer architecture keeps them repeated, once for each query head."""
+    """Return one K/V head, ``num_kv_heads``, or as many as query heads.
+
+    Falcon's newer architecture repeats its K/V heads in the cache, once for each query head.
+    """
     every_one = every_head(c, layer_type)
     if c.get("new_decoder_architecture"):
         return every_one
@@ -47,11 +52,12 @@ def multi_query(c: Config, layer_type: str) -> Heads:
 
 
 def dbrx(c: Config, layer_type: str) -> Heads:
+    """Grouped heads; their number is ``kv_n_heads`` of the table ``attn_config``."""
     return grouped(c.replaced(num_key_value_heads=c.table("attn_config").get("kv_n_heads", 1)), layer_type)
 
 
 def swa(c: Config, layer_type: str) -> Heads:
-    """Sliding layers have heads of their own: the ``swa_`` fields."""
+    """Grouped heads; those of sliding layers have sizes of their own, the ``swa_`` fields."""
     if layer_type != HYBRID_SLIDING:
         return grouped(c, layer_type)
     own = ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -59,19 +65,19 @@ def swa(c: Config, layer_type: str) -> Heads:
 
 
 def mimo(c: Config, layer_type: str) -> Heads:
-    """Sliding layers have twice the K/V heads; V rows have a width of their own."""
+    """Grouped heads; sliding layers have twice as many, and V rows have a width of their own."""
     heads = grouped(c, layer_type)
     return replace(heads, number=heads.number * (2 if layer_type == SLIDING else 1), v_dim=c.size("v_head_dim"))
 
 
 def zamba(c: Config, layer_type: str) -> Heads:
-    """Attention reads the hidden state beside the embedding: twice as wide."""
+    """Grouped heads of double width, because attention reads the hidden state and the embedding side by side."""
     dim = 2 * c.size("hidden_size") // c.size("num_attention_heads")
     return grouped(c.replaced(head_dim=c.get("attention_head_dim") or dim), layer_type)
 
 
 def gemma4(c: Config, layer_type: str) -> Heads:
-    """Full layers have wider heads, and fewer of them where K and V are one projection."""
+    """Grouped heads; full layers have wider heads, and fewer if K and V are one projection."""
     if layer_type == SLIDING or "per_layer_config" in c.raw:
         return grouped(c, layer_type)
     number = c.get("num_global_key_value_heads") if c.get("attention_k_eq_v") else None
@@ -80,12 +86,12 @@ def gemma4(c: Config, layer_type: str) -> Heads:
 
 
 def latent(c: Config, layer_type: str) -> Heads:
-    """One head, whose K row is the latent and whose V row is the RoPE key."""
+    """One head: its K row is the latent, its V row is the RoPE key."""
     return Heads(1, c.size("kv_lora_rank"), c.size("qk_rope_head_dim"))
 
 
 def swa_latent(c: Config, layer_type: str) -> Heads:
-    """Sliding layers have widths of their own: those of ``per_layer_config``, else the ``swa_`` fields."""
+    """A latent; sliding layers have widths of their own, from ``per_layer_config``, else the ``swa_`` fields."""
     if layer_type != SLIDING or "per_layer_config" in c.raw:
         return latent(c, layer_type)
     rest = c.size("swa_head_dim") - c.size("swa_qk_nope_head_dim")

@@ -1,4 +1,4 @@
-"""The type of layer i, for configs without ``layer_types``: the same rule that the model's own code has."""
+"""Rules for the type of layer i, for configs without ``layer_types``: the same rules as in the models' own code."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 MOE, MLP, CROSS = "moe", "mlp", "cross_attention"
 
 LEGACY = {"mamba": LINEAR, "attention": FULL, "deepseek_sparse_attention": INDEXED}
-"""Older words for layer types."""
+"""Older name of a layer type -> its name now."""
 
 LayerTypeRule = Callable[[Config, int], str]
 
 
 def by_fields(c: Config, i: int) -> str:
-    """All layers slide if there is a window, are chunked if there is a chunk size, and are full otherwise."""
+    """Sliding layers if the config has a window, chunked if it has a chunk size, else full."""
     if c.get("sliding_window") is not None:
         return SLIDING
     return FULL if c.get("attention_chunk_size") is None else CHUNKED
@@ -31,7 +31,7 @@ def by_fields(c: Config, i: int) -> str:
 
 
 def always(layer_type: str) -> LayerTypeRule:
-    """The same type on every layer."""
+    """Return a rule: every layer has type ``layer_type``."""
     return lambda c, i: layer_type
 
 
@@ -44,10 +44,10 @@ def every(
     hit: str = FULL,
     miss: str = SLIDING,
 ) -> LayerTypeRule:
-    """``hit`` on layers ``at``, ``at + period``, ... (-1: the last of each period) and on layers ``also`` (-1: the last of
-    all), ``miss`` on the others.
+    """Return a rule: type ``hit`` on layers ``at``, ``at + period``, ... and on layers ``also``, else ``miss``.
 
-    ``period`` and ``at`` are numbers or names of fields; ``default`` stands in for a period that is null (0: an error).
+    ``at`` -1: the last layer of each period; -1 in ``also``: the last layer of the model. ``period`` and ``at`` are
+    numbers or names of fields. ``default``: the period if that field is null (0: a null field is an error).
     """
 
     def rule(c: Config, i: int) -> str:
@@ -60,12 +60,12 @@ def every(
 
 
 def listed(field: str, *, hit: str = FULL, miss: str = LINEAR) -> LayerTypeRule:
-    """``hit`` on the layers that ``field`` lists."""
+    """Return a rule: type ``hit`` on the layers that config field ``field`` lists, ``miss`` on the others."""
     return lambda c, i: hit if i in c.indices(field) else miss
 
 
 def numbered(layers: Sequence[int], *, hit: str, miss: str) -> LayerTypeRule:
-    """``hit`` on ``layers``: those of the released model, whatever the number of layers."""
+    """Return a rule: type ``hit`` on ``layers`` (fixed: those of the released model), else ``miss``."""
     return lambda c, i: hit if i in layers else miss
 
 
@@ -73,47 +73,58 @@ def numbered(layers: Sequence[int], *, hit: str, miss: str) -> LayerTypeRule:
 
 
 def zamba(c: Config, i: int) -> str:
+    """Hybrid on layer 2, and later where (i - 3) mod ``attn_layer_period`` is ``attn_layer_offset``; else linear."""
     period, offset = c.size("attn_layer_period"), c.size("attn_layer_offset", 0)
     return HYBRID if i == 2 or (i > 2 and (i - 3) % period == offset) else LINEAR
 
 
 def dots1(c: Config, i: int) -> str:
+    """Sliding from layer ``max_window_layers`` on if the config has a window, else full."""
     return SLIDING if c.get("sliding_window") is not None and i >= c.size("max_window_layers", 0) else FULL
 
 
 def qwen(c: Config, i: int) -> str:
-    """Windows are off unless ``use_sliding_window``, and then start at layer ``max_window_layers``."""
+    """Sliding layers only if ``use_sliding_window`` is set, from layer ``max_window_layers`` on."""
     return dots1(c, i) if c.get("use_sliding_window") else FULL
 
 
 def qwen3_moe(c: Config, i: int) -> str:
+    """As ``by_fields`` if ``use_sliding_window`` is set, else full."""
     return by_fields(c, i) if c.get("use_sliding_window") else FULL
 
 
 def qwen2_moe(c: Config, i: int) -> str:
+    """Sliding on even layers below ``max_window_layers`` if ``use_sliding_window`` is set, else full."""
     return SLIDING if c.get("use_sliding_window") and i % 2 == 0 and i < c.size("max_window_layers", 0) else FULL
 
 
 def has_rope(c: Config, i: int) -> bool:
-    """Whether layer i has position embeddings: ``no_rope_layers`` says 1 for each that does, else all but the last of each
-    ``no_rope_layer_interval``."""
+    """Return whether layer i has position embeddings.
+
+    ``no_rope_layers`` has a 1 for each layer with embeddings; without it, all have them but the last of each
+    ``no_rope_layer_interval`` layers.
+    """
     return bool(c.item("no_rope_layers", i) if c.get("no_rope_layers") else (i + 1) % c.size("no_rope_layer_interval"))
 
 
 def smollm3(c: Config, i: int) -> str:
+    """Sliding on layers without position embeddings if a window is set and in use, else full."""
     slides = c.get("use_sliding_window") and c.get("sliding_window") is not None
     return SLIDING if slides and not has_rope(c, i) else FULL
 
 
 def llama4(c: Config, i: int) -> str:
+    """Chunked on layers with position embeddings, else full."""
     return CHUNKED if has_rope(c, i) else FULL
 
 
 def exaone(c: Config, i: int) -> str:
+    """Full on the last layer of each ``sliding_window_pattern``, or on all layers without a window, else sliding."""
     return FULL if c.get("sliding_window") is None else every("sliding_window_pattern")(c, i)
 
 
 def cohere2_moe(c: Config, i: int) -> str:
+    """Full on the last layer of each period. The first ``first_k_dense_replace`` layers have a period of their own."""
     dense = c.size_or("first_k_dense_replace", 0) if c.get("first_k_dense_replace") else 0
     if i < dense:
         return every("prefix_dense_sliding_window_pattern")(c, i)
@@ -121,15 +132,17 @@ def cohere2_moe(c: Config, i: int) -> str:
 
 
 def lfm3(c: Config, i: int) -> str:
+    """Full on layers 2, 6, 10, .., sliding on layers 4, 8, 12, .., convolutions on the others."""
     return FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i > 0 else CONV
 
 
 def lfm2(c: Config, i: int) -> str:
+    """Full on the layers that ``full_attn_idxs`` lists (without the list: on all), convolutions on the others."""
     return FULL if c.get("full_attn_idxs") is None or i in c.indices("full_attn_idxs") else CONV
 
 
 def kimi_linear(c: Config, i: int) -> str:
-    """The checkpoint counts layers from 1, in a table of its own."""
+    """Full layers are listed, counted from 1, in the table ``linear_attn_config`` of a checkpoint's config."""
     table = Config(c.table("linear_attn_config"), {})
     if table.get("full_attn_layers") is None:
         return FULL if i and i % 4 == 0 else LINEAR
@@ -137,14 +150,14 @@ def kimi_linear(c: Config, i: int) -> str:
 
 
 def minimax(c: Config, i: int) -> str:
-    """Every second layer is linear; the others slide where there is a window, whatever a list calls them."""
+    """Every second layer is linear, or those that ``layer_types`` calls so. The others go by ``by_fields``."""
     listed = c.get("layer_types")
     is_linear = i % 2 if listed is None else c.item("layer_types", i) == LINEAR
     return LINEAR if is_linear else by_fields(c, i)
 
 
 def minimax_m3(c: Config, i: int) -> str:
-    """The checkpoint says in a table of its own which layers have an indexer, of blocks of tokens."""
+    """Layers with an indexer of blocks of tokens are listed in the table ``sparse_attention_config``."""
     table = Config(c.table("sparse_attention_config"), {})
     is_sparse = table.get("sparse_attention_freq") is not None and table.item("sparse_attention_freq", i)
     return BLOCK_INDEXED if is_sparse else FULL
@@ -160,7 +173,7 @@ def nemotron_h(c: Config, i: int) -> str:
 
 
 def deepseek_v4(c: Config, i: int) -> str:
-    """``compress_ratios`` has one number a layer, and may have one more for the prediction layer."""
+    """``compress_ratios`` has one number per layer, and may have one more for the prediction layer."""
     ratios, layers = c.get("compress_ratios"), c.size("num_hidden_layers")
     if not isinstance(ratios, list | tuple) or len(ratios) not in (layers, layers + 1):
         raise SchemaError(f"compress_ratios is {ratios!r}; expected a list of {layers} or {layers + 1} numbers")
@@ -171,8 +184,10 @@ def deepseek_v4(c: Config, i: int) -> str:
 
 
 def dots3_note(c: Config, i: int) -> str:
-    """Without a list: windows on all but the first two layers and every fourth from there on. A checkpoint calls layers full
-    that have an indexer, unless it says that they have none."""
+    """Without ``layer_types``: sliding layers but for layers 0 and 1 and every fourth layer from 1 on.
+
+    A checkpoint's config calls layers with an indexer "full"; they have one unless ``use_dsa`` is false.
+    """
     slides = c.get("use_sliding_window", True) and i >= 2 and i % 4 != 1
     own = (SLIDING if slides else INDEXED) if c.get("layer_types") is None else c.item("layer_types", i)
     has_indexer = c.get("use_dsa", None if "per_layer_config" in c.raw else True)
@@ -180,7 +195,7 @@ def dots3_note(c: Config, i: int) -> str:
 
 
 def qwen4_exp(c: Config, i: int) -> str:
-    """A checkpoint calls layers full that have an indexer."""
+    """A checkpoint's config calls layers with an indexer "full"."""
     listed = c.get("layer_types")
     linear = (i + 1) % c.size_or("full_attention_interval", 4) if listed is None else c.item("layer_types", i) == LINEAR
     return LINEAR if linear else INDEXED
@@ -196,13 +211,14 @@ def recurrent_gemma(c: Config, i: int) -> str:
 
 
 def inkling(c: Config, i: int) -> str:
-    """Windows on the layers that ``local_layer_ids`` lists, else on all but every sixth."""
+    """Sliding on the layers that ``local_layer_ids`` lists; without the list, on all but every sixth."""
     local = c.indices("local_layer_ids") if c.get("local_layer_ids") is not None else None
     slides = (i + 1) % 6 != 0 if local is None else i in local
     return HYBRID_SLIDING if slides else HYBRID
 
 
 def olmo_hybrid(c: Config, i: int) -> str:
+    """Full on every fourth layer, and on the last layer of models with fewer than four, else linear."""
     layers = c.size("num_hidden_layers")
     return FULL if i % 4 == 3 or (layers < 4 and i == layers - 1) else LINEAR
 
@@ -211,18 +227,19 @@ def olmo_hybrid(c: Config, i: int) -> str:
 
 
 def sliding_window(c: Config) -> Any:
+    """``sliding_window`` as it is."""
     return c.get("sliding_window")
 
 
 def mimo_window(c: Config) -> int:
-    """The checkpoint counts the tokens before the current one; the model's own field counts both."""
+    """The field of checkpoints counts only tokens before the current one; ``sliding_window`` counts that one too."""
     if c.get("sliding_window_size") is not None:
         return c.size("sliding_window_size") + 1
     return c.size("sliding_window")
 
 
 def modernbert_window(c: Config) -> Any:
-    """``sliding_window`` as it is; without it half of ``local_attention``, which counts tokens to both sides."""
+    """``sliding_window``; without it half of ``local_attention``, which counts the tokens on both sides."""
     window = c.get("sliding_window")
     return c.size("local_attention") // 2 if window is None else window
 
@@ -231,27 +248,31 @@ def modernbert_window(c: Config) -> Any:
 
 
 def hidden_layers(c: Config) -> int:
+    """``num_hidden_layers``. Raises SchemaError."""
     return c.size("num_hidden_layers")
 
 
 def blocks(c: Config) -> int:
+    """``num_blocks``, or ``num_hidden_layers`` if that is null. Raises SchemaError."""
     return c.size_or("num_blocks", c.size("num_hidden_layers"))
 
 
 def hrm_layers(c: Config) -> int:
-    """One for each time that a layer is run: two stacks, the lower one ``L_cycles`` times in each of ``H_cycles``. The config
-    has this number already where it also names ``num_layers_per_stack``."""
+    """One for each run of a layer: of two stacks, the lower one runs ``L_cycles`` times in each of ``H_cycles`` cycles.
+
+    If the config names ``num_layers_per_stack``, its ``num_hidden_layers`` is this number already.
+    """
     layers = c.size("num_hidden_layers")
     return layers if c.get("num_layers_per_stack") else layers * c.size("H_cycles") * (c.size("L_cycles") + 1)
 
 
 def longcat_layers(c: Config) -> int:
-    """Two attentions in each layer."""
+    """Two for each layer, which has two attentions."""
     return 2 * c.size("num_layers")
 
 
 def nemotron_h_layers(c: Config) -> int:
-    """As many as the pattern has; the number beside it is only a copy."""
+    """The length of the pattern; the config's number of layers is only a copy of it."""
     pattern = c.get("layer_types") or c.get("hybrid_override_pattern")
     return len(pattern) if isinstance(pattern, list | tuple | str) else c.size("num_hidden_layers")
 
@@ -260,10 +281,15 @@ def nemotron_h_layers(c: Config) -> int:
 
 
 def every_layer(c: Config, i: int) -> bool:
+    """True for every layer."""
     return True
 
 
 def glm_indexer(c: Config, i: int) -> bool:
+    """By ``indexer_types`` or ``index_topk_pattern``.
+
+    Without them: layers below ``index_skip_topk_offset``, then one in ``index_topk_freq``.
+    """
     for field in ("indexer_types", "index_topk_pattern"):
         if c.get(field) is not None:
             return c.item(field, i) in ("full", "F")
@@ -272,4 +298,5 @@ def glm_indexer(c: Config, i: int) -> bool:
 
 
 def hy_indexer(c: Config, i: int) -> bool:
+    """By ``indexer_types``; without it layers 0, 1, 5, 9, .."""
     return i == 0 or (i - 1) % 4 == 0 if c.get("indexer_types") is None else bool(c.item("indexer_types", i) == "full")

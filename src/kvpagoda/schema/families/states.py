@@ -1,9 +1,8 @@
-"""What a layer keeps once per request: convolution tails and recurrent matrices, by family. ``model_types.json`` names
-these functions.
+"""Rules for the state of a layer: convolution tails and recurrent matrices. ``model_types.json`` names these functions.
 
-Shapes are those of transformers' caches without the batch axis, so that a model can write its tensors into ours as they
-are, in whatever order they lie; convolution tails hold ``kernel - 1`` columns, because the oldest of transformers'
-``kernel`` columns is never read.
+Shapes are those of transformers' caches without the batch axis, so that a model can copy its tensors into ours
+unchanged, whatever the order in memory. Convolution tails have ``kernel - 1`` columns, because the oldest of
+transformers' ``kernel`` columns is never read.
 """
 
 from __future__ import annotations
@@ -21,26 +20,34 @@ StateRule = Callable[[Config, str], tuple[Rows, ...]]
 
 
 def conv(heads: tuple[tuple[int, int], ...], columns: int, dtype: str) -> Rows:
-    """A convolution tail ``[channels, columns]``, oldest column first. ``heads``: runs of (heads, channels of a head)."""
+    """Return a convolution tail ``[channels, columns]``, oldest column first. ``heads``: (number, channels) runs."""
     return Rows("conv", (sum(number * width for number, width in heads), columns), dtype, heads=heads, axes=("C", "W"))
 
 
 def recurrent(*shape: int, dtype: str = "float32", axes: tuple[str, ...] = (), layout: str = "") -> Rows:
-    """A recurrent state, float32 whatever the model's dtype, its heads or channels first. ``axes`` are the letters of its axes
-    in layouts, ``layout`` the one in which it lies where that is not their order."""
+    """Return a recurrent state of ``shape``, heads or channels first; float32 by default, whatever the model's dtype.
+
+    ``axes``: the letters of its axes in layouts. ``layout``: name of its layout, if its order in memory is not that of
+    the axes.
+    """
     page = page_choice(layout).pages["recurrent"] if layout else ""
     return Rows("recurrent", shape, dtype, heads=((shape[0], 1),), page=page, axes=axes)
 
 
 def delta(heads: int, key_dim: int, value_dim: int) -> Rows:
-    """The matrices of a delta net, ``[heads, key, value]`` to the model; in memory keys are innermost, as nearly all kernels
-    read them."""
+    """Return the state matrices of a delta net, ``[heads, key, value]`` for the model.
+
+    In memory the key axis is innermost, because nearly all kernels read it so.
+    """
     return recurrent(heads, key_dim, value_dim, axes=("H", "K", "V"), layout="gdn-state-vk")
 
 
 def inner_channels(c: Config) -> tuple[int, int]:
-    """(heads, channels of each) of a state space model: ``state_channels``, or ``expand * hidden_size`` where that field is
-    null or has no name; one head where ``state_heads`` has none. Raises SchemaError."""
+    """Return (heads, channels per head) of a state space model.
+
+    All heads together have ``state_channels`` channels; ``expand * hidden_size`` if that field is null or the family
+    names none. One head if the family has no field ``state_heads``. Raises SchemaError.
+    """
     channels = c.size("expand") * c.size("hidden_size") if c.get("state_channels") is None else c.size("state_channels")
     number = c.size("state_heads") if "state_heads" in c.fields else 1
     if channels % number:
@@ -49,15 +56,17 @@ def inner_channels(c: Config) -> tuple[int, int]:
 
 
 def mamba1(c: Config, dtype: str) -> tuple[Rows, ...]:
-    """Selective state space (arXiv 2312.00752); the channels: see ``inner_channels``."""
+    """Mamba, a selective state space model (arXiv 2312.00752). For its channels see ``inner_channels``."""
     number, width = inner_channels(c)
     shape = (number, width) if "state_heads" in c.fields else (width,)
     return conv(((number * width, 1),), c.size("conv_kernel") - 1, dtype), recurrent(*shape, c.size("state_size"))
 
 
 def mamba2(c: Config, dtype: str) -> tuple[Rows, ...]:
-    """Mamba-2 (arXiv 2405.21060): the convolution runs over values and both projections of every group. A ``state_head_dim``
-    of null or "auto" shares out the ``inner_channels``."""
+    """Mamba-2 (arXiv 2405.21060): the convolution runs over values and both projections of every group.
+
+    If ``state_head_dim`` is null or "auto", the ``inner_channels`` are divided over the heads.
+    """
     if c.get("state_head_dim") in (None, "auto"):
         number, width = inner_channels(c)
     else:
@@ -68,8 +77,10 @@ def mamba2(c: Config, dtype: str) -> tuple[Rows, ...]:
 
 
 def gated_delta(c: Config, dtype: str) -> tuple[Rows, ...]:
-    """Gated delta net (arXiv 2412.06464): one convolution over queries, keys and values; a ``[key, value]`` matrix for each
-    value head."""
+    """Gated delta net (arXiv 2412.06464): one convolution over queries, keys and values, and a matrix per value head.
+
+    The matrices are ``[key, value]``.
+    """
     keys = (c.size("linear_num_key_heads"), c.size("linear_key_head_dim"))
     values = (c.size("linear_num_value_heads"), c.size("linear_value_head_dim"))
     tail = conv((keys, keys, values), c.size("linear_conv_kernel_dim") - 1, dtype)
@@ -77,6 +88,7 @@ def gated_delta(c: Config, dtype: str) -> tuple[Rows, ...]:
 
 
 def olmo_hybrid(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """A gated delta net; sizes that the config does not name are derived from those of attention."""
     heads = c.size("num_attention_heads")
     key_heads = c.size_or("linear_num_key_heads", heads)
     key_dim = c.size_or("linear_key_head_dim", 3 * c.size("hidden_size") // (4 * key_heads))
@@ -97,8 +109,10 @@ def kimi_delta(c: Config, dtype: str) -> tuple[Rows, ...]:
 
 
 def qwen4_exp(c: Config, dtype: str) -> tuple[Rows, ...]:
-    """A gated delta net. Layers that ``ple_layer_ids`` lists, counted from 1, add n-grams of tokens: a dilated convolution,
-    all columns of which are read, and the last tokens themselves."""
+    """A gated delta net, with n-grams of tokens in the layers that ``ple_layer_ids`` lists, counted from 1.
+
+    The n-grams are a dilated convolution, of which all columns are read, and the last tokens themselves.
+    """
     states = gated_delta(c, dtype)
     if c.get("layer") + 1 not in c.indices("ple_layer_ids"):
         return states
@@ -109,11 +123,12 @@ def qwen4_exp(c: Config, dtype: str) -> tuple[Rows, ...]:
 
 
 def short_convolution(c: Config, dtype: str) -> tuple[Rows, ...]:
+    """The tail of one short convolution over the hidden state."""
     return (conv(((c.size("hidden_size"), 1),), c.size("conv_L_cache", 2) - 1, dtype),)
 
 
 def zaya(c: Config, dtype: str) -> tuple[Rows, ...]:
-    """Two convolutions in a row over queries and keys read every column that is kept; half of the last value row."""
+    """Two successive convolutions over queries and keys, which read all kept columns; half of the last value row."""
     width, keys = c.size("head_dim"), c.size("num_key_value_heads")
     columns = c.size("cca_time0") + c.size("cca_time1") - 2
     tail = conv(((c.size("num_attention_heads"), width), (keys, width)), columns, dtype)
@@ -121,20 +136,20 @@ def zaya(c: Config, dtype: str) -> tuple[Rows, ...]:
 
 
 def lightning(c: Config, dtype: str) -> tuple[Rows, ...]:
-    """Lightning attention (arXiv 2501.08313): a ``[key, value]`` matrix for each head, in the model's dtype."""
+    """Lightning attention (arXiv 2501.08313): a ``[key, value]`` matrix per head, in the model's dtype."""
     heads = c.size("num_attention_heads")
     width = c.size("hidden_size") // heads if c.get("head_dim") is None else c.size("head_dim")
     return (recurrent(heads, width, width, dtype=dtype),)
 
 
 def griffin(c: Config, dtype: str) -> tuple[Rows, ...]:
-    """A real-gated linear recurrent unit behind a convolution (arXiv 2402.19427)."""
+    """A convolution and the real-gated linear recurrent unit after it (arXiv 2402.19427)."""
     width = c.size_or("lru_width", c.size("hidden_size"))
     return conv(((width, 1),), c.size("conv1d_width") - 1, dtype), recurrent(width)
 
 
 def inkling(c: Config, dtype: str) -> tuple[Rows, ...]:
-    """Four convolutions, in float32: over keys, values, and what attention and the feed-forward part give."""
+    """Four convolutions in float32: over keys, values, and the outputs of attention and of the feed-forward part."""
     heads, columns = swa(c, c.get("layer_type")), c.size("conv_kernel_size", 2) - 1
     kept = ((heads.number, heads.k_dim), (heads.number, heads.v_dim), *(((c.size("hidden_size"), 1),) * 2))
     tails = [conv((each,), columns, "float32") for each in kept]
@@ -142,8 +157,10 @@ def inkling(c: Config, dtype: str) -> tuple[Rows, ...]:
 
 
 def rwkv(c: Config, dtype: str) -> tuple[Rows, ...]:
-    """RWKV-4 (arXiv 2305.13048): the token before, for the feed-forward part and for attention, and of each channel a sum of
-    values, of weights, and the largest exponent so far, in float32."""
+    """RWKV-4 (arXiv 2305.13048): the previous token's row, once for the feed-forward part and once for attention.
+
+    In addition, for each channel in float32: a sum of values, a sum of weights, and the largest exponent so far.
+    """
     hidden, channels = c.size("hidden_size"), c.size_or("attention_hidden_size", c.size("hidden_size"))
     shifts = (Rows(f"{part}_shift", (hidden,), dtype) for part in ("feed_forward", "attention"))
     sums = Rows("values", (channels,), "float32", heads=((channels, 1),))
@@ -151,8 +168,11 @@ def rwkv(c: Config, dtype: str) -> tuple[Rows, ...]:
 
 
 def xlstm(c: Config, dtype: str) -> tuple[Rows, ...]:
-    """xLSTM (arXiv 2405.04517, section 2.3): the matrix memory of each head, its normaliser and its largest exponent so far.
-    All heads together are ``hidden_size`` times a factor wide. Raises SchemaError where heads do not divide that."""
+    """xLSTM (arXiv 2405.04517, section 2.3): each head's matrix memory, its normaliser and its largest exponent so far.
+
+    All heads together are ``hidden_size`` times a factor wide. Raises SchemaError if the heads do not divide that
+    evenly.
+    """
     heads = c.size("num_heads")
 
     def width(factor: str) -> int:

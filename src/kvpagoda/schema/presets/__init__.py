@@ -1,7 +1,7 @@
-"""Configs of public models by name, for plans without a download: ``models.json``, one entry a model.
+"""Configs of public models by name, for plans without a download. The table is ``models.json``, one entry per model.
 
-``hub``: where the model lies on the Hugging Face hub. ``config``: of its ``config.json`` there, the fields that decide what
-is cached and how long a text may be.
+``hub``: the name of the model on the Hugging Face hub. ``config``: the fields of its ``config.json`` that decide what
+is cached and how long a context may be.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from kvpagoda.loading import read_json
 
 @cache
 def presets() -> dict[str, dict[str, Any]]:
-    """Name -> {"hub": .., "config": ..}. To be read, not changed."""
+    """Return preset name -> {"hub": .., "config": ..}. The result is cached and shared: do not change it."""
     return read_json(__name__, "models.json")
 
 
 def find_preset(name: str) -> tuple[str, dict[str, Any]] | None:
-    """(preset name, config) for a preset's name, or its name on the hub, in any case; None for another name.
+    """Return (preset name, config) for the name of a preset or its name on the hub, in any case; None if unknown.
 
     >>> find_preset("Qwen/Qwen3-8B")[0], find_preset("qwen3-8b")[1]["num_key_value_heads"], find_preset("qwen")
     ('qwen3-8b', 8, None)
