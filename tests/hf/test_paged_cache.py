@@ -206,9 +206,9 @@ def another_batch(model: Any, cache: PagedCache) -> None:
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (right_padded, "row 1 is not padded on the left alone"),
-        (empty_row, "row 1 is not padded on the left alone"),
-        (in_chunks, "takes whole texts at once"),
+        (right_padded, "row 1 has padding that is not on the left"),
+        (empty_row, "row 1 has padding that is not on the left"),
+        (in_chunks, "takes whole texts"),
         (assisted, "assisted generation is not supported"),
         (embedded, r"also given \['inputs_embeds'\]"),
         (hidden, r"also given \['output_hidden_states'\]"),
