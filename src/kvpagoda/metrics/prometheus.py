@@ -43,9 +43,9 @@ class CacheCollector(Collector):
         namespaces: Mapping[Any, str] | None = None,
         vllm: str = VLLM,
     ) -> None:
-        odd = [source for source in sources if not isinstance(source, KVCache | RunQueue)]
-        if odd or not sources:
-            raise BadInput(f"a collector takes one or more caches or run queues, got {odd[:1] or 'none'}")
+        unknown = [source for source in sources if not isinstance(source, KVCache | RunQueue)]
+        if unknown or not sources:
+            raise BadInput(f"a collector takes one or more caches or run queues, got {unknown[:1] or 'none'}")
         self._sources, self._model_name, self._vllm = sources, model_name, vllm
         self._namespaces = {namespace_key(space): name for space, name in (namespaces or {}).items()}
         self._most: dict[tuple[str, tuple[str, ...]], float] = {}

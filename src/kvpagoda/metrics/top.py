@@ -1,5 +1,4 @@
-"""The figures that ``kvpagoda top`` shows: of all caches behind one metrics address, or of a file with the same
-text."""
+"""The figures that ``kvpagoda top`` shows, read from a metrics address or from a file with the same text."""
 
 from __future__ import annotations
 

@@ -65,13 +65,13 @@ def hit_rate_curve(
             for future in as_completed(futures):
                 found[futures[future]] = future.result()
                 tell(*futures[future])
-        return [found[one] for one in asked]
+        return [found[key] for key in asked]
     for size, number in slow:
         found[size, number] = replay(
             columns, capacity_blocks=size, policy=policies[number], warm_up=warm_up,
             on_request=partial(tell, size, number),
         )  # fmt: skip
-    return [found[one] for one in asked]
+    return [found[key] for key in asked]
 
 
 def _begin(trace: Trace) -> None:

@@ -6,8 +6,8 @@ Sessions begin as a Poisson process, one every ``2`` s on average. Each is, by `
             lognormal (median 100, sigma 1), a reply lognormal (median 250, sigma 0.8); between turns 60 s, exponential.
     agent   tools and instructions (4 of 4,000 to 12,000 tokens, Zipf 1), then steps: geometric, 25 on average. A tool's
             result is lognormal (median 600, sigma 1.2), a call lognormal (median 150, sigma 0.7); between steps 6 s,
-            exponential. One step in 30 folds the history into a summary of 800 tokens behind the instructions.
-    shared  one question (lognormal, median 60, sigma 0.7) behind one of 64 documents (lognormal, median 6,000, sigma
+            exponential. One step in 30 folds the history into a summary of 800 tokens after the instructions.
+    shared  one question (lognormal, median 60, sigma 0.7) after one of 64 documents (lognormal, median 6,000, sigma
             0.8; Zipf 1.1); reply as in a chat. One request.
 
 A prompt is the whole session before it: all messages and all answers. Only whole blocks have ids, because only they can
