@@ -161,7 +161,7 @@ BAD = {
     ),
     "model": (["generate", "--model", "nowhere/at-all"], "cannot load 'nowhere/at-all'"),
     "prompts": (["generate", "--prompts", "nowhere.txt"], "nowhere.txt"),
-    "empty prompts": (["generate", "--prompts", "empty.txt"], "holds no prompts"),
+    "empty prompts": (["generate", "--prompts", "empty.txt"], "has no prompts"),
     "budget": (["generate", "--budget", "1KiB"], "needs"),
     "prompt too long": (["generate", "--prompts", "long.txt", "--max-new-tokens", "2"], "longest context of 8192"),
     "no new tokens": (["generate", "--max-new-tokens", "0"], "max_new_tokens must be a positive whole number"),

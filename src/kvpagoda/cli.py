@@ -1,6 +1,6 @@
 """The command line: ``kvpagoda plan``, ``layout``, ``generate``, ``replay``, ``bench``, ``top``, ``doctor``.
 
-Exit 0, or 2 on bad input with one line on standard error; ``doctor`` exits with 1 if something is broken.
+The exit code is 0, or 2 on bad input, with one line on standard error. ``doctor`` exits with 1 if something is broken.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ except ImportError:
     print("kvpagoda: the command line needs the cli extra: pip install 'kvpagoda[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
 
-UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy of click which newer typers have inside
+UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of click inside newer versions of typer
 CONFIG = "config.json, a folder that holds one, or a preset such as qwen3-8b ('kvpagoda plan --presets' lists them)"
 Tiers = Annotated[
-    list[str] | None, typer.Option(help="host:4GiB, disk:FOLDER:50GiB, redis://HOST:PORT; again for more")
+    list[str] | None, typer.Option(help="host:4GiB, disk:FOLDER:50GiB or redis://HOST:PORT; repeat for several tiers")
 ]
 WIDTH = get_terminal_size().columns
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     rich_markup_mode="rich" if WIDTH >= 80 else None, context_settings={"terminal_width": WIDTH},
 )  # fmt: skip
-"""Help in a frame cuts the names of options where the terminal is narrow: there it has none."""
+"""Rich's framed help cuts the names of options on a narrow terminal, so below 80 columns the help has no frame."""
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn an error of this library, or of a file, into one line on standard error and exit code 2."""
+    """Turn an error of this library or of the file system into one line on standard error and exit code 2."""
     try:
         yield
     except (KVPagodaError, OSError) as error:
@@ -83,23 +83,23 @@ def _list_presets(wanted: bool) -> None:
 def plan(
     config: Annotated[str, typer.Argument(help=CONFIG)],
     budget: Annotated[str, typer.Option(help="memory for the cache, e.g. 40GiB")] = "40GiB",
-    max_requests: Annotated[int, typer.Option(help="requests that run at once")] = 256,
-    block_size: Annotated[int | None, typer.Option(help="tokens of a block (default: what the layers need)")] = None,
-    tp: Annotated[int, typer.Option(help="tensor-parallel ranks")] = 1,
-    pp: Annotated[int, typer.Option(help="pipeline stages")] = 1,
-    stage: Annotated[int, typer.Option(help="which pipeline stage to show")] = 0,
+    max_requests: Annotated[int, typer.Option(help="the most requests that run at once")] = 256,
+    block_size: Annotated[int | None, typer.Option(help="tokens per block (default: what the layers need)")] = None,
+    tp: Annotated[int, typer.Option(help="number of tensor-parallel ranks")] = 1,
+    pp: Annotated[int, typer.Option(help="number of pipeline stages")] = 1,
+    stage: Annotated[int, typer.Option(help="the pipeline stage to plan, from 0")] = 0,
     dtype: Annotated[str | None, typer.Option(help="dtype of the cached rows (default: the config's)")] = None,
     kv_format: Annotated[str, typer.Option(help="raw, fp8 (packed rows of engines), mxfp4, nvfp4 or int8")] = "raw",
     layout: Annotated[str | None, typer.Option(help="layouts by name, e.g. flashmla-v32,deepgemm-indexer")] = None,
-    kernel: Annotated[list[str] | None, typer.Option(help="what reads the cache, e.g. flashmla-sparse-sm100")] = None,
-    kernel_page: Annotated[int | None, typer.Option(help="tokens of a kernel's page (default: a block)")] = None,
-    lengths: Annotated[str, typer.Option(help="request lengths to count for")] = "1024,8192,32768,131072",
-    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+    kernel: Annotated[list[str] | None, typer.Option(help="a kernel to plan for, e.g. flashmla-sparse-sm100")] = None,
+    kernel_page: Annotated[int | None, typer.Option(help="tokens per kernel page (default: a block)")] = None,
+    lengths: Annotated[str, typer.Option(help="request lengths in tokens")] = "1024,8192,32768,131072",
+    as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
     list_presets: Annotated[
         bool, typer.Option("--presets", help="list the presets and exit", is_eager=True, callback=_list_presets)
     ] = False,
 ) -> None:
-    """What a budget holds: bytes per token and request, blocks, states, and how many requests of which length fit."""
+    """Print what a budget holds: bytes per token and request, blocks, states, and how many requests of a length fit."""
     with one_line_errors():
         from kvpagoda import console
 
@@ -115,7 +115,7 @@ def plan(
 
 
 def _fitting_layouts(schema: Schema, kernels: list[str], sizes: dict[str, Any]) -> str:
-    """Layouts with which all of ``kernels`` read what ``schema`` keeps, one for each that does not now; "" for none."""
+    """Name the layouts, with commas, with which all ``kernels`` can read rows of ``schema``; "" if there are none."""
     different = {layer.kinds: layer for layer in schema.layers if layer.owner == layer.index}
     small, found = replace(schema, layers=tuple(different.values())), []
     for name, layout in product(kernels, ("", *names())):
@@ -128,12 +128,12 @@ def _fitting_layouts(schema: Schema, kernels: list[str], sizes: dict[str, Any]) 
 
 
 def _words(text: str) -> list[str]:
-    """'lru, opt' -> ['lru', 'opt']."""
+    """Split ``text`` at commas: 'lru, opt' -> ['lru', 'opt']."""
     return [part.strip() for part in text.split(",")]
 
 
 def _numbers(text: str, option: str, unit: str = "blocks") -> tuple[int, ...]:
-    """'1024,8192' -> (1024, 8192)."""
+    """Parse numbers with commas between: '1024,8192' -> (1024, 8192). Raises BadInput, which names ``option``."""
     try:
         return tuple(map(int, _words(text)))
     except ValueError:
@@ -141,7 +141,7 @@ def _numbers(text: str, option: str, unit: str = "blocks") -> tuple[int, ...]:
 
 
 def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
-    """Read a config file, a folder that holds one, or a preset."""
+    """Return the schema of ``config``: a config file, a folder that holds one, or a preset. Raises BadInput."""
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
@@ -156,7 +156,7 @@ def _schema(config: str, dtype: str | None, kv_format: str) -> Schema:
 
 
 def _preset(name: str, dtype: str | None, kv_format: str) -> Schema:
-    """The schema of a preset. Raises BadInput, which says how to come by a config, for another name."""
+    """Return the schema of the preset ``name``. For another name, raise BadInput, which says how to get a config."""
     if name.lower() in PRESETS:
         if dtype is not None and kv_format != "raw":
             raise BadInput(
@@ -183,10 +183,10 @@ def layout(
     source: Annotated[
         str, typer.Argument(help="a layout: NAME[,size=number..][,tp=ranks][,pp=stages], or a JSON file")
     ],
-    target: Annotated[str | None, typer.Argument(help="another one of the same content: what the copy costs")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print descriptors and figures as JSON")] = False,
+    target: Annotated[str | None, typer.Argument(help="a second layout of the same content to copy to")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the layouts and the copy as JSON")] = False,
 ) -> None:
-    """Which byte of a layout holds what, and what a copy from one layout to another costs.
+    """Print where the bytes of a layout are, and what a copy from one layout to another costs.
 
     kvpagoda layout vllm-flashinfer,page_size=16,layers=32,tp=2 trtllm,page_size=32,layers=32
     """
@@ -208,25 +208,25 @@ def layout(
 @app.command()
 def generate(
     model: Annotated[
-        str | None, typer.Option(help="a transformers model: name or folder (default: a tiny one)")
+        str | None, typer.Option(help="name or folder of a transformers model (default: the package's own)")
     ] = None,
-    prompts: Annotated[Path | None, typer.Option(help="a file, one prompt a line (default: embedded ones)")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt, at most")] = 160,
+    prompts: Annotated[Path | None, typer.Option(help="a file, one prompt per line (default: built-in ones)")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="the most tokens to generate for each prompt")] = 160,
     budget: Annotated[str, typer.Option(help="memory for the cache")] = "64MiB",
-    max_requests: Annotated[int, typer.Option(help="requests that run at once; more wait")] = 4,
-    prefill_chunk: Annotated[int, typer.Option(help="prompt tokens of one request in one step")] = 256,
-    samples: Annotated[int, typer.Option(help="answers for each prompt, which is computed once")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above, tokens are drawn")] = 0.0,
-    seed: Annotated[int, typer.Option(help="of the drawn tokens")] = 0,
-    lookup: Annotated[int, typer.Option(help="next tokens proposed from the text so far, verified at once")] = 0,
-    kv_format: Annotated[str, typer.Option(help="raw, or fp8, mxfp4, nvfp4, int8 where layers have such rows")] = "raw",
+    max_requests: Annotated[int, typer.Option(help="the most requests that run at once; others wait")] = 4,
+    prefill_chunk: Annotated[int, typer.Option(help="the most prompt tokens of one request in one step")] = 256,
+    samples: Annotated[int, typer.Option(help="answers for each prompt; the prompt is computed once")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above 0 tokens are sampled")] = 0.0,
+    seed: Annotated[int, typer.Option(help="seed of the sampled tokens")] = 0,
+    lookup: Annotated[int, typer.Option(help="the most tokens to propose by prompt lookup in a step")] = 0,
+    kv_format: Annotated[str, typer.Option(help="raw; or fp8, mxfp4, nvfp4, int8 if layers have such rows")] = "raw",
     tier: Tiers = None,
-    dtype: Annotated[str, typer.Option(help="dtype to load a --model in")] = "auto",
+    dtype: Annotated[str, typer.Option(help="dtype in which to load --model")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print results and counters as JSON")] = False,
 ) -> None:
     """Generate text for many prompts at once, with the model's whole cache in kvpagoda.
 
-    Tiers lie below the cache, the fastest first.
+    Give several tiers in the order of their speed, the fastest first.
     """
     with one_line_errors():
         try:
@@ -251,35 +251,35 @@ def replay_trace(
     ] = None,
     capacity: Annotated[str | None, typer.Option(help="blocks, with commas (default: 1 to 50 % of all)")] = None,
     policy: Annotated[str | None, typer.Option(help="with commas (default: lru,s3fifo,opt; workers: lru)")] = None,
-    plot: Annotated[Path | None, typer.Option(help="write a picture to this file, e.g. rates.png")] = None,
-    requests: Annotated[Path | None, typer.Option(help="write what each request hit to this file")] = None,
-    warm_up: Annotated[float, typer.Option(help="the share of the requests that run first and are not counted")] = 0.0,
-    jobs: Annotated[int | None, typer.Option(help="processes (default: one a core)")] = None,
-    limit: Annotated[int | None, typer.Option(help="the first so many requests only")] = None,
-    by_arrival: Annotated[bool, typer.Option("--by-arrival", help="run in the order of arrival")] = False,
-    seed: Annotated[int, typer.Option(help="of the synthetic workload")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="write a plot to this file, e.g. rates.png")] = None,
+    requests: Annotated[Path | None, typer.Option(help="write the hits of each request to this file")] = None,
+    warm_up: Annotated[float, typer.Option(help="share of the requests that run first and are not counted")] = 0.0,
+    jobs: Annotated[int | None, typer.Option(help="number of processes (default: one per core)")] = None,
+    limit: Annotated[int | None, typer.Option(help="run only this many requests, the first of the trace")] = None,
+    by_arrival: Annotated[bool, typer.Option("--by-arrival", help="run requests in the order of arrival")] = False,
+    seed: Annotated[int, typer.Option(help="seed of the synthetic workload")] = 0,
     schema: Annotated[str | None, typer.Option(help="serve the trace with a model's layers: " + CONFIG)] = None,
     budget: Annotated[str | None, typer.Option(help="with --schema: memory, with commas (default: 40GiB)")] = None,
-    max_requests: Annotated[int | None, typer.Option(help="with --schema: that run at once (default: 64)")] = None,
-    checkpoint_every: Annotated[str | None, typer.Option(help="with --schema: also one every so many blocks")] = None,
-    tokens_per_id: Annotated[int | None, typer.Option(help="of a block (default: as the trace says, or 512)")] = None,
-    workers: Annotated[int | None, typer.Option(help="with --schema: processes with such a cache each")] = None,
-    store: Annotated[str | None, typer.Option(help="with --workers: what they share: redis://HOST:PORT, ..")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+    max_requests: Annotated[int | None, typer.Option(help="with --schema: most that run at once (default: 64)")] = None,
+    checkpoint_every: Annotated[str | None, typer.Option(help="with --schema: add a checkpoint every N blocks")] = None,
+    tokens_per_id: Annotated[int | None, typer.Option(help="tokens per block (default: the trace's, or 512)")] = None,
+    workers: Annotated[int | None, typer.Option(help="with --schema: number of processes, each with a cache")] = None,
+    store: Annotated[str | None, typer.Option(help="with --workers: the shared store: redis://HOST:PORT, ..")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
 ) -> None:
-    """What a prefix cache would hit: hit rate against capacity, evictions, reuse distances and working set.
+    """Print the hit rate of a prefix cache at each capacity, evictions, reuse distances and the working set of a trace.
 
     The policy opt is a bound: it knows the future.
 
-    With --schema the trace runs through the whole life of requests, with no memory behind them.
+    With --schema a cache with the model's layers serves the trace, without memory behind it.
 
-    With --workers several processes share the trace, and the store below their caches.
+    With --workers several processes share the requests of the trace, and the store below their caches.
     """
     with one_line_errors():
         from kvpagoda.replay import report
 
         if store is not None and workers is None:
-            raise BadInput("--store is what several workers share: give --workers")
+            raise BadInput("--store is a store that several workers share: give --workers too")
         source = partial(report.read, trace, limit, by_arrival, seed, tokens_per_id)
         if schema is None:
             _need_schema(budget=budget, max_requests=max_requests, checkpoint_every=checkpoint_every, workers=workers)
@@ -304,7 +304,7 @@ def _serve(
     source: Any, schema: Schema, budget: str, policy: str | None, checkpoint_every: str, workers: int | None,
     store: str | None, settings: dict[str, Any], as_json: bool,
 ) -> None:  # fmt: skip
-    """``replay --schema``: in this process for every combination, or in several for one."""
+    """Run ``replay --schema``: all combinations of options in this process, or one combination in several processes."""
     from kvpagoda.replay import report
 
     every = _numbers(checkpoint_every, "--checkpoint-every")
@@ -319,15 +319,15 @@ def _serve(
 
 
 def _need_schema(**given: Any) -> None:
-    """Raises BadInput if an option was given that says how a model's layers are served, and no --schema."""
+    """Raise BadInput if one of the ``given`` options is set: they need --schema, which is not set."""
     names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
     if names:
-        raise BadInput(f"{', '.join(names)}: this is about serving a trace with a model's layers; give --schema too")
+        raise BadInput(f"{', '.join(names)} needs a model's layers; give --schema too")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def bench(context: typer.Context) -> None:
-    """Measure the host path, beside other engines where they are installed (in a source checkout; --help there)."""
+    """Measure the host path beside other installed engines (in a source checkout; --help there lists the options)."""
     with one_line_errors():
         root = Path(__file__).parents[2]
         if not (root / "benchmarks" / "__main__.py").exists():
@@ -341,15 +341,15 @@ def bench(context: typer.Context) -> None:
 
 @app.command()
 def top(
-    source: Annotated[str, typer.Argument(help="where metrics are served, e.g. localhost:9100, or a file of them")],
-    every: Annotated[float, typer.Option(help="seconds between two looks")] = 2.0,
+    source: Annotated[str, typer.Argument(help="the address that serves metrics, e.g. localhost:9100, or a file")],
+    every: Annotated[float, typer.Option(help="seconds between two updates")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="print one table and exit")] = False,
-    vllm: Annotated[str, typer.Option(help="what stands before vLLM's names, see CacheCollector")] = "vllm:",
+    vllm: Annotated[str, typer.Option(help="prefix of vLLM's metric names, see CacheCollector")] = "vllm:",
     as_json: Annotated[bool, typer.Option("--json", help="print a line of JSON each time")] = False,
 ) -> None:
-    """Watch caches that serve their metrics: blocks by state, hits and what cut them short, tiers, requests.
+    """Show the metrics of running caches: blocks by state, hits and what limited them, tiers, requests.
 
-    See kvpagoda.metrics.CacheCollector for how to serve them.
+    A kvpagoda.metrics.CacheCollector in the serving process exports these metrics.
     """
     with one_line_errors(), suppress(KeyboardInterrupt):
         from kvpagoda.metrics import top_view
@@ -360,11 +360,11 @@ def top(
 @app.command()
 def doctor(
     tier: Tiers = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
 ) -> None:
-    """Try what of the library works on this machine: every device, what is optional, and the tiers that are given.
+    """Test what works on this machine: every device, every optional package, and the tiers of --tier.
 
-    Exit 1 if something is broken.
+    The exit code is 1 if something is broken.
     """
     with one_line_errors():
         from kvpagoda import console
@@ -383,7 +383,7 @@ def doctor(
 
 
 def main() -> None:
-    """The entry point of the ``kvpagoda`` command: what typer says of wrong arguments is one line too."""
+    """Run the ``kvpagoda`` command. Errors of typer about wrong arguments are printed in one line too."""
     try:
         code = app(standalone_mode=False)
     except UsageError as error:

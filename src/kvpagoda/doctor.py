@@ -1,4 +1,4 @@
-"""What of the library works on this machine: every part is tried, none is taken for granted."""
+"""Tests which parts of the library work on this machine. Every part is run, none is assumed to work."""
 
 from __future__ import annotations
 
@@ -26,34 +26,39 @@ from kvpagoda.tiers import RecordBuffer, Status, Tier, TierSpec, disk_tier, tier
 from kvpagoda.units import format_bytes
 
 EXTRAS: dict[str, list[str]] = read_json("kvpagoda", "extras.json")["extras"]
-"""Packages that are not needed by the core: the extra that brings each, and what it is for."""
-_RECORDS, _PAYLOAD = 4, 1 << 20
-_distributions = cache(packages_distributions)  # it reads the files of everything that is installed
+"""Optional package -> the extra that installs it, and its purpose."""
+_RECORDS, _PAYLOAD = 4, 1 << 20  # records to store in a tier, bytes of each
+_distributions = cache(packages_distributions)  # it reads the files of all installed packages
 
 
 class _Absent(Exception):
-    """An extra that is not installed."""
+    """The package of an extra is not installed."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """``state``: "ok", "absent" for an extra or a GPU that is not there, or "broken"."""
+    """The result of one test.
+
+    ``state``: "ok", "absent" if an extra is not installed or there is no GPU, or "broken". ``detail``: one line for
+    people.
+    """
 
     name: str
     state: Literal["ok", "absent", "broken"]
     detail: str
 
     def to_dict(self) -> dict[str, str]:
-        """The same as plain data."""
+        """Return the fields as plain data."""
         return asdict(self)
 
 
 def examine(tiers: Sequence[str] = ()) -> Iterator[Finding]:
-    """Try the core on every device, what is optional, and ``tiers``, written as for ``tier_from_text``; one after the other.
+    """Test the core on every device, every optional package, and ``tiers``, one after the other; yield a finding for
+    each.
 
-    A tier of a file is tried in a folder of its own with at most 64 MiB, inside the one that is named or, where there is none
-    yet, inside the next one above; it is removed. Records in a shared store are dropped again. Raises BadInput for a tier that
-    is not written like one, before anything.
+    ``tiers``: texts as ``tier_from_text`` reads them. A disk tier is tested with at most 64 MiB in a temporary folder,
+    inside the named folder or, if that does not exist, inside its nearest existing parent; the temporary folder is
+    removed. Test records in a shared store are dropped. Raises BadInput for a malformed tier, before the first test.
     """
     specs = [(text, tier_from_text(text)) for text in tiers]
     yield Finding("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
@@ -72,17 +77,17 @@ def examine(tiers: Sequence[str] = ()) -> Iterator[Finding]:
 
 
 def _tried(name: str, what: Callable[..., str], *arguments: Any) -> Finding:
-    """What ``what(*arguments)`` says, or how it failed."""
+    """Call ``what(*arguments)``, and return its text, or its error, as the finding ``name``."""
     try:
         return Finding(name, "ok", what(*arguments))
     except _Absent as error:
         return Finding(name, "absent", str(error))
-    except Exception as error:  # whatever it is, a person wants to know, and the rest is tried too
+    except Exception as error:  # any error is a finding, and the other tests still run
         return Finding(name, "broken", " ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def _no_gpu() -> str:
-    """Why torch sees none."""
+    """Say why torch finds no GPU."""
     if torch.version.cuda is None and torch.version.hip is None:
         return (
             f"torch {torch.__version__} is built without CUDA and ROCm: install the one for your GPU, if there is one"
@@ -91,7 +96,7 @@ def _no_gpu() -> str:
 
 
 def _import(name: str, extra: str, purpose: str) -> str:
-    """A package may lie there and not work."""
+    """Import module ``name``: an installed package may still not work. Raises _Absent if it is not installed."""
     top = name.partition(".")[0]
     try:
         importlib.import_module(name)
@@ -104,7 +109,8 @@ def _import(name: str, extra: str, purpose: str) -> str:
 
 
 def _serve(device: torch.device) -> str:
-    """Write a request, let a second one find it, suspend and resume it, and compare the rows of both."""
+    """Write the rows of a request, open a second one with the same tokens, suspend and resume the first, compare the
+    rows."""
     schema = Schema((Layer(0, "full_attention", (Attention(2, 8, 8, "float32"),)),))
     tokens = np.arange(10, dtype=np.int32)
     with closing(KVCache(schema, num_blocks=16, block_size=4, max_requests=2, device=device, poison=True)) as cache:
@@ -116,7 +122,7 @@ def _serve(device: torch.device) -> str:
         first.commit(tokens)
         second = cache.open(tokens)
         if second.cached_tokens != 8:
-            raise CheckFailed(f"of the same {len(tokens)} tokens {second.cached_tokens} were found, 8 should be")
+            raise CheckFailed(f"{second.cached_tokens} of the same {len(tokens)} tokens were found, expected 8")
         first.suspend()
         first.resume()
         cache.check()
@@ -125,9 +131,9 @@ def _serve(device: torch.device) -> str:
             view = cache.batch([sequence], [1]).layer(0)
             found = view["k"][view.block_table[0, :3].long()].reshape(-1, 2, 8)[: sequence.length]
             if not torch.equal(found, rows[: sequence.length]):
-                raise CheckFailed(f"request {number} reads other rows than were written")
+                raise CheckFailed(f"request {number} reads rows that differ from those that were written")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} cores"
-    return f"{name}: written, shared, suspended and resumed, every row as it was"
+    return f"{name}: rows written, shared, suspended and resumed, and read back unchanged"
 
 
 def _try_tier(text: str, spec: TierSpec) -> str:
@@ -143,7 +149,7 @@ def _try_file(folder: Path | None = None) -> str:
 
 
 def _store_and_load(spec: TierSpec) -> str:
-    """Records of random bytes are stored, read back, compared and dropped."""
+    """Store records of random bytes in the tier of ``spec``, load them, compare and drop them. Raises CheckFailed."""
     buffer = RecordBuffer(2 * _RECORDS, _PAYLOAD)
     source, target = buffer.acquire(_RECORDS), buffer.acquire(_RECORDS)
     buffer.payloads[source] = np.random.default_rng().integers(0, 256, (_RECORDS, _PAYLOAD), np.uint8)
@@ -155,16 +161,14 @@ def _store_and_load(spec: TierSpec) -> str:
         took = []
         for call, rows in ((tier.store, source), (tier.load, target)):
             begin = monotonic()
-            told = call(keys, rows, begin + wait).result()
+            done = call(keys, rows, begin + wait).result()
             took.append(1e3 * (monotonic() - begin) / _RECORDS)
-            if any(status is not Status.OK for status in told):
+            if any(status is not Status.OK for status in done):
                 why = tier.stats().last_error or getattr(driver, "last_error", "")
-                raise CheckFailed(f"{call.__name__} says {', '.join(sorted({status.value for status in told}))}: {why}")
+                raise CheckFailed(f"{call.__name__} says {', '.join(sorted({status.value for status in done}))}: {why}")
         if not np.array_equal(buffer.payloads[target], buffer.payloads[source]):
-            raise CheckFailed("what was read is not what was stored")
+            raise CheckFailed("the bytes that were loaded differ from those that were stored")
     finally:
         tier.discard(keys, monotonic() + wait).result()
         tier.close(monotonic() + wait)
-    return (
-        f"{_RECORDS} records of {format_bytes(_PAYLOAD)} stored in {took[0]:.1f} ms each, read back in {took[1]:.1f} ms"
-    )
+    return f"{_RECORDS} records of {format_bytes(_PAYLOAD)} stored in {took[0]:.1f} ms each, loaded in {took[1]:.1f} ms"

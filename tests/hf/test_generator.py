@@ -159,7 +159,7 @@ def test_bad_input_is_one_clear_error() -> None:
     with pytest.raises(BadInput, match="prefill_chunk"):
         Generator(model_of("llama"), prefill_chunk=0)
     for device in ("none", "cuda:0"):
-        with pytest.raises(BadInput, match=f"a model on cpu is on the same device, not on {device}"):
+        with pytest.raises(BadInput, match=f"the model is on cpu, so its cache cannot be on {device}"):
             Generator(model_of("llama"), device=device)
     assert Generator(model_of("llama"), "1MiB", device="cpu").generate([[1, 2]], 2) == generator.generate([[1, 2]], 2)
 

@@ -27,23 +27,28 @@ VERSION = "5.23"
 PATH = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = f"""# Model types
 
-Every model type of transformers {VERSION} that is built as a causal language model: what its cache keeps, or why it is
-refused.
-`tests/hf/test_model_table.py` makes this table from the schemas that the tests compare with transformers; a type that is in
-neither part is an error there.
+Is your model supported? This page lists every model type of transformers {VERSION} that is built as a causal
+language model: what its cache keeps, or why it is refused. `tests/hf/test_model_table.py` makes the tables from the
+schemas that the tests compare with transformers, and fails for a type that is in neither table.
 
-*Together* says which requests that decode share a forward pass in `kvpagoda.hf.Generator`: of any lengths, of equal length,
-where a model has attention of its own, counts positions by itself or ranks tokens, or none, where its code mixes the rows.
+The column *together* says which decoding requests share a forward pass in `kvpagoda.hf.Generator`:
 
-Tokens equal those of the model's own forward pass without a cache. Three things to know:
+- `any`: requests of any lengths,
+- `equal`: requests of equal length, because the model computes attention or positions with code of its own, or
+  ranks tokens,
+- `none`: no requests, because the model's code mixes the rows of a batch.
 
-- LongRoPE (Phi-3-mini-128k, Phi-3.5-MoE, Phi-4-mini): a text that grows past `original_max_position_embeddings` is computed
-  again, because all of its positions are encoded otherwise from then on; texts of the two sides share nothing.
-- Indexers (DeepSeek-V3.2, GLM-DSA and others) with few heads give many tokens the same score, and so does Doge to repeated
-  tokens of a text longer than `keep_window_size`. Which of them are taken depends on how many there are to rank, so
-  transformers' own cache differs from recomputation. The tokens are those of transformers' cache then (of Doge: where it has
-  no window), as long as the prompt is computed in the same pieces.
-- Texts only: images and sounds of multimodal models are not taken.
+Generated tokens equal those of the model's own forward pass without a cache. There are three exceptions and limits:
+
+- LongRoPE (Phi-3-mini-128k, Phi-3.5-MoE, Phi-4-mini): a text that grows past `original_max_position_embeddings` is
+  computed again, because all of its positions are then encoded differently. Shorter and longer texts share no
+  prefixes.
+- Indexers (DeepSeek-V3.2, GLM-DSA and others) with few heads give many tokens the same score. So does Doge for
+  repeated tokens of a text longer than `keep_window_size`. Which of the tokens with equal scores are selected
+  depends on how many tokens are ranked, so transformers' own cache differs from recomputation. In this case the
+  tokens equal those of transformers' cache (for Doge: without a window), if the prompt is computed in the same
+  pieces.
+- Text only: images and sounds of multimodal models are not supported.
 """
 NOTES = {
     **dict.fromkeys(DECODERS, "as a decoder"),

@@ -161,7 +161,7 @@ def test_the_model_is_itself_with_any_other_cache_and_so_is_a_copy() -> None:
 def test_a_model_whose_forward_was_replaced_is_refused() -> None:
     model = copy.deepcopy(model_of("llama"))
     model.forward = functools.partial(model.forward)
-    with pytest.raises(BadInput, match="forward of the LlamaForCausalLM were replaced"):
+    with pytest.raises(BadInput, match="forward of the LlamaForCausalLM must be bound methods"):
         PagedCache(model, num_blocks=30)
 
 
@@ -169,7 +169,7 @@ def test_the_cache_of_another_model_is_refused() -> None:
     model, text = model_of("llama"), prompts()[9]
     cache, twin = PagedCache(model, num_blocks=30), copy.deepcopy(model)
     for other in (twin, model_of("qwen3")):  # one that knows of such caches, one that does not
-        with pytest.raises(BadInput, match="that of a LlamaForCausalLM, another model or a copy"):
+        with pytest.raises(BadInput, match="belongs to a LlamaForCausalLM, another model or a copy"):
             generated(other, [text], cache)
 
 
@@ -206,9 +206,9 @@ def another_batch(model: Any, cache: PagedCache) -> None:
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (right_padded, "row 1 is not padded on the left alone"),
-        (empty_row, "row 1 is not padded on the left alone"),
-        (in_chunks, "takes whole texts at once"),
+        (right_padded, "row 1 has padding that is not on the left"),
+        (empty_row, "row 1 has padding that is not on the left"),
+        (in_chunks, "takes whole texts"),
         (assisted, "assisted generation is not supported"),
         (embedded, r"also given \['inputs_embeds'\]"),
         (hidden, r"also given \['output_hidden_states'\]"),

@@ -175,7 +175,7 @@ def test_a_scrape_does_not_disturb_the_owner() -> None:
 
 
 def test_what_is_no_cache_is_refused() -> None:
-    with pytest.raises(BadInput, match="at least one; got none"):
+    with pytest.raises(BadInput, match="one or more caches or run queues, got none"):
         CacheCollector()
     with pytest.raises(BadInput, match="run queues"):
         CacheCollector("cache")  # type: ignore[arg-type]

@@ -137,13 +137,13 @@ def test_what_is_no_source_is_told(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("# TYPE up gauge\nup 1\n")
     for source, what in (
         (str(tmp_path / "text"), "text form of Prometheus"), (str(tmp_path / "other"), "no metrics of kvpagoda"),
-        ("ftp://somewhere/metrics", "no http address"),
+        ("ftp://somewhere/metrics", "neither an http address"),
     ):  # fmt: skip
         with pytest.raises(BadInput, match=what):
             read(source)
     with pytest.raises(FileNotFoundError):
         read(str(tmp_path / "nothing"))
-    with pytest.raises(BadInput, match=r"from 0\.1 on"):
+    with pytest.raises(BadInput, match=r"at least 0\.1"):
         run("x", 0.0, once=True, as_json=False)
 
 

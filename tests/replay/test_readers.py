@@ -119,7 +119,7 @@ BAD_LINES = {
     "not json": ("{oops\n", "not JSON"),
     "a list": ("[1]\n", "expected a JSON object, got list"),
     "no ids": (lines({**RECORD, "hash_ids": None}), "'hash_ids' must be a list of whole numbers"),
-    "field absent": (lines({"timestamp": 0}), "no field 'hash_ids'; there are timestamp"),
+    "field absent": (lines({"timestamp": 0}), "no field 'hash_ids'; the fields are timestamp"),
     "half an id": (lines({**RECORD, "hash_ids": [1, 1.5]}), "'hash_ids' must be a list of whole numbers"),
     "a flag as id": (lines({**RECORD, "hash_ids": [1, True]}), "'hash_ids' must be a list of whole numbers"),
     "nested ids": (lines({**RECORD, "hash_ids": [[1]]}), "'hash_ids' must be a list of whole numbers"),
@@ -180,7 +180,7 @@ BAD_FORMS = {
     "csv without time": (LENGTHS + "yesterday,5,5\n", "line 4: "),
     "other csv": (
         "time,in,out\n1,2,3\n",
-        "line 1: no trace of a known form: it begins 'time,in,out'; known: JSON lines",
+        "line 1: no trace of a known form: it begins with 'time,in,out'; known: JSON lines",
     ),
     "empty": ("", "line 1: the file is empty; known forms: JSON lines"),
     "blank": ("\n\n", "line 1: the first line is empty"),

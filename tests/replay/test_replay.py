@@ -186,7 +186,7 @@ def test_bad_arguments_are_told_before_anything_runs(tmp_path: Path) -> None:
         with pytest.raises(BadInput, match="a capacity in blocks must be a whole number from 1"):
             replay([], capacity_blocks=capacity)  # type: ignore[arg-type]
     for share in (-0.1, 1, float("nan"), True, "half"):
-        with pytest.raises(BadInput, match="a warm-up is a share"):
+        with pytest.raises(BadInput, match="warm_up must be a share"):
             replay([], capacity_blocks=1, warm_up=share)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="jobs must be a positive whole number"):
         hit_rate_curve([], [5], ["lru"], jobs=0)

@@ -1,4 +1,5 @@
-"""transformers models on top: a continuous batching generator whose cache is a ``KVCache``. Needs the ``hf`` extra."""
+"""Runs transformers models with their whole cache in a ``KVCache``: ``Generator`` with continuous batching,
+``PagedCache`` for ``model.generate``. Needs the ``hf`` extra."""
 
 from kvpagoda.hf.generator import Generator, Request
 from kvpagoda.hf.paged_cache import PagedCache

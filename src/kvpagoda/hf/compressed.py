@@ -1,9 +1,9 @@
 """Compressed attention (CSA, HCA and sliding-window layers of the DeepSeek-V4 kind) over a ``LayerCacheHandle``.
 
-transformers' own layers close their windows at the same step for the whole batch; requests that run together are at
-different phases. So the attention is computed here, from the model's weights, for a step of tokens of any requests:
-prompt pieces and single tokens lie side by side in one forward pass, and the cache is touched through the handle alone.
-The formulas are those of arXiv 2606.19348, section 2.3, as transformers computes them.
+transformers' own layers close their compression windows at the same step for the whole batch, but requests that run
+together are at different phases. So the attention is computed here from the model's weights, for the tokens of any
+requests: one forward pass takes prompt pieces and single tokens together, and reads and writes the cache only through
+the handle. The formulas are those of arXiv 2606.19348, section 2.3, as transformers computes them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ Tensor = torch.Tensor
 
 
 class CompressedRunner:
-    """One packed forward pass a step, whatever the phases of its requests are."""
+    """A ``Runner`` that computes each step in one packed forward pass; its requests may be at any phases of their
+    windows."""
 
     def __init__(self, model: Any, cache: KVCache) -> None:
         if not hasattr(model.model.layers[0].self_attn, "compressor"):
-            raise SchemaError(f"{type(model).__name__} keeps compressed entries in a way that is not known here")
+            raise SchemaError(f"{type(model).__name__} keeps compressed entries in an unknown way: no compressor")
         self.model, self.cache, self.switch = model, cache, RopeSwitch(model)
         if self.switch.lengths:
             raise SchemaError(f"{type(model).__name__} has LongRoPE beside compressed entries, which was not verified")
@@ -60,7 +61,8 @@ Rotations = dict[str, tuple[Tensor, Tensor]]
 
 
 def _layer(layer: Any, hidden: Tensor, ids: Tensor, rotations: Rotations, handle: LayerCacheHandle) -> Tensor:
-    """One decoder layer on ``hidden`` ``[1, n, streams, hidden]``: both halves mix the residual streams."""
+    """Compute one decoder layer on ``hidden`` ``[1, n, streams, hidden]``; attention and MLP both mix the residual
+    streams."""
     post, mix, inner = layer.attn_hc(hidden)
     out = attention(layer.self_attn, layer.input_layernorm(inner), rotations, handle)
     hidden = _mix(hidden, out, post, mix)
@@ -74,7 +76,8 @@ def _mix(hidden: Tensor, out: Tensor, post: Tensor, mix: Tensor) -> Tensor:
 
 
 def attention(attn: Any, hidden: Tensor, rotations: Rotations, handle: LayerCacheHandle) -> Tensor:
-    """The attention of one layer for ``hidden`` ``[1, n, hidden]``: writes this step's rows, returns ``[1, n, hidden]``."""
+    """Compute the attention of one layer for ``hidden`` ``[1, n, hidden]``, and write this step's rows. Returns ``[1,
+    n, hidden]``."""
     cos, sin = rotations[attn.rope_layer_type]
     tokens = hidden.shape[1]
     shape = (1, tokens, -1, attn.head_dim)
@@ -99,7 +102,8 @@ def attention(attn: Any, hidden: Tensor, rotations: Rotations, handle: LayerCach
 def compressed_rows(
     compressor: Any, hidden: Tensor, low_rank: Tensor, rotation: tuple[Tensor, Tensor], handle: LayerCacheHandle
 ) -> tuple[Tensor, Tensor]:
-    """Close this step's windows, then the entries each token attends to: ``[n, k, dim]`` and their validity ``[n, k]``."""
+    """Close this step's windows. Return the entries that each token attends to, ``[n, k, dim]``, and their validity
+    ``[n, k]``."""
     closed, entries = pool_windows(compressor, hidden, handle)
     handle.write_entries(closed, entries)
     positions = handle.positions.long()
@@ -115,8 +119,8 @@ def compressed_rows(
 def pool_windows(
     compressor: Any, hidden: Tensor, handle: LayerCacheHandle, prefix: str = ""
 ) -> tuple[ClosedWindows, Tensor]:
-    """One entry ``[c, dim]`` for each window that closes: a softmax over its rows, channel by channel, then norm and RoPE
-    at the position of the window's first token."""
+    """Return the ``c`` windows that close, and their entries ``[c, dim]``: a softmax over the rows of a window, channel
+    by channel, then norm and RoPE at the position of the window's first token."""
     ratio = compressor.compress_rate
     bias = compressor.position_bias[handle.positions.long() % ratio]
     keys = compressor.kv_proj(hidden)[0]
@@ -124,7 +128,7 @@ def pool_windows(
     weights = closed.scores.softmax(dim=1, dtype=torch.float32).to(closed.keys.dtype)
     entries = compressor.kv_norm((closed.keys * weights).sum(dim=1).to(keys.dtype))[None]
     if not closed.windows.numel():
-        return closed, entries[0]  # some rotary modules look for the furthest position
+        return closed, entries[0]  # some rotary modules compute the furthest position, which fails without windows
     cos, sin = compressor.rotary_emb(entries, position_ids=closed.windows[None] * ratio, layer_type="compress")
     return closed, rotate(entries[:, None], cos, sin)[0, 0]
 
@@ -133,7 +137,8 @@ def select(
     indexer: Any, hidden: Tensor, low_rank: Tensor, rotation: tuple[Tensor, Tensor], windows: Tensor,
     handle: LayerCacheHandle,
 ) -> Tensor:  # fmt: skip
-    """The indexer's choice: of ``windows`` ``[n, w]`` (-1: not visible) the ``index_topk`` best of each token, -1 padded."""
+    """Return the ``index_topk`` best of ``windows`` ``[n, w]`` (-1: not visible) for each token, as the indexer scores
+    them; -1 is padding."""
     closed, keys = pool_windows(indexer, hidden, handle, "idx_")
     handle.write_indexer_keys(closed, keys)
     tokens = hidden.shape[1]
@@ -150,7 +155,8 @@ def select(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on the last ``2 * cos.shape[-1]`` channels of ``x`` ``[b, heads, n, dim]``: neighbouring channels are a pair."""
+    """Apply RoPE to the last ``2 * cos.shape[-1]`` channels of ``x`` ``[b, heads, n, dim]``; neighbouring channels are
+    a pair."""
     plain, turned = torch.tensor_split(x, [x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
     even, odd = turned[..., 0::2].float(), turned[..., 1::2].float()
     cos, sin = cos[:, None], sin[:, None]

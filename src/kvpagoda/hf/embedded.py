@@ -1,8 +1,9 @@
-"""The model that ``kvpagoda generate`` speaks with by default: a DeepSeek-V4 of 1.2 million parameters over bytes.
+"""The default model of ``kvpagoda generate``: a DeepSeek-V4 of 1.2 million parameters over bytes.
 
-It has the real mix of layers (sliding window, compressed sparse, heavily compressed) with the real ratios and window; only
-the widths are small, and its indexers were never trained. ``tools/train_demo.py`` made it, from the prose of this project
-and of Python's documentation; ``demo/training.json`` says how. It ends a paragraph with a line break, and then stops.
+It has the real mix of layers (sliding window, compressed sparse, heavily compressed) with the real ratios and window;
+only the widths are small, and its indexers were never trained. ``tools/train_demo.py`` trained it on the prose of this
+project and of Python's documentation; ``demo/training.json`` says how. The line break at the end of a paragraph is its
+end token.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from transformers.utils import logging
 FOLDER = Path(__file__).parent / "demo"
 
 PROMPTS = FOLDER / "prompts.txt"
-"""One on each line. With four requests at once the last one begins when another has ended, and finds in the cache what they
-have in common."""
+"""A file with one prompt on each line. With four requests at once the last prompt starts when another request has
+ended, and finds their common prefix in the cache."""
 
 
 def embedded_model() -> Any:
-    """The model, float32 on the CPU, in eval mode. Reads files of the package alone, no network."""
+    """Load the model: float32 on the CPU, in eval mode. It reads only files of the package, and needs no network."""
     shows_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -33,7 +34,7 @@ def embedded_model() -> Any:
 
 
 def held_out_text() -> bytes:
-    """Prose of the same kind that the model was not trained on."""
+    """Return prose of the same kind that the model was not trained on."""
     return (FOLDER / "held_out.txt").read_bytes()
 
 

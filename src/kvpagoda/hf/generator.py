@@ -24,22 +24,23 @@ from kvpagoda.schema.layout_choice import LayoutNames
 
 
 class Answer(Job):
-    """One of a request's answers while it is computed."""
+    """One answer of a request: a job of the run queue."""
 
     def __init__(self, request: Request, number: int, namespace: str | bytes | None) -> None:
         super().__init__(request.prompt, len(request.prompt) + request.max_new_tokens, namespace)
         self.request, self.done = request, False
         self.passed = 0
-        """The switch of position encodings that its text is past: see ``rope_switch``."""
+        """The switch of position encodings that the text has passed, 0 for none: see ``rope_switch``."""
         self.stream = request.sampling.stream(number)
 
     def pass_switch(self, passed: int) -> None:
-        """Its text is past switch ``passed`` now: it shares rows with others of that side alone."""
+        """Note that the text has passed switch ``passed``: from now on it shares rows only with texts that passed it
+        too."""
         self.passed, self.media = passed, media_past(passed, int(self.text[0]))
 
 
 class Request:
-    """A prompt on its way to being ``n`` answers. Made by ``Generator.submit``."""
+    """A prompt and its ``n`` answers. Made by ``Generator.submit``."""
 
     def __init__(
         self, prompt: Tokens, max_new_tokens: int, n: int, sampling: Sampling, namespace: str | bytes | None
@@ -47,55 +48,59 @@ class Request:
         self.prompt, self.max_new_tokens, self.sampling = prompt, max_new_tokens, sampling
         self.answers = tuple(Answer(self, number, namespace) for number in range(n))
         self.unforked = list(self.answers[1:])
-        """Answers that begin when the first one has computed the prompt."""
+        """Answers that start when the first answer has computed the prompt."""
         self.aborted = False
 
     @property
     def done(self) -> bool:
-        """Whether no more tokens will come."""
+        """Whether all answers are finished, or the request was aborted."""
         return self.aborted or all(answer.done for answer in self.answers)
 
     @property
     def outputs(self) -> list[list[int]]:
-        """New tokens of each answer so far; the last one is the end-of-text token if the model stopped by itself."""
+        """The new tokens of each answer so far; the last token is the end-of-text token if the model stopped by
+        itself."""
         return [answer.text[len(self.prompt) :].tolist() for answer in self.answers]
 
     @property
     def output(self) -> list[int]:
-        """The first answer's new tokens so far."""
+        """The new tokens of the first answer so far."""
         return self.outputs[0]
 
 
 class Piece(NamedTuple):
-    """What one answer computes in a step."""
+    """The tokens of one answer that a step computes."""
 
     answer: Answer
     sequence: Sequence
     tokens: Tokens
-    """Known tokens of the text, then the proposed ones."""
+    """Known tokens of the text, followed by the proposed tokens."""
     proposed: list[int]
 
 
 class Generator:
-    """Generation for many requests at once, with the model's whole cache in kvpagoda.
+    """Continuous batching over a transformers model, with the model's whole cache in kvpagoda.
 
-    ``model``: a transformers causal language model. It is put in eval mode and otherwise left as it was between steps.
-    ``budget``: memory of the cache, bytes or text; not used where ``cache_arguments`` have ``num_blocks``.
+    ``model``: a transformers causal language model. It is put in eval mode and otherwise not changed between steps.
+    ``budget``: memory of the cache, bytes or text; ignored if ``cache_arguments`` have ``num_blocks``.
     ``prefill_chunk``: the most prompt tokens of one request in one step.
-    ``lookup``: propose up to so many next tokens from the text so far (prompt lookup) and verify them in one pass. The tokens
-    that come out are the same. Refused tokens are never committed. Models with states that can take back fewer tokens get
-    fewer proposed, and none where a state takes in every token for good. ``num_proposed`` and ``num_accepted`` count tokens.
-    ``preemption``: admit requests with room for their prompt only; when memory runs out, this policy chooses which one is
-    preempted. It starts again later, and its tokens stay the same. None: a request starts only when all of it has room.
-    ``preemption_mode``: maps expected costs to how a request is preempted: computed again, or suspended in part or whole. By
-    default what costs least, from the time that steps and copies took. ``num_preempted`` counts requests that were preempted,
-    ``num_swapped`` those of them that were suspended. A text that grows past a switch of the model's position encodings
-    (``rope_switch``) is computed again and counts as preempted too.
-    ``kv_format`` and ``layout``: see ``Schema.from_hf_config``.
-    ``cache_arguments``: all other arguments of ``KVCache``. Where ``tiers`` can be read by others, ``identity.weights`` is by
-    default a digest of the whole model, which takes seconds for a large one.
 
-    Raises BadInput, SchemaError for a model whose layers are not known, NeverFits for a budget too small for one request.
+    ``lookup``: propose up to this many next tokens from the text so far (prompt lookup) and verify them in one pass.
+    The output tokens are the same. Rejected tokens are never committed. Fewer tokens are proposed if a state can rewind
+    fewer, none if a state cannot rewind. ``num_proposed`` and ``num_accepted`` count tokens.
+
+    ``preemption``: admit requests with room for their prompt only; when memory runs out, this policy chooses the
+    request to preempt. It starts again later, and its tokens stay the same. None: a request starts only when there is
+    room for all of it. ``preemption_mode``: maps expected costs to the way to preempt: compute again, suspend in part,
+    or suspend as a whole. The default takes the cheapest, from measured times of steps and copies. ``num_preempted``
+    counts preempted requests, ``num_swapped`` those of them that were suspended. A text that grows past a switch of the
+    model's position encodings (``rope_switch``) is computed again and counts as preempted too.
+
+    ``kv_format`` and ``layout``: see ``Schema.from_hf_config``. ``cache_arguments``: all other arguments of
+    ``KVCache``. If other processes can read ``tiers``, ``identity.weights`` is by default a digest of the whole model,
+    which takes seconds for a large one.
+
+    Raises BadInput, SchemaError for a model with unknown layers, NeverFits for a budget too small for one request.
 
     >>> from kvpagoda.hf.embedded import embedded_model
     >>> generator = Generator(embedded_model(), "16MiB", max_requests=2)
@@ -133,7 +138,8 @@ class Generator:
 
     @property
     def queue(self) -> RunQueue[Answer]:
-        """Its jobs; ``kvpagoda.metrics.CacheCollector(generator.queue)`` reads who waits and what the cache counts."""
+        """The queue of jobs. ``kvpagoda.metrics.CacheCollector(generator.queue)`` exports its counters and those of the
+        cache."""
         return self._queue
 
     @property
@@ -153,10 +159,11 @@ class Generator:
         sampling: Sampling = GREEDY,
         namespace: str | bytes | None = None,
     ) -> Request:
-        """Queue a prompt (ints, at least one) for ``n`` answers; it starts when there is room.
+        """Queue a prompt (ints, at least one) for ``n`` answers. It starts in a later ``step``, when there is room.
 
-        The prompt is computed once; then the other answers are forked from the first, or, where there is no room, start
-        later from what is cached. ``namespace``: see ``KVCache.open``. Raises BadInput and NeverFits at once.
+        The prompt is computed once. Then the other answers are forked from the first; without room for a fork, an
+        answer starts later from the cached prompt. ``namespace``: see ``KVCache.open``. Raises BadInput and NeverFits
+        at once.
         """
         ids = as_tokens(prompt, self.cache.schema.vocab_size)
         if len(ids) == 0:
@@ -170,10 +177,11 @@ class Generator:
         return request
 
     def step(self) -> list[Request]:
-        """Admit what fits, compute one step of everything that runs, and return the requests that it finished.
+        """Admit requests that fit, compute one step of all running answers, and return the requests that finished in
+        it.
 
-        On an error while computing everything that runs is preempted, so that the cache holds committed tokens only; a later
-        step goes on from there.
+        On an error all running answers are preempted, so that the cache holds committed tokens only; a later step
+        continues from there.
         """
         self._queue.admit()
         pieces = [piece for answer in list(self._queue.running) if (piece := self._next_piece(answer)) is not None]
@@ -185,14 +193,14 @@ class Generator:
             logits = self._runner.step([(piece.sequence, piece.tokens) for piece in pieces], kept, lengths)
             best, end = logits.argmax(dim=-1).tolist(), 0
             count = sum(len(piece.tokens) for piece in pieces)
-            if count > len(pieces):  # as when a text is computed again: more than one token of each
+            if count > len(pieces):  # only such steps measure what computing a text again costs
                 self._queue.took(perf_counter() - started, count)
             for piece, count in zip(pieces, kept):
                 begin, end = end, end + count
                 self._take(piece, logits[begin:end], best[begin:end])
         except BaseException:
             for answer in self._queue.running[::-1]:
-                self._queue.preempt(answer, PreemptionMode.RECOMPUTE)  # its windows and states may be half written
+                self._queue.preempt(answer, PreemptionMode.RECOMPUTE)  # its windows and states may be partly written
             raise
         return [request for request in dict.fromkeys(piece.answer.request for piece in pieces) if request.done]
 
@@ -206,9 +214,9 @@ class Generator:
         sampling: Sampling = GREEDY,
         namespace: str | bytes | None = None,
     ) -> list[list[int]]:
-        """New tokens for every prompt, in the order given; more prompts than rows wait their turn.
+        """Return the new tokens for every prompt, in the order given. Prompts that do not fit wait.
 
-        The ``n`` answers of a prompt lie together: answer ``i`` of prompt ``j`` is item ``j * n + i``.
+        The ``n`` answers of a prompt are neighbours: answer ``i`` of prompt ``j`` is item ``j * n + i``.
         ``on_step`` is called with the cache's counters after each step. On an error these requests are aborted.
         """
         requests: list[Request] = []
@@ -226,12 +234,12 @@ class Generator:
         return [output for request in requests for output in request.outputs]
 
     def abort(self, request: Request | None = None) -> None:
-        """Drop ``request`` (None: all of them), whether it waits, runs or was preempted; what it holds is given back, and
+        """Abort ``request`` (None: all requests), whether it waits, runs or was preempted. Its blocks are freed, and
         its tokens so far stay in ``outputs``. Does nothing for a request that is done."""
         requests = {answer.request for answer in (*self._queue.waiting, *self._queue.running)}
-        for one in requests if request is None else requests & {request}:
-            one.aborted = True
-            for answer in one.answers:
+        for aborted in requests if request is None else requests & {request}:
+            aborted.aborted = True
+            for answer in aborted.answers:
                 self._queue.remove(answer)
 
     def stats(self) -> CacheStats:
@@ -239,14 +247,15 @@ class Generator:
         return self.cache.stats()
 
     def _next_piece(self, answer: Answer) -> Piece | None:
-        """What ``answer`` computes next, with room made for it; None if it was preempted."""
+        """Return the piece that ``answer`` computes next, with its blocks allocated; None if ``answer`` was
+        preempted."""
         sequence, text = answer.sequence, answer.text
         if sequence is None:
             return None
         begin, switch = sequence.length, self._runner.switch
         if (passed := switch.passed(len(text))) != answer.passed:
             answer.pass_switch(passed)
-            self._queue.preempt(answer, PreemptionMode.RECOMPUTE)  # every row so far was rotated for a shorter text
+            self._queue.preempt(answer, PreemptionMode.RECOMPUTE)  # all its rows were rotated for a shorter text
             return None
         if self._lookup and begin == len(text) - 1 and not answer.request.unforked:
             room = switch.room(len(text))
@@ -256,14 +265,15 @@ class Generator:
                 sequence.extend(1 + len(proposed))
                 return Piece(answer, sequence, np.concatenate((text[begin:], proposed)), proposed.tolist())
             except OutOfBlocks:
-                pass  # nobody is preempted for tokens that may be refused
+                pass  # do not preempt another request for tokens that may be rejected
         tokens = next_piece(self._runner, sequence, text, self._chunk)
         return Piece(answer, sequence, tokens, []) if self._queue.make_room(answer, len(tokens)) else None
 
     def _take(self, piece: Piece, logits: Tensor, best: list[int]) -> None:
-        """Commit what was computed, as far as it is the text; where that was all of it, let the text grow.
+        """Commit the computed tokens, without rejected proposals. If the whole text is computed, append the new tokens
+        to it.
 
-        ``logits`` ``[1 + len(proposed), vocab]``, and the ``best`` token of each row.
+        ``logits`` ``[1 + len(proposed), vocab]``; ``best``: the most likely token of each row.
         """
         answer, sequence, tokens, proposed = piece
         request, known = answer.request, len(tokens) - len(proposed)
@@ -282,7 +292,8 @@ class Generator:
         self._grow(answer, new)
 
     def _choose(self, answer: Answer, proposed: list[int], logits: Tensor, best: list[int]) -> list[int]:
-        """The next tokens of ``answer``: proposed ones as far as they are what it would have chosen, then one more."""
+        """Return the next tokens of ``answer``: the proposed tokens up to the first one that it would not choose, then
+        its own choice."""
         sampling, new = answer.request.sampling, []
         for row, token in enumerate(best):
             if sampling.temperature:
@@ -300,7 +311,8 @@ class Generator:
 
 
 def _end_tokens(model: Any) -> frozenset[int]:
-    """The model's end-of-text tokens, as its own ``generate`` uses them. Configs of multimodal models may have none."""
+    """Return the model's end-of-text tokens, as its own ``generate`` uses them. Configs of multimodal models may have
+    none."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = getattr(model.config, "eos_token_id", None) if ends is None else ends
     return frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)

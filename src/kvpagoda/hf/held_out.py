@@ -1,4 +1,4 @@
-"""What a form of the cache costs: bytes of memory, and bits on text that the model has not seen."""
+"""Measures what a ``kv_format`` costs: bytes of memory, and bits per byte on text that the model was not trained on."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvpagoda.schema import Schema
 from kvpagoda.units import format_bytes
 
 STEP = 256
-"""Bytes that are computed at a time."""
+"""Bytes of text that one step computes."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one form of the cache takes: bytes for each token and each request, and mean bits for a byte of a text."""
+    """The cost of one format: cache bytes per token and per request, and mean bits for a byte of a text."""
 
     bytes_per_token: float
     bytes_per_request: int
@@ -36,7 +36,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class FormatCost:
-    """A ``kv_format`` beside raw rows of ``raw_dtype``, on a text of ``text_bytes``."""
+    """The cost of a ``kv_format`` beside that of raw rows of ``raw_dtype``, on a text of ``text_bytes`` bytes."""
 
     kv_format: str
     raw_dtype: str
@@ -46,7 +46,7 @@ class FormatCost:
 
     @property
     def lost_bits_per_byte(self) -> float:
-        """Bits that the format costs for a byte of the text; below 0 where rounding happens to help."""
+        """The bits per byte of text that the format costs; below 0 if rounding happens to help."""
         return self.packed.bits_per_byte - self.raw.bits_per_byte
 
     @property
@@ -55,7 +55,7 @@ class FormatCost:
         return 1 - self.packed.bytes_per_token / self.raw.bytes_per_token
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, for JSON."""
+        """Return the fields and the lost bits as plain data, for JSON."""
         return {**asdict(self), "lost_bits_per_byte": self.lost_bits_per_byte}
 
     def __str__(self) -> str:
@@ -69,8 +69,8 @@ class FormatCost:
 
 
 def format_cost(model: Any, kv_format: str, text: bytes, raw: Cost | None = None) -> FormatCost:
-    """What ``kv_format`` costs ``model``, a byte model with compressed attention, on ``text`` of at least two bytes. ``raw``:
-    of the same text, if it is known. Raises SchemaError for a format that there is not."""
+    """Measure what ``kv_format`` costs ``model``, a byte model with compressed attention, on ``text`` of at least two
+    bytes. ``raw``: the cost of raw rows on the same text, if it is known. Raises SchemaError for an unknown format."""
     packed = Cost.of(model, kv_format, text)
     return FormatCost(kv_format, _dtype(model), len(text), packed, raw or Cost.of(model, "raw", text))
 
@@ -80,8 +80,8 @@ def _dtype(model: Any) -> str:
 
 
 def bits_per_byte(model: Any, schema: Schema, text: bytes, length: int = 1024) -> float:
-    """Mean bits that ``model`` needs for a byte of ``text``, cut into pieces of ``length``, when it reads its past from a
-    cache of ``schema``. O(pieces) forward passes."""
+    """Return the mean bits that ``model`` needs for a byte of ``text`` when it reads its past from a cache of
+    ``schema``. The text is cut into pieces of ``length`` bytes. O(pieces) forward passes."""
     cache = KVCache(schema, num_blocks=length // schema.block_size() + 2, max_requests=1, device=model.device)
     runner, total, count = CompressedRunner(model, cache), 0.0, 0
     for start in range(0, len(text) - 1, length):

@@ -1,4 +1,4 @@
-"""Prompt lookup: what a text may go on with, read from the text itself."""
+"""Prompt lookup: proposes the next tokens of a text from the text itself."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import numpy as np
 from kvpagoda.cache.request import Tokens
 
 LENGTHS = (3, 2)
-"""How many of the last tokens are looked for, in this order."""
+"""The numbers of last tokens to search for, in this order."""
 
 
 def propose(text: Tokens, most: int) -> Tokens:
-    """``most`` tokens that may follow ``text``: those that followed its last three tokens (else its last two) where these
-    stood before, the latest such place; none if there is none. Where the text has begun to repeat itself, the repetition
-    goes on. O(len(text)), a few numpy compares."""
+    """Propose ``most`` tokens to follow ``text``: it searches for the latest earlier occurrence of the last three
+    tokens (else of the last two), and returns the tokens that followed it. Returns no tokens if there is no occurrence.
+    Where fewer than ``most`` tokens follow, they are repeated. O(len(text)), a few numpy compares."""
     for n in LENGTHS:
         if len(text) <= n or most < 1:
             continue

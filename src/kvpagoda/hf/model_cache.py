@@ -1,4 +1,4 @@
-"""A ``KVCache`` for a transformers model, and who runs the model's steps over it."""
+"""Makes a ``KVCache`` for a transformers model, and the runner that computes the model's steps over it."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def runner_of(
     cache_arguments: dict[str, Any],
     layout: LayoutNames | None = None,
 ) -> Runner:
-    """A runner of ``model`` (put in eval mode) over a cache of ``cache_arguments``, those of ``KVCache``. A step computes at
-    most ``chunk`` prompt tokens of a text, or ``lookup`` proposed ones and one more. ``kv_format`` and ``layout``: see
-    ``Schema.from_hf_config``. Where ``tiers`` can be read by others, ``identity.weights`` is by default a digest of the whole
-    model. Raises BadInput, SchemaError, NeverFits."""
+    """Return a runner of ``model`` (which is put in eval mode) over a new ``KVCache(**cache_arguments)``. A step
+    computes at most ``chunk`` prompt tokens of a text, or ``lookup`` proposed tokens and one more. ``kv_format`` and
+    ``layout``: see ``Schema.from_hf_config``. If other processes can read ``tiers``, ``identity.weights`` is by default
+    a digest of the whole model. Raises BadInput, SchemaError, NeverFits."""
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")
     schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, layout=layout, verify_width=lookup)
     sizes = {"device": None, **cache_arguments}
     if str(device := sizes.pop("device") or model.device).partition(":")[0] != model.device.type:
-        raise BadInput(f"the cache of a model on {model.device} is on the same device, not on {device}; move the model")
+        raise BadInput(f"the model is on {model.device}, so its cache cannot be on {device}; move the model")
     identity, limits = sizes.pop("identity", None) or Identity(), sizes.pop("limits", None) or Limits()
     if not identity.weights and not all(getattr(tier, "is_private", True) for tier in sizes.get("tiers", ())):
         identity = replace(identity, weights=weights_digest(model))
@@ -45,6 +45,7 @@ def runner_of(
 
 
 def next_piece(runner: Runner, sequence: Sequence, text: Tokens, chunk: int) -> Tokens:
-    """Which tokens of ``text`` the next step of ``sequence`` computes: at most ``chunk``, those behind what is committed."""
+    """Return the tokens of ``text`` that the next step of ``sequence`` computes: at most ``chunk``, after the committed
+    tokens."""
     begin, most = sequence.length, min(chunk, runner.most_tokens(sequence) or chunk)
     return text[begin : begin + min(most, runner.cache.step_limit(sequence))]

@@ -1,7 +1,7 @@
-"""What models see as their cache that pass their states around themselves, outside of transformers' cache interface.
+"""Caches for models that pass their states around themselves, outside of transformers' cache interface.
 
-Such a model changes the tensors that it is given in place. They are copies of the request's state rows, written back after
-the step.
+Such a model changes the tensors that it is given in place. The tensors are copies of the requests' state rows, and are
+written back after the step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Tensor = torch.Tensor
 
 
 class OwnStates:
-    """The states of a step's ``B`` rows. ``by_layer``: for each layer its tensors ``[B, *shape]``, in the order of the schema;
-    those of a request that begins are what the schema fills them with."""
+    """The states of a step's ``B`` rows. ``by_layer``: for each layer its tensors ``[B, *shape]``, in the order of the
+    schema. A request that begins has the fill values of the schema."""
 
     def __init__(self, context: StepContext) -> None:
         slots = context.batch.state_indices.long()
@@ -33,7 +33,7 @@ class OwnStates:
                     tensor.fill_(pool.rows[name].fill)
 
     def save_states(self) -> None:
-        """Write the tensors back to their rows."""
+        """Write the tensors back to their rows of the pools."""
         for tensors, layer in zip(self.by_layer, self._cells):
             for tensor, (pool, name, cells) in zip(tensors, layer):
                 pool.write(name, cells, tensor[:, None])
@@ -61,4 +61,4 @@ class LayerStates(OwnStates):
 
 
 FORMS: Mapping[str, Callable[[StepContext], OwnStates]] = {"stacked": StackedStates, "by_layer": LayerStates}
-"""The values of ``Family.own_states``."""
+"""Value of ``Family.own_states`` -> class."""

@@ -1,7 +1,7 @@
-"""What a transformers model sees as its cache for one forward pass: every row in kvpagoda's pools.
+"""The cache that a transformers model is given for one forward pass; its rows are in kvpagoda's pools.
 
-The layers below answer the calls that models make of a ``Cache``. Each writes the step's rows through the layer's view
-and hands back all rows that the step may read, gathered through the block tables; ``attend`` then masks by position.
+The layers below have the methods of transformers' ``Cache`` layers. Each writes the step's rows through the layer's
+view and returns all rows that the step may read, gathered through the block tables; ``attend`` then masks by position.
 """
 
 from __future__ import annotations
@@ -25,30 +25,34 @@ ATTENTION = "kvpagoda"
 
 
 class GroupGather:
-    """How one group's rows are read in one step of ``B`` rows and ``S`` new tokens each."""
+    """The index tensors with which one group's rows are gathered, for a step of ``B`` rows with ``S`` new tokens each.
+
+    ``blocks`` int64 ``[B, most blocks]``: block ids, 0 for padding. ``absent`` bool ``[B, length]``: gathered rows that
+    are padding. ``first``: the position of the first gathered row of the first request.
+    """
 
     def __init__(self, view: LayerView, growth: Growth) -> None:
         arrays = view.arrays
         counts = arrays.kv_indptr[1:] - arrays.kv_indptr[:-1]
         most, self.first = int(counts.max()), int(arrays.kv_start[0])
         self.length = int((arrays.cache_seqlens - arrays.kv_start).max())
-        """Rows that are read, of the longest request; those of the first request begin at position ``first``."""
+        """The number of rows that are read, of the longest request."""
         column = torch.arange(most, device=counts.device)
-        place = (arrays.kv_indptr[:-1, None] + column).clamp(max=len(arrays.kv_indices) - 1)
-        self.blocks = torch.where(column < counts[:, None], arrays.kv_indices[place.long()], 0).long()
+        index = (arrays.kv_indptr[:-1, None] + column).clamp(max=len(arrays.kv_indices) - 1)
+        self.blocks = torch.where(column < counts[:, None], arrays.kv_indices[index.long()], 0).long()
         rows, queries = len(counts), len(view.step.positions) // len(counts)
         kv = arrays.kv_start[:, None].long() + torch.arange(self.length, device=counts.device)
         self.absent = kv >= arrays.cache_seqlens[:, None]
         query = view.step.positions.long().view(rows, queries, 1)
         self.visible: Tensor = growth.reads(query, kv[:, None]) & ~self.absent[:, None]
-        """bool ``[B, S, T]``: which gathered row each new token attends to."""
+        """bool ``[B, S, T]``: whether each new token attends to each gathered row."""
 
 
 class StepContext:
     """One forward pass: its batch, and each group's gather, computed once.
 
-    ``is_aligned``: all rows begin at the same position. Then the step looks to the model as one with transformers' own cache
-    does, and its own masks and positions are right; else the model is told that there is no past.
+    ``is_aligned``: all rows begin at the same position. Then the model sees the same cache length as with transformers'
+    own cache, and its own masks and positions are right. Otherwise the model is told that there is no past.
     """
 
     def __init__(
@@ -62,21 +66,22 @@ class StepContext:
         self.batch, self.schema = batch, schema
         first = int(batch.positions[0])
         self.is_aligned, self.past = is_aligned, first if is_aligned else 0
-        """``past``: tokens before this step, as the model is told."""
+        """``past``: the number of tokens before this step that the model is told."""
         self.holders = holders or {}
-        """Layer -> the module that holds its states itself."""
+        """Layer -> the module that holds the layer's states itself."""
         self.columns = columns
-        """(Layer, state) -> columns of its convolution tail in transformers, known once a request has begun."""
+        """(Layer, state) -> columns of its convolution tail in transformers; known after the first step of a
+        request."""
         self.is_first = first == 0
         """Whether the step starts its (one) request, so that there is no state to read yet."""
         self.masked_layer = 0
-        """The layer whose sizes were asked for last, as is done before a mask is made."""
+        """The layer for which ``get_mask_sizes`` was called last: models call it before they make a mask."""
         self.last_stored = -1
-        """The layer that stored rows last: attention modules that several layers share do not know their layer."""
+        """The layer that stored rows last: an attention module that several layers share does not know its layer."""
         self._gathers: dict[Growth, GroupGather] = {}
 
     def gather(self, layer: int) -> GroupGather:
-        """The gather of the group that ``layer`` (or its owner) belongs to."""
+        """Return the gather of the group that ``layer`` (or its owner) belongs to."""
         view = self.batch.layer(layer)
         growth = view.layer.growth
         assert growth is not None
@@ -86,7 +91,7 @@ class StepContext:
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """The rows that one attention layer keeps per token: K and V, or MLA's latent and RoPE key, and an indexer's keys."""
+    """The cache layer of an attention layer: K and V per token, or MLA's latent and RoPE key, and an indexer's keys."""
 
     is_croppable = False
 
@@ -97,18 +102,19 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._row_names = [rows.name for rows in layer.block_rows()]
         self.is_sliding = layer.growth is not None and layer.growth.window is not None
         self.indexer_position_ids: Tensor | None = None
-        """``[3, B, past]`` positions of time, height and width, for indexers that read those of all tokens; None: no past."""
+        """``[3, B, past]`` positions of time, height and width, for indexers that read the positions of all tokens;
+        None: no past."""
         if context.past:
             past = torch.arange(context.past, device=context.batch.positions.device)
             self.indexer_position_ids = past.expand(3, len(context.batch.state_indices), -1)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store ``[B, H, S, D]`` rows; return all rows of the step's requests, contiguous ``[B, H, T, D]``."""
+        """Store rows ``[B, H, S, D]``; return all rows of the step's requests, contiguous ``[B, H, T, D]``."""
         first, second = self._row_names[0], self._row_names[:2][-1]
         keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
         if first == "kv":
             keys, values = self._store(first, torch.stack((keys, values), dim=2)).unbind(2)
-        elif first == "latent" and second != "k_rope":  # packed rows of both
+        elif first == "latent" and second != "k_rope":  # latent and RoPE key are packed into one row
             both = self._store(first, torch.cat((keys, values), dim=-1))
             keys, values = both.tensor_split([keys.shape[-1]], dim=-1)
         else:
@@ -116,11 +122,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Store ``[B, S, D]`` indexer keys; return all of them, ``[B, T, D]``."""
+        """Store indexer keys ``[B, S, D]``; return all keys of the step's requests, ``[B, T, D]``."""
         return self._store(self._row_names[-1], indexer_key_states)
 
     def update_index(self, idx_k: Tensor) -> Tensor:
-        """The same of ``[B, 1, S, D]`` keys, for an indexer of blocks of tokens."""
+        """Store keys ``[B, 1, S, D]`` of an indexer of blocks of tokens; return all keys, ``[B, 1, T, D]``."""
         return self.update_indexer(idx_k[:, 0])[:, None]
 
     def _store(self, name: str, rows: Tensor) -> Tensor:
@@ -132,7 +138,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return found.masked_fill(gather.absent.view(*gather.absent.shape, *(1,) * (found.ndim - 2)), 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the memory is there."""
+        """Do nothing: the memory is allocated already."""
 
     def get_seq_length(self) -> int:
         return 0
@@ -145,9 +151,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """The state tensors of one layer for the step's rows: copied out of the pool, and back by ``save``.
+    """The state tensors of one layer for the step's rows: copied from the pool here, and back to it by ``save``.
 
-    transformers mostly keeps one convolution column more than is ever read; the pool does not, so it is added and cut here.
+    In most models transformers keeps one convolution column more than it reads. The pool does not keep this column, so
+    it is added here and cut off by ``save``.
     """
 
     def __init__(self, context: StepContext, index: int) -> None:
@@ -174,7 +181,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             self.dtype, self.device = rows.dtype, rows.device
 
     def save(self) -> None:
-        """Write the states that the forward pass left back to their rows."""
+        """Write the states after the forward pass back to their rows of the pool."""
         for name, state in self._state_of.items():
             if name.startswith("conv"):
                 rows = self.conv_states[state]
@@ -186,7 +193,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
 
 class StateAndPagedLayer(StateLayer, PagedLayer):
-    """A layer with attention and a state side by side."""
+    """A layer with both attention and a state."""
 
     def __init__(self, context: StepContext, index: int) -> None:
         PagedLayer.__init__(self, context, index)
@@ -198,8 +205,8 @@ class StateAndPagedLayer(StateLayer, PagedLayer):
 
 
 class HeldStateLayer(StateLayer):
-    """A layer whose module holds its states between calls, as a Griffin block does (arXiv 2402.19427): they are put into the
-    module before the pass, and taken out of it after."""
+    """A layer whose module holds its own states between calls, as a Griffin block does (arXiv 2402.19427). They are set
+    in the module before the pass, and removed from it after."""
 
     def __init__(self, context: StepContext, index: int) -> None:
         StateLayer.__init__(self, context, index)
@@ -218,8 +225,8 @@ class HeldStateLayer(StateLayer):
 
 
 class StepCache(Cache):  # type: ignore[misc]
-    """The ``past_key_values`` of one forward pass over a batch. Positions are given to the model, or, where the rows are
-    aligned, found by it from the length of the past."""
+    """The ``past_key_values`` of one forward pass over a batch. The model is given positions; if the rows are aligned,
+    it may compute them itself from the length of the past."""
 
     def __init__(self, context: StepContext) -> None:
         Cache.__init__(self, layers=[_layer(context, layer) for layer in context.schema.layers])
@@ -232,7 +239,7 @@ class StepCache(Cache):  # type: ignore[misc]
         return self._past
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(rows that a query may read, position of the first of them)."""
+        """Return (number of rows that a query may read, position of the first of these rows)."""
         self._context.masked_layer = layer_idx
         if not self._context.is_aligned or self._context.batch.layer(layer_idx).layer.growth is None:
             return self._past + query_length, 0
@@ -240,12 +247,13 @@ class StepCache(Cache):  # type: ignore[misc]
         return gather.length, gather.first
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """The state of a lightning attention layer (arXiv 2501.08313): ``[B, H, D, D]``, None at the first step."""
+        """Return the state of a lightning attention layer (arXiv 2501.08313): ``[B, H, D, D]``, None at the first
+        step."""
         state: Tensor | None = self.layers[layer_idx].recurrent_states[0]
         return state
 
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
-        """Replace that state."""
+        """Replace the state of a lightning attention layer."""
         self.layers[layer_idx].recurrent_states[0] = state
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -260,11 +268,11 @@ class StepCache(Cache):  # type: ignore[misc]
 
 
 def _layer(context: StepContext, layer: Layer) -> Any:
-    """The cache layer for what ``layer`` keeps: rows per token, states, both or nothing."""
+    """Return the cache layer for what ``layer`` keeps: rows per token, states, both or nothing."""
     has_blocks, has_states = bool(layer.block_rows()), bool(layer.state_rows())
     if any(isinstance(kind, Shared) for kind in layer.kinds) or not (has_blocks or has_states):
         nothing = DummyLayer()
-        nothing.keys = nothing.values = torch.empty(0)  # some models ask how many rows there are
+        nothing.keys = nothing.values = torch.empty(0)  # some models read the number of rows
         return nothing
     made: type[CacheLayerMixin] = HeldStateLayer if layer.index in context.holders else StateLayer
     if has_blocks:
@@ -273,7 +281,8 @@ def _layer(context: StepContext, layer: Layer) -> Any:
 
 
 def step_cache_class(model: Any) -> type[StepCache]:
-    """``StepCache``, as a subclass of the cache class that ``model`` insists on, where it has one of its own."""
+    """Return ``StepCache``, or a subclass of it and of the model's own cache class, if ``model`` requires that
+    class."""
     module = sys.modules[type(model).__module__]
     classes = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, Cache)]
     own = [each for each in classes if each.__module__ == module.__name__ and hasattr(each, "set_linear_cache")]
@@ -284,7 +293,7 @@ _step: ContextVar[StepContext] = ContextVar("kvpagoda_step")
 
 
 class SavesStates(Protocol):
-    """What a model is given as its cache for one forward pass."""
+    """The cache that a model is given for one forward pass."""
 
     def save_states(self) -> None: ...
 
@@ -293,7 +302,8 @@ class SavesStates(Protocol):
 def in_step(
     context: StepContext, cache_class: Callable[[StepContext], SavesStates] = StepCache
 ) -> Iterator[SavesStates]:
-    """Run a forward pass of ``context``'s batch: ``attend`` finds its tables here. States are saved at the end."""
+    """Give the cache for a forward pass over ``context``'s batch. Inside, ``attend`` reads its block tables from
+    ``context``. At the end states are saved."""
     token = _step.set(context)
     try:
         cache = cache_class(context)
@@ -318,12 +328,14 @@ def attend(
     sinks: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of ``query`` ``[B, H, S, D]`` over gathered rows ``key``, ``value`` ``[B, H_kv, T, D]``, masked by position.
+    """Compute attention of ``query`` ``[B, H, S, D]`` over gathered rows ``key``, ``value`` ``[B, H_kv, T, D]``, masked
+    by position.
 
-    The reference: one matrix product, one softmax with the sinks ``s_aux`` ``[H]``, or ``sinks`` ``[B, H, S, 1]``, as one more
-    column, one product. ``position_bias`` ``[B, H, S, T]`` is added to the scores. ``indices`` ``[B, S, k]``: the rows that an
-    indexer chose; ``block_indices`` ``[B, .., S, k]``: blocks of them, as the indexer of ``module`` cuts and masks them.
-    Returns ``[B, S, H, D_v]``.
+    This is the reference: one matrix product; one softmax, with the sinks ``s_aux`` ``[H]`` or ``sinks`` ``[B, H, S,
+    1]`` as one more column; one product. ``position_bias`` ``[B, H, S, T]`` is added to the scores. ``indices`` ``[B,
+    S, k]``: the rows that an indexer selected; ``block_indices`` ``[B, .., S, k]``: the blocks of rows that it
+    selected, as the indexer of ``module`` cuts and masks them. Returns ``[B, S, H, D_v]``, and None in place of
+    weights.
     """
     context, own = _step.get(), getattr(module, "layer_idx", None)
     layer = own if isinstance(own, int) and own in context.schema.by_index else context.last_stored
@@ -357,9 +369,10 @@ def attend(
 
 
 def mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """What models get for a mask: bool ``[B, 1, S, T]`` where all layers share one or an indexer reads it, else None.
+    """Return the mask for a model: bool ``[B, 1, S, T]`` if all layers share one mask or an indexer reads it, else
+    None.
 
-    Masks are by position, in ``attend``, so nothing else depends on this one for being right.
+    ``attend`` masks by position itself, so only indexers depend on this mask.
     """
     context = _step.get()
     layer = context.schema.by_index[context.masked_layer]

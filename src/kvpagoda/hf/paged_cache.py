@@ -1,8 +1,8 @@
-"""A ``KVCache`` behind the ``past_key_values`` of a transformers model: for ``model.generate`` and loops of one's own.
+"""A ``KVCache`` as the ``past_key_values`` of a transformers model: for ``model.generate`` and your own decoding loops.
 
-transformers asks a cache for rows, layer by layer, of a padded batch that starts from nothing. Here a batch is texts: each
-row is a sequence of its own, what is cached of it is not computed, and what it computes is found by texts that come later. So
-a call of the model with a ``PagedCache`` runs as the ``Generator``'s steps do (``runner.py``), in place of the padded pass.
+transformers runs a padded batch from its first token, and asks a cache for rows layer by layer. Here each row of the
+batch is a sequence: its cached prefix is not computed, and later texts find what it computes. So a call of the model
+with a ``PagedCache`` runs as a step of the ``Generator`` (``runner.py``), in place of the padded pass.
 """
 
 from __future__ import annotations
@@ -30,40 +30,43 @@ from kvpagoda.prefix.tokens import as_tokens
 Tensor = torch.Tensor
 _READ = {"input_ids", "attention_mask", "past_key_values", "cache_params"}
 _PLAIN = {"position_ids", "cache_position", "use_cache", "return_dict", "logits_to_keep"}
-"""What may be given and changes nothing here: positions are those of the texts, and the last logits are what is returned."""
+"""Arguments that are accepted and ignored: positions are those of the texts, and only the last logits are returned."""
 
 
 @dataclass
 class PagedOutput(ModelOutput):  # type: ignore[misc]
-    """``logits`` float ``[B, 1, vocab]``, those after the last token of each row, and the cache."""
+    """The output of a forward call: ``logits`` float ``[B, 1, vocab]`` after the last token of each row, and the
+    cache."""
 
     logits: Tensor | None = None
     past_key_values: Any = None
 
 
 class Row:
-    """One row of the batch. ``passed``: the switch of position encodings that its text is past, see ``rope_switch``."""
+    """One row of the batch. ``passed``: the switch of position encodings that its text has passed, see
+    ``rope_switch``."""
 
     def __init__(self, sequence: Sequence, passed: int) -> None:
         self.sequence, self.passed = sequence, passed
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """The cache of ``model``, for ``model.generate(ids, past_key_values=cache)``, again and again.
+    """The cache of ``model``, for many calls of ``model.generate(ids, past_key_values=cache)``.
 
-    Every call of ``generate`` names whole texts, padded on the left; what is cached of them, from rows before it in the batch
-    or from earlier calls, is not computed again. Greedy tokens are those of ``generate`` without it. Sampling and beam search
-    work; assisted generation, images and other inputs than token ids raise BadInput.
+    Every call of ``generate`` gives whole texts, padded on the left. Their tokens that are cached, from earlier rows of
+    the batch or from earlier calls, are not computed again. Greedy tokens are those of ``generate`` without it.
+    Sampling and beam search work; assisted generation, images and other inputs than token ids raise BadInput.
 
-    ``budget``: memory, bytes or text; not used where ``cache_arguments``, those of ``KVCache``, have ``num_blocks``. It must
-    hold all rows of a batch at once, and ``max_requests`` of them (with beam search twice as many rows): else ``generate``
-    raises OutOfBlocks or RetryLater, and the cache goes on. ``prefill_chunk``: the most tokens of one text in one step.
-    ``kv_format``: see ``Schema.from_hf_config``. ``model``, ``cache``: the model, and its ``KVCache``.
+    ``budget``: memory, bytes or text; ignored if ``cache_arguments``, the arguments of ``KVCache``, have
+    ``num_blocks``. The cache must hold all rows of a batch at once (with beam search twice as many rows), and
+    ``max_requests`` must allow them: else ``generate`` raises OutOfBlocks or RetryLater, and the cache stays usable.
+    ``prefill_chunk``: the most tokens of one text in one step. ``kv_format``: see ``Schema.from_hf_config``. ``model``,
+    ``cache``: the model, and its ``KVCache``.
 
-    In a loop of one's own the first call after ``reset`` starts texts, and each further one appends tokens to every row.
-    ``get_seq_length`` is always 0: ``generate`` then hands over whole texts. The ``forward`` and
-    ``prepare_inputs_for_generation`` of ``model``, the object, look from now on whether they are given a PagedCache; with
-    any other cache they do what they did. Raises BadInput, SchemaError for a model whose layers are not known, NeverFits.
+    In your own loop the first call after ``reset`` starts texts, and each later call appends tokens to every row.
+    ``get_seq_length`` is always 0, so that ``generate`` passes whole texts. The constructor replaces ``forward`` and
+    ``prepare_inputs_for_generation`` of this ``model`` object; with any other cache they do what they did before.
+    Raises BadInput, SchemaError for a model with unknown layers, NeverFits.
 
     >>> from kvpagoda.hf.embedded import embedded_model
     >>> model = embedded_model()
@@ -99,7 +102,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch that runs, or -1."""
+        """The number of rows of the running batch, or -1 if none runs."""
         return len(self._rows) or -1
 
     @property
@@ -114,25 +117,26 @@ class PagedCache(Cache):  # type: ignore[misc]
         return self.cache.max_context
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Its own model never comes here. Raises BadInput."""
+        """Raise BadInput: only another model than the cache's own calls this."""
         raise self.error_of_another_model()
 
     def error_of_another_model(self) -> BadInput:
-        """The error for a model that is given the cache of another."""
+        """Return the error for a model that is given the cache of another model."""
         return BadInput(
-            f"this PagedCache is that of a {type(self.model).__name__}, another model or a copy of this one"
+            f"this PagedCache belongs to a {type(self.model).__name__}, another model or a copy of this one"
         )
 
     def reset(self) -> None:
-        """End the texts of the batch, as a new ``generate`` does by itself; they stay cached while memory lasts."""
+        """End the texts of the batch; they stay cached until they are evicted. A new ``generate`` calls this by
+        itself."""
         while self._rows:
             sequence = self._rows.pop().sequence
             if sequence.is_open:
                 sequence.close()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row ``i`` goes on as row ``beam_idx[i]`` did: shared blocks, copied tails. Raises RetryLater, changing nothing,
-        without slots or room for the copies."""
+        """Let row ``i`` continue the text of row ``beam_idx[i]``: blocks are shared, tails are copied. Raises
+        RetryLater without slots or room for the copies, and changes nothing."""
         chosen, forks, used = [self._rows[i] for i in beam_idx.tolist()], list[Sequence](), set[Row]()
         rows = list[Row]()
         try:
@@ -161,11 +165,12 @@ class PagedCache(Cache):  # type: ignore[misc]
         self.activate_past_recording()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Row ``i`` becomes rows ``i * repeats ..``, each of which goes its own way."""
+        """Replace row ``i`` by ``repeats`` copies, rows ``i * repeats`` and following; each copy then continues on its
+        own."""
         self.reorder_cache(torch.arange(len(self._rows)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows, in this order."""
+        """Keep only the rows ``indices``, in this order."""
         self.reorder_cache(indices)
 
     # -- its steps ---------------------------------------------------------------------------------------------------
@@ -175,8 +180,9 @@ class PagedCache(Cache):  # type: ignore[misc]
         return self.cache.stats()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> PagedOutput:
-        """Compute ``input_ids`` ``[B, S]``: whole texts where none run, else the next tokens of each row. ``attention_mask``
-        ``[B, S or more]``: 0 for padding on the left of texts that begin. On an error all rows end."""
+        """Compute ``input_ids`` ``[B, S]``: whole texts if no batch runs, else the next tokens of each row.
+        ``attention_mask`` ``[B, S or more]``: 0 for padding on the left of whole texts. Raises BadInput; on any error
+        all rows end."""
         ids = input_ids.cpu().numpy()
         if ids.ndim != 2 or not ids.size or (self._rows and len(ids) != len(self._rows)):
             raise BadInput(f"expected token ids [{len(self._rows) or 'rows'}, tokens], got {list(ids.shape)}")
@@ -191,17 +197,18 @@ class PagedCache(Cache):  # type: ignore[misc]
         return PagedOutput(logits=logits[:, None], past_key_values=self)
 
     def _begin(self, text: Tokens) -> Tensor:
-        """A new row; what is cached of ``text`` is not computed. Logits ``[vocab]`` after it."""
+        """Add a row for ``text`` and compute it, without its cached prefix. Return the logits ``[vocab]`` after it."""
         row = self._open(text)
         self._rows.append(row)
         return self._compute(row, text)
 
     def _append(self, tokens: list[Tokens]) -> Tensor:
-        """Logits ``[B, vocab]`` after ``tokens`` more of each row: in one step if that is one token."""
+        """Append ``tokens[i]`` to each row ``i`` and compute them, in one step if each is one token. Return logits
+        ``[B, vocab]``."""
         for i, (row, more) in enumerate(zip(self._rows, tokens)):
             if self._runner.switch.passed(row.sequence.length + len(more)) != row.passed:
                 text = np.concatenate((row.sequence.tokens, more))
-                row.sequence.close()  # all its rows mean nothing any more
+                row.sequence.close()  # all its cached rows were encoded for a shorter text
                 self._rows[i] = self._open(text)
                 tokens[i] = text[self._rows[i].sequence.length :]
         if any(len(more) > 1 for more in tokens):
@@ -220,7 +227,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         return Row(self.cache.open(text, capacity=0, media=media_past(passed, int(text[0]))), passed)
 
     def _compute(self, row: Row, text: Tokens) -> Tensor:
-        """Compute what is not committed of ``text``, piece by piece. Logits ``[vocab]`` after it."""
+        """Compute the tokens of ``text`` that are not committed, piece by piece. Return the logits ``[vocab]`` after
+        it."""
         sequence = row.sequence
         while True:
             tokens = next_piece(self._runner, sequence, text, self._chunk)
@@ -232,31 +240,32 @@ class PagedCache(Cache):  # type: ignore[misc]
 
 
 def _texts(ids: np.ndarray[Any, Any], attention_mask: Tensor | None) -> list[Tokens]:
-    """The texts in ``ids`` ``[B, S]``, without padding on the left. Raises BadInput for other padding and for empty rows."""
+    """Return the texts in ``ids`` ``[B, S]``, without padding on the left. Raises BadInput for other padding and for
+    empty rows."""
     if attention_mask is None:
         return [as_tokens(row) for row in ids]
     real = attention_mask.cpu().numpy() != 0
     if real.shape != ids.shape:
-        raise BadInput(f"the mask is {list(real.shape)}, the token ids are {list(ids.shape)}: give whole texts")
+        raise BadInput(f"the mask has shape {list(real.shape)}, the token ids {list(ids.shape)}: give whole texts")
     first = real.argmax(axis=1)
     for i, row in enumerate(real):
         if not row[-1] or not row[first[i] :].all():
-            raise BadInput(f"row {i} is not padded on the left alone; set the tokenizer's padding_side to 'left'")
+            raise BadInput(f"row {i} has padding that is not on the left; set the tokenizer's padding_side to 'left'")
     return [as_tokens(row[begin:]) for row, begin in zip(ids, first)]
 
 
-# -- the way in ------------------------------------------------------------------------------------------------------------
+# -- the model's own methods, wrapped -------------------------------------------------------------------------------
 
 
 def _route(model: Any) -> None:
-    """Let ``forward`` and ``prepare_inputs_for_generation`` of ``model`` hand over to a PagedCache where they are given one.
-    The methods are bound, so that a copy of the model has its own. Does nothing the second time. Raises BadInput."""
+    """Wrap ``forward`` and ``prepare_inputs_for_generation`` of ``model``: given a PagedCache, they call it. The
+    methods are bound, so that a copy of the model has its own. A second call does nothing. Raises BadInput."""
     routes = {"forward": _forward, "prepare_inputs_for_generation": _prepare}
     methods = {name: getattr(model, name, None) for name in routes}
     replaced = [name for name, method in methods.items() if not isinstance(method, MethodType)]
     if replaced:
         raise BadInput(
-            f"{' and '.join(replaced)} of the {type(model).__name__} were replaced by something that is no method"
+            f"{' and '.join(replaced)} of the {type(model).__name__} must be bound methods, but were replaced"
         )
     for name, method in methods.items():
         if not hasattr(method, "is_kvpagoda_route"):
@@ -264,7 +273,7 @@ def _route(model: Any) -> None:
 
 
 def _forward(own: Any) -> Any:
-    """``forward`` of a model; ``own``: the function that it was."""
+    """Return the wrapped ``forward`` of a model. ``own``: the original function."""
 
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -276,7 +285,7 @@ def _forward(own: Any) -> Any:
         given = {**dict(zip(inspect.signature(self.forward).parameters, args)), **kwargs}
         unknown = [name for name, value in given.items() if name not in _READ | _PLAIN and _says_something(value)]
         if unknown or given.get("input_ids") is None:
-            raise BadInput(f"PagedCache computes token ids, input_ids; it was also given {sorted(unknown)}")
+            raise BadInput(f"PagedCache takes input_ids alone; it was also given {sorted(unknown)}")
         return cache.forward(given["input_ids"], given.get("attention_mask"))
 
     forward.is_kvpagoda_route = True  # type: ignore[attr-defined]
@@ -284,7 +293,8 @@ def _forward(own: Any) -> Any:
 
 
 def _prepare(own: Any) -> Any:
-    """``prepare_inputs_for_generation`` of a model: with a PagedCache the whole texts, then the newest tokens."""
+    """Return the wrapped ``prepare_inputs_for_generation`` of a model: with a PagedCache it gives the whole texts in
+    the first call, and then the newest tokens. ``own``: the original function."""
 
     @functools.wraps(own)
     def prepare(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -295,31 +305,31 @@ def _prepare(own: Any) -> Any:
         if kwargs.pop("is_first_iteration", False):
             if whole is None and "attention_mask" in inspect.signature(self.forward).parameters:
                 raise BadInput(
-                    "PagedCache takes whole texts at once: no prefill_chunk_size, and no new tokens by themselves"
+                    "PagedCache takes whole texts: do not set prefill_chunk_size, and do not give new tokens alone"
                 )
             cache.reset()
             ids = input_ids
         else:
-            ids = input_ids[:, -1:]  # also where the model's own settings say that it keeps no cache
+            ids = input_ids[:, -1:]  # even if the model's own settings say that it keeps no cache
         return {**kwargs, "input_ids": ids, "past_key_values": cache, "attention_mask": mask}
 
     taken = inspect.signature(own)
-    if "past_key_values" not in taken.parameters:  # generate asks here which arguments the model knows
-        more = inspect.Parameter("past_key_values", inspect.Parameter.KEYWORD_ONLY, default=None)
-        *those, last = taken.parameters.values()
-        prepare.__signature__ = taken.replace(parameters=[*those, more, last])  # type: ignore[attr-defined]
+    if "past_key_values" not in taken.parameters:  # generate reads the signature to check its arguments
+        ours = inspect.Parameter("past_key_values", inspect.Parameter.KEYWORD_ONLY, default=None)
+        *others, last = taken.parameters.values()
+        prepare.__signature__ = taken.replace(parameters=[*others, ours, last])  # type: ignore[attr-defined]
     prepare.is_kvpagoda_route = True  # type: ignore[attr-defined]
     return prepare
 
 
 def _given(kwargs: dict[str, Any]) -> PagedCache | None:
-    """The PagedCache among the arguments of a model, if there is one."""
+    """Return the PagedCache among the arguments of a model, or None."""
     caches = (kwargs.get(name) for name in ("past_key_values", "cache_params"))
     return next((cache for cache in caches if isinstance(cache, PagedCache)), None)
 
 
 def _says_something(value: Any) -> bool:
-    """Whether an argument asks for anything: None, False and a mapping to nothing but those do not."""
+    """Whether an argument has an effect: None, False and a mapping with only such values have none."""
     if isinstance(value, Mapping):
-        return any(_says_something(one) for one in value.values())
+        return any(_says_something(item) for item in value.values())
     return value is not None and value is not False

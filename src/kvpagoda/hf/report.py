@@ -1,4 +1,5 @@
-"""What ``kvpagoda generate`` does: load a model, generate with a progress line, print the answers and figures, or JSON."""
+"""Runs ``kvpagoda generate``: loads a model, generates with a progress line, prints the answers and figures, or
+JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from kvpagoda.units import format_bytes
 
 Outputs = list[list[int]]
 HELD_OUT_BYTES = 3072
-"""Of the held-out text: what takes seconds."""
+"""How much of the held-out text is used: computing it takes seconds."""
 
 
 def run(
@@ -32,16 +33,17 @@ def run(
     how: dict[str, Any],
     dtype: str,
 ) -> None:
-    """Generate and print. ``how``: what ``Generator.generate`` takes. The embedded model then answers the same prompts again,
-    from the cache, and says what its rows lose in another format."""
+    """Generate answers and print them. ``how``: arguments of ``Generator.generate``. The embedded model (``model_name``
+    None) then answers the same prompts again from the cache, and the cost of ``kv_format`` is printed. Raises BadInput,
+    OSError."""
     texts = [text for text in (prompt_file or PROMPTS).read_text().splitlines() if text]
     if not texts:
-        raise BadInput(f"{prompt_file} holds no prompts; write one on each line")
+        raise BadInput(f"{prompt_file} has no prompts; write one on each line")
     is_demo, kv_format = model_name is None, generator_arguments["kv_format"]
     if model_name is None:
-        torch.set_num_threads(1)  # the embedded model is so small that more threads wait for each other
+        torch.set_num_threads(1)  # the embedded model is so small that several threads only wait for each other
         model, tokenizer = embedded_model(), ByteTokenizer()
-        Generator(model, "8MiB", max_requests=1, kv_format=kv_format).generate([[32, 32]], 2)  # torch warms up
+        Generator(model, "8MiB", max_requests=1, kv_format=kv_format).generate([[32, 32]], 2)  # warm up torch
     else:
         model, tokenizer = load(model_name, dtype)
     generator = Generator(model, **generator_arguments)
@@ -74,14 +76,14 @@ def run(
 
 
 def timed(generator: Generator, prompts: list[list[int]], how: dict[str, Any]) -> tuple[Outputs, float]:
-    """The answers, and the seconds that they took."""
+    """Generate; return the answers, and the seconds that they took."""
     began = time.perf_counter()
     outputs = generate(generator, prompts, how)
     return outputs, time.perf_counter() - began
 
 
 class Again(NamedTuple):
-    """The same prompts answered a second time, with what the first time left in the cache."""
+    """The figures of answering the same prompts a second time, with the prompts cached."""
 
     num_answers: int
     num_same: int
@@ -96,13 +98,13 @@ class Again(NamedTuple):
     ) -> Again:
         before = generator.stats()
         repeated, took = timed(generator, prompts, how)
-        num_same = sum(one == other for one, other in zip(outputs, repeated))
-        after = generator.stats()  # of several samples some are forked, others look their prompt up too
+        num_same = sum(first == second for first, second in zip(outputs, repeated))
+        after = generator.stats()  # with several samples, some are forked and some look their prompt up too
         asked, cached = after.prompt_tokens - before.prompt_tokens, after.cached_tokens - before.cached_tokens
         return cls(len(outputs), num_same, asked, cached, round(seconds, 3), round(took, 3))
 
     def __str__(self) -> str:
-        same = "the same answers" if self.num_same == self.num_answers else f"{self.num_same} answers the same"
+        same = "the same answers" if self.num_same == self.num_answers else f"{self.num_same} of the answers equal"
         return (
             f"all prompts again: {self.cached_tokens:,} of {self.prompt_tokens:,} prompt tokens found in the cache, {same} in "
             f"{self.seconds:.2f} s instead of {self.first_seconds:.2f} s"
@@ -110,7 +112,7 @@ class Again(NamedTuple):
 
 
 def say_answer(prompt: str, prompt_tokens: int, answer: str, new_tokens: int) -> None:
-    """Print the end of a prompt on a line, and the answer below it, broken at spaces and indented."""
+    """Print the end of the prompt on one line, and the answer below it, wrapped and indented."""
     out = console.output()
     count = f"{prompt_tokens} + {new_tokens} tokens: "
     room = max(8, out.width - len(count))
@@ -122,7 +124,7 @@ def say_answer(prompt: str, prompt_tokens: int, answer: str, new_tokens: int) ->
 
 
 def summary(generator: Generator, stats: CacheStats, outputs: Outputs, seconds: float) -> list[str]:
-    """What was computed, proposed and loaded, in lines."""
+    """Return lines with the counts of computed, proposed and loaded tokens."""
     groups = ", ".join(f"{group.name} {group.peak_held} of {group.total} blocks" for group in stats.groups)
     tokens = sum(map(len, outputs))
     lines = [f"{len(outputs)} answers, {tokens} new tokens in {seconds:.2f} s: {tokens / seconds:.0f} a second"]
@@ -137,10 +139,10 @@ def summary(generator: Generator, stats: CacheStats, outputs: Outputs, seconds: 
 
 
 def load(name: str, dtype: str) -> tuple[Any, Any]:
-    """A transformers model and its tokenizer. Raises BadInput where transformers cannot find or read them."""
+    """Load a transformers model and its tokenizer. Raises BadInput if transformers cannot find or read them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # of its retries the one line below tells
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no log of its retries: the error below is enough
     try:
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype), AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -148,7 +150,8 @@ def load(name: str, dtype: str) -> tuple[Any, Any]:
 
 
 def generate(generator: Generator, prompts: list[list[int]], how: dict[str, Any]) -> Outputs:
-    """``generator.generate`` with a line on a terminal that shows requests, tokens a second and cache use."""
+    """Run ``generator.generate``; on a terminal, with a progress line of requests, tokens per second and blocks in
+    use."""
     began, total = time.perf_counter(), sum(len(prompt) + how["n"] * (how["max_new_tokens"] - 1) for prompt in prompts)
     with console.progress(total, "tokens") as moved:
         if moved is None:
@@ -166,6 +169,6 @@ def generate(generator: Generator, prompts: list[list[int]], how: dict[str, Any]
 
 
 def clipped(text: str, width: int) -> str:
-    """At most ``width`` characters on one line, none of them a control character."""
+    """Return ``text`` on one line of at most ``width`` characters, with control characters replaced."""
     line = "".join(c if c.isprintable() else "·" for c in text)
     return line if len(line) <= width else line[: width - 1] + "…"

@@ -1,9 +1,9 @@
-"""LongRoPE (arXiv 2402.13753) as transformers computes it: which of two sets of factors rotates a pass.
+"""LongRoPE (arXiv 2402.13753) as transformers computes it: chooses which of two sets of factors rotates a forward pass.
 
-Such a model has short factors for texts of at most ``original_max_position_embeddings`` tokens and long ones for longer texts.
-transformers chooses between them by the furthest position of a *forward pass*, for all positions of the pass. So the rows of a
-text depend on how long it was when they were computed: a text that grows past the switch is computed again from its
-beginning, rows of the two sides are never shared, and texts of the two sides are never in one pass.
+Such a model has short factors for texts of at most ``original_max_position_embeddings`` tokens and long ones for longer
+texts. transformers chooses between them by the furthest position of a *forward pass*, for all positions of the pass. So
+the rows of a text depend on how long it was when they were computed. A text that grows past the switch is computed
+again from its beginning. Shorter and longer texts never share rows, and are never in one pass.
 
     text          0 ......... original ......... max_position_embeddings
     its factors   short       | long, from position 0 on
@@ -23,8 +23,8 @@ Tensor = torch.Tensor
 
 
 class RopeSwitch:
-    """Where a model's position encodings switch. ``lengths``: texts of more tokens than these are encoded otherwise, in rising
-    order; empty for most models."""
+    """The text lengths at which a model's position encodings switch. ``lengths``, ascending: a text with more tokens
+    than one of these is encoded differently; empty for most models."""
 
     def __init__(self, model: Any) -> None:
         self._modules: list[torch.nn.Module] = []
@@ -37,20 +37,23 @@ class RopeSwitch:
         self.lengths = tuple(sorted(found))
 
     def passed(self, num_tokens: int) -> int:
-        """The last switch that a text of ``num_tokens`` tokens is past; 0: none. O(log switches)."""
+        """Return the last switch that a text of ``num_tokens`` tokens has passed; 0: none. O(log switches)."""
         before = bisect_left(self.lengths, num_tokens)
         return self.lengths[before - 1] if before else 0
 
     def room(self, num_tokens: int) -> int | None:
-        """How many tokens a text of ``num_tokens`` may grow until it passes the next switch; None: any number."""
+        """Return how many tokens a text of ``num_tokens`` can grow before it passes the next switch; None: any
+        number."""
         before = bisect_left(self.lengths, num_tokens)
         return self.lengths[before] - num_tokens if before < len(self.lengths) else None
 
     @contextmanager
     def rotating_past(self, passed: int) -> Iterator[None]:
-        """Let a forward pass rotate as texts past ``passed`` tokens do, wherever its own positions lie.
+        """Make forward passes inside this context rotate as for texts longer than ``passed`` tokens, at any positions;
+        0: no change.
 
-        The rotary modules see one more position, which is past the switch, and its angles are cut off again.
+        Hooks give the rotary modules one more position, which is past the switch, and remove its angles from the
+        result.
         """
         with ExitStack() as hooks:
             if passed:
@@ -62,17 +65,17 @@ class RopeSwitch:
 
 
 def media_past(passed: int, first_token: int) -> Mapping[int, bytes]:
-    """What keeps the rows of texts past ``passed`` tokens apart from those of shorter texts: a digest that stands for their
-    first token, as that of an image would. Empty for 0."""
+    """Return the ``media`` for ``KVCache.open`` that keeps texts longer than ``passed`` tokens from sharing rows with
+    shorter ones: a digest for the first token, as for an image. Empty for 0."""
     if not passed:
         return {}
-    told = f"token {first_token}, rotated for texts past {passed} tokens"
-    return {0: blake2b(told.encode(), digest_size=16).digest()}
+    content = f"token {first_token}, rotated for texts past {passed} tokens"
+    return {0: blake2b(content.encode(), digest_size=16).digest()}
 
 
 def _switch_lengths(module: torch.nn.Module) -> set[int]:
-    """The text lengths after which rotary module ``module`` takes its long factors: one, or one for each layer type. With
-    ``long_mscale`` it switches another magnitude too, whatever its type (PhiMoE)."""
+    """Return the text lengths after which rotary module ``module`` uses its long factors: one, or one for each layer
+    type. A module with ``long_mscale`` switches another magnitude too, whatever its type (PhiMoE)."""
     kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
     parameters = getattr(config, "rope_parameters", None)
     if kinds is None or not isinstance(parameters, Mapping):
@@ -84,7 +87,7 @@ def _switch_lengths(module: torch.nn.Module) -> set[int]:
 
 
 def _with_position(position: int) -> Any:
-    """A hook that appends ``position`` to the positions ``[..., S]`` that a rotary module is called with."""
+    """Return a hook that appends ``position`` to the positions ``[..., S]`` that a rotary module is called with."""
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
@@ -97,6 +100,6 @@ def _with_position(position: int) -> Any:
 
 
 def _without_last(module: torch.nn.Module, args: Any, angles: Tensor | tuple[Tensor, Tensor]) -> Any:
-    """A hook that cuts the last position off the cosines and sines, each ``[..., S + 1, D]``, or off the complex numbers that
-    stand for both."""
+    """The hook that removes the last position from the cosines and sines, each ``[..., S + 1, D]``, or from the complex
+    numbers that represent both."""
     return angles[..., :-1, :] if isinstance(angles, Tensor) else tuple(part[..., :-1, :] for part in angles)

@@ -1,4 +1,5 @@
-"""Running a step of a transformers model: the tokens of many requests in, the logits after each one's last tokens out."""
+"""Runs a step of a transformers model: takes new tokens of many sequences, returns the logits after the last tokens of
+each."""
 
 from __future__ import annotations
 
@@ -24,34 +25,37 @@ Work = tuple[Sequence, Tokens]
 
 
 class Runner(Protocol):
-    """Computes the next tokens of some sequences. Room is made before, ``commit`` follows.
+    """Computes the next tokens of sequences. The caller extends them before, and commits after.
 
-    ``cache``: where their rows lie. ``switch``: at which lengths of a text all that was computed of it becomes useless.
+    ``cache``: holds their rows. ``switch``: the lengths at which a growing text must be computed again.
     """
 
     cache: KVCache
     switch: RopeSwitch
 
     def step(self, work: Many[Work], kept: Many[int] | None = None, lengths: Many[int] | None = None) -> Tensor:
-        """(sequence, its next tokens) pairs -> logits after the last ``kept[i]`` tokens of each (default one), those of one
-        request behind those of another: float ``[sum(kept), vocab]``. ``lengths``: tokens of each text, as far as it is known
-        (default: up to its next tokens)."""
+        """Compute ``work``, pairs of (sequence, its next tokens). Return the logits after the last ``kept[i]`` tokens
+        of each sequence (default one), one sequence after another: float ``[sum(kept), vocab]``. ``lengths``: tokens of
+        each text as far as it is known (default: up to its next tokens)."""
         ...
 
     def most_tokens(self, sequence: Sequence) -> int | None:
-        """The most tokens of ``sequence`` that the next step can take; None: as many as there is room for."""
+        """Return the most tokens of ``sequence`` that the next step can take; None: no limit."""
         ...
 
 
 class ModelRunner:
-    """Any supported model through transformers' own code: its cache calls, and its attention interface where it has one.
+    """Runs any supported model through transformers' own code: its cache calls, and its attention interface if it uses
+    one.
 
-    Requests that compute one token, or verify equally many, form one batched forward pass; a longer piece of a prompt is a
-    pass of its own. Texts on two sides of a ``switch`` are in passes of their own.
-    The model's attention implementation is kvpagoda's only while a step runs. A model with attention of its own keeps it, and
-    one that counts positions by itself counts them: requests that share a pass are then equally long, so that what the model
-    believes of one of them is true of all. So are those of a model that ranks tokens: which of equally ranked ones it takes
-    depends on how many there are. Raises SchemaError for a model that takes no cache.
+    Requests that compute one token, or verify the same number of tokens, form one batched forward pass; a longer prompt
+    piece is a pass of its own. Texts on different sides of a ``switch`` are in different passes.
+
+    The model's attention implementation is replaced by kvpagoda's only while a step runs. A model with its own
+    attention code keeps it, and a model that counts positions by itself counts them. In both cases the requests of a
+    pass must be equally long, because the model assumes one past length for the batch. The same holds for a model that
+    ranks tokens: which of equally ranked tokens it selects depends on their number. Raises SchemaError for a model that
+    takes no cache.
     """
 
     def __init__(self, model: Any, cache: KVCache) -> None:
@@ -104,9 +108,9 @@ class ModelRunner:
                 config._attn_implementation = implementation
 
     def most_tokens(self, sequence: Sequence) -> int | None:
-        """transformers' selective scan of Mamba-1 (its modules project x to the scan's parameters) and its Griffin blocks
-        start several tokens from a zero state whatever came before, so after the first piece of a prompt such models go on
-        token by token."""
+        """See ``Runner``. The limit is 1 after the first piece of a prompt for models with Mamba-1 or Griffin blocks:
+        transformers' selective scan of Mamba-1 (whose modules project x to the scan's parameters) and its Griffin
+        blocks compute several tokens from a zero state and ignore the past."""
         return None if self._resumes or sequence.length == 0 else 1
 
     def _step(self, work: Many[Work], kept: Many[int], sides: Many[int]) -> Tensor:
@@ -122,7 +126,7 @@ class ModelRunner:
         return torch.cat([rows[i] for i in range(len(work))])
 
     def _forward(self, work: Many[Work], kept: int) -> Tensor:
-        """One pass over rows of equal length: logits ``[len(work), kept, vocab]``."""
+        """Run one pass over sequences with the same number of new tokens: logits ``[len(work), kept, vocab]``."""
         batch = self.cache.batch([sequence for sequence, _ in work], [len(tokens) for _, tokens in work])
         ids = torch.from_numpy(np.stack([tokens for _, tokens in work])).to(self.cache.device, torch.int64)
         positions = batch.positions.long().view(ids.shape)
@@ -137,8 +141,8 @@ class ModelRunner:
         return out.logits[:, -kept:].float()  # type: ignore[no-any-return]
 
     def _positions_after_padding(self, work: Many[Work]) -> Tensor:
-        """Positions int64 ``[B, S]`` of a model that counts from behind its padding token, and leaves that token out wherever
-        it stands in a text. O(tokens of the texts)."""
+        """Return positions, int64 ``[B, S]``, for a model that counts from its padding token id on, and skips padding
+        tokens in a text. O(tokens of the texts)."""
         assert self._padding is not None
         requests, rows = requests_of([sequence for sequence, _ in work], self.cache.core), []
         for request, (_, tokens) in zip(requests, work):
@@ -149,6 +153,7 @@ class ModelRunner:
 
 
 def _padding_token(model: Any) -> int | None:
-    """The padding token of a model that numbers its positions from there on, as RoBERTa does; None for all others."""
+    """Return the padding token of a model that numbers positions from its id on, as RoBERTa does; None for other
+    models."""
     counting = (part for part in model.modules() if hasattr(part, "create_position_ids_from_input_ids"))
     return next((int(part.padding_idx) for part in counting), None)

@@ -1,4 +1,4 @@
-"""How the next token is chosen from the logits. numpy only, one token of one answer at a time."""
+"""Chooses the next token from the logits: one token of one answer at a time, with numpy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from kvpagoda.errors import BadInput
 
 @dataclass(frozen=True)
 class Sampling:
-    """``temperature`` 0 takes the largest logit; above, tokens are drawn: from the ``top_k`` likeliest (and their equals),
-    and of those from the fewest that hold ``top_p`` of the probability.
+    """How tokens are sampled. ``temperature`` 0 takes the token with the largest logit. Above 0 a token is drawn from
+    the ``top_k`` likeliest tokens (and those equal to the last of them), reduced to the fewest that have ``top_p`` of
+    the probability.
 
-    Answer ``i`` of a request draws from a stream of its own, seeded with ``seed + i``: it does not depend on what runs
-    beside it. Without a seed each is different every time. Raises BadInput for values that make no sense.
+    Answer ``i`` of a request has its own random stream, seeded with ``seed + i``, so it does not depend on the other
+    requests of a step. Without a seed each answer is different every time. Raises BadInput for invalid values.
     """
 
     temperature: float = 0.0
@@ -33,11 +34,12 @@ class Sampling:
             raise BadInput(f"need top_k >= 1 and seed >= 0, or None, got {self.top_k} and {self.seed}")
 
     def stream(self, number: int) -> np.random.Generator:
-        """The random numbers of answer ``number`` of a request; one is used for each token."""
+        """Return the random stream of answer ``number`` of a request; ``draw`` uses one number for each token."""
         return np.random.default_rng(None if self.seed is None else self.seed + number)
 
     def draw(self, logits: npt.NDArray[Any], stream: np.random.Generator) -> int:
-        """A token for ``logits`` ``[vocab]``, at a temperature above 0. O(vocab), O(vocab log vocab) with ``top_p``."""
+        """Draw a token from ``logits`` ``[vocab]``, at a temperature above 0. O(vocab), O(vocab log vocab) with
+        ``top_p``."""
         weights = np.exp((logits - logits.max()).astype(np.float64) / self.temperature)
         if self.top_k is not None and self.top_k < len(weights):
             weights[weights < np.partition(weights, -self.top_k)[-self.top_k]] = 0

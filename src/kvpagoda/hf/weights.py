@@ -1,4 +1,4 @@
-"""What tells one model's rows from another's."""
+"""A digest of a model's weights, which keeps the rows of different models apart."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 
 from kvpagoda.tiers.checksum import xxh3_128
 
-_UNTOLD = {"_name_or_path", "_commit_hash", "transformers_version", "architectures"}  # say nothing of what is computed
+_IGNORED = {"_name_or_path", "_commit_hash", "transformers_version", "architectures"}  # they do not change the results
 
 
 def weights_digest(model: Any) -> str:
-    """16 bytes in hex over the config and every parameter and buffer of ``model``: names, dtypes, shapes and bytes.
+    """Return a digest, 16 bytes in hex, of the config and of every parameter and buffer of ``model``: names, dtypes,
+    shapes, bytes.
 
-    Reads all of them once: seconds for a large model. Rows that were computed with the same digest mean the same, up to the
-    rounding of the kernels that computed them.
+    It reads all of them once, which takes seconds for a large model. Rows of models with the same digest are equal, up
+    to the rounding of the kernels that computed them.
     """
-    config = {name: value for name, value in model.config.to_dict().items() if name not in _UNTOLD}
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _IGNORED}
     digest = blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())

@@ -1,6 +1,6 @@
-"""What monitoring sees: figures for Prometheus, spans for OpenTelemetry, a dashboard for Grafana, and ``kvpagoda top``.
+"""Monitoring: metrics for Prometheus, spans for OpenTelemetry, a dashboard for Grafana, and ``kvpagoda top``.
 
-Nothing of it is called by a cache: figures are read from ``stats``, spans are wrapped around the calls of one cache. Needs the
+A cache calls nothing of this package: metrics are read from ``stats``, and spans wrap the calls of one cache. Needs the
 ``metrics`` extra.
 """
 

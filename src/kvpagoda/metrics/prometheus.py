@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: a collector that reads the counters of caches when it is scraped, and at no other time."""
+"""Metrics for Prometheus: a collector that reads the counters of caches only when it is scraped."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ with MissingExtra.unless("prometheus_client", "metrics need prometheus_client; p
     from prometheus_client.metrics_core import Metric as Family
     from prometheus_client.registry import Collector
 
-_TRIES, _PAUSE = 20, 1e-3
+_TRIES, _PAUSE = 20, 1e-3  # attempts to read counters that change, seconds between two attempts
 _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 
 
 class CacheCollector(Collector):
-    """The figures of ``sources``, caches or run queues in front of them, for a registry of ``prometheus_client``.
+    """The metrics of ``sources`` for a registry of ``prometheus_client``. A source is a cache, or the run queue in
+    front of one.
 
-    ``engine`` is the number of each, from 0 on, and ``model_name`` the name of their model: labels of all metrics.
-    ``namespaces``: names to show for namespaces; a salt is a secret, so that by default a keyed digest stands for it.
-    ``vllm``: what stands before the names that are vLLM's; another one where vLLM's own metrics are in the same registry.
+    All metrics have two labels: ``engine``, the number of the source, from 0 on, and ``model_name``.
+    ``namespaces``: names to show for namespaces. A salt is a secret, so by default a keyed digest is shown instead.
+    ``vllm``: the prefix of vLLM's metric names; set another one if vLLM's own metrics are in the same registry.
 
-    Scraped from any thread, while the owner of a cache works: nothing is locked, so that a figure may be some microseconds
-    older than the next. Counters never go back, also where a sequence is rewound. Raises BadInput, MissingExtra.
+    Any thread may scrape it while the owner of a cache works. It takes no lock, so one metric may be some microseconds
+    older than the next. Counters never decrease, even when a sequence is rewound. Raises BadInput, MissingExtra.
     """
 
     def __init__(
@@ -42,19 +43,19 @@ class CacheCollector(Collector):
         namespaces: Mapping[Any, str] | None = None,
         vllm: str = VLLM,
     ) -> None:
-        odd = [one for one in sources if not isinstance(one, KVCache | RunQueue)]
-        if odd or not sources:
-            raise BadInput(f"a collector is given caches or run queues, at least one; got {odd[:1] or 'none'}")
+        unknown = [source for source in sources if not isinstance(source, KVCache | RunQueue)]
+        if unknown or not sources:
+            raise BadInput(f"a collector takes one or more caches or run queues, got {unknown[:1] or 'none'}")
         self._sources, self._model_name, self._vllm = sources, model_name, vllm
-        self._namespaces = {namespace_key(one): name for one, name in (namespaces or {}).items()}
+        self._namespaces = {namespace_key(space): name for space, name in (namespaces or {}).items()}
         self._most: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def describe(self) -> Iterable[Family]:
-        """The names, for a registry that looks whether others have them too."""
+        """Return every metric without samples. The registry uses their names to find duplicates."""
         return [self._family(metric) for metric in METRICS]
 
     def collect(self) -> Iterator[Family]:
-        """Every metric with its samples now. O(groups, requests, namespaces)."""
+        """Yield every metric with its samples at this moment. O(groups, requests, namespaces)."""
         moments = [self._moment(source) for source in self._sources]
         for metric in METRICS:
             family = self._family(metric)
@@ -82,12 +83,13 @@ class CacheCollector(Collector):
         family.add_metric(labels, value)
 
     def _moment(self, source: KVCache | RunQueue) -> Moment:  # type: ignore[type-arg]
-        """What the counters of ``source`` say, while somebody else may change them."""
+        """Read the counters of ``source``, which another thread may change at the same time: a failed read is
+        repeated."""
         cache, queue = (source, None) if isinstance(source, KVCache) else (source.cache, source.stats())
         labels = {cache.core.counters.label(own): name for own, name in self._namespaces.items()}
         for _ in range(_TRIES):
             try:
                 return Moment(stats_of(cache.core, labels), queue)
-            except (AttributeError, KeyError, RuntimeError):  # what was read is gone
+            except (AttributeError, KeyError, RuntimeError):  # the owner changed what was being read
                 sleep(_PAUSE)
         return Moment(stats_of(cache.core, labels), queue)

@@ -1,13 +1,13 @@
 """Spans for OpenTelemetry: where the time of one request goes in a cache.
 
     kvpagoda.open       a request is admitted
-      kvpagoda.find       tiers are asked for what the device has not, and the checkpoint is read
-      kvpagoda.evict      room is made: so it is inside of whatever needs it, a step too
+      kvpagoda.find       tiers are asked for blocks that the device does not have, and the checkpoint is read
+      kvpagoda.evict      blocks are evicted; the span is inside the call that needs them, which may be a step
       kvpagoda.load       records are read into blocks
-    kvpagoda.suspend    a request goes to host memory
-    kvpagoda.resume     it comes back, or begins again
+    kvpagoda.suspend    a request is moved to host memory
+    kvpagoda.resume     it is restored, or starts again
 
-They stand around the calls that ``kvpagoda.cache.observing`` lists; a cache that is not traced knows nothing of it.
+The spans wrap the calls that ``kvpagoda.cache.observing`` lists. A cache that is not traced runs none of this code.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ class Spanned(NamedTuple):
 
     name: str
     tell: Callable[[Core, Given, Any], Told]
-    """What is said of a call that is done, from its arguments and its result."""
+    """Returns the attributes of a finished call, from its arguments and its result."""
     begins: bool = False
-    """Whether a trace may begin here; the others are traced inside of one."""
+    """Whether a trace may begin with this call; other calls are traced only inside of a trace."""
     applies: Callable[[Given, dict[str, Any]], bool] = lambda given, named: True
+    """Whether a call with these positional and named arguments gets a span."""
 
 
 class Tracing:
-    """The spans around one cache, until ``close``; a context. See ``trace``."""
+    """The spans around one cache, until ``close``; a context manager. See ``trace``."""
 
     def __init__(self, cache: KVCache, tracer: Tracer, every: int = 1) -> None:
         every = whole_number(every, "every how many requests one is traced", at_least=1)
         self._core, self._tracer, self._every, self._depth = cache.core, tracer, every, 0
         self.close = observe(cache.core.parts, self._around)
-        """No more spans. Does no harm twice."""
+        """Remove the spans. A second call does nothing."""
 
     def __enter__(self) -> Tracing:
         return self
@@ -62,8 +63,8 @@ class Tracing:
         self.close()
 
     def _around(self, method: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call`` with a span around it; where not every request is traced, for those with which a trace begins or that are
-        inside of one. A call without a span costs one more call of a C function."""
+        """Return ``call`` with a span around it. If not every request is traced, only calls that begin a trace, or are
+        inside of one, get a span. A call without a span costs one more call of a C function."""
         spanned, core, tracer = SPANS[method], self._core, self._tracer
         if method == "open":
             next_begins = cycle([False] * (self._every - 1) + [True]).__next__
@@ -86,7 +87,7 @@ class Tracing:
                 finally:
                     self._depth -= 1
                 if span.is_recording():
-                    with suppress(Exception):  # what is done is done, whatever comes of telling it
+                    with suppress(Exception):  # the call has succeeded: an error of the attributes must not hide it
                         span.set_attributes(spanned.tell(core, given, result))
                 return result
 
@@ -94,15 +95,19 @@ class Tracing:
 
 
 def trace(cache: KVCache, tracer: Tracer | None = None, *, every: int = 1) -> Tracing:
-    """Put spans around the calls of ``cache`` from now on, made by ``tracer`` (default: of the provider that the process has
-    set). ``every``: one ``open`` in so many is traced, with what happens inside of it, and every suspension: for an engine
-    that serves many, since a span costs tens of microseconds, also one that a provider samples away. Nothing is left once it
-    is closed. Raises BadInput, also where the cache is traced already, and MissingExtra."""
+    """Put spans around the calls of ``cache`` until the returned ``Tracing`` is closed; closing removes them
+    completely.
+
+    ``tracer``: makes the spans; by default a tracer of the provider that the process has set. ``every``: trace one
+    ``open`` in this many, with the calls inside of it, and every suspension. Use it for an engine with many requests: a
+    span costs tens of microseconds, even if a provider samples it away. Raises BadInput, also if the cache is traced
+    already, and MissingExtra.
+    """
     return Tracing(cache, get_tracer("kvpagoda") if tracer is None else tracer, every)
 
 
 def _failed(span: Span, error: BaseException) -> None:
-    """A call raised ``error``: no fault where it says that there is no room."""
+    """Record on ``span`` that its call raised ``error``. Exhausted memory is not marked as a fault."""
     with suppress(Exception):
         span.set_attribute("error.type", type(error).__name__)
         if not isinstance(error, Exhausted):
@@ -130,7 +135,7 @@ def _suspended(_: Core, given: Given, __: None) -> Told:
 
 
 def _evicted(core: Core, _: Given, __: bool) -> Told:
-    """So far: between two spans lies what one of them evicted."""
+    """The total of the cache so far: the difference between two spans is what the later one evicted."""
     return {"kvpagoda.blocks_evicted": sum(core.prefix.num_evicted)}
 
 

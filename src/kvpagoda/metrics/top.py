@@ -1,4 +1,4 @@
-"""What ``kvpagoda top`` shows: the figures of all caches behind one metrics address, or of a file of the same text."""
+"""The figures that ``kvpagoda top`` shows, read from a metrics address or from a file with the same text."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from kvpagoda.tiers.latency import Histogram
 with MissingExtra.unless("prometheus_client", "'top' needs prometheus_client; pip install 'kvpagoda[metrics]'"):
     from prometheus_client.parser import text_string_to_metric_families
 
-_TIMEOUT = 5.0
+_TIMEOUT = 5.0  # seconds
 _SERIES = frozenset(name for metric in METRICS for name in metric.series)
 
 
 @dataclass(frozen=True)
 class GroupFigures:
-    """Blocks of one group by state (``STATES``), bytes of a block, blocks evicted so far, prompt tokens that it had."""
+    """One group: its blocks by state (``STATES``), bytes of a block, blocks evicted so far, prompt tokens that it had
+    cached."""
 
     name: str
     blocks: dict[str, int]
@@ -36,8 +37,8 @@ class GroupFigures:
 
 @dataclass(frozen=True)
 class TierFigures:
-    """One kind of call to a tier: records asked for, those that were OK, bytes, and the seconds of half and of 99 % of the
-    calls (None without any)."""
+    """One kind of call to a tier: records asked for, records that succeeded, bytes, and the median and the 99 %
+    quantile of the seconds of a call (None without any call)."""
 
     level: int
     name: str
@@ -52,8 +53,8 @@ class TierFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """One moment of all caches of a source; tokens and requests since they were made. ``waiting`` and ``preempted`` are None
-    where no queue is known."""
+    """The figures of all caches of a source at one moment; tokens and requests are counted since the caches were made.
+    ``waiting`` and ``preempted`` are None if no queue is known."""
 
     engines: int
     running: int
@@ -78,11 +79,11 @@ class Figures:
 
     @property
     def hit_rate(self) -> float:
-        """Prompt tokens saved, of all: 0 to 1."""
+        """The share of the prompt tokens that were cached, 0 to 1."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, and the hit rate."""
+        """Return the fields and the hit rate as plain data."""
         short = {reason: {"requests": n, "tokens": tokens} for reason, (n, tokens) in self.short_hits.items()}
         names = {
             name: {"requests": n, "prompt_tokens": prompt, "cached_tokens": cached}
@@ -92,7 +93,8 @@ class Figures:
 
 
 class _Samples:
-    """Samples by name, whoever they are of: added up over engines and whatever other labels are not asked for."""
+    """Samples by metric name. Reading them adds up over the engines and over all labels that the reader does not
+    name."""
 
     def __init__(self, text: str, vllm: str) -> None:
         self._of: dict[str, list[tuple[Mapping[str, str], float]]] = defaultdict(list)
@@ -101,47 +103,48 @@ class _Samples:
                 name = sample.name
                 if name.startswith(vllm):
                     name = VLLM + name.removeprefix(vllm)
-                elif name.startswith(VLLM):  # of vLLM itself
+                elif name.startswith(VLLM):  # a metric of vLLM itself
                     continue
                 if name in _SERIES:
                     self._of[name].append((sample.labels, sample.value))
 
     def by(self, name: str, *labels: str, of: Callable[[Iterable[float]], float] = sum) -> dict[tuple[str, ...], float]:
-        """Values by ``labels``, where several have the same ones ``of`` them all."""
+        """Return the values of ``name`` by the values of ``labels``; ``of`` combines samples with the same label
+        values."""
         found: dict[tuple[str, ...], list[float]] = defaultdict(list)
-        for have, value in self._of[name]:
-            found[tuple(have.get(label, "") for label in labels)].append(value)
+        for own, value in self._of[name]:
+            found[tuple(own.get(label, "") for label in labels)].append(value)
         return {key: of(values) for key, values in found.items()}
 
     def total(self, name: str) -> int:
-        """The sum of all of this name; 0 where there are none."""
+        """Return the sum of all samples of ``name``; 0 if there are none."""
         return int(self.by(name).get((), 0))
 
     def some(self, name: str) -> int | None:
-        """``total``, or None where there are none."""
+        """Return ``total(name)``, or None if there are no samples."""
         return self.total(name) if self._of[name] else None
 
     def histogram(self, name: str, labels: Mapping[str, str]) -> Histogram:
-        """The histogram ``name`` of ``labels``, added up."""
+        """Return the sum of the histograms ``name`` that have ``labels``."""
         below: dict[float, float] = defaultdict(float)
-        for have, value in self._of[f"{name}_bucket"]:
-            if labels.items() <= have.items():
-                below[float(have["le"])] += value
+        for own, value in self._of[f"{name}_bucket"]:
+            if labels.items() <= own.items():
+                below[float(own["le"])] += value
         ends = sorted(below)
         counts = (int(after - before) for before, after in pairwise([0.0, *(below[end] for end in ends)]))
         return Histogram(tuple(end for end in ends if end < inf), tuple(counts), 0.0)
 
 
 def read(source: str, vllm: str = VLLM) -> Figures:
-    """The figures at ``source``: an http address (``host:port`` will do), or a file. ``vllm``: see ``CacheCollector``. Raises
-    BadInput, and OSError for a file that cannot be read."""
+    """Return the figures at ``source``: an http address (``host:port`` is enough), or a file. ``vllm``: see
+    ``CacheCollector``. Raises BadInput, and OSError for a file that cannot be read."""
     address = source
     if "://" not in source and not Path(source).exists() and ":" in source:
         address = f"http://{source}"
     if "://" not in address:
         return figures(Path(source).read_text(), source, vllm)
     if not address.startswith(("http://", "https://")):
-        raise BadInput(f"{source!r} is no http address of metrics, such as localhost:9100, and no file")
+        raise BadInput(f"{source!r} is neither an http address of metrics, such as localhost:9100, nor a file")
     if address.count("/") < 3:
         address += "/metrics"
     try:
@@ -153,7 +156,8 @@ def read(source: str, vllm: str = VLLM) -> Figures:
 
 
 def figures(text: str, source: str = "the text", vllm: str = VLLM) -> Figures:
-    """What ``text``, metrics in the form of Prometheus, says. Raises BadInput where it is something else."""
+    """Parse ``text``, metrics in the text form of Prometheus. ``source`` names it in errors. Raises BadInput for other
+    text."""
     try:
         samples = _Samples(text, vllm)
     except (ValueError, KeyError, IndexError):
@@ -182,7 +186,7 @@ def figures(text: str, source: str = "the text", vllm: str = VLLM) -> Figures:
         waiting=samples.some("vllm:num_requests_waiting"),
         preempted=samples.some("vllm:num_preemptions_total"),
         nbytes=int(sum(nbytes.values())),
-        usage=sum(usage.get(one, 0.0) * size for one, size in nbytes.items()) / max(1.0, sum(nbytes.values())),
+        usage=sum(usage.get(engine, 0.0) * size for engine, size in nbytes.items()) / max(1.0, sum(nbytes.values())),
         prompt_tokens=samples.total("vllm:prefix_cache_queries_total"),
         cached_tokens=samples.total("kvpagoda:cached_tokens_total"),
         loaded_tokens=samples.total("kvpagoda:loaded_tokens_total"),
@@ -197,7 +201,7 @@ def figures(text: str, source: str = "the text", vllm: str = VLLM) -> Figures:
 
 
 def _columns(samples: _Samples, label: str, *names: str) -> dict[str, Any]:
-    """Label -> the totals of the counters ``names``."""
+    """Return the value of ``label`` -> the totals of the counters ``names``."""
     columns = [samples.by(f"kvpagoda:{name}_total", label) for name in names]
     return {key: tuple(int(column.get((key,), 0)) for column in columns) for (key,) in sorted(columns[0])}
 

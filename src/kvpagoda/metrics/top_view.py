@@ -1,4 +1,4 @@
-"""``kvpagoda top`` on a terminal: tables that fit it, made anew every so many seconds, or once. Needs rich."""
+"""``kvpagoda top`` on a terminal: tables that fit its width, printed once or updated every few seconds. Needs rich."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvpagoda.text import table
 from kvpagoda.units import format_bytes
 
 _MARKS = {"private": "█", "shared": "▓", "evictable": "░", "free": "·"}
-_BARS = ((60, 8), (100, 16), (inf, 40))  # up to so many columns, so many marks
+_BARS = ((60, 8), (100, 16), (inf, 40))  # (the most columns of the terminal, marks of a bar)
 
 
 def run(source: str, every: float, *, once: bool, as_json: bool, vllm: str = VLLM) -> None:
-    """Show the figures at ``source`` until Ctrl-C, or ``once``; or print them as a line of JSON each time. Raises BadInput,
-    OSError."""
+    """Show the figures at ``source`` every ``every`` seconds until Ctrl-C, or ``once``. With ``as_json`` print a line
+    of JSON each time instead. Raises BadInput, OSError."""
     if not 0.1 <= every < 3600:
-        raise BadInput(f"--every is a number of seconds from 0.1 on, got {every}")
+        raise BadInput(f"--every must be at least 0.1 and less than 3600 seconds, got {every}")
     look = partial(read, source, vllm)
     if as_json:
         for figures, _ in _moments(look, every, once=once):
@@ -37,7 +37,7 @@ def run(source: str, every: float, *, once: bool, as_json: bool, vllm: str = VLL
     if once:
         out.print(view(look(), None, out.width))
         return
-    first = look()  # what is wrong with it is said in one line, and not on a screen that goes away
+    first = look()  # an error here is printed in one line, and not on the live screen, which is cleared at the end
     with Live(view(first, None, out.width), console=out, screen=out.is_terminal, auto_refresh=False) as live:
         sleep(every)
         for figures, rates in _moments(look, every, before=first):
@@ -47,8 +47,8 @@ def run(source: str, every: float, *, once: bool, as_json: bool, vllm: str = VLL
 def _moments(
     look: Callable[[], Figures], every: float, *, once: bool = False, before: Figures | None = None
 ) -> Iterator[tuple[Figures, tuple[float, float] | None]]:
-    """The figures, again and again, with tokens saved and computed a second since the time before. A source that cannot be
-    read for a while is asked again; at first it raises."""
+    """Yield the figures every ``every`` seconds, with the tokens per second that were saved and computed since the last
+    time. Raises if the source cannot be read the first time; later it tries again."""
     then = monotonic() - every
     while True:
         try:
@@ -71,7 +71,7 @@ def _moments(
 
 
 def view(figures: Figures, rates: tuple[float, float] | None, width: int) -> RenderableType:
-    """All tables, in lines of at most ``width`` characters."""
+    """Return all tables, in lines of at most ``width`` characters. ``rates``: tokens saved and computed per second."""
     parts: list[RenderableType] = [Text(line) for line in _head(figures, rates)]
     bar = next(marks for most, marks in _BARS if width <= most)
     names, rows = ["group", "in use", "blocks", *STATES, "evicted"], []
@@ -86,15 +86,15 @@ def view(figures: Figures, rates: tuple[float, float] | None, width: int) -> Ren
     parts += _table(["hits cut short by", "requests", "tokens lost"], short, ("hits cut short by",), width)
     tiers = [
         [
-            f"{one.level} {one.name}{'' if one.is_available else ' (down)'}", one.call,
-            f"{one.ok:,}", f"{one.records - one.ok:,}",
-            format_bytes(one.nbytes), _seconds(one.median), _seconds(one.slowest),
+            f"{tier.level} {tier.name}{'' if tier.is_available else ' (down)'}", tier.call,
+            f"{tier.ok:,}", f"{tier.records - tier.ok:,}",
+            format_bytes(tier.nbytes), _seconds(tier.median), _seconds(tier.slowest),
         ]
-        for one in figures.tiers
+        for tier in figures.tiers
     ]  # fmt: skip
     names = ["tier", "call", "ok", "else", "bytes", "median", "99 %"]
     parts += _table(names, tiers, ("tier", "call"), width, drop=("bytes", "else", "99 %"))
-    by_size = sorted(figures.namespaces.items(), key=lambda one: -one[1][1])[:8]
+    by_size = sorted(figures.namespaces.items(), key=lambda item: -item[1][1])[:8]
     spaces = [
         [name, f"{n:,}", f"{prompt:,}", f"{cached / max(1, prompt):.1%}"] for name, (n, prompt, cached) in by_size
     ]
@@ -105,13 +105,13 @@ def view(figures: Figures, rates: tuple[float, float] | None, width: int) -> Ren
 
 
 def _head(figures: Figures, rates: tuple[float, float] | None) -> Iterator[str]:
-    """The first lines: requests, memory, tokens."""
+    """Yield the first lines: requests, memory, tokens."""
     waiting = "" if figures.waiting is None else f", {figures.waiting} waiting"
     yield f"{figures.running} of {figures.requests_max} running{waiting}"
-    aside = [(figures.suspended, "suspended"), (figures.preempted or 0, "preempted")]
-    aside += [(figures.checkpoints, "checkpoints"), (figures.pins, "pins")]
-    if any(n for n, _ in aside):
-        yield ", ".join(f"{n} {what}" for n, what in aside if n)
+    counts = [(figures.suspended, "suspended"), (figures.preempted or 0, "preempted")]
+    counts += [(figures.checkpoints, "checkpoints"), (figures.pins, "pins")]
+    if any(n for n, _ in counts):
+        yield ", ".join(f"{n} {what}" for n, what in counts if n)
     engines = "" if figures.engines == 1 else f" of {figures.engines} caches"
     yield f"memory  {figures.usage:.1%} of {format_bytes(figures.nbytes)}{engines}"
     loaded = f", {figures.loaded_tokens / max(1, figures.prompt_tokens):.1%} from tiers" if figures.tiers else ""
@@ -125,22 +125,23 @@ def _head(figures: Figures, rates: tuple[float, float] | None) -> Iterator[str]:
 def _table(
     names: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str], width: int, drop: Sequence[str] = ()
 ) -> list[RenderableType]:
-    """A table below an empty line, without as many columns of ``drop`` as make it fit; nothing where there are no rows."""
+    """Return an empty line and a table. While it is wider than ``width``, columns of ``drop`` are left out, the first
+    ones first. Returns nothing if there are no rows. ``left``: columns that are aligned left."""
     if not rows:
         return []
     kept, left_out, cells = [*names], [*drop], [[*row] for row in rows]
-    while (wide := max(map(len, lines := table(kept, cells, left))) - width) > 0 and left_out:
-        at = kept.index(left_out.pop(0))
-        kept, *cells = ([*row[:at], *row[at + 1 :]] for row in (kept, *cells))
-    if wide > 0:  # the names on the left are cut, the numbers on the right never
-        room = max(1, max(len(row[0]) for row in (kept, *cells)) - wide)
-        kept, *cells = ([one if len(one) <= room else one[: room - 1] + "…", *row] for one, *row in (kept, *cells))
+    while (excess := max(map(len, lines := table(kept, cells, left))) - width) > 0 and left_out:
+        column = kept.index(left_out.pop(0))
+        kept, *cells = ([*row[:column], *row[column + 1 :]] for row in (kept, *cells))
+    if excess > 0:  # cut the names in the first column, never the numbers
+        room = max(1, max(len(row[0]) for row in (kept, *cells)) - excess)
+        kept, *cells = ([name if len(name) <= room else name[: room - 1] + "…", *row] for name, *row in (kept, *cells))
         lines = table(kept, cells, [*left, kept[0]])
     return [Text("\n".join(["", *lines]))]
 
 
 def _bar(blocks: dict[str, int], width: int) -> str:
-    """``width`` marks, shared out over the states."""
+    """Return a bar of ``width`` marks: each state gets its share of the blocks."""
     total, ends, drawn = sum(blocks.values()), 0, ""
     for state in STATES:
         ends += blocks[state]

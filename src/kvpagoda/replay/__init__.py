@@ -1,4 +1,4 @@
-"""Traces in, hit rates out: a workload through the prefix tree with no memory behind it. numpy alone."""
+"""Replays traces through the prefix tree, without memory behind it, and returns hit rates. Needs numpy alone."""
 
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ __all__ = [
     "replay", "reuse_distances", "reuse_histogram", "serve", "serve_multi_worker", "synthetic", "working_set", "workload",
 ]  # fmt: skip
 
-# a whole cache behind them
+# imported when they are first used: they import a whole cache
 _SERVING = {
     "kvpagoda.replay.serving": ("ServeResult", "serve"),
     "kvpagoda.replay.multi_worker": ("serve_multi_worker",),

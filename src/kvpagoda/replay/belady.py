@@ -1,4 +1,4 @@
-"""The bound: what a cache that knows the future would hit."""
+"""Belady's bound: the hits of a cache that knows the future."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from kvpagoda.replay.trace import Ints, Trace
 
 
 def furthest_next_use(trace: Trace, reuse: Reuse, capacity: int) -> Ints:
-    """int64 ``[requests]``: the blocks of each request that Belady's MIN with bypass hits: the block used furthest in the
-    future goes, the deepest first. ``reuse``: of this trace.
+    """Return the blocks of each request that Belady's MIN with bypass hits: int64 ``[requests]``. It evicts the block
+    whose next use is furthest in the future, the deepest first. ``reuse``: the stretches of this trace.
 
-    Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
-    The blocks of one chain are needed again the sooner the nearer they lie to its root. So what is held for request
-    ``r`` and for none before it is always one stretch of its chain, and two numbers stand for all of it:
+    Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966. The
+    nearer a block is to the root of its chain, the sooner it is needed again. So the blocks that are cached for request
+    ``r``, and for no request before it, are always one stretch of its chain, which two numbers describe:
 
-        chain of r   | held for requests before r | held for r | not held |
-                     0                         low[r]       high[r]
+        chain of r   | cached for requests before r | cached for r | not cached |
+                     0                           low[r]         high[r]
 
     O((requests + stretches) log requests).
     """
     n = len(trace)
     low, high, hits = [0] * n, [0] * n, [0] * n
-    idle = resident = 0  # idle: resident, never used again
-    furthest: list[int] = []  # heap of -r for every r with something held, perhaps twice, perhaps past
-    order = np.lexsort((reuse.begin, reuse.last))  # the stretches by who used them last: for whom each one keeps them
+    idle = resident = 0  # idle: resident blocks that are never used again
+    furthest: list[int] = []  # heap of -r for every r with cached blocks; r may be in it twice, or be finished
+    # stretches by the earlier request, which keeps their blocks for the later one
+    order = np.lexsort((reuse.begin, reuse.last))
     keeps_for, upto = reuse.request[order].tolist(), reuse.end[order].tolist()
     first = np.searchsorted(reuse.last[order], np.arange(n + 1)).tolist()
     for i, size in enumerate(np.diff(trace.starts).tolist()):
@@ -49,13 +50,13 @@ def furthest_next_use(trace: Trace, reuse: Reuse, capacity: int) -> Ints:
         if over <= 0:
             continue
         resident = capacity
-        gone = min(over, idle)
-        idle, over = idle - gone, over - gone
+        evicted = min(over, idle)
+        idle, over = idle - evicted, over - evicted
         while over:
             r = -furthest[0]
-            gone = min(over, high[r] - low[r])
-            high[r] -= gone
-            over -= gone
+            evicted = min(over, high[r] - low[r])
+            high[r] -= evicted
+            over -= evicted
             if high[r] == low[r]:
                 low[r] = high[r] = 0
                 heappop(furthest)

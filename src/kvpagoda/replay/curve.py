@@ -1,4 +1,4 @@
-"""Many replays of one trace: every capacity for every policy, in one go where a policy allows it."""
+"""Replays one trace at many capacities with many policies; one pass serves all capacities if the policy allows it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvpagoda.replay.trace import Trace
 from kvpagoda.units import whole_number
 
 Told = Callable[[float, str], None]
-"""Is told how many replays are done, in parts too, and which one runs."""
-_trace: Trace | None = None  # in a process of the pool
+"""A callback: (number of finished replays, with fractions; the replay that runs)."""
+_trace: Trace | None = None  # the trace, in a process of the pool
 
 
 def hit_rate_curve(
@@ -28,11 +28,11 @@ def hit_rate_curve(
     reuse: Reuse | None = None,
     on_progress: Told | None = None,
 ) -> list[ReplayResult]:
-    """What ``replay`` says at every capacity for every policy, capacities outermost.
+    """Return the results of ``replay`` at every capacity, in blocks, for every policy; capacities are the outer loop.
 
-    ``lru`` and ``opt`` follow from the stretches of one pass; other policies run in ``jobs`` processes at once (with more
-    than one, a script needs ``if __name__ == "__main__"``). ``reuse``: of this trace, if it was
-    looked at already. Raises BadInput before anything runs.
+    ``lru`` and ``opt`` are computed from the stretches of one pass; other policies run in ``jobs`` processes at once
+    (with more than one, a script needs ``if __name__ == "__main__"``). ``warm_up``: see ``replay``. ``reuse``: the
+    stretches of this trace, if they are known already. Raises BadInput before anything runs.
     """
     names, sizes = checked(policies, capacities, warm_up)
     asked = [(size, number) for size in sizes for number in range(len(names))]
@@ -65,13 +65,13 @@ def hit_rate_curve(
             for future in as_completed(futures):
                 found[futures[future]] = future.result()
                 tell(*futures[future])
-        return [found[one] for one in asked]
+        return [found[key] for key in asked]
     for size, number in slow:
         found[size, number] = replay(
             columns, capacity_blocks=size, policy=policies[number], warm_up=warm_up,
             on_request=partial(tell, size, number),
         )  # fmt: skip
-    return [found[one] for one in asked]
+    return [found[key] for key in asked]
 
 
 def _begin(trace: Trace) -> None:

@@ -1,4 +1,4 @@
-"""Several workers, each with a cache of its own, and one store below them all."""
+"""Serves a trace with several workers, each with its own cache, above one shared store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpagoda.schema import Schema
 from kvpagoda.tiers.spec import TierSpec, tier_from_text
 from kvpagoda.units import whole_number
 
-_counts: Any = None  # in a worker: how many requests each has served
+_counts: Any = None  # in a worker: the number of requests that each worker has served
 
 
 def serve_multi_worker(
@@ -26,10 +26,13 @@ def serve_multi_worker(
     on_request: Callable[[int], None] | None = None,
     **settings: Any,
 ) -> list[ServeResult]:
-    """``serve`` a trace by ``workers`` processes with ``budget`` each, request i by worker i modulo ``workers``, all at once.
+    """``serve`` a trace with ``workers`` processes at once, with ``budget`` each; worker i modulo ``workers`` serves
+    request i. Return one result for each worker.
 
-    ``store``: a tier that all of them share, as ``tier_from_text`` reads it; a block is a record there, with no bytes behind
-    it. How many hits come from the store depends on who was faster, as it does in life. Raises BadInput, NeverFits.
+    ``store``: a tier that all workers share, as ``tier_from_text`` reads it. A block is a record in it, without the
+    bytes of rows. How many hits come from the store depends on the timing of the workers, as in production.
+    ``on_request`` is called with the number of finished requests. ``settings``: other arguments of ``serve``. Raises
+    BadInput, NeverFits.
     """
     workers = whole_number(workers, "workers", at_least=1, below=1025)
     from concurrent.futures import ProcessPoolExecutor, wait  # slow to load

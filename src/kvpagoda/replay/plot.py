@@ -1,4 +1,4 @@
-"""Two pictures of a replay side by side: hit rate against capacity, and how far apart the reuses lie."""
+"""A figure with two plots of a replay: hit rate against capacity, and the distribution of reuse distances."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from kvpagoda.replay.trace import Trace
 
 
 def new_figure(path: Path) -> Any:
-    """An empty figure that can be saved at ``path``. Raises BadInput where it could not, before any work is done."""
+    """Return an empty figure that can be saved at ``path``. Raises BadInput if it could not be saved, before any work
+    is done."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -23,14 +24,15 @@ def new_figure(path: Path) -> Any:
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     known = sorted(figure.canvas.get_supported_filetypes())
     if path.suffix.lower().lstrip(".") not in known:
-        raise BadInput(f"cannot plot into {str(path)!r}: its ending must be one of {', '.join(known)}")
+        raise BadInput(f"cannot plot into {str(path)!r}: its suffix must be one of {', '.join(known)}")
     if not path.parent.is_dir():
         raise BadInput(f"cannot plot into {str(path)!r}: there is no folder {str(path.parent)!r}")
     return figure
 
 
 def draw(figure: Any, path: Path, trace: Trace, reuse: Reuse, results: Sequence[ReplayResult]) -> None:
-    """Draw on a figure of ``new_figure`` and save it at ``path``. Raises OSError where it cannot be written."""
+    """Draw the results on a figure of ``new_figure`` and save it at ``path``. Raises OSError if it cannot be
+    written."""
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     figure.suptitle(
         f"{Path(trace.name).name}: {len(trace):,} requests, {trace.num_refs:,} block references, "
@@ -51,7 +53,7 @@ def _hit_rates(axes: Any, trace: Trace, reuse: Reuse, results: Sequence[ReplayRe
     for number, policy in enumerate(dict.fromkeys(result.policy for result in results)):
         mine = sorted((r.capacity_blocks, r.hit_rate * 100) for r in results if r.policy == policy)
         style = dict(color=f"C{number % 10}", marker="osD^vPX*"[number % 8], label=policy)
-        if policy == "lru":  # its line is there, at every capacity
+        if policy == "lru":  # its line is drawn already, at every capacity
             style |= dict(linestyle="none")
         if policy == BOUND:
             style |= dict(linestyle="--", color="black", label="opt (bound)")

@@ -1,4 +1,4 @@
-"""Traces as they are published, told apart by what they hold: plain or gzip, one request a line.
+"""Readers of published traces: plain or gzip files with one request per line. The first line tells the form.
 
     form        first line                                   a request
     public      {"timestamp": ms, "input_length": .., "output_length": .., "hash_ids": [..]}     the same
@@ -7,13 +7,19 @@
     lcp         {"format": "lcp-v1", ..}                     {"t": s, "n": .., "o": .., "p": earlier line, "l": common}
     lengths     TIMESTAMP,ContextTokens,GeneratedTokens      2023-11-16 18:17:03.9799600,4808,10
 
-Public: ids are whole numbers or texts. ``timestamp`` is in milliseconds, or a text of seconds; a record without one comes
-with the one before it. ``output_length`` may be absent (0). ``block_size`` says how many tokens an id stands for, and
-``block_tokens``, a list, says it for each id. Grouped: the ids of all groups in their order are the chain, and an id means
-something inside its group only; each stands for an even share of the prompt. Run length: a line {"conv": ..} begins a
-conversation, and ids mean something inside it only; here they are made different from those of all others. Lcp: a prompt of
-``n`` bytes begins with the first ``l`` bytes of prompt ``p``; whole blocks of 64 bytes become ids. Lengths: no ids, so there
-is nothing to look up, only arrivals to study.
+Public: ids are whole numbers or texts. ``timestamp`` is in milliseconds, or a text of seconds; a record without it
+arrives together with the record before it. ``output_length`` may be absent (0). ``block_size`` is the number of tokens
+that an id stands for, and ``block_tokens`` is a list with one such number for each id.
+
+Grouped: the chain is the ids of all groups in their order. An id has a meaning only inside its group. Each id stands
+for an equal share of the prompt.
+
+Run length: a line {"conv": ..} begins a conversation. An id has a meaning only inside its conversation; the reader
+makes the ids of all conversations different.
+
+Lcp: a prompt of ``n`` bytes begins with the first ``l`` bytes of prompt ``p``. Whole blocks of 64 bytes become ids.
+
+Lengths: there are no ids, so nothing can be looked up; the trace has arrivals and lengths only.
 """
 
 from __future__ import annotations
@@ -38,7 +44,7 @@ from kvpagoda.units import whole_number
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 LCP_BLOCK = 64  # bytes: about 16 tokens of English or code
-GROUPED_BLOCK = 512  # tokens: the most that an id of the grouped form stands for
+GROUPED_BLOCK = 512  # the most tokens that an id of the grouped form stands for
 LENGTHS_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 LENGTHS_LINE = re.compile(r"[0-9]{4}-[0-9-]+[ T][0-9:.]+,[0-9]{1,9},[0-9]{1,9}")
 KNOWN = "JSON lines with 'hash_ids', weka-rle-v1, lcp-v1, or csv with the header " + LENGTHS_HEADER
@@ -46,12 +52,13 @@ KNOWN = "JSON lines with 'hash_ids', weka-rle-v1, lcp-v1, or csv with the header
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What one request asks of a cache.
+    """One request of a trace.
 
     ``arrival``: seconds since the trace began. ``input_length``, ``output_length``: tokens (bytes in the lcp form).
-    ``block_ids``: int64 ``[n]``, the chain of blocks of its prompt; equal ids behind equal chains are equal blocks;
-    empty where the trace holds lengths only. ``block_tokens``: how many tokens an id stands for, the last one for what is
-    left of the prompt; or int64 ``[n]``, one number for each; None where nobody says. The arrays are the holder's to keep.
+    ``block_ids``: int64 ``[n]``, the chain of blocks of its prompt. Equal ids after equal chains are equal blocks. It
+    is empty if the trace has only lengths. ``block_tokens``: the number of tokens that an id stands for (the last id
+    stands for the rest of the prompt), or int64 ``[n]``, one number for each id; None if the trace does not say. The
+    caller owns the arrays.
     """
 
     arrival: float
@@ -65,10 +72,10 @@ Source: TypeAlias = str | Path | Iterable[Request | Mapping[str, Any]]
 
 
 def read_requests(source: Source) -> Iterator[Request]:
-    """The requests of a file of any form above, or of an iterable of Requests or public records, one at a time.
+    """Yield the requests of a file of any form above, or of an iterable of Requests or public records, one at a time.
 
-    Raises BadInput with the file and the line (or the record's number) for what is malformed, missing or unknown; the
-    requests before it have been handed out by then.
+    Raises BadInput with the file and the line (or the record's number) for a record that is malformed, incomplete or of
+    an unknown form, after the requests before it were yielded.
     """
     if not isinstance(source, str | Path):
         try:
@@ -91,17 +98,18 @@ def read_requests(source: Source) -> Iterator[Request]:
 def _numbered(
     items: Iterator[Any], parse: Callable[[Iterator[Any]], Iterator[Request]], where: str
 ) -> Iterator[Request]:
-    """``parse(items)``; whatever is wrong with an item is told with its number, counted from 1."""
+    """Yield from ``parse(items)``. An error is raised as BadInput with ``where`` and the number of its item, counted
+    from 1."""
     number = 0
 
     def counted() -> Iterator[Any]:
         nonlocal number
-        for number, item in enumerate(items, 1):  # noqa: B007  the errors below name it
+        for number, item in enumerate(items, 1):  # noqa: B007  the errors below name the number
             yield item
 
     try:
         yield from parse(counted())
-    except (OSError, EOFError, zlib.error) as error:  # a gzip that is cut off or damaged
+    except (OSError, EOFError, zlib.error) as error:  # a truncated or damaged gzip file
         raise BadInput(f"{where} {number + 1}: {error}") from None
     except (ValueError, OverflowError) as error:
         said = {name: getattr(error, name, None) for name in ("needed", "available", "hint")}
@@ -109,7 +117,8 @@ def _numbered(
 
 
 def _of_lines(lines: Iterator[str]) -> Iterator[Request]:
-    """The requests of a file. Its first line tells the form; later ones that are empty say nothing."""
+    """Return the requests of a file, whose first line tells the form. Empty lines after it are ignored. Raises
+    BadInput."""
     first = next(lines, "")
     if not first.strip():
         raise BadInput(f"{'the first line' if first else 'the file'} is empty; known forms: {KNOWN}")
@@ -117,7 +126,7 @@ def _of_lines(lines: Iterator[str]) -> Iterator[Request]:
     if first.strip() == LENGTHS_HEADER:
         return lengths(rest)
     if not first.startswith("{"):
-        raise BadInput(f"no trace of a known form: it begins {first.strip()[:40]!r}; known: {KNOWN}")
+        raise BadInput(f"no trace of a known form: it begins with {first.strip()[:40]!r}; known: {KNOWN}")
     header, records = _object(first), map(_object, rest)
     form = header.get("format")
     if form is None:
@@ -130,7 +139,8 @@ def _of_lines(lines: Iterator[str]) -> Iterator[Request]:
 
 
 def public(records: Iterable[Any]) -> Iterator[Request]:
-    """The requests of the public and the grouped form. Raises BadInput naming the field; a Request is returned as it is."""
+    """Yield the requests of records of the public or the grouped form; a Request is yielded unchanged. Raises BadInput,
+    which names the field."""
     arrival, numbers = 0.0, _Numbers()
     for record in records:
         if isinstance(record, Request):
@@ -143,8 +153,8 @@ def public(records: Iterable[Any]) -> Iterator[Request]:
             arrival = _seconds(record, "timestamp") / (1 if isinstance(time, str) else 1000)
         if isinstance(given, Mapping):
             length = _count(record, "input_length")
-            ids = numbers.of([f"{group}:{one}" for group, members in given.items() for one in _listed(members)])
-            # as kvcache-ai's simulator weighs them: rounded half up, and no more than a block
+            ids = numbers.of([f"{group}:{member}" for group, members in given.items() for member in _listed(members)])
+            # the same weights as in kvcache-ai's simulator: rounded half up, and at most a block
             each = max(1, min(GROUPED_BLOCK, (2 * length + len(ids)) // (2 * max(1, len(ids)))))
             tokens: int | Ids | None = np.full(len(ids), each)
         else:
@@ -155,14 +165,14 @@ def public(records: Iterable[Any]) -> Iterator[Request]:
 
 
 class _Numbers:
-    """Whole numbers for the ids of one trace: themselves, or, where ids are texts, numbers counted from 0."""
+    """Gives the ids of one trace as whole numbers: numbers stay as they are, texts are numbered from 0."""
 
     def __init__(self) -> None:
         self._texts: dict[str, int] = {}
         self._had_numbers = False
 
     def of(self, ids: Any) -> Ids:
-        """The chain ``ids`` as int64 ``[n]``. Raises BadInput."""
+        """Return the chain ``ids`` as int64 ``[n]``. Raises BadInput."""
         if isinstance(ids, np.ndarray):
             if ids.ndim != 1 or ids.dtype.kind not in "iu":
                 raise BadInput(f"'hash_ids' must be one row of whole numbers, got {ids.dtype} of shape {ids.shape}")
@@ -183,14 +193,14 @@ class _Numbers:
 
 
 def _listed(members: Any) -> list[Any]:
-    """The ids of a group. Raises BadInput unless they are a list of whole numbers and texts."""
+    """Return the ids of a group. Raises BadInput unless they are a list of whole numbers and texts."""
     if not isinstance(members, list) or not set(map(type, members)) <= {int, str}:
         raise BadInput("each group of 'hash_ids' must be a list of whole numbers or texts")
     return members
 
 
 def _block_tokens(record: Mapping[str, Any], num_ids: int) -> int | Ids | None:
-    """What a record says of the tokens of its ids. Raises BadInput."""
+    """Return the tokens per id that a record gives: one number, int64 ``[num_ids]``, or None. Raises BadInput."""
     tokens = record.get("block_tokens")
     if tokens is None:
         return None if record.get("block_size") is None else _count(record, "block_size", least=1)
@@ -202,8 +212,8 @@ def _block_tokens(record: Mapping[str, Any], num_ids: int) -> int | Ids | None:
 
 
 def run_length(records: Iterable[dict[str, Any]], block_size: int) -> Iterator[Request]:
-    """The requests of the run length form. Ids of different conversations are made different."""
-    first = fresh = 0  # of this conversation, of the next one
+    """Yield the requests of the run length form, with different ids in different conversations. Raises BadInput."""
+    first = fresh = 0  # first id of this conversation, and of the next one
     for record in records:
         if "conv" in record or "format" in record:
             first = fresh
@@ -222,7 +232,8 @@ def run_length(records: Iterable[dict[str, Any]], block_size: int) -> Iterator[R
 
 
 def common_prefix(records: Iterable[dict[str, Any]]) -> Iterator[Request]:
-    """The requests of the lcp form: each prompt as the blocks that it shares with an earlier one, and fresh ones."""
+    """Yield the requests of the lcp form: each prompt has the blocks that it shares with an earlier prompt, and new
+    blocks after them. Raises BadInput."""
     prompts: list[tuple[int, Ids]] = []
     fresh = 0
     for record in records:
@@ -241,7 +252,7 @@ def common_prefix(records: Iterable[dict[str, Any]]) -> Iterator[Request]:
 
 
 def lengths(lines: Iterable[str]) -> Iterator[Request]:
-    """The requests of the lengths form; the first one's time is 0."""
+    """Yield the requests of the lengths form; the first one arrives at time 0. Raises BadInput."""
     origin: np.datetime64 | None = None
     for line in map(str.strip, lines):
         if LENGTHS_LINE.fullmatch(line) is None:
@@ -266,7 +277,7 @@ def _object(line: str) -> dict[str, Any]:
 def _field(record: Mapping[str, Any], name: str) -> Any:
     if name not in record:
         names, hint = tuple(map(str, record)), did_you_mean(name, map(str, record))
-        text = f"no field {name!r}; there are {', '.join(names) or 'none'}" + (f"; {hint}" if hint else "")
+        text = f"no field {name!r}; the fields are {', '.join(names) or 'none'}" + (f"; {hint}" if hint else "")
         raise BadInput(text, needed=name, available=names, hint=hint)
     return record[name]
 

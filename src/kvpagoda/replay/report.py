@@ -1,4 +1,4 @@
-"""What ``kvpagoda replay`` prints: a table or JSON, and a picture; progress on a terminal."""
+"""Prints the results of ``kvpagoda replay``: a table or JSON, and a plot; progress on a terminal."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ from kvpagoda.text import table
 
 T = TypeVar("T")
 Source = Callable[[int], Trace]
-"""Gives the trace; the number is how many requests a synthetic workload has if no limit was set."""
-DEFAULT_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the different blocks
+"""Returns the trace. The argument is the number of requests of a synthetic workload if no limit was set."""
+DEFAULT_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # default capacities, as shares of the distinct blocks
 DEFAULT_POLICIES = ("lru", "s3fifo", BOUND)
 MANY_REFS = 20_000_000
-"""References from which on only policies that need no tree are replayed unless others are asked for. Of the public agent trace
-(94 million references) a tree takes some 25 s for each capacity, all the others together one or two."""
-WINDOWS = 12
+"""With more references than this, policies that need a tree are replayed only if the user names them. On the public
+agent trace (94 million references) a tree takes some 25 s for each capacity, all other policies together one or two
+seconds."""
+WINDOWS = 12  # windows of time of a working set
 COLUMNS = ("policy", "capacity", "of all", "hit rate", "of tokens", "hits", "evictions")
 
 
 def read(
     path: Path | None, limit: int | None, by_arrival: bool, seed: int, block_size: int | None, made_up: int
 ) -> Trace:
-    """The requests that are replayed: those of the file ``path``, or, where that is None, of the synthetic workload ``seed``.
+    """Return the requests to replay: those of the file ``path``, or of the synthetic workload ``seed`` if ``path`` is
+    None.
 
-    ``limit``: the first so many only; without one, a workload has ``made_up``. ``by_arrival``: in the order of their
-    arrivals. ``block_size``: tokens of an id where the file does not say. Raises BadInput, OSError.
+    ``limit``: only the first requests, this many; without it a workload has ``made_up`` requests. ``by_arrival``: sort
+    them by arrival. ``block_size``: tokens per id if the file does not say. Raises BadInput, OSError.
     """
     num_requests = made_up if limit is None else limit
     trace = synthetic(num_requests, seed) if path is None else Trace.read(path, limit, block_size)
@@ -61,12 +63,13 @@ def run(
     warm_up: float = 0.0,
     jobs: int | None = None,
 ) -> None:
-    """Replay at every capacity, in blocks (None: shares of the different ones), with every policy (None: the default ones),
-    and print. ``plot``, ``requests``: files for a picture, and for what every request hit. ``jobs``: processes."""
+    """Replay at every capacity, in blocks (None: shares of the distinct blocks), with every policy (None: the default
+    policies), and print the results. ``plot``, ``requests``: files for a plot, and for the hits of every request.
+    ``jobs``: processes. Raises BadInput, OSError."""
     chosen, sizes = checked(policies or DEFAULT_POLICIES, capacities or (), warm_up)
     figure = None if plot is None else new_figure(plot)
     if requests is not None:
-        requests.touch()  # that it cannot be written is told before the work
+        requests.touch()  # raises before the work if it cannot be written
     trace = source(2_000)
     if not trace.num_refs:
         raise BadInput(f"{trace.name} names no blocks (lengths and arrivals only): there is nothing to look up")
@@ -74,7 +77,7 @@ def run(
     if policies is None and trace.num_refs > MANY_REFS:
         left_out = [name for name in chosen if name not in WITHOUT_TREE]
         chosen = [name for name in chosen if name in WITHOUT_TREE]
-        notes.append(f"{', '.join(left_out)} left out, which takes long for so many references: ask with --policy")
+        notes.append(f"{', '.join(left_out)} left out: slow with so many references; name it with --policy to run it")
     if not sizes:
         sizes = sorted({max(1, round(trace.num_distinct * share)) for share in DEFAULT_SHARES})
     began = time.perf_counter()
@@ -103,7 +106,7 @@ def run(
 
 
 def _cells(result: ReplayResult, trace: Trace) -> tuple[str, ...]:
-    """A row of the table of replays."""
+    """Return a row of the table of replays."""
     size = result.capacity_blocks
     return (
         result.policy, f"{size:,}", f"{size / trace.num_distinct:.1%}", f"{result.hit_rate:.2%}",
@@ -112,12 +115,13 @@ def _cells(result: ReplayResult, trace: Trace) -> tuple[str, ...]:
 
 
 def _processes(trace: Trace) -> int:
-    """How many replays run at once: one a core, if the trace is worth a process and does not fill the memory."""
+    """Return how many replays run at once: one per core (at most 8) for a trace of middle size. A small trace is not
+    worth a process, and several copies of a large one would fill the memory."""
     return min(os.cpu_count() or 1, 8) if 200_000 < trace.num_refs <= MANY_REFS else 1
 
 
 def _write_requests(path: Path, trace: Trace, results: Sequence[ReplayResult]) -> None:
-    """A JSON line for each request: what it asked for, and for every result the blocks and tokens that it hit."""
+    """Write a JSON line for each request: its size, and for every result the blocks and tokens that it hit."""
     tokens = [trace.tokens_of(result.hits) for result in results]
     sizes = np.diff(trace.starts)
     with path.open("w") as file:
@@ -141,14 +145,15 @@ def _write_requests(path: Path, trace: Trace, results: Sequence[ReplayResult]) -
 def run_schema(
     source: Source, schema: Schema, grid: Iterable[tuple[str, str, int]], settings: dict[str, Any], as_json: bool
 ) -> None:
-    """Serve a trace with the layers of ``schema`` for every (budget, policy, checkpoint interval) of ``grid``, and print.
+    """Serve a trace with the layers of ``schema`` for every (budget, policy, checkpoint interval) of ``grid``, and
+    print.
 
-    ``settings``: what else ``serve`` takes. An id stands for as many tokens as the trace says. The bound and what knows no
-    prefixes are no policies to serve with: they are left out.
+    ``settings``: other arguments of ``serve``. An id stands for as many tokens as the trace says. ``opt`` and
+    ``block-fifo`` cannot serve requests, and are left out. Raises BadInput if no other policy is given.
     """
     jobs = [job for job in grid if known_policy(job[1]) not in (BOUND, BLOCK_FIFO)]
     if not jobs:
-        raise BadInput(f"{BOUND} and {BLOCK_FIFO} are no policies to serve with: name another one")
+        raise BadInput(f"{BOUND} and {BLOCK_FIFO} cannot serve requests: give another policy")
     trace = source(500)
     settings = {"tokens_per_id": trace.block_size, **settings}
     work = partial(serve, trace, schema, **settings)
@@ -160,7 +165,7 @@ def run_schema(
     if results[0].never_fit:
         lines.append(f"{results[0].never_fit:,} requests are larger than the smallest cache")
     lines.append(
-        "hits: prompt tokens not computed; found: in the tree; runs: at once, on average; unused: memory of no use"
+        "hits: prompt tokens not computed; found: in the tree; runs: mean requests at once; unused: memory of no use"
     )
     cells = [
         (
@@ -181,13 +186,13 @@ def run_workers(
     settings: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Serve a trace by several workers that share a store, and print what each hit, and all together.
+    """Serve a trace with several workers that share a store, and print the hits of each worker, and of all together.
 
-    ``settings``: what else ``serve`` takes.
+    ``settings``: other arguments of ``serve``. Raises BadInput.
     """
     if known_policy(settings["policy"]) in (BOUND, BLOCK_FIFO):
         raise BadInput(
-            f"{settings['policy']} is no policy to serve with: it needs the whole trace or knows no prefixes"
+            f"{settings['policy']} cannot serve requests: it needs the whole trace or has no tree; give another policy"
         )
     trace = source(500)
     settings = {"tokens_per_id": trace.block_size, **settings}
@@ -215,13 +220,14 @@ def _title(trace: Trace, schema: Schema) -> str:
 
 
 def _shares(results: Sequence[ServeResult]) -> tuple[float, float]:
-    """Of all prompt tokens, the share that was cached, and the share that came from the store."""
+    """Return the share of the prompt tokens that was cached, and the share that came from the store."""
     prompt = max(1, sum(r.prompt_tokens for r in results))
     return sum(r.cached_tokens for r in results) / prompt, sum(r.loaded_tokens for r in results) / prompt
 
 
 def _each(trace: Trace, jobs: Sequence[tuple[str, Callable[..., T]]]) -> list[T]:
-    """Run the jobs over ``trace``, (note, function) each: a function is told whom to tell how many requests are done."""
+    """Run ``jobs`` over ``trace`` and return their results. A job is (note, function): the function is called with
+    ``on_request=``, a callback that takes the number of finished requests; the note is shown beside the progress."""
     results: list[T] = []
     with console.progress(len(trace) * len(jobs), "requests") as moved:
         for note, work in jobs:
@@ -237,7 +243,8 @@ def _each(trace: Trace, jobs: Sequence[tuple[str, Callable[..., T]]]) -> list[T]
 def _show(
     as_json: bool, figures: dict[str, Any], lines: Sequence[str], names: Sequence[str], cells: Iterable[Sequence[str]]
 ) -> None:
-    """Print the figures as JSON, or else the lines and a table below them; words are aligned left, numbers right."""
+    """Print the figures as JSON, or the lines and a table below them. Columns of words are aligned left, numbers
+    right."""
     if as_json:
         print(json.dumps(figures, indent=2))
         return
@@ -248,7 +255,7 @@ def _show(
 
 
 def _asked(trace: Trace, reuse: Reuse, windows: WorkingSet) -> list[str]:
-    """What the trace asks of any cache, in lines."""
+    """Return lines about the trace itself: distinct blocks, reuse distances, working set."""
     lines = [
         f"{Path(trace.name).name}: {len(trace):,} requests, {trace.num_refs:,} block references",
         f"different blocks  {trace.num_distinct:,}, so at most {reuse.num_reuses / trace.num_refs:.2%} can hit",

@@ -1,11 +1,12 @@
-"""What a trace asks of any cache: how far apart its reuses lie, and how many blocks it works with at a time.
+"""Reuse distances and working sets of a trace, which do not depend on a cache.
 
-The blocks of a chain are used together, so those that an earlier request used last lie side by side in it: a *stretch*.
+The blocks of a chain are used together, so the blocks that one earlier request used last are neighbours in it: a
+*stretch*.
 
         chain of a request   | used last by r1 | by r2 < r1 | .. | never before |
                               0           begin[1]     begin[2]
 
-There are few stretches, a handful a request, and everything here is array work over them and not over references.
+A request has only a few stretches, so the functions here are array operations over stretches and not over references.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ import numpy as np
 from kvpagoda.errors import BadInput
 from kvpagoda.replay.trace import Floats, Ints, Trace
 
-FIRST_USE = -1
+FIRST_USE = -1  # the distance of a reference whose block was not used before
 
 
 @dataclass(frozen=True, eq=False)
 class Reuse:
-    """The stretches of a trace: arrays int64 ``[stretches]``, in the order of the requests and, in one, from its root on.
+    """The stretches of a trace: arrays int64 ``[stretches]``, in the order of the requests; within a request from the
+    root on.
 
-    Stretch ``s`` are the blocks ``begin[s]`` to ``end[s]`` of the chain of request ``request[s]``, which request ``last[s]``
-    used last. Their stack distances are ``distance[s]``, ``distance[s] + 1``, ..: how many different blocks were used more
-    recently than the block when the request begins, where a request uses its blocks deepest first. A cache of C blocks that
-    evicts the least recently used leaf hits exactly the references with ``0 <= distance < C`` (Mattson et al., "Evaluation
-    techniques for storage hierarchies", IBM Systems Journal 9(2), 1970), so one pass gives the hits of every capacity.
+    Stretch ``s`` is the blocks ``begin[s]`` to ``end[s]`` of the chain of request ``request[s]``, which request
+    ``last[s]`` used last. Their stack distances are ``distance[s]``, ``distance[s] + 1``, ..: the number of different
+    blocks that were used more recently than the block when the request begins. A request uses its blocks deepest first.
+    A cache of C blocks that evicts the least recently used leaf hits exactly the references with ``0 <= distance < C``
+    (Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2), 1970), so one pass gives
+    the hits of every capacity.
     """
 
     num_requests: int
@@ -45,30 +48,34 @@ class Reuse:
 
     @classmethod
     def of(cls, trace: Trace) -> Reuse:
-        """Find them: O(refs) array work, a few calls for each request, then O(stretches log^2 stretches)."""
+        """Find the stretches of ``trace``. O(refs) array work, a few calls for each request, then O(stretches log^2
+        stretches)."""
         request, last, begin, end = _stretches(trace)
-        # Used since, a block counts once: at its last use before now. All that later requests named, less what of it was
-        # named again later still: by stretches of requests between, whose own last use was after ours.
-        again = weight_of_larger_before(last, end - begin) - begin  # those of the same request do not count
+        # The distance counts every block that was used since ``last`` once. So it is the number of references of the
+        # requests between, minus the references to blocks that another request between had named already: these are the
+        # stretches of the requests between whose own ``last`` is later than that of this stretch.
+        again = weight_of_larger_before(last, end - begin) - begin  # stretches of the same request do not count
         distance = trace.starts[request] - trace.starts[last + 1] - again
         return cls(len(trace), request, last, begin, end, distance)
 
     @cached_property
     def num_reuses(self) -> int:
-        """References that are no first uses."""
+        """The number of references that are not first uses."""
         return int((self.end - self.begin).sum())
 
     def hits(self, capacity: int) -> Ints:
-        """int64 ``[requests]``: the blocks of each that leaf LRU hits with ``capacity`` blocks. O(stretches + requests)."""
+        """Return the blocks of each request that leaf LRU hits with ``capacity`` blocks: int64 ``[requests]``.
+        O(stretches + requests)."""
         hits = self._below(capacity)
         return np.bincount(self.request, hits, self.num_requests).astype(np.int64)
 
     def num_below(self, distance: int) -> int:
-        """References with a distance below that, first uses left out. O(stretches)."""
+        """Return the number of references with a distance below ``distance``, without first uses. O(stretches)."""
         return int(self._below(distance).sum())
 
     def quantile(self, share: float) -> int:
-        """The smallest distance that more than ``share`` of the reuses do not pass. O(stretches log distances)."""
+        """Return the smallest distance d for which more than ``share`` of the reuses have a distance of at most d.
+        O(stretches log distances)."""
         low, high = -1, int((self.distance + self.end - self.begin).max(initial=1)) - 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -80,7 +87,7 @@ class Reuse:
 
 
 def _stretches(trace: Trace) -> Ints:
-    """int64 ``[4, stretches]``: request, last, begin and end of all."""
+    """Return request, last, begin and end of all stretches: int64 ``[4, stretches]``."""
     blocks, starts = trace.blocks, trace.starts.tolist()
     last_use = np.full(int(blocks.max(initial=-1)) + 1, FIRST_USE, np.int32)
     found: list[tuple[int, int, int, int]] = []
@@ -99,7 +106,8 @@ def _stretches(trace: Trace) -> Ints:
 
 
 def reuse_distances(trace: Trace) -> Ints:
-    """int64 ``[refs]``: the stack distance of each reference, see ``Reuse``; FIRST_USE where the block was not seen before."""
+    """Return the stack distance of each reference, int64 ``[refs]``: see ``Reuse``; FIRST_USE for the first use of a
+    block."""
     reuse = Reuse.of(trace)
     distances = np.full(trace.num_refs, FIRST_USE, np.int64)
     sizes = reuse.end - reuse.begin
@@ -111,15 +119,17 @@ def reuse_distances(trace: Trace) -> Ints:
 
 
 def weight_of_larger_before(values: Ints, weights: Ints) -> Ints:
-    """int64 ``[n]``: the weights of earlier values that are larger, summed; values are at least 0. O(n log^2 n).
+    """Return, for each value, the sum of the weights of the earlier values that are larger: int64 ``[n]``. Values are
+    at least 0. O(n log^2 n).
 
-    As in a merge sort: in pairs of stretches of 1, 2, 4, .. values each one on the right is compared with all on the left.
+    As in a merge sort, the values are cut into pairs of runs of 1, 2, 4, .. values. In each pair every value on the
+    right is compared with all values on the left.
     """
-    sums, place = np.zeros(len(values), np.int64), np.arange(len(values))
+    sums, index = np.zeros(len(values), np.int64), np.arange(len(values))
     span, width = int(values.max(initial=0)) + 1, 1
     while width < len(values):
-        pair, is_right = place // (2 * width), place // width % 2 == 1
-        keys = pair * span + values  # a pair's are above those of all pairs before it
+        pair, is_right = index // (2 * width), index // width % 2 == 1
+        keys = pair * span + values  # the keys of a pair are above those of all pairs before it
         left, right = np.flatnonzero(~is_right), np.flatnonzero(is_right)
         left = left[np.argsort(keys[left], kind="stable")]
         upto = np.concatenate([np.zeros(1, np.int64), np.cumsum(weights[left])])
@@ -130,12 +140,13 @@ def weight_of_larger_before(values: Ints, weights: Ints) -> Ints:
 
 
 def lru_hits(reuse: Reuse, capacities: Iterable[int]) -> list[int]:
-    """Hits of leaf LRU at each capacity. O(stretches) each."""
+    """Return the number of blocks that leaf LRU hits at each of ``capacities``. O(stretches) each."""
     return [reuse.num_below(capacity) for capacity in capacities]
 
 
 def reuse_histogram(reuse: Reuse) -> list[tuple[int, int, int]]:
-    """(low, high, count) of the distances in [low, high): 0, then ranges that double. First uses are left out."""
+    """Return (low, high, count) for the distances in [low, high): first 0, then ranges that double. First uses are not
+    counted."""
     largest = int((reuse.distance + reuse.end - reuse.begin).max(initial=0)) - 1
     edges = [0, *(2**k for k in range((largest + 1).bit_length() + 1))]
     below = lru_hits(reuse, edges)
@@ -144,10 +155,10 @@ def reuse_histogram(reuse: Reuse) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True, eq=False)
 class WorkingSet:
-    """Per window of time, one after another from the first arrival on: arrays ``[windows]``.
+    """Counts for each window of time, one after another from the first arrival on: arrays ``[windows]``.
 
-    ``begins`` float64 seconds; ``requests`` int64; ``blocks`` int64, the different blocks named; ``fresh`` int64, those
-    never named before the window.
+    ``window``: seconds. ``begins`` float64, seconds; ``requests`` int64; ``blocks`` int64, the different blocks named
+    in the window; ``fresh`` int64, those of them that were never named before the window.
     """
 
     window: float
@@ -157,7 +168,7 @@ class WorkingSet:
     fresh: Ints
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures of each window, for JSON."""
+        """Return the counts of each window, for JSON."""
         return {
             "window_seconds": self.window,
             "requests": self.requests.tolist(),
@@ -167,22 +178,22 @@ class WorkingSet:
 
 
 def working_set(trace: Trace, window: float) -> WorkingSet:
-    """Different blocks used in each ``window`` of seconds, by arrival. Raises BadInput. O(refs).
+    """Count the different blocks that are used in each ``window`` of seconds, by arrival. Raises BadInput. O(refs).
 
     Denning, "The working set model for program behavior", CACM 11(5), 1968.
     """
     if not (window > 0 and math.isfinite(window)):
-        raise BadInput(f"a window is a time in seconds above 0, got {window!r}")
+        raise BadInput(f"window must be a time in seconds above 0, got {window!r}")
     if not len(trace):
         return WorkingSet(window, np.empty(0, np.float64), *(np.empty(0, np.int64) for _ in range(3)))
     origin = float(trace.arrivals.min())
     if (trace.arrivals.max() - origin) / window > 10_000_000:
-        raise BadInput(f"{trace.arrivals.max() - origin:.0f} s hold more than 10 million windows of {window} s")
+        raise BadInput(f"{trace.arrivals.max() - origin:.0f} s have more than 10 million windows of {window} s")
     index = ((trace.arrivals - origin) // window).astype(np.int64)
     num = int(index.max()) + 1
     last_window = np.full(int(trace.blocks.max(initial=-1)) + 1, FIRST_USE, np.int64)
     blocks, fresh = np.zeros(num, np.int64), np.zeros(num, np.int64)
-    for request in np.argsort(index, kind="stable").tolist():  # windows ascend, so a block's last one says all
+    for request in np.argsort(index, kind="stable").tolist():  # windows ascend, so only a block's last window matters
         chain, now = trace.blocks[trace.starts[request] : trace.starts[request + 1]], index[request]
         before = last_window[chain]
         blocks[now] += np.count_nonzero(before != now)

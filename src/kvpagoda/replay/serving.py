@@ -1,4 +1,5 @@
-"""A trace through the whole lifecycle of a schema, with no memory behind it: to choose budgets, intervals and policies."""
+"""Serves a trace with a whole cache for a schema, without memory behind it: to choose budgets, intervals and
+policies."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.units import whole_number
 
 Tokens = npt.NDArray[np.int32]
-_OWN = 2**30  # first token of what no other request has; ids are below
+_OWN = 2**30  # the first token id that is used for tokens of a single request; ids of the trace are below
 
 
 @dataclass(frozen=True)
 class ServeResult:
-    """What a cache for one schema did with one trace."""
+    """The counts of a cache for one schema that served one trace."""
 
     trace: str
     schema: str
@@ -37,31 +38,33 @@ class ServeResult:
     nbytes: int
     requests: int
     never_fit: int
-    """Requests that are larger than the whole cache, and were left out."""
+    """Requests that are larger than the whole cache. They were not served."""
     prompt_tokens: int
     matched_tokens: int
     """Prompt tokens that were in the tree."""
     cached_tokens: int
     """Prompt tokens that did not have to be computed."""
     loaded_tokens: int
-    """Of these, tokens that came from tiers."""
+    """Of the cached tokens, those that came from tiers."""
     limited_by: dict[str, int]
-    """What cut hits short -> requests."""
+    """The reason that limited a hit -> number of requests."""
     evicted_blocks: int
     evicted_checkpoints: int
     mean_running: float
     unusable_percent: float
-    """Share of the memory that lay free or as padding where it was of no use, on average while something was in need."""
+    """The share of the memory that was free or padding but could not be used, on average over the steps in which a
+    request waited for memory or something was evicted."""
     pressed_steps: int
+    """Steps in which a request waited for memory or something was evicted."""
     steps: int
 
     @property
     def hit_rate(self) -> float:
-        """Cached tokens of all prompt tokens, 0 to 1."""
+        """The share of the prompt tokens that were cached, 0 to 1."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields and the hit rate, for JSON."""
+        """Return the fields and the hit rate, for JSON."""
         return {**asdict(self), "hit_rate": self.hit_rate}
 
 
@@ -83,13 +86,14 @@ def serve(
     events: EventLog | None = None,
     on_request: Callable[[int], None] | None = None,
 ) -> ServeResult:
-    """Admit, compute, publish and close every request of a trace, up to ``max_requests`` at once, in its order.
+    """Admit, compute, publish and close every request of a trace, in its order, with up to ``max_requests`` at once.
 
-    An id of the trace stands for ``tokens_per_id`` tokens (public Mooncake traces: 512), or for as many as the trace says
-    of each; the rest of a prompt, and every
-    output, is the request's own, since traces do not say what outputs were. ``step_tokens`` of each request are computed
-    at a time. ``part``: the requests of it that are served, by number. ``tiers``: below the cache; with no memory behind it,
-    records are of a page each. The other arguments are those of ``KVCache``. Raises BadInput, NeverFits.
+    An id of the trace stands for ``tokens_per_id`` tokens (public Mooncake traces: 512), or for the number of tokens
+    that the trace gives for it. The rest of a prompt, and every output, are tokens that no other request has, since
+    traces do not contain outputs. A step computes at most ``step_tokens`` of each request. ``shared``: one budget for
+    all groups; else a fixed split. ``part``: the numbers of the requests to serve (None: all). ``tiers``: below the
+    cache; without memory behind the cache a record is one page. ``on_request`` is called with the number of finished
+    requests. The other arguments are those of ``KVCache``. Raises BadInput, NeverFits.
     """
     whole_number(tokens_per_id, "tokens_per_id", at_least=1)
     columns = Trace.read(trace)
@@ -118,7 +122,8 @@ def serve(
 
 
 class _Run:
-    """The requests on their way, and what was counted. ``running``: one iterator each, which goes on by a step."""
+    """The waiting and running requests, and the counters. ``running``: one iterator for each request; ``next`` computes
+    a step."""
 
     def __init__(self, cache: KVCache, trace: Trace, tokens_per_id: int, step_tokens: int, numbers: range) -> None:
         self.cache, self.trace, self.per_id, self.step_tokens = cache, trace, tokens_per_id, step_tokens
@@ -129,7 +134,7 @@ class _Run:
         self.limited_by: Counter[str] = Counter()
 
     def step(self) -> bool:
-        """One step of everything that runs; False when there is nothing left."""
+        """Admit requests and compute one step of all running ones. Return False when no request is left."""
         is_pressed = self._admit()
         self.running = [request for request in self.running if next(request, False)]
         prefix = self.cache.core.prefix
@@ -142,7 +147,7 @@ class _Run:
         return bool(self.running or self.waiting)
 
     def _admit(self) -> bool:
-        """Open what there is room for; whether something had to wait for memory."""
+        """Open the waiting requests that there is room for. Return whether one has to wait for memory."""
         while self.waiting and len(self.running) < self.cache.plan.max_requests:
             text, num_prompt = text_of(self.trace, self.waiting[0], self.per_id)
             try:
@@ -160,8 +165,8 @@ class _Run:
         return False
 
     def _compute(self, sequence: Sequence, text: Tokens, num_prompt: int) -> Iterator[bool]:
-        """A piece a step: of the prompt up to where a checkpoint is due, of the output up to its last block boundary, or where
-        there is no room for that, a block."""
+        """Compute one piece of ``text`` per ``next``: of the prompt up to the next position where a checkpoint is due,
+        of the output up to its last block boundary. Without blocks for that, the piece ends with the current block."""
         total, size = len(text), self.cache.block_size
         boundary = total // size * size
         while (length := sequence.length) < total:
@@ -181,7 +186,8 @@ class _Run:
 
 
 def text_of(trace: Trace, number: int, tokens_per_id: int) -> tuple[Tokens, int]:
-    """The tokens of request ``number``, prompt and output, int32, and how many are prompt; see ``serve``."""
+    """Return the tokens of request ``number``, prompt and output, int32 ``[n]``, and the number of prompt tokens; see
+    ``serve``."""
     ids, each = trace.chain(number), trace.block_tokens
     begin, end = trace.starts[number : number + 2]
     sizes = np.full(len(ids), tokens_per_id) if each is None else each[begin:end]

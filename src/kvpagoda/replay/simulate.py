@@ -1,4 +1,4 @@
-"""A trace through a prefix tree with no memory behind it."""
+"""Replays a trace through a prefix tree, without memory behind it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from kvpagoda.units import whole_number
 
 BOUND, BLOCK_FIFO = "opt", "block-fifo"
 POLICIES = (*(name for name in POLICY_NAMES if name not in ("priority", "ttl")), BLOCK_FIFO, BOUND)
-"""A trace has no priorities. The last two are no policies of a tree: one evicts any block, the other knows the future."""
+"""The names that ``replay`` takes. A trace has no priorities and no clock, so ``priority`` and ``ttl`` are missing. The
+last two are not policies of a tree: ``block-fifo`` evicts any block, and ``opt`` knows the future."""
 WITHOUT_TREE = ("lru", BLOCK_FIFO, BOUND)
-"""What a pass or two over the trace tells in a curve; others run a tree for each capacity."""
+"""Policies that need no tree in a curve, but one or two passes over the trace; others run a tree for each capacity."""
 
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What one policy did with one trace at one capacity, in the requests after the first ``warm_up_requests``.
+    """The counts of one policy on one trace at one capacity, for the requests after the first ``warm_up_requests``.
 
-    ``token_refs`` and ``token_hits`` count each block by the tokens that it stands for. ``full_after``: requests, those of
-    the warm-up counted, until the cache was full (None: it never was). ``hits`` int64: the blocks that every request hit,
-    those of the warm-up too.
+    ``token_refs`` and ``token_hits`` count each block by the tokens that it stands for. ``full_after``: the number of
+    requests, the warm-up included, after which the cache was full (None: it never was). ``hits`` int64 ``[all
+    requests]``: the blocks that each request hit, the warm-up included.
     """
 
     trace: str
@@ -50,22 +51,23 @@ class ReplayResult:
 
     @property
     def hit_rate(self) -> float:
-        """Hits of all block references, 0 to 1; 0 where there are none."""
+        """The share of the block references that hit, 0 to 1; 0 without references."""
         return self.block_hits / self.block_refs if self.block_refs else 0.0
 
     @property
     def token_hit_rate(self) -> float:
-        """The same of tokens."""
+        """The share of the tokens that hit, 0 to 1; 0 without tokens."""
         return self.token_hits / self.token_refs if self.token_refs else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields but ``hits``, and the hit rates, for JSON."""
-        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "hits"}
+        """Return all fields but ``hits``, and the hit rates, for JSON."""
+        plain = {column.name: getattr(self, column.name) for column in fields(self) if column.name != "hits"}
         return {**plain, "hit_rate": self.hit_rate, "token_hit_rate": self.token_hit_rate}
 
 
 def known_policy(policy: str | EvictionPolicy) -> str:
-    """The name of ``policy``, or of an object's class. Raises BadInput for a name that none has, with those that there are."""
+    """Return the name of ``policy``; for an object, that of its class. Raises BadInput for an unknown name, and lists
+    the names."""
     if isinstance(policy, str) and policy not in POLICIES:
         raise unknown_name("policy", policy, POLICIES)
     return policy_name(policy)
@@ -74,17 +76,18 @@ def known_policy(policy: str | EvictionPolicy) -> str:
 def checked(
     policies: Sequence[str | EvictionPolicy], capacities: Sequence[int], warm_up: float
 ) -> tuple[list[str], list[int]]:
-    """The names of the policies, and the capacities, if all that can be replayed. Raises BadInput."""
+    """Check the arguments of a replay; return the names of the policies, and the capacities as ints. Raises
+    BadInput."""
     names = [known_policy(policy) for policy in policies]
     sizes = [whole_number(blocks, "a capacity in blocks", at_least=1, below=2**31) for blocks in capacities]
     if isinstance(warm_up, bool) or not isinstance(warm_up, int | float) or not 0 <= warm_up < 1:
-        text = f"a warm-up is a share of the requests, from 0 to below 1, got {warm_up!r}"
+        text = f"warm_up must be a share of the requests, at least 0 and below 1, got {warm_up!r}"
         raise BadInput(text, needed=warm_up)
     return names, sizes
 
 
 def readable(trace: Source | Trace) -> Trace:
-    """The trace, if there is something to look up in it. Raises BadInput."""
+    """Read ``trace``. Raises BadInput if it names no blocks, so that nothing could be looked up."""
     columns = Trace.read(trace)
     if len(columns) and not columns.num_refs:
         raise BadInput(f"{columns.name} names no blocks (lengths and arrivals only): there is nothing to look up")
@@ -101,18 +104,20 @@ def replay(
 ) -> ReplayResult:
     """Run a trace through a prefix tree of ``capacity_blocks`` blocks, one request after another.
 
-    A request is a chain of blocks, and a block hits only if every earlier one of its chain does. (1) Its longest
-    resident prefix is looked up and counted. (2) Its first ``capacity_blocks`` blocks are used, the deepest first, so
-    that what hangs below a block is never more recent. (3) While more are resident than the capacity, the policy evicts
-    a leaf; the request's own blocks may go. One id is one block. ``opt`` is no policy but the bound: it knows the future.
-    ``block-fifo`` evicts the block that came in first, leaf or not.
+    A request is a chain of blocks, and a block hits only if every earlier block of its chain hits. (1) The longest
+    cached prefix of the chain is looked up and counted. (2) Its first ``capacity_blocks`` blocks are inserted and used,
+    the deepest first, so that a block is never older than the blocks below it. (3) While more blocks are cached than
+    the capacity, the policy evicts a leaf, which may be one of the request's own blocks. One id is one block. ``opt``
+    is not a policy but the bound: it knows the future. ``block-fifo`` evicts the block that was inserted first, leaf or
+    not.
 
-    ``policy``: a name, or an ``EvictionPolicy`` object that no other replay had.
+    ``policy``: a name, or an ``EvictionPolicy`` object that was not used in another replay.
     ``trace``: a path, an iterable of public records or Requests, or a Trace (read once, for many replays).
-    ``warm_up``: the share of the requests that run and are not counted, rounded down to whole ones.
-    ``on_request`` is told now and then how many requests are done. Raises BadInput before anything runs.
+    ``warm_up``: the share of the requests that run first and are not counted, rounded down to whole requests.
+    ``on_request`` is called now and then with the number of finished requests. Raises BadInput before anything runs.
 
-    >>> records = [{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": ids} for ids in ([1, 2, 3], [1, 2, 4])]
+    >>> chains = [1, 2, 3], [1, 2, 4]
+    >>> records = [{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": ids} for ids in chains]
     >>> result = replay(records, capacity_blocks=3)
     >>> result.block_hits, result.evictions
     (2, 1)
@@ -131,12 +136,12 @@ def replay(
 def counted(
     trace: Trace, policy: str, capacity: int, warm_up: float, hits: Ints, inserted: Ints | None = None
 ) -> ReplayResult:
-    """The result of a replay in which the requests hit ``hits`` blocks and inserted ``inserted`` (None: all others of their
-    first ``capacity`` ones). O(requests)."""
+    """Return the result of a replay in which each request hit ``hits`` blocks and inserted ``inserted``, both int64
+    ``[requests]``. None: each inserted all those of its first ``capacity`` blocks that did not hit. O(requests)."""
     sizes = np.diff(trace.starts)
     first = math.floor(len(trace) * warm_up)
     upto = np.cumsum(np.minimum(sizes, capacity) - hits if inserted is None else inserted)
-    evicted = np.maximum(upto - capacity, 0)  # a cache that was full stays so
+    evicted = np.maximum(upto - capacity, 0)  # a full cache stays full
     is_full = upto >= capacity
     return ReplayResult(
         trace.name, policy, capacity, requests=len(trace) - first, block_refs=int(sizes[first:].sum()),
@@ -149,8 +154,8 @@ def counted(
 def _through_tree(
     trace: Trace, capacity: int, policy: str | EvictionPolicy, on_request: Callable[[int], None] | None
 ) -> Ints:
-    """int64 ``[requests]``: what hits, with the tree and the free list that a cache has. A token is an id, a block is one
-    token."""
+    """Return the blocks that each request hits, int64 ``[requests]``. It runs the tree and the free list of a cache
+    with blocks of one token; a token is an id of the trace."""
     tree = PrefixTree(1, policy=policy, capacity=capacity)
     longest = int(np.diff(trace.starts).max(initial=0))
     free = FreeList(min(trace.num_distinct, capacity + min(longest, capacity)), first=1, what="blocks")
@@ -160,7 +165,7 @@ def _through_tree(
         match = tree.match(chain)
         hit, used = match.num_blocks, min(len(chain), capacity)
         hits.append(hit)
-        if hit < used:  # before the ones above them: the deepest are used first
+        if hit < used:  # before the touch of the blocks above them: the deepest blocks are used first
             tree.insert(match, chain[hit:used], free.acquire(used - hit)[None])
         tree.touch(match, hit)
         over = tree.num_cached - capacity

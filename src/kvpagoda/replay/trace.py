@@ -21,18 +21,19 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
-DEFAULT_BLOCK_SIZE = 512  # tokens of an id of the public form (kvcache-ai/Mooncake, FAST25-release)
-_CHUNK = 1 << 22  # references that are looked at at once: temporary arrays of some 32 MB
+DEFAULT_BLOCK_SIZE = 512  # tokens per id in the public form (kvcache-ai/Mooncake, FAST25-release)
+_CHUNK = 1 << 22  # references that are processed at once: temporary arrays of some 32 MB
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Requests in the order in which they run. The arrays are shared, never changed.
+    """The requests of a trace in the order in which they run. The arrays are shared and never changed.
 
-    ``ids`` int32 ``[refs]``: the chains one after another; request ``i`` has ``ids[starts[i]:starts[i + 1]]``. They are
-    the source's own numbers where those are small, else renumbered. ``starts`` int64 ``[requests + 1]``; ``arrivals``
-    float64 ``[requests]``, seconds; ``input_lengths``, ``output_lengths`` int64 ``[requests]``. An id stands for
-    ``block_size`` tokens, or for ``block_tokens``, int32 ``[refs]``, where the source gives each a number of its own.
+    ``ids`` int32 ``[refs]``: the chains of block ids, one after another; request ``i`` has ``ids[starts[i]:starts[i +
+    1]]``. They are the source's own numbers if those are small, else renumbered. ``starts`` int64 ``[requests + 1]``;
+    ``arrivals`` float64 ``[requests]``, seconds; ``input_lengths``, ``output_lengths`` int64 ``[requests]``, tokens. An
+    id stands for ``block_size`` tokens, or for ``block_tokens``, int32 ``[refs]``, if the source gives each id its own
+    number of tokens.
     """
 
     name: str
@@ -46,8 +47,8 @@ class Trace:
 
     @classmethod
     def read(cls, source: Source | Trace, limit: int | None = None, block_size: int | None = None) -> Trace:
-        """Read a source of ``read_requests``, at most ``limit`` requests of it. ``block_size``: tokens of an id where the
-        source does not say; None: 512. Raises BadInput. O(refs); the ids are in memory once.
+        """Read a source of ``read_requests``, at most its first ``limit`` requests. ``block_size``: tokens per id if
+        the source does not say; None: 512. Raises BadInput. O(refs); the ids are in memory once.
         """
         if limit is not None:
             whole_number(limit, "a limit of requests", at_least=1)
@@ -71,62 +72,60 @@ class Trace:
         return made._with_tokens(tokens, default)
 
     def _with_tokens(self, said: list[int | Ids64 | None], default: int) -> Trace:
-        """This trace with what its requests say of the tokens of their ids, ``default`` where they say nothing."""
-        sizes = {default if one is None else one for one in said if not isinstance(one, np.ndarray)}
-        if len(sizes) <= 1 and not any(isinstance(one, np.ndarray) for one in said):
+        """Return this trace with the tokens per id of each request: ``said[i]``, or ``default`` if it is None."""
+        sizes = {default if size is None else size for size in said if not isinstance(size, np.ndarray)}
+        if len(sizes) <= 1 and not any(isinstance(size, np.ndarray) for size in said):
             return replace(self, block_size=min(sizes, default=default))
         each = [np.empty(0, np.int32)]
-        for one, length, count in zip(said, self.input_lengths.tolist(), np.diff(self.starts).tolist()):
-            if isinstance(one, np.ndarray):
-                each.append(one.astype(np.int32))
+        for size, length, count in zip(said, self.input_lengths.tolist(), np.diff(self.starts).tolist()):
+            if isinstance(size, np.ndarray):
+                each.append(size.astype(np.int32))
             else:
-                each.append(tokens_of_blocks(length, count, default if one is None else one))
+                each.append(tokens_of_blocks(length, count, default if size is None else size))
         return replace(self, block_size=min(sizes, default=default), block_tokens=np.concatenate(each))
 
     def __len__(self) -> int:
-        """Requests."""
+        """The number of requests."""
         return len(self.arrivals)
 
     def chain(self, i: int) -> Ids32:
-        """The block ids of request ``i``: a view."""
+        """Return the block ids of request ``i``, int32 ``[n]``: a view."""
         return self.ids[self.starts[i] : self.starts[i + 1]]
 
     @property
     def num_refs(self) -> int:
-        """Block references: the chains' lengths summed."""
+        """The number of block references: the sum of the lengths of all chains."""
         return len(self.ids)
 
     def tokens_of(self, blocks: Ints) -> Ints:
-        """int64 ``[requests]``: the tokens that the first ``blocks[i]`` blocks of each request ``i`` stand for. O(requests),
-        and O(refs) where each id has a number of its own."""
+        """Return, for each request ``i``, the tokens of its first ``blocks[i]`` blocks: int64 ``[requests]``.
+        O(requests), and O(refs) if each id has its own number of tokens."""
         if self.block_tokens is not None:
             upto = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.block_tokens, dtype=np.int64)])
             found: Ints = upto[self.starts[:-1] + blocks] - upto[self.starts[:-1]]
             return found
         whole = np.minimum(blocks, self.input_lengths // self.block_size)
         rest = self.input_lengths - whole * self.block_size
-        more = blocks - whole  # the block that the prompt ends in, and, were there more, one token for each
+        more = blocks - whole  # the last, partial block of the prompt, and one token for each block after it
         tokens: Ints = whole * self.block_size + np.where(more > 0, np.maximum(rest, 1) + more - 1, 0)
         return tokens
 
     @cached_property
     def blocks(self) -> Ids32:
-        """int32 ``[refs]``: equal where two references name the same block, that is, the same id behind the same chain.
-
-        Where ids are hashes of a whole prefix, these are the ids. O(refs).
-        """
+        """The block number of each reference, int32 ``[refs]``. Two references have the same number if they name the
+        same id after the same chain of ids. If ids are hashes of a whole prefix, the numbers are the ids. O(refs)."""
         if not self.num_refs or self._ids_name_chains():
             return self.ids
         numbers: dict[tuple[int, int], int] = {}
         found = np.empty_like(self.ids)
         for start, end in zip(self.starts[:-1].tolist(), self.starts[1:].tolist()):
             block = -1
-            for place, block_id in enumerate(self.ids[start:end].tolist(), start):
-                block = found[place] = numbers.setdefault((block, block_id), len(numbers))
+            for index, block_id in enumerate(self.ids[start:end].tolist(), start):
+                block = found[index] = numbers.setdefault((block, block_id), len(numbers))
         return found
 
     def _ids_name_chains(self) -> bool:
-        """Whether each id always stands behind the same one: then it stands behind the same chain."""
+        """Whether each id always follows the same id: then it always follows the same chain."""
         roots = self.starts[:-1][np.diff(self.starts) > 0]
         parent_of = np.empty(int(self.ids.max()) + 1, np.int32)
 
@@ -137,46 +136,46 @@ class Trace:
             found[roots[np.searchsorted(roots, begin) : np.searchsorted(roots, end)] - begin] = -1
             return found
 
-        chunks = [(at, min(at + _CHUNK, self.num_refs)) for at in range(0, self.num_refs, _CHUNK)]
+        chunks = [(first, min(first + _CHUNK, self.num_refs)) for first in range(0, self.num_refs, _CHUNK)]
         for begin, end in chunks:
             parent_of[self.ids[begin:end]] = parents(begin, end)
         return all(np.array_equal(parent_of[self.ids[begin:end]], parents(begin, end)) for begin, end in chunks)
 
     @cached_property
     def num_distinct(self) -> int:
-        """Different blocks: the capacity from which on nothing is evicted. O(refs)."""
+        """The number of distinct blocks: a cache of this capacity evicts nothing. O(refs)."""
         if not self.num_refs:
             return 0
-        is_there = np.zeros(int(self.blocks.max()) + 1, np.bool_)
+        is_used = np.zeros(int(self.blocks.max()) + 1, np.bool_)
         for begin in range(0, self.num_refs, _CHUNK):
-            is_there[self.blocks[begin : begin + _CHUNK]] = True
-        return int(np.count_nonzero(is_there))
+            is_used[self.blocks[begin : begin + _CHUNK]] = True
+        return int(np.count_nonzero(is_used))
 
     def by_arrival(self) -> Trace:
-        """The same requests in the order of their arrivals; those that arrive together stay as they are."""
+        """Return the requests in the order of their arrivals; requests that arrive together keep their order."""
         return self.take(np.argsort(self.arrivals, kind="stable"))
 
     def take(self, which: Iterable[int] | Ints) -> Trace:
-        """The requests ``which``, in that order, as a trace of its own."""
+        """Return the requests with the numbers ``which``, in that order, as a new trace."""
         chosen = np.asarray(which, np.int64)
         sizes = np.diff(self.starts)[chosen]
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        places = np.repeat(self.starts[chosen] - starts[:-1], sizes) + np.arange(starts[-1])
+        refs = np.repeat(self.starts[chosen] - starts[:-1], sizes) + np.arange(starts[-1])
         return Trace(
-            self.name, self.ids[places], starts, self.arrivals[chosen], self.input_lengths[chosen],
-            self.output_lengths[chosen], self.block_size, None if self.block_tokens is None else self.block_tokens[places],
+            self.name, self.ids[refs], starts, self.arrivals[chosen], self.input_lengths[chosen],
+            self.output_lengths[chosen], self.block_size, None if self.block_tokens is None else self.block_tokens[refs],
         )  # fmt: skip
 
 
 def tokens_of_blocks(length: int, count: int, block_size: int) -> Ids32:
-    """int32 ``[count]``: the tokens of each block of a prompt of ``length`` tokens: whole ones, and what is left in the last;
-    1 where more blocks are named than there are tokens."""
+    """Return the tokens of each of ``count`` blocks of a prompt of ``length`` tokens, int32 ``[count]``:
+    ``block_size``, the rest in the last block, and 1 for each block beyond the prompt."""
     left = length - block_size * np.arange(count, dtype=np.int64)
     return np.clip(left, 1, block_size).astype(np.int32)
 
 
 class _GrowingIds:
-    """Ids, one chain after another: in 32 bits as long as they fit."""
+    """A growing array of ids, one chain after another: int32 as long as all ids fit, else int64."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -189,12 +188,13 @@ class _GrowingIds:
         self._bytes += ids.astype(self._dtype).tobytes()
 
     def array(self) -> npt.NDArray[Any]:
-        """All of them; the array is of these bytes."""
+        """Return all ids, without a copy: ``add`` must not be called while the array is in use."""
         return np.frombuffer(self._bytes, self._dtype)
 
 
 def _small(ids: npt.NDArray[np.signedinteger]) -> Ids32:
-    """The ids as int32, none negative and none much larger than there are of them: tables by id stay small."""
+    """Return the ids as int32. Negative ids, and ids much larger than their count, are renumbered: tables by id stay
+    small."""
     if len(ids) and (ids.min() < 0 or ids.max() > max(2**20, 4 * len(ids))):
         ids = np.unique(ids, return_inverse=True)[1]
     return ids.astype(np.int32, copy=False)

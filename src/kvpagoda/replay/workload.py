@@ -1,4 +1,4 @@
-"""A generator of workloads: chats of many turns, agents, and shared prompts. Seeded; no trace is needed.
+"""A seeded generator of synthetic workloads: chats of many turns, agents, and shared prompts.
 
 Sessions begin as a Poisson process, one every ``2`` s on average. Each is, by ``shares``, one of:
 
@@ -6,12 +6,12 @@ Sessions begin as a Poisson process, one every ``2`` s on average. Each is, by `
             lognormal (median 100, sigma 1), a reply lognormal (median 250, sigma 0.8); between turns 60 s, exponential.
     agent   tools and instructions (4 of 4,000 to 12,000 tokens, Zipf 1), then steps: geometric, 25 on average. A tool's
             result is lognormal (median 600, sigma 1.2), a call lognormal (median 150, sigma 0.7); between steps 6 s,
-            exponential. One step in 30 folds the history into a summary of 800 tokens behind the instructions.
-    shared  one question (lognormal, median 60, sigma 0.7) behind one of 64 documents (lognormal, median 6,000, sigma
+            exponential. One step in 30 folds the history into a summary of 800 tokens after the instructions.
+    shared  one question (lognormal, median 60, sigma 0.7) after one of 64 documents (lognormal, median 6,000, sigma
             0.8; Zipf 1.1); reply as in a chat. One request.
 
-A prompt is everything before it in its session: what was asked and what was answered. Only whole blocks have ids, as
-only they can be shared; the block in which two texts part belongs to one of them.
+A prompt is the whole session before it: all messages and all answers. Only whole blocks have ids, because only they can
+be shared; the block in which two texts diverge belongs to one text alone.
 """
 
 from __future__ import annotations
@@ -37,32 +37,33 @@ Drawn: TypeAlias = tuple[float, float]
 
 
 class Text:
-    """A text as a length in tokens and the ids of its whole blocks; ``fresh`` gives ids to new ones."""
+    """A text: its length in tokens and the ids of its whole blocks. ``fresh`` yields ids for new blocks."""
 
     def __init__(self, fresh: Iterator[int], block_size: int, ids: Sequence[int] = (), length: int = 0) -> None:
         self.fresh, self.block_size, self.ids, self.length = fresh, block_size, list(ids), length
 
     def grown(self, tokens: int) -> Text:
-        """This text with ``tokens`` more behind it."""
+        """Return this text with ``tokens`` new tokens appended."""
         longer = Text(self.fresh, self.block_size, self.ids, self.length + tokens)
         longer.ids += islice(self.fresh, longer.length // self.block_size - len(self.ids))
         return longer
 
     def asked(self, arrival: float, output_length: int) -> Request:
-        """The request that has this text as its prompt."""
+        """Return the request that has this text as its prompt. ``arrival``: seconds."""
         return Request(arrival, self.length, output_length, np.array(self.ids, np.int64), self.block_size)
 
 
 def workload(seed: int = 0, block_size: int = 64, shares: Sequence[float] = (0.4, 0.2, 0.4)) -> Iterator[Request]:
-    """Requests without end, in the order of their arrivals. The same arguments give the same requests.
+    """Yield requests without end, in the order of their arrivals. The same arguments give the same requests.
 
-    ``shares``: of the sessions, how many are chats, agents and shared prompts. Raises BadInput at the first request.
+    ``block_size``: tokens per block. ``shares``: weights of chats, agents and shared prompts among the sessions. Raises
+    BadInput at the first request.
     """
     weights = np.asarray(shares, np.float64)
     if block_size < 1 or seed < 0:
-        raise BadInput(f"a block holds at least 1 token and a seed is at least 0, got {block_size} and {seed}")
+        raise BadInput(f"need block_size >= 1 and seed >= 0, got {block_size} and {seed}")
     if weights.shape != (3,) or not (np.isfinite(weights).all() and weights.min() >= 0 and weights.sum() > 0):
-        raise BadInput(f"shares are three weights, of {', '.join(KINDS)}, not all 0, got {list(shares)}")
+        raise BadInput(f"shares must be three weights, for {', '.join(KINDS)}, and not all 0, got {list(shares)}")
     rng = np.random.default_rng(seed)
     empty = Text(count(), block_size)
     systems = [empty.grown(int(n)) for n in rng.integers(200, 2_000, 8)]
@@ -89,15 +90,16 @@ def workload(seed: int = 0, block_size: int = 64, shares: Sequence[float] = (0.4
 
 
 def synthetic(num_requests: int = 2_000, seed: int = 0, block_size: int = 64) -> Trace:
-    """The first ``num_requests`` of ``workload``, as a Trace. Raises BadInput."""
+    """Return the first ``num_requests`` of ``workload`` as a Trace. Raises BadInput."""
     return replace(Trace.read(workload(seed, block_size), limit=num_requests), name=f"synthetic workload, seed {seed}")
 
 
 def _session(
     rng: Random, time: float, first: Text, turns: int, pause: float, asked: Drawn, answered: Drawn, folds: float = 0.0
 ) -> Iterator[Request]:
-    """Some ``turns`` behind the text ``first``, each what is ``asked`` and ``answered`` (median and sigma, in tokens). A share
-    ``folds`` of them, and those that grew too long, begin with a summary in place of the turns before."""
+    """Yield the requests of one session: after the text ``first`` about ``turns`` turns, each with tokens ``asked`` and
+    ``answered`` (median and sigma), ``pause`` seconds apart. In a share ``folds`` of the turns, and in those whose text
+    is too long, a summary replaces the turns before."""
     text = first
     for _ in range(int(rng.geometric(1 / turns))):
         if folds and (rng.random() < folds or text.length > LONGEST):
