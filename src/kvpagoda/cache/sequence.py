@@ -54,7 +54,7 @@ class Sequence:
     def __init__(self, lifecycle: Lifecycle, request: Request) -> None:
         self._lifecycle, self._request, self._guard = lifecycle, request, lifecycle.core.guard
 
-    # -- properties -------------------------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------------------------
 
     @property
     def slot(self) -> int:
