@@ -226,8 +226,8 @@ class KVCache:
         """Return a context manager that protects the memory of ``sequences`` while a step or copy is in flight.
 
         Inside it nothing that they hold is freed, published or moved, even if they commit or close: another stream may
-        still read and write there. What waits is done at its end. Raises StaleHandle, fencing none, if one does not
-        run."""
+        still read and write there. That is done at its end. Entering raises StaleHandle, fencing none, if a sequence is
+        closed or suspended."""
         return Fence(self._lifecycle, requests_of(sequences, self._core))
 
     # -- steps -------------------------------------------------------------------------------------------------------

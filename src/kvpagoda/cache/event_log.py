@@ -115,7 +115,7 @@ class EventLog:
         """Make this the log of ``prefix``, in which nothing is cached yet. Raises BadInput if it is the log of a cache
         already."""
         if self._followed is not None:
-            raise BadInput("this log belongs to a cache already; give each cache one of its own")
+            raise BadInput("this log belongs to a cache already; make a new EventLog for each cache")
         self._prefix, self._namespaces, self._media, self._followed = prefix, namespaces, media, followed
 
     @property

@@ -42,15 +42,15 @@ class Guard:
     def raise_busy(self, call: str) -> None:
         """Raise ConcurrentUse. ``call``: the name of the refused method."""
         raise ConcurrentUse(
-            f"another thread is inside this cache; {call} must wait for it: one owner at a time, or a lock of the caller's "
-            f"own around every call"
+            f"another thread is inside this cache; {call} must wait for it: one owner at a time, or a lock of the "
+            f"caller's own around every call"
         )
 
     def raise_torn(self) -> None:
         """Raise NeedsReset."""
         raise NeedsReset(
-            "an interrupt came in the middle of a change of this cache, so that its blocks have no certain owners; call "
-            "reset(), which forgets every request and everything cached, or close it"
+            "an interrupt stopped a change of this cache halfway, so that the owners of its blocks are not certain; "
+            "call reset(), which forgets every request and everything cached, or close it"
         )
 
 

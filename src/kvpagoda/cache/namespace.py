@@ -100,7 +100,7 @@ class Namespaces:
         epoch = self.epoch if epoch is None else whole_number(epoch, "the epoch of a namespace")
         if epoch > self.epoch:
             raise BadInput(
-                f"epoch {epoch} has not come, the newest is {self.epoch}", needed=epoch, available=self.epoch
+                f"epoch {epoch} does not exist yet, the newest is {self.epoch}", needed=epoch, available=self.epoch
             )
         key = self._key_of(namespace_key(namespace), epoch)
         if len(self._known) > 1024:
@@ -165,7 +165,7 @@ class Media:
         for offset, digest in media.items():
             at = whole_number(offset, "an offset of media")
             if at >= num_tokens:
-                raise BadInput(f"media begin at a token of the prompt, 0..{num_tokens - 1}, got {offset!r}")
+                raise BadInput(f"an offset of media is a position in the prompt, 0..{num_tokens - 1}, got {offset!r}")
             if not isinstance(digest, bytes) or len(digest) < 16:
                 raise BadInput(f"a digest of media is at least 16 bytes, got {digest!r} at token {offset}")
             placed[at] = digest

@@ -72,8 +72,8 @@ class Offloader:
         num_rows = 0 if full is None else full.plan.num_rows
         writers = [level for level in self.levels if level.spec.write == "reuse"]
         self._blocks = np.zeros(num_rows, [("hash", np.uint8, KEY_NBYTES), ("sent", np.bool_, len(writers))])
-        """By block id: the block's hash (zeros if it is not cached, or its hash is not known), and to which of the levels
-        that write at reuse it was sent."""
+        """By block id: the block's hash (zeros if it is not cached or not known), and to which of the levels that write
+        at reuse it was sent."""
         self._hashes: npt.NDArray[np.uint8] = self._blocks["hash"]
         self._sent = {level: self._blocks["sent"][:, i] for i, level in enumerate(writers)}
         self._checkpoints: dict[int, bytes] = {}  # checkpoint -> hash of the block before it
@@ -200,7 +200,7 @@ class Offloader:
         self._checkpoints[checkpoint] = block_hash
 
     def store_checkpoint(self, checkpoint: int, copies: Many[Ids], when: When) -> None:
-        """Store ``checkpoint`` in the levels that write ``when``. ``copies``: its blocks, int32 for each bounded group."""
+        """Store ``checkpoint`` in levels that write ``when``. ``copies``: its blocks, int32 for each bounded group."""
         block_hash = self._checkpoints.get(checkpoint)
         for level in self.levels:
             if block_hash is None or level.spec.write != when:
@@ -303,8 +303,8 @@ def _prove(specs: Many[TierSpec], identity: RecordIdentity) -> None:
     shared = [spec.name for spec in specs if not spec.is_private]
     if shared and not identity.weights:
         raise BadInput(
-            f"what lies in tier {shared[0]!r} is found by other processes, which must know of which weights it is: "
-            f"give weights=, a digest of them (kvpagoda.hf.weights_digest)"
+            f"other processes can read tier {shared[0]!r}, and must know with which weights its records were computed: "
+            f"give Identity(weights=...), a digest of the weights (kvpagoda.hf.weights_digest)"
         )
 
 

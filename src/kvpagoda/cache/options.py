@@ -12,10 +12,10 @@ class Retention:
     """What a cache keeps for reuse.
 
     ``checkpoints``: the most checkpoints that are kept, with their windows and copies of their states, for models that
-    have windows or states (default: as many as fit in memory; see ``Schema.plan``). ``checkpoint_every``: keep an
-    additional checkpoint after every so many blocks of a prompt; there are always checkpoints at the ends of prompts
-    and answers, and where texts were seen to diverge. ``pin_share``: the share of the cache's blocks that
-    ``KVCache.pin`` may keep, 0 to 1. Raises BadInput."""
+    have windows or states (default: as many as fit in memory; see ``Schema.plan``). ``checkpoint_every``: also keep one
+    at every multiple of this many blocks of a prompt, besides those at the ends of prompts and answers and where texts
+    were seen to diverge (0: none besides). ``pin_share``: the share of the cache's blocks that ``KVCache.pin`` may
+    keep, 0 to 1. Raises BadInput."""
 
     checkpoints: int | None = None
     checkpoint_every: int = 0

@@ -242,7 +242,7 @@ class TierReader:
 
     @observable
     def load(self, hit: TierHit, ids: Ids, first: int) -> int:
-        """Fill ``ids``, int32 blocks of the full group, with blocks ``first ..`` of the text. Return how many are filled.
+        """Fill ``ids``, int32 blocks of the full group, with blocks ``first ..`` of the text. Return the number filled.
 
         A few records are copied at a time, while the next ones are read. If the hit is ``layerwise`` and half the
         staging memory holds all of it, the records are read first, and copied layer by layer later. Raises what copying
