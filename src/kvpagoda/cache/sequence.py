@@ -47,7 +47,7 @@ class Sequence:
 
     The K/V rows of the first ``length`` tokens are written (committed). ``extend`` allocates blocks for more tokens;
     ``commit`` says that their rows are written. Every call either does all that it says, or raises and changes nothing.
-    After ``close`` every call raises StaleHandle."""
+    After ``close`` every method raises StaleHandle."""
 
     __slots__ = ("__weakref__", "_guard", "_lifecycle", "_request")
 
@@ -167,11 +167,11 @@ class Sequence:
     def suspend(self, whole: bool = True) -> None:
         """Copy what this request holds to host memory, and free its blocks, its slot and its reservation.
 
-        Until ``resume`` or ``close`` everything but ``length``, ``tokens`` and ``match`` raises StaleHandle. ``whole``:
-        copy all rows that the request needs, so that it can continue unchanged. Otherwise copy only those that are not
-        shared: what it published stays in the cache, where it may be evicted. Waits until the copy is done. Raises
-        OutOfBlocks if it does not fit in the swap memory (``Limits.swap``), RetryLater while fenced, StaleHandle;
-        nothing changed then."""
+        Until ``resume`` or ``close``, ``slot``, ``capacity`` and other methods raise StaleHandle. ``whole``: copy all
+        rows that the request needs, so that it can continue unchanged. Otherwise copy only those that are not shared:
+        what it published stays in the cache, where it may be evicted. Waits until the copy is done. Raises OutOfBlocks
+        if it does not fit in the swap memory (``Limits.swap``), RetryLater while fenced, StaleHandle, BadInput; nothing
+        changed then."""
         if not isinstance(whole, bool | np.bool_):
             raise BadInput(f"whole is True or False, got {whole!r}")
         self._lifecycle.suspend(self._request, bool(whole))
