@@ -276,7 +276,7 @@ def test_samples_stay_on_the_epoch_that_their_namespace_names(name: str) -> None
     assert cache.lookup(text, group).cached == 0, "what an old epoch left goes with the last request on it"
     assert not cache.core.stale and all(not group.held for group in cache.stats().groups)
     for epoch, message in (
-        (2, "epoch 2 has not come, the newest is 1"),
+        (2, "epoch 2 does not exist yet, the newest is 1"),
         (-1, "at least 0, got -1"),
         ("1", "whole number"),
     ):

@@ -1,4 +1,4 @@
-"""``KVCache``: a schema, a budget, and the requests that live off it."""
+"""``KVCache``: the KV cache of one model, made from a schema and a budget. Requests are opened here."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ NO_DEVICE = "none"
 
 
 class KVCache:
-    """The cache of one model on one device, or with no memory behind it.
+    """The KV cache of one model on one device; or its block accounting alone, without memory.
 
-    ``schema``: what each layer keeps (``Schema.from_hf_config``). ``budget``: bytes of memory, as a number or as text such as
-    ``"2GiB"``; or ``num_blocks``, of a schema with one kind of layers or of all. Every byte is allocated here and none later.
-    ``device``: a torch device; None: CUDA when a GPU is there, else the CPU; ``"none"``: no memory, for simulators and for
-    schedulers in a process of their own, also where torch is not installed: batches then give numpy arrays.
-    ``max_requests`` may run at once. ``block_size``: tokens in a block (default: what the schema's layers ask for).
-    ``policy``: which cached block goes first, by name (``kvpagoda.prefix.POLICY_NAMES``) or as an ``EvictionPolicy``.
-    ``tiers``: where blocks and checkpoints go below the device, the fastest first (``kvpagoda.tiers.host_tier`` and others).
-    ``dtype``: of what the schema keeps, in place of the model's own. ``retention``, ``identity``, ``limits``: what is kept for
-    reuse, who this process is to others, how far requests may go. ``order``, ``kernels``, ``kernel_page``: see
-    ``Schema.plan``; several groups share one block-major memory unless ``order`` is ``"layer"``. ``poison``: fill what nobody
-    holds with NaN, to find stale reads. ``events``: a log of what changes of what is cached, for routers
-    (``kvpagoda.events.EventLog``).
+    ``schema``: what each layer keeps (``Schema.from_hf_config``). ``budget``: bytes of memory, as a number or as text
+    such as ``"2GiB"``; all of it is allocated here, none later. ``num_blocks``: instead of ``budget``, the number of
+    blocks of every group. ``device``: a torch device; None: CUDA if a GPU is present, else the CPU; ``"none"``: no
+    memory, for simulators and for schedulers in a process of their own; works without torch, and batches give numpy
+    arrays. ``max_requests``: requests that run at once. ``block_size``: tokens in a block (default: what suits the
+    schema's layers). ``policy``: the eviction policy, by name (``kvpagoda.prefix.POLICY_NAMES``) or as an
+    ``EvictionPolicy``. ``tiers``: where blocks and checkpoints are stored below the device, the fastest first
+    (``kvpagoda.tiers.host_tier`` and others). ``dtype``: of what the schema keeps, instead of the model's own.
+    ``retention``, ``identity``, ``limits``: what is kept for reuse, which records in shared tiers this process may use,
+    how large requests may be. ``order``, ``kernels``, ``kernel_page``: see ``Schema.plan``; several groups share one
+    block-major memory unless ``order`` is ``"layer"``. ``poison``: fill free memory with NaN, to detect stale reads.
+    ``events``: a log of the changes of the prefix cache, for routers (``kvpagoda.events.EventLog``).
 
-    One owner at a time: a cache and its sequences are used by one thread, or by several under one lock of theirs; a call
-    while another thread is inside raises ConcurrentUse. An interrupt (Ctrl-C) between calls, or in one that is not yet
-    changing anything, does no harm; one that falls into the few assignments of a change makes every further call raise
-    NeedsReset, until ``reset``. Raises BadInput, NeverFits.
+    Use a cache and its sequences from one thread, or from several that take one lock around every call: a call while
+    another thread is inside raises ConcurrentUse. An interrupt (Ctrl-C) between calls, or in a call that has not begun
+    to change anything, does no harm. If it comes within the few assignments of a change, every further call but
+    ``close`` raises NeedsReset, until ``reset``. Raises BadInput, NeverFits, SchemaError.
 
     >>> from kvpagoda import Schema
     >>> config = dict(model_type="llama", num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
@@ -111,7 +111,7 @@ class KVCache:
 
     @property
     def plan(self) -> Plan:
-        """What its bytes are for."""
+        """The ``Plan``: how the memory is divided among groups, checkpoints and requests."""
         return self._core.plan
 
     @property
@@ -126,17 +126,17 @@ class KVCache:
 
     @property
     def max_context(self) -> int:
-        """The longest request, in tokens."""
+        """The most tokens that one request may have."""
         return self._core.max_context
 
     @property
     def epoch(self) -> int:
-        """How often ``invalidate`` was told of new weights of everything: of the newest weights, the number."""
+        """The number of the newest weights: how often ``invalidate`` was called for all namespaces."""
         return self._core.namespaces.epoch
 
     @property
     def core(self) -> Core:
-        """The parts of this cache, for what is built on top of it in this library: no part of the public interface."""
+        """The parts of this cache, for modules of this library that build on it; not part of the public interface."""
         return self._core
 
     # -- the life of a request ---------------------------------------------------------------------------------------
@@ -156,19 +156,21 @@ class KVCache:
         lookup: bool = True,
         publish: bool = True,
     ) -> Sequence:
-        """Admit a request with this prompt: a slot, everything cached that it can start from, and room to go on.
+        """Admit a request with this prompt: take a slot, share its cached prefix, and allocate blocks for the rest.
 
-        ``token_ids``: at least one int, or an int32 array. ``namespace``: only requests of one namespace share anything.
-        ``priority``: of what it leaves in the cache, for the policies ``priority`` and ``ttl``; a whole number of 64 bits.
-        ``capacity``: make room for so many first tokens (default the whole prompt; give 0 or a chunk when the prompt is
-        computed in chunks). ``reserve``: tokens that the request may come to hold (default the prompt): blocks for them are
-        reserved, so that it never waits for others once admitted. ``media``: offset -> digest (at least 16 bytes) of each
-        image that begins there. What tiers have is loaded, if that is expected to be faster than computing it; ``prefetch``,
-        of the same text, is used up. ``layerwise``: blocks of a layer may come in when ``batch.layer`` asks for them, as far
-        as staging memory goes. Without ``lookup`` it starts from nothing, and publishes; without ``publish`` it starts from
-        what is cached, and leaves nothing. Raises BadInput, NeverFits (larger than the whole cache), RetryLater (not now).
-        Nothing is kept then.
-        """
+        ``token_ids``: at least one int, or an int32 array. ``namespace``: only requests of equal namespaces share
+        blocks. ``priority``: of the blocks that it publishes, for the policies ``priority`` and ``ttl``; a 64-bit
+        integer. ``capacity``: allocate blocks for this many first tokens (default: the whole prompt; give 0 or a chunk
+        if the prompt is computed in chunks). ``reserve``: the most tokens that the request may have (default: the
+        prompt); blocks for them are reserved, so that an admitted request never waits for others. ``media``: offset ->
+        digest (at least 16 bytes) of each image that begins there. ``prefetch``: what ``KVCache.prefetch`` returned for
+        the same prompt; it is used up. ``layerwise``: blocks from tiers may arrive layer by layer, when ``batch.layer``
+        asks for them, as far as staging memory suffices. ``lookup``: if False, reuse nothing, but publish. ``publish``:
+        if False, reuse what is cached, but publish nothing.
+
+        What only a tier has is loaded if that is expected to be faster than computing it. Raises BadInput, NeverFits
+        (larger than the whole cache), RetryLater (no room now), StaleHandle (the cache is closed); the request then
+        holds nothing."""
         core = self._core
         if not core.is_open:
             raise StaleHandle("this cache is closed")
@@ -186,7 +188,7 @@ class KVCache:
         tokens = buffer_of(prompt, most if most <= 2 * length else length, core.block_size)
         request = Request(tokens, length, key, priority, media_ids, publishes=bool(publish))
         core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
-        sequence = Sequence(self._lifecycle, request)  # made before there is anything to lose
+        sequence = Sequence(self._lifecycle, request)  # made first: if this fails, nothing is allocated yet
         self._admission.open(request, first, most, prefetch, layerwise=bool(layerwise), lookup=bool(lookup))
         return sequence
 
@@ -194,35 +196,38 @@ class KVCache:
     def prefetch(
         self, token_ids: Any, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None
     ) -> Prefetch:
-        """Begin to look for this prompt in the tiers, and to read what is there into host memory, while the request waits: for
-        ``open(..., prefetch=...)``. At most half the staging memory of a tier is used for it; close what is not used.
+        """Begin to look up this prompt in the tiers, and to read their records into host memory, before ``open``.
 
-        Raises BadInput, also where there are no tiers."""
+        Pass the result to ``open(..., prefetch=...)`` when you open the request, or close it. At most half the staging
+        memory of a tier is used for it. Raises BadInput, also if the cache has no tiers."""
         return prefetch(self._core, token_ids, namespace, media)
 
     @exclusive
     def lookup(self, token_ids: Any, namespace: Any = None, *, media: Any = None) -> Any:
-        """The ``Lookup`` of this prompt: what ``open`` would find of it, and what running requests are about to publish of it.
-        Admits nothing, needs no slot, holds nothing, and counts as no use.
+        """Return the ``Lookup`` of this prompt: what ``open`` would find, and what running requests will soon publish.
 
-        For a list or tuple of prompts a list, in their order: of each what it would find alone, since they are not compared
-        with one another; ``namespace`` and ``media`` are those of all, or lists. ``[]`` is one prompt. Raises BadInput."""
+        Admits nothing, takes no slot, pins nothing, and does not count as a use. For a list or tuple of prompts, return
+        a list in the same order; the prompts are not compared with one another, and ``namespace`` and ``media`` are one
+        for all, or lists. ``[]`` is one prompt. Raises BadInput."""
         self._publisher.settle_waiting()
         return look_up(self._core, token_ids, namespace, media)
 
     @exclusive
     def step_limit(self, sequences: Sequence | Iterable[Sequence]) -> Any:
-        """The most tokens that the next step of a sequence should compute: up to where its states should be copied for others,
-        or, where nothing is due, to the longest context. For several sequences int64 ``[n]``. A longer step is right too, but
-        nobody resumes there then, and ``stats().passed_boundaries`` counts it. Only models with states have such places.
-        Raises StaleHandle for one that is closed or suspended."""
-        most = [self._publisher.step_limit(one) for one in requests_of(sequences, self._core)]
-        return most[0] if isinstance(sequences, Sequence) else np.array(most, np.int64)
+        """Return the most tokens that the next step of a sequence should compute; for several sequences int64 ``[n]``.
+
+        The step should end where a checkpoint of the states is due; if none is due, the limit is the longest context. A
+        longer step is correct, but no request can resume at that position; ``stats().passed_boundaries`` counts these.
+        Only models with states have such positions. Raises StaleHandle for a closed or suspended sequence."""
+        limits = [self._publisher.step_limit(request) for request in requests_of(sequences, self._core)]
+        return limits[0] if isinstance(sequences, Sequence) else np.array(limits, np.int64)
 
     def fence(self, sequences: Iterable[Sequence]) -> Fence:
-        """A context; inside, nothing that ``sequences`` hold is freed, published or moved, whatever is committed or closed: a
-        step or a copy on another stream may still read and write it. What waits is done at the end. Raises StaleHandle,
-        fencing none, if one is closed or suspended."""
+        """Return a context manager that protects the memory of ``sequences`` while a step or copy is in flight.
+
+        Inside it nothing that they hold is freed, published or moved, even if they commit or close: another stream may
+        still read and write there. That is done at its end. Entering raises StaleHandle, fencing none, if a sequence is
+        closed or suspended."""
         return Fence(self._lifecycle, requests_of(sequences, self._core))
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -231,12 +236,11 @@ class KVCache:
     def batch(
         self, sequences: Many[Sequence], new_tokens: Many[SupportsIndex], pad_to: SupportsIndex | None = None
     ) -> Batch:
-        """Index arrays for a step that computes ``new_tokens[i]`` tokens of ``sequences[i]``, for which there is room.
+        """Return the index arrays of a step that computes ``new_tokens[i]`` tokens of ``sequences[i]``.
 
-        ``pad_to`` rows in all (CUDA graphs): padded rows have one token, slot -1, length 0 and write to block 0. The
-        arrays, which ``help(Batch)`` lists, lie in static buffers: they are valid until the next ``batch``. Raises BadInput,
-        StaleHandle.
-        """
+        ``sequences`` must have room for these tokens. ``pad_to``: rows in all (CUDA graphs); a padded row has one
+        token, slot -1, length 0, and writes to block 0. The arrays (see ``help(Batch)``) lie in static buffers: they
+        are valid until the next ``batch``. Raises BadInput, StaleHandle."""
         requests = requests_of(sequences, self._core)
         self._publisher.settle_alone()
         return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to)
@@ -249,32 +253,32 @@ class KVCache:
         *,
         tokens_per_row: SupportsIndex | None = None,
     ) -> PersistentBatch:
-        """Run ``sequences``, whose prompts are committed but for the last token at most, step by step: each step costs what
-        changed. ``num_rows`` rows in all (default: as many as there are sequences, at least one), padded as ``batch`` does.
-        ``tokens_per_row``: every step computes so many tokens of each row, padded ones too, and all its arrays have the same
-        shape in every step, as graphs need. Raises BadInput, StaleHandle."""
+        """Return a batch that runs ``sequences`` step by step, where the cost of a step depends on what changed.
+
+        Of each prompt at most the last token may be uncommitted. ``num_rows``: rows in all (default: one for each
+        sequence, at least 1), padded as in ``batch``. ``tokens_per_row``: every step computes this many tokens in each
+        row, padded rows too, and all arrays keep their shapes, as CUDA graphs need. Raises BadInput, StaleHandle."""
         members = tuple(sequences)
         rows = max(1, len(members)) if num_rows is None else whole_number(num_rows, "num_rows", 1)
         width = None if tokens_per_row is None else whole_number(tokens_per_row, "tokens_per_row", 1)
-        running = PersistentBatch(self._lifecycle, self.schema, rows, width)
-        running.add(*members)
-        return running
+        batch = PersistentBatch(self._lifecycle, self.schema, rows, width)
+        batch.add(*members)
+        return batch
 
     @exclusive
     def layer(self, index: SupportsIndex) -> LayerView:
-        """The memory of layer ``index`` (of its owner, if it shares one) without a step: to bind kernels to it, and to warm up
-        graphs. It stays where it is as long as the cache lives. Raises BadInput."""
+        """Return the memory of layer ``index`` (of its owner, if it shares one) without a step: to bind kernels, and to
+        warm up CUDA graphs. The memory does not move as long as the cache lives. Raises BadInput."""
         return LayerView(self._core, self.schema.owner_of(whole_number(index, "a layer's index")))
 
     # -- what is kept ------------------------------------------------------------------------------------------------
 
     @exclusive
     def pin(self, token_ids: Any, namespace: AnyNamespace = None, *, media: Mapping[int, bytes] | None = None) -> Pin:
-        """Keep what is cached of this text, and its last checkpoint: it goes last, when a request could not run otherwise.
+        """Pin what is cached of this text, and its last checkpoint: evicted only if a request could not run otherwise.
 
-        Raises OutOfBlocks beyond the share of the cache that pins may have (``Retention.pin_share``), and where running
-        requests have reserved it. ``unpin`` ends it; ``pin.is_held`` tells.
-        """
+        ``unpin`` ends the pin; ``pin.is_held`` is False once it has ended. Raises BadInput, and OutOfBlocks if pins
+        would exceed their share of the cache (``Retention.pin_share``) or running requests have reserved the blocks."""
         core = self._core
         tokens = as_tokens(token_ids, core.vocab_size)
         media_ids = core.media.ids(media, len(tokens))
@@ -283,48 +287,49 @@ class KVCache:
 
     @exclusive
     def unpin(self, pin: Pin) -> None:
-        """End a pin; nothing happens if it was given up already. Raises BadInput for what is no pin."""
+        """End ``pin``. Does nothing if it has ended already. Raises BadInput for what is no pin."""
         self._reuse.unpin(pin)
 
     @exclusive
     def invalidate(self, *namespaces: AnyNamespace, weights: str | None = None) -> None:
-        """From now on nothing is found of what was cached in ``namespaces`` (none given: in all): after an adapter or the
-        weights were loaded anew. Requests that run go on with the new ones, as ``Sequence.epochs`` says, and leave nothing.
-        Those whose ``Namespace`` has an epoch stay on it, and share with others on it until the last of them ends.
+        """Stop reuse of all that is cached in ``namespaces`` (none given: in all), for example after new weights.
 
-        What is kept below the device from then on is found by this process alone; with ``weights``, a digest of the new
-        weights of all namespaces, by all that have the same. A name that outlives the process must not mean two adapters.
-        """
+        Running requests continue with the new weights, as ``Sequence.epochs`` says, and publish nothing more. Requests
+        whose ``Namespace`` has an epoch stay on it, and share with others on it until the last of them ends.
+
+        Records stored in tiers from now on are found by this process alone; with ``weights``, a digest of the new
+        weights of all namespaces, by all processes with the same one. A namespace that outlives the process must not
+        mean two adapters."""
         self._reuse.invalidate(namespaces, weights)
 
     @either_way
     def reset(self) -> None:
-        """Forget everything that is kept for reuse: after new weights, say. Raises RetryLater while a request runs or is
-        suspended. After NeedsReset it forgets every request too, whose sequences are closed then."""
+        """Forget everything that is kept for reuse, for example after new weights. Raises RetryLater while a request
+        runs or is suspended. After NeedsReset it forgets every request too; their sequences are closed then."""
         self._reuse.reset()
 
     @exclusive
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait until what was to be stored in tiers is stored, at most ``timeout`` seconds; whether it is."""
+        """Wait at most ``timeout`` seconds until all records due for tiers are stored; return whether they are."""
         return self._core.offloader is None or self._core.offloader.flush(timeout)
 
-    # -- proof and figures -------------------------------------------------------------------------------------------
+    # -- proof and counters ------------------------------------------------------------------------------------------
 
     @exclusive
     def stats(self) -> CacheStats:
-        """Counters; cheap enough for every step."""
+        """Return the counters of this cache; cheap enough for every step."""
         self._publisher.settle_alone()
         return stats_of(self._core)
 
     @exclusive
     def check(self) -> None:
-        """Prove from scratch that every block, slot and row is in exactly one place. Raises CheckFailed with the ids."""
+        """Prove from scratch that every block, slot and row is in exactly one place. Raises CheckFailed, naming ids."""
         check(self._core)
 
     @either_way
     def close(self, timeout: float = 10.0) -> None:
-        """Close every sequence, running or suspended; the cache takes no more requests. The memory goes with the object. Tiers
-        get at most ``timeout`` seconds for what they were to store."""
+        """Close every sequence, running or suspended, and the cache: it admits no more requests. Tiers get at most
+        ``timeout`` seconds to store what is due. The memory is freed with the object."""
         core = self._core
         if core.guard.is_torn:
             core.clear()
@@ -337,7 +342,7 @@ class KVCache:
 
 
 def _memory(plan: Plan, device: Any, poison: bool, has_tiers: bool) -> NoMemory:
-    """Memory for ``plan`` on ``device``; none for ``"none"``. Raises MissingExtra without torch."""
+    """Return memory for ``plan`` on ``device``; ``NoMemory`` for ``"none"``. Raises MissingExtra without torch."""
     if device == NO_DEVICE:
         return NoMemory()
     lacking = "a KVCache with memory needs torch; pip install 'kvpagoda[torch]', or give device='none'"

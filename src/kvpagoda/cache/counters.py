@@ -1,4 +1,4 @@
-"""What a cache counts where it happens: plain integers, which ``stats`` reads. Nobody is told."""
+"""Plain integers that a cache counts as things happen, for ``stats``. Nothing is notified."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from kvpagoda.cache.namespace import fields_of, owner_of
 from kvpagoda.cache.prefix_match import PrefixMatch
 
 MOST_NAMESPACES = 256
-"""Namespaces with counters of their own; what comes later is counted together, as ``OTHERS``."""
+"""The most namespaces with counters of their own; later ones are counted together, as ``OTHERS``."""
 OTHERS = "others"
 
 
 @dataclass(slots=True)
 class Tally:
-    """Of one namespace: requests opened, and tokens. ``prompt``: looked up; ``cached``: of these, not computed; ``loaded``: of
-    these, from tiers; ``computed``: committed by requests that are over, or that were set aside and had to begin again."""
+    """The counters of one namespace: requests opened, and tokens.
+
+    ``prompt``: looked up. ``cached``: of these, not computed. ``loaded``: of the cached ones, loaded from tiers.
+    ``computed``: committed by requests that ended, or that were suspended and had to start again."""
 
     requests: int = 0
     prompt: int = 0
@@ -28,13 +30,13 @@ class Tally:
 
 
 class Counters:
-    """Since the cache was made. ``secret`` makes labels of namespaces that nobody can guess; empty: drawn at random.
+    """The counters of a cache, since it was made. ``secret``: the key of the digests in labels of namespaces; empty: a
+    random one.
 
-    ``closed``: requests that are over; ``stopped``: closed or suspended. ``passed``: places where states should have been
-    copied, and steps went on past them. ``short_requests``, ``short_tokens``: what cut a hit short -> requests, and tokens
-    that were found and had to be computed all the same. ``found``: group -> tokens of prompts for which it had what a
-    request needs.
-    """
+    ``closed``: requests that ended. ``stopped``: how often a running one was closed or suspended. ``passed``: positions
+    where states should have been copied, but steps went past them. ``short_requests``, ``short_tokens``: what cut a hit
+    short -> requests, and tokens that were found but had to be computed nevertheless. ``found``: group -> prompt tokens
+    for which it had what a request needs."""
 
     def __init__(self, secret: bytes = b"") -> None:
         self._secret = secret[:64] or urandom(16)
@@ -44,8 +46,8 @@ class Counters:
         self._by_key: dict[bytes, Tally] = {}
 
     def began(self, namespace: bytes, match: PrefixMatch, prompt: int) -> Tally:
-        """A request began, or began again, where ``match`` says, after ``prompt`` tokens were looked up. Returns the counters
-        of its namespace."""
+        """Count a request that began, or began again, from ``match``, after ``prompt`` tokens were looked up. Return
+        the counters of its namespace."""
         try:
             tally = self._by_key[namespace]
         except KeyError:
@@ -64,7 +66,8 @@ class Counters:
         return tally
 
     def tally(self, namespace: bytes) -> Tally:
-        """The counters of a namespace, by its key in the tree; the same ones after it was invalidated."""
+        """Return the counters of a namespace, by its key in the tree. An invalidation does not change them: its new key
+        has the same counters."""
         try:
             return self._by_key[namespace]
         except KeyError:
@@ -77,12 +80,12 @@ class Counters:
             return tally
 
     def tallies(self) -> list[tuple[str, Tally]]:
-        """Each namespace, by its label."""
+        """Return the label and the counters of each namespace."""
         return [(self.label(own), tally) for own, tally in [*self._tallies.items()]]
 
     def label(self, own: bytes) -> str:
-        """A name for the namespace of ``namespace_key`` that anybody may see: its adapter, and a keyed digest for its salt,
-        which is a secret."""
+        """Return a public name for a namespace, by its ``namespace_key``: its adapter and weights, and a keyed digest
+        in place of its salt, which is a secret."""
         if not own:
             return OTHERS
         salt, adapter, weights = fields_of(own)

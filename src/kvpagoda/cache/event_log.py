@@ -1,9 +1,9 @@
-"""What changes of the prefix cache, for those who follow it from outside: records in a bounded log, as arrays.
+"""The log of changes of the prefix cache, for followers outside: records in a bounded queue, as arrays.
 
-The cache appends a record for each change, with the numbers that it uses itself; whoever publishes takes them out, in another
-thread if need be, and gives blocks names that other processes know (``kvpagoda.events``). A log that is full forgets what
-waits in it and begins again with all that is cached, so that it takes bounded memory and never misses a change.
-"""
+The cache appends a record for each change, with its own block ids. A publisher takes the records out, possibly in
+another thread, and gives blocks names that other processes know (``kvpagoda.events``). A full log drops what waits in
+it and starts again with a record of everything that is cached. So it takes bounded memory, and a follower never misses
+a change."""
 
 from __future__ import annotations
 
@@ -26,33 +26,36 @@ from kvpagoda.prefix.tokens import are_media
 from kvpagoda.schema.fields import Growth
 
 TEXT = -1
-"""The group whose ids number blocks of texts where no group keeps all tokens."""
+"""The group number of blocks of texts, where no group keeps all tokens."""
 
 
 class Shared(NamedTuple):
-    """Blocks ``first ..`` of a text are cached: some since now, some for long."""
+    """Blocks ``first ..`` of a text are cached: some are new, others may have been cached before."""
 
     namespace: bytes
     first: int
     keys: Ids
-    """Their tokens as texts are compared: with media ids below 0, and ``NO_TOKEN`` behind the end of a closed text."""
+    """int32: their tokens as texts are compared: with media ids below 0, and ``NO_TOKEN`` after the end of a closed
+    text."""
     texts: Ids
-    """By which number each is known: its id in the full group, or in ``TEXT``. Where ``first`` is not 0 one more, in front:
-    that of the block before."""
+    """int32: the id of each block in the full group, or in ``TEXT``. Where ``first`` is not 0 the id of the block
+    before comes first, so there is one id more."""
     groups: _Groups
-    """(group, first block, ids): what is cached of them in groups that keep windows, chunks and states; 0: nothing."""
+    """(group, first block, ids): which of the blocks are cached in groups that keep windows, chunks and states; id 0:
+    not cached."""
     media: dict[int, bytes]
-    """Media id -> digest, of those in ``keys``."""
+    """Media id -> digest, for the media ids in ``keys``."""
 
 
 class Gone(NamedTuple):
-    """Blocks are cached no more: (group, ids), those of texts last, the deepest of a text first."""
+    """Blocks are no longer cached: (group, ids). Those of the full group or ``TEXT`` come last, the deepest of a text
+    first."""
 
     blocks: tuple[tuple[int, Ids], ...]
 
 
 class Moved(NamedTuple):
-    """Blocks ``sources`` of ``group`` are blocks ``targets`` from now on, which were free."""
+    """Blocks ``sources`` of ``group`` have the ids ``targets`` from now on; these were free."""
 
     group: int
     sources: Ids
@@ -60,13 +63,13 @@ class Moved(NamedTuple):
 
 
 class Renewed(NamedTuple):
-    """Nothing of ``namespaces`` is found any more."""
+    """Nothing that was cached in ``namespaces`` can be found any more."""
 
     namespaces: frozenset[bytes]
 
 
 class Restart(NamedTuple):
-    """Forget what was said; this is all that is cached, parents before their children."""
+    """Forget all earlier records: ``shared`` is everything that is cached now, parents before their children."""
 
     shared: tuple[Shared, ...]
 
@@ -74,18 +77,17 @@ class Restart(NamedTuple):
 Record = Shared | Gone | Moved | Renewed | Restart
 _Groups = tuple[tuple[int, int, Ids], ...]
 _Raw = tuple[bytes, int, int, Ids, int, Ids, _Groups, dict[int, bytes]]
-"""What becomes a ``Shared`` when it is taken: namespace, first and last block, tokens, which of the text's is the first of
-them, texts, groups, media. A step of an engine has a microsecond for it."""
+"""What ``take`` turns into a ``Shared``: namespace, first block, end block, tokens, the position in the text of the
+first of these, texts, groups, media. It must be cheap: a step of an engine has a microsecond for it."""
 _NO_MEDIA: dict[int, bytes] = {}
 
 
 @dataclass(frozen=True)
 class Followed:
-    """What one must know of a cache to tell from its blocks where a text can be resumed.
+    """What a follower must know of a cache to tell from its blocks where a text can be resumed.
 
-    ``hit_grid``: hits end at multiples of so many tokens. ``groups``: name and growth of each. ``full``: the one that keeps
-    all tokens, or ``TEXT``. ``secret``: see ``Identity``.
-    """
+    ``hit_grid``: hits end at multiples of this many tokens. ``groups``: name and growth of each. ``full``: the index of
+    the group that keeps all tokens, or ``TEXT``. ``secret``: see ``Identity``."""
 
     block_size: int
     hit_grid: int
@@ -95,37 +97,38 @@ class Followed:
 
 
 class EventLog:
-    """The changes of one cache, ``KVCache(events=EventLog())``, until somebody takes them.
+    """The changes of one cache, ``KVCache(events=EventLog())``, until ``take`` removes them.
 
-    ``capacity``: records that wait at most. One thread uses the cache, another may ``take``.
-    """
+    ``capacity``: the most records that wait. One thread may use the cache while another calls ``take``. Raises
+    BadInput."""
 
     def __init__(self, capacity: int = 65_536) -> None:
         if type(capacity) is not int or capacity < 1:
             raise BadInput(f"the capacity of a log is a number of records, at least 1, got {capacity!r}")
         self.capacity = capacity
-        self.num_restarts = 0  #: how often it was full, or memory lacked for a record
+        self.num_restarts = 0  #: how often the log restarted: it was full, or out of memory
         self._records: deque[Record | Evicted | _Raw] = deque()
         self._followed: Followed | None = None
         self._is_broken = False
 
     def attach(self, prefix: PrefixCache, namespaces: Namespaces, media: Media, followed: Followed) -> None:
-        """It is the log of ``prefix``, in which nothing is cached yet. Raises BadInput for a second cache."""
+        """Make this the log of ``prefix``, in which nothing is cached yet. Raises BadInput if it is the log of a cache
+        already."""
         if self._followed is not None:
-            raise BadInput("this log belongs to a cache already; give each cache one of its own")
+            raise BadInput("this log belongs to a cache already; make a new EventLog for each cache")
         self._prefix, self._namespaces, self._media, self._followed = prefix, namespaces, media, followed
 
     @property
     def followed(self) -> Followed:
-        """What its cache keeps. Raises BadInput before there is one."""
+        """What a follower must know of the cache. Raises BadInput if the log has no cache yet."""
         if self._followed is None:
             raise BadInput("this log has no cache yet; make one first: KVCache(..., events=log)")
         return self._followed
 
     def take(self) -> list[Record]:
-        """What waits, oldest first; it is in the log no more."""
+        """Remove the waiting records from the log, and return them, oldest first."""
         taken = list[Record]()
-        with suppress(IndexError):  # the thread of the cache may begin anew meanwhile
+        with suppress(IndexError):  # the thread of the cache may clear the log meanwhile
             while True:
                 record = self._records.popleft()
                 if isinstance(record, Evicted):
@@ -143,16 +146,16 @@ class EventLog:
 
     def _gone(self, evicted: Evicted) -> Gone:
         full, texts = self.followed.full, evicted.texts
-        gone = [(group.index, ids) for group, ids in evicted.blocks if len(ids)]
-        gone.sort(key=lambda one: one[0] == full)
+        blocks = [(group.index, ids) for group, ids in evicted.blocks if len(ids)]
+        blocks.sort(key=lambda item: item[0] == full)
         if texts is not None and len(texts):
-            gone.append((TEXT, texts))
-        return Gone(tuple(gone))
+            blocks.append((TEXT, texts))
+        return Gone(tuple(blocks))
 
-    # -- what the cache says, after it has changed -------------------------------------------------------------------
+    # -- called by the cache, after it has changed -------------------------------------------------------------------
 
     def published(self, request: Request, begin: int) -> None:
-        """The blocks of ``request`` from ``begin`` on are shared."""
+        """Record that the blocks of ``request`` from ``begin`` on are shared."""
         prefix, end = self._prefix, request.lease.num_blocks
         try:
             low, groups = begin, list[tuple[int, int, Ids]]()
@@ -165,7 +168,8 @@ class EventLog:
             self._is_broken = True
 
     def kept(self, request: Request, num_blocks: int, states: BlockGroup, copy: Ids) -> None:
-        """Behind the first ``num_blocks`` blocks of ``request`` there is a checkpoint, block ``copy`` of ``states``."""
+        """Record a checkpoint after the first ``num_blocks`` blocks of ``request``: block ``copy``, int32 ``[1]``, of
+        ``states``."""
         try:
             groups = ((states.index, num_blocks - 1, copy),)
             self._put(self._raw(request, num_blocks - 1, num_blocks, groups))
@@ -173,21 +177,21 @@ class EventLog:
             self._is_broken = True
 
     def evicted(self, evicted: Evicted) -> None:
-        """The prefix cache gave up ``evicted``."""
+        """Record what the prefix cache evicted."""
         if evicted.blocks or evicted.texts is not None:
             self._put(evicted)
 
     def moved(self, group: BlockGroup, sources: Ids, targets: Ids) -> None:
-        """Blocks ``sources`` of ``group`` are blocks ``targets`` now."""
+        """Record that blocks ``sources`` of ``group`` have the ids ``targets`` now."""
         self._put(Moved(group.index, sources, targets))
 
     def renewed(self, namespaces: Collection[bytes]) -> None:
-        """Nothing of ``namespaces`` is found any more."""
+        """Record that nothing that was cached in ``namespaces`` can be found any more."""
         self._put(Renewed(frozenset(namespaces)))
 
     def restart(self) -> None:
-        """Forget what waits, and say all that is found now. O(blocks)."""
-        self._is_broken = True  # until there is memory for all of it
+        """Drop what waits, and record everything that can be found now. O(blocks)."""
+        self._is_broken = True  # until there is memory for all records
         self._records.clear()
         with suppress(MemoryError):
             self._records.append(Restart(tuple(self._all())))
@@ -206,7 +210,7 @@ class EventLog:
         self.restart()
 
     def _raw(self, request: Request, low: int, end: int, groups: _Groups) -> _Raw:
-        """Blocks ``low .. end - 1`` of ``request`` are shared."""
+        """Return the record that blocks ``low .. end - 1`` of ``request`` are shared."""
         prefix, above = self._prefix, low - 1 if low else 0
         if prefix.full is not None:
             texts = prefix.full.table.cells[request.slot, above:end].copy()
@@ -220,10 +224,10 @@ class EventLog:
         return request.namespace, low, end, keys, start, texts, groups, digests
 
     def _digests(self, keys: Ids) -> dict[int, bytes]:
-        return {one: self._media.digest(one) for one in np.unique(keys[are_media(keys)]).tolist()}
+        return {media_id: self._media.digest(media_id) for media_id in np.unique(keys[are_media(keys)]).tolist()}
 
     def _all(self) -> Iterator[Shared]:
-        """All that is cached. O(blocks)."""
+        """Yield everything that is cached and can be found. O(blocks)."""
         prefix = self._prefix
         row = 0 if prefix.full is not None else prefix.tree.num_groups - 1
         states, namespace = prefix.states, b""
@@ -239,8 +243,8 @@ class EventLog:
                 ids = window.blocks.ids(cells[0]) * window.blocks.are_there(cells)
                 groups.append((window.group.index, node.start, ids))
             if states is not None:
-                for one in node.checkpoints.all if node.checkpoints is not None else ():
-                    groups.append((states.index, one.depth - 1, prefix.kept[one.state_id].states))
+                for found in node.checkpoints.all if node.checkpoints is not None else ():
+                    groups.append((states.index, found.depth - 1, prefix.kept[found.state_id].states))
             texts = np.concatenate((above, node.ids[row]))
             keys = node.tokens.copy()
             yield Shared(namespace, node.start, keys, texts, tuple(groups), self._digests(keys))

@@ -1,4 +1,4 @@
-"""One owner at a time, and no use of a cache that was interrupted in the middle of a change."""
+"""The lock of a cache: one thread at a time, and no use after an interrupt in the middle of a change."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ T = TypeVar("T")
 
 
 class Guard:
-    """``is_torn``: set before the first of several assignments that belong together, and cleared after the last. What an
-    exception finds set stays set: the cache then refuses everything but ``close`` and ``reset``.
+    """The lock of one cache, and whether its state is consistent.
 
-    Calls prepare first, where anything may raise; what is between the two assignments is short and allocates nothing. So only
-    a signal, such as Ctrl-C, that falls into it tears a cache.
-    """
+    ``is_torn`` is set before the first of several assignments that belong together, and cleared after the last. If an
+    exception leaves it set, the cache refuses every call but ``close`` and ``reset``.
+
+    Calls prepare first, where anything may raise. The code between setting and clearing is short and allocates nothing,
+    so only a signal, such as Ctrl-C, can interrupt it."""
 
     __slots__ = ("is_torn", "lock")
 
@@ -27,7 +28,8 @@ class Guard:
         self.lock, self.is_torn = RLock(), False
 
     def change(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """``call``, which either does all it says or raises an Exception and changes nothing."""
+        """Call ``call`` with ``is_torn`` set, and return its result. ``call`` must either do all that it says, or raise
+        an Exception and change nothing."""
         self.is_torn = True
         try:
             result = call(*args, **kwargs)
@@ -38,22 +40,22 @@ class Guard:
         return result
 
     def raise_busy(self, call: str) -> None:
-        """Raises ConcurrentUse."""
+        """Raise ConcurrentUse. ``call``: the name of the refused method."""
         raise ConcurrentUse(
-            f"another thread is inside this cache; {call} must wait for it: one owner at a time, or a lock of the caller's "
-            f"own around every call"
+            f"another thread is inside this cache; {call} must wait for it: one owner at a time, or a lock of the "
+            f"caller's own around every call"
         )
 
     def raise_torn(self) -> None:
-        """Raises NeedsReset."""
+        """Raise NeedsReset."""
         raise NeedsReset(
-            "an interrupt came in the middle of a change of this cache, so that its blocks have no certain owners; call "
-            "reset(), which forgets every request and everything cached, or close it"
+            "an interrupt stopped a change of this cache halfway, so that the owners of its blocks are not certain; "
+            "call reset(), which forgets every request and everything cached, or close it"
         )
 
 
 class Guarded(Protocol):
-    """An object whose public methods are ``exclusive``."""
+    """An object whose public methods are wrapped by ``exclusive`` or ``either_way``."""
 
     _guard: Guard
 
@@ -62,8 +64,8 @@ G = TypeVar("G", bound=Guarded)
 
 
 def exclusive(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:
-    """``method``, which raises ConcurrentUse while another thread is in a method of the same cache, and NeedsReset where the
-    cache was torn."""
+    """Wrap ``method`` so that it raises ConcurrentUse while another thread is in a method of the same cache, and
+    NeedsReset after an interrupt in the middle of a change."""
 
     @wraps(method)
     def guarded(self: G, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -81,7 +83,7 @@ def exclusive(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G,
 
 
 def either_way(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method``, exclusive, for a cache that was torn as well."""
+    """Wrap ``method`` like ``exclusive``, but let it run also after an interrupt in the middle of a change."""
 
     @wraps(method)
     def guarded(self: Guarded, /, *args: Any, **kwargs: Any) -> Any:

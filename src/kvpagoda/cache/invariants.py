@@ -1,4 +1,4 @@
-"""The proof that every block, slot, row and byte of a cache has one owner."""
+"""Proves that every block, slot, row and byte of a cache has one owner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpagoda.errors import CheckFailed
 
 
 def check(core: Core) -> None:
-    """Prove everything from scratch. Raises CheckFailed with the ids that break it. O(blocks)."""
+    """Prove everything from scratch. Raises CheckFailed naming the ids that break it. O(blocks)."""
     _check_slots(core)
     for request in (*core.running.values(), *core.suspended):
         _check_request(core, request)
@@ -39,7 +39,7 @@ def _check_slots(core: Core) -> None:
 
 
 def _check_prefix(core: Core) -> None:
-    """Tree, windows, checkpoints, pins and the leases of requests agree."""
+    """Prove that tree, windows, checkpoints, pins and the leases of requests agree."""
     prefix, tree, holdings = core.prefix, core.prefix.tree, [pin.holding for pin in core.prefix.pins_of()]
     tree.check()
     if tree.num_leases != len(core.running) + len(holdings):
@@ -55,13 +55,13 @@ def _check_prefix(core: Core) -> None:
             f"{prefix.most_checkpoints} asked for"
         )
     held = {name for name in prefix.kept if tree.checkpoints.is_held(name)}
-    if held != {one.checkpoint for one in holdings if one.checkpoint is not None}:
+    if held != {holding.checkpoint for holding in holdings if holding.checkpoint is not None}:
         raise CheckFailed(f"checkpoints {sorted(held)[:16]} are held, and not by pins alone")
     prefix.windows.check(tree, [one.handles for one in holdings], [kept.tail.handles for kept in prefix.kept.values()])
 
 
 def _check_request(core: Core, request: Request) -> None:
-    """Its lengths, its rows in the tables, its lease, its fences and its place in a batch agree."""
+    """Prove that its lengths, its rows in the tables, its lease, its fences and its place in a batch agree."""
     where = f"slot {request.slot} ({request.length} tokens)"
     if request.rows is not None:
         rows, row = request.rows, request.rows.row_of.get(request)

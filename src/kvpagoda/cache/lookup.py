@@ -1,4 +1,4 @@
-"""What a cache has of a text, without admitting anything: for routers, schedulers and those who only want to know."""
+"""What a cache has of a text, without admitting a request: for routers and schedulers."""
 
 from __future__ import annotations
 
@@ -22,29 +22,32 @@ _Running = dict[tuple[bytes, bytes], list[Request]]
 
 @dataclass(frozen=True)
 class Lookup:
-    """What is found of a text now; nothing of it is held, so that it may be gone a moment later. All in tokens, at most all
-    but the last of the text."""
+    """What a cache has of a text now. Nothing of it is pinned: it may be evicted a moment later. All counts are in
+    tokens, at most all but the last token of the text."""
 
     cached: int
     """Leading tokens that are in the prefix tree."""
     resumable: int
-    """Of these, the tokens that a request with this text would not have to compute."""
+    """Of the ``cached`` tokens, those that a request with this text would not have to compute."""
     pending: int
-    """Tokens behind ``cached``, to a whole block, that a running request is about to publish: who waits for it shares them."""
+    """Tokens after ``cached``, to a whole block, that a running request is about to publish: a request that waits for
+    these can share them."""
     groups: Mapping[str, int]
-    """Group -> the longest beginning for which it has what a request needs."""
+    """Group -> the length of the longest prefix for which the group has what a request needs."""
     limited_by: str
-    """What cuts ``resumable`` short; see ``PrefixMatch.limited_by``."""
+    """What makes ``resumable`` smaller than the text; see ``PrefixMatch.limited_by``."""
 
 
 def look_up(core: Core, token_ids: Any, namespace: Any, media: Any) -> Any:
-    """What ``core`` has of a text, or of each of several; see ``KVCache.lookup``. O(n) for a text of n tokens, and O(common
-    tokens) for each running request that begins with the same block; all running requests are gone through once."""
+    """Return what ``core`` has of a text, or of each of several; see ``KVCache.lookup``.
+
+    O(n) for a text of n tokens, and O(common tokens) for each running request that begins with the same block. All
+    running requests are visited once for all texts."""
     running = _running_by_beginning(core)
     if not _are_texts(token_ids):
         return _look_up(core, running, token_ids, namespace, media)
-    given = [_for_each(one, len(token_ids), name) for one, name in ((namespace, "namespaces"), (media, "media"))]
-    return [_look_up(core, running, *one) for one in zip(token_ids, *given)]
+    given = [_for_each(value, len(token_ids), name) for value, name in ((namespace, "namespaces"), (media, "media"))]
+    return [_look_up(core, running, *text) for text in zip(token_ids, *given)]
 
 
 def _look_up(core: Core, running: _Running, token_ids: Any, namespace: Any, media: Any) -> Lookup:
@@ -53,13 +56,14 @@ def _look_up(core: Core, running: _Running, token_ids: Any, namespace: Any, medi
 
 
 def _are_texts(token_ids: Any) -> bool:
-    """Whether ``token_ids`` are several texts, and not one."""
+    """Return whether ``token_ids`` are several texts, not one."""
     first = token_ids[0] if isinstance(token_ids, list | tuple) and token_ids else 0
     return hasattr(first, "__len__") and getattr(first, "ndim", 1) > 0
 
 
 def _for_each(value: Any, count: int, name: str) -> Any:
-    """``value`` for each of ``count`` texts: its own where there is a list of them. Raises BadInput."""
+    """Return ``value`` for each of ``count`` texts: its items if it is a list or tuple, else itself repeated. Raises
+    BadInput."""
     if not isinstance(value, list | tuple):
         return repeat(value, count)
     if len(value) != count:
@@ -68,7 +72,7 @@ def _for_each(value: Any, count: int, name: str) -> Any:
 
 
 def prefetch(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> Prefetch:
-    """Begin to read what tiers have of a text; see ``KVCache.prefetch``."""
+    """Begin to read what tiers have of a text; see ``KVCache.prefetch``. Raises BadInput if there are no tiers."""
     if core.offloader is None:
         raise BadInput("this cache has no tiers to prefetch from; give it tiers=[...]")
     tokens = as_tokens(token_ids, core.vocab_size)
@@ -82,9 +86,10 @@ def prefetch(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping
 def keep_where_they_part(
     core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None
 ) -> bool:
-    """Let the running request that has most of a text keep a checkpoint where the two part, for a model with states; False
-    where nothing is pending of it, where that would be of no use, or where it is past that place. Costs what ``look_up``
-    does."""
+    """Make the running request with the longest common prefix keep a checkpoint where its text and this one diverge.
+
+    For models with states. Return False if nothing of this text is pending, if the checkpoint would save nothing, or if
+    the running request is past that position already. Costs as much as ``look_up``."""
     running = _running_by_beginning(core)
     found, common, request = _found_and_running(core, running, token_ids, namespace, media)
     grid = core.prefix.grid
@@ -98,8 +103,8 @@ def keep_where_they_part(
 
 
 def _running_by_beginning(core: Core) -> _Running:
-    """The running requests from which others may have something, by namespace and first block, in the order in which they
-    began. O(requests)."""
+    """Return the running requests whose blocks others may share, by namespace and first block, in the order in which
+    they began. O(requests)."""
     running, size = _Running(), core.block_size
     for request in core.running.values():
         if request.publishes and max(request.prompt_length, request.own_length) >= size:
@@ -110,8 +115,10 @@ def _running_by_beginning(core: Core) -> _Running:
 def _found_and_running(
     core: Core, running: _Running, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None
 ) -> tuple[PrefixMatch, int, Request | None]:
-    """What is cached of a text; the most leading tokens of it, in whole blocks and at most all but the last, that one of
-    ``running`` has in its prompt, or has committed; and which one."""
+    """Return what is cached of a text, and how much of it a running request has.
+
+    The second result is the largest number of leading tokens, in whole blocks and at most all but the last token, that
+    one request of ``running`` has in its prompt or has committed; the third is this request (None: no common block)."""
     tokens = as_tokens(token_ids, core.vocab_size)
     keys, key = with_media(tokens, 0, core.media.ids(media, len(tokens))), core.namespaces.key(namespace)
     _, found = core.prefix.find(keys, key)

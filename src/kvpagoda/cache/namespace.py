@@ -1,4 +1,4 @@
-"""Who may share with whom: tenants, adapters, states of the weights, and images in a text."""
+"""Which requests may share blocks: namespaces of tenants, adapters and weights, and ids for images in a text."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from kvpagoda.units import whole_number
 
 @dataclass(frozen=True)
 class Namespace:
-    """Only requests of equal namespaces share anything.
+    """Which requests may share blocks: only requests of equal namespaces share anything.
 
-    ``salt``: a secret of the tenant, to be set by the trusted side. ``adapter``: the adapter that the rows were computed
-    with. ``weights``: which weights, for caches that see several. All of them bytes, text or None, and never taken for
-    one another. ``epoch``: of which ``KVCache.epoch`` the weights are that its requests are computed with to their end; None:
-    the newest. Those with the newest by either way share.
-    """
+    ``salt``: a secret of the tenant; the trusted side sets it. ``adapter``: the adapter that the rows were computed
+    with. ``weights``: which weights, for caches that serve several. Each is bytes, text or None; values of different
+    types or in different fields never count as equal. ``epoch``: compute the request with the weights of this
+    ``KVCache.epoch`` to its end; None: with the newest. A request with the newest epoch and one with None share."""
 
     salt: str | bytes | None = None
     adapter: str | bytes | None = None
@@ -31,15 +30,15 @@ class Namespace:
 
 
 def namespace_key(namespace: Namespace | str | bytes | None) -> bytes:
-    """A namespace as bytes, different for different ones, whatever their epoch. Text or bytes alone are a salt. Raises
-    BadInput."""
+    """Return a namespace as bytes: different for different namespaces, and independent of the epoch. Text or bytes
+    alone are a salt. Raises BadInput."""
     if not isinstance(namespace, Namespace):
         namespace = Namespace(salt=namespace)
     return b"".join(_field(part) for part in (namespace.salt, namespace.adapter, namespace.weights))
 
 
 def _field(part: Any) -> bytes:
-    """Kind, length, content: no two sequences of fields have the same bytes."""
+    """Encode ``part`` as kind, length, content, so that different sequences of fields have different bytes."""
     if part is None:
         return b"n"
     if not isinstance(part, str | bytes):
@@ -49,7 +48,7 @@ def _field(part: Any) -> bytes:
 
 
 def fields_of(key: bytes) -> list[bytes | None]:
-    """The contents of the fields that a key is made of."""
+    """Return the contents of the fields that ``key`` is made of."""
     found, at = list[bytes | None](), 0
     while at < len(key):
         begin = at + 9
@@ -63,7 +62,8 @@ def fields_of(key: bytes) -> list[bytes | None]:
 
 
 def owner_of(key: bytes) -> bytes:
-    """The ``namespace_key`` of which ``Namespaces.key`` made ``key``: what is behind the first three fields. O(1)."""
+    """Return the ``namespace_key`` from which ``Namespaces.key`` made ``key``: what follows the first three fields.
+    O(1)."""
     at = 0
     for _ in range(3):
         at += 1 if key[at : at + 1] == b"n" else 9 + int.from_bytes(key[at + 1 : at + 9], "little")
@@ -71,22 +71,25 @@ def owner_of(key: bytes) -> bytes:
 
 
 class Namespaces:
-    """Namespaces as keys of the tree: ``fingerprint`` of what is cached, who may share it, and a number drawn at random each
-    time that it is invalidated, so that no other process takes what is kept from then on for its own. ``name``: of the first
-    epoch; the names of all of them are kept, 16 bytes each."""
+    """The keys of namespaces in the prefix tree.
+
+    A key holds the ``fingerprint`` of the cache's schema and layout, the name of the epoch, a random number if the
+    namespace was invalidated, and the ``namespace_key``. The random numbers keep other processes from finding records
+    stored after an invalidation. ``name``: of the first epoch; the names of all epochs are kept, 16 bytes each."""
 
     def __init__(self, fingerprint: str = "", name: bytes = b"") -> None:
         self._fingerprint, self._epochs = _field(fingerprint), [name]
-        self._renewed: dict[bytes, tuple[int, bytes]] = {}  # up to which epoch keys have which number
-        self._known: dict[Namespace | str | bytes | None, bytes] = {}  # keys that were asked for lately
+        self._renewed: dict[bytes, tuple[int, bytes]] = {}  # namespace_key -> last epoch, number
+        self._known: dict[Namespace | str | bytes | None, bytes] = {}  # recent results of key()
 
     @property
     def epoch(self) -> int:
-        """How many times all were renewed."""
+        """How many times all namespaces were renewed."""
         return len(self._epochs) - 1
 
     def key(self, namespace: Namespace | str | bytes | None) -> bytes:
-        """The key under which ``namespace`` is cached now. Raises BadInput, also for an epoch that has not come."""
+        """Return the key under which ``namespace`` is cached now. Raises BadInput, also for an epoch that does not
+        exist yet."""
         try:
             known = self._known.get(namespace)
         except TypeError:  # a list, say
@@ -97,7 +100,7 @@ class Namespaces:
         epoch = self.epoch if epoch is None else whole_number(epoch, "the epoch of a namespace")
         if epoch > self.epoch:
             raise BadInput(
-                f"epoch {epoch} has not come, the newest is {self.epoch}", needed=epoch, available=self.epoch
+                f"epoch {epoch} does not exist yet, the newest is {self.epoch}", needed=epoch, available=self.epoch
             )
         key = self._key_of(namespace_key(namespace), epoch)
         if len(self._known) > 1024:
@@ -106,7 +109,7 @@ class Namespaces:
         return key
 
     def is_current(self, key: bytes) -> bool:
-        """Whether ``key``, which this made, is that of its namespace now."""
+        """Return whether ``key``, made by this object, is still the key of its namespace."""
         return key == self._key_of(owner_of(key), self.epoch)
 
     def _key_of(self, own: bytes, epoch: int) -> bytes:
@@ -114,25 +117,26 @@ class Namespaces:
         return self._fingerprint + _field(self._epochs[epoch]) + _field(number if epoch <= last else None) + own
 
     def renew(self, namespaces: Iterable[Namespace | str | bytes | None], keys: Iterable[bytes]) -> set[bytes]:
-        """Give ``namespaces`` new keys in all epochs so far; returns those of ``keys``, in use, that were theirs. Raises
-        BadInput."""
-        owners = {namespace_key(one) for one in namespaces}
+        """Give ``namespaces`` new keys in all epochs so far. Return those of ``keys``, the keys in use, that belonged
+        to them. Raises BadInput."""
+        owners = {namespace_key(namespace) for namespace in namespaces}
         self._known.clear()
         for own in owners:
             self._renewed[own] = self.epoch, urandom(16)
         return {key for key in keys if owner_of(key) in owners}
 
     def renew_all(self, keys: Iterable[bytes], epoch: bytes | None = None) -> set[bytes]:
-        """Give every namespace a new key; returns ``keys``, those in use. ``epoch``: a name for what is kept from now on that
-        other processes know too (None: drawn at random)."""
+        """Give every namespace a new key, in a new epoch. Return ``keys``, the keys in use, as a set. ``epoch``: a name
+        for the new epoch that other processes know too (None: drawn at random)."""
         self._epochs.append(urandom(16) if epoch is None else epoch)
         self._known.clear()
         return set(keys)
 
 
 def with_media(tokens: Ids, first: int, media_ids: Mapping[int, int]) -> Ids:
-    """``tokens``, which begin at offset ``first`` of a text, int32 ``[n]``, with the media ids that lie in them put in: a copy
-    then, else ``tokens``."""
+    """Return ``tokens`` with media ids where media begin: a copy, or ``tokens`` itself if no media begin in it.
+
+    ``tokens``: int32 ``[n]``, at offset ``first`` of a text. ``media_ids``: offset in the text -> media id."""
     inside = [at for at in media_ids if first <= at < first + len(tokens)]
     if inside:
         tokens = tokens.copy()
@@ -141,19 +145,18 @@ def with_media(tokens: Ids, first: int, media_ids: Mapping[int, int]) -> Ids:
 
 
 class Media:
-    """Ids for images and sounds in a text: every digest gets a number below 0, which no token has.
+    """Ids for images and sounds in a text: each digest gets a number below 0, which no token has.
 
-    Where texts are compared the media id takes the place of the token at which the image (or sound) begins: before it two
-    texts share, from it on only if they have the same digest there. Digests are kept whole until ``clear``.
-    """
+    To compare texts, the media id replaces the token at which the image (or sound) begins: two texts share the blocks
+    before it, and those from it on only if both have the same digest there. Digests are kept whole until ``clear``."""
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
         self._digests: list[bytes] = []
 
     def ids(self, media: Mapping[int, bytes] | None, num_tokens: int) -> dict[int, int]:
-        """Offset -> media id, for ``media``: offset -> digest of at least 16 bytes, in a prompt of ``num_tokens``. Raises
-        BadInput."""
+        """Return offset -> media id for ``media``: offset -> digest of at least 16 bytes, in a prompt of
+        ``num_tokens``. Raises BadInput."""
         if not media:
             return {}
         if not isinstance(media, Mapping):
@@ -162,18 +165,19 @@ class Media:
         for offset, digest in media.items():
             at = whole_number(offset, "an offset of media")
             if at >= num_tokens:
-                raise BadInput(f"media begin at a token of the prompt, 0..{num_tokens - 1}, got {offset!r}")
+                raise BadInput(f"an offset of media is a position in the prompt, 0..{num_tokens - 1}, got {offset!r}")
             if not isinstance(digest, bytes) or len(digest) < 16:
                 raise BadInput(f"a digest of media is at least 16 bytes, got {digest!r} at token {offset}")
             placed[at] = digest
-        for one in placed.values():
-            if one not in self._numbers:
-                self._digests.append(one)
-                self._numbers[one] = len(self._digests) - 1
-        return {at: -1 - self._numbers[one] for at, one in placed.items()}
+        for digest in placed.values():
+            if digest not in self._numbers:
+                self._digests.append(digest)
+                self._numbers[digest] = len(self._digests) - 1
+        return {at: -1 - self._numbers[digest] for at, digest in placed.items()}
 
     def digests(self, media_ids: Mapping[int, int], block_size: int) -> dict[int, bytes]:
-        """Block number -> where in it media begin, and their digests: what other processes can know of them."""
+        """Return, by block number, where in that block media begin and their digests, as bytes that do not depend on
+        this process."""
         found: dict[int, bytes] = {}
         for at in sorted(media_ids):
             block, offset = divmod(at, block_size)
@@ -182,10 +186,10 @@ class Media:
         return found
 
     def digest(self, media_id: int) -> bytes:
-        """The digest of which ``ids`` made ``media_id``."""
+        """Return the digest of ``media_id``, which ``ids`` made."""
         return self._digests[-1 - media_id]
 
     def clear(self) -> None:
-        """Forget all digests: when nothing is cached."""
+        """Forget all digests. Only when nothing is cached."""
         self._numbers.clear()
         self._digests.clear()

@@ -1,14 +1,14 @@
-"""The calls of a cache around which others may stand: spans, a profiler, a test that makes one of them fail.
+"""The methods of a cache that can be wrapped from outside: by spans, by a profiler, by a test that makes one fail.
 
-A method is marked where it is defined, and is otherwise as it was: marks cost nothing, and a cache that nobody observes
-knows of nobody.
+A method is marked where it is defined, and otherwise unchanged: a mark costs nothing, and a cache that is not observed
+has no code for observers.
 
-    open      Admission.open        a request is admitted
-    resume    Admission.resume      it comes back, or begins again
-    suspend   Lifecycle.suspend     it goes to host memory
-    find      TierReader.find       tiers are asked for what the device has not; the checkpoint is read
-    load      TierReader.load       records are read into blocks
-    forget    Capacity.forget       the prefix cache gives something up; ``is_evicted=True`` where that makes room
+    open      Admission.open        admit a request
+    resume    Admission.resume      run a suspended request again, from its copy or from the start
+    suspend   Lifecycle.suspend     copy a request to host memory
+    find      TierReader.find       look in tiers for what the device lacks, and read the checkpoint
+    load      TierReader.load       read records into blocks
+    forget    Capacity.forget       remove entries of the prefix cache; ``is_evicted=True`` where that makes room
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ C = TypeVar("C", bound=Call)
 
 
 def observable(method: C) -> C:
-    """``method``, marked, of a class whose objects are among ``Core.parts``."""
+    """Mark ``method``, of a class whose objects are among ``Core.parts``, and return it."""
     method.__dict__["is_observable"] = True
     return method
 
 
 def observe(parts: Iterable[object], around: Callable[[str, Call], Call]) -> Callable[[], None]:
-    """Put ``around(name, call)``, which makes ``call`` and returns what it returned, in the place of every marked call of
-    ``parts``; ``call`` is bound. Returns what takes all of that away again, once or twice. Raises BadInput where somebody
-    stands there already, and whatever ``around`` raises; nothing changed then."""
+    """Replace every marked method of ``parts`` by ``around(name, call)``, and return a function that undoes this.
+
+    ``call``: the bound method. ``around`` returns a function that calls it and returns its result. Undoing twice does
+    no harm. Raises BadInput if the methods are wrapped already, and whatever ``around`` raises; nothing changed then.
+    """
     places = [
         (part, name)
         for part in parts

@@ -1,10 +1,9 @@
-"""A cache's blocks and checkpoints on their way to the tiers: stored when they are published, reused or evicted.
+"""Stores blocks and checkpoints of a cache in tiers: when they are published, reused or evicted.
 
     commit   new blocks, checkpoints of prompts ──► backlog ──► staging memory ──► level that writes at commit
-    evict    blocks and checkpoints that go     ────────────► staging memory ──► level that writes at eviction
+    evict    evicted blocks and checkpoints     ────────────► staging memory ──► level that writes at eviction
 
-``tier_reader`` is the way back up.
-"""
+``tier_reader`` loads them back."""
 
 from __future__ import annotations
 
@@ -32,19 +31,19 @@ from kvpagoda.tiers.level import Level, LevelStats, RecordIdentity
 from kvpagoda.tiers.spec import TierSpec, When
 
 Unit = tuple[Ids, bytes]
-"""The blocks of one record, and their hashes one after the other."""
-_CLOSING = 0.1  # the share of its time that close keeps for ending the tiers
+"""The ids of the blocks of one record, and their hashes concatenated."""
+_CLOSING = 0.1  # share of its timeout that close() keeps for closing the tiers
 
 
 class Offloader:
-    """Stores what one cache has in its levels; ``reader`` brings it back. Used by the cache's own thread.
+    """Stores what one cache has in its levels; ``reader`` loads it back. Used by the thread of the cache.
 
-    ``full``: the group whose blocks the prefix tree shares, ``bounded``: those that checkpoints copy. ``memory`` moves the
-    bytes. Without ``secret`` nobody can guess from a key what a text was.
+    ``full``: the group whose blocks the prefix tree shares. ``bounded``: the groups whose blocks checkpoints keep.
+    ``memory``: copies the bytes. ``secret``: part of every key, so that the text cannot be guessed from a key without
+    it.
 
-    What the cache tells it (``published``, ``freed``, ``moved`` and others) it may tell after it has changed its own state:
-    tables are assigned after all that can fail, and storing that fails is counted as dropped.
-    """
+    The cache may report changes (``published``, ``freed``, ``moved`` and others) after it has changed its own state:
+    tables are assigned after all that can fail, and a store that fails is counted as dropped."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class Offloader:
         _prove(specs, identity)
         prefix_root(b"", secret)
         block_nbytes = 0 if full is None else memory.record_nbytes(full.index)
-        most = [group.growth.most_blocks(group.block_size, 1) or 0 for group in self._bounded]  # in a checkpoint
+        most = [group.growth.most_blocks(group.block_size, 1) or 0 for group in self._bounded]  # in one checkpoint
         parts = [(count, memory.record_nbytes(group.index)) for count, group in zip(most, self._bounded)]
         self.levels: tuple[Level, ...] = ()
         try:
@@ -73,17 +72,17 @@ class Offloader:
         num_rows = 0 if full is None else full.plan.num_rows
         writers = [level for level in self.levels if level.spec.write == "reuse"]
         self._blocks = np.zeros(num_rows, [("hash", np.uint8, KEY_NBYTES), ("sent", np.bool_, len(writers))])
-        """Of every cached block, by id: its hash, zeros where it is not cached or not known, and which of the levels that
-        write what is reused were given it."""
+        """By block id: the block's hash (zeros if it is not cached or not known), and to which of the levels that write
+        at reuse it was sent."""
         self._hashes: npt.NDArray[np.uint8] = self._blocks["hash"]
         self._sent = {level: self._blocks["sent"][:, i] for i, level in enumerate(writers)}
-        self._checkpoints: dict[int, bytes] = {}  # checkpoint -> hash of the block that it follows
-        self._reused: set[int] = set()  # checkpoints that levels which write what is reused were given
+        self._checkpoints: dict[int, bytes] = {}  # checkpoint -> hash of the block before it
+        self._reused: set[int] = set()  # checkpoints sent to levels that write at reuse
         self._backlog: dict[Level, deque[Unit]] = {level: deque() for level in self.levels}
         self.reader = TierReader(self.levels, full, self._bounded, identity.block_size, memory)
 
     def set_weights(self, weights: str) -> None:
-        """From now on what is stored and found is that of ``weights``; what waits to be stored is forgotten."""
+        """Store and find records of ``weights`` from now on. Forget what waits to be stored."""
         self._identity = replace(self._identity, weights=weights)
         self.clear()
         for level in self.levels:
@@ -92,11 +91,11 @@ class Offloader:
     def extend_hashes(
         self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media: Mapping[int, bytes] | None = None
     ) -> None:
-        """Append to ``block_hashes``, of the beginning of a text or empty, what it lacks: the root of the text, then one hash
-        for each whole block of ``tokens``, all tokens of the text from the first on, int32 ``[n]``. O(new tokens).
+        """Append the missing hashes to ``block_hashes``, which is empty or has those of the first blocks of a text.
 
-        ``media``: block number -> digest of what the block shows besides its tokens.
-        """
+        They are the root of the text, then one hash for each whole block of ``tokens``: all tokens of the text from the
+        first on, int32 ``[n]``. ``media``: block number -> digest of what the block shows besides its tokens. O(new
+        tokens)."""
         size, first = self._identity.block_size, max(0, len(block_hashes) - 1)
         root = block_hashes[-1] if block_hashes else prefix_root(namespace, self._secret)
         new_media = {block - first: digest for block, digest in (media or {}).items() if block >= first}
@@ -106,20 +105,23 @@ class Offloader:
     # -- storing -----------------------------------------------------------------------------------------------------
 
     def published(self, block_hashes: Many[bytes], begin: int, ids: Ids, source: TierHit | None = None) -> None:
-        """Blocks ``begin ..`` of a text are cached; ``ids``, int32 ``[n]``: all its cached blocks in the full group (which may
-        be none at all). ``source``: where they were loaded from, if they were."""
+        """Store blocks ``begin ..`` of a text, which are cached from now on, in the levels that write at commit.
+
+        ``ids``: int32 ``[n]``, all cached blocks of the text in the full group (perhaps none). ``source``: where the
+        blocks were loaded from, if they were."""
         if self._full is None:
             return
         new = np.frombuffer(b"".join(block_hashes[begin + 1 : len(ids) + 1]), np.uint8).reshape(-1, KEY_NBYTES)
         self._hashes[ids[begin:]] = new
         levels = set() if source is None else {level for level, _ in source.records}
         for level in self.levels:
-            if level.spec.write == "commit" and levels != {level}:  # which has it, where all was loaded from there
+            if level.spec.write == "commit" and levels != {level}:  # it has all blocks if all were loaded from it
                 self._queue(level, block_hashes, begin, ids)
         self.drain()
 
     def reused(self, block_hashes: Many[bytes], ids: Ids, checkpoint: int | None, copies: Many[Ids]) -> None:
-        """A request begins with the cached blocks ``ids``, the first of its text, and with the copies of ``checkpoint``."""
+        """Store what a request reuses in the levels that write at reuse, unless they have it: the cached blocks
+        ``ids``, the first of its text, and ``checkpoint`` with its blocks ``copies``."""
         for level, sent in self._sent.items():
             new = ~sent[ids]
             if new.any():
@@ -132,25 +134,28 @@ class Offloader:
                 self.store_checkpoint(checkpoint, copies, "reuse")
 
     def _queue(self, level: Level, block_hashes: Many[bytes], begin: int, ids: Ids) -> None:
-        """Of the blocks ``ids`` of a text those from ``begin`` on wait to be stored, in whole records."""
+        """Queue blocks ``ids[begin:]`` of a text to be stored in ``level``, in whole records."""
         unit, backlog = level.unit, self._backlog[level]
         for last in range(begin + unit - 1 - begin % unit, len(ids), unit):
-            if len(backlog) * unit >= len(self._hashes):  # as many as there are blocks: some wait twice, or in vain
+            if len(backlog) * unit >= len(self._hashes):  # longer than the cache: some wait twice, or are evicted
                 level.dropped += 1
             else:
                 first = last + 1 - unit
                 backlog.append((ids[first : last + 1].copy(), b"".join(block_hashes[first + 1 : last + 2])))
 
     def drain(self) -> None:
-        """Store what waits, and is still cached, as far as there is staging memory."""
+        """Store queued blocks that are still cached, as far as there is staging memory."""
         for level, backlog in self._backlog.items():
             while backlog and level.num_writable:
                 count = min(len(backlog), level.num_writable, level.batch)
                 units = [backlog.popleft() for _ in range(count)]
-                self._store_blocks(level, [one for one in units if self._hashes[one[0]].tobytes() == one[1]])
+                self._store_blocks(level, [unit for unit in units if self._hashes[unit[0]].tobytes() == unit[1]])
 
     def evicted(self, ids: Ids) -> None:
-        """Cached blocks ``ids`` of the full group go, those deepest in their texts first; their memory is still theirs."""
+        """Store ``ids``, blocks of the full group that are being evicted, in the levels that write at eviction.
+
+        ``ids``: the deepest in their texts first. Their memory must still hold them; they are copied before this
+        returns."""
         for level in self.levels:
             if level.spec.write == "evict":
                 known = ids[self._hashes[ids].any(axis=1)][::-1]  # parents before children
@@ -168,8 +173,8 @@ class Offloader:
     def _store(
         self, level: Level, keys: Many[bytes], parts: Many[tuple[BlockGroup, Ids, int]], sizes: Many[int] | None = None
     ) -> None:
-        """Copy ``parts``, (group, blocks, records), to staging memory, and store them as ``keys``; they are dropped where that
-        fails."""
+        """Copy ``parts``, (group, blocks, number of records), to staging memory, and store them under ``keys``. They
+        are dropped if that fails. ``sizes``: bytes of each record (None: whole records)."""
         try:
             rows, at = level.buffer.acquire(len(keys), owner=level), 0
         except OutOfBlocks:  # another thread was faster
@@ -184,17 +189,18 @@ class Offloader:
             with suppress(Exception):
                 level.buffer.release(rows)
             level.dropped += len(keys)
-            if not isinstance(error, Exception):  # others: a GPU without room to pack the blocks, say
+            if not isinstance(error, Exception):  # an Exception is not raised: a GPU without room to pack, say
                 raise
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoint_saved(self, checkpoint: int, block_hash: bytes) -> None:
-        """``checkpoint`` holds what a text needs to go on after the block of ``block_hash``, which is published."""
+        """Record that ``checkpoint`` holds what a text needs to resume after the block with ``block_hash``, which is
+        published."""
         self._checkpoints[checkpoint] = block_hash
 
     def store_checkpoint(self, checkpoint: int, copies: Many[Ids], when: When) -> None:
-        """Store ``checkpoint``, whose blocks of each bounded group are ``copies``, in levels that write ``when``."""
+        """Store ``checkpoint`` in levels that write ``when``. ``copies``: its blocks, int32 for each bounded group."""
         block_hash = self._checkpoints.get(checkpoint)
         for level in self.levels:
             if block_hash is None or level.spec.write != when:
@@ -204,12 +210,12 @@ class Offloader:
             if count > level.num_writable:
                 level.dropped += count
                 continue
-            parts = [(group, ids, len(some)) for group, ids, some in zip(self._bounded, copies, sizes)]
+            parts = [(group, ids, len(rows)) for group, ids, rows in zip(self._bounded, copies, sizes)]
             keys = [level.key(block_hash, checkpoint_part(i)) for i in range(count)]
-            self._store(level, keys, parts, [size for some in sizes for size in some])
+            self._store(level, keys, parts, [size for rows in sizes for size in rows])
 
     def _row_sizes(self, group: BlockGroup, n: int, level: Level) -> list[int]:
-        """Bytes in each row that ``n`` blocks of ``group`` take."""
+        """Return the bytes in each staging row that ``n`` blocks of ``group`` take."""
         width, payload = self._memory.record_nbytes(group.index), level.payload_nbytes
         if width > payload:
             return [min(payload, width - at) for _ in range(n) for at in range(0, width, payload)]
@@ -217,18 +223,18 @@ class Offloader:
         return [min(each, n - at) * width for at in range(0, n, each)]
 
     def checkpoint_dropped(self, checkpoint: int) -> None:
-        """``checkpoint`` is kept no more."""
+        """Forget ``checkpoint``, which is no longer kept."""
         self._checkpoints.pop(checkpoint, None)
         self._reused.discard(checkpoint)
 
-    # -- blocks that go or move --------------------------------------------------------------------------------------
+    # -- blocks that are freed or moved ------------------------------------------------------------------------------
 
     def freed(self, ids: Ids) -> None:
-        """Blocks ``ids`` of the full group are cached no more."""
+        """Forget blocks ``ids`` of the full group, which are no longer cached."""
         self._blocks[ids] = 0
 
     def moved(self, new_ids: Ids) -> None:
-        """Block ``i`` of the full group is ``new_ids[i]`` from now on, int32 ``[rows of the group]``."""
+        """Replace each block id ``i`` of the full group by ``new_ids[i]``: int32 ``[rows of the group]``."""
         sources = np.flatnonzero(new_ids != np.arange(len(new_ids)))
         targets = new_ids[sources]
         moved = self._blocks[sources]
@@ -240,18 +246,18 @@ class Offloader:
         self._backlog = backlog
 
     def clear(self) -> None:
-        """Forget what is cached; what waits to be stored is dropped, and staging rows that nobody owns are given back."""
+        """Forget everything that is cached, and drop what waits to be stored."""
         for backlog in self._backlog.values():
             backlog.clear()
         self._blocks[:] = 0
         self._checkpoints.clear()
         self._reused.clear()
 
-    # -- proof, figures, the end -------------------------------------------------------------------------------------
+    # -- proof, counters, closing ------------------------------------------------------------------------------------
 
     def check(self, owned_ids: Ids, checkpoints: Collection[int]) -> None:
-        """Prove that only cached blocks and kept checkpoints have hashes, and that every staging row has an owner that knows
-        it. Raises CheckFailed naming them."""
+        """Prove that only cached blocks and kept checkpoints have hashes, and that every staging row in use has an
+        owner that still needs it. Raises CheckFailed naming those that do not."""
         hashed = np.flatnonzero(self._hashes.any(axis=1))
         loose = [*np.setdiff1d(hashed, owned_ids).tolist(), *(self._checkpoints.keys() - checkpoints)]
         if loose:
@@ -260,11 +266,11 @@ class Offloader:
             level.check()
 
     def stats(self) -> tuple[LevelStats, ...]:
-        """Of each tier, without I/O."""
+        """Return the counters of each tier, without I/O."""
         return tuple(level.stats() for level in self.levels)
 
     def flush(self, timeout: float) -> bool:
-        """Store what waits, for at most ``timeout`` seconds; whether all of it is done. Raises BadInput."""
+        """Store what waits, for at most ``timeout`` seconds. Return whether all of it is stored. Raises BadInput."""
         deadline = monotonic() + _proven_timeout(timeout)
         self.drain()
         while any(self._backlog.values()) and monotonic() < deadline:
@@ -275,8 +281,8 @@ class Offloader:
         return all([level.settle(deadline) for level in self.levels]) and not any(self._backlog.values())  # noqa: C419
 
     def close(self, timeout: float) -> bool:
-        """Store what waits and give back all tiers, within ``timeout`` seconds in all; whether all of it is done. What a tier
-        is still busy with then ends in its own threads. Raises BadInput."""
+        """Store what waits and close all tiers, within ``timeout`` seconds in all. Return whether all of it is done.
+        What a tier is still doing then ends in its own threads. Raises BadInput."""
         begun, timeout = monotonic(), _proven_timeout(timeout)
         self.reader.close()
         is_stored = self.flush((1 - _CLOSING) * timeout)
@@ -285,7 +291,7 @@ class Offloader:
 
 def _close(levels: Many[Level], deadline: float) -> bool:
     for level in levels:
-        level.tier.close()  # all of them end at the same time
+        level.tier.close()  # starts closing; all levels close at the same time
     return all([level.tier.close(deadline) for level in levels])  # noqa: C419
 
 
@@ -297,8 +303,8 @@ def _prove(specs: Many[TierSpec], identity: RecordIdentity) -> None:
     shared = [spec.name for spec in specs if not spec.is_private]
     if shared and not identity.weights:
         raise BadInput(
-            f"what lies in tier {shared[0]!r} is found by other processes, which must know of which weights it is: "
-            f"give weights=, a digest of them (kvpagoda.hf.weights_digest)"
+            f"other processes can read tier {shared[0]!r}, and must know with which weights its records were computed: "
+            f"give Identity(weights=...), a digest of the weights (kvpagoda.hf.weights_digest)"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a cache is told when it is made, where it belongs together."""
+"""Options of a cache that belong together: ``Retention``, ``Identity``, ``Limits``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvpagoda.errors import BadInput
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept for reuse.
+    """What a cache keeps for reuse.
 
-    ``checkpoints``: the most places to resume at that are kept, with their windows and copies of their states, for models
-    that have any (default: as many as memory holds; see ``Schema.plan``). ``checkpoint_every``: also keep one every so many
-    blocks of a prompt, beside those at the ends of prompts and answers and where texts were seen to part. ``pin_share``: the
-    share of the cache's blocks that ``KVCache.pin`` may keep, 0 to 1.
-    """
+    ``checkpoints``: the most checkpoints that are kept, with their windows and copies of their states, for models that
+    have windows or states (default: as many as fit in memory; see ``Schema.plan``). ``checkpoint_every``: also keep one
+    at every multiple of this many blocks of a prompt, besides those at the ends of prompts and answers and where texts
+    were seen to diverge (0: none besides). ``pin_share``: the share of the cache's blocks that ``KVCache.pin`` may
+    keep, 0 to 1. Raises BadInput."""
 
     checkpoints: int | None = None
     checkpoint_every: int = 0
@@ -34,11 +34,11 @@ class Retention:
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this process is to others that read the same tiers: only equal identities find each other's records.
+    """What names this process's records in tiers: only processes with equal identities find each other's records.
 
-    ``weights``: a digest of the model's weights (``kvpagoda.hf.weights_digest``). ``rank`` of ``num_ranks`` parallel parts.
-    ``secret``: at most 64 bytes; nobody without it can tell from a key what a text was.
-    """
+    ``weights``: a digest of the model's weights (``kvpagoda.hf.weights_digest``). ``rank``: of this process among the
+    ``num_ranks`` parallel parts of the model. ``secret``: at most 64 bytes, part of every key: without it the text
+    cannot be guessed from a key."""
 
     weights: str = ""
     rank: int = 0
@@ -48,15 +48,14 @@ class Identity:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far requests may go.
+    """How large requests may become, and how large their steps are.
 
-    ``max_context``: the longest request in tokens (default: what fits, at most the model's own limit). ``step_tokens``: the
-    most tokens of a prompt between two commits that window groups keep room for; once it is computed, of an answer, a block.
-    ``swap``: bytes of host memory, as a number or as text such as ``"4GiB"``, for requests that are suspended (default: as
-    many as the plan takes); it is asked for when it is first needed. ``hit_grid``: hits end at multiples of so many tokens,
-    a multiple of the block size: the engine's prefill chunk, so that a warm run computes in the same pieces as a cold one,
-    and to the same bits.
-    """
+    ``max_context``: the longest request in tokens (default: what fits, at most the model's own limit). ``step_tokens``:
+    the most tokens of a prompt between two commits, for which window groups keep room; after the prompt they keep room
+    for one block. ``swap``: bytes of host memory for suspended requests, as a number or as text such as ``"4GiB"``
+    (default: as many as the plan takes); allocated when it is first needed. ``hit_grid``: hits end at multiples of this
+    many tokens, a multiple of the block size. Set it to the engine's prefill chunk: a warm run then computes in the
+    same chunks as a cold one, and gets the same bits. Raises BadInput."""
 
     max_context: int | None = None
     step_tokens: int = 512

@@ -1,4 +1,4 @@
-"""One request's share of the cache, from ``open`` to ``close``."""
+"""``Sequence``: one request's share of the cache, from ``open`` to ``close``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def while_running(method: Callable[Concatenate[Sequence, P], T]) -> Callable[Concatenate[Sequence, P], T]:
-    """``method``, exclusive as in ``guard.exclusive``, for a sequence that runs. Raises StaleHandle."""
+    """Wrap ``method`` as ``guard.exclusive`` does; it also raises StaleHandle unless the sequence runs."""
 
     @wraps(method)
     def guarded(self: Sequence, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -43,49 +43,51 @@ def while_running(method: Callable[Concatenate[Sequence, P], T]) -> Callable[Con
 
 
 class Sequence:
-    """A request that is being computed. Made by ``KVCache.open``; closes itself at the end of a ``with`` block.
+    """A request that is being computed. ``KVCache.open`` makes it; a ``with`` block closes it at its end.
 
-    ``length`` tokens have their rows written (committed). ``extend`` makes room for more, ``commit`` says that they
-    were written. Every call either does all it says or raises and changes nothing; after ``close`` all raise StaleHandle.
-    """
+    The K/V rows of the first ``length`` tokens are written (committed). ``extend`` allocates blocks for more tokens;
+    ``commit`` says that their rows are written. Every call either does all that it says, or raises and changes nothing.
+    After ``close`` every method raises StaleHandle."""
 
     __slots__ = ("__weakref__", "_guard", "_lifecycle", "_request")
 
     def __init__(self, lifecycle: Lifecycle, request: Request) -> None:
         self._lifecycle, self._request, self._guard = lifecycle, request, lifecycle.core.guard
 
-    # -- what it is --------------------------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------------------------
 
     @property
     def slot(self) -> int:
-        """The request slot: its row in block tables and state pools. Valid while the sequence is open and not suspended."""
+        """The request slot: its row in block tables and state pools. Valid until ``suspend`` or ``close``. Raises
+        StaleHandle."""
         self._request.check_running()
         return self._request.slot
 
     @property
     def is_open(self) -> bool:
-        """True until ``close``, while it is suspended too."""
+        """True until ``close``, also while the sequence is suspended."""
         return self._request.state in (State.RUNNING, State.SUSPENDED)
 
     @property
     def length(self) -> int:
-        """Tokens whose rows are written."""
+        """The number of committed tokens: those whose rows are written."""
         return self._request.length
 
     @property
     def prompt_length(self) -> int:
-        """Tokens that were given when it was opened, or, after a partial ``resume``, that were committed before."""
+        """The number of tokens given to ``open``; fewer after a ``rewind`` into them. After a ``resume`` that must
+        compute tokens again: the number of tokens committed before."""
         return self._request.prompt_length
 
     @property
     def capacity(self) -> int:
-        """Tokens, the committed ones included, that every group has room for."""
+        """The number of tokens, committed ones included, for which every group has blocks. Raises StaleHandle."""
         self._request.check_running()
         return self._lifecycle.capacity_of(self._request)
 
     @property
     def match(self) -> PrefixMatch:
-        """What was cached of its prompt, and what cut that short."""
+        """What was cached of the prompt, and what limited the hit."""
         return self._request.match
 
     @property
@@ -95,13 +97,13 @@ class Sequence:
 
     @property
     def epochs(self) -> list[tuple[int, int]]:
-        """Which weights its tokens were computed with: (first position, epoch), ascending; see ``KVCache.epoch``. The last one
-        is that of what it computes next."""
+        """Which weights the tokens were computed with: (first position, epoch), ascending; see ``KVCache.epoch``. The
+        last entry is the epoch of the tokens that are computed next."""
         return [*self._request.epochs]
 
     @property
     def tokens(self) -> Tokens:
-        """The committed token ids, int32 ``[length]``; a read-only view."""
+        """The committed token ids: int32 ``[length]``, a read-only view."""
         request = self._request
         if request.rows is not None:
             request.rows.flush(request)
@@ -109,83 +111,84 @@ class Sequence:
         view.flags.writeable = False
         return view
 
-    # -- its steps ---------------------------------------------------------------------------------------------------
+    # -- methods -----------------------------------------------------------------------------------------------------
 
     @while_running
     def extend(self, n: SupportsIndex) -> None:
-        """Make room for the next ``n`` tokens after the committed ones, in every group or in none.
+        """Allocate blocks for the next ``n`` tokens after the committed ones, in every group or in none.
 
-        Raises OutOfBlocks, BadInput for an ``n`` that is no whole number of at least 0, and NeverFits past the longest
-        context; nothing changed then.
-        """
+        Raises OutOfBlocks, BadInput if ``n`` is not a whole number of at least 0, NeverFits if the request would pass
+        ``KVCache.max_context``, and StaleHandle; nothing changed then."""
         if type(n) is not int or n < 0:
             n = whole_number(n, "the number of tokens to extend by")
         request, lifecycle = self._request, self._lifecycle
         end = request.length + n
         if not request.is_settled and request.rows is None and end > request.prompt_length + n:
-            lifecycle.settle(request)  # answers may be alike: what is cached already is free before more is taken
+            # Answers may be alike: this frees blocks that are cached already, before more are allocated.
+            lifecycle.settle(request)
         if end > lifecycle.capacity_of(request):
             lifecycle.extend({request.slot: end})
 
     @while_running
     def commit(self, token_ids: Any) -> None:
-        """Say that the rows of the next ``len(token_ids)`` tokens are written: whole blocks become shareable, window
-        groups free what slid out.
+        """Say that the rows of the next ``len(token_ids)`` tokens are written.
 
-        Inside the prompt the ids must be the prompt's own. Raises BadInput (no room, other ids), StaleHandle.
-        """
+        Whole blocks become shareable, and window groups free the blocks that slid out. Inside the prompt ``token_ids``
+        must be the prompt's own. Raises BadInput (no room, other ids), StaleHandle."""
         self._lifecycle.commit(self._request, token_ids)
 
     @while_running
     def fork(self, *, reserve: SupportsIndex | None = None) -> Sequence:
-        """A second request with the same committed tokens, to go another way: whole blocks are shared, the partial block and
-        state rows copied. ``reserve``: tokens that it may come to hold (default: those committed).
+        """Start a second request with the same committed tokens, which may then continue differently.
 
-        Raises RetryLater if there is no slot or no room, or while it is fenced; nothing changed then.
-        """
+        Whole blocks are shared; the partial block and state rows are copied. ``reserve``: the most tokens that the new
+        request may have (default: the committed ones). Raises RetryLater if no slot or no room is free, or while this
+        sequence is fenced, and StaleHandle; nothing changed then."""
         wanted = 0 if reserve is None else whole_number(reserve, "reserve")
         request = self._request
         request.detach()
         self._lifecycle.check_unfenced(request, "forked")
-        child = Sequence(self._lifecycle, request)  # before there is anything to lose
+        child = Sequence(self._lifecycle, request)  # made first: if this fails, nothing is allocated yet
         child._request = self._lifecycle.admission.fork(request, max(request.own_length, wanted))
         return child
 
     @while_running
     def rewind(self, n: SupportsIndex) -> None:
-        """Take back the last ``n`` committed tokens; others may follow them, after ``extend``.
+        """Remove the last ``n`` committed tokens; others may be committed in their place, after ``extend``.
 
-        Raises BadInput for more tokens than there are, or where a layer keeps something that cannot go back so far: it
-        names the layers. What a batch wrote counts too, committed or not, and what the request started from stays: a
-        checkpoint, or the sequence it was forked from. Raises OutOfBlocks if a shared block must be copied and there is
-        no room. Nothing changed then.
-        """
+        Raises BadInput for more tokens than there are, or where a layer keeps something that cannot go back so far; the
+        message names the layers. How far is counted from the last token that any batch wrote, committed or not. Such a
+        layer cannot go back behind what the request started from either: a checkpoint, or the sequence it was forked
+        from. Raises OutOfBlocks if a shared block must be copied and no block is free, RetryLater while fenced, and
+        StaleHandle. Nothing changed then."""
         self._lifecycle.rewind(self._request, whole_number(n, "the number of tokens to rewind"))
 
     @while_running
     def suspend(self, whole: bool = True) -> None:
-        """Set this request aside: what it holds goes to host memory, and its blocks, its slot and what it reserved are free.
-        Until ``resume`` or ``close`` everything but ``length``, ``tokens``, ``match`` raises StaleHandle.
+        """Copy what this request holds to host memory, and free its blocks, its slot and its reservation.
 
-        ``whole``: all rows that it needs, so that it goes on just as it was. Otherwise only those that nobody else has: what
-        it published stays in the cache, where it may be evicted. Waits until the bytes are there. Raises OutOfBlocks if
-        that does not fit in the ``swap`` of the cache, RetryLater while it is fenced, StaleHandle; nothing changed then.
-        """
+        Until ``resume`` or ``close``, ``slot``, ``capacity`` and other methods raise StaleHandle. ``whole``: copy all
+        rows that the request needs, so that it can continue unchanged. Otherwise copy only those that are not shared:
+        what it published stays in the cache, where it may be evicted. Waits until the copy is done. Raises OutOfBlocks
+        if it does not fit in the swap memory (``Limits.swap``), RetryLater while fenced, StaleHandle, BadInput; nothing
+        changed then."""
         if not isinstance(whole, bool | np.bool_):
             raise BadInput(f"whole is True or False, got {whole!r}")
         self._lifecycle.suspend(self._request, bool(whole))
 
     @exclusive
     def resume(self, *, capacity: SupportsIndex | None = None, reserve: SupportsIndex | None = None) -> int:
-        """Go on after ``suspend``, byte for byte: what is still cached is shared again, the rest copied back. Returns how many
-        tokens must be computed again: 0, or, if it was suspended in part and what it had published was evicted, those
-        behind the longest beginning from which ``open`` could start; they are its prompt then, and ``length`` is less.
+        """Run again after ``suspend``, with the same bytes. Return the number of tokens that must be computed again.
 
-        ``capacity``: make room for so many first tokens (default: as before; only for what need not be computed, if anything
-        must). ``reserve``: see ``KVCache.open`` (default: what was reserved before). Raises RetryLater if there is no slot or
-        no room, NeverFits for a larger ``capacity`` or ``reserve`` than the cache, BadInput, StaleHandle; nothing changed
-        then.
-        """
+        Blocks that are still cached are shared again, the rest is copied back. The result is 0, unless only a part was
+        copied and published blocks were evicted since: then it starts again from the longest prefix from which ``open``
+        could start. The tokens after that must be computed, ``length`` is smaller, and all tokens committed so far are
+        its prompt.
+
+        ``capacity``: allocate blocks for this many first tokens (default: as before; if tokens must be computed, only
+        for those that need not be). ``reserve``: see ``KVCache.open`` (default: as before). Raises RetryLater if no
+        slot or no room is free, NeverFits if ``capacity`` or ``reserve`` is larger than the cache, BadInput,
+        StaleHandle; nothing changed then."""
         request = self._request
         if request.state is not State.SUSPENDED:
             request.check_running()
@@ -200,12 +203,12 @@ class Sequence:
 
     @either_way
     def close(self) -> None:
-        """Give everything back; whole blocks stay for others to find. Inside a fence that waits for its end. Raises
-        StaleHandle the second time."""
+        """End this request: its committed whole blocks stay cached for reuse, all else that it alone holds is freed.
+        Inside a fence this waits until the fence ends. Raises StaleHandle if it is closed already."""
         request = self._request
         if request.state is not State.SUSPENDED:
             request.check_running()
-        if self._lifecycle.core.guard.is_torn:  # reset gives back what it held
+        if self._lifecycle.core.guard.is_torn:  # reset frees what it held
             request.state, request.rows = State.CLOSED, None
             return
         self._lifecycle.close(request)
@@ -222,7 +225,7 @@ class Sequence:
 
 
 def requests_of(sequences: Sequence | Iterable[Sequence], core: Core) -> list[Request]:
-    """The requests of ``sequences``. Raises BadInput for what ``core`` did not open."""
+    """Return the requests of ``sequences``. Raises BadInput for anything that ``core`` did not open."""
     requests = []
     for sequence in sequences if isinstance(sequences, Iterable) else (sequences,):
         if not isinstance(sequence, Sequence) or sequence._lifecycle.core is not core:
@@ -232,13 +235,13 @@ def requests_of(sequences: Sequence | Iterable[Sequence], core: Core) -> list[Re
 
 
 def settled(sequence: Sequence) -> Request:
-    """The request of ``sequence``, once all that running requests completed is published."""
+    """Return the request of ``sequence``, after publishing all blocks that running requests completed."""
     sequence._lifecycle.publisher.settle_waiting()
     return sequence._request
 
 
 class Fence:
-    """Steps and copies in flight around some sequences; see ``KVCache.fence``."""
+    """A context manager around steps and copies in flight of some sequences; see ``KVCache.fence``."""
 
     def __init__(self, lifecycle: Lifecycle, requests: list[Request]) -> None:
         self._lifecycle, self._requests, self._is_entered = lifecycle, requests, False
@@ -254,7 +257,7 @@ class Fence:
         if self._is_entered:
             self._lifecycle.leave_fence(self._requests)
 
-    def __del__(self) -> None:  # an interrupt came before its end
+    def __del__(self) -> None:  # an interrupt kept __exit__ from being called
         if self._is_entered and self._requests:
             with suppress(Exception):
                 self.__exit__()

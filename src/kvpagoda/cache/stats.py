@@ -1,4 +1,4 @@
-"""The counters of a cache, as one picture of a moment."""
+"""The counters of a cache at one moment: ``CacheStats``, which ``KVCache.stats`` returns."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from kvpagoda.tiers.level import LevelStats
 
 @dataclass(frozen=True)
 class GroupStats:
-    """Blocks of one group: free + held = total, and held = private + shared + evictable."""
+    """Blocks of one group: total = free + held, and held = private + shared + evictable."""
 
     name: str
     total: int
     free: int
     held: int
     private: int
-    """Held by one request alone."""
+    """Blocks that one request alone holds."""
     shared: int
-    """Kept for reuse, and in use by a request or a pin."""
+    """Cached blocks that a request uses or a pin keeps."""
     evictable: int
-    """Kept for reuse alone: they would be given up for a running request."""
+    """Cached blocks that no request uses and no pin keeps: evicted when a request needs room."""
     outstanding: int
-    """Of the free and evictable ones: reserved by running requests."""
+    """Blocks that running requests reserved and do not hold yet; the free and evictable blocks must cover these."""
     peak_held: int
     block_nbytes: int
     evicted: int
-    """Blocks given up so far."""
+    """Blocks evicted since the cache was made."""
     found_tokens: int
-    """Prompt tokens for which this group had what a request needs: where it is less than another's, it cut hits short."""
+    """Prompt tokens for which this group had what a request needs. A group with fewer than another one cut hits short.
+    """
 
 
 @dataclass(frozen=True)
 class ShortHits:
-    """Requests that were cut short for one reason (``PrefixMatch.limited_by``), and tokens that were found and had to be
-    computed all the same."""
+    """Requests whose hit was cut short for one reason (``PrefixMatch.limited_by``), and the tokens that were found but
+    had to be computed nevertheless."""
 
     reason: str
     requests: int
@@ -50,7 +51,8 @@ class ShortHits:
 
 @dataclass(frozen=True)
 class NamespaceStats:
-    """What requests of one namespace saved and cost. ``name`` does not give away its salt: see ``Counters.label``."""
+    """What the requests of one namespace saved and cost. ``name`` does not reveal the salt of the namespace: see
+    ``Counters.label``."""
 
     name: str
     requests: int
@@ -62,7 +64,7 @@ class NamespaceStats:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters since the cache was made."""
+    """The counters of a cache, since it was made."""
 
     running: int
     max_requests: int
@@ -71,25 +73,25 @@ class CacheStats:
     prompt_tokens: int
     """Prompt tokens that were looked up."""
     computed_tokens: int
-    """Tokens committed: prompt and output tokens that went through the model."""
+    """Tokens committed that were not cached: prompt and output tokens that went through the model."""
     cached_tokens: int
     """Prompt tokens that did not have to be computed."""
     loaded_tokens: int
-    """Of these, prompt tokens that came from tiers below the device."""
+    """Of ``cached_tokens``: those that were loaded from tiers below the device."""
     evicted_blocks: int
     evicted_checkpoints: int
     passed_boundaries: int
-    """Places in prompts where states should have been copied, and a step went on past them: hits that are lost, which
-    ``KVCache.step_limit`` avoids."""
+    """Positions in prompts at which states should have been copied, but a step went past them. No request can resume
+    there; ``KVCache.step_limit`` avoids this."""
     nbytes: int
     suspended: int
-    """Requests that are set aside."""
+    """Requests that are suspended now."""
     swap_nbytes: int
-    """Bytes of host memory that they take, of ``swap_capacity``."""
+    """Bytes of host memory that suspended requests take, of ``swap_capacity``."""
     swap_capacity: int
     block_size: int
     checkpoints: int
-    """Places to resume at that are kept now."""
+    """Checkpoints that are kept now."""
     pins: int
     pinned_blocks: int
     groups: tuple[GroupStats, ...]
@@ -99,30 +101,32 @@ class CacheStats:
 
     @property
     def usage(self) -> float:
-        """The share of the memory that running requests and pins hold, 0 to 1: what is kept for reuse alone does not count."""
+        """The share of the memory that running requests and pins hold, 0 to 1. Cached blocks that none of them uses do
+        not count."""
         return sum((group.private + group.shared) * group.block_nbytes for group in self.groups) / self.nbytes
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, for JSON."""
+        """Return the same values as plain data, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        """What a person asks first: requests, tokens, and the blocks of each group by state."""
+        """Return a summary in lines: requests, tokens, and the blocks of each group by state."""
         return "\n".join([
             f"requests  {self.running} of {self.max_requests} run, {self.suspended} suspended, {self.closed:,} closed",
             f"tokens    {self.prompt_tokens:,} looked up, {self.cached_tokens:,} cached ({self.loaded_tokens:,} from tiers), "
             f"{self.computed_tokens:,} computed",
             *(
-                f"blocks    {one.name}: {one.private:,} private, {one.shared:,} shared, {one.evictable:,} evictable, "
-                f"{one.free:,} free; {one.evicted:,} evicted"
-                for one in self.groups
+                f"blocks    {group.name}: {group.private:,} private, {group.shared:,} shared, "
+                f"{group.evictable:,} evictable, {group.free:,} free; {group.evicted:,} evicted"
+                for group in self.groups
             ),
         ])  # fmt: skip
 
 
 def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> CacheStats:
-    """The counters of a cache now. Changes nothing. ``names``: label of a namespace -> what to call it. O(groups, requests,
-    namespaces and pins)."""
+    """Return the counters of ``core`` now. Changes nothing.
+
+    ``names``: label of a namespace -> the name to show for it. O(groups + requests + namespaces + pins)."""
     counters, prefix = core.counters, core.prefix
     running, suspended = [*core.running.values()], [*core.suspended]
     namespaces = _namespaces(core, (*running, *suspended), names)
@@ -130,12 +134,12 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
     return CacheStats(
         running=len(running),
         max_requests=core.plan.max_requests,
-        opened=sum(one.requests for one in namespaces),
+        opened=sum(namespace.requests for namespace in namespaces),
         closed=counters.closed,
-        prompt_tokens=sum(one.prompt_tokens for one in namespaces),
-        computed_tokens=sum(one.computed_tokens for one in namespaces),
-        cached_tokens=sum(one.cached_tokens for one in namespaces),
-        loaded_tokens=sum(one.loaded_tokens for one in namespaces),
+        prompt_tokens=sum(namespace.prompt_tokens for namespace in namespaces),
+        computed_tokens=sum(namespace.computed_tokens for namespace in namespaces),
+        cached_tokens=sum(namespace.cached_tokens for namespace in namespaces),
+        loaded_tokens=sum(namespace.loaded_tokens for namespace in namespaces),
         evicted_blocks=sum(prefix.num_evicted),
         evicted_checkpoints=prefix.num_evicted_checkpoints,
         passed_boundaries=counters.passed,
@@ -167,20 +171,21 @@ def _group(core: Core, group: BlockGroup) -> GroupStats:
 
 
 def _namespaces(core: Core, alive: Iterable[Request], names: Mapping[str, str]) -> tuple[NamespaceStats, ...]:
-    """What every namespace cost and saved, the requests ``alive`` included; those of one name together."""
+    """Return the counters of every namespace, the requests ``alive`` included. Namespaces with the same name are added
+    up."""
     computed: dict[int, int] = {}
     for request in alive:
         key = id(request.tally)
         computed[key] = computed.get(key, 0) + request.length - request.match.resumable
     found: dict[str, Tally] = {}
     for label, tally in core.counters.tallies():
-        sum_of = found.setdefault(names.get(label, label), Tally())
-        sum_of.requests += tally.requests
-        sum_of.prompt += tally.prompt
-        sum_of.cached += tally.cached
-        sum_of.loaded += tally.loaded
-        sum_of.computed += tally.computed + computed.get(id(tally), 0)
+        total = found.setdefault(names.get(label, label), Tally())
+        total.requests += tally.requests
+        total.prompt += tally.prompt
+        total.cached += tally.cached
+        total.loaded += tally.loaded
+        total.computed += tally.computed + computed.get(id(tally), 0)
     return tuple(
-        NamespaceStats(name, one.requests, one.prompt, one.cached, one.loaded, one.computed)
-        for name, one in sorted(found.items())
+        NamespaceStats(name, total.requests, total.prompt, total.cached, total.loaded, total.computed)
+        for name, total in sorted(found.items())
     )

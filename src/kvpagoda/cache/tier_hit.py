@@ -12,35 +12,34 @@ from kvpagoda.tiers.driver import Lease
 from kvpagoda.tiers.level import Level
 
 Record = tuple[Level, int]
-"""A record of a text: the level that has it, and its number in the text."""
+"""A record of a text: the level that has it, and the number of the record in the text."""
 
 
 @dataclass(eq=False)
 class TierHit:
-    """What ``levels`` have of a text, from block ``begin`` of it up to ``end``: found and, where it is ``held``, read already.
+    """What ``levels`` have of a text, from block ``begin`` to block ``end``; records in ``held`` are read already.
 
-    It owns the staging rows that are acquired for it, until ``release`` gives all of them back.
-    """
+    It owns the staging rows that are acquired for it, until ``release`` gives all of them back."""
 
     levels: tuple[Level, ...]
     block_hashes: list[bytes]
     begin: int
     end: int
     started: float | None = None
-    """When the request began for which this is; None while nobody waits for it."""
+    """When the request for this hit began (``monotonic``); None while no request waits for it."""
     layerwise: bool = field(init=False, default=False)
-    """Whether blocks may come in layer after layer, when they are asked for."""
+    """Whether blocks may be copied to the device layer by layer, when a layer is asked for."""
     records: list[Record] = field(init=False, default_factory=list)
-    """In the order of the text."""
+    """The records to load, in the order of the text."""
     leases: list[Lease] = field(init=False, default_factory=list)
     checkpoint: tuple[Level, list[int]] | None = field(init=False, default=None)
-    """The staging rows that hold the checkpoint at ``end``."""
+    """The level and the staging rows that hold the checkpoint at ``end``; None without one."""
     held: dict[Record, int] = field(init=False, default_factory=dict)
-    """The staging rows of records that are read."""
+    """Record -> staging row, for records that are read."""
     is_arriving: bool = field(init=False, default=False)
-    """Whether layers are still copied from its staging rows."""
+    """Whether layers are still to be copied from its staging rows."""
     is_released: bool = field(init=False, default=False)
-    """Whether it owns nothing any more."""
+    """Whether it owns no staging rows any more."""
     _is_over: bool = field(init=False, default=False)
 
     def __enter__(self) -> TierHit:
@@ -50,26 +49,28 @@ class TierHit:
         self.release()
 
     def key(self, level: Level, number: int) -> bytes:
-        """The name of the text's record ``number`` in ``level``."""
+        """Return the key of the text's record ``number`` in ``level``."""
         return level.key(self.block_hashes[(number + 1) * level.unit])
 
     def checkpoint_key(self, level: Level, end: int, part: int = 0) -> bytes:
-        """The name of a record of the checkpoint after ``end`` blocks."""
+        """Return the key of record ``part`` of the checkpoint after ``end`` blocks."""
         return level.key(self.block_hashes[end], checkpoint_part(part))
 
     def deadline(self, level: Level) -> float:
-        """When a call to ``level`` has to be done: its timeout after the request began, whatever was asked before."""
+        """Return when a call to ``level`` must end: its timeout after the request began, however many calls there were
+        before (without a request: after now)."""
         return level.spec.timeout + (monotonic() if self.started is None else self.started)
 
     def release(self) -> None:
-        """Give back leases, and staging rows as soon as nothing is copied from them. Does no harm twice."""
+        """Give back the leases, and the staging rows as soon as nothing is copied from them. Releasing twice does no
+        harm."""
         while self.leases:
             self.leases.pop().release()
         self._is_over = True
         self._give_back()
 
     def arrived(self) -> None:
-        """All layers are copied."""
+        """Note that all layers are copied, and give back the staging rows if the hit is released."""
         self.is_arriving = False
         self._give_back()
 
@@ -82,7 +83,8 @@ class TierHit:
 
 
 class Prefetch:
-    """Records of one text that are being read into host memory. Made by ``KVCache.prefetch``; ``open`` takes what it has."""
+    """Records of one text that are being read into host memory. ``KVCache.prefetch`` makes it; ``open`` takes what it
+    has."""
 
     def __init__(self, block_hashes: list[bytes], future: Future[TierHit | None]) -> None:
         self.block_hashes, self._process = block_hashes, os.getpid()
@@ -90,17 +92,17 @@ class Prefetch:
 
     @property
     def is_used(self) -> bool:
-        """Whether there is nothing to take any more."""
+        """Whether ``open`` took it, or it was closed."""
         return self._future is None
 
     @property
     def is_done(self) -> bool:
-        """Whether all that can be read ahead is read: opening the request waits for nothing then."""
+        """Whether everything that can be read ahead is read, so that ``open`` does not wait for it."""
         return self._future is None or self._future.done() or self._process != os.getpid()
 
     def take(self, deadline: float) -> TierHit | None:
-        """What was found, for the caller to release; waits for it until ``deadline``. What comes later is given back. In a
-        forked child nothing was: the thread that reads is not there."""
+        """Return what was found, for the caller to release; wait for it until ``deadline``. What comes later is given
+        back. In a forked child the result is None: the reading thread does not exist there."""
         future, self._future = self._future, None
         if future is None or self._process != os.getpid():
             return None
@@ -125,5 +127,5 @@ def _release(future: Future[TierHit | None]) -> None:
 
 
 def checkpoint_part(number: int) -> bytes:
-    """The kind of a checkpoint's records."""
+    """Return the kind (see ``Level.key``) of record ``number`` of a checkpoint."""
     return b"checkpoint %d" % number

@@ -1,12 +1,11 @@
-"""The way up from the tiers: a text is looked up in all of them at once, read ahead, and loaded into blocks.
+"""Loads texts from the tiers: looks them up in all tiers at once, reads ahead, and fills blocks.
 
     open     block hashes ──► look up in all levels at once ──► TierHit: what could be loaded, and from where
              room made as for any request ──► load into its own blocks, a few records at a time ──► publish
 
-What is loaded lies in private blocks of the request that wanted it until it is published, like what a model computed. A fault
-of a tier is a miss: the request computes what did not come. An exception of the device side, where blocks are copied to,
-is raised.
-"""
+Until they are published, loaded blocks are private blocks of the request, like those that a model computed. A fault of
+a tier is a miss: the request computes what did not arrive. An exception on the device side, where blocks are copied to,
+is raised."""
 
 from __future__ import annotations
 
@@ -30,18 +29,17 @@ from kvpagoda.tiers.driver import Status
 from kvpagoda.tiers.level import Level, Loading
 from kvpagoda.units import ceil_div, table_rows
 
-_HOLD = 10.0  # seconds that what was found stays in its tier, to be loaded
-_FIRST_STEP = 64  # blocks that are asked for first; four times as many each time that all are there
-_LEAST_TOKENS = 4096  # computed, before loading is compared with computing
-_AGING = 0.9  # of what loading is thought to cost, each time that it is left for that: so it is tried again
+_HOLD = 10.0  # seconds that a tier keeps the records that a lookup found, to be loaded
+_FIRST_STEP = 64  # blocks in the first lookup; four times as many in the next if all are found
+_LEAST_TOKENS = 4096  # tokens computed before loading is compared with computing
+_AGING = 0.9  # of the estimated cost of loading, each time that it is too high: so loading is tried again
 
 
 class TierReader:
     """Looks for texts in ``levels``, the fastest first, and loads what they have.
 
-    ``full``: the group whose blocks the prefix tree shares, ``bounded``: those that checkpoints copy. An ``open`` spends at
-    most the largest timeout of the levels here, whatever it asks.
-    """
+    ``full``: the group whose blocks the prefix tree shares. ``bounded``: the groups whose blocks checkpoints keep. One
+    ``open`` spends at most the largest timeout of the levels here, however many calls it makes."""
 
     def __init__(
         self, levels: Many[Level], full: BlockGroup | None, bounded: Many[BlockGroup], block_size: int, memory: NoMemory
@@ -49,20 +47,20 @@ class TierReader:
         self._levels, self._full, self._bounded = tuple(levels), full, tuple(bounded)
         self._size, self._memory = block_size, memory
         self._reader: ThreadPoolExecutor | None = None
-        self._process = os.getpid()  # whose thread it is
-        self._hit: TierHit | None = None  # the latest of a request
+        self._process = os.getpid()  # the process that has the thread of _reader
+        self._hit: TierHit | None = None  # result of the latest find()
         self._computing, self._num_computed = Rate(), 0
         self.seconds_per_token: float | None = None
-        """What a scheduler says that it takes to compute a token; None: what ``computed`` told. Loading is worth it if it is
-        faster."""
+        """Seconds to compute a token, set by a scheduler; None: as measured by ``computed``. Blocks are loaded only if
+        that is expected to be faster."""
 
     def computed(self, seconds: float, num_tokens: int) -> None:
-        """A model took so long for so many tokens of prompts."""
+        """Record that a model took ``seconds`` to compute ``num_tokens`` tokens of prompts."""
         self._computing.add(seconds, num_tokens)
         self._num_computed += num_tokens
 
     def close(self) -> None:
-        """Nothing more is read ahead; what is being read goes on until its tiers answer."""
+        """Stop reading ahead. Reads in progress continue until their tiers answer."""
         if self._reader is not None and self._process == os.getpid():
             self._reader.shutdown(wait=False, cancel_futures=True)
 
@@ -72,15 +70,15 @@ class TierReader:
     def find(
         self, block_hashes: list[bytes], num_cached: int, resumable: int, prefetch: Prefetch | None = None
     ) -> TierHit | None:
-        """What tiers have of a text that lets it start further on than after ``resumable`` blocks, where the first
-        ``num_cached`` are cached. ``block_hashes``: the root of the text, then one for each of its whole blocks.
+        """Return what tiers have of a text, if that lets it start after more than ``resumable`` blocks; else None.
 
-        What ``prefetch`` found of the same text is taken, be it nothing: it is not looked up again. The hit is the caller's,
-        to be released; the next ``find`` releases it at the latest.
-        """
+        ``block_hashes``: the root of the text, then one hash for each of its whole blocks. ``num_cached``: the number
+        of its first blocks that are cached. ``prefetch``: if it was made for the same text, its result is used, also if
+        it found nothing, without another lookup, unless cached blocks before it were evicted since. The caller owns the
+        hit and releases it; at the latest the next ``find`` does."""
         started = monotonic()
         if self._hit is not None:
-            self._hit.release()  # an interrupted request may have left it
+            self._hit.release()  # left by a request that was interrupted
         if prefetch is not None and not prefetch.is_used:
             is_same = prefetch.block_hashes == block_hashes
             hit = prefetch.take(started + max(level.spec.timeout for level in self._levels) if is_same else 0.0)
@@ -95,7 +93,7 @@ class TierReader:
         return self._hit
 
     def prefetch(self, block_hashes: list[bytes], num_cached: int, resumable: int) -> Prefetch:
-        """``find``, in a thread of its own, and read what is there as far as half the staging memory goes."""
+        """Do what ``find`` does in another thread, and read the records, as far as half the staging memory goes."""
 
         def read() -> TierHit | None:
             hit = self._find(block_hashes, num_cached, resumable, None)
@@ -126,7 +124,7 @@ class TierReader:
         return hit if is_useful else None
 
     def _find_blocks(self, hit: TierHit, end: int) -> None:
-        """Ask for more and more blocks at a time, up to the first that no level has."""
+        """Look up more and more blocks at a time, up to the first block that no level has."""
         at, step = hit.begin, _FIRST_STEP
         while at < end:
             stop, step = min(end, at + step), 4 * step
@@ -134,9 +132,9 @@ class TierReader:
                 level: range(at // level.unit, min(ceil_div(stop, level.unit), end // level.unit))
                 for level in self._levels
             }
-            there = self._look_up(hit, asked, hit.key)
+            found = self._look_up(hit, asked, hit.key)
             while at < stop:
-                level = next((one for one in self._levels if at // one.unit in there[one]), None)
+                level = next((level for level in self._levels if at // level.unit in found[level]), None)
                 if level is None:
                     hit.end = at
                     return
@@ -148,7 +146,7 @@ class TierReader:
     def _look_up(
         hit: TierHit, asked: Mapping[Level, Many[int]], key: Callable[[Level, int], bytes]
     ) -> dict[Level, set[int]]:
-        """Which of the records that each level is asked for it has, by their numbers; all are asked at once."""
+        """Return for each level the numbers of those records in ``asked`` that it has. All levels are asked at once."""
         futures = {
             level: level.tier.lookup([key(level, number) for number in numbers], hit.deadline(level), _HOLD)
             for level, numbers in asked.items()
@@ -162,12 +160,13 @@ class TierReader:
         return found
 
     def _find_checkpoint(self, hit: TierHit, resumable: int) -> None:
-        """Read the furthest checkpoint behind ``resumable`` that the blocks reach; ``hit.end`` is then there."""
+        """Read the furthest checkpoint after ``resumable`` blocks that the found blocks reach, and set ``hit.end`` to
+        its position."""
         ends, hit.end = range(hit.end, resumable, -1), 0
-        there = self._look_up(hit, dict.fromkeys(self._levels, ends), hit.checkpoint_key)
+        found = self._look_up(hit, dict.fromkeys(self._levels, ends), hit.checkpoint_key)
         for end, level in product(ends, self._levels):
-            is_first = level is self._levels[0]  # where nothing is needed, it will do
-            if end not in there[level] and (not is_first or any(rows for _, rows in self._checkpoint(level, end))):
+            is_first = level is self._levels[0]  # taken for a checkpoint without rows, which no level stores
+            if end not in found[level] and (not is_first or any(rows for _, rows in self._checkpoint(level, end))):
                 continue
             num_rows, deadline = sum(rows for _, rows in self._checkpoint(level, end)), hit.deadline(level)
             rows = level.acquire(num_rows, hit, deadline)
@@ -181,7 +180,8 @@ class TierReader:
             level.buffer.release(rows)
 
     def _checkpoint(self, level: Level, end: int) -> list[tuple[int, int]]:
-        """How many blocks of each bounded group a checkpoint after ``end`` blocks holds, and in how many staging rows."""
+        """Return for each bounded group the number of blocks in a checkpoint after ``end`` blocks, and of the staging
+        rows that they take."""
         at, found = end * self._size, []
         for group in self._bounded:
             count = ceil_div(at, group.block_size) - group.growth.first_needed(at) // group.block_size
@@ -190,8 +190,8 @@ class TierReader:
         return found
 
     def _is_worth_it(self, hit: TierHit, resumable: int) -> bool:
-        """Whether loading is expected to be faster than computing, as far as both were measured; and in time, where the blocks
-        are worth nothing without their checkpoint."""
+        """Return whether loading is expected to be faster than computing, as far as both were measured. Where the
+        blocks are useless without their checkpoint, it must also end before the deadline."""
         levels = {level for level, _ in hit.records}
         loading = sum(level.payload_nbytes * (level.seconds_per_byte or 0.0) for level, _ in hit.records)
         computing = self.seconds_per_token
@@ -209,17 +209,17 @@ class TierReader:
     # -- reading into staging memory -----------------------------------------------------------------------------------
 
     def _read_ahead(self, hit: TierHit, records: Many[Record]) -> None:
-        """Read ``records``, and keep them in staging memory, as far as the part of it for that goes."""
+        """Read ``records`` and keep them in staging memory, as far as its share for reading ahead goes."""
         for _ in self._read(hit, records, is_ahead=True):
             pass
 
     def _read(self, hit: TierHit, records: Many[Record], *, is_ahead: bool = False) -> Iterator[list[Record]]:
-        """Read those of ``records`` that are not held, several batches at once; yields them as they are held, in their order,
-        up to the first that cannot be read."""
+        """Read those of ``records`` that are not held, several batches at once. Yield them in their order as soon as
+        they are held, up to the first record that cannot be read."""
         batches, begun = deque(_batches(records)), deque[tuple[list[Record], list[Record], Loading]]()
         while batches or begun:
             while batches and len(begun) < batches[0][0][0].spec.workers:
-                level, lacking = batches[0][0][0], [one for one in batches[0] if one not in hit.held]
+                level, lacking = batches[0][0][0], [record for record in batches[0] if record not in hit.held]
                 if is_ahead and len(lacking) > level.num_readable_ahead:
                     break
                 rows = level.acquire(len(lacking), hit, 0.0 if begun else hit.deadline(level))
@@ -242,13 +242,13 @@ class TierReader:
 
     @observable
     def load(self, hit: TierHit, ids: Ids, first: int) -> int:
-        """Fill blocks ``first ..`` of the hit's text, which are ``ids`` of the full group; how many could be filled.
+        """Fill ``ids``, int32 blocks of the full group, with blocks ``first ..`` of the text. Return the number filled.
 
-        A few records at a time, the next ones being read while these are copied; or, if the hit may come in layer after layer
-        and half the staging memory holds all of it, all at once. Raises what copying to the device raises.
-        """
+        A few records are copied at a time, while the next ones are read. If the hit is ``layerwise`` and half the
+        staging memory holds all of it, the records are read first, and copied layer by layer later. Raises what copying
+        to the device raises."""
         done, full = 0, self._full
-        if not len(ids):  # all of it is cached, but for the checkpoint
+        if not len(ids):  # all blocks are cached; only the checkpoint is loaded
             return 0
         assert full is not None and hit.begin <= first, "a hit has nothing of what was cached when it was made"
         wanted = [(level, number) for level, number in hit.records if (number + 1) * level.unit > first]
@@ -269,7 +269,7 @@ class TierReader:
 
     def _load_later(self, full: BlockGroup, hit: TierHit, wanted: Many[Record], ids: Ids, first: int) -> None:
         parts = [
-            part for _, some in groupby(wanted, lambda one: one[0]) for part in self._parts_of(hit, [*some], ids, first)
+            part for _, run in groupby(wanted, lambda one: one[0]) for part in self._parts_of(hit, [*run], ids, first)
         ]
         hit.is_arriving = True
         try:
@@ -280,7 +280,8 @@ class TierReader:
 
     @staticmethod
     def _parts_of(hit: TierHit, records: Many[Record], ids: Ids, first: int) -> Iterator[Part]:
-        """Of ``records`` of one level, which are held, what belongs to blocks ``ids``, from the ``first`` on."""
+        """Yield the parts of ``records``, all held and of one level, that belong to blocks ``first ..`` of the text,
+        for ``ids``."""
         level, rows = records[0][0], np.array([hit.held[record] for record in records])
         width = level.payload_nbytes // level.unit
         columns = np.array([number for _, number in records]) * level.unit - first
@@ -302,14 +303,14 @@ class TierReader:
 
 
 def _count(records: Many[Record], first: int, end: int) -> None:
-    """Of blocks ``first .. end - 1`` of a text those that lie in ``records`` came from their levels."""
+    """Count blocks ``first .. end - 1`` of a text that lie in ``records`` as loaded from their levels."""
     for level, number in records:
         level.loaded_blocks += min(end, (number + 1) * level.unit) - max(first, number * level.unit)
 
 
 def _batches(records: Many[Record]) -> Iterator[list[Record]]:
-    """``records`` a few of one level at a time."""
+    """Yield ``records`` in batches: consecutive records of one level, at most ``level.batch`` of them."""
     for level, run in groupby(records, key=lambda one: one[0]):
-        some = [*run]
-        for at in range(0, len(some), level.batch):
-            yield some[at : at + level.batch]
+        same = [*run]
+        for at in range(0, len(same), level.batch):
+            yield same[at : at + level.batch]
