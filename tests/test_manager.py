@@ -241,7 +241,7 @@ def test_bad_sizes_are_refused() -> None:
         KVCache(MIXED, "1MiB", max_requests=0)
     with pytest.raises(BadInput, match="multiple of 8 for test, got 12"):
         KVCache(SCHEMAS["compressed"], "1MiB", block_size=12)
-    with pytest.raises(BadInput, match="not both"):
+    with pytest.raises(BadInput, match="exactly one of them"):
         KVCache(MIXED, "1MiB", num_blocks=3)
     with pytest.raises(BadInput, match="float33"):
         KVCache(MIXED, "1MiB", dtype="float33")
