@@ -3,8 +3,8 @@
     Admission.open ──► extend, commit, extend, commit, ... ──► close         rewind: take back tokens between two steps
     suspend ──► host memory ──► Admission.resume ──► extend, commit, ...
 
-``extend`` allocates blocks. ``commit`` records tokens; what follows from it is in ``Publisher.settle``. A fence around a
-request means that a step or a copy of it is in flight: rewind and suspend raise, publishing and close wait.
+``extend`` allocates blocks. ``commit`` records tokens; ``Publisher.settle`` does what follows from it. A fence around a
+request means that a step or a copy of it is in flight: rewind and suspend raise, publishing and close wait for its end.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Lifecycle:
             self.settle(request)
 
     def settle(self, request: Request) -> None:
-        """Publish what ``request`` committed; see ``Publisher.settle``. With tiers, report how long its prompt took once it
-        is computed, so that loading can be compared with computing."""
+        """Publish what ``request`` committed; see ``Publisher.settle``. With tiers, report how long its prompt took
+        once it is computed, so that loading can be compared with computing."""
         if request.opened_at and request.own_length >= request.prompt_length:
             assert self.core.offloader is not None
             num_tokens = request.prompt_length - request.match.resumable
@@ -152,9 +152,9 @@ class Lifecycle:
         if short:
             layers = ", ".join(f"layer {layer} ({label}) {n}" for layer, label, n in short[:8])
             raise BadInput(
-                f"{request.own_length} tokens can be rewound to {max(cached, written - min(n for _, _, n in short))}, not to "
-                f"{length}: of {written} tokens written after {cached} cached ones, the states of these layers can take back "
-                f"at most: {layers}; fork before tokens that may be taken back, or give rings a larger verify_width"
+                f"{request.own_length} tokens can be rewound to {max(cached, written - min(n for _, _, n in short))}, "
+                f"not to {length}: of {written} tokens written after {cached} cached ones, these layers can take back at "
+                f"most: {layers}; fork before tokens that may be taken back, or give rings a larger verify_width"
             )
         for group in core.groups:
             first = group.growth.first_needed(length) // group.block_size
@@ -242,8 +242,8 @@ class Lifecycle:
         self._tidy()
 
     def close(self, request: Request) -> None:
-        """End ``request``: free its own blocks and its slot; what it published stays cached, unpinned. If a fence is around
-        it, only mark it as closing: the end of the last fence closes it."""
+        """End ``request``: free its own blocks and its slot; what it published stays cached, unpinned. If a fence is
+        around it, only mark it as closing: the end of the last fence closes it."""
         core, counters = self.core, self.core.counters
         if request.rows is not None:
             request.detach()
@@ -296,8 +296,8 @@ class Lifecycle:
             request.num_fences += 1
 
     def leave_fence(self, requests: list[Request]) -> None:
-        """Remove one fence around each of ``requests``, emptying the list; then do what waited for the last fence of each.
-        An error in one request does not stop the others; the first error is raised at the end."""
+        """Remove one fence around each of ``requests``, emptying the list; then do what waited for a last fence. An
+        error in one request does not stop the others; the first error is raised at the end."""
         ended, errors = list[Request](), list[BaseException]()
         while requests:
             request = requests[-1]
