@@ -153,7 +153,7 @@ class Lifecycle:
             layers = ", ".join(f"layer {layer} ({label}) {n}" for layer, label, n in short[:8])
             raise BadInput(
                 f"{request.own_length} tokens can be rewound to {max(cached, written - min(n for _, _, n in short))}, "
-                f"not to {length}: of {written} tokens written after {cached} cached ones, these layers can take back at "
+                f"not to {length}: of {written} tokens written after {cached} cached ones, these layers take back at "
                 f"most: {layers}; fork before tokens that may be taken back, or give rings a larger verify_width"
             )
         for group in core.groups:
