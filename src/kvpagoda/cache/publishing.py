@@ -257,7 +257,7 @@ class Publisher:
         while request.due and request.due[0] <= published:
             depth = request.due.pop(0)
             if core.states is not None and not (depth == published and is_whole):
-                core.counters.passed += 1
+                core.counters.passed += 1  # a step went past it: its states are overwritten
                 continue
             saved = self._save(request, depth, 0 if request.due or core.states is not None else self._slack)
             if saved is not None:
