@@ -46,7 +46,7 @@ class Holding(NamedTuple):
 
     lease: Lease
     handles: tuple[Handles, ...]
-    """By window group: the blocks that are read, intp ``[n]``."""
+    """By window group: the handles of the blocks that are read, intp ``[n]``."""
     checkpoint: int | None = None
 
 
