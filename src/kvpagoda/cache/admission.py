@@ -183,7 +183,7 @@ class Admission:
             pin = core.prefix.oldest_pin()
             if pin is None:
                 raise core.capacity.shortage(RetryLater, attempt.reserved, core.plan.budget)
-            _log.info("a pin of %d blocks is given up for a request", pin.holding.lease.num_blocks)
+            _log.info("a pin of %d blocks is ended to make room for a request", pin.holding.lease.num_blocks)
             core.guard.change(core.prefix.unpin, pin)
             attempt = self._again(attempt)
 

@@ -58,7 +58,7 @@ class Core:
     bytes. No torch.
 
     ``running``: slot -> request. ``suspended``: request -> where its bytes are. ``stale``: namespaces that were
-    invalidated, or whose epoch is over, while a request or a pin still used their blocks.
+    invalidated, or whose epoch ended, while their blocks were in use.
     """
 
     def __init__(self, plan: Plan, memory: NoMemory, settings: Settings) -> None:

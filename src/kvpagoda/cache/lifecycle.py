@@ -1,7 +1,7 @@
 """The life of a running request, from its first step to its end.
 
-    Admission.open ──► extend, commit, extend, commit, ... ──► close         rewind: take back tokens between two steps
-    suspend ──► host memory ──► Admission.resume ──► extend, commit, ...
+    Admission.open ──► extend ──► commit ──► extend ──► commit ──► ... ──► close
+                       ╰─ between two steps: rewind takes back tokens; suspend, later Admission.resume
 
 ``extend`` allocates blocks. ``commit`` records tokens; ``Publisher.settle`` does what follows from it. A fence around a
 request means that a step or a copy of it is in flight: rewind and suspend raise, publishing and close wait for its end.
@@ -103,7 +103,7 @@ class Lifecycle:
         if count > left:
             request.append(ids)
         request.own_length = end
-        # events report a block at once, so a cache with events publishes at once
+        # publish later, unless events must report the blocks at once
         if core.events is None and self.publisher.publishes_later and not core.bounded:
             if end // core.block_size > request.lease.num_blocks:
                 self.publisher.settle_later(request)
@@ -120,7 +120,7 @@ class Lifecycle:
             request.opened_at = 0.0
         self.publisher.settle(request)
 
-    # -- going back --------------------------------------------------------------------------------------------------
+    # -- rewinding ---------------------------------------------------------------------------------------------------
 
     def rewind(self, request: Request, n: int) -> None:
         """Take back the last ``n`` tokens of ``request``; see ``Sequence.rewind``."""
@@ -171,7 +171,7 @@ class Lifecycle:
         core, slot, windows = self.core, request.slot, self.core.prefix.windows
         groups = [group for group in core.groups if group.shared[slot] > columns]
         tokens = request.tokens.copy()  # the tree keeps views of published tokens
-        cuts: list[tuple[BlockGroup, Ids, Ids, bool]] = []  # group, its own block, blocks to free, is it new
+        cuts: list[tuple[BlockGroup, Ids, Ids, bool]] = []  # group, its own block, blocks to free, is_new
         shorter = core.guard.change(core.prefix.tree.pin, request.lease, columns)
         try:
             is_copied = length % core.block_size > 0
@@ -181,11 +181,11 @@ class Lifecycle:
                 for window in windows
             ]
             for group in sorted(groups, key=lambda group: group not in taking):  # the overwritten block comes last
-                freed, is_taken = group.own_ids(slot), group in taking
-                own = group.peek(1) if is_taken else freed[:is_copied]
+                freed, is_new = group.own_ids(slot), group in taking
+                own = group.peek(1) if is_new else freed[:is_copied]
                 if is_copied:
                     core.memory.copy(group.index, group.table.cells[slot, columns : columns + 1].copy(), own)
-                cuts.append((group, own, freed if is_taken else freed[len(own) :], is_taken))
+                cuts.append((group, own, freed if is_new else freed[len(own) :], is_new))
         except BaseException:
             if not core.guard.is_torn:
                 core.guard.change(core.prefix.tree.unpin, shorter)
@@ -193,8 +193,8 @@ class Lifecycle:
         core.guard.is_torn = True
         windows.leave(released)
         reserved = [group.reserved[slot] for group in groups]
-        for group, own, freed, is_taken in cuts:
-            if is_taken:
+        for group, own, freed, is_new in cuts:
+            if is_new:
                 group.take(1)
             group.cut(slot, columns, own)
             core.capacity.release(group, freed)
@@ -226,7 +226,7 @@ class Lifecycle:
         names = ", ".join(group.name for group in groups)
         raise OutOfBlocks.with_hint(f"need 1 block in each of {names} for a copy", "close a sequence first", needed=1)
 
-    # -- setting aside and ending ------------------------------------------------------------------------------------
+    # -- suspending, closing, fences ---------------------------------------------------------------------------------
 
     @observable
     def suspend(self, request: Request, whole: bool) -> None:
@@ -267,14 +267,14 @@ class Lifecycle:
         self._tidy()
 
     def _tidy(self) -> None:
-        """Poison freed blocks, and drop stale namespaces that are not in use any more."""
+        """Poison freed blocks, and drop what is stale, now that blocks may have been freed."""
         if self.core.memory.is_poisoning:
             self.core.capacity.tidy()
         if self.core.stale:
             self.clear_stale()
 
     def clear_stale(self) -> None:
-        """Drop the cached blocks of each invalidated namespace in which no request runs."""
+        """Drop the cached blocks of the stale namespaces that are not in use any more."""
         core = self.core
         waiting = {request.namespace for request in core.suspended}  # resumed requests may publish there again
         for namespace in [*core.stale]:

@@ -108,10 +108,10 @@ class PrefixCache:
         self._pins: dict[Pin, None] = {}  # oldest first
         self.kept = KeptCheckpoints(self.bounded, self.windows)
 
-    # -- queries: nothing changes ------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     def find(self, tokens: Ids, namespace: bytes) -> tuple[Match, PrefixMatch]:
-        """Return the longest match of ``tokens``, at most all but the last one, and how much of it can be reused."""
+        """Return the longest match of all but the last of ``tokens``, and how much can be reused. Changes nothing."""
         return self.found(self.tree.match(tokens, namespace, limit=len(tokens) - 1))
 
     def find_again(self, match: Match) -> tuple[Match, PrefixMatch]:
@@ -227,7 +227,7 @@ class PrefixCache:
         return len(self.kept) >= self.most_checkpoints
 
     def save(self, lease: Lease, num_blocks: int, kept: Kept) -> int:
-        """Add the checkpoint ``kept`` after ``num_blocks`` blocks of ``lease``, which has none there. Return its
+        """Add the checkpoint ``kept`` after ``num_blocks`` blocks of ``lease``, which has none there; return its
         name."""
         name = self.kept.keep(kept)
         self.tree.set_checkpoint(lease, num_blocks * self.block_size, name)

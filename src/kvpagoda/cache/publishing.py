@@ -44,15 +44,14 @@ class Publisher:
         self._at_rest = [window.group.growth.most_blocks(size, size) or 0 for window in core.prefix.windows]
         self.sliding_in_blocks = [
             window.group.growth
-            for window, at_rest in zip(core.prefix.windows, self._at_rest)
-            if at_rest > (window.group.plan.most_blocks or 0)
+            for window, num_blocks in zip(core.prefix.windows, self._at_rest)
+            if num_blocks > (window.group.plan.most_blocks or 0)
         ]
         """Growth of the windows that slide after every step, because steps are so short that no further block is
         reserved for them. In an answer all other windows slide when a block is complete."""
 
     def is_due(self, request: Request, before: int) -> bool:
-        """Return whether ``request`` must be settled after a commit of answer tokens; it had ``before`` tokens
-        before."""
+        """Return whether ``request`` must be settled after it committed answer tokens from position ``before`` on."""
         size = self._core.block_size
         return request.own_length // size > before // size or not request.is_settled or bool(self.sliding_in_blocks)
 
@@ -100,8 +99,8 @@ class Publisher:
             self.settle(request)
 
     def begun(self, request: Request, hit: TierHit | None) -> None:
-        """Publish what ``request``, which just started, loaded from tiers (``hit``); count a use of what it found
-        cached; and decide where its prompt keeps checkpoints."""
+        """Publish what ``request``, which just started, loaded from tiers (``hit``); keep or use the checkpoint where
+        it started; and decide where its prompt keeps further ones."""
         core, found = self._core, request.match
         if not request.publishes:
             return
@@ -222,7 +221,7 @@ class Publisher:
         return _NONE if full is None else full.table.cells[request.slot, : request.lease.num_blocks]
 
     def _slide(self, request: Request, publishes: bool) -> None:
-        """Free, or stop reading, the window blocks that ``request`` needs no more.
+        """Free, or stop reading, the window blocks that ``request`` does not need any more.
 
         An answer keeps what is needed to resume it at its last whole block. Once the prompt is computed, the request
         reserves room for a block at a time only. If steps are so short that not even that was reserved, an answer loses
@@ -249,9 +248,9 @@ class Publisher:
                 core.guard.is_torn = False
 
     def _keep_due(self, request: Request) -> None:
-        """Keep the checkpoints of the prompt that are due, or the newest one of an answer. Models without states also
-        keep the newest one near the end of the prompt, so that window blocks there stay cached until the end is
-        reached."""
+        """Keep the checkpoints of the prompt that are due. With states, also keep the newest one of an answer in
+        progress; without, the newest one near the end of the prompt, so that window blocks there stay cached until the
+        end is reached."""
         core, size = self._core, self._core.block_size
         published, is_whole = request.lease.num_blocks, request.own_length % size == 0
         while request.due and request.due[0] <= published:

@@ -61,8 +61,8 @@ def shared_columns(core: Core, attempt: AdmissionRequest, whole: int) -> list[ra
         if group.growth.is_state:
             shared.append(range(0))
         elif attempt.suspended is not None:
-            left = attempt.suspended.left_behind[group.index]
-            shared.append(range(whole) if group is core.full else left)
+            left_behind = attempt.suspended.left_behind[group.index]
+            shared.append(range(whole) if group is core.full else left_behind)
         elif group is core.full:
             shared.append(range(whole))
         else:
