@@ -54,9 +54,9 @@ class KeptCheckpoints(dict[int, Kept]):
         self._states = next((group for group in self._bounded if group.growth.is_state), None)
 
     def tail(self, tree: PrefixTree, lease: Lease, slot: int, num_blocks: int, more: int) -> Tail | None:
-        """Return the window blocks that a text needs to be resumed after ``num_blocks`` blocks of ``lease``, which
-        ``slot`` has published, and up to ``more`` blocks before these as far as they are cached. None if a needed block
-        is not cached any more."""
+        """Return the window blocks that a text needs to be resumed after ``num_blocks`` blocks of ``lease``, and up to
+        ``more`` blocks before these as far as they are cached. ``slot`` has published them. None if a needed block is
+        not cached any more."""
         found: list[Handles] = []
         needed: list[int] = []
         for window, span in zip(self._windows, self._windows.spans_before(num_blocks)):

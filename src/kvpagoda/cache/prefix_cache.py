@@ -5,8 +5,8 @@
                                                           that a checkpoint needs are kept as long as the checkpoint
     states                          in a checkpoint       a copy, at some block boundaries
 
-So a text can be resumed after each block before which the last window of every group is cached and, if the model has
-states, at which there is a copy of them. Blocks are not visible to others before the ``commit`` of their tokens.
+So a text can be resumed after each block before which the last window of every group is cached. If the model has
+states, there must be a copy of them too. Blocks are not visible to others before the ``commit`` of their tokens.
 Nothing is copied, freed or stored here: methods return what follows from them, and ``Capacity`` applies it.
 """
 

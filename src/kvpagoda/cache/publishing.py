@@ -144,8 +144,8 @@ class Publisher:
         return end - length
 
     def ending(self, request: Request) -> None:
-        """Prepare ``request`` for being closed or suspended: keep a checkpoint at the end of its answer, where it can
-        be resumed, and count a use of those that it kept, where other texts may part from it."""
+        """Prepare ``request`` for being closed or suspended. Keep a checkpoint at the end of its answer, where it can
+        be resumed. Count a use of those that it kept, where other texts may part from it."""
         core = self._core
         if request.num_fences or not core.bounded or not request.publishes:
             return
