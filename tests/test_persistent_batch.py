@@ -369,7 +369,7 @@ def test_what_a_step_wrote_limits_how_far_a_sequence_goes_back() -> None:
         together.extend(n)
         together.commit([1])
     for sequence in (alone, member):
-        with pytest.raises(BadInput, match="13 tokens go back to 11, not to 9: of 14 tokens written"):
+        with pytest.raises(BadInput, match="13 tokens can be rewound to 11, not to 9: of 14 tokens written"):
             sequence.rewind(4)
     short = running(cache, 3, 90)
     together.remove(member)
