@@ -9,7 +9,7 @@ import torch
 
 from kvpagoda import Retention
 from kvpagoda.cache.namespace import Namespace, namespace_key
-from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater, StaleHandle
+from kvpagoda.errors import BadInput, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 from options import grouped
@@ -146,6 +146,36 @@ def test_a_fence_holds_back_what_a_step_in_flight_may_use() -> None:
     assert cache.stats().running == 1
     cache.check()
     assert cache.open(range(12)).match.num_tokens == 11
+
+
+def test_one_request_that_cannot_end_with_its_fence_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = books(num_blocks=20)
+    first, second, third = (cache.open(range(at, at + 9)) for at in (0, 100, 200))
+    release, failing = cache.core.release, first._request
+
+    def fail(request: object, *arguments: object, **named: object) -> None:
+        if request is failing:
+            raise MemoryError
+        release(request, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cache.core, "release", fail)
+    with pytest.raises(MemoryError), cache.fence([first, second, third]):
+        for sequence in (first, second, third):
+            sequence.close()
+    assert [*cache.core.running.values()] == [failing]
+    monkeypatch.undo()
+    cache.close()
+    assert not cache.core.running and cache.core.groups[0].num_held == cache.core.prefix.tree.num_cached
+    cache.check()
+
+
+def test_past_the_longest_context_is_never_even_where_memory_lacks_too() -> None:
+    cache = books(num_blocks=4, max_requests=2, max_context=16)
+    with cache.open(range(12)), cache.open(range(100, 104)) as sequence:
+        with pytest.raises(OutOfBlocks):
+            sequence.extend(8)
+        with pytest.raises(NeverFits, match="longest context of 16"):
+            sequence.extend(17)
 
 
 def test_fenced_blocks_do_not_move() -> None:

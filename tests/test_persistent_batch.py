@@ -432,6 +432,23 @@ def test_steps_publish_in_turns_by_themselves() -> None:
     cache.check()
 
 
+def test_windows_slide_in_turns_and_at_once_where_blocks_lack() -> None:
+    ample, tight = cache_of(WINDOW, num_blocks=60), cache_of(WINDOW, num_blocks=12)
+    for cache in (ample, tight):
+        members = [running(cache, 12, first, reserve=76) for first in (0, 50)]
+        together, lagging = cache.persistent_batch(members), list[int]()
+        (group,) = cache.core.groups
+        while members[0].length < 76:
+            together.extend()
+            together.commit(np.full(2, members[0].length, np.int32))
+            slid = [group.growth.first_kept(member.length) // 4 for member in members]
+            lagging.append(max(end - group.first[member.slot] for member, end in zip(members, slid)))
+            cache.check()
+        assert max(lagging) in (range(5, 10) if cache is ample else range(5))
+        cache.lookup([0, 0])
+        assert all(group.first[member.slot] == (76 - 10) // 4 for member in members)
+
+
 def test_blocks_that_two_wrote_alike_become_free_before_a_step_fails_for_room() -> None:
     """Each writes the same 20 blocks, and there are 28: what the one has more than the other is free when it is needed."""
     cache = cache_of(FULL, num_blocks=28)

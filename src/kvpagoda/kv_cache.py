@@ -334,7 +334,7 @@ class KVCache:
         if core.guard.is_torn:
             core.clear()
         for request in [*core.running.values(), *core.suspended]:
-            if request.state is not State.CLOSING:
+            if request.state is not State.CLOSING or not request.num_fences:
                 self._lifecycle.close(request)
         if core.is_open and core.offloader is not None:
             core.offloader.close(timeout)

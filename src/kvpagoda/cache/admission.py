@@ -127,6 +127,7 @@ class Admission:
         if not is_whole or reserve is not None or more > suspended.capacity:
             least = core.plan.blocks_wanted(max(length, more), capacity or 0, core.max_context)
             reserved = [max(blocks) for blocks in zip(reserved, least)]
+        self._check_slot()
         hit: TierHit | None = None
         if is_whole:
             capacity = max(length, suspended.capacity if capacity is None else capacity)
@@ -139,7 +140,6 @@ class Admission:
                 end = max(0, len(keys) - 1) // core.block_size
                 hit = self._look_below(core.hashes_of(request, end)[: end + 1], reserved, match, found)
         with nullcontext() if hit is None else hit:
-            self._check_slot()
             as_it_was = suspended if is_whole else None
             computed = length - request.match.resumable
             self._begin(AdmissionRequest(request, reserved, capacity or 0, match, found, hit, as_it_was))

@@ -44,14 +44,14 @@ class Lifecycle:
 
         Raises OutOfBlocks, and NeverFits past the longest context."""
         core, furthest = self.core, max(ends.values())
+        if furthest > core.max_context:
+            core.plan.blocks_wanted(furthest, longest=core.max_context)  # raises NeverFits
         lacking, needs, more = _lacking(core.groups, ends)
         if any(more) and not core.capacity.fits(more):
             self.publisher.settle_waiting()  # frees duplicates of cached blocks, and what slid out
             lacking, needs, more = _lacking(core.groups, ends)
             if not core.capacity.fits(more):
                 raise core.capacity.shortage(OutOfBlocks, more, core.plan.budget)
-        if furthest > core.max_context:
-            core.plan.blocks_wanted(furthest, longest=core.max_context)  # raises NeverFits
         if not lacking:
             return
         core.capacity.ensure_free(needs, more)
@@ -313,7 +313,10 @@ class Lifecycle:
                 errors.append(error)
                 if self.core.guard.is_torn:
                     break
-                self._leave(request)  # try again after any error: no later call would do it
+                try:
+                    self._leave(request)  # once more: no later call but ``KVCache.close`` would do it
+                except BaseException as again:
+                    errors.append(again)
         if errors:
             raise errors[0]
 
