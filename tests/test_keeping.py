@@ -9,7 +9,7 @@ import torch
 
 from kvpagoda import Retention
 from kvpagoda.cache.namespace import Namespace, namespace_key
-from kvpagoda.errors import BadInput, NeverFits, OutOfBlocks, RetryLater, StaleHandle
+from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Growth, Layer, LayerKind, Recurrent, Rows, Schema
 from options import grouped
@@ -167,15 +167,6 @@ def test_one_request_that_cannot_end_with_its_fence_does_not_keep_the_others(mon
     cache.close()
     assert not cache.core.running and cache.core.groups[0].num_held == cache.core.prefix.tree.num_cached
     cache.check()
-
-
-def test_past_the_longest_context_is_never_even_where_memory_lacks_too() -> None:
-    cache = books(num_blocks=4, max_requests=2, max_context=16)
-    with cache.open(range(12)), cache.open(range(100, 104)) as sequence:
-        with pytest.raises(OutOfBlocks):
-            sequence.extend(8)
-        with pytest.raises(NeverFits, match="longest context of 16"):
-            sequence.extend(17)
 
 
 def test_fenced_blocks_do_not_move() -> None:

@@ -389,7 +389,7 @@ def test_what_was_left_for_later_is_there_for_whoever_looks() -> None:
         for token in range(30):
             together.extend()
             together.commit([token, token + 40])
-        assert sequence._request in cache.core.unsettled and sequence._request.lease.num_blocks < 35 // 4
+        assert sequence._request in cache.core.unpublished and sequence._request.lease.num_blocks < 35 // 4
         text = sequence.tokens.tolist()
         if look == "lookup":
             assert cache.lookup(text).cached == 32
@@ -405,12 +405,12 @@ def test_what_was_left_for_later_is_there_for_whoever_looks() -> None:
         elif look == "close":
             together.remove(sequence)
             sequence.close()
-            assert sequence._request not in cache.core.unsettled
+            assert sequence._request not in cache.core.unpublished
             assert cache.lookup([*text, 0]).cached >= 32
         else:
             together.remove(sequence)
             sequence.suspend()
-            assert sequence._request not in cache.core.unsettled
+            assert sequence._request not in cache.core.unpublished
             sequence.resume()
             assert cache.lookup([*text, 0]).cached >= 32 and sequence.tokens.tolist() == text
         cache.check()

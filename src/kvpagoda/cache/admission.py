@@ -51,9 +51,9 @@ class Admission:
         core, length = self._core, request.prompt_length
         reserved = core.plan.blocks_wanted(reserve, capacity, core.max_context)
         self._check_slot()
-        self._publisher.settle_waiting()
+        self._publisher.publish_waiting()
         match, found = core.prefix.find(request.keys(0, length if lookup else 0), request.namespace)
-        if self._publisher.keep_where_one_stands(match, found):
+        if self._publisher.checkpoint_running_request(match, found):
             match, found = core.prefix.find_again(match)
         hit: TierHit | None = None
         if core.offloader is not None and lookup:
@@ -81,7 +81,7 @@ class Admission:
         """Return a running request with the committed tokens of ``parent``; see ``Sequence.fork``."""
         core, length, slot = self._core, parent.length, parent.slot
         self._check_slot()
-        self._publisher.settle_waiting()
+        self._publisher.publish_waiting()
         media_ids = {index: media_id for index, media_id in parent.media_ids.items() if index < length}
         child = Request(
             parent.tokens.copy(), length, parent.namespace, parent.priority, media_ids, publishes=parent.publishes
@@ -116,7 +116,7 @@ class Admission:
     def resume(self, request: Request, capacity: int | None, reserve: int | None) -> None:
         """Start ``request``, which is suspended, again; see ``Sequence.resume``."""
         core, length, namespace = self._core, request.own_length, request.namespace
-        self._publisher.settle_waiting()
+        self._publisher.publish_waiting()
         suspended, keys, more = core.suspended[request], request.keys(0, length), max(capacity or 0, reserve or 0)
         if not request.publishes and not core.namespaces.is_current(namespace):
             # it was continued with other weights: only blocks that it published itself have its content
@@ -144,7 +144,7 @@ class Admission:
             computed = length - request.match.resumable
             self._begin(AdmissionRequest(request, reserved, capacity or 0, match, found, hit, as_it_was))
             if is_whole:
-                self._publisher.settle(request)
+                self._publisher.publish(request)
             else:
                 request.tally.computed += computed
                 core.counters.began(namespace, request.match, length)

@@ -28,14 +28,17 @@ from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.offload import Offloader
-from kvpagoda.cache.prefix_cache import AT_ONCE, PrefixCache, num_ahead
+from kvpagoda.cache.prefix_cache import EVICT_AHEAD, PrefixCache, num_evicted_ahead
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import CheckFailed, Exhausted, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.units import ceil_div, format_bytes
 
 _MUCH = 16  # if more than 1/16 of a group's sectors are idle, the blocks in them are moved to take these sectors
-_PORTION, _MANY = 32, 64  # the portion, in which sectors change hands: 32, at most 1/64 of all, or 1/AT_ONCE of all if
+_PORTION, _MANY = (
+    32,
+    64,
+)  # the portion, in which sectors change hands: 32, at most 1/64 of all, or 1/EVICT_AHEAD of all if
 # that is more
 _MOVED = 4  # at least 1/4 of a portion is taken where blocks must move, since each move scans every block of the group
 _SHARE = 32  # up to 1/32 of the most blocks that a group can have stay free for its next steps
@@ -62,13 +65,12 @@ class Capacity:
     ) -> None:
         self._groups, self._sectors, self._prefix = groups, sectors, prefix
         self._offloader, self._memory, self._guard, self._running = offloader, memory, guard, running
-        self._events, self._is_told = events, offloader is not None or memory.is_poisoning
+        self._events, self._has_listeners = events, offloader is not None or memory.is_poisoning
         self._none = [0] * len(groups)
         many = 0 if sectors is None else len(sectors.owner)
-        self._portion = max(min(_PORTION, many // _MANY), many // AT_ONCE)
-        self._for_steps = [
-            max(min(group.plan.most_blocks or 0, group.plan.num_blocks // _SHARE), num_ahead(group)) for group in groups
-        ]
+        self._portion = max(min(_PORTION, many // _MANY), many // EVICT_AHEAD)
+        steps = [min(group.plan.most_blocks or 0, group.plan.num_blocks // _SHARE) for group in groups]
+        self._for_steps = [max(n, num_evicted_ahead(group)) for n, group in zip(steps, groups)]
         self._fruitless = [0] * len(groups)  # by group: idle sectors when none could be vacated
         self.num_moves = 0
 
@@ -128,13 +130,13 @@ class Capacity:
         False if nothing can be freed. The caller repeats this until it has enough."""
         sectors, wanted = self._sectors, ceil_div(short, group.plan.per_sector)
         assert sectors is not None
-        if not sectors.num_free and not self._take_idle(group, wanted, more):
+        if not sectors.num_free and not self._take_idle_sectors(group, wanted, more):
             if self._prefix.num_cold(group):
                 return self._evict(group, short)
             for source, until in self._by_age(group, more):
                 if source is group:
                     return self._evict(group, short)
-                if self._take_kept(source, wanted, needs[source.index], more, until):
+                if self._take_evicted_sectors(source, wanted, needs[source.index], more, until):
                     wanted = sectors.num_free
                     break
             else:
@@ -166,7 +168,7 @@ class Capacity:
         own = group.outstanding + self._for_steps[group.index] - group.free.num_free
         return self._guard.change(self._prefix.idle_since, group, max(0, own))
 
-    def _take_idle(self, taker: BlockGroup, wanted: int, more: Many[int]) -> bool:
+    def _take_idle_sectors(self, taker: BlockGroup, wanted: int, more: Many[int]) -> bool:
         """Take up to ``wanted`` idle sectors from the group, other than ``taker``, that has most: its free blocks that
         are not outstanding, beyond a portion and what its next step takes. Takes empty sectors, or any sectors if much
         is idle. Return False if there are none."""
@@ -186,7 +188,7 @@ class Capacity:
         self._fruitless[group.index] = most
         return False
 
-    def _take_kept(self, group: BlockGroup, wanted: int, need: int, more: Many[int], until: float) -> bool:
+    def _take_evicted_sectors(self, group: BlockGroup, wanted: int, need: int, more: Many[int], until: float) -> bool:
         """Evict cached blocks of ``group``, which could free a sector, that were used before ``until``, and take its
         sectors: ``wanted``, or a portion if that is more, since each move scans all blocks. ``need`` blocks stay free
         in it. Return False if no sector can be vacated now and nothing was evicted."""
@@ -265,7 +267,7 @@ class Capacity:
         """Free blocks ``ids``, which nothing holds any more. Tiers forget their names; their bytes may be
         overwritten."""
         group.release(ids)
-        if self._is_told:
+        if self._has_listeners:
             self.freed(group, ids)
 
     def freed(self, group: BlockGroup, ids: Ids) -> None:

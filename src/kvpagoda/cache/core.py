@@ -89,7 +89,7 @@ class Core:
         self.running: dict[int, Request] = {}
         self.suspended: dict[Request, Suspended] = {}
         self.stale: set[bytes] = set()
-        self.unsettled: dict[Request, None] = {}  #: requests with blocks to publish later, the oldest first
+        self.unpublished: dict[Request, None] = {}  #: requests with blocks to publish later, the oldest first
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
         self.counters, self.is_open = Counters(identity.secret), True
         self.offloader: Offloader | None = None
@@ -161,7 +161,7 @@ class Core:
         if request.own_length < request.prompt_length:  # the rest of its prompt will not be computed
             request.lease.node.trim()
         del self.running[slot]
-        self.unsettled.pop(request, None)
+        self.unpublished.pop(request, None)
         self.free_slots.append(slot)
         request.slot, request.state = -1, State.CLOSED
         if suspended is not None:
@@ -197,7 +197,7 @@ class Core:
         self.running.clear()
         self.suspended.clear()
         self.stale.clear()
-        self.unsettled.clear()
+        self.unpublished.clear()
         self.free_slots[:] = range(self.plan.max_requests - 1, -1, -1)
         self.counters.stopped += 1
         for group in self.groups:

@@ -3,7 +3,7 @@
     Admission.open ──► extend ──► commit ──► extend ──► commit ──► ... ──► close
                        ╰─ between two steps: rewind takes back tokens; suspend, later Admission.resume
 
-``extend`` allocates blocks. ``commit`` records tokens; ``Publisher.settle`` does what follows from it. A fence around a
+``extend`` allocates blocks. ``commit`` records tokens; ``Publisher.publish`` does what follows from it. A fence around a
 request means that a step or a copy of it is in flight: rewind and suspend raise, publishing and close wait for its end.
 """
 
@@ -44,14 +44,14 @@ class Lifecycle:
 
         Raises OutOfBlocks, and NeverFits past the longest context."""
         core, furthest = self.core, max(ends.values())
-        if furthest > core.max_context:
-            core.plan.blocks_wanted(furthest, longest=core.max_context)  # raises NeverFits
         lacking, needs, more = _lacking(core.groups, ends)
         if any(more) and not core.capacity.fits(more):
-            self.publisher.settle_waiting()  # frees duplicates of cached blocks, and what slid out
+            self.publisher.publish_waiting()  # frees duplicates of cached blocks, and what slid out
             lacking, needs, more = _lacking(core.groups, ends)
             if not core.capacity.fits(more):
                 raise core.capacity.shortage(OutOfBlocks, more, core.plan.budget)
+        if furthest > core.max_context:
+            core.plan.blocks_wanted(furthest, longest=core.max_context)  # raises NeverFits
         if not lacking:
             return
         core.capacity.ensure_free(needs, more)
@@ -106,19 +106,19 @@ class Lifecycle:
         # publish later, unless events must report the blocks at once
         if core.events is None and self.publisher.publishes_later and not core.bounded:
             if end // core.block_size > request.lease.num_blocks:
-                self.publisher.settle_later(request)
+                self.publisher.publish_later(request)
         elif left > 0 or self.publisher.is_due(request, length):
-            self.settle(request)
+            self.publish(request)
 
-    def settle(self, request: Request) -> None:
-        """Publish what ``request`` committed; see ``Publisher.settle``. With tiers, report how long its prompt took
+    def publish(self, request: Request) -> None:
+        """Publish what ``request`` committed; see ``Publisher.publish``. With tiers, report how long its prompt took
         once it is computed, so that loading can be compared with computing."""
         if request.opened_at and request.own_length >= request.prompt_length:
             assert self.core.offloader is not None
             num_tokens = request.prompt_length - request.match.resumable
             self.core.offloader.reader.computed(perf_counter() - request.opened_at, num_tokens)
             request.opened_at = 0.0
-        self.publisher.settle(request)
+        self.publisher.publish(request)
 
     # -- rewinding ---------------------------------------------------------------------------------------------------
 
@@ -234,8 +234,8 @@ class Lifecycle:
         core = self.core
         request.detach()
         self.check_unfenced(request, "suspended")
-        if not request.is_settled:
-            self.publisher.settle(request)
+        if not request.is_published:
+            self.publisher.publish(request)
         self.publisher.ending(request)
         suspended = core.swap.copy_out(request.slot, request.own_length, self.capacity_of(request), whole)
         core.release(request, suspended)
@@ -258,8 +258,8 @@ class Lifecycle:
             request.state = State.CLOSED
             core.guard.is_torn = False
         else:
-            if not request.is_settled and (core.bounded or not self.publisher.publishes_later):
-                self.publisher.settle(request)
+            if not request.is_published and (core.bounded or not self.publisher.publishes_later):
+                self.publisher.publish(request)
             self.publisher.ending(request)
             core.release(request, last=self.publisher.last_blocks(request))
         counters.closed += 1
@@ -324,9 +324,9 @@ class Lifecycle:
         """Do what waited for the last fence around ``request``: close it, or publish what it committed."""
         if request.state is State.CLOSING:
             self.close(request)
-        elif request.state is State.RUNNING and not request.is_settled:
+        elif request.state is State.RUNNING and not request.is_published:
             request.detach()
-            self.publisher.settle(request)
+            self.publisher.publish(request)
 
 
 def _lacking(

@@ -32,13 +32,13 @@ from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
 from kvpagoda.prefix.id_pool import IdPool
 from kvpagoda.prefix.window_blocks import Handles
 
-AT_ONCE = 256  # eviction frees 1/256 of a group more than is needed, so that most steps find free blocks
+EVICT_AHEAD = 256  # eviction frees 1/256 of a group more than is needed, so that most steps find free blocks
 _NONE: Ids = np.empty(0, np.int32)
 
 
-def num_ahead(group: BlockGroup) -> int:
+def num_evicted_ahead(group: BlockGroup) -> int:
     """Return how many blocks of ``group`` ``PrefixCache.evict`` evicts beyond those that it is asked for."""
-    return group.plan.num_blocks // AT_ONCE
+    return group.plan.num_blocks // EVICT_AHEAD
 
 
 class Holding(NamedTuple):
@@ -297,12 +297,12 @@ class PrefixCache:
         """Evict ``n`` blocks of ``group`` and some ahead, or all that are evictable. Full group: in the policy's order.
         Window group: cold blocks; without any, one checkpoint, whose blocks become cold. States: one checkpoint."""
         if group is self.full:
-            evicted = self.tree.evict(n + num_ahead(group))
+            evicted = self.tree.evict(n + num_evicted_ahead(group))
             self.num_evicted[group.index] += evicted.ids.shape[1]
             return self._gone(evicted)
         window = self._window_of.get(group.index)
         if window is not None and window.blocks.num_cold:
-            ids = window.blocks.evict(n + num_ahead(group))
+            ids = window.blocks.evict(n + num_evicted_ahead(group))
             self.num_evicted[group.index] += len(ids)
             return Evicted(((group, ids),))
         return self.evict_checkpoint()
@@ -318,7 +318,7 @@ class PrefixCache:
         surplus = self.tree.num_cached - self._most_unbacked
         if self.full is not None or surplus <= 0:
             return Evicted()
-        return self._gone(self.tree.evict(surplus + self._capacity // AT_ONCE))
+        return self._gone(self.tree.evict(surplus + self._capacity // EVICT_AHEAD))
 
     def drop(self, name: int) -> Evicted:
         """Drop checkpoint ``name``, if it is still kept and not held."""

@@ -41,62 +41,62 @@ class Publisher:
         self._slack, self._coarse = _SLACK // size, max(1, _COARSE // size)
         self._spans = [window.group.growth.span or 0 for window in core.prefix.windows]
         # by window: the most blocks that a request holds while it commits at most a block at a time
-        self._at_rest = [window.group.growth.most_blocks(size, size) or 0 for window in core.prefix.windows]
+        self._most_decoding = [window.group.growth.most_blocks(size, size) or 0 for window in core.prefix.windows]
         self.sliding_in_blocks = [
             window.group.growth
-            for window, num_blocks in zip(core.prefix.windows, self._at_rest)
+            for window, num_blocks in zip(core.prefix.windows, self._most_decoding)
             if num_blocks > (window.group.plan.most_blocks or 0)
         ]
         """Growth of the windows that slide after every step, because steps are so short that no further block is
         reserved for them. In an answer all other windows slide when a block is complete."""
 
     def is_due(self, request: Request, before: int) -> bool:
-        """Return whether ``request`` must be settled after it committed answer tokens from position ``before`` on."""
+        """Return whether ``request`` must be published after it committed answer tokens from position ``before`` on."""
         size = self._core.block_size
-        return request.own_length // size > before // size or not request.is_settled or bool(self.sliding_in_blocks)
+        return request.own_length // size > before // size or not request.is_published or bool(self.sliding_in_blocks)
 
-    def settle(self, request: Request) -> None:
+    def publish(self, request: Request) -> None:
         """Publish the whole blocks of ``request``, keep the checkpoints that are due, and slide its windows.
 
         Does nothing while a fence is around it; the end of the last fence calls this again. If memory is lacking, the
         next commit tries again."""
-        request.is_settled = False
-        self._core.unsettled.pop(request, None)
+        request.is_published = False
+        self._core.unpublished.pop(request, None)
         if request.num_fences:
             return
         publishes = request.publishes
         try:
             if publishes:
-                self._publish(request, request.own_length, None)
+                self._publish_blocks(request, request.own_length, None)
             if self._core.bounded:
                 if publishes:
                     self._keep_due(request)
                 self._slide(request, publishes)
         except (MemoryError, RuntimeError):
             return
-        request.is_settled = True
+        request.is_published = True
 
-    def settle_later(self, request: Request) -> None:
-        """Mark ``request``, which completed a block: it is settled before the prefix tree is read next, or with its
+    def publish_later(self, request: Request) -> None:
+        """Mark ``request``, which completed a block: it is published before the prefix tree is read next, or with its
         next step."""
-        request.is_settled = False
-        self._core.unsettled[request] = None
+        request.is_published = False
+        self._core.unpublished[request] = None
 
-    def settle_waiting(self, most: int | None = None) -> None:
+    def publish_waiting(self, most: int | None = None) -> None:
         """Settle the requests that were left for later: all of them, or the ``most`` that have waited longest. Callers
         that read the prefix tree or lack blocks call this first, so that the delay is never visible."""
-        waiting = self._core.unsettled
+        waiting = self._core.unpublished
         while waiting and most != 0:
             request = next(iter(waiting))
             if request.rows is not None:
                 request.rows.flush(request)
-            self.settle(request)
+            self.publish(request)
             most = None if most is None else most - 1
 
-    def settle_alone(self) -> None:
+    def publish_unbatched(self) -> None:
         """Settle those requests that were left for later and that no persistent batch steps."""
-        for request in [request for request in self._core.unsettled if request.rows is None]:
-            self.settle(request)
+        for request in [request for request in self._core.unpublished if request.rows is None]:
+            self.publish(request)
 
     def begun(self, request: Request, hit: TierHit | None) -> None:
         """Publish what ``request``, which just started, loaded from tiers (``hit``); keep or use the checkpoint where
@@ -109,7 +109,7 @@ class Publisher:
         begin = found.resumable // core.block_size
         try:
             if found.loaded:
-                self._publish(request, found.resumable, hit)
+                self._publish_blocks(request, found.resumable, hit)
             saved = self._save(request, begin, 0) if begin and core.bounded else None
         except (MemoryError, RuntimeError):
             return
@@ -120,7 +120,7 @@ class Publisher:
             copies = None if name is None else core.prefix.kept.copies(core.prefix.kept[name])
             core.offloader.reused(request.block_hashes, self._ids(request), name, copies or ())
 
-    def keep_where_one_stands(self, match: Match, found: PrefixMatch) -> bool:
+    def checkpoint_running_request(self, match: Match, found: PrefixMatch) -> bool:
         """Keep a checkpoint of a running request whose tokens end exactly where ``match`` ends, if that saves much
         compared with ``found``: its states are those that the text of ``match`` needs. Return whether there is such a
         request; then something may have been evicted, even if no checkpoint was kept. O(running requests)."""
@@ -176,7 +176,7 @@ class Publisher:
             due.add(end // self._coarse * self._coarse)
         return sorted({depth // grid * grid for depth in due if begin < depth // grid * grid <= end})
 
-    def _publish(self, request: Request, length: int, source: TierHit | None) -> None:
+    def _publish_blocks(self, request: Request, length: int, source: TierHit | None) -> None:
         """Make the whole blocks of the first ``length`` tokens shareable, and report them to events and tiers.
         ``source``: the hit that they were loaded from, if any. Raises MemoryError, changing nothing."""
         core, size, begin = self._core, self._core.block_size, request.lease.num_blocks
@@ -230,7 +230,7 @@ class Publisher:
         in_answer = length >= request.prompt_length
         for number, (group, blocks, _) in enumerate(core.prefix.windows):
             first = group.growth.first_kept(length) // group.block_size
-            num_blocks = self._at_rest[number]
+            num_blocks = self._most_decoding[number]
             if in_answer and num_blocks <= (group.plan.most_blocks or 0):
                 if publishes:
                     first = min(first, blocks.first_needed(request.lease.num_blocks))

@@ -39,7 +39,7 @@ class Request:
     that a batch or a commit reached; rings and states hold the last of these. ``rows``: the persistent batch that
     commits for it, if any.
 
-    Prefix cache. ``lease``: the pin of the blocks that it started from or published. ``is_settled``: whether what it
+    Prefix cache. ``lease``: the pin of the blocks that it started from or published. ``is_published``: whether what it
     committed is published; if not, the end of the last fence or a later step publishes it. ``publishes``: whether
     others may find what it computes; False once it continues with other weights than it started with. ``due``: after
     how many blocks of its prompt a checkpoint is still to be kept, ascending. ``kept``: names of the checkpoints that
@@ -53,7 +53,7 @@ class Request:
     """
 
     __slots__ = (
-        "block_hashes", "due", "epochs", "is_settled", "kept", "lease", "match", "media_ids", "namespace", "num_fences",
+        "block_hashes", "due", "epochs", "is_published", "kept", "lease", "match", "media_ids", "namespace", "num_fences",
         "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "slot", "state", "stays",
         "tail", "tally", "tokens", "written",
     )  # fmt: skip
@@ -74,7 +74,7 @@ class Request:
         self.lease: Lease
         self.tally: Tally
         self.slot, self.state, self.resumed_at = -1, State.NEW, 0
-        self.num_fences, self.is_settled = 0, True
+        self.num_fences, self.is_published = 0, True
         self.publishes, self.stays, self.epochs = publishes, False, [(0, 0)]
         self.due: list[int] = []
         self.kept: list[int] = []

@@ -49,7 +49,7 @@ class Reuse:
             raise BadInput(f"weights are text, a digest of them; got {weights!r}")
         if weights is not None and namespaces:
             raise BadInput(f"new weights are those of all namespaces, got {len(namespaces)} of them; give none")
-        self._lifecycle.publisher.settle_waiting()
+        self._lifecycle.publisher.publish_waiting()
         requests = [*core.running.values(), *core.suspended]
         in_use = core.prefix.tree.namespaces() | {request.namespace for request in requests}
         core.guard.is_torn = True
