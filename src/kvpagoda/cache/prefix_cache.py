@@ -32,7 +32,7 @@ from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
 from kvpagoda.prefix.id_pool import IdPool
 from kvpagoda.prefix.window_blocks import Handles
 
-EVICT_AHEAD = 256  # eviction frees 1/256 of a group more than is needed, so that most steps find free blocks
+EVICT_AHEAD = 1024  # eviction frees 1/1024 of a group more than is needed, so that most steps find free blocks
 _NONE: Ids = np.empty(0, np.int32)
 
 
