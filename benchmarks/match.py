@@ -1,4 +1,5 @@
-"""Match of a prompt of 131,072 tokens over one numpy compare of them and a gather of its block ids."""
+"""The time to match a prompt of 131,072 tokens, divided by the time of one numpy compare of the tokens and one gather
+of their block ids."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ NUM_TOKENS, NUM_EDGES = 131_072, 128
 
 
 def cached(tokens: np.ndarray, block_size: int, edges: int) -> PrefixTree:
-    """A tree that holds ``tokens``, as so many edges: something else branches off at the end of each but the last."""
+    """Return a tree that holds ``tokens`` as ``edges`` edges: at the end of each but the last, another text branches
+    off."""
     tree, per_edge = PrefixTree(block_size), NUM_TOKENS // block_size // edges
     ids = np.arange(1, NUM_TOKENS // block_size + 1, dtype=np.int32).reshape(edges, 1, per_edge)
     lease = tree.pin(tree.match(tokens[:0]))

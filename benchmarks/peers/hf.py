@@ -1,5 +1,5 @@
-"""transformers: the paged cache of its continuous batching, as its scheduler calls it; tiny rows, so that only the books
-count."""
+"""transformers: the paged cache of its continuous batching, called as its scheduler calls it. Rows are tiny, so that
+only the bookkeeping takes time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 VERSION = version("transformers")
 LEAST_BLOCK = 16
 MARGIN = 0.15
-"""The share of the cache that its scheduler keeps free; below it, everything that nobody uses is dropped."""
+"""The share of the cache that its scheduler keeps free. If less is free, it evicts all unused blocks."""
 
 
 class Peer:
@@ -85,7 +85,7 @@ class Peer:
         self.cache.free_blocks(self._running.pop(i).request_id)
 
     def step(self) -> None:
-        """Room for a token of every request, and blocks that became full marked; index arrays are left out."""
+        """Allocate a token for every request and mark blocks that became full. Index arrays are left out."""
         for i in self._running:
             self.append(i, [1])
 

@@ -31,7 +31,7 @@ class Peer:
         return int(sequence.num_cached_tokens)
 
     def append(self, i: int, output: list[int]) -> None:
-        """One token after another: it has no call for several."""
+        """Append one token after another: its block manager has no call for several."""
         sequence = self._running[i]
         for token in output:
             sequence.append_token(token)

@@ -1,5 +1,5 @@
-"""The throwaway prototype, from ``KVPAGODA_BENCH_PROTOTYPE`` (a folder that holds ``radix_numpy.py``): no groups, states,
-transactions or checks. The floor to measure against."""
+"""An early prototype of this library, from ``KVPAGODA_BENCH_PROTOTYPE`` (a folder with ``radix_numpy.py``). It has no
+groups, states, transactions or checks, and serves as the lower bound of the time."""
 
 from __future__ import annotations
 
