@@ -1,5 +1,4 @@
-"""Measure and print: ``python -m benchmarks [NAME ..] [--quick] [--json] [--save]``. ``--show`` prints saved
-results."""
+"""Measure and print: ``python -m benchmarks [NAME ..] [--quick] [--json] [--save]``. ``--show``: saved results."""
 
 from __future__ import annotations
 

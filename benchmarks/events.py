@@ -56,7 +56,7 @@ class Tape(EventLog):
         steps, self.steps = self.steps, []
         stream, nbytes = EventStream(self, keep=1), 0
         self._records.clear()
-        self._records.append(Restart(()))  # the first message says that the stream starts anew
+        self._records.append(Restart(()))  # the stream starts anew
         stream.drain()
         start = time.process_time()
         for records in steps:

@@ -28,8 +28,7 @@ def cache_of(num_blocks: int, per_edge: int) -> PrefixTree:
 
 
 def per_block(tree: PrefixTree, num_blocks: int, calls: int) -> float:
-    """Return the median CPU seconds per block over ``RUNS`` runs of ``calls`` calls, each of which evicts
-    ``num_blocks``."""
+    """Return the median CPU seconds per block over ``RUNS`` runs of ``calls`` calls that evict ``num_blocks`` each."""
 
     def run() -> float:
         start = time.process_time()
@@ -57,8 +56,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def row(shape: str, cached: int, evicted: int, taken: float, ratio: float) -> Row:
-    """Return a row: ``us_a_block`` in calls that evict ``evicted`` blocks each; ``ratio`` to the time in the smallest
-    cache."""
+    """Return a row: ``us_a_block`` in calls that evict ``evicted`` blocks each; ``ratio`` to the smallest cache."""
     return {"shape": shape, "cached": cached, "a_call": evicted, "us_a_block": taken * 1e6, "ratio": ratio}
 
 

@@ -69,8 +69,7 @@ class Clock:
 clock = Clock()
 Slices = Iterator[int]
 """A measurement: an endless sequence of passes over the same work. A pass is cut into slices of some milliseconds. Each
-slice is measured by ``clock`` and ends with a ``yield`` of its number in the pass. The preparation of a pass is not
-measured."""
+slice is measured by ``clock`` and ends with a ``yield`` of its number in the pass. Preparing a pass is not measured."""
 
 
 def cache_with_memory(schema: Schema, **settings: Any) -> Any:
@@ -161,8 +160,7 @@ def _steps_of(work: Workload) -> tuple[list[int], dict[int, tuple[Tokens, Tokens
 
 
 def simulated(trace: str, limit: int, policy: str) -> Slices:
-    """Run ``kvpagoda.replay.replay``: the prefix tree and one policy alone, with capacity for a twentieth of the
-    distinct blocks."""
+    """Run ``kvpagoda.replay.replay``: the prefix tree and one policy, with room for 1/20 of the distinct blocks."""
     from kvpagoda.replay import replay
 
     columns = workload(trace, limit).trace

@@ -3,11 +3,9 @@
 ``python -m benchmarks.head_process``, with the tree first in ``PYTHONPATH``, reads JSON lines:
 
     {"case": name, "quick": bool}   fork a child that prepares the measurement and answers {"ready": name}; the child
-    then
-                                    reads the following lines
+                                    then reads the following lines
     {"count": bool}                 run one slice; the answer is {"slice": its number in the pass, "found": its CPU
-    seconds
-                                    or, if "count", the number of calls of Python and C functions}
+                                    seconds or, if "count", the number of calls of Python and C functions}
     {"end": true}                   end the child; no answer
 """
 
@@ -27,8 +25,7 @@ from benchmarks.workload import workload
 
 
 def _asked() -> Iterator[dict[str, Any]]:
-    """Yield the requests from standard input, and never read beyond the current line: a forked child reads the next
-    ones."""
+    """Yield the requests on standard input. Never read beyond the current line: a forked child reads the next ones."""
     line = b""
     while byte := os.read(0, 1):
         if byte != b"\n":
@@ -62,9 +59,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for asked in _asked():
         if asked["case"].startswith("replay"):
-            workload(
-                *trace_of(asked["case"], asked["quick"])
-            )  # cached before the fork, so that no child has to read the trace
+            # cached before the fork, so that no child has to read the trace
+            workload(*trace_of(asked["case"], asked["quick"]))
         if (child := os.fork()) == 0:
             status = 1
             try:

@@ -1,5 +1,6 @@
-"""Which share of its prompts does a hybrid model reuse, and what does a request cost the host, compared with full
-attention?
+"""Which share of its prompts does a hybrid model reuse, and what does a request cost the host?
+
+Full attention is measured too, for comparison.
 
 The first 3,000 requests of the public conversation trace are served without memory. Needs the traces, in
 ``KVPAGODA_TRACES`` or beside the checkout in ``../shared/traces``; without them a synthetic mix is served.

@@ -25,8 +25,7 @@ BLOCK_SIZE, TURN = 16, 64
 def running(requests: int, context: int, steps: int, staggered: bool) -> PersistentBatch:
     """Return a persistent batch of ``requests`` requests of ``context`` tokens each, with room for ``steps`` steps.
 
-    ``staggered``: a sixteenth of the requests begins a block in every step; otherwise all begin one in the same
-    step."""
+    ``staggered``: a sixteenth of the requests begins a block in every step; otherwise all begin one at once."""
     longest = context + BLOCK_SIZE + steps
     cache = KVCache(
         FULL, num_blocks=requests * (longest // BLOCK_SIZE + 2), max_requests=requests, block_size=BLOCK_SIZE,

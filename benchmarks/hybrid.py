@@ -1,5 +1,4 @@
-"""A trace served with the layers of hybrid models, compared with full attention with the same blocks, capacity and
-chunks."""
+"""A trace served with the layers of hybrid models, compared with full attention in the same blocks and chunks."""
 
 from __future__ import annotations
 
@@ -63,8 +62,8 @@ def serve(schema: Schema, block_size: int, work: Workload, capacity: int) -> tup
 
 
 def _compute(books: KVCache, sequence: Sequence, prompt: Tokens, output: Tokens) -> None:
-    """Compute the prompt in chunks, then the output up to its last block boundary, where a checkpoint is due, then the
-    rest."""
+    """Compute the prompt in chunks, then the output up to its last block boundary, then the rest. A checkpoint is due
+    at that boundary."""
     while sequence.length < len(prompt):
         end = min(sequence.length + min(STEP_TOKENS, books.step_limit(sequence)), len(prompt))
         sequence.extend(end - sequence.length)

@@ -1,5 +1,6 @@
-"""Which share of its prompts does a hybrid model reuse here, and with vLLM's manager of several groups, in the same
-memory?
+"""Which share of its prompts does a hybrid model reuse here, and with vLLM's manager of several groups?
+
+Both have the same memory.
 
 The first 3,000 requests of the conversation trace are served in the steps of ``kvpagoda.replay.serve``. See
 ``peers/vllm_hybrid.py`` for the part of vLLM. vLLM's time is that of its manager's calls and of its hashes. Ours

@@ -10,8 +10,7 @@ SHAPES = {"texts of 1,000 blocks": 1000, "texts of 10 blocks": 10}
 
 
 def measure(options: Options) -> list[Row]:
-    """Return a row for each peer and shape. Each figure has its own process, since a process does not return freed
-    memory."""
+    """Return a row for each peer and shape. Each has its own process, since a process keeps freed memory."""
     rows: list[Row] = []
     absent: dict[str, str] = {}
     cached = 5_000 if options.quick else 50_000

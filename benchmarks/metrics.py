@@ -1,13 +1,15 @@
 """What do metrics and spans cost? Several caches in one process replay the same trace in turns, slice by slice:
 
-    uncounted  nothing attached, and the counters at the begin of a request are off off        nothing attached metrics
-    with a collector that is scraped once a second all        with the collector, and spans of one request in a hundred,
-    recorded by the OpenTelemetry SDK and not exported sampled    spans of every request, of which the SDK drops 99 in a
-    hundred spans      spans of every request, recorded
+    uncounted  nothing attached, and the counters at the start of a request are off
+    off        nothing attached
+    metrics    with a collector that is scraped once a second
+    all        with the collector, and spans of one request in a hundred, recorded by the OpenTelemetry SDK
+    sampled    spans of every request, of which the SDK drops 99 in a hundred
+    spans      spans of every request, recorded
 
-No engine runs around the cache; as a share of an engine's time, the cost is less. ``calls``: the Python and C calls of
-a pass without scrapes, divided by those of ``off``. For the cost of counting itself, compare with a tree that does not
-count, with ``benchmarks.heads``.
+Spans are not exported. No engine runs around the cache; as a share of an engine's time, the cost is less. ``calls``:
+the Python and C calls of a pass without scrapes, divided by those of ``off``. For the cost of counting itself, compare
+with a tree that does not count, with ``benchmarks.heads``.
 """
 
 from __future__ import annotations

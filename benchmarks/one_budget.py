@@ -1,7 +1,6 @@
-"""How much memory cannot be used by the group that holds it, with one budget for all layer kinds and with a fixed
-split?
+"""How much memory is held where it cannot be used, with one budget for all layer kinds and with a fixed split?
 
-A synthetic mix of chats, agents and shared documents is served without memory, with always more requests than fit.
+A synthetic mix of chats, agents and shared documents is served without memory, at steady pressure.
 """
 
 from __future__ import annotations

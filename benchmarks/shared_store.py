@@ -166,8 +166,7 @@ def _compare(
     options: Options, name: str, buffer: RecordBuffer, make: Callable[[], Driver], keys: list[bytes], source: list[int],
     target: list[int], plain: Calls, others: dict[str, Calls],
 ) -> list[Row]:  # fmt: skip
-    """Measure the tier and ``others`` in turns with ``plain``, each in an empty store. Return rows for one and for two
-    workers."""
+    """Measure the tier and ``others`` in turns with ``plain``, each in an empty store, with one and two workers."""
     rows: list[Row] = []
     batches = [slice(begin, begin + BATCH) for begin in range(0, len(keys), BATCH)]
     for workers in (1, 2):
@@ -203,9 +202,8 @@ def _compare(
             }
             case = f"{who}, {format_bytes(buffer.payload_nbytes)}, {workers} thread{'s' * (workers > 1)}"
             made = shares(case, len(keys), taken)
-            for row, times in zip(
-                made, taken.values()
-            ):  # median of the share in each round: other load varies over time
+            # the median of the share in each round, since other load on the machine varies over time
+            for row, times in zip(made, taken.values()):
                 row["share_percent"] = median(100 * plain_took / took for plain_took, took in times[1:])
             rows += made
         tier.close(later())

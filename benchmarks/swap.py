@@ -1,14 +1,12 @@
 """The speed of copying blocks to host memory and back, compared with copying memory, and the time that it saves.
 
 - ``CacheEngine``: whole blocks of every layer in random order. Compared with ``np.copyto`` of as many pieces of memory
-of that
-  size in random order, and with a loop over layers and blocks. Each runs on one thread.
+  of that size in random order, and with a loop over layers and blocks. Each runs on one thread.
 - ``copy_to_host``, ``copy_from_host``: records between an arena and a table in host memory, in random order, compared
-with the
-  same ``np.copyto``.
+  with the same ``np.copyto``.
 - A sequence is suspended, evicted and resumed. Compared with ``np.copyto`` of its blocks out and back. For a small
-model that is
-  run here (4 layers, hidden size 256, random weights, float32), also compared with computing the sequence again.
+  model that is run here (4 layers, hidden size 256, random weights, float32), also compared with computing the sequence
+  again.
 
 ``us``: time for a block's part in one layer, for a record or for a sequence. ``one_copy_percent``: speed as a share of
 that of one copy of all bytes in order, which the C library makes with stores that bypass the processor's caches.
@@ -57,8 +55,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _plain(total: int, size: int, is_random: bool) -> dict[str, Call]:
-    """Return two calls: copies of ``total`` bytes in pieces of ``size``, and one copy of all. The memory was written
-    before."""
+    """Return two calls: copies of ``total`` bytes in pieces of ``size``, and one copy of all. The memory is written."""
     source, target = np.ones((total // size, size), np.uint8), np.ones((total // size, size), np.uint8)
     random, orders = np.random.default_rng(1), [range(total // size)] * 2
     if is_random:
@@ -74,8 +71,7 @@ def _plain(total: int, size: int, is_random: bool) -> dict[str, Call]:
 def _told(
     options: Options, case: str, size: int, total: int, calls: dict[str, Call], loop: dict[str, Call]
 ) -> list[Row]:
-    """Return a row for each of ``calls``, compared with a plain copy and, if given, with the ``loop`` that does the
-    same."""
+    """Return a row for each of ``calls``, compared with a plain copy and, if given, with the same in a ``loop``."""
     loops = {f"{name} in a loop": call for name, call in loop.items()}
     for call in (*calls.values(), *loops.values()):
         call()  # writes the memory for the first time

@@ -182,8 +182,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(parser: Parser, arguments: argparse.Namespace) -> Options:
-    """Return the ``Options`` that ``arguments`` say. Exits with a message for an unknown peer or a bad number of
-    runs."""
+    """Return the ``Options`` of ``arguments``. Exits with a message if a peer is unknown or ``--runs`` below 1."""
     default_peers, default_runs = (("ours",), 1) if arguments.quick else (PEERS, 5)
     names = default_peers if arguments.peers is None else tuple(name for name in arguments.peers.split(",") if name)
     unknown = [name for name in names if name not in PEERS]

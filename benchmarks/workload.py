@@ -74,8 +74,7 @@ class Workload:
         return self.input_length(i) + self.output_length(i)
 
     def steps(self, capacity: int) -> list[int]:
-        """Return the order of work in a cache of ``capacity`` tokens: ``i`` admits and runs request ``i``, ``~i`` ends
-        it.
+        """Return the order of work in a cache of ``capacity`` tokens: ``i`` admits request ``i``, ``~i`` ends it.
 
         Requests are admitted in the order of the trace. At most ``AT_ONCE`` run at a time, and only as many as would
         fit ``SHARE`` of the cache if they shared no block, at any block size. So no engine ever has to make a request

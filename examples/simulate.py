@@ -40,8 +40,7 @@ class Machine:
 
 
 class Chat(Job):
-    """A job with the times that its user sees: ``arrived`` and ``first_token``, in seconds; 0.0 until the first
-    token."""
+    """A job with the times that its user sees: ``arrived``, and ``first_token`` (0.0: not yet), in seconds."""
 
     def __init__(self, prompt: np.ndarray, num_output: int, arrived: float) -> None:
         super().__init__(prompt, len(prompt) + num_output)

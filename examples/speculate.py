@@ -45,8 +45,7 @@ def verified(model: TinyModel, cache: KVCache, sequence: Sequence, text: list[in
 def speculate(
     model: TinyModel, answer: list[int], prompt: list[int], commits_drafts: bool
 ) -> tuple[list[int], int, KVCache]:
-    """Write ``answer`` again with drafts. Return the text, the number of steps, and the cache after the sequence
-    closed."""
+    """Write ``answer`` again with drafts. Return the text, the number of steps, and the cache."""
     cache = KVCache(model.schema, "256KiB", device="cpu", block_size=BLOCK, max_requests=2)
     random, text, steps = np.random.default_rng(3), [*prompt], 0
     with cache.open(prompt) as sequence:

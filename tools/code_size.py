@@ -74,8 +74,7 @@ def too_long(path: Path, source: Path = SOURCE) -> Iterator[TooLong]:
 
 
 class CodeSize(NamedTuple):
-    """Code lines of each room (largest first), of the core and of all rooms; ``over``: what exceeds a limit, longest
-    first."""
+    """Code lines of each room (largest first), of the core and of all rooms; ``over``: all that exceeds a limit."""
 
     rooms: dict[str, int]
     core: int

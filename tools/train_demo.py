@@ -29,8 +29,7 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 ROOT = Path(__file__).resolve().parents[1]
 HELD_OUT_BYTES = 16_384
 PHASES = ((0.75, 4, 256), (0.25, 1, 1024))
-"""(share of the steps, texts per step, bytes per text): short texts first, then texts that are longer than the
-window."""
+"""(share of the steps, texts per step, bytes per text): short texts first, then texts longer than the window."""
 LEARNING_RATE, MATRIX_RATE, WARM_UP = 3e-3, 0.02, 0.03
 """Learning rate of AdamW; learning rate of Muon, for matrices; share of the steps in which both rise from 0."""
 
@@ -99,8 +98,7 @@ def corpus() -> tuple[str, str]:
 
 
 class Muon(torch.optim.Optimizer):
-    """An optimizer for matrices ``[.., rows, columns]``: momentum with orthogonalised steps (Jordan et al. 2024,
-    Muon)."""
+    """An optimizer for matrices ``[.., rows, columns]``: momentum, orthogonalised (Jordan et al. 2024, Muon)."""
 
     def __init__(self, parameters: Any, lr: float, momentum: float = 0.95) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
@@ -118,8 +116,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(x: Tensor, rounds: int = 5) -> Tensor:
-    """Return the orthogonal matrix near ``x`` ``[.., m, n]``, computed by ``rounds`` of a quintic Newton-Schulz
-    iteration."""
+    """Return the orthogonal matrix near ``x`` ``[.., m, n]``, by ``rounds`` of a quintic Newton-Schulz iteration."""
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -130,8 +127,8 @@ def orthogonal(x: Tensor, rounds: int = 5) -> Tensor:
 
 
 def train(model: Any, text: bytes, num_steps: int, seed: int, out: Path) -> tuple[int, float]:
-    """Train ``model`` and save it every 1,000 steps. Return (bytes read, mean loss of the last 100 steps in bits per
-    byte)."""
+    """Train ``model`` and save it every 1,000 steps. Return (bytes read, mean loss of the last
+    100 steps in bits per byte)."""
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     matrices, rest = [], []
     for name, p in model.named_parameters():

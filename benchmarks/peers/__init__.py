@@ -3,8 +3,8 @@
 An adapter is a module with ``VERSION``, ``LEAST_BLOCK`` (the smallest block size, in tokens, that it is measured with)
 and a class ``Peer``:
 
-    Peer(capacity, block_size, longest, at_once)   a cache of ``capacity`` tokens, for ``at_once`` requests of at most
-                           ``longest`` tokens each
+    Peer(capacity, block_size, longest, at_once)
+                           a cache of ``capacity`` tokens, for ``at_once`` requests of at most ``longest`` tokens each
     tokens(ids)            convert an int32 array to what this engine takes; never timed
     admit(i, prompt, n)    match, allocate and publish the prompt of request ``i``; ``n`` output tokens will follow.
                            Returns the number of cached tokens

@@ -1,5 +1,4 @@
-"""The process of one peer. It reads tasks as JSON lines on standard input and answers with figures on standard
-output."""
+"""The process of one peer. It reads tasks as JSON lines from standard input and answers on standard output."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from kvpagoda.schema import Attention, Layer, Schema
 VERSION, LEAST_BLOCK = version("kvpagoda"), 1
 FULL = Schema((Layer(0, "full_attention", (Attention(1, 1, 1, "float16"),)),), "full attention")
 ARRAYS = ("block_table", "cache_seqlens", "slot_mapping", "kv_indptr", "kv_last_page_len")
-"""The index arrays of FlashAttention and FlashInfer, without ``kv_indices``: on a GPU, a kernel makes these from
-``block_table``."""
+"""The index arrays of FlashAttention and FlashInfer, without ``kv_indices``, which a kernel makes on a GPU."""
 torch.set_num_threads(1)
 
 

@@ -78,8 +78,7 @@ class Request:
 
 
 class Peer:
-    """SGLang with its radix tree in Python. ``backend``: the core of its unified tree; None: the older
-    ``RadixCache``."""
+    """SGLang with its radix tree in Python. ``backend``: of its unified tree; None: the older ``RadixCache``."""
 
     backend: str | None = None
 
@@ -164,7 +163,7 @@ class Peer:
         return int(match.device_prefix_len)
 
     def step(self) -> None:
-        """Allocate a token for every request, as ``alloc_for_decode`` does. The rows of the request table are SGLang's
+        """Allocate a token for every request, as ``alloc_for_decode`` does. The request table serves as SGLang's
         index arrays."""
         requests = list(self._running.values())
         indices = torch.tensor([request.kv.req_pool_idx for request in requests])

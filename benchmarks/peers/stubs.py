@@ -1,5 +1,4 @@
-"""Stand-ins for heavy modules that a peer imports but that its host path never calls: GPU kernels, image code,
-grammars."""
+"""Stand-ins for heavy modules that a peer imports but its host path never calls: GPU kernels, images, grammars."""
 
 from __future__ import annotations
 

@@ -63,8 +63,7 @@ def serve(peer: Any, *, config: dict[str, Any], budget: int, limit: int | None) 
 
 
 def lookup(peer: Any, *, num_tokens: int, edges: int, block_size: int, repeats: int) -> Figures:
-    """Match a prompt of ``num_tokens`` tokens that is cached as ``edges`` edges of the tree (0: not cached). Wall
-    time."""
+    """Match a prompt of ``num_tokens`` tokens that is cached as ``edges`` edges (0: not cached). Wall time."""
     text = _random(num_tokens)
     cache = peer(3 * num_tokens, block_size, num_tokens + block_size, 8)
     for part in range(1, edges + 1):  # each request leaves a branch, so that the next part is an edge of its own
@@ -100,8 +99,7 @@ def step(peer: Any, *, context: int, requests: int, block_size: int, repeats: in
 
 
 def admission(peer: Any, *, cached: int, per_edge: int, num_tokens: int, block_size: int, repeats: int) -> Figures:
-    """Serve a request of ``num_tokens`` tokens, half of them cached, from admission to end, in a cache of ``cached``
-    blocks."""
+    """Serve a request of ``num_tokens`` tokens, half of them cached, in a cache of ``cached`` blocks."""
     cache = _filled(peer, cached, per_edge, block_size, num_tokens)
     known = _random(num_tokens // 2, 2**31)
     times = []

@@ -51,8 +51,7 @@ now = time.process_time
 
 
 class Peer:
-    """Serves ``trace`` with the layers of a model (``config``) in ``budget`` bytes. An id stands for ``tokens_per_id``
-    tokens."""
+    """Serves ``trace`` (``tokens_per_id`` tokens per id) with the layers of the model ``config`` in ``budget`` bytes."""
 
     def __init__(self, config: dict[str, Any], budget: int, trace: Trace, tokens_per_id: int) -> None:
         self.trace, self.per_id = trace, tokens_per_id
