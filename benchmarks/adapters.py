@@ -113,7 +113,7 @@ def measure(options: Options) -> list[Row]:
     folder = os.environ.get(NANO_VLLM)
     if folder is None:
         return [{"who": "nano-vllm", "absent": f"{NANO_VLLM} names no checkout"}]
-    told = re.search(r'^version = "(.*)"', (Path(folder) / "pyproject.toml").read_text(), re.MULTILINE)
+    version = re.search(r'^version = "(.*)"', (Path(folder) / "pyproject.toml").read_text(), re.MULTILINE)
     rows: list[Row] = []
     with bare_packages({"nanovllm": Path(folder) / "nanovllm"}):
         scheduler = importlib.import_module("nanovllm.engine.scheduler")
@@ -143,7 +143,7 @@ def measure(options: Options) -> list[Row]:
                         "over_ours": taken / ours,
                         "manager_over_ours": median(calls[who]) / median(calls["ours"]),
                         "found_percent": 100 * median(found for _, found in whole[who]),
-                        "version": "-" if who == "ours" or told is None else told[1],
+                        "version": "-" if who == "ours" or version is None else version[1],
                     }
                 )
     return rows
