@@ -83,6 +83,7 @@ def shares(case: str, count: int, taken: dict[str, list[list[float]]]) -> list[R
 
 
 def _host(options: Options, size: int, count: int) -> list[Row]:
+    """Measure the host memory driver, and a tier on it, with ``count`` records of ``size`` bytes."""
     buffer, keys, source, target = records_of(size, count)
     driver = host_driver(buffer, count * buffer.record_nbytes)
     plain = list(pages(count * buffer.record_nbytes).reshape(count, -1))
@@ -112,6 +113,7 @@ def _host(options: Options, size: int, count: int) -> list[Row]:
 
 
 def _disk(options: Options, folder: Path, size: int, count: int, workers: int, direct: bool) -> list[Row]:
+    """Measure a tier on a file in ``folder``: ``count`` records of ``size`` bytes. ``direct``: use O_DIRECT."""
     buffer, keys, source, target = records_of(size, count)
     record = buffer.record_nbytes
     driver = disk_driver(folder, buffer, PAGE + count * record, direct=direct)

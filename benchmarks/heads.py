@@ -138,6 +138,7 @@ def _pass(head: Head) -> float:
 
 
 def _row(name: str, pairs: list[tuple[float, float]], calls: float) -> Row:
+    """Return the row of a case from the (old, new) seconds of each repeat and the ratio of calls."""
     ratios = [new / old for old, new in pairs]
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
     return {

@@ -106,6 +106,7 @@ def _written(nbytes: int, many: int) -> Arena:
 
 
 def _row(options: Options, case: str, nbytes: int, call: Callable[[], object]) -> Row:
+    """Time ``call`` in turns with a plain copy of the same number of bytes, and return the row."""
     source, target = np.ones(nbytes // 2, np.uint8), np.zeros(nbytes // 2, np.uint8)
     call()  # compiles the kernel, or reads it from disk
     rounds = [(_cpu_seconds(call), _cpu_seconds(lambda: np.copyto(target, source))) for _ in range(2 * options.runs)]

@@ -46,6 +46,7 @@ def cases(tokens: int) -> dict[str, Pair]:
 
 
 def _row(options: Options, case: str, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Row:
+    """Plan and run the copy from ``sources`` to ``targets`` and return its row."""
     plan = reshard(sources, targets)
     given = [np.full(rank.nbytes, 1, np.uint8) for rank in sources]
     taken = [np.full(rank.nbytes, 2, np.uint8) for rank in targets]

@@ -57,6 +57,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _redis(options: Options, address: str, size: int, count: int) -> list[Row]:
+    """Measure ``count`` records of ``size`` bytes on the Redis server at ``address``."""
     buffer, keys, source, target = records_of(size, count)
     host, port = address.removeprefix("redis://").split(":")
     sockets: SimpleQueue[socket] = SimpleQueue()
@@ -128,6 +129,7 @@ def _redis(options: Options, address: str, size: int, count: int) -> list[Row]:
 
 
 def _mooncake(options: Options, address: str, size: int, count: int) -> list[Row]:
+    """Measure ``count`` records of ``size`` bytes on the Mooncake server at ``address``."""
     buffer, keys, source, target = records_of(size, count)
     master = address.removeprefix("mooncake://")
     plain, start, record = mooncake_driver(buffer, master), buffer.records.ctypes.data, buffer.record_nbytes

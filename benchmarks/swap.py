@@ -163,6 +163,7 @@ def _sequence(options: Options, case: str, schema: Schema, tokens: int) -> Row:
 
 
 def _row(options: Options, case: str, cache: KVCache, sequence: Sequence) -> Row:
+    """Return the row of suspend and resume of ``sequence``, compared with plain copies of its bytes out and back."""
     nbytes = cache.core.swap.nbytes_of(sequence.slot, sequence.length, True)
     ours = _set_aside(options, cache, sequence)
     plain, one_copy = (

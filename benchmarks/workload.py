@@ -65,12 +65,15 @@ class Workload:
         return _scattered(_own(2 * i + 1, self.output_length(i)))
 
     def input_length(self, i: int) -> int:
+        """Return the number of prompt tokens of request ``i``, at least 1."""
         return max(1, int(self.trace.input_lengths[i]))
 
     def output_length(self, i: int) -> int:
+        """Return the number of output tokens of request ``i``, at least 1."""
         return max(1, int(self.trace.output_lengths[i]))
 
     def length(self, i: int) -> int:
+        """Return the number of all tokens of request ``i``."""
         return self.input_length(i) + self.output_length(i)
 
     def steps(self, capacity: int) -> list[int]:

@@ -23,9 +23,11 @@ class UsedOnceFirst:
         self.leaves: tuple[dict[int, None], ...] = ({}, {})  # used once; used more often. Least recently used first
 
     def add(self, keys, priority):
+        """Called when the blocks ``keys`` were cached; this counts as their first use."""
         self.uses.update({int(key): 1 for key in keys})
 
     def touch(self, keys, priority):
+        """Called when the blocks ``keys``, nearest to the root first, were used once."""
         for key in keys[::-1].tolist():  # the deepest block counts as used first, so that it is evicted first
             is_leaf = any(leaves.pop(key, 1) is None for leaves in self.leaves)
             self.uses[key] += 1
@@ -33,20 +35,24 @@ class UsedOnceFirst:
                 self.set_leaf(key, True)
 
     def set_leaf(self, key, is_leaf):
+        """Called when the block ``key`` becomes a leaf, or is no leaf any more. Only leaves can be evicted."""
         for leaves in self.leaves:
             leaves.pop(key, None)
         if is_leaf:
             self.leaves[self.uses.get(key, 1) > 1][key] = None
 
     def choose(self, chain):
+        """Return the leaf to evict next. ``chain(leaf)`` returns the leaf and its evictable ancestors."""
         return chain(next(iter(self.leaves[0] or self.leaves[1])))[:1]
 
     def remove(self, keys, *, evicted):
+        """Called when the blocks ``keys`` are no longer cached; return the keys that are forgotten."""
         for key in keys.tolist():
             del self.uses[key]
         return keys  # the forgotten keys: all, since this policy remembers no evicted blocks
 
     def check(self, keys, leaves):
+        """Prove that the policy knows exactly the cached ``keys`` and these ``leaves``."""
         assert self.uses.keys() == {*keys.tolist()} and self.leaves[0].keys() | self.leaves[1].keys() == leaves
 
 

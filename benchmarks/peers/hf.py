@@ -24,6 +24,8 @@ MARGIN = 0.15
 
 
 class Peer:
+    """transformers' ``PagedAttentionCache`` with prefix sharing. The calls are described in ``benchmarks.peers``."""
+
     excluded = 0.0
 
     def __init__(self, capacity: int, block_size: int, longest: int, at_once: int) -> None:
@@ -46,6 +48,7 @@ class Peer:
         return list(ids.tolist())
 
     def _keep_margin(self) -> None:
+        """Evict all unused blocks if less than ``MARGIN`` of the cache is free, as its scheduler does."""
         cache = self.cache
         cache.pool.try_to_free_sectors()
         if cache.compute_free_capacity() < MARGIN and cache.evict_cached_blocks():
@@ -53,6 +56,7 @@ class Peer:
             cache.compute_free_capacity()
 
     def _store(self, request: RequestState, n: int) -> None:
+        """Allocate blocks for ``n`` tokens of ``request``; evict unused blocks if there are too few."""
         if not self.cache.can_store_request_tokens(request, n):
             self.cache.evict_cached_blocks()
             self.cache.pool.try_to_free_sectors()

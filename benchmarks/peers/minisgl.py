@@ -19,6 +19,8 @@ torch.empty = lambda *shape, pin_memory=False, **options: _empty(*shape, **optio
 
 
 class Peer:
+    """mini-sglang's radix cache and request table. The calls are described in ``benchmarks.peers``."""
+
     excluded = 0.0
 
     def __init__(self, capacity: int, block_size: int, longest: int, at_once: int) -> None:

@@ -83,6 +83,7 @@ class Peer:
         return cache.persistent_batch(sequences), np.ones(len(sequences), np.int32)
 
     def take(self, num_blocks: int) -> Any:
+        """Allocate blocks of the only group and return their ids."""
         group = self.books.core.groups[0]
         ids = group.peek(num_blocks)
         group.take(num_blocks)

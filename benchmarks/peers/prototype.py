@@ -13,6 +13,8 @@ VERSION, LEAST_BLOCK = "-", 1
 
 
 class Peer:
+    """The prototype's ``Manager``. The calls are described in ``benchmarks.peers``."""
+
     excluded = 0.0
 
     def __init__(self, capacity: int, block_size: int, longest: int, at_once: int) -> None:

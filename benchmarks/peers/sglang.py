@@ -47,6 +47,7 @@ _in_fallback = 0.0
 
 
 def _timed_fallback(*args: Any) -> None:
+    """Call the fallback and add its CPU time to ``_in_fallback``."""
     global _in_fallback
     start = time.process_time()
     _fallback(*args)
@@ -110,6 +111,8 @@ class Peer:
         return array("q", ids.astype("int64").tobytes())
 
     def _allocate(self, request: Request, begin: int, end: int, last: torch.Tensor) -> None:
+        """Allocate slots for tokens ``begin .. end - 1`` and write them to the request table. ``last``: slot of the
+        token before."""
         n = end - begin
         if self.block_size == 1:
             evict_from_tree_cache(self.tree, n)

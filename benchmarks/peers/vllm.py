@@ -25,6 +25,8 @@ LEAST_BLOCK = 16
 
 
 class Peer:
+    """vLLM's ``KVCacheManager`` with one group. The calls are described in ``benchmarks.peers``."""
+
     excluded = 0.0
 
     def __init__(self, capacity: int, block_size: int, longest: int, at_once: int) -> None:
