@@ -1,7 +1,7 @@
 """An engine on kvpagoda: continuous batching, chunked prefill, preemption, n > 1 by fork, speculation, static arrays.
 
     submit ──► waiting ──open──► prefill, one chunk per step ──► decode, all rows in one step of fixed shape ──► done
-                  ▲                      │ fork: n answers              │
+                  ▲                  │ fork: n answers                           │
                   └──── preempt: close, and queue again with the text so far ────┘
 
 The memory is small on purpose: the requests below need several times as much, so that some requests are preempted and
