@@ -112,7 +112,7 @@ def run(project: Any, case: Case, manager: type, *, is_timed: bool) -> tuple[flo
 def measure(options: Options) -> list[Row]:
     folder = os.environ.get(NANO_VLLM)
     if folder is None:
-        return [{"who": "nano-vllm", "absent": f"{NANO_VLLM} names no checkout"}]
+        return [{"who": "nano-vllm", "absent": f"{NANO_VLLM} is not set; set it to a checkout of nano-vllm"}]
     version = re.search(r'^version = "(.*)"', (Path(folder) / "pyproject.toml").read_text(), re.MULTILINE)
     rows: list[Row] = []
     with bare_packages({"nanovllm": Path(folder) / "nanovllm"}):

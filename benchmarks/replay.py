@@ -23,7 +23,7 @@ def cases(options: Options) -> list[tuple[str, str, int, int]]:
         if options.only in f"{trace} {block_size} {size}"
     ]
     if not TRACES.exists():
-        raise SystemExit(f"the public traces are read from {TRACES}, which is not there; --quick needs none")
+        raise SystemExit(f"no folder {TRACES} with the public traces; set KVPAGODA_TRACES to it, or use --quick")
     return found
 
 

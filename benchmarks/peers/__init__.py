@@ -40,7 +40,7 @@ def from_path(peer: str, module: str) -> ModuleType:
     variable = f"KVPAGODA_BENCH_{peer.upper()}"
     folder = os.environ.get(variable)
     if folder is None:
-        raise ImportError(f"{variable} names no folder")
+        raise ImportError(f"{variable} is not set; set it to the folder of {peer}")
     for path in (folder, str(Path(folder) / "python")):
         if path not in sys.path:
             sys.path.append(path)
