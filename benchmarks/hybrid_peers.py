@@ -1,10 +1,8 @@
 """Which share of its prompts does a hybrid model reuse here, and with vLLM's manager of several groups?
 
-Both have the same memory.
-
-The first 3,000 requests of the conversation trace are served in the steps of ``kvpagoda.replay.serve``. See
-``peers/vllm_hybrid.py`` for the part of vLLM. vLLM's time is that of its manager's calls and of its hashes. Ours
-includes everything, also the making of the texts.
+Both have the same memory. The first 3,000 requests of the conversation trace are served in the steps of
+``kvpagoda.replay.serve``. See ``peers/vllm_hybrid.py`` for the part of vLLM. vLLM's time is that of its manager's calls
+and of its hashes. Ours includes everything, also the making of the texts.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ ASKED = {
 }
 """vLLM with other settings. Its default for the states of Qwen3-Next is bfloat16. Ours are float32, as in transformers,
 and in ``MODELS`` vLLM is set to float32 too. By default it keeps blocks of windows for reuse only where another text is
-likely to continue; here it keeps all."""
+likely to continue; in the cases "all kept" it keeps all."""
 
 
 def measure(options: Options) -> list[Row]:

@@ -122,7 +122,7 @@ def _engine(options: Options, size: int, total: int) -> list[Row]:
 
 
 def _spill(options: Options, size: int, total: int) -> list[Row]:
-    """Measure ``copy_to_host`` and ``copy_from_host`` with records of ``size`` bytes, ``total`` bytes in all."""
+    """Measure ``copy_to_host`` and ``copy_from_host`` ("fill") with records of ``size`` bytes, ``total`` bytes in all."""
     count, random = total // size, np.random.default_rng(0)
     arena = Arena(RowLayout.build([(0, Field("k", 1, (size,), "uint8"))]), count, device="cpu")
     table, ids = torch.zeros((count, size), dtype=torch.uint8), random.permutation(count)
