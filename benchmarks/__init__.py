@@ -1,1 +1,1 @@
-"""Measurements, one question a file: ``python -m benchmarks.match [--json] [--save]``."""
+"""Measurements. Each module answers one question: ``python -m benchmarks.match [--json] [--save]``."""

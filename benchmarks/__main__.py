@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME ..] [--quick] [--json] [--save]``: measure, and tell. ``--show`` tells what was saved."""
+"""Measure and print: ``python -m benchmarks [NAME ..] [--quick] [--json] [--save]``. ``--show``: saved results."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ NAMES = (
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser(
         prog="kvpagoda bench",
-        description="Measure the host path, beside other engines where they are installed: see benchmarks/peers.",
+        description="Measure the host path, and compare it with other engines where they are installed; "
+        "see benchmarks/peers.",
     )
     parser.add_argument("names", nargs="*", help=f"questions (default: all of {', '.join(NAMES)})")
     add_arguments(parser)
     parser.add_argument(
-        "--show", action="store_true", help="measure nothing: tables of what was saved, and plots of it"
+        "--show", action="store_true", help="measure nothing; print tables of the saved results and draw their plots"
     )
     asked = parser.parse_args(arguments)
     unknown = [name for name in asked.names if name not in NAMES]
     if unknown:
         parser.error(f"no question {', '.join(unknown)}; there are {', '.join(NAMES)}")
     options = options_of(parser, asked)
-    told = {}
+    results = {}
     for name in asked.names or NAMES:
         if asked.show:
             path = RESULTS / f"{name}.json"
             if not path.exists():
                 continue
-            told[name] = json.loads(path.read_text())
+            results[name] = json.loads(path.read_text())
         else:
             question = importlib.import_module(f"benchmarks.{name}")
-            told[name] = result(question.QUESTION, question.measure, options)
+            results[name] = result(question.QUESTION, question.measure, options)
             if asked.save:
-                save(name, told[name], is_part=bool(options.only))
+                save(name, results[name], is_part=bool(options.only))
         if not asked.json:
-            print(table(told[name]), end="\n\n", flush=True)
+            print(table(results[name]), end="\n\n", flush=True)
     if asked.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(results, indent=2))
     if asked.save or asked.show:
-        plots(told, RESULTS)
+        plots(results, RESULTS)
 
 
 if __name__ == "__main__":

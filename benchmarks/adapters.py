@@ -1,7 +1,7 @@
-"""What does an engine's own scheduler cost the host with our block manager in it, beside its own?
+"""What does an engine's scheduler cost the host with our block manager in it, compared with its own block manager?
 
-nano-vllm's scheduler runs unchanged, in this process, from the checkout that ``KVPAGODA_NANO_VLLM`` names; no model runs, the
-next tokens are drawn beforehand. Both managers see the same requests in turn.
+nano-vllm's scheduler runs unchanged, in this process, from the checkout that ``KVPAGODA_NANO_VLLM`` names. No model
+runs: the output tokens are random. Both block managers serve the same requests, in turns.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ CALLS = ("can_allocate", "allocate", "can_append", "may_append", "hash_blocks", 
 
 
 class Case(NamedTuple):
-    """``num_requests`` requests of 100 to 1,024 tokens of their own and as many to generate, as nano-vllm's benchmark has
-    them. ``shared``: tokens that they begin with, of one of four texts. ``num_blocks`` of ``block_size`` tokens."""
+    """A workload like that of nano-vllm's benchmark.
+
+    ``num_requests`` requests, each with 100 to 1,024 prompt tokens of its own and as many tokens to generate.
+    ``shared``: how many tokens of one of four texts come before them. The cache has ``num_blocks`` blocks of
+    ``block_size`` tokens."""
 
     name: str
     num_requests: int
@@ -48,7 +51,7 @@ CASES = (
 
 
 class Timed:
-    """A block manager whose calls are timed, less what timing a call that does nothing takes."""
+    """A wrapper that times the calls of a block manager. The time of an empty call is measured first and subtracted."""
 
     def __init__(self, manager: Any) -> None:
         self._taken, self._calls, rounds = 0.0, 0, 20_000
@@ -67,6 +70,7 @@ class Timed:
 
     @property
     def seconds(self) -> float:
+        """Seconds in all calls so far, without the overhead of timing them."""
         return self._taken - self._calls * self._clock
 
 
@@ -74,7 +78,8 @@ def _nothing(_: None) -> None: ...
 
 
 def run(project: Any, case: Case, manager: type, *, is_timed: bool) -> tuple[float, float]:
-    """(seconds in the scheduler, or, if ``is_timed``, in its manager alone; share of the prompt tokens that was found)."""
+    """Serve ``case``. Return (seconds in the scheduler, share of the prompt tokens that was cached). ``is_timed``:
+    seconds in the block manager alone."""
     random = np.random.default_rng(7)
     heads = random.integers(0, 10_000, (4, case.shared)).tolist()
     project.Sequence.block_size = case.block_size
@@ -107,8 +112,8 @@ def run(project: Any, case: Case, manager: type, *, is_timed: bool) -> tuple[flo
 def measure(options: Options) -> list[Row]:
     folder = os.environ.get(NANO_VLLM)
     if folder is None:
-        return [{"who": "nano-vllm", "absent": f"{NANO_VLLM} names no checkout"}]
-    told = re.search(r'^version = "(.*)"', (Path(folder) / "pyproject.toml").read_text(), re.MULTILINE)
+        return [{"who": "nano-vllm", "absent": f"{NANO_VLLM} is not set; set it to a checkout of nano-vllm"}]
+    version = re.search(r'^version = "(.*)"', (Path(folder) / "pyproject.toml").read_text(), re.MULTILINE)
     rows: list[Row] = []
     with bare_packages({"nanovllm": Path(folder) / "nanovllm"}):
         scheduler = importlib.import_module("nanovllm.engine.scheduler")
@@ -128,7 +133,7 @@ def measure(options: Options) -> list[Row]:
                     calls[who].append(run(project, case, manager, is_timed=True)[0])
             ours = median(taken for taken, _ in whole["ours"])
             for who in managers:
-                taken = median(one for one, _ in whole[who])
+                taken = median(seconds for seconds, _ in whole[who])
                 rows.append(
                     {
                         "case": case.name,
@@ -138,7 +143,7 @@ def measure(options: Options) -> list[Row]:
                         "over_ours": taken / ours,
                         "manager_over_ours": median(calls[who]) / median(calls["ours"]),
                         "found_percent": 100 * median(found for _, found in whole[who]),
-                        "version": "-" if who == "ours" or told is None else told[1],
+                        "version": "-" if who == "ours" or version is None else version[1],
                     }
                 )
     return rows

@@ -1,4 +1,4 @@
-"""Taking blocks and giving them back, with each engine's checks."""
+"""Allocating blocks and freeing them again, with the checks of each engine."""
 
 from __future__ import annotations
 

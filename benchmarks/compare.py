@@ -1,4 +1,4 @@
-"""One small question asked of every peer: rows with each one's time and how many times ours it is."""
+"""Run one task in every peer: a row for each, with its time and how many times our time that is."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from benchmarks.timing import Options, Peers, Row
 def compare(
     options: Options, task: str, cases: Iterable[tuple[str, dict[str, Any]]], *, needs: str, per: int = 1
 ) -> list[Row]:
-    """Ask ``task`` with each case's arguments; ``us`` is one ``per``-th of the median time. Peers without the call ``needs``,
-    or whose least block is larger, are not asked."""
+    """Run ``task`` with the arguments of each case. ``us``: the median time divided by ``per``. Peers without the call
+    ``needs``, or whose smallest block is larger than the case's, are left out."""
     rows: list[Row] = []
     with Peers(options, needs) as peers:
         for case, arguments in cases:
             if options.only not in case:
                 continue
-            told = peers.ask(task, **arguments, repeats=options.runs)
-            ours = next((figures["seconds"] for peer, figures in told.items() if peer.name == "ours"), None)
-            for peer, figures in told.items():
+            answers = peers.ask(task, **arguments, repeats=options.runs)
+            ours = next((figures["seconds"] for peer, figures in answers.items() if peer.name == "ours"), None)
+            for peer, figures in answers.items():
                 taken = figures.pop("seconds")
                 over = taken / ours if ours else None
                 us = taken / per * 1e6

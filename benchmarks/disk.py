@@ -1,8 +1,8 @@
-"""What a tier leaves of the speed of what is below it: of copying memory, and of reading and writing a file.
+"""The speed of a tier as a share of the speed of plain copies of memory, or of plain reads and writes of a file.
 
-``host``: the driver of host memory, and a tier above it, beside as many plain copies. ``page cache``, ``O_DIRECT``: a tier on
-a file, with checksums, futures and deadlines, beside plain reads and writes of a file in the same folder by as many threads
-as the tier has workers.
+``host``: the host memory driver, and a tier on it, compared with as many plain copies. ``page cache``, ``O_DIRECT``: a
+tier on a file, with checksums, futures and deadlines, compared with plain reads and writes of a file in the same
+folder, by as many threads as the tier has workers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def measure(options: Options) -> list[Row]:
 
 
 def records_of(size: int, count: int) -> tuple[RecordBuffer, list[bytes], list[int], list[int]]:
-    """A buffer with records to be stored, their keys, and records to load into."""
+    """Return (buffer, keys, source, target): ``count`` records of ``size`` bytes to store, their keys and their rows in
+    the buffer, and as many rows to load into."""
     buffer = RecordBuffer(2 * count, size)
     buffer.records[:] = np.random.default_rng(0).integers(0, 256, buffer.records.shape, np.uint8)
     keys = [sha256(i.to_bytes(8, "little")).digest() for i in range(count)]
@@ -52,8 +53,8 @@ def records_of(size: int, count: int) -> tuple[RecordBuffer, list[bytes], list[i
 
 
 def rows_of(options: Options, case: str, count: int, discard: Call, asked: dict[str, tuple[Call, ...]]) -> list[Row]:
-    """Rows for each (plain, ours) or (plain, ours, plain and summed) of ``asked``; what is stored is discarded before it is
-    stored again."""
+    """Time the calls in ``asked`` and return a row for each name. The calls of a name are (plain, ours), or (plain,
+    ours, plain with checksum). ``discard`` removes the stored records before each round."""
     taken: dict[str, list[list[float]]] = {name: [] for name in asked}
     for _ in range(options.runs + 1):
         discard()
@@ -63,10 +64,11 @@ def rows_of(options: Options, case: str, count: int, discard: Call, asked: dict[
 
 
 def shares(case: str, count: int, taken: dict[str, list[list[float]]]) -> list[Row]:
-    """Rows of what was taken in each round, for each name: seconds of what is plain, of ours, of what is plain and summed."""
+    """Return a row for each name in ``taken``, which holds the seconds of each round: plain, ours and, where it was
+    measured, plain with checksum."""
     made: list[Row] = []
     for name, times in taken.items():
-        # the first round touches memory and file
+        # the first round is left out: it touches memory and file for the first time
         plain, ours, *summed = (median(column) for column in zip(*times[1:]))
         row: Row = {
             "case": f"{case}, {name}",
@@ -81,6 +83,7 @@ def shares(case: str, count: int, taken: dict[str, list[list[float]]]) -> list[R
 
 
 def _host(options: Options, size: int, count: int) -> list[Row]:
+    """Measure the host memory driver, and a tier on it, with ``count`` records of ``size`` bytes."""
     buffer, keys, source, target = records_of(size, count)
     driver = host_driver(buffer, count * buffer.record_nbytes)
     plain = list(pages(count * buffer.record_nbytes).reshape(count, -1))
@@ -110,13 +113,14 @@ def _host(options: Options, size: int, count: int) -> list[Row]:
 
 
 def _disk(options: Options, folder: Path, size: int, count: int, workers: int, direct: bool) -> list[Row]:
+    """Measure a tier on a file in ``folder``: ``count`` records of ``size`` bytes. ``direct``: use O_DIRECT."""
     buffer, keys, source, target = records_of(size, count)
     record = buffer.record_nbytes
     driver = disk_driver(folder, buffer, PAGE + count * record, direct=direct)
     tier = Tier(driver, buffer, bytes(32), in_flight="1GiB", workers=workers)
     file = os.open(folder / "plain", os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0))
     os.posix_fallocate(file, 0, count * record)
-    batches = [slice(at, at + BATCH) for at in range(0, count, BATCH)]
+    batches = [slice(begin, begin + BATCH) for begin in range(0, count, BATCH)]
 
     def write(batch: slice) -> None:
         for i, row in enumerate(source[batch], batch.start):
@@ -149,7 +153,7 @@ def _disk(options: Options, folder: Path, size: int, count: int, workers: int, d
         with ThreadPoolExecutor(workers) as pool:
 
             def by_threads(work: Callable[[slice], None], step: int) -> Call:
-                return lambda: list(pool.map(work, [slice(at, at + step) for at in range(0, count, step)]))
+                return lambda: list(pool.map(work, [slice(begin, begin + step) for begin in range(0, count, step)]))
 
             asked = {
                 "store": (by_threads(write, BATCH), store, by_threads(sum_and_write, 2)),
@@ -162,11 +166,13 @@ def _disk(options: Options, folder: Path, size: int, count: int, workers: int, d
 
 
 def later() -> float:
+    """Return a deadline 60 seconds from now."""
     return monotonic() + 60
 
 
-def all_ok(told: Sequence[Sequence[Status]]) -> None:
-    assert all(status is Status.OK for statuses in told for status in statuses), "a tier that is well says OK"
+def all_ok(answers: Sequence[Sequence[Status]]) -> None:
+    """Assert that every status of every answer is OK."""
+    assert all(status is Status.OK for statuses in answers for status in statuses), "every record must be OK"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What does it cost a request that routers are told of its blocks?
+"""What do events for routers cost a request?
 
-The first requests of the public conversation trace, with no memory behind them, in turns: without events; with a log that is
-emptied after each step; and the same records made into messages afterwards, which a publisher does in its own thread. Needs
-the traces, in ``KVPAGODA_TRACES`` or beside the checkout in ``../shared/traces``; without them a synthetic mix is served.
+The first requests of the public conversation trace are served without memory, in turns: without events, and with an
+event log that is cleared after each step. Afterwards the same records are made into messages, which a publisher does in
+its own thread. Needs the traces, in ``KVPAGODA_TRACES`` or beside the checkout in ``../shared/traces``; without them a
+synthetic mix is served.
 """
 
 from __future__ import annotations
@@ -31,31 +32,31 @@ BUDGET = "100GiB"
 
 
 class Emptied(EventLog):
-    """A log that is emptied after each step: what the cache's own thread does for it is left."""
+    """An event log that is cleared after each step, so that only the work in the cache's own thread is measured."""
 
     def step(self, _: int) -> None:
-        """A step is over."""
+        """Clear the log after a step."""
         self._records.clear()
 
 
 class Tape(EventLog):
-    """A log whose records are set aside after each step, and played to a stream later."""
+    """An event log whose records are kept for each step, and published to a stream later."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[list[Record]] = []
 
     def step(self, _: int) -> None:
-        """A step is over."""
+        """Keep the records of a step."""
         if records := super().take():
             self.steps.append(records)
 
     def play(self) -> tuple[float, int, int]:
-        """Processor seconds, blocks and bytes of all messages."""
+        """Publish all kept records. Return the CPU seconds, the number of blocks and the bytes of all messages."""
         steps, self.steps = self.steps, []
         stream, nbytes = EventStream(self, keep=1), 0
         self._records.clear()
-        self._records.append(Restart(()))  # from the beginning
+        self._records.append(Restart(()))  # the stream starts anew
         stream.drain()
         start = time.process_time()
         for records in steps:
@@ -94,7 +95,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _microseconds(trace: Trace, schema: Schema, tokens: int, log: Emptied | Tape | None) -> float:
-    """Of the processor, for each request."""
+    """Serve ``trace`` and return the CPU time of a request, in microseconds."""
     gc.collect()
     start = time.process_time()
     serve(trace, schema, BUDGET, tokens_per_id=tokens, events=log, on_request=int if log is None else log.step)

@@ -1,4 +1,4 @@
-"""The cost of evicting a block with LRU, from 1,000 to 1,000,000 cached ones."""
+"""The cost of evicting a block with LRU, from 1,000 to 1,000,000 cached blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK_SIZE, CALL, RUNS, MANY = 16, 100, 5, 10_000
 
 
 def cache_of(num_blocks: int, per_edge: int) -> PrefixTree:
-    """A tree of ``num_blocks`` blocks in edges of ``per_edge`` blocks that have nothing in common."""
+    """Return a tree of ``num_blocks`` blocks, in edges of ``per_edge`` blocks without a common prefix."""
     tree = PrefixTree(BLOCK_SIZE)
     texts = np.arange(num_blocks * BLOCK_SIZE, dtype=np.int32).reshape(-1, per_edge * BLOCK_SIZE)
     ids = np.arange(1, num_blocks + 1, dtype=np.int32).reshape(-1, 1, per_edge)
@@ -28,7 +28,7 @@ def cache_of(num_blocks: int, per_edge: int) -> PrefixTree:
 
 
 def per_block(tree: PrefixTree, num_blocks: int, calls: int) -> float:
-    """Median seconds of CPU time for each block over runs of ``calls`` calls that evict ``num_blocks`` blocks each."""
+    """Return the median CPU seconds per block over ``RUNS`` runs of ``calls`` calls that evict ``num_blocks`` each."""
 
     def run() -> float:
         start = time.process_time()
@@ -56,7 +56,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def row(shape: str, cached: int, evicted: int, taken: float, ratio: float) -> Row:
-    """``us_a_block`` in calls that evict ``evicted`` blocks each; ``ratio`` over the smallest cache."""
+    """Return a row: ``us_a_block`` in calls that evict ``evicted`` blocks each; ``ratio`` to the smallest cache."""
     return {"shape": shape, "cached": cached, "a_call": evicted, "us_a_block": taken * 1e6, "ratio": ratio}
 
 

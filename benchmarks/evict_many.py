@@ -1,5 +1,5 @@
-"""Evicting 10,000 blocks at once from a large cache. ``evict`` goes to a million leaves of one block, ours alone: publishing
-so many through the lives of requests takes every engine too long."""
+"""Evicting 10,000 blocks at once from a large cache. ``evict`` measures up to a million leaves of one block, in our
+tree alone: publishing so many through whole requests takes too long in every engine."""
 
 from __future__ import annotations
 

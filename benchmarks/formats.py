@@ -1,6 +1,6 @@
-"""What each form of the cache saves in bytes and costs in bits, for the model that ``kvpagoda generate`` brings.
+"""How many bytes each KV format saves, and how much it costs in quality, for the model of ``kvpagoda generate``.
 
-``lost_millibits``: thousandths of a bit more for each byte of the text that the model was not trained on, beside float32 rows.
+``lost_millibits``: how many thousandths of a bit per byte of held-out text the model needs more than with float32 rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What grows with the cache, with the requests that run, and with the length of a request."""
+"""How our costs grow with the number of cached blocks, of running requests, and of tokens in a request."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ def measure(options: Options) -> list[Row]:
         for cached in CACHED[:top]:
             taken = ours.ask("admission", cached=cached, per_edge=500, num_tokens=2000, block_size=16, repeats=runs)
             rows.append(_row("a request of 2,000 tokens, half of them cached", "cached_blocks", cached, taken))
-        ours.ask(
-            "step", context=1000, requests=1, block_size=16, repeats=runs
-        )  # the first one of a process takes longer
+        # the first step of a process takes longer, and is not counted
+        ours.ask("step", context=1000, requests=1, block_size=16, repeats=runs)
         for running in RUNNING[: top and 2]:
             taken = ours.ask("step", context=1000, requests=running, block_size=16, repeats=20 * runs)
             rows.append(_row("a decode step at 1,000 tokens", "running", running, taken, running))
@@ -35,7 +34,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _row(case: str, what: str, value: int, taken: dict[str, float], parts: int = 1) -> Row:
-    """``us_each``: for each running request, or each token, where there are several."""
+    """Return a row. ``us_each``: microseconds divided by ``parts``, the number of running requests or of tokens."""
     us = taken["seconds"] * 1e6
     return {"case": case, "grows": what, "to": value, "us": us, "us_each": us / parts}
 

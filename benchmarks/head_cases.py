@@ -1,7 +1,8 @@
-"""What ``benchmarks.heads`` measures: the same work for any source tree, in slices of some milliseconds.
+"""The measurements of ``benchmarks.heads``: the same work in any source tree, in slices of some milliseconds.
 
-Only names that ``kvpagoda`` itself exports are used where there are such. Settings of a cache are given by one name each, and
-go where the tree at hand wants them: a keyword of the constructor, or a field of one of its value classes.
+They use names that ``kvpagoda`` itself exports where possible, so that they run with older trees too. A setting of a
+cache has one name here; it is passed as the tree expects it: as a keyword of the constructor, or as a field of a value
+class.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ QWEN3_NEXT = {
     "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "torch_dtype": "bfloat16",
 }  # fmt: skip
 GROUPED = {"retention": "Retention", "limits": "Limits"}
-"""Parameters of a newer ``KVCache``, and the classes of ``kvpagoda`` that hold several settings for them."""
+"""Parameter of a newer ``KVCache`` -> the class of ``kvpagoda`` that groups several settings for it."""
 ROOM = "capacity" if "capacity" in inspect.signature(KVCache.open).parameters else "room"
-"""What ``open`` calls the tokens for which it makes room at once."""
+"""The parameter of ``open`` for the number of tokens for which blocks are allocated at once."""
 DIALECTS = ("block_table", "cache_seqlens", "slot_mapping", "kv_indptr", "kv_indices", "kv_last_page_len")
 """The index arrays of FlashAttention and of FlashInfer."""
 
 
 class Clock:
-    """``with clock:`` measures what is inside: CPU seconds, or, if ``is_counting``, the calls of Python and C functions, which
-    are the same every time."""
+    """``with clock:`` measures its body: CPU seconds or, if ``is_counting``, the number of calls of Python and C
+    functions, which is the same in every run. ``found``: the last measurement."""
 
     def __init__(self) -> None:
         self.is_counting, self.found = False, 0.0
@@ -67,17 +68,17 @@ class Clock:
 
 clock = Clock()
 Slices = Iterator[int]
-"""A measurement: pieces of work of some milliseconds, each measured by ``clock`` and ended by a ``yield`` of its number in the
-pass. The passes are alike; what prepares them is not measured."""
+"""A measurement: an endless sequence of passes over the same work. A pass is cut into slices of some milliseconds. Each
+slice is measured by ``clock`` and ends with a ``yield`` of its number in the pass. Preparing a pass is not measured."""
 
 
 def cache_with_memory(schema: Schema, **settings: Any) -> Any:
-    """A ``KVCache`` on the CPU; ``settings`` by the names of the old constructor."""
+    """Return a ``KVCache`` on the CPU. ``settings``: by the names of the old constructor."""
     return _made(schema, {**settings, "device": "cpu"})
 
 
 def cache_without_memory(schema: Schema, **settings: Any) -> Any:
-    """The same with no memory behind it: ``KVCache(device="none")``, or the ``Books`` of an older tree."""
+    """Return a cache without memory: ``KVCache(device="none")``, or ``Books`` in an older tree."""
     try:
         from kvpagoda.books import Books
     except ImportError:
@@ -88,6 +89,7 @@ def cache_without_memory(schema: Schema, **settings: Any) -> Any:
 
 
 def _made(schema: Schema, settings: dict[str, Any]) -> Any:
+    """Return a ``KVCache`` with ``settings`` passed as this tree's constructor expects them."""
     taken = inspect.signature(KVCache.__init__).parameters
     given = {name: value for name, value in settings.items() if name in taken}
     for parameter, name in GROUPED.items():
@@ -97,14 +99,15 @@ def _made(schema: Schema, settings: dict[str, Any]) -> Any:
     return KVCache(schema, **given)
 
 
-# -- whole traces --------------------------------------------------------------------------------------------------------
+# -- whole traces ------------------------------------------------------------------------------------------------------
 
 
 def replayed(trace: str, limit: int, schema: Schema, block_size: int, together: int, chunk: int = 1 << 30) -> Slices:
-    """Every request of a trace, from its admission to its end, through a cache without memory that it fills several times.
+    """Serve every request of a trace, from its admission to its end, through a cache without memory. The trace holds
+    several times as many tokens as the cache.
 
-    A slice is ``together`` admissions and ends. Prompts are committed at once, or in pieces of at most ``chunk`` tokens that
-    end where a checkpoint is due.
+    A slice is ``together`` admissions and ends of requests. Prompts are committed at once, or in chunks of at most
+    ``chunk`` tokens that end where a checkpoint is due.
     """
     steps, texts, capacity = _steps_of(workload(trace, limit))
     longest = max(len(prompt) + len(output) for prompt, output in texts.values())
@@ -126,7 +129,7 @@ def replayed(trace: str, limit: int, schema: Schema, block_size: int, together: 
 
 
 def _serve(cache: Any, prompt: Tokens, output: Tokens, chunk: int) -> Any:
-    """A request up to its last token."""
+    """Open a request, commit its prompt and its output, and return its sequence, still open."""
     total = len(prompt) + len(output)
     if chunk > total:
         sequence = cache.open(prompt, reserve=total)
@@ -140,6 +143,7 @@ def _serve(cache: Any, prompt: Tokens, output: Tokens, chunk: int) -> Any:
 
 
 def _commit_in_pieces(cache: Any, sequence: Any, prompt: Tokens, chunk: int) -> None:
+    """Extend and commit ``prompt`` in chunks of at most ``chunk`` tokens that end where a checkpoint is due."""
     while sequence.length < len(prompt):
         end = min(sequence.length + min(chunk, cache.step_limit(sequence)), len(prompt))
         sequence.extend(end - sequence.length)
@@ -147,7 +151,8 @@ def _commit_in_pieces(cache: Any, sequence: Any, prompt: Tokens, chunk: int) -> 
 
 
 def _steps_of(work: Workload) -> tuple[list[int], dict[int, tuple[Tokens, Tokens]], int]:
-    """The order of work, all texts, and a capacity in tokens: a quarter of all texts, so that much is evicted."""
+    """Return the order of work, (prompt, output) of each request, and a capacity in tokens. The capacity is a quarter
+    of all tokens, so that many blocks are evicted."""
     total = sum(map(work.length, range(len(work))))
     capacity = max(total // 4, 2 * max(map(work.length, range(len(work)))))
     steps = work.steps(capacity)
@@ -155,7 +160,7 @@ def _steps_of(work: Workload) -> tuple[list[int], dict[int, tuple[Tokens, Tokens
 
 
 def simulated(trace: str, limit: int, policy: str) -> Slices:
-    """``kvpagoda.replay.replay``: the prefix tree and one policy alone, at a twentieth of the different blocks."""
+    """Run ``kvpagoda.replay.replay``: the prefix tree and one policy, with room for 1/20 of the distinct blocks."""
     from kvpagoda.replay import replay
 
     columns = workload(trace, limit).trace
@@ -166,11 +171,12 @@ def simulated(trace: str, limit: int, policy: str) -> Slices:
         yield 0
 
 
-# -- steps ---------------------------------------------------------------------------------------------------------------
+# -- steps -------------------------------------------------------------------------------------------------------------
 
 
 def stepped(requests: int, context: int, steps: int, is_persistent: bool) -> Slices:
-    """Decode steps of ``requests`` requests that begin their blocks at different times, with all arrays of both dialects."""
+    """Run decode steps of ``requests`` requests that begin their blocks in different steps, with all index arrays. A
+    slice is ``steps`` steps."""
     longest = context + 16 + 16 * steps
     cache = cache_with_memory(
         FULL, num_blocks=requests * (longest // 16 + 1), max_requests=requests, block_size=16, max_context=longest
@@ -193,7 +199,8 @@ def stepped(requests: int, context: int, steps: int, is_persistent: bool) -> Sli
 
 
 def _step(cache: Any, sequences: list[Any], running: Any, tokens: Tokens) -> None:
-    """One token of each, and the index arrays of both dialects; in ``running``, a persistent batch, or one made anew."""
+    """Run a step with one token of each sequence and make all index arrays. ``running``: a persistent batch of the
+    sequences; None: make a new batch."""
     if running is not None:
         batch = running.extend()
     else:
@@ -202,7 +209,7 @@ def _step(cache: Any, sequences: list[Any], running: Any, tokens: Tokens) -> Non
         batch = cache.batch(sequences, [1] * len(sequences))
     arrays = batch.layer(0).arrays
     for name in DIALECTS:
-        getattr(arrays, name)  # made when it is asked for
+        getattr(arrays, name)  # an array is made when it is read
     if running is not None:
         running.commit(tokens)
     else:
@@ -210,11 +217,12 @@ def _step(cache: Any, sequences: list[Any], running: Any, tokens: Tokens) -> Non
             sequence.commit(tokens[:1])
 
 
-# -- what is cached, and what goes ---------------------------------------------------------------------------------------
+# -- look-ups, evictions, swapping -------------------------------------------------------------------------------------
 
 
 def looked_up(num_tokens: int, pieces: int, times: int) -> Slices:
-    """Open and close a request whose prompt is cached, as a chain of ``pieces`` edges with branches between them."""
+    """Open and close a request whose prompt is cached as a chain of ``pieces`` edges with branches between them. A
+    slice does so ``times`` times."""
     text = _random(num_tokens)
     cache = cache_without_memory(
         FULL, num_blocks=3 * num_tokens // 16, max_requests=8, block_size=16, max_context=2 * num_tokens
@@ -232,7 +240,8 @@ def looked_up(num_tokens: int, pieces: int, times: int) -> Slices:
 
 
 def evicted(cached: int, per_text: int, texts: int) -> Slices:
-    """Requests with nothing in common in a cache that is full: each evicts ``per_text`` blocks of others."""
+    """Serve requests without a common prefix in a full cache: each evicts ``per_text`` blocks of earlier requests. A
+    slice is ``texts`` requests."""
     cache = cache_without_memory(FULL, num_blocks=cached, max_requests=8, block_size=16, max_context=16 * per_text + 16)
     fresh = (_random(16 * per_text, seed) for seed in range(1 << 30))
     for _ in range(cached // per_text):
@@ -246,7 +255,7 @@ def evicted(cached: int, per_text: int, texts: int) -> Slices:
 
 
 def swapped(sequences: int, tokens: int) -> Slices:
-    """Suspend requests whole and resume them, all of them out before the first comes back. Bytes are moved."""
+    """Suspend ``sequences`` requests of ``tokens`` tokens, then resume all of them. Bytes are copied."""
     cache = cache_with_memory(
         Schema.from_hf_config(LLAMA), num_blocks=sequences * (tokens // 16 + 1), max_requests=sequences, block_size=16,
         max_context=tokens, step_tokens=tokens,
@@ -266,10 +275,11 @@ def swapped(sequences: int, tokens: int) -> Slices:
         yield 0
 
 
-# -- tiers ---------------------------------------------------------------------------------------------------------------
+# -- tiers -------------------------------------------------------------------------------------------------------------
 
 
 def _tiered(texts: int, tokens: int) -> Any:
+    """Return a cache for ``texts`` texts of ``tokens`` tokens, with a host memory tier without checksums."""
     from kvpagoda.tiers import host_tier
 
     return cache_with_memory(
@@ -279,7 +289,7 @@ def _tiered(texts: int, tokens: int) -> Any:
 
 
 def stored(texts: int, tokens: int) -> Slices:
-    """Texts that are new are committed, and what they leave is stored in memory below the cache."""
+    """Commit ``texts`` new texts and store their blocks in a host memory tier."""
     cache = _tiered(texts, tokens)
     fresh = (_random(tokens, seed) for seed in range(1 << 30))
     while True:
@@ -292,7 +302,7 @@ def stored(texts: int, tokens: int) -> Slices:
 
 
 def loaded(texts: int, tokens: int) -> Slices:
-    """Texts that only the tier has are opened again: their blocks are loaded."""
+    """Open ``texts`` texts whose blocks only the tier holds, so that the blocks are loaded."""
     cache = _tiered(texts, tokens)
     known = [_random(tokens, seed) for seed in range(texts)]
     for text in known:
@@ -307,10 +317,11 @@ def loaded(texts: int, tokens: int) -> Slices:
         yield 0
 
 
-# -- the list ------------------------------------------------------------------------------------------------------------
+# -- the list ----------------------------------------------------------------------------------------------------------
 
 
 def _hybrid(config: dict[str, Any] | None) -> Schema:
+    """Return the schema of ``config`` (None: DeepSeek-V4 Flash) without the model's limits."""
     from kvpagoda.compat.deepseek_v4 import PRESETS
 
     schema = PRESETS["deepseek-v4-flash"]("raw") if config is None else Schema.from_hf_config(config)
@@ -318,13 +329,13 @@ def _hybrid(config: dict[str, Any] | None) -> Schema:
 
 
 def trace_of(case: str, quick: bool) -> tuple[str, int]:
-    """What ``workload`` takes for a case that replays a trace."""
+    """Return the arguments of ``workload`` for a case that replays a trace: its name and how many requests."""
     name = case.split()[1]
     return (GENERATED, 20) if quick else (name, {"conversation": 250, "agent": 40}[name])
 
 
 def cases(quick: bool = False) -> dict[str, Callable[[], Slices]]:
-    """Every measurement by its name. ``quick``: tiny sizes and no trace files, to see that everything runs."""
+    """Return every measurement by its name. ``quick``: tiny sizes and no trace files, to see that everything runs."""
 
     def sized(full: int, tiny: int) -> int:
         return tiny if quick else full
@@ -356,7 +367,7 @@ def cases(quick: bool = False) -> dict[str, Callable[[], Slices]]:
 
 
 def _write(cache: Any, text: Tokens) -> None:
-    """A request from its admission to its end."""
+    """Serve a request with the prompt ``text`` from its admission to its end."""
     sequence = cache.open(text)
     sequence.commit(text[sequence.length :])
     sequence.close()

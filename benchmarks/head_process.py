@@ -1,11 +1,12 @@
-"""One source tree in a process of its own, which ``benchmarks.heads`` asks for measurements.
+"""The process of one source tree, which runs measurements for ``benchmarks.heads``.
 
-``python -m benchmarks.head_process`` with the tree first in ``PYTHONPATH`` reads JSON lines and answers each with one:
+``python -m benchmarks.head_process``, with the tree first in ``PYTHONPATH``, reads JSON lines:
 
-    {"case": name, "quick": bool}   fork a child that prepares the measurement; it answers {"ready": name} and then reads
-    {"count": bool}                 one slice of the work; the answer is {"slice": its number in the pass, "found": its CPU
-                                    seconds, or how many calls Python makes in it}
-    {"end": true}                   the child ends
+    {"case": name, "quick": bool}   fork a child that prepares the measurement and answers {"ready": name}; the child
+                                    then reads the following lines
+    {"count": bool}                 run one slice; the answer is {"slice": its number in the pass, "found": its CPU
+                                    seconds or, if "count", the number of calls of Python and C functions}
+    {"end": true}                   end the child; no answer
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from benchmarks.workload import workload
 
 
 def _asked() -> Iterator[dict[str, Any]]:
-    """One line of standard input after another, none read before it is needed: a forked child reads on."""
+    """Yield the requests on standard input. Never read beyond the current line: a forked child reads the next ones."""
     line = b""
     while byte := os.read(0, 1):
         if byte != b"\n":
@@ -39,7 +40,7 @@ def _answer(**figures: Any) -> None:
 
 
 def _measure(case: str, quick: bool) -> None:
-    """In a child: prepare ``case``, run a pass of it and slice 0 of the next, then a slice as often as it is asked for."""
+    """In a child: prepare ``case``, run one pass and slice 0 of the next pass, then one slice for each request."""
     slices = cases(quick)[case]()
     next(slices)
     while next(slices):
@@ -58,7 +59,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for asked in _asked():
         if asked["case"].startswith("replay"):
-            workload(*trace_of(asked["case"], asked["quick"]))  # once, and not in every child
+            # cached before the fork, so that no child has to read the trace
+            workload(*trace_of(asked["case"], asked["quick"]))
         if (child := os.fork()) == 0:
             status = 1
             try:

@@ -1,11 +1,11 @@
 """Is a new source tree slower than an old one? ``python -m benchmarks.heads --old /path/to/old/src --new src``.
 
-Both trees do the same work with the same text of ``head_cases``. Each measurement has a process of its own, forked from one
-that has imported the tree. The work is cut into slices of some milliseconds; the two trees take turns, slice by slice, for
-``ENOUGH`` seconds or more, so that whatever else the machine does falls on both. A tree's time is the sum over the slices of
-a pass of the median CPU seconds of each. All of that is repeated (``--repeats``) with new processes, which lie elsewhere in
-memory: the ratio is the median of the ratios of the repeats, and ``+-`` is half the distance between their quartiles.
-``calls``: how many calls Python makes for it, new/old: the same every time.
+Both trees do the same work, defined by the same ``head_cases``. Each measurement runs in its own process, forked from
+one that has imported the tree. The work is cut into slices of some milliseconds. The two trees run slices in turns for
+at least ``ENOUGH`` seconds, so that other load on the machine affects both alike. A tree's time is the sum, over the
+slices of a pass, of the median CPU seconds of each slice. All of this is repeated (``--repeats``) with new processes,
+which have other memory addresses. The ratio is the median of the ratios of the repeats; ``+-`` is half the distance
+between their quartiles. ``calls``: number of function calls of a pass, new/old; it is the same in every run.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from benchmarks.timing import Row, machine
 
 ROOT = Path(__file__).parents[1]
 ENOUGH = 0.7
-"""CPU seconds of each tree and case in one repeat, at least."""
+"""Least CPU seconds of each tree and case in one repeat."""
 WORDS = ("replay", "tree", "step", "lookup", "evict", "swap", "tier", "hybrid")
-"""What ``--only`` takes: the first words of the cases."""
+"""The first words of the case names, for ``--only``."""
 
 
 class Head:
-    """One source tree, loaded in a process of its own."""
+    """One source tree, loaded in its own process."""
 
     def __init__(self, source: Path) -> None:
         environment = {
@@ -54,12 +54,13 @@ class Head:
         self._ask({"case": case, "quick": quick})
 
     def slice(self, count: bool = False) -> tuple[int, float]:
-        """The next slice of the case: its number in the pass, and its CPU seconds or the calls that Python makes in it."""
+        """Run the next slice of the case. Return its number in the pass, and its CPU seconds or, if ``count``, its
+        number of function calls."""
         answer = self._ask({"count": count})
         return answer["slice"], answer["found"]
 
     def end(self) -> None:
-        """The case is done."""
+        """End the case."""
         self._write({"end": True})
 
     def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +90,8 @@ class Head:
 
 
 def measure(old: Path, new: Path, names: list[str], repeats: int, quick: bool = False, told: Any = None) -> list[Row]:
-    """A row for each case: seconds of a pass, their ratio and how far it varies, the ratio of calls.
+    """Measure the cases ``names`` in both trees. Return a row for each: milliseconds of a pass, their ratio and its
+    spread, the ratio of calls.
 
     ``told``: called with the name of each case before it is measured.
     """
@@ -97,7 +99,7 @@ def measure(old: Path, new: Path, names: list[str], repeats: int, quick: bool = 
     calls = {}
     for repeat in range(repeats):
         with Head(old) as a, Head(new) as b:
-            heads = (a, b) if repeat % 2 else (b, a)  # who is first finds other things in the processor's caches
+            heads = (a, b) if repeat % 2 else (b, a)  # alternate: the order affects the processor's caches
             for name in names:
                 if told is not None:
                     told(f"{name}, {repeat + 1} of {repeats}")
@@ -114,7 +116,8 @@ def measure(old: Path, new: Path, names: list[str], repeats: int, quick: bool = 
 
 
 def in_turns(heads: tuple[Head, Head], enough: float) -> dict[Head, float]:
-    """Seconds of a pass: the sum of the medians of its slices. Whole passes only, of at least ``enough`` seconds."""
+    """Run whole passes in both trees, slice by slice in turns, for at least ``enough`` seconds. Return the seconds of a
+    pass for each tree: the sum of the medians of its slices."""
     times: dict[Head, dict[int, list[float]]] = {head: {} for head in heads}
     number, spent = -1, 0.0
     while number or spent < enough:
@@ -126,7 +129,7 @@ def in_turns(heads: tuple[Head, Head], enough: float) -> dict[Head, float]:
 
 
 def _pass(head: Head) -> float:
-    """The calls of all slices of a pass."""
+    """Run one pass and return its number of function calls."""
     number, total = -1, 0.0
     while number:
         number, count = head.slice(count=True)
@@ -135,6 +138,7 @@ def _pass(head: Head) -> float:
 
 
 def _row(name: str, pairs: list[tuple[float, float]], calls: float) -> Row:
+    """Return the row of a case from the (old, new) seconds of each repeat and the ratio of calls."""
     ratios = [new / old for old, new in pairs]
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
     return {
@@ -144,6 +148,7 @@ def _row(name: str, pairs: list[tuple[float, float]], calls: float) -> Row:
 
 
 def table(rows: list[Row]) -> Table:
+    """Return the rows as a table: red if the new tree takes over 3 % longer, green if over 3 % less."""
     made = Table(box=None, pad_edge=False)
     made.add_column("case", no_wrap=True)
     for title in ("old", "new", "new/old", "+-", "calls"):
@@ -159,7 +164,7 @@ def table(rows: list[Row]) -> Table:
 
 @contextmanager
 def _progress(steps: int) -> Iterator[Any]:
-    """What is told of each step: a bar on a terminal, nothing elsewhere."""
+    """Yield a function that advances a progress bar by one of ``steps``, or None if standard error is no terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
@@ -176,8 +181,8 @@ def main(arguments: list[str] | None = None) -> None:
         "--old", type=Path, required=True, help="folder that holds the old kvpagoda package, e.g. ../old/src"
     )
     parser.add_argument("--new", type=Path, default=ROOT / "src", help="folder that holds the new one (default: this)")
-    parser.add_argument("--only", default="", help=f"cases that begin with these words, of {', '.join(WORDS)}")
-    parser.add_argument("--repeats", type=int, default=7, help="pairs of processes; a ratio is the median of theirs")
+    parser.add_argument("--only", default="", help=f"cases that begin with these words, of: {', '.join(WORDS)}")
+    parser.add_argument("--repeats", type=int, default=7, help="pairs of processes; a ratio is the median over them")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--json", action="store_true", help="print JSON")
     asked = parser.parse_args(arguments)

@@ -1,7 +1,9 @@
-"""How much of its prompts does a hybrid model reuse, and what does a request cost the host, beside full attention?
+"""Which share of its prompts does a hybrid model reuse, and what does a request cost the host?
 
-The first 3,000 requests of the public conversation trace, with no memory behind them. Needs the traces, in ``KVPAGODA_TRACES``
-or beside the checkout in ``../shared/traces``; without them a synthetic mix is served.
+Full attention is measured too, for comparison.
+
+The first 3,000 requests of the public conversation trace are served without memory. Needs the traces, in
+``KVPAGODA_TRACES`` or beside the checkout in ``../shared/traces``; without them a synthetic mix is served.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-Next-80B": QWEN3_NEXT_80B, "Llama-3-8B, full attention": FULL_ONLY,
 }  # fmt: skip
 BUDGETS = {"20GiB": (2048,), "50GiB": (2048,), "100GiB": (2048, 8192), "400GiB": (2048,)}
-"""Budget -> tokens of a request that are computed at a time."""
+"""Budget -> most tokens of a request that are computed in one step."""
 
 
 def measure(options: Options, models: dict[str, dict[str, Any]] = MODELS) -> list[Row]:

@@ -1,6 +1,7 @@
-"""The host's part of a decode step: CPU time of ours alone, in turns with a fixed piece of numpy that shows the noise.
+"""CPU time of the host's part of a decode step, ours alone. It runs in turns with a fixed piece of numpy work, whose
+times show the noise of the machine.
 
-``kv_indices`` is left out: where there is a GPU, a kernel makes it from the block table.
+``kv_indices`` is left out: on a GPU, a kernel makes it from the block table.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ BLOCK_SIZE, TURN = 16, 64
 
 
 def running(requests: int, context: int, steps: int, staggered: bool) -> PersistentBatch:
-    """Requests of ``context`` tokens each; ``staggered``: a sixteenth of them begins a block in every step, not all in one."""
+    """Return a persistent batch of ``requests`` requests of ``context`` tokens each, with room for ``steps`` steps.
+
+    ``staggered``: a sixteenth of the requests begins a block in every step; otherwise all begin one at once."""
     longest = context + BLOCK_SIZE + steps
     cache = KVCache(
         FULL, num_blocks=requests * (longest // BLOCK_SIZE + 2), max_requests=requests, block_size=BLOCK_SIZE,
@@ -38,10 +41,10 @@ def running(requests: int, context: int, steps: int, staggered: bool) -> Persist
 
 
 def step(batch: PersistentBatch) -> None:
-    """A token for every request, and the index arrays of one group."""
+    """Run a step with one token for every request, and make the index arrays of one group."""
     arrays = batch.extend().layer(0).arrays
     for name in ARRAYS:
-        getattr(arrays, name)  # made when it is asked for
+        getattr(arrays, name)  # an array is made when it is read
     batch.commit(np.ones(len(batch.sequences), np.int32))
 
 

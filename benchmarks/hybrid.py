@@ -1,4 +1,4 @@
-"""A trace served with the layers of hybrid models, beside full attention with the same blocks, capacity and chunks."""
+"""A trace served with the layers of hybrid models, compared with full attention in the same blocks and chunks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ CAPACITY, STEP_TOKENS = 3_000_000, 8192
 
 
 def schemas() -> dict[str, Schema]:
+    """Return the schema of each model of ``MODELS``, without limits on token ids."""
     return {name: replace(schema_of(config), vocab_size=None) for name, config, _ in MODELS}
 
 
 def serve(schema: Schema, block_size: int, work: Workload, capacity: int) -> tuple[float, float]:
-    """Seconds of CPU time, and percent of prompt tokens reused, for the whole trace. Prompts are computed in chunks that end
-    where a checkpoint is due. ``capacity``: tokens of full attention that the budget holds beside the other layers' share."""
+    """Serve the whole trace. Return the CPU seconds, and the percentage of prompt tokens that are reused.
+
+    Prompts are computed in chunks that end where a checkpoint is due. ``capacity``: tokens of full attention that fit
+    the budget next to the memory of the other layers."""
     size: dict[str, int] = {"num_blocks": capacity // block_size}
     plan = schema.plan(max_requests=80, block_size=block_size, step_tokens=STEP_TOKENS, **size)
     if len(plan.groups) > 1:
@@ -59,7 +62,8 @@ def serve(schema: Schema, block_size: int, work: Workload, capacity: int) -> tup
 
 
 def _compute(books: KVCache, sequence: Sequence, prompt: Tokens, output: Tokens) -> None:
-    """The prompt in chunks; the output up to its last block boundary, where a checkpoint is due, and the rest."""
+    """Compute the prompt in chunks, then the output up to its last block boundary, then the rest. A checkpoint is due
+    at that boundary."""
     while sequence.length < len(prompt):
         end = min(sequence.length + min(STEP_TOKENS, books.step_limit(sequence)), len(prompt))
         sequence.extend(end - sequence.length)
@@ -82,8 +86,8 @@ def measure(options: Options) -> list[Row]:
         block_size = schema.block_size(None)
         served: dict[str, list[tuple[float, float]]] = {name: [], "full attention": []}
         for _ in range(options.runs):
-            for who, one in ((name, schema), ("full attention", FULL)):
-                served[who].append(serve(one, block_size, work, capacity))
+            for who, layers in ((name, schema), ("full attention", FULL)):
+                served[who].append(serve(layers, block_size, work, capacity))
         seconds = {who: sorted(taken)[len(taken) // 2] for who, taken in served.items()}
         rows += [
             {

@@ -1,8 +1,8 @@
-"""How much of its prompts does a hybrid model reuse here, and under vLLM's own manager of several groups, in the same bytes?
+"""Which share of its prompts does a hybrid model reuse here, and with vLLM's manager of several groups?
 
-The first 3,000 requests of the conversation trace, in steps as ``kvpagoda.replay.serve`` makes them. See
-``peers/vllm_hybrid.py`` for what is vLLM's. Host time is that of its manager's calls and its hashes; ours is that of
-everything, the making of the texts too.
+Both have the same memory. The first 3,000 requests of the conversation trace are served in the steps of
+``kvpagoda.replay.serve``. See ``peers/vllm_hybrid.py`` for the part of vLLM. vLLM's time is that of its manager's calls
+and of its hashes. Ours includes everything, also the making of the texts.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ASKED = {
     "Qwen3-Next-80B, its states in bfloat16": {**QWEN3_NEXT_80B, "mamba_ssm_dtype": "bfloat16"},
     **{f"{name}, all kept": {**config, "prefix_cache_retention_interval": None} for name, config in MODELS.items()},
 }
-"""vLLM in other ways. Its states of Qwen3-Next are in bfloat16 unless it is told; ours are in float32, as those of
-transformers, and vLLM is asked for that too. It keeps blocks of windows for reuse only where a text is likely to be taken up
-again, unless it is told to keep all."""
+"""vLLM with other settings. Its default for the states of Qwen3-Next is bfloat16. Ours are float32, as in transformers,
+and in ``MODELS`` vLLM is set to float32 too. By default it keeps blocks of windows for reuse only where another text is
+likely to continue; in the cases "all kept" it keeps all."""
 
 
 def measure(options: Options) -> list[Row]:
@@ -47,11 +47,12 @@ def measure(options: Options) -> list[Row]:
 
 
 def _asked(process: Process, name: str, config: dict[str, Any], budget: str, limit: int) -> Row:
-    told = process.ask("serve", config=config, budget=parse_bytes(budget), limit=limit)
-    us = 1e6 * told.pop("seconds") / told["requests"]
+    """Serve the first ``limit`` requests in vLLM and return the row."""
+    figures = process.ask("serve", config=config, budget=parse_bytes(budget), limit=limit)
+    us = 1e6 * figures.pop("seconds") / figures["requests"]
     return {
         "case": f"{name}, {budget}", "who": "vllm", "version": process.version, "model": name, "budget": budget, "us": us,
-        **told,
+        **figures,
     }  # fmt: skip
 
 

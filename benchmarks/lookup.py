@@ -1,4 +1,4 @@
-"""Finding a prompt of 131,072 tokens: cached as one piece, as 128 pieces, and not at all."""
+"""Matching a prompt of 131,072 tokens that is cached as one edge, as 128 edges, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Match of a prompt of 131,072 tokens over one numpy compare of them and a gather of its block ids."""
+"""The time to match a prompt of 131,072 tokens, over one numpy compare of the tokens and one gather of block ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_TOKENS, NUM_EDGES = 131_072, 128
 
 
 def cached(tokens: np.ndarray, block_size: int, edges: int) -> PrefixTree:
-    """A tree that holds ``tokens``, as so many edges: something else branches off at the end of each but the last."""
+    """Return a tree with ``tokens`` as ``edges`` edges: another text branches off at the end of each but the last."""
     tree, per_edge = PrefixTree(block_size), NUM_TOKENS // block_size // edges
     ids = np.arange(1, NUM_TOKENS // block_size + 1, dtype=np.int32).reshape(edges, 1, per_edge)
     lease = tree.pin(tree.match(tokens[:0]))

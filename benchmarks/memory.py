@@ -1,4 +1,4 @@
-"""What a cached block takes of the host's memory, beside the rows on the device."""
+"""How much host memory a cached block takes, without its rows on the device."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ SHAPES = {"texts of 1,000 blocks": 1000, "texts of 10 blocks": 10}
 
 
 def measure(options: Options) -> list[Row]:
-    """A process of its own for each figure: memory that was once taken is not given back."""
+    """Return a row for each peer and shape. Each has its own process, since a process keeps freed memory."""
     rows: list[Row] = []
-    gone: dict[str, str] = {}
+    absent: dict[str, str] = {}
     cached = 5_000 if options.quick else 50_000
     for shape, per_edge in SHAPES.items():
         for name in [name for name in PEERS if name in options.peers]:
             with Peers(Options(options.quick, (name,))) as peers:
-                told = peers.ask("memory", cached=cached, per_edge=per_edge, block_size=16)
-                gone |= peers.absent
+                answers = peers.ask("memory", cached=cached, per_edge=per_edge, block_size=16)
+                absent |= peers.absent
                 rows += [
-                    {"case": shape, "who": name, "version": peer.version, **figures} for peer, figures in told.items()
+                    {"case": shape, "who": name, "version": peer.version, **figures}
+                    for peer, figures in answers.items()
                 ]
     for row in rows:
-        ours = [one["bytes_a_block"] for one in rows if one["case"] == row["case"] and one["who"] == "ours"]
+        ours = [each["bytes_a_block"] for each in rows if each["case"] == row["case"] and each["who"] == "ours"]
         row["over_ours"] = row["bytes_a_block"] / ours[0] if ours else None
-    return rows + [{"who": name, "absent": reason} for name, reason in gone.items()]
+    return rows + [{"who": name, "absent": reason} for name, reason in absent.items()]
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""What do metrics and spans cost? A trace replayed by caches in one process, in turns, slice by slice:
+"""What do metrics and spans cost? Several caches in one process replay the same trace in turns, slice by slice:
 
-    uncounted  nothing attached, and what a request says when it begins is not counted either
+    uncounted  nothing attached, and the counters at the start of a request are off
     off        nothing attached
-    metrics    with a collector, that is scraped once a second
-    all        that, and spans of one request in a hundred: the provider of the OpenTelemetry SDK, whose spans go nowhere
-    sampled    spans of each request, of which the provider drops 99 in a hundred
-    spans      spans of each request, recorded
+    metrics    with a collector that is scraped once a second
+    all        with the collector, and spans of one request in a hundred, recorded by the OpenTelemetry SDK
+    sampled    spans of every request, of which the SDK drops 99 in a hundred
+    spans      spans of every request, recorded
 
-Without an engine around it, so that the share of an engine's time is less. ``calls``: the Python and C calls of a pass
-without scrapes, over those of ``off``. ``benchmarks.heads`` tells what counting costs, beside a tree that does not count.
+Spans are not exported. No engine runs around the cache; as a share of an engine's time, the cost is less. ``calls``:
+the Python and C calls of a pass without scrapes, divided by those of ``off``. For the cost of counting itself, compare
+with a tree that does not count, with ``benchmarks.heads``.
 """
 
 from __future__ import annotations
@@ -33,18 +34,21 @@ from kvpagoda.metrics import CacheCollector, trace
 
 QUESTION = "What do metrics and spans cost the host?"
 _EVERY, _TOGETHER = 1.0, 16
-"""Seconds between two scrapes; admissions and ends in a slice."""
+"""Seconds between two scrapes; admissions and ends of requests in a slice."""
 Attach = Callable[[KVCache], Callable[[], object] | None]
-"""Attaches something to a cache that is new; returns what is to be called once in ``_EVERY`` seconds."""
+"""Attaches metrics or spans to a new cache. Returns the function to call every ``_EVERY`` seconds, or None."""
 
 
 def _counted(cache: KVCache) -> Callable[[], object]:
+    """Attach a collector to ``cache`` and return the function that scrapes it."""
     registry = CollectorRegistry()
     registry.register(CacheCollector(cache))
     return lambda: generate_latest(registry)
 
 
 def _spans(share: float, every: int = 1, *, is_counted: bool = False) -> Attach:
+    """Return the mode with spans of every ``every``-th request, of which the SDK records the share ``share``.
+    ``is_counted``: attach a collector too."""
     provider = TracerProvider(sampler=TraceIdRatioBased(share))
     provider.add_span_processor(SpanProcessor())
     tracer = provider.get_tracer("benchmark")
@@ -57,10 +61,11 @@ def _spans(share: float, every: int = 1, *, is_counted: bool = False) -> Attach:
 
 
 def _nothing(cache: KVCache) -> None:
-    """Off."""
+    """Attach nothing."""
 
 
 def _uncounted(cache: KVCache) -> None:
+    """Replace the counters that a request updates when it begins."""
     counters, tally = cache.core.counters, Tally()
     vars(counters)["began"] = lambda namespace, match, prompt: tally
 
@@ -72,8 +77,8 @@ MODES: dict[str, Attach] = {
 
 
 def _passes(work: Any, schema: Schema, attach: Attach, clock: Clock) -> Iterator[tuple[int, float]]:
-    """Passes over the trace, with a new cache each; a slice ends with a ``yield`` of its number, and of the seconds of a
-    scrape after it, if there was one."""
+    """Run endless passes over the trace, each with a new cache. After each slice, yield its number in the pass, and the
+    seconds of the scrape after it, or 0.0."""
     steps, texts, capacity = _steps_of(work)
     longest = max(len(prompt) + len(output) for prompt, output in texts.values())
     since = 0.0
@@ -100,15 +105,15 @@ def _passes(work: Any, schema: Schema, attach: Attach, clock: Clock) -> Iterator
 
 
 def _measured(work: Any, schema: Schema, modes: dict[str, Attach], enough: float) -> dict[str, tuple[float, float]]:
-    """Seconds and calls of a pass in each mode. Seconds: the sum over slices of the median, of whole passes of all in turns,
-    and of scrapes the mean."""
+    """Run whole passes of all modes in turns, and return (seconds, calls) of a pass for each mode. The seconds are the
+    sum over the slices of the median of each slice, plus the mean seconds of scrapes in a pass."""
     clock = Clock()
     passes = {name: _passes(work, schema, attach, clock) for name, attach in modes.items()}
     times: dict[str, dict[int, list[float]]] = {name: {} for name in modes}
     scrapes, order = dict.fromkeys(modes, 0.0), deque(modes)
     number, begun = -1, process_time()
     while number or process_time() - begun < enough * len(modes):
-        order.rotate(1)  # who comes after spans finds less in the processor's caches
+        order.rotate(1)  # rotate: the mode that runs after "spans" finds less in the processor's caches
         for name in order:
             number, scraping = next(passes[name])
             times[name].setdefault(number, []).append(clock.found)
@@ -127,7 +132,7 @@ def _measured(work: Any, schema: Schema, modes: dict[str, Attach], enough: float
 
 
 def _scrape_seconds(schema: Schema) -> float:
-    """One scrape of a cache in which 64 requests run."""
+    """Return the median wall time, in seconds, of one scrape of a cache in which 64 requests run."""
     cache = KVCache(schema, num_blocks=4096, block_size=16, max_requests=64, device="none")
     for first in range(64):
         cache.open([first, *range(200)])
@@ -152,12 +157,12 @@ def measure(options: Options) -> list[Row]:
         for _ in range(options.runs):
             rounds.append(_measured(work, schema, MODES, 0.05 if options.quick else 2.0))
         for name in MODES:
-            ratios = [one[name][0] / one["off"][0] for one in rounds]
+            ratios = [times[name][0] / times["off"][0] for times in rounds]
             rows.append(
                 {
                     "case": f"{label}, {len(work)} requests",
                     "mode": name,
-                    "us": 1e6 * median(one[name][0] for one in rounds) / len(work),
+                    "us": 1e6 * median(times[name][0] for times in rounds) / len(work),
                     "over_off": median(ratios),
                     "from": min(ratios),
                     "to": max(ratios),

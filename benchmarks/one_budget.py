@@ -1,6 +1,6 @@
-"""How much memory is of no use where it lies when several layer kinds live off one budget, and with a fixed split?
+"""How much memory is held where it cannot be used, with one budget for all layer kinds and with a fixed split?
 
-A synthetic mix of chats, agents and shared documents, served at steady pressure with no memory behind it.
+A synthetic mix of chats, agents and shared documents is served without memory, at steady pressure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODELS: list[tuple[str, dict[str, Any] | None, str]] = [
 
 
 def schema_of(config: dict[str, Any] | None) -> Schema:
-    """The schema of a model of ``MODELS``, without limits of the model's own."""
+    """Return the schema of a model of ``MODELS`` (None: DeepSeek-V4 Flash) without its limit on positions."""
     schema = PRESETS["deepseek-v4-flash"]("raw") if config is None else Schema.from_hf_config(config)
     return replace(schema, max_positions=None)
 

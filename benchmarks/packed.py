@@ -1,9 +1,10 @@
-"""How much of the speed of copying memory packed rows and whole blocks leave, on one thread of a CPU.
+"""The speed of packing rows and of copying blocks, on one thread of a CPU, as a share of the speed of copying memory.
 
-Each case reads and writes so many bytes: an append its bfloat16 rows and the packed ones, a gather the packed rows and those
-it gives, a copy its blocks twice. ``memcpy_percent``: of the speed at which one ``np.copyto``, in turns with it, reads and
-writes as many. CPU time, the least of some rounds, for other work shares the cores. Rows lie anywhere in pages of 64, and all
-of them take 100 MB: more than a cache holds, of the copy and of the rows.
+The bytes of a case are those that it reads and writes: an append, its bfloat16 rows and the packed rows; a gather, the
+packed rows and its result; a copy, its blocks twice. ``memcpy_percent``: the speed as a share of that of one
+``np.copyto`` that reads and writes as many bytes; the two run in turns. Times are CPU time, the least of several
+rounds, since other work may share the cores. Rows are in random order in pages of 64. All rows together take 100 MB,
+more than the processor's caches hold.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ from kvpagoda.schema import Field, RowLayout
 QUESTION = "How much of the speed of copying memory do packed rows and blocks leave?"
 PAGE, HEADS = 64, 8
 Case = tuple[str, int, Callable[[], object]]
+"""(name, bytes that are read and written, the call)"""
 
 
 def measure(options: Options) -> list[Row]:
     torch.set_num_threads(1)
     elements = 1 << (17 if options.quick else 25)
     formats = [(format, dialect) for format, dialects in DIALECTS.items() for dialect in dialects]
-    cases = [case for one in formats[: 1 if options.quick else None] for case in rows_of(*one, elements)]
+    cases = [case for names in formats[: 1 if options.quick else None] for case in rows_of(*names, elements)]
     cases += blocks_of(elements // 2)
     cases += [case for nbytes in (elements // 2, 2 * elements) for case in records_of(nbytes)]
     return [_row(options, *case) for case in cases if options.only in case[0]]
 
 
 def rows_of(format: str, dialect: str, elements: int) -> Iterator[Case]:
-    """An append, and gathers to both dtypes, of about so many ``elements``."""
+    """Yield an append, and gathers to bfloat16 and to float32, of about ``elements`` elements."""
     packing = dialect_of(format, dialect).packing
     heads = HEADS if packing.cells > 1 else 1
     width, pages = packing.width * heads, max(1, elements // (packing.width * heads * PAGE))
@@ -62,27 +64,29 @@ def rows_of(format: str, dialect: str, elements: int) -> Iterator[Case]:
 
 
 def blocks_of(elements: int) -> Iterator[Case]:
-    """Blocks of 64 KiB and of 75 KB from one table to another."""
+    """Yield copies of blocks of 64 KiB and of 75 KB from one table to another, of about ``elements`` bytes in all."""
     for nbytes in (1 << 16, 75_008):
         blocks = max(2, elements // nbytes)
-        one, other = (torch.full((blocks, nbytes), value, dtype=torch.uint8) for value in range(2))
+        source, target = (torch.full((blocks, nbytes), value, dtype=torch.uint8) for value in range(2))
         ids = torch.randperm(blocks, generator=torch.Generator().manual_seed(0))
         pairs = torch.stack((ids, ids.flip(0)), 1)
         yield (
             f"copy blocks of {nbytes:,}",
-            2 * one.nbytes,
-            lambda one=one, other=other, pairs=pairs: copy_rows(one, other, pairs),
+            2 * source.nbytes,
+            lambda source=source, target=target, pairs=pairs: copy_rows(source, target, pairs),
         )
 
 
 def records_of(nbytes: int) -> Iterator[Case]:
-    """Records of 64 KiB and of 75 KB, of so many bytes in all, out of an arena to a table of pages on the host, as tiers have
-    it: one that is there, and a new one, whose pages the system clears first; and what that leaves of one memcpy."""
+    """Yield packing of records of 64 KiB and of 75 KB, ``nbytes`` in all, from an arena to host memory, as tiers do.
+
+    Each is measured with memory that was written before, and with new memory, whose pages the system clears first. The
+    last case is one memcpy to new memory."""
     for width in (1 << 16, 75_008):
-        many = max(2, nbytes // width)
-        arena, table, moved = _written(width, many), pages(many * width), 2 * many * width
+        count = max(2, nbytes // width)
+        arena, table, moved = _written(width, count), pages(count * width), 2 * count * width
         table.fill(1)
-        ids = torch.randperm(many, generator=torch.Generator().manual_seed(0)).numpy()
+        ids = torch.randperm(count, generator=torch.Generator().manual_seed(0)).numpy()
 
         def pack(table: np.ndarray, arena: Arena = arena, ids: np.ndarray = ids) -> None:
             copy_to_host(arena, ids, torch.from_numpy(table).view(len(ids), -1), range(len(ids)))
@@ -94,22 +98,24 @@ def records_of(nbytes: int) -> Iterator[Case]:
 
 
 def _written(nbytes: int, many: int) -> Arena:
-    """An arena of so many rows that were written once: memory that never was is one page of zeros, which a cache holds."""
+    """Return an arena of ``many`` rows of ``nbytes`` bytes that was written once. Memory that was never written is a
+    single page of zeros, which the processor's cache holds."""
     arena = Arena(RowLayout.build([(0, Field("k", nbytes, (), "uint8"))]), many, device="cpu")
     arena.buffer.fill_(1)
     return arena
 
 
 def _row(options: Options, case: str, nbytes: int, call: Callable[[], object]) -> Row:
+    """Time ``call`` in turns with a plain copy of the same number of bytes, and return the row."""
     source, target = np.ones(nbytes // 2, np.uint8), np.zeros(nbytes // 2, np.uint8)
-    call()  # compiled, or read from disk
+    call()  # compiles the kernel, or reads it from disk
     rounds = [(_cpu_seconds(call), _cpu_seconds(lambda: np.copyto(target, source))) for _ in range(2 * options.runs)]
-    took, copied = (min(times) for times in zip(*rounds))
+    taken, copied = (min(times) for times in zip(*rounds))
     return {
         "case": case,
-        "us": took * 1e6,
+        "us": taken * 1e6,
         "MB": nbytes / 1e6,
-        "memcpy_percent": 100 * copied / took,
+        "memcpy_percent": 100 * copied / taken,
         "by": backend("cpu", has_numba=True),
     }
 

@@ -1,6 +1,6 @@
-"""What does each eviction policy hit on the public traces, and does ``auto`` ever do worse than LRU?
+"""Which hit rate does each eviction policy reach on the public traces, and is ``auto`` ever worse than LRU?
 
-Needs the traces, in ``KVPAGODA_TRACES`` or beside the checkout in ``../shared/traces``; those that are missing are left out.
+Needs the traces, in ``KVPAGODA_TRACES`` or beside the checkout in ``../shared/traces``; missing traces are left out.
 """
 
 from __future__ import annotations

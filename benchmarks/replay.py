@@ -1,4 +1,4 @@
-"""Public traces with every token, served by each engine's host path in the same order."""
+"""Public traces with every token written out, served by the host path of each engine in the same order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ BLOCK_SIZES = (1, 16, 64)
 
 
 def cases(options: Options) -> list[tuple[str, str, int, int]]:
-    """(name, trace, block size, capacity) of every case that is asked for and whose trace is there."""
+    """Return (name, trace, block size, capacity in tokens) of every case that ``options`` select. Raises SystemExit if
+    the folder of traces is missing."""
     if options.quick:
         return [("generated 16 30K", GENERATED, 16, 30_000)]
     found = [
@@ -22,7 +23,7 @@ def cases(options: Options) -> list[tuple[str, str, int, int]]:
         if options.only in f"{trace} {block_size} {size}"
     ]
     if not TRACES.exists():
-        raise SystemExit(f"the public traces are read from {TRACES}, which is not there; --quick needs none")
+        raise SystemExit(f"no folder {TRACES} with the public traces; set KVPAGODA_TRACES to it, or use --quick")
     return found
 
 
@@ -31,9 +32,11 @@ def measure(options: Options) -> list[Row]:
     with Peers(options) as peers:
         for case, trace, block_size, capacity in cases(options):
             limit = 60 if options.quick else None
-            told = peers.ask("replay", options.runs, trace=trace, limit=limit, capacity=capacity, block_size=block_size)
-            ours = next((figures["seconds"] for peer, figures in told.items() if peer.name == "ours"), None)
-            for peer, figures in told.items():
+            answers = peers.ask(
+                "replay", options.runs, trace=trace, limit=limit, capacity=capacity, block_size=block_size
+            )
+            ours = next((figures["seconds"] for peer, figures in answers.items() if peer.name == "ours"), None)
+            for peer, figures in answers.items():
                 left_out = {peer.name: 0.0}
                 if figures["excluded"]:
                     left_out[f"{peer.name}, kernel excluded"] = figures["excluded"]

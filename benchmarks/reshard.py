@@ -1,9 +1,9 @@
-"""How fast copies between layouts are planned, and how much of the speed of copying memory they leave.
+"""How fast copies between layouts are planned, and how fast they run compared with copying memory.
 
-Each case is a pair of layouts of one content. ``spans_a_second``: planned, merged and sorted. ``us``: of one run, with as many
-threads as ``run`` takes by default; ``one_thread_percent``, ``one_copy_percent``: its speed on one thread and by default, as a
-share of one ``np.copyto`` of all the bytes there are, on one thread, which the C library makes around the caches where they
-are many.
+Each case is a pair of layouts of the same content. ``spans_a_second``: spans that are planned, merged and sorted in a
+second. ``us``: time of one run with the default number of threads. ``one_thread_percent``, ``one_copy_percent``: speed
+on one thread and by default, as a share of the speed of one ``np.copyto`` of all bytes on one thread. For many bytes,
+the C library makes this copy with stores that bypass the processor's caches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def cases(tokens: int) -> dict[str, Pair]:
-    """Name -> the source and the target by rank."""
+    """Return the cases: name -> (source layouts by rank, target layouts by rank)."""
     gqa: dict[str, Any] = dict(layers=8, tokens=tokens, heads=8, head_dim=128)
     latent: dict[str, Any] = dict(layers=24, tokens=2 * tokens)
     flashinfer, hnd = named("vllm-flashinfer", **gqa), named("vllm-flashinfer-hnd", **gqa)
@@ -46,6 +46,7 @@ def cases(tokens: int) -> dict[str, Pair]:
 
 
 def _row(options: Options, case: str, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Row:
+    """Plan and run the copy from ``sources`` to ``targets`` and return its row."""
     plan = reshard(sources, targets)
     given = [np.full(rank.nbytes, 1, np.uint8) for rank in sources]
     taken = [np.full(rank.nbytes, 2, np.uint8) for rank in targets]

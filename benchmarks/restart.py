@@ -1,10 +1,11 @@
-"""A server that is stopped and started again: the same prompts to their first token, with a tier below the device and without.
+"""Time to first token of the same prompts before and after a restart of the server, with a disk tier and without.
 
-The model is the one that ``kvpagoda generate`` brings, in float32 on one thread; a prompt is 1,600 bytes of text, a byte a
-token, and one is answered after the other. A start has a cache and a tier of its own; the model and the page cache stay.
-Rounds take the starts in turns, and each begins with an empty folder.
+The model is that of ``kvpagoda generate``, in float32 on one thread. A prompt is 1,600 bytes of text, one token per
+byte. Prompts are answered one after the other. Each start makes a new cache and a new tier; the model and the system's
+page cache stay. A round runs all starts in turn, and begins with an empty folder.
 
-``seconds``: from a prompt to its first token, on average; ``faster``: how many times, than a restart without a tier.
+``seconds``: mean time from a prompt to its first token. ``faster``: time of a restart without a tier, divided by
+``seconds``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LENGTH, QUICK = 1_600, 300
 def measure(options: Options) -> list[Row]:
     torch.set_num_threads(1)
     text, length = held_out_text(), QUICK if options.quick else LENGTH
-    prompts = [list(text[at : at + length]) for at in range(0, 4 * length, length)]
+    prompts = [list(text[begin : begin + length]) for begin in range(0, 4 * length, length)]
     model = embedded_model()
     found: dict[str, list[Row]] = {}
     for _ in range(options.runs):
@@ -46,7 +47,8 @@ def measure(options: Options) -> list[Row]:
 
 
 def _start(model: object, prompts: list[list[int]], folder: Path | None) -> Row:
-    """The life of one server: seconds from a prompt to its first token, on average, and where its tokens came from."""
+    """Start a server, answer all prompts and stop it. Return the mean seconds from a prompt to its first token, and how
+    many tokens were computed and loaded. ``folder``: of the disk tier; None: no tier."""
     tiers = [] if folder is None else [disk_tier(folder, "64MiB")]
     generator = Generator(
         model, "64MiB", max_requests=1, tiers=tiers, identity=Identity(weights="those of the package")

@@ -1,10 +1,10 @@
-"""What a tier leaves of the speed of a store that many machines share, beside the engine's own calls on the same connection.
+"""The speed of a tier on a store that many machines share, as a share of the speed of plain calls of the same store.
 
-``redis``: SET and GET of one record after the other from and into the buffer, by ``sendmsg`` and ``recv_into`` and nothing
-else: no client that is sold as one does less. Beside it the driver alone, and ``set`` and ``get`` of redis-py with a copy of
-what it gives. ``mooncake``: its ``batch_put_from`` and ``batch_get_into``, 16 records at once.
-Servers and clients are on the loopback of one machine, and by as many threads as the tier has workers. What is plain checks
-nothing; the tier packs, sums and proves each record.
+``redis``: the plain calls are SET and GET of one record after the other, from and into the buffer, with ``sendmsg`` and
+``recv_into`` only: the least that any client has to do. Also measured: the driver alone, and ``set`` and ``get`` of
+redis-py with a copy of each result. ``mooncake``: the plain calls are its ``batch_put_from`` and ``batch_get_into``, 16
+records at once. Server and client use the loopback of one machine; the plain calls have as many threads as the tier has
+workers. Plain calls check nothing; the tier packs each record, and computes and verifies its checksum.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUESTION = "How much of the speed of a shared store's own client does a tier lea
 REDIS_SIZES = (64 << 10, 1 << 20)
 MOONCAKE_SIZES = (1 << 20, 2 << 20)
 Plain = Callable[[list[bytes], list[int]], None]
-Calls = tuple[Plain, Plain, Call]  # write a batch, read it, forget all
+Calls = tuple[Plain, Plain, Call]  # store a batch, load it, delete all records
 
 
 def measure(options: Options) -> list[Row]:
@@ -57,6 +57,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _redis(options: Options, address: str, size: int, count: int) -> list[Row]:
+    """Measure ``count`` records of ``size`` bytes on the Redis server at ``address``."""
     buffer, keys, source, target = records_of(size, count)
     host, port = address.removeprefix("redis://").split(":")
     sockets: SimpleQueue[socket] = SimpleQueue()
@@ -70,34 +71,34 @@ def _redis(options: Options, address: str, size: int, count: int) -> list[Row]:
         sockets.put(taken)
 
     def write(keys: list[bytes], rows: list[int]) -> None:
-        with connection() as one:
+        with connection() as link:
             for key, row in zip(keys, rows):
                 head = b"*4\r\n$3\r\nSET\r\n$32\r\n%s\r\n$%d\r\n" % (key, buffer.record_nbytes)
                 parts = [memoryview(head), buffer.rows[row].data, memoryview(b"\r\n$2\r\nNX\r\n")]
                 while parts:
-                    done = one.sendmsg(parts)
+                    done = link.sendmsg(parts)
                     while parts and done >= len(parts[0]):
                         done -= len(parts.pop(0))
                     if done:
                         parts[0] = parts[0][done:]
-                assert one.recv(5) == b"+OK\r\n"
+                assert link.recv(5) == b"+OK\r\n"
 
     def read(keys: list[bytes], rows: list[int]) -> None:
         head = b"$%d\r\n" % buffer.record_nbytes
-        with connection() as one:
+        with connection() as link:
             for key, row in zip(keys, rows):
-                one.sendall(b"*2\r\n$3\r\nGET\r\n$32\r\n%s\r\n" % key)
-                assert one.recv(len(head)) == head
+                link.sendall(b"*2\r\n$3\r\nGET\r\n$32\r\n%s\r\n" % key)
+                assert link.recv(len(head)) == head
                 left = buffer.rows[row].data
                 while len(left):
-                    left = left[one.recv_into(left) :]
-                assert one.recv(1) + one.recv(1) == b"\r\n"
+                    left = left[link.recv_into(left) :]
+                assert link.recv(1) + link.recv(1) == b"\r\n"
 
     def forget() -> None:
-        with connection() as one:
+        with connection() as link:
             for key in keys:
-                one.sendall(b"*2\r\n$3\r\nDEL\r\n$32\r\n%s\r\n" % key)
-                one.recv(16)
+                link.sendall(b"*2\r\n$3\r\nDEL\r\n$32\r\n%s\r\n" % key)
+                link.recv(16)
 
     client, driver = Redis.from_url(address), redis_driver(buffer, address)
     names = {key: b"own " + key for key in keys}
@@ -128,6 +129,7 @@ def _redis(options: Options, address: str, size: int, count: int) -> list[Row]:
 
 
 def _mooncake(options: Options, address: str, size: int, count: int) -> list[Row]:
+    """Measure ``count`` records of ``size`` bytes on the Mooncake server at ``address``."""
     buffer, keys, source, target = records_of(size, count)
     master = address.removeprefix("mooncake://")
     plain, start, record = mooncake_driver(buffer, master), buffer.records.ctypes.data, buffer.record_nbytes
@@ -166,17 +168,17 @@ def _compare(
     options: Options, name: str, buffer: RecordBuffer, make: Callable[[], Driver], keys: list[bytes], source: list[int],
     target: list[int], plain: Calls, others: dict[str, Calls],
 ) -> list[Row]:  # fmt: skip
-    """Rows for one and for two workers: of the tier and of ``others``, with ``plain`` in turn, each in an empty store."""
+    """Measure the tier and ``others`` in turns with ``plain``, each in an empty store, with one and two workers."""
     rows: list[Row] = []
-    batches = [slice(at, at + BATCH) for at in range(0, len(keys), BATCH)]
+    batches = [slice(begin, begin + BATCH) for begin in range(0, len(keys), BATCH)]
     for workers in (1, 2):
         tier = Tier(make(), buffer, bytes(32), in_flight="1GiB", workers=workers)
 
         def store(tier: Tier = tier) -> None:
-            all_ok([one.result() for one in [tier.store(keys[part], source[part], later()) for part in batches]])
+            all_ok([future.result() for future in [tier.store(keys[part], source[part], later()) for part in batches]])
 
         def load(tier: Tier = tier) -> None:
-            all_ok([one.result() for one in [tier.load(keys[part], target[part], later()) for part in batches]])
+            all_ok([future.result() for future in [tier.load(keys[part], target[part], later()) for part in batches]])
 
         def discard(tier: Tier = tier) -> None:
             tier.discard(keys, later()).result()
@@ -197,11 +199,13 @@ def _compare(
             ]
         for who in [name, *others]:
             taken = {
-                what: [[one["plain"][i], one[who][i]] for one in rounds] for i, what in enumerate(("store", "load"))
+                what: [[times["plain"][i], times[who][i]] for times in rounds]
+                for i, what in enumerate(("store", "load"))
             }
             case = f"{who}, {format_bytes(buffer.payload_nbytes)}, {workers} thread{'s' * (workers > 1)}"
             made = shares(case, len(keys), taken)
-            for row, times in zip(made, taken.values()):  # of the same moment: others use the machine too
+            # the median of the share in each round, since other load on the machine varies over time
+            for row, times in zip(made, taken.values()):
                 row["share_percent"] = median(100 * plain_took / took for plain_took, took in times[1:])
             rows += made
         tier.close(later())

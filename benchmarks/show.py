@@ -14,11 +14,12 @@ _CALLED = {
     "ours": "kvpagoda", "prototype": "prototype of ours", "vllm": "vLLM", "sglang": "SGLang", "hf": "transformers",
     "sglang_rust": "SGLang, Rust tree",
 }  # fmt: skip
-"""A peer's name in results -> in pictures."""
+"""Name of a peer in results -> name in plots."""
 
 
 def table(found: dict[str, Any], width: int = 80) -> str:
-    """One question and its rows, in lines of at most ``width`` characters; a case is a line above its rows."""
+    """Return the result of one question as a text table, in lines of at most ``width`` characters. The name of a case
+    is a line above its rows."""
     columns = [
         key for key in dict.fromkeys(key for row in found["rows"] for key in row) if key not in ("case", "machine")
     ]
@@ -36,10 +37,10 @@ def table(found: dict[str, Any], width: int = 80) -> str:
     console = Console(file=out, width=width, color_system=None, highlight=False)
     console.print(found["question"] + "\n")
     console.print(made)
-    at = found["machine"]
+    machine = found["machine"]
     versions = "".join(f", {name} {version}" for name, version in found.get("versions", {}).items() if version != "-")
-    load = f", load {at['load']}" if "load" in at else ""
-    console.print(f"\n{at['cpu']}, {at['cpus']} cores{load}, Python {at['python']}{versions}")
+    load = f", load {machine['load']}" if "load" in machine else ""
+    console.print(f"\n{machine['cpu']}, {machine['cpus']} cores{load}, Python {machine['python']}{versions}")
     for name, reason in found.get("absent", {}).items():
         console.print(f"absent: {name} ({reason})", markup=False)
     if found.get("quick"):
@@ -48,6 +49,7 @@ def table(found: dict[str, Any], width: int = 80) -> str:
 
 
 def _short(value: object) -> str:
+    """Return ``value`` for a cell: floats with three digits, or as whole numbers from 1000 on; None as nothing."""
     if isinstance(value, bool) or value is None:
         return "" if value is None else str(value)
     if isinstance(value, float):
@@ -56,7 +58,8 @@ def _short(value: object) -> str:
 
 
 def plots(results: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
-    """A picture of each question that compares somebody: how many times our time they take."""
+    """Draw a plot for each question that compares peers (rows with ``over_ours``): each peer's time over ours. Return
+    the paths of the PNG files in ``folder``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -99,9 +102,11 @@ def plots(results: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def _called(who: str) -> str:
+    """Return the name of a peer for plots; what follows a comma is kept."""
     name, comma, rest = who.partition(", ")
     return _CALLED.get(name, name) + comma + rest
 
 
 def _of(rows: list[dict[str, Any]], case: str) -> int:
+    """Return how many of ``rows`` belong to ``case``."""
     return sum(row["case"] == case for row in rows)

@@ -1,7 +1,7 @@
-"""One decode step for 256 requests: room for a token of each, and the step's index arrays where the host makes them.
+"""One decode step of 256 requests: allocate a token for each, and make the index arrays where the host makes them.
 
-``staggered`` requests do not all begin a block in the same step, but a sixteenth of them in every step. So many steps that
-what is done in turns, or once for several blocks, is done for all requests.
+``staggered``: a sixteenth of the requests begins a block in every step; otherwise all begin one in the same step.
+Enough steps are run that work which is spread over steps, or done once for several blocks, is done for all requests.
 """
 
 from __future__ import annotations

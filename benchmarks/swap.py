@@ -1,13 +1,16 @@
-"""What moving blocks to host memory and back leaves of the speed of copying memory, and what it saves.
+"""The speed of copying blocks to host memory and back, compared with copying memory, and the time that it saves.
 
-``CacheEngine``: whole blocks of every layer in random order, beside ``np.copyto`` of as many pieces of memory of that size in
-random order, and beside a loop over layers and blocks, each on one thread. ``copy_to_host``, ``copy_from_host``: records of
-an arena to a table of host memory, in random order, beside the same. A sequence: suspended, evicted, resumed; beside
-``np.copyto`` of its blocks out and back, and, for a small model that is really run here (4 layers, hidden size 256, random
-weights, float32), beside computing it again.
+- ``CacheEngine``: whole blocks of every layer in random order. Compared with ``np.copyto`` of as many pieces of memory
+  of that size in random order, and with a loop over layers and blocks. Each runs on one thread.
+- ``copy_to_host``, ``copy_from_host``: records between an arena and a table in host memory, in random order, compared
+  with the same ``np.copyto``.
+- A sequence is suspended, evicted and resumed. Compared with ``np.copyto`` of its blocks out and back. For a small
+  model that is run here (4 layers, hidden size 256, random weights, float32), also compared with computing the sequence
+  again.
 
-``us``: of a block's part in a layer, a record or a sequence; ``one_copy_percent``: the share of one copy of all there is, in
-order, which the C library makes around the caches; ``instead``: how many times our time the loop, or computing again, takes.
+``us``: time for a block's part in one layer, for a record or for a sequence. ``one_copy_percent``: speed as a share of
+that of one copy of all bytes in order, which the C library makes with stores that bypass the processor's caches.
+``instead``: the time of the loop, or of computing again, divided by ours.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ Call = Callable[[], object]
 def measure(options: Options) -> list[Row]:
     total, tokens = (8 << 20, 1024) if options.quick else (256 << 20, 32_768)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for the loop: all that it is compared with runs on one
+    torch.set_num_threads(1)  # the loop uses torch; everything else runs on one thread
     rows = [
         row
         for size in (1 << 16, 1 << 18, 1 << 20)
@@ -52,7 +55,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _plain(total: int, size: int, is_random: bool) -> dict[str, Call]:
-    """Copies of pieces of memory that was touched, and of all of it at once."""
+    """Return two calls: copies of ``total`` bytes in pieces of ``size``, and one copy of all. The memory is written."""
     source, target = np.ones((total // size, size), np.uint8), np.ones((total // size, size), np.uint8)
     random, orders = np.random.default_rng(1), [range(total // size)] * 2
     if is_random:
@@ -68,10 +71,10 @@ def _plain(total: int, size: int, is_random: bool) -> dict[str, Call]:
 def _told(
     options: Options, case: str, size: int, total: int, calls: dict[str, Call], loop: dict[str, Call]
 ) -> list[Row]:
-    """A row for each of ``calls``, beside a plain copy and, where there is one, the ``loop`` that does the same."""
+    """Return a row for each of ``calls``, compared with a plain copy and, if given, with the same in a ``loop``."""
     loops = {f"{name} in a loop": call for name, call in loop.items()}
     for call in (*calls.values(), *loops.values()):
-        call()  # touch the memory
+        call()  # writes the memory for the first time
     taken = medians({**_plain(total, size, is_random=True), **calls, **loops}, options.runs, repeat=3)
     count = total // size
     return [
@@ -88,7 +91,7 @@ def _told(
 
 
 def _engine(options: Options, size: int, total: int) -> list[Row]:
-    """``size``: bytes of a block's K, or V, of one layer."""
+    """Measure ``CacheEngine``. ``size``: bytes of the K (or V) of a block in one layer; ``total``: bytes of a copy."""
     layers, heads, head_size = 4, 8, 128
     blocks = total // (2 * layers * size)
     engine = CacheEngine(
@@ -119,6 +122,7 @@ def _engine(options: Options, size: int, total: int) -> list[Row]:
 
 
 def _spill(options: Options, size: int, total: int) -> list[Row]:
+    """Measure ``copy_to_host`` and ``copy_from_host`` ("fill") with records of ``size`` bytes, ``total`` bytes in all."""
     count, random = total // size, np.random.default_rng(0)
     arena = Arena(RowLayout.build([(0, Field("k", 1, (size,), "uint8"))]), count, device="cpu")
     table, ids = torch.zeros((count, size), dtype=torch.uint8), random.permutation(count)
@@ -131,16 +135,17 @@ def _spill(options: Options, size: int, total: int) -> list[Row]:
 
 
 def _set_aside(options: Options, cache: KVCache, sequence: Sequence) -> float:
-    """Median seconds of a suspend and the resume after it, when nothing of it is cached any more."""
+    """Return the median seconds of a suspend and the resume after it; in between, all its cached blocks are evicted."""
     taken = []
     for _ in range(options.runs + 1):
-        out = seconds(sequence.suspend)
+        suspended = seconds(sequence.suspend)
         cache.core.capacity.forget(cache.core.prefix.clear)
-        taken.append(out + seconds(sequence.resume))
-    return float(np.median(taken[1:]))  # the first round touches memory
+        taken.append(suspended + seconds(sequence.resume))
+    return float(np.median(taken[1:]))  # the first round writes memory for the first time
 
 
 def _sequence(options: Options, case: str, schema: Schema, tokens: int) -> Row:
+    """Measure suspend and resume of a sequence of ``tokens`` tokens."""
     cache = KVCache(
         schema,
         num_blocks=tokens // 16 + 1,
@@ -158,9 +163,10 @@ def _sequence(options: Options, case: str, schema: Schema, tokens: int) -> Row:
 
 
 def _row(options: Options, case: str, cache: KVCache, sequence: Sequence) -> Row:
+    """Return the row of suspend and resume of ``sequence``, compared with plain copies of its bytes out and back."""
     nbytes = cache.core.swap.nbytes_of(sequence.slot, sequence.length, True)
     ours = _set_aside(options, cache, sequence)
-    plain, one = (
+    plain, one_copy = (
         2 * taken for taken in medians(_plain(nbytes, cache.core.swap.width, is_random=False), options.runs).values()
     )
     return {
@@ -168,14 +174,14 @@ def _row(options: Options, case: str, cache: KVCache, sequence: Sequence) -> Row
         "us": ours * 1e6,
         "plain_us": plain * 1e6,
         "share_percent": 100 * plain / ours,
-        "one_copy_percent": 100 * one / ours,
+        "one_copy_percent": 100 * one_copy / ours,
         "instead": None,
     }
 
 
 @torch.no_grad()
 def _computed(options: Options, tokens: int) -> Row:
-    """Beside computing it: a prompt in pieces of 2,048 tokens, once."""
+    """Measure suspend and resume of a prompt, compared with computing it once in chunks of 2,048 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from kvpagoda.hf.runner import ModelRunner

@@ -1,4 +1,4 @@
-"""What the benchmarks share: medians, the machine they were taken on, and how a result is told and kept."""
+"""Shared parts of the benchmarks: options, medians, the peers, the machine, and how a result is printed and saved."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """``quick``: small sizes, seconds in all, to see that everything works. ``peers``: whom to ask. ``only``: cases whose
-    name holds this text. ``runs``: rounds; a figure is their median."""
+    """Options of a measurement.
+
+    ``quick``: small sizes that take seconds in all, to see that everything works. ``peers``: names of the engines to
+    measure. ``only``: measure only cases whose name contains this text. ``runs``: rounds; a figure is their median."""
 
     quick: bool = False
     peers: tuple[str, ...] = PEERS
@@ -33,14 +35,15 @@ class Options:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """Return the wall time of one call, in seconds."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def medians(calls: Mapping[str, Callable[[], object]], runs: int = 7, repeat: int = 1) -> dict[str, float]:
-    """Median seconds of each call over ``runs`` rounds; a round times all of them in turn, each the best of ``repeat``."""
+    """Return the median seconds of each call over ``runs`` rounds. A round times the calls one after the other, and
+    takes the best of ``repeat`` times of each."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(runs):
         for name, call in calls.items():
@@ -49,7 +52,8 @@ def medians(calls: Mapping[str, Callable[[], object]], runs: int = 7, repeat: in
 
 
 class Peers:
-    """The peers that can be had, in processes of their own, and why the others cannot; of those with ``call``, if given."""
+    """The available peers, each in its own process, and the reasons why others are absent. ``call``: only peers that
+    have this call. Use it in a ``with`` statement, which ends the processes."""
 
     def __init__(self, options: Options, call: str | None = None) -> None:
         self.found: list[Process] = []
@@ -66,25 +70,27 @@ class Peers:
                 process.close()
 
     def ask(self, task: str, runs: int = 1, *, block_size: int, **arguments: Any) -> dict[Process, dict[str, Any]]:
-        """Ask everybody who can have such blocks in turn, ``runs`` times; the median of each figure. Who fails is absent
-        from then on, with its error."""
-        told: dict[Process, list[dict[str, Any]]] = {one: [] for one in self.found if one.least_block <= block_size}
+        """Run ``task`` ``runs`` times in every peer that supports ``block_size``, in turns. Return the median of each
+        figure. A peer that fails is listed in ``absent`` with its error from then on."""
+        figures: dict[Process, list[dict[str, Any]]] = {
+            process: [] for process in self.found if process.least_block <= block_size
+        }
         for _ in range(runs):
-            for process in [process for process in told if process in self.found]:
+            for process in [process for process in figures if process in self.found]:
                 try:
-                    told[process].append(process.ask(task, block_size=block_size, **arguments))
+                    figures[process].append(process.ask(task, block_size=block_size, **arguments))
                 except RuntimeError as error:
                     self.absent[process.name] = str(error)
                     self.found.remove(process)
                     process.close()
         return {
-            process: {key: median(one[key] for one in answers) for key in answers[0]}
-            for process, answers in told.items()
+            process: {key: median(answer[key] for answer in answers) for key in answers[0]}
+            for process, answers in figures.items()
             if process in self.found
         }
 
     def absentees(self) -> list[Row]:
-        """Rows that say who could not be asked, and why."""
+        """Return a row for each absent peer, with the reason."""
         return [{"who": name, "absent": reason} for name, reason in self.absent.items()]
 
     def __enter__(self) -> Peers:
@@ -98,7 +104,7 @@ class Peers:
 
 
 def machine() -> dict[str, str | int | None]:
-    """Where and with what this was measured."""
+    """Return the machine and the versions of a measurement: processor, load, system, Python, packages."""
     names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor(),
@@ -111,23 +117,24 @@ def machine() -> dict[str, str | int | None]:
 
 
 def result(question: str, measure: Callable[[Options], list[Row]], options: Options) -> dict[str, Any]:
-    """What is kept of one question: its rows, and from them who was there, in which version, and who was absent and why."""
+    """Run ``measure`` and return the result of one question: its rows, the machine, the versions of the peers, and the
+    reasons why others are absent."""
     started = machine()
-    found = measure(options)
-    rows = [row for row in found if "absent" not in row]
+    measured = measure(options)
+    rows = [row for row in measured if "absent" not in row]
     return {
         "question": question,
         "machine": started,
         "versions": {row["who"].split(",")[0]: row.pop("version") for row in rows if "version" in row},
-        "absent": {row["who"]: row["absent"] for row in found if "absent" in row},
+        "absent": {row["who"]: row["absent"] for row in measured if "absent" in row},
         "quick": options.quick,
         "rows": rows,
     }
 
 
 def save(name: str, found: dict[str, Any], *, is_part: bool = False) -> Path:
-    """Keep a result in ``benchmarks/results/<name>.json``. Of a part of the cases: the rows of the others stay as they were,
-    each with the machine of its own time."""
+    """Write a result to ``benchmarks/results/<name>.json`` and return the path. ``is_part``: only some cases were
+    measured; the saved rows of the other cases are kept, each with the machine on which it was measured."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     measured = {row.get("case") for row in found["rows"]}
@@ -140,14 +147,14 @@ def save(name: str, found: dict[str, Any], *, is_part: bool = False) -> Path:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as the other commands do."""
+    """An argument parser that reports an error in one line, as the other commands do, and exits with status 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def tell(name: str, question: str, measure: Callable[[Options], list[Row]]) -> None:
-    """The command line of one question: ``python -m benchmarks.NAME [--quick] [--json] [--save]``."""
+    """Run the command line of one question: ``python -m benchmarks.NAME [--quick] [--json] [--save]``."""
     from benchmarks.show import table
 
     parser = Parser(description=question)
@@ -161,17 +168,21 @@ def tell(name: str, question: str, measure: Callable[[Options], list[Row]]) -> N
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all questions have."""
     parser.add_argument(
-        "--quick", action="store_true", help="small sizes, once, ours alone: a look, no figures to quote"
+        "--quick", action="store_true", help="small sizes, one run, kvpagoda alone; not figures to quote"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--save", action="store_true", help="also write benchmarks/results/*.json")
-    parser.add_argument("--peers", help=f"whom to compare, with commas between (default: {','.join(PEERS)})")
-    parser.add_argument("--only", default="", help="only cases whose name holds this text, e.g. 'conversation 16 3M'")
+    parser.add_argument("--peers", help=f"engines to compare, comma-separated (default: {','.join(PEERS)})")
+    parser.add_argument(
+        "--only", default="", help="only cases whose name contains this text, e.g. 'conversation 16 3M'"
+    )
     parser.add_argument("--runs", type=int, help="rounds; a figure is their median (default: 5)")
 
 
 def options_of(parser: Parser, arguments: argparse.Namespace) -> Options:
+    """Return the ``Options`` of ``arguments``. Exits with a message if a peer is unknown or ``--runs`` below 1."""
     default_peers, default_runs = (("ours",), 1) if arguments.quick else (PEERS, 5)
     names = default_peers if arguments.peers is None else tuple(name for name in arguments.peers.split(",") if name)
     unknown = [name for name in names if name not in PEERS]

@@ -1,7 +1,7 @@
-"""The cost of choosing who goes: a block with each policy, and a checkpoint, from 1,000 to 1,000,000 blocks.
+"""The cost of choosing what to evict: a block with each policy, and a checkpoint, from 1,000 to 1,000,000 blocks.
 
-The blocks lie in chats that grow by turns, which policies that walk over inner blocks find hard; with LRU there is a
-checkpoint at each block. Ours alone: a tree of ids, with no memory behind it.
+The blocks belong to chats that grow by turns, which is expensive for policies that walk over inner blocks. With LRU
+there is a checkpoint at each block. Measures our tree alone, without memory.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from benchmarks.timing import Options, Row, tell
 from kvpagoda.prefix import POLICY_NAMES, PrefixTree
 
 QUESTION = (
-    "What does it cost to choose a block, or a checkpoint, that goes, and does it cost the same in a large cache?"
+    "What does it cost to choose the block, or the checkpoint, to evict, and does it cost the same in a large cache?"
 )
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 LENGTH = 50  # blocks of a chat
-CALLS = 200  # victims in a run, one a call
+CALLS = 200  # evictions in a run, one per call
 
 
 def cache_of(num_blocks: int, policy: str) -> PrefixTree:
-    """A tree of ``num_blocks`` blocks of one token in chats of ``LENGTH``, a turn of each after another, and then a quarter of
-    the chats used once more."""
+    """Return a tree of ``num_blocks`` blocks of one token, in chats of ``LENGTH`` blocks. The chats grow in turns; at
+    the end, a quarter of them is used once more."""
     tree, chats = PrefixTree(1, policy=policy, capacity=num_blocks, proves_ids=False), num_blocks // LENGTH
     texts = np.arange(num_blocks, dtype=np.int32).reshape(chats, LENGTH)
     ids, turn = texts[:, None] + np.int32(1), LENGTH // 5
     for begin in range(0, LENGTH, turn):
         for text, blocks in zip(texts, ids):
-            at = tree.match(text[:begin])
-            lease = tree.insert(at, text[begin : begin + turn], blocks[:, begin : begin + turn], pin=True).lease
+            match = tree.match(text[:begin])
+            lease = tree.insert(match, text[begin : begin + turn], blocks[:, begin : begin + turn], pin=True).lease
             assert lease is not None
-            tree.touch(at)
+            tree.touch(match)
             for depth in range(begin + 1, begin + turn + 1) if policy == "lru" else ():
                 tree.set_checkpoint(lease, depth, int(blocks[0, depth - 1]))
             tree.unpin(lease)
@@ -54,7 +54,7 @@ def measure(options: Options) -> list[Row]:
             tree, runs = cache_of(size, policy), 1 if options.quick else options.runs
             count = min(CALLS, size // (4 * runs))
             calls: dict[str, Callable[[], object]] = {f"a block, {policy}": partial(tree.evict, 1)}
-            if policy == "lru":  # the order of checkpoints is the same with all
+            if policy == "lru":  # checkpoints have the same order with every policy
                 calls["a checkpoint"] = tree.checkpoints.evict
             for case, call in calls.items():
                 us = 1e6 * median(_each(call, count) for _ in range(runs))
@@ -63,7 +63,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _each(call: Callable[[], object], count: int) -> float:
-    """Mean seconds of CPU time of ``count`` calls."""
+    """Return the mean CPU seconds of ``count`` calls."""
     start = time.process_time()
     for _ in range(count):
         call()

@@ -1,4 +1,4 @@
-"""What is replayed: public traces with every token written out, and the order in which an engine would serve them."""
+"""The workloads of replays: public traces with every token written out, and the order in which requests are served."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ Tokens = npt.NDArray[np.int32]
 TRACES = Path(os.environ.get("KVPAGODA_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
 VOCABULARY = 128_000
 AT_ONCE, SHARE = 64, 0.9
+"""Most requests that run at the same time; the share of the cache that they may fill."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A trace file: one id of it stands for ``per_id`` tokens; ``read`` requests are read (None: all), and the first
-    ``take`` of them in the order of their arrival are served."""
+    """A trace file. Each id in it stands for ``per_id`` tokens. ``read``: how many requests are read (None: all).
+    ``take``: how many of these, first arrivals first, are served (None: all, in the order of the file)."""
 
     file: str
     per_id: int
@@ -39,9 +40,9 @@ GENERATED = "generated"
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """Requests with their tokens, which depend on the ids of the trace only.
+    """Requests with their tokens. The tokens depend on the ids of the trace alone.
 
-    ``trace``: chains of ids, input and output lengths. ``per_id``: tokens that an id stands for.
+    ``trace``: chains of ids, input and output lengths. ``per_id``: how many tokens an id stands for.
     """
 
     name: str
@@ -52,32 +53,35 @@ class Workload:
         return len(self.trace)
 
     def prompt(self, i: int) -> Tokens:
-        """The prompt of request ``i``: int32. Equal ids give equal tokens."""
+        """Return the prompt of request ``i``, int32. Equal ids give equal tokens."""
         ids = self.trace.chain(i).astype(np.uint64)
         tokens = ids[:, None] * np.uint64(self.per_id) + np.arange(self.per_id, dtype=np.uint64)
         known = tokens.ravel()[: self.input_length(i)]
-        own = self.input_length(i) - len(known)  # of a prompt that does not end with a whole id
+        own = self.input_length(i) - len(known)  # tokens after the last whole id: unique to this prompt
         return _scattered(np.concatenate((known, _own(2 * i, own))))
 
     def output(self, i: int) -> Tokens:
-        """The output of request ``i``: int32, nobody else's."""
+        """Return the output of request ``i``, int32. No other request has the same output."""
         return _scattered(_own(2 * i + 1, self.output_length(i)))
 
     def input_length(self, i: int) -> int:
+        """Return the number of prompt tokens of request ``i``, at least 1."""
         return max(1, int(self.trace.input_lengths[i]))
 
     def output_length(self, i: int) -> int:
+        """Return the number of output tokens of request ``i``, at least 1."""
         return max(1, int(self.trace.output_lengths[i]))
 
     def length(self, i: int) -> int:
+        """Return the number of all tokens of request ``i``."""
         return self.input_length(i) + self.output_length(i)
 
     def steps(self, capacity: int) -> list[int]:
-        """The order of work in a cache of ``capacity`` tokens: ``i`` admits request ``i`` and lets it run, ``~i`` ends it.
+        """Return the order of work in a cache of ``capacity`` tokens: ``i`` admits request ``i``, ``~i`` ends it.
 
-        First come, first served, at most ``AT_ONCE`` at a time and as long as all of them would fit ``SHARE`` of the
-        cache without sharing anything, whatever the block size: so nobody ever has to wait, and all do the same work.
-        Requests that are larger than that are left out.
+        Requests are admitted in the order of the trace. At most ``AT_ONCE`` run at a time, and only as many as would
+        fit ``SHARE`` of the cache if they shared no block, at any block size. So no engine ever has to make a request
+        wait, and all engines do the same work. Requests that are larger than this share are left out.
         """
         steps: list[int] = []
         running: list[tuple[int, int]] = []
@@ -98,7 +102,8 @@ class Workload:
 
 @cache
 def workload(name: str, limit: int | None = None) -> Workload:
-    """A workload of ``SOURCES``, or ``generated``, which needs no file; the first ``limit`` requests. Raises OSError."""
+    """Return the first ``limit`` requests (None: all; 200 if generated) of a workload of ``SOURCES``, or of
+    ``GENERATED``, which needs no file. Raises OSError if the trace cannot be read."""
     if name == GENERATED:
         return Workload(name, synthetic(limit or 200), 64)
     source = SOURCES[name]
@@ -109,12 +114,12 @@ def workload(name: str, limit: int | None = None) -> Workload:
 
 
 def _own(number: int, n: int) -> npt.NDArray[np.uint64]:
-    """Numbers that nothing else has."""
+    """Return ``n`` numbers that no trace id and no other ``number`` gives."""
     return np.arange(n, dtype=np.uint64) + (np.uint64(1 << 40) + np.uint64(number) * np.uint64(1 << 18))
 
 
 def _scattered(numbers: npt.NDArray[np.uint64]) -> Tokens:
-    """SplitMix64 of each number, as token ids."""
+    """Return the SplitMix64 hash of each number as a token id below ``VOCABULARY``."""
     x = numbers + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,8 +1,8 @@
-"""An eviction policy of one's own: in a cache, and in a replay of a trace. Needs numpy alone.
+"""Your own eviction policy, in a cache and in a replay of a trace. Needs numpy alone.
 
-The tree of cached blocks asks the policy which one goes next; the policy knows blocks by small whole numbers, their keys.
-This one keeps what was used more than once, as long as there is something that was not: enough for a one-time scan not to
-wipe out the system prompts.
+The prefix tree asks the policy which block to evict next. The policy knows each block by a small whole number, its key.
+This policy evicts blocks that were used once before blocks that were used more often. That is enough to keep the system
+prompts cached while long documents are read once.
 
     python examples/policy.py
 """
@@ -16,42 +16,49 @@ from kvpagoda.replay import replay
 
 
 class UsedOnceFirst:
-    """The least recently used leaf goes; leaves that were used once before all others."""
+    """An ``EvictionPolicy``: evict the least recently used leaf, and leaves that were used once before all others."""
 
     def __init__(self) -> None:
         self.uses: dict[int, int] = {}
-        self.leaves: tuple[dict[int, None], ...] = ({}, {})  # used once, used more often: the coldest first
+        self.leaves: tuple[dict[int, None], ...] = ({}, {})  # used once; used more often. Least recently used first
 
     def add(self, keys, priority):
+        """Called when the blocks ``keys`` were cached; this counts as their first use."""
         self.uses.update({int(key): 1 for key in keys})
 
     def touch(self, keys, priority):
-        for key in keys[::-1].tolist():  # the deepest counts as used first
+        """Called when the blocks ``keys``, nearest to the root first, were used once."""
+        for key in keys[::-1].tolist():  # the deepest block counts as used first, so that it is evicted first
             is_leaf = any(leaves.pop(key, 1) is None for leaves in self.leaves)
             self.uses[key] += 1
             if is_leaf:
                 self.set_leaf(key, True)
 
     def set_leaf(self, key, is_leaf):
+        """Called when the block ``key`` becomes a leaf, or is no leaf any more. Only leaves can be evicted."""
         for leaves in self.leaves:
             leaves.pop(key, None)
         if is_leaf:
             self.leaves[self.uses.get(key, 1) > 1][key] = None
 
     def choose(self, chain):
+        """Return the leaf to evict next. ``chain(leaf)`` returns the leaf and its evictable ancestors."""
         return chain(next(iter(self.leaves[0] or self.leaves[1])))[:1]
 
     def remove(self, keys, *, evicted):
+        """Called when the blocks ``keys`` are no longer cached; return the keys that are forgotten."""
         for key in keys.tolist():
             del self.uses[key]
-        return keys  # all of them may be forgotten: it keeps no ghosts
+        return keys  # the forgotten keys: all, since this policy remembers no evicted blocks
 
     def check(self, keys, leaves):
+        """Prove that the policy knows exactly the cached ``keys`` and these ``leaves``."""
         assert self.uses.keys() == {*keys.tolist()} and self.leaves[0].keys() | self.leaves[1].keys() == leaves
 
 
 def trace(num_requests: int = 4000, seed: int = 1) -> list[dict]:
-    """Chats on 40 system prompts of 4 blocks, and, in between, long documents that are read once."""
+    """Return ``num_requests`` records of a trace: chats on 40 system prompts of 4 blocks each, and in every tenth place
+    a document of 60 blocks that is read once."""
     rng, records, fresh = random.Random(seed), [], 1_000_000
     for i in range(num_requests):
         if i % 10 == 0:
@@ -65,7 +72,7 @@ def trace(num_requests: int = 4000, seed: int = 1) -> list[dict]:
 
 
 def in_a_cache(policy) -> int:
-    """Prompt tokens that were found, of the same traffic through a cache without memory."""
+    """Return how many prompt tokens were cached when the first 1,000 requests ran through a cache without memory."""
     llama = dict(model_type="llama", num_hidden_layers=1, hidden_size=8, num_attention_heads=1)
     cache = KVCache(
         Schema.from_hf_config(llama), num_blocks=260, block_size=16, max_requests=1, device="none", policy=policy
@@ -80,15 +87,15 @@ def in_a_cache(policy) -> int:
 
 
 def main() -> dict[str, float]:
-    told = {}
+    results = {}
     for name, make in (("lru", lambda: "lru"), ("used once first", UsedOnceFirst)):
-        told[f"replay, {name}"] = replay(trace(), capacity_blocks=200, policy=make()).hit_rate
-        told[f"cache, {name}"] = in_a_cache(make())
-        rate, found = told[f"replay, {name}"], told[f"cache, {name}"]
+        results[f"replay, {name}"] = replay(trace(), capacity_blocks=200, policy=make()).hit_rate
+        results[f"cache, {name}"] = in_a_cache(make())
+        rate, found = results[f"replay, {name}"], results[f"cache, {name}"]
         print(f"{name:>16}: {rate:6.1%} of the blocks hit in the replay, {found:7,} tokens found in the cache")
     bound = replay(trace(), capacity_blocks=200, policy="opt").hit_rate
-    print(f"{'the bound':>16}: {bound:6.1%}")
-    return {**told, "replay, bound": bound}
+    print(f"{'upper bound':>16}: {bound:6.1%} of the blocks, by a policy that knows the future")
+    return {**results, "replay, bound": bound}
 
 
 if __name__ == "__main__":

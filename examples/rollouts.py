@@ -1,9 +1,13 @@
 """Rollouts for reinforcement learning: many samples of one prompt, weights updated between and during them.
 
-What was cached with old weights is wrong after an update, and ``cache.invalidate()`` hides all of it at once, while requests
-run. A sample that runs goes on over the rows that it has, as asynchronous trainers want it: ``sequence.epochs`` says which
-tokens were computed with which weights. It leaves nothing behind. Everything that is opened from then on is computed anew;
-but samples of a ``Namespace`` with an epoch stay on it, and share among themselves, while the old weights are still there.
+Rows that were cached with old weights are wrong after an update. ``cache.invalidate()`` stops their reuse at once,
+while requests run:
+
+- A running sample continues over the rows that it has, as asynchronous trainers want it. ``sequence.epochs`` says which
+  tokens were computed with which weights. Nothing that it computed is cached for reuse.
+- A sequence that is opened after the update computes its whole prompt with the new weights.
+- Samples of a ``Namespace`` with an epoch stay on that epoch and share blocks among themselves. The engine has to keep
+  the old weights for them.
 
     python examples/rollouts.py
 """
@@ -19,9 +23,10 @@ SAMPLES, LENGTH = 6, 24
 
 
 def samples(model: TinyModel, cache: KVCache, prompt: list[int], seed: int) -> list[list[int]]:
-    """``SAMPLES`` answers to ``prompt``, which is computed once: the others are forked from the first."""
+    """Return ``SAMPLES`` texts that begin with ``prompt``. The prompt is computed once, in the first sequence; the
+    others are forked from it. Sample ``i`` is drawn with ``seed + i``."""
     first = cache.open(prompt, reserve=len(prompt) + LENGTH)
-    missing = np.array(prompt[first.length : -1], np.int32)  # all but the last token: each sample needs its logits
+    missing = np.array(prompt[first.length : -1], np.int32)  # all but the last token, whose logits each sample needs
     if len(missing):
         model.forward(cache.batch([first], [len(missing)]), missing)
         first.commit(missing)
@@ -34,80 +39,82 @@ def samples(model: TinyModel, cache: KVCache, prompt: list[int], seed: int) -> l
 
 
 def between(model: TinyModel, cache: KVCache, prompt: list[int]) -> dict[str, object]:
-    """An update between two batches of rollouts."""
-    before, told = model.computed_tokens, dict[str, object]()
-    told["exact, epoch 0"] = all(
+    """Update the weights between two batches of rollouts."""
+    before, results = model.computed_tokens, dict[str, object]()
+    results["exact, epoch 0"] = all(
         is_exact(model, np.array(text), len(prompt), i) for i, text in enumerate(samples(model, cache, prompt, 0))
     )
-    told["computed"] = model.computed_tokens - before
-    told["computed without sharing"] = SAMPLES * (len(prompt) + LENGTH - 1)
-    told["found before the update"] = cache.lookup(prompt).resumable
+    results["computed"] = model.computed_tokens - before
+    results["computed without sharing"] = SAMPLES * (len(prompt) + LENGTH - 1)
+    results["found before the update"] = cache.lookup(prompt).resumable
     model.load(TinyModel(seed=1))
     cache.invalidate()
-    told["found after the update"] = cache.lookup(prompt).resumable
-    told["exact, epoch 1"] = all(
+    results["found after the update"] = cache.lookup(prompt).resumable
+    results["exact, epoch 1"] = all(
         is_exact(model, np.array(text), len(prompt), i) for i, text in enumerate(samples(model, cache, prompt, 0))
     )
-    return told
+    return results
 
 
 def during(model: TinyModel, cache: KVCache, prompt: list[int]) -> dict[str, object]:
-    """An update while a sample is half done."""
+    """Update the weights while a sample is half done."""
     text, old = [*prompt], TinyModel(seed=1)
     with cache.open(prompt, reserve=len(prompt) + LENGTH) as sequence:
         go_on(model, cache, sequence, text, LENGTH // 2, seed=9)
-        turned = len(text)
+        updated_at = len(text)
         model.load(TinyModel(seed=2))
         cache.invalidate()
         go_on(model, cache, sequence, text, LENGTH // 2, seed=9)
         epochs = sequence.epochs
     return {
-        "epochs of the sample that ran": epochs,  # for the trainer: importance weights, or a mask
-        "exact until the update": is_exact(old, np.array(text[:turned]), len(prompt), 9),
-        "of either weights as a whole": any(is_exact(one, np.array(text), len(prompt), 9) for one in (old, model)),
-        "found of what it left": cache.lookup(text).resumable,
+        "epochs of the running sample": epochs,  # the trainer uses them for importance weights, or for a mask
+        "exact until the update": is_exact(old, np.array(text[:updated_at]), len(prompt), 9),
+        "exact for one model as a whole": any(
+            is_exact(weights, np.array(text), len(prompt), 9) for weights in (old, model)
+        ),
+        "found after it closed": cache.lookup(text).resumable,
     }
 
 
 def staying(model: TinyModel, cache: KVCache, prompt: list[int]) -> dict[str, object]:
-    """An update, after which the second sample of a group is still of the weights of the first."""
+    """Update the weights between two samples of a group, and compute the second sample with the old weights too."""
     group, old, texts = Namespace(epoch=cache.epoch), TinyModel(seed=2), [[*prompt], [*prompt]]
     with cache.open(prompt, group, reserve=len(prompt) + LENGTH) as first:
         go_on(old, cache, first, texts[0], LENGTH // 2, seed=9)
-        cache.invalidate()  # an engine that has both: a request of the new weights would ask ``model``
+        cache.invalidate()  # the engine keeps both: other requests would use the new weights, in ``model``
         model.load(TinyModel(seed=3))
         go_on(old, cache, first, texts[0], LENGTH // 2, seed=9)
         with cache.open(prompt, group, reserve=len(prompt) + LENGTH) as second:
             go_on(old, cache, second, texts[1], LENGTH, seed=9)
             epochs, found = second.epochs, second.cached_tokens
     return {
-        "epochs of one that stayed": epochs,
-        "found by it of the first": found,
+        "epochs of the second sample": epochs,
+        "found of the first sample": found,
         "both exact, old weights": all(is_exact(old, np.array(text), len(prompt), 9) for text in texts),
         "found by the new weights": cache.lookup(prompt).resumable,
     }
 
 
 def adapters(model: TinyModel, cache: KVCache, prompt: list[int]) -> dict[str, object]:
-    """An update of one adapter: what was cached for the others stays."""
+    """Update one adapter: what is cached for other adapters stays valid."""
     for name in ("math", "code"):
         with cache.open(prompt, Namespace(adapter=name)) as sequence:
             go_on(model, cache, sequence, [*prompt], 1)
     cache.invalidate(Namespace(adapter="math"))
     found = {name: cache.lookup(prompt, Namespace(adapter=name)).resumable for name in ("math", "code")}
-    return {"found for the updated adapter": found["math"], "found for the other one": found["code"]}
+    return {"found for the updated adapter": found["math"], "found for the other adapter": found["code"]}
 
 
 def main() -> dict[str, object]:
     model = TinyModel(seed=0)
     cache = KVCache(model.schema, "512KiB", device="cpu", block_size=8, max_requests=SAMPLES)
     prompt = np.random.default_rng(0).integers(0, VOCAB, 70).tolist()
-    told = {**between(model, cache, prompt), **during(model, cache, prompt)}
-    told |= {**staying(model, cache, prompt), **adapters(model, cache, prompt)}
+    results = {**between(model, cache, prompt), **during(model, cache, prompt)}
+    results |= {**staying(model, cache, prompt), **adapters(model, cache, prompt)}
     cache.check()
-    for name, value in told.items():
+    for name, value in results.items():
         print(f"{name:>31}  {value}")
-    return told
+    return results
 
 
 if __name__ == "__main__":

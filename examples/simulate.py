@@ -1,8 +1,8 @@
-"""A scheduler with no memory and no torch: what would a GPU serve, before there is one?
+"""A simulation of a scheduler on a GPU that you do not have yet. Needs no GPU memory and no torch.
 
-Chats arrive at random, on a few system prompts. The scheduler, the cache and every decision are the real ones; only the
-forward pass is replaced by a formula for how long it would take, with a GPU of 3.3 TB/s and 400 TFLOP/s in it. Compared: two
-amounts of memory, each with whole requests reserved at admission, and with preemption.
+Chats on a few system prompts arrive at random. The scheduler, the cache and all their decisions are real. Only the
+forward pass is replaced by a formula for its time on a GPU of 3.3 TB/s and 400 TFLOP/s. The program compares two
+amounts of memory, each with and without preemption; without it, blocks for a whole request are reserved at admission.
 
     python examples/simulate.py
 """
@@ -25,18 +25,22 @@ CHUNK, VOCAB = 512, 32000
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds of a step: reading the weights, or computing the tokens, whichever takes longer, and reading what is cached."""
+    """The time of a step: the longer one of reading the weights and computing the tokens, plus reading cached rows."""
 
     weights: float = 16e9 / 3.3e12
+    """Seconds to read all weights once."""
     token: float = 16e9 / 400e12
+    """Seconds to compute one token."""
     cached_token: float = 131072 / 3.3e12
+    """Seconds to read the rows of one cached token."""
 
     def seconds(self, new_tokens: int, read_tokens: int) -> float:
+        """Return the seconds of a step that computes ``new_tokens`` and reads the rows of ``read_tokens``."""
         return max(self.weights, new_tokens * self.token) + read_tokens * self.cached_token
 
 
 class Chat(Job):
-    """A job with the times that users feel."""
+    """A job with the times that its user sees: ``arrived``, and ``first_token`` (0.0: not yet), in seconds."""
 
     def __init__(self, prompt: np.ndarray, num_output: int, arrived: float) -> None:
         super().__init__(prompt, len(prompt) + num_output)
@@ -44,6 +48,7 @@ class Chat(Job):
 
 
 def arrivals(num_chats: int, per_second: float, seed: int) -> list[Chat]:
+    """Return ``num_chats`` chats in the order of their arrival, ``per_second`` on average."""
     random, now = np.random.default_rng(seed), 0.0
     systems = [random.integers(0, VOCAB, 1500).astype(np.int32) for _ in range(4)]
     chats = []
@@ -55,6 +60,7 @@ def arrivals(num_chats: int, per_second: float, seed: int) -> list[Chat]:
 
 
 def simulate(budget: str, preempts: bool, num_chats: int = 120) -> dict[str, float]:
+    """Serve ``num_chats`` chats with ``budget`` bytes of memory. Return the figures that ``main`` prints."""
     limits = Limits(max_context=4096, step_tokens=CHUNK)
     cache = KVCache(Schema.from_hf_config(LLAMA_8B), budget, device="none", max_requests=64, limits=limits)
     queue: RunQueue[Chat] = RunQueue(cache, Youngest() if preempts else None)
@@ -69,7 +75,7 @@ def simulate(budget: str, preempts: bool, num_chats: int = 120) -> dict[str, flo
         new_tokens = read_tokens = 0
         for chat in [*queue.running]:
             sequence = chat.sequence
-            if sequence is None:  # preempted by an older one in this very step
+            if sequence is None:  # an older chat preempted this one in the same step
                 continue
             text = chat.text[sequence.length : sequence.length + CHUNK]
             try:
@@ -79,7 +85,7 @@ def simulate(budget: str, preempts: bool, num_chats: int = 120) -> dict[str, flo
                 raise SystemExit(f"{budget} is too small for one chat") from None
             new_tokens, read_tokens = new_tokens + len(text), read_tokens + sequence.length
             sequence.commit(text)
-            if sequence.length == len(chat.text):  # all is known, so the model writes a token
+            if sequence.length == len(chat.text):  # the whole text is computed, so the model writes a token
                 chat.first_token = chat.first_token or now
                 if len(chat.text) == chat.total:
                     queue.remove(chat)
@@ -100,13 +106,13 @@ def simulate(budget: str, preempts: bool, num_chats: int = 120) -> dict[str, flo
 
 
 def main() -> dict[tuple[str, bool], dict[str, float]]:
-    told = {
+    results = {
         (budget, preempts): simulate(budget, preempts) for budget in ("3GiB", "12GiB") for preempts in (False, True)
     }
-    print(f"{'':24}" + "".join(f"{budget + (', preempts' if preempts else ''):>18}" for budget, preempts in told))
-    for name in next(iter(told.values())):
-        print(f"{name:24}" + "".join(f"{one[name]:18.2f}" for one in told.values()))
-    return told
+    print(f"{'':24}" + "".join(f"{budget + (', preempts' if preempts else ''):>18}" for budget, preempts in results))
+    for name in next(iter(results.values())):
+        print(f"{name:24}" + "".join(f"{figures[name]:18.2f}" for figures in results.values()))
+    return results
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Speculative decoding: commit what was accepted, when to rewind, and why publishing drafts costs memory.
+"""Speculative decoding: commit the accepted tokens, when to rewind, and why publishing drafts costs memory.
 
-The rows of drafts are written like all others, behind what is committed. Only ``commit`` makes a row part of the text, so a
-refused draft needs no clean-up: the next step writes over it. Committing drafts and taking them back with ``rewind`` gives the
-same text, but whole blocks become shareable with ``commit``: wrong drafts stay cached under texts that nobody will send.
+The rows of drafts are written like all others, behind the committed tokens. Only ``commit`` makes a row part of the
+text, so a rejected draft needs no clean-up: the next step overwrites it. Committing all drafts and removing the
+rejected ones with ``rewind`` gives the same text. But ``commit`` makes whole blocks shareable, so that rejected drafts
+stay cached, under texts that no request will ask for.
 
     python examples/speculate.py
 """
@@ -14,12 +15,13 @@ from tiny_model import VOCAB, TinyModel, choose, go_on, is_exact
 
 from kvpagoda import BadInput, KVCache, Schema, Sequence
 
-WIDTH = 6  # drafts a step
+WIDTH = 6  # drafts per step
 BLOCK = 4
 
 
 def drafts_after(text: list[int], random: np.random.Generator, answer: list[int]) -> np.ndarray:
-    """What a draft model would propose: mostly what the model writes, and now and then something else."""
+    """Return up to ``WIDTH`` drafts, int32, as a draft model would: the next tokens of ``answer``, about 15 % of them
+    replaced by random tokens."""
     drafts = np.array(answer[len(text) : len(text) + WIDTH], np.int32)
     wrong = random.random(len(drafts)) < 0.15
     drafts[wrong] = random.integers(0, VOCAB, wrong.sum())
@@ -27,7 +29,8 @@ def drafts_after(text: list[int], random: np.random.Generator, answer: list[int]
 
 
 def verified(model: TinyModel, cache: KVCache, sequence: Sequence, text: list[int], drafts: np.ndarray) -> list[int]:
-    """One step over the last token of ``text`` and ``drafts``: the tokens that really follow, at least one."""
+    """Run one step over the uncommitted tokens of ``text`` and over ``drafts``. Return the tokens that the model
+    writes: the accepted drafts, and one token after them."""
     tokens = np.concatenate((np.array(text[sequence.length :], np.int32), drafts))
     sequence.extend(len(tokens))
     logits = model.forward(cache.batch([sequence], [len(tokens)]), tokens)[-1 - len(drafts) :]
@@ -42,7 +45,7 @@ def verified(model: TinyModel, cache: KVCache, sequence: Sequence, text: list[in
 def speculate(
     model: TinyModel, answer: list[int], prompt: list[int], commits_drafts: bool
 ) -> tuple[list[int], int, KVCache]:
-    """Write ``answer`` again with drafts; returns the text, the steps, and the cache with what is left in it."""
+    """Write ``answer`` again with drafts. Return the text, the number of steps, and the cache."""
     cache = KVCache(model.schema, "256KiB", device="cpu", block_size=BLOCK, max_requests=2)
     random, text, steps = np.random.default_rng(3), [*prompt], 0
     with cache.open(prompt) as sequence:
@@ -51,11 +54,11 @@ def speculate(
             drafts = drafts_after(text, random, answer)
             new = verified(model, cache, sequence, text, drafts)
             known = text[sequence.length :]
-            if commits_drafts:  # wrong: refused drafts are published before they are taken back
+            if commits_drafts:  # wrong: rejected drafts are published before they are removed
                 sequence.commit([*known, *drafts.tolist()])
                 if len(drafts) >= len(new):
                     sequence.rewind(len(drafts) - len(new) + 1)
-            else:  # right: what was accepted, and nothing else
+            else:  # right: commit the accepted tokens only
                 sequence.commit([*known, *new[:-1]])
             text += new
     cache.check()
@@ -63,14 +66,14 @@ def speculate(
 
 
 def take_back(model: TinyModel, prompt: list[int]) -> tuple[list[int], int]:
-    """What ``rewind`` is for: tokens that were right, were committed, and are not wanted any more, here a tool call that the
-    user edits. What was computed before it stays."""
+    """Remove committed tokens with ``rewind``: here a tool call that the user edits. The rows before it are kept.
+    Return the text, and how many tokens were computed in all."""
     cache = KVCache(model.schema, "256KiB", device="cpu", block_size=BLOCK, max_requests=2)
     text, before = [*prompt], model.computed_tokens
     with cache.open(prompt) as sequence:
         go_on(model, cache, sequence, text, 20)
         sequence.rewind(8)
-        text[sequence.length :] = [1, 2, 3]  # the user's words
+        text[sequence.length :] = [1, 2, 3]  # the user's edit
         edited = len(text)
         go_on(model, cache, sequence, text, 10)
     assert is_exact(model, np.array(text), edited)
@@ -78,7 +81,8 @@ def take_back(model: TinyModel, prompt: list[int]) -> tuple[list[int], int]:
 
 
 def with_states() -> str:
-    """A recurrent state takes in every token for good. Fork before the drafts: the loser is closed."""
+    """Show speculation with recurrent states. A state cannot forget a token, so ``rewind`` is refused: compute the
+    drafts in a fork, and close the fork if they are rejected. Return the error message of ``rewind``."""
     config = dict(
         model_type="qwen3_next", num_hidden_layers=4, hidden_size=32, num_attention_heads=2, num_key_value_heads=1,
         head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
@@ -90,7 +94,7 @@ def with_states() -> str:
         child = sequence.fork()  # the drafts are computed here ...
         child.extend(3)
         child.commit([5, 6, 7])
-        child.close()  # ... and were refused
+        child.close()  # ... and were rejected
         try:
             sequence.rewind(1)
         except BadInput as refused:
@@ -105,16 +109,16 @@ def main() -> dict[str, int]:
     with plain.open(prompt) as sequence:
         go_on(model, plain, sequence, answer, 120)
     assert is_exact(model, np.array(answer), len(prompt))
-    told = {"plain: steps": len(answer) - len(prompt), "plain: blocks held": plain.stats().groups[0].held}
+    results = {"plain: steps": len(answer) - len(prompt), "plain: blocks held": plain.stats().groups[0].held}
     for name, commits_drafts in (("accepted", False), ("drafts", True)):
         text, steps, cache = speculate(model, answer, prompt, commits_drafts)
         assert text == answer
-        told |= {f"commit {name}: steps": steps, f"commit {name}: blocks held": cache.stats().groups[0].held}
-    told["tokens computed with 8 taken back"] = take_back(model, prompt)[1]
-    for name, value in told.items():
+        results |= {f"commit {name}: steps": steps, f"commit {name}: blocks held": cache.stats().groups[0].held}
+    results["tokens computed, 8 rewound"] = take_back(model, prompt)[1]
+    for name, value in results.items():
         print(f"{name:>34}  {value}")
     print("\nOf a model with recurrent states:\n" + with_states())
-    return told
+    return results
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A transformer of two layers for the examples: a sliding window, then full attention, with random weights.
 
-Every logit depends on every row that the attention reads through the block table, so that a wrong row becomes a wrong token.
-The weights and the arithmetic are float64, the cache is float32: what a step computes does not depend on who else is in it.
-A real engine has CUDA kernels in place of ``attend``; what they are given is the same.
+Every logit depends on every row that the attention reads through the block table, so that a wrong row gives a wrong
+token. Weights and arithmetic are float64, the cache is float32. The result of a request therefore does not depend on
+the other requests in the same step. A real engine has CUDA kernels in place of ``attend``, with the same inputs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TinyModel:
         self.computed_tokens = 0
 
     def load(self, other: TinyModel) -> None:
-        """Take over other weights."""
+        """Use the weights of ``other`` from now on."""
         self.embedding, self.positions, self.layers, self.head = (
             other.embedding,
             other.positions,
@@ -53,7 +53,8 @@ class TinyModel:
         )
 
     def forward(self, batch: Batch, tokens: np.ndarray) -> torch.Tensor:
-        """Logits float64 ``[T, VOCAB]`` after each of the step's new ``tokens``, int ``[T]``; writes their rows."""
+        """Write the rows of the step's new ``tokens``, int ``[T]``, and return the logits after each: float64
+        ``[T, VOCAB]``."""
         self.computed_tokens += len(tokens)
         x = self._embed(torch.as_tensor(tokens), batch.positions.long())
         for index, weights in enumerate(self.layers):
@@ -64,13 +65,13 @@ class TinyModel:
         return x @ self.head
 
     def recompute(self, text: np.ndarray) -> torch.Tensor:
-        """Logits ``[len(text), VOCAB]``, with no cache at all."""
-        at = torch.arange(len(text))
-        x = self._embed(torch.as_tensor(text), at)
+        """Return the logits after each token of ``text``, float64 ``[len(text), VOCAB]``, computed without a cache."""
+        positions = torch.arange(len(text))
+        x = self._embed(torch.as_tensor(text), positions)
         for layer, weights in zip(self.schema.layers, self.layers):
             q, k, v = _project(x, weights)
             assert layer.growth is not None
-            x = x / 4 + _attend(q, k, v, layer.growth.reads(at[:, None], at)) @ weights["out"]
+            x = x / 4 + _attend(q, k, v, layer.growth.reads(positions[:, None], positions)) @ weights["out"]
         return x @ self.head
 
     def _embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -78,11 +79,12 @@ class TinyModel:
 
 
 def attend(q: torch.Tensor, view: LayerView) -> torch.Tensor:
-    """Paged attention in plain torch: ``q`` ``[T, HEADS, HEAD_DIM]`` over the rows that the view's block table names."""
+    """Compute paged attention in plain torch: ``q``, float64 ``[T, HEADS, HEAD_DIM]``, over the rows that the block
+    table of ``view`` names. Returns float64 ``[T, HIDDEN]``."""
     out = torch.zeros(len(q), HIDDEN, dtype=torch.float64)
     ends, lengths = view.qo_indptr.tolist(), view.cache_seqlens.tolist()
     for row, length in enumerate(lengths):
-        if length:  # else it is padded
+        if length:  # 0: a padded row of the batch
             blocks = view.block_table[row, : -(-length // view.block_size)].long()
             k, v = (view[name][blocks].flatten(0, 1)[:length] for name in ("k", "v"))
             tokens = slice(ends[row], ends[row + 1])
@@ -92,23 +94,27 @@ def attend(q: torch.Tensor, view: LayerView) -> torch.Tensor:
 
 
 def _project(x: torch.Tensor, weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries float64 ``[n, HEADS, HEAD_DIM]``, keys and values float32 ``[n, KV_HEADS, HEAD_DIM]``, as the cache has them."""
+    """Return queries, float64 ``[n, HEADS, HEAD_DIM]``, and keys and values, float32 ``[n, KV_HEADS, HEAD_DIM]``, the
+    dtype of the cache."""
     x = x / x.norm(dim=-1, keepdim=True)
     k, v = (x @ weights["kv"]).float().view(len(x), 2, KV_HEADS, HEAD_DIM).unbind(1)
     return (x @ weights["q"]).view(len(x), HEADS, HEAD_DIM), k, v
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """``q`` ``[n, HEADS, HEAD_DIM]`` over ``k``, ``v`` ``[rows, KV_HEADS, HEAD_DIM]``, as far as ``visible`` ``[n, rows]``."""
-    k, v = (rows.double().masked_fill(~visible.any(0)[:, None, None], 0) for rows in (k, v))  # what slid out may be NaN
+    """Compute attention of ``q`` ``[n, HEADS, HEAD_DIM]`` over ``k``, ``v`` ``[rows, KV_HEADS, HEAD_DIM]`` where
+    ``visible`` ``[n, rows]`` is True."""
+    # rows that slid out of the window may hold NaN
+    k, v = (rows.double().masked_fill(~visible.any(0)[:, None, None], 0) for rows in (k, v))
     q = q.view(len(q), KV_HEADS, -1, HEAD_DIM)
     scores = torch.einsum("nkgd,rkd->nkgr", q, k).masked_fill(~visible[:, None, None], -torch.inf)
     return torch.einsum("nkgr,rkd->nkgd", scores.softmax(-1), v).flatten(1)
 
 
 def choose(logits: torch.Tensor, position: int, seed: int | None) -> int:
-    """The token at ``position``: the best one, or, with a ``seed``, one drawn from the model's distribution. It depends on
-    nothing else, so that a draft can be verified, and a preempted request goes on as it was."""
+    """Return the token at ``position``: the best one, or, with a ``seed``, one sampled from the model's distribution.
+
+    It depends only on the arguments. A draft can therefore be verified, and a preempted request continues as before."""
     if seed is not None:
         logits = logits + torch.as_tensor(np.random.default_rng((seed, position)).gumbel(size=VOCAB))
     return int(logits.argmax())
@@ -117,7 +123,7 @@ def choose(logits: torch.Tensor, position: int, seed: int | None) -> int:
 def go_on(
     model: TinyModel, cache: KVCache, sequence: Sequence, text: list[int], n: int, seed: int | None = None
 ) -> None:
-    """Compute what ``sequence`` lacks of ``text``, and ``n`` tokens more; the last of them has no rows yet."""
+    """Append ``n`` tokens to ``text``, and compute through ``sequence`` all tokens but the last of them."""
     for _ in range(n):
         known = np.array(text[sequence.length :], np.int32)
         sequence.extend(len(known))
@@ -129,4 +135,4 @@ def go_on(
 def is_exact(model: TinyModel, text: np.ndarray, prompt_length: int, seed: int | None = None) -> bool:
     """Whether the model, without a cache, would have written ``text`` after its prompt."""
     logits = model.recompute(text[:-1])
-    return all(choose(logits[at - 1], at, seed) == text[at] for at in range(prompt_length, len(text)))
+    return all(choose(logits[i - 1], i, seed) == text[i] for i in range(prompt_length, len(text)))

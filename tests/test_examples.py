@@ -82,22 +82,22 @@ def test_speculate() -> None:
     counts = told("speculate")
     assert counts["commit accepted: steps"] < counts["plain: steps"] / 2
     assert counts["commit accepted: blocks held"] == counts["plain: blocks held"] < counts["commit drafts: blocks held"]
-    assert counts["tokens computed with 8 taken back"] == 10 + 20 - 1 + 3 + 10 - 1
+    assert counts["tokens computed, 8 rewound"] == 10 + 20 - 1 + 3 + 10 - 1
 
 
 def test_rollouts() -> None:
     counts = told("rollouts")
     assert counts["exact, epoch 0"] and counts["exact, epoch 1"] and counts["exact until the update"]
-    assert not counts["of either weights as a whole"]
+    assert not counts["exact for one model as a whole"]
     assert counts["computed"] < counts["computed without sharing"] / 2
     assert (
         counts["found before the update"] == 64
-        and counts["found after the update"] == counts["found of what it left"] == 0
+        and counts["found after the update"] == counts["found after it closed"] == 0
     )
-    assert [epoch for _, epoch in counts["epochs of the sample that ran"]] == [1, 2]
-    assert counts["epochs of one that stayed"] == [(0, 2)] and counts["both exact, old weights"]
-    assert counts["found by it of the first"] == 64 and counts["found by the new weights"] == 0
-    assert counts["found for the updated adapter"] == 0 < counts["found for the other one"]
+    assert [epoch for _, epoch in counts["epochs of the running sample"]] == [1, 2]
+    assert counts["epochs of the second sample"] == [(0, 2)] and counts["both exact, old weights"]
+    assert counts["found of the first sample"] == 64 and counts["found by the new weights"] == 0
+    assert counts["found for the updated adapter"] == 0 < counts["found for the other adapter"]
 
 
 def test_agents() -> None:
@@ -106,7 +106,7 @@ def test_agents() -> None:
     assert counts["exact"] == counts["agents"]
     for process in ("first process", "after a restart"):
         assert counts[f"{process}: found"] > counts[f"{process}: prompt tokens"] / 2
-        assert counts[f"{process}: of these loaded"] > 0 < counts[f"{process}: evicted blocks"]
+        assert counts[f"{process}: loaded from tiers"] > 0 < counts[f"{process}: evicted blocks"]
         assert counts[f"{process}: manual still pinned"]
 
 

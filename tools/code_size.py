@@ -1,9 +1,9 @@
-"""How much code there is: lines without blanks, comments and docstrings, for each room, and what is over the limits.
+"""Count the lines of code in each room, without blanks, comments and docstrings, and list what exceeds the limits.
 
     python tools/code_size.py [--json]
 
-The core is all of ``src/kvpagoda`` but the rooms in ``OUTSIDE``. The limits of a file, a class and a function count the
-lines as they stand in the file, comments and docstrings too. Standard library only.
+A room is a folder or module directly below ``src/kvpagoda``. The core is all rooms but those in ``OUTSIDE``. The limits
+of a file, a class and a function count physical lines, comments and docstrings too. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "kvpagoda"
 OUTSIDE = frozenset({"compat", "adapters", "events", "layouts", "replay", "hf", "cli", "doctor", "metrics"})
-"""Rooms that are not the core."""
+"""Rooms that do not belong to the core."""
 LIMITS = {"file": 400, "class": 300, "function": 60}
-"""The most physical lines of each."""
+"""Kind of definition -> the most physical lines of one."""
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 class TooLong(NamedTuple):
-    """Something that is longer than its limit: ``kind`` is a key of ``LIMITS``."""
+    """A file, class or function that exceeds its limit: its physical ``lines``, its ``kind`` (a key of ``LIMITS``), and
+    ``where`` it is: "path", or "path:line name"."""
 
     lines: int
     kind: str
@@ -36,14 +37,14 @@ class TooLong(NamedTuple):
 
 
 def room(path: Path, source: Path = SOURCE) -> str:
-    """The folder or module directly below ``source`` that holds ``path``; "kvpagoda" for the package's own file."""
+    """Return the room of ``path``: the folder or module directly below ``source``; "kvpagoda" for ``__init__.py``."""
     first = path.relative_to(source).parts[0]
     return "kvpagoda" if first == "__init__.py" else first.removesuffix(".py")
 
 
 def count_code(text: str) -> int:
-    """Lines of the Python source ``text`` that hold code. A string that stands alone, a docstring or what describes
-    an attribute, is no code."""
+    """Return how many lines of the Python source ``text`` hold code. A string statement is not code: a docstring, or
+    the description of an attribute."""
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         for statement in node.body if isinstance(node, (ast.Module, *_DEFINITIONS)) else ():
@@ -58,7 +59,7 @@ def count_code(text: str) -> int:
 
 
 def too_long(path: Path, source: Path = SOURCE) -> Iterator[TooLong]:
-    """What of the file ``path`` is over the limits: the file itself, its classes and functions, nested ones too."""
+    """Yield what exceeds a limit in the file ``path``: the file itself, its classes and functions, nested ones too."""
     text, name = path.read_text(), path.relative_to(source).as_posix()
     lines = len(text.splitlines())
     if lines > LIMITS["file"]:
@@ -66,14 +67,14 @@ def too_long(path: Path, source: Path = SOURCE) -> Iterator[TooLong]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, _DEFINITIONS):
             kind = "class" if isinstance(node, ast.ClassDef) else "function"
-            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             lines = (node.end_lineno or node.lineno) - first + 1
             if lines > LIMITS[kind]:
                 yield TooLong(lines, kind, f"{name}:{first} {node.name}")
 
 
 class CodeSize(NamedTuple):
-    """Code lines of each room, of the core and of all, and what is over the limits, the longest first."""
+    """Code lines of each room (largest first), of the core and of all rooms; ``over``: all that exceeds a limit."""
 
     rooms: dict[str, int]
     core: int
@@ -82,7 +83,7 @@ class CodeSize(NamedTuple):
 
 
 def measure(source: Path = SOURCE) -> CodeSize:
-    """Count every file below ``source``."""
+    """Count all Python files below ``source``."""
     rooms: Counter[str] = Counter()
     over: list[TooLong] = []
     for path in sorted(source.rglob("*.py")):
@@ -93,17 +94,17 @@ def measure(source: Path = SOURCE) -> CodeSize:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print the code lines of each room and what is over the limits.")
+    parser = argparse.ArgumentParser(description="Print the code lines of each room and what exceeds the limits.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     size = measure()
     if parser.parse_args().json:
-        print(json.dumps({**size._asdict(), "over": [one._asdict() for one in size.over], "limits": LIMITS}))
+        print(json.dumps({**size._asdict(), "over": [found._asdict() for found in size.over], "limits": LIMITS}))
         return
     for name, lines in size.rooms.items():
         print(f"{lines:6,}  {name}{'   (not core)' if name in OUTSIDE else ''}")
     print(f"{size.core:6,}  core\n{size.all:6,}  all")
-    for one in size.over:
-        print(f"{one.lines:6,}  lines of a {one.kind}, at most {LIMITS[one.kind]}: {one.where}")
+    for found in size.over:
+        print(f"{found.lines:6,}  lines of a {found.kind}, at most {LIMITS[found.kind]}: {found.where}")
 
 
 if __name__ == "__main__":

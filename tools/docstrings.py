@@ -1,7 +1,7 @@
-"""An extension of griffe, for the API page: what is one paragraph or a few lines in a docstring has a shape there.
+"""An extension of griffe that formats docstrings for the API page of the site.
 
-Examples, ``>>>`` to the next empty line, are shown as code. A paragraph that goes through the parameters, each in a sentence
-that begins with its name, is shown as a list.
+Examples, from ``>>>`` to the next empty line, become code blocks. A paragraph that describes parameters, each in a
+sentence that begins with the parameter's name, becomes a list.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from griffe import Extension, Object
 EXAMPLE = re.compile(r"^>>> .*?(?=\n\s*\n|\Z)", re.DOTALL | re.MULTILINE)
 NAMED = re.compile(r"(?:^|(?<=\. )|(?<=; ))(?=``\w+``(?:, ``\w+``)*(?::| ))")
 LEAST = 3
-"""So many names make a list."""
+"""The fewest names in a paragraph for which it becomes a list."""
 
 
 def listed(paragraph: str) -> str:
-    """``paragraph`` as a list, if it goes through names; what it says that a call raises stands behind it."""
+    """Return ``paragraph`` as a Markdown list if it describes at least ``LEAST`` names, else unchanged. The sentences
+    from "Raises" on become a paragraph after the list."""
     line = re.sub(r"\s*\n\s*", " ", paragraph)
     if len(re.findall(r"(?:^|[.;] )``\w+``(?:, ``\w+``)*:", line)) < LEAST or paragraph.startswith(
         (" ", ">>>", "-", "|")
@@ -31,9 +32,10 @@ def listed(paragraph: str) -> str:
 
 
 class Docstrings(Extension):
-    """Give docstrings their shape."""
+    """Replaces the docstring of every object by its formatted form."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
+        """Format the docstring of ``obj``. griffe calls this for each object that it loads."""
         if obj.docstring is not None:
             text = EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value)
             obj.docstring.value = "\n\n".join(listed(part) for part in re.split(r"\n\s*\n", text))

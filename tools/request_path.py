@@ -1,9 +1,10 @@
-"""The way of a request through the rooms, drawn from a run: which file asks which, in order.
+"""Draw the path of a request through the library, from a run: which file calls which, in order.
 
-    python tools/request_path.py          prints what CONTRIBUTING.md shows between its two marks; a test compares them
+    python tools/request_path.py          prints the drawing in CONTRIBUTING.md; a test compares the two
 
-A small cache with no memory serves one request that finds its beginning cached and must evict to go on. Every call from one
-file of the library into another is a line, below the call that made it; what is called again by the same caller is left out.
+A small cache without memory serves one request. Part of its prompt is cached, and blocks must be evicted for it. Every
+call from one file of the library into another is a line, indented below its caller. Repeated calls at the same depth
+are left out.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from kvpagoda.schema import Attention, Growth, Layer
 
 SRC = Path(kvpagoda.__file__).parent
 QUIET = {"guarded", "change", "__init__", "<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>"}
-"""Calls that say nothing about the way."""
+"""Functions that are not drawn, because they say nothing about the path."""
 DEEPEST = 3
+"""Calls below this depth are not drawn."""
 FULL, WINDOW = Attention(1, 1, 1, "float16"), Attention(1, 1, 1, "float16", Growth(window=8))
 
 
 def drawing() -> str:
-    """The calls of ``open``, ``extend``, ``commit`` and ``close``, as indented lines."""
+    """Return the calls that ``open``, ``extend``, ``commit`` and ``close`` make, as indented lines."""
     schema = Schema((Layer(0, "full", (FULL,)), Layer(1, "window", (WINDOW,))), "drawing")
     cache = KVCache(schema, num_blocks=6, block_size=4, max_requests=2, device="none")
     for first in (0, 100):
@@ -41,9 +43,9 @@ def drawing() -> str:
 
 
 def _draw(title: str, call: Any, lines: list[str]) -> Any:
-    """Run ``call``, and add a line for each call between files that it makes."""
+    """Run ``call`` and return its result. Add ``title`` to ``lines``, and a line for each call into another file."""
     lines += ["", title] if lines else [title]
-    stack: list[tuple[CodeType, int]] = []  # codes of the library on the way, and how deep each is drawn
+    stack: list[tuple[CodeType, int]] = []  # active functions of the library, and the depth of each in the drawing
     seen: set[tuple[str, str, int]] = set()
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
@@ -72,7 +74,7 @@ def _draw(title: str, call: Any, lines: list[str]) -> Any:
 
 
 def _is_property(frame: FrameType) -> bool:
-    """Whether the call is of a property of its first argument."""
+    """Whether ``frame`` runs a property of its ``self``."""
     owner = frame.f_locals.get("self")
     return isinstance(getattr(type(owner), frame.f_code.co_name, None), property)
 

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pages are written to be read on their own too, and two things in them mean something else in the site."""
+"""A hook of mkdocs. The pages are also read as plain Markdown files; two notations have to change for the site."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ CODE_WITH_BAR = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")
 
 
 def bars(found: re.Match[str]) -> str:
-    """Code in a table's cell, where a bar is written as backslash and bar, as HTML: Python-Markdown would show both."""
+    """Return code from a table's cell as HTML, with ``\\|`` as a bar: Python-Markdown would show the backslash too."""
     return f"<code>{html.escape(found[1]).replace(chr(92) + '|', '&#124;')}</code>"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """What mkdocs calls with the text of each page. A link to a file beside ``docs/`` becomes the file's name."""
+    """Return the text of a page for the site. mkdocs calls this for each page. A link to a file outside ``docs/``
+    becomes the name of the file; code in tables goes through ``bars``."""
     markdown = OUTSIDE.sub(r"`\2`", markdown)
     return "\n".join(CODE_WITH_BAR.sub(bars, line) if line.startswith("|") else line for line in markdown.split("\n"))

@@ -1,11 +1,11 @@
-"""Train the model that ``kvpagoda generate`` speaks with: a small DeepSeek-V4 over bytes, in less than an hour on two cores.
+"""Train the model of ``kvpagoda generate``, a small DeepSeek-V4 over bytes, in less than an hour on two cores.
 
     python tools/train_demo.py --steps 3600 --out src/kvpagoda/hf/demo
 
-It writes ``config.json``, ``model.safetensors`` (float16), ``held_out.txt`` (text that it was not trained on) and
-``training.json`` (what was run, and the loss). The text is prose: paragraphs of this project's documents and docstrings, and
-of the language topics of Python's documentation (PSF licence). Needs the ``hf`` extra. The same
-text, steps, seed, threads, machine and torch give the same weights, to the bit.
+It writes ``config.json``, ``model.safetensors`` (float16), ``held_out.txt`` (text that is not used for training) and
+``training.json`` (the settings and the loss). The text is prose: paragraphs of this project's documents and docstrings,
+and of the language topics of Python's documentation (PSF licence). Needs the ``hf`` extra. The same text, steps, seed,
+threads, machine and version of torch give the same weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 ROOT = Path(__file__).resolve().parents[1]
 HELD_OUT_BYTES = 16_384
 PHASES = ((0.75, 4, 256), (0.25, 1, 1024))
-"""(share of the steps, texts of a step, bytes of a text): short texts first, then some that are longer than the window."""
+"""(share of the steps, texts per step, bytes per text): short texts first, then texts longer than the window."""
 LEARNING_RATE, MATRIX_RATE, WARM_UP = 3e-3, 0.02, 0.03
+"""Learning rate of AdamW; learning rate of Muon, for matrices; share of the steps in which both rise from 0."""
 
 Tensor = torch.Tensor
 
 
 def config() -> DeepseekV4Config:
-    """All three kinds of layers with the real window and ratios; a head of 64 numbers and 16 that carry the position, so that
-    rows can be packed in every format."""
+    """Return a config with all three kinds of layers and the real window and ratios. A head has 64 numbers without and
+    16 with the rotary position, so that rows can be packed in every format."""
     return DeepseekV4Config(
         vocab_size=256, hidden_size=160, moe_intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, head_dim=80,
         q_lora_rank=64, partial_rotary_factor=0.2, num_experts_per_tok=2, n_routed_experts=4, n_shared_experts=1,
@@ -47,11 +48,12 @@ def config() -> DeepseekV4Config:
     )  # fmt: skip
 
 
-# -- text ----------------------------------------------------------------------------------------------------------------
+# -- text
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def docstrings(path: Path) -> Iterator[str]:
-    """Every docstring of a Python file; none of one that this Python cannot read."""
+    """Yield every docstring of a Python file; nothing if this version of Python cannot parse it."""
     try:
         tree = ast.parse(path.read_text())
     except (SyntaxError, UnicodeDecodeError):
@@ -62,7 +64,7 @@ def docstrings(path: Path) -> Iterator[str]:
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs of ``text`` that are plain English sentences, each on one line, without markup."""
+    """Yield the paragraphs of ``text`` that are plain English sentences, each as one line, without markup."""
     for paragraph in re.split(r"\n\s*\n", text):
         line = re.sub(r"\s+", " ", paragraph).strip()
         line = re.sub(r"[`*_]{1,2}([^`*]+)[`*_]{1,2}", r"\1", line).removeprefix("- ")
@@ -74,7 +76,7 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def corpus() -> tuple[str, str]:
-    """(text to train on, held-out text). Which paragraphs are held out depends on their content alone."""
+    """Return (training text, held-out text). Whether a paragraph is held out depends on its content alone."""
     from pydoc_data.topics import topics
 
     own: list[str] = []
@@ -91,11 +93,12 @@ def corpus() -> tuple[str, str]:
     return "\n".join(kept), "\n".join(held)[:HELD_OUT_BYTES]
 
 
-# -- training ------------------------------------------------------------------------------------------------------------
+# -- training
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose step is made orthogonal, for matrices ``[.., rows, columns]`` (Jordan et al. 2024, Muon)."""
+    """An optimizer for matrices ``[.., rows, columns]``: momentum, orthogonalised (Jordan et al. 2024, Muon)."""
 
     def __init__(self, parameters: Any, lr: float, momentum: float = 0.95) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
@@ -113,7 +116,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(x: Tensor, rounds: int = 5) -> Tensor:
-    """The orthogonal matrix near ``x`` ``[.., m, n]``, by a quintic Newton-Schulz iteration."""
+    """Return the orthogonal matrix near ``x`` ``[.., m, n]``, by ``rounds`` of a quintic Newton-Schulz iteration."""
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -124,7 +127,8 @@ def orthogonal(x: Tensor, rounds: int = 5) -> Tensor:
 
 
 def train(model: Any, text: bytes, num_steps: int, seed: int, out: Path) -> tuple[int, float]:
-    """Train, saving now and then: (bytes read, mean loss of the last 100 steps in bits a byte)."""
+    """Train ``model`` and save it every 1,000 steps. Return (bytes read, mean loss of the last
+    100 steps in bits per byte)."""
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     matrices, rest = [], []
     for name, p in model.named_parameters():
@@ -145,7 +149,7 @@ def train(model: Any, text: bytes, num_steps: int, seed: int, out: Path) -> tupl
         loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(rest, 1.0)
-        share = min(1.0, done / WARM_UP, (1 - done) / 0.5)  # of the learning rate
+        share = min(1.0, done / WARM_UP, (1 - done) / 0.5)  # share of the full learning rate
         for rate, group in zip(rates, (g for optimizer in optimizers for g in optimizer.param_groups)):
             group["lr"] = rate * max(share, 0.01)
         for optimizer in optimizers:
@@ -161,14 +165,14 @@ def train(model: Any, text: bytes, num_steps: int, seed: int, out: Path) -> tupl
 
 
 def save(model: Any, out: Path) -> None:
-    """Write config and weights, these in float16."""
+    """Write the config and, in float16, the weights of ``model`` to the folder ``out``."""
     halves = {name: t.half() if t.is_floating_point() else t for name, t in model.state_dict().items()}
     model.save_pretrained(out, state_dict=halves)
 
 
 @torch.no_grad()
 def bits_per_byte(model: Any, text: bytes, length: int = 1024) -> float:
-    """Mean bits that ``model`` needs for a byte of ``text``, in pieces of ``length`` bytes."""
+    """Return the mean bits that ``model`` needs for a byte of ``text``, evaluated in pieces of ``length`` bytes."""
     pieces = (
         torch.frombuffer(bytearray(text[: len(text) // length * length]), dtype=torch.uint8).long().view(-1, length)
     )
@@ -190,7 +194,7 @@ def main() -> None:
     model = DeepseekV4ForCausalLM(config())
     with torch.no_grad():
         for name, table in model.named_buffers():
-            if name.endswith("tid2eid"):  # which experts a byte goes to in the layers that route by hash
+            if name.endswith("tid2eid"):  # the experts of each byte, in the layers that route by hash
                 table.copy_(torch.arange(256)[:, None] + torch.tensor([0, 1]) + torch.arange(256)[:, None] // 16)
                 table.remainder_(model.config.n_routed_experts)
     number = sum(p.numel() for p in model.parameters())

@@ -1,17 +1,20 @@
-"""Other engines' host paths, each behind the same few calls and each in a process of its own.
+"""The host paths of other engines (peers), each behind the same few calls and each in its own process.
 
-An adapter is a module with ``VERSION``, ``LEAST_BLOCK`` (tokens; smaller blocks are not asked of it) and a class ``Peer``:
+An adapter is a module with ``VERSION``, ``LEAST_BLOCK`` (the smallest block size, in tokens, that it is measured with)
+and a class ``Peer``:
 
-    Peer(capacity, block_size, longest, at_once)   a cache of ``capacity`` tokens
-    tokens(ids)            int32 array -> what this engine takes; never timed
-    admit(i, prompt, n)    find, allocate, publish; ``n`` output tokens will follow. Returns the tokens found
-    append(i, output)      room for the output, and what the engine does when it is written
-    finish(i)              end the request; what it leaves stays cached
-    check()                nothing is running: nothing may be lost
-    excluded               seconds of all this that stand for work done on a GPU
+    Peer(capacity, block_size, longest, at_once)
+                           a cache of ``capacity`` tokens, for ``at_once`` requests of at most ``longest`` tokens each
+    tokens(ids)            convert an int32 array to what this engine takes; never timed
+    admit(i, prompt, n)    match, allocate and publish the prompt of request ``i``; ``n`` output tokens will follow.
+                           Returns the number of cached tokens
+    append(i, output)      allocate blocks for the output, and do what the engine does when it is written
+    finish(i)              end the request; its blocks stay cached
+    check()                called when no request runs: raises if blocks are lost
+    excluded               seconds of these calls that stand for work that a GPU would do
 
-and, where the engine has such a call, ``lookup(prompt)`` (find only), ``step()`` (one token for everything that runs, with
-index arrays where the host makes them), ``take(n)`` and ``give(blocks)`` (allocate and free), ``evict(n)``.
+and, where the engine has such a call, ``lookup(prompt)`` (match only), ``step()`` (one token for every running request,
+with index arrays where the host makes them), ``take(n)`` and ``give(blocks)`` (allocate and free), ``evict(n)``.
 """
 
 from __future__ import annotations
@@ -26,16 +29,18 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 PEERS = ("ours", "prototype", "vllm", "sglang", "sglang_rust", "hf", "minisgl", "nanovllm")
+"""Names of the adapters, in the order of the rows."""
 ROOT = Path(__file__).parents[2]
 PYTHON = "KVPAGODA_BENCH_PYTHON"
+"""The environment variable that names the interpreter of other peers."""
 
 
 def from_path(peer: str, module: str) -> ModuleType:
-    """Import ``module`` from the folder that the environment names for ``peer``. Raises ImportError."""
+    """Import ``module`` from the folder in the environment variable ``KVPAGODA_BENCH_<PEER>``. Raises ImportError."""
     variable = f"KVPAGODA_BENCH_{peer.upper()}"
     folder = os.environ.get(variable)
     if folder is None:
-        raise ImportError(f"{variable} names no folder")
+        raise ImportError(f"{variable} is not set; set it to the folder of {peer}")
     for path in (folder, str(Path(folder) / "python")):
         if path not in sys.path:
             sys.path.append(path)
@@ -43,14 +48,14 @@ def from_path(peer: str, module: str) -> ModuleType:
 
 
 class Absent(Exception):
-    """A peer that cannot be imported here, and why."""
+    """Raised for a peer that cannot be imported here; the message is the reason."""
 
 
 class Process:
-    """One peer, loaded in a process of its own; ``ask`` runs one of the ``tasks`` there. Raises Absent.
+    """The process of one peer; ``ask`` runs one of the functions in ``tasks`` there. The constructor raises Absent.
 
-    Peers run under the interpreter that ``KVPAGODA_BENCH_PYTHON`` names, so that their packages need not be installed
-    beside this library; by default under this one.
+    Other peers run under the interpreter that ``KVPAGODA_BENCH_PYTHON`` names, so that their packages need not be
+    installed in the environment of this library. The default is the interpreter of this process, as for ours.
     """
 
     def __init__(self, name: str) -> None:
@@ -72,7 +77,7 @@ class Process:
         self.version, self.least_block, self.can = loaded["version"], loaded["least_block"], set(loaded["can"])
 
     def ask(self, task: str, **arguments: Any) -> dict[str, Any]:
-        """Run a task and return its figures. Raises RuntimeError with the peer's own error."""
+        """Run a task and return its figures. Raises RuntimeError with the error of the peer."""
         assert self._child.stdin is not None
         self._child.stdin.write(json.dumps({"task": task, **arguments}) + "\n")
         self._child.stdin.flush()
@@ -82,6 +87,7 @@ class Process:
         return found
 
     def _answer(self) -> dict[str, Any]:
+        """Read one answer. If the process has ended, it has ``absent`` and ``error``."""
         assert self._child.stdout is not None
         line = self._child.stdout.readline()
         if not line:
@@ -90,7 +96,7 @@ class Process:
         return answer
 
     def close(self) -> None:
-        """End the process."""
+        """Close the pipes and wait until the process ends."""
         assert self._child.stdin is not None and self._child.stdout is not None
         self._child.stdin.close()
         self._child.stdout.close()

@@ -1,4 +1,4 @@
-"""The process of one peer: tasks as JSON lines on standard input, figures on standard output."""
+"""The process of one peer. It reads tasks as JSON lines from standard input and answers on standard output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALLS = ("lookup", "step", "take", "give", "evict")
 
 def main(name: str) -> None:
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a peer prints is not an answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output that the peer prints must not mix with answers
 
     def tell(answer: dict[str, Any]) -> None:
         out.write(json.dumps(answer) + "\n")
@@ -24,7 +24,7 @@ def main(name: str) -> None:
 
     try:
         peer = importlib.import_module(f"benchmarks.peers.{name}")
-    except Exception as error:  # whatever a package raises while it is imported, it is not to be had here
+    except Exception as error:  # any error at import means that the peer is absent
         tell({"absent": f"{type(error).__name__}: {error}".splitlines()[0]})
         return
     can = [call for call in CALLS if hasattr(peer.Peer, call)]
@@ -39,4 +39,4 @@ def main(name: str) -> None:
 
 
 main(sys.argv[1])
-os._exit(0)  # engines leave threads behind
+os._exit(0)  # do not wait for threads of the engine

@@ -1,4 +1,4 @@
-"""Single modules of a project whose package cannot be imported here as a whole: it wants a GPU, or kernels."""
+"""Import single modules of a project whose whole package cannot be imported here, for want of a GPU or of kernels."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any
 
 @contextmanager
 def bare_packages(folders: Mapping[str, Path], stand_ins: Mapping[str, ModuleType] | None = None) -> Iterator[None]:
-    """Inside, each name in ``folders`` is a package in that folder whose ``__init__`` is not run, and ``stand_ins`` stand for
-    modules by their names. All that was imported of them is forgotten at the end."""
+    """Make packages importable without running their ``__init__``, while the context is open.
+
+    ``folders``: name of a package -> its folder. ``stand_ins``: name of a module -> the module to import in its place.
+    On exit, ``sys.modules`` holds again what it held before under these names and below the packages."""
     given, before = dict(stand_ins or {}), dict(sys.modules)
     for name, folder in folders.items():
         package: Any = ModuleType(name)

@@ -1,5 +1,5 @@
-"""transformers: the paged cache of its continuous batching, as its scheduler calls it; tiny rows, so that only the books
-count."""
+"""transformers: the paged cache of its continuous batching, called as its scheduler calls it. Rows are tiny, so that
+only the bookkeeping takes time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 VERSION = version("transformers")
 LEAST_BLOCK = 16
 MARGIN = 0.15
-"""The share of the cache that its scheduler keeps free; below it, everything that nobody uses is dropped."""
+"""The share of the cache that its scheduler keeps free. If less is free, it evicts all unused blocks."""
 
 
 class Peer:
+    """transformers' ``PagedAttentionCache`` with prefix sharing. The calls are described in ``benchmarks.peers``."""
+
     excluded = 0.0
 
     def __init__(self, capacity: int, block_size: int, longest: int, at_once: int) -> None:
@@ -46,6 +48,7 @@ class Peer:
         return list(ids.tolist())
 
     def _keep_margin(self) -> None:
+        """Evict all unused blocks if less than ``MARGIN`` of the cache is free, as its scheduler does."""
         cache = self.cache
         cache.pool.try_to_free_sectors()
         if cache.compute_free_capacity() < MARGIN and cache.evict_cached_blocks():
@@ -53,6 +56,7 @@ class Peer:
             cache.compute_free_capacity()
 
     def _store(self, request: RequestState, n: int) -> None:
+        """Allocate blocks for ``n`` tokens of ``request``; evict unused blocks if there are too few."""
         if not self.cache.can_store_request_tokens(request, n):
             self.cache.evict_cached_blocks()
             self.cache.pool.try_to_free_sectors()
@@ -85,7 +89,7 @@ class Peer:
         self.cache.free_blocks(self._running.pop(i).request_id)
 
     def step(self) -> None:
-        """Room for a token of every request, and blocks that became full marked; index arrays are left out."""
+        """Allocate a token for every request and mark blocks that became full. Index arrays are left out."""
         for i in self._running:
             self.append(i, [1])
 

@@ -15,10 +15,12 @@ core = from_path("minisgl", "minisgl.core")
 CacheManager = from_path("minisgl", "minisgl.scheduler.cache").CacheManager
 VERSION, LEAST_BLOCK = "-", 1
 _empty = torch.empty
-torch.empty = lambda *shape, pin_memory=False, **options: _empty(*shape, **options)  # there is no GPU to pin for
+torch.empty = lambda *shape, pin_memory=False, **options: _empty(*shape, **options)  # no pinned memory without a GPU
 
 
 class Peer:
+    """mini-sglang's radix cache and request table. The calls are described in ``benchmarks.peers``."""
+
     excluded = 0.0
 
     def __init__(self, capacity: int, block_size: int, longest: int, at_once: int) -> None:

@@ -13,6 +13,8 @@ VERSION, LEAST_BLOCK = "-", 16
 
 
 class Peer:
+    """nano-vllm's ``BlockManager``. The calls are described in ``benchmarks.peers``."""
+
     excluded = 0.0
 
     def __init__(self, capacity: int, block_size: int, longest: int, at_once: int) -> None:
@@ -31,7 +33,7 @@ class Peer:
         return int(sequence.num_cached_tokens)
 
     def append(self, i: int, output: list[int]) -> None:
-        """One token after another: it has no call for several."""
+        """Append one token after another: its block manager has no call for several."""
         sequence = self._running[i]
         for token in output:
             sequence.append_token(token)

@@ -1,4 +1,4 @@
-"""This library through the whole life of a request: open with a reserve, commit, extend, commit, close; default checks."""
+"""This library, with its default checks. A request is: open with a reserve, commit, extend, commit, close."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvpagoda.schema import Attention, Layer, Schema
 VERSION, LEAST_BLOCK = version("kvpagoda"), 1
 FULL = Schema((Layer(0, "full_attention", (Attention(1, 1, 1, "float16"),)),), "full attention")
 ARRAYS = ("block_table", "cache_seqlens", "slot_mapping", "kv_indptr", "kv_last_page_len")
-"""What FlashAttention and FlashInfer take, but ``kv_indices``: where there is a GPU, a kernel makes them from the table."""
+"""The index arrays of FlashAttention and FlashInfer, without ``kv_indices``, which a kernel makes on a GPU."""
 torch.set_num_threads(1)
 
 
 class Peer:
-    """A cache with no memory behind them; the first ``step`` asks for index arrays, and those of a cache with memory."""
+    """A cache without memory. The first ``step`` makes a second cache with memory, for its index arrays."""
 
     excluded = 0.0
 
@@ -59,16 +59,17 @@ class Peer:
         return self.books.core.prefix.find(prompt, self._namespace)[1].num_tokens
 
     def step(self) -> None:
-        """A token for every request, and the index arrays of both dialects."""
+        """Run a step with one token for every request, and make the index arrays for FlashAttention and FlashInfer."""
         if self._stepping is None:
             self._stepping = self._with_memory()
         running, ones = self._stepping
         arrays = running.extend().layer(0).arrays
         for name in ARRAYS:
-            getattr(arrays, name)  # made when it is asked for
+            getattr(arrays, name)  # an array is made when it is read
         running.commit(ones)
 
     def _with_memory(self) -> tuple[PersistentBatch, Tokens]:
+        """Return a persistent batch of the running requests, in a new cache with memory, and a token for each."""
         plan = self._plan
         cache = KVCache(
             FULL, num_blocks=plan.groups[0].num_blocks, max_requests=plan.max_requests, block_size=plan.block_size,
@@ -82,6 +83,7 @@ class Peer:
         return cache.persistent_batch(sequences), np.ones(len(sequences), np.int32)
 
     def take(self, num_blocks: int) -> Any:
+        """Allocate blocks of the only group and return their ids."""
         group = self.books.core.groups[0]
         ids = group.peek(num_blocks)
         group.take(num_blocks)

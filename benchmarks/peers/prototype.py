@@ -1,5 +1,5 @@
-"""The throwaway prototype, from ``KVPAGODA_BENCH_PROTOTYPE`` (a folder that holds ``radix_numpy.py``): no groups, states,
-transactions or checks. The floor to measure against."""
+"""An early prototype of this library, from ``KVPAGODA_BENCH_PROTOTYPE`` (a folder with ``radix_numpy.py``). It has no
+groups, states, transactions or checks, and serves as the lower bound of the time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ VERSION, LEAST_BLOCK = "-", 1
 
 
 class Peer:
+    """The prototype's ``Manager``. The calls are described in ``benchmarks.peers``."""
+
     excluded = 0.0
 
     def __init__(self, capacity: int, block_size: int, longest: int, at_once: int) -> None:

@@ -1,6 +1,6 @@
-"""SGLang: a radix cache, a paged allocator and the request table, as its scheduler calls them on ``device='cpu'``.
+"""SGLang: its radix cache, paged allocator and request table, called as its scheduler calls them, on ``device='cpu'``.
 
-On a CPU its allocator stands in for a GPU kernel with ``alloc_extend_naive``; that time is ``excluded``.
+On a CPU, its allocator calls ``alloc_extend_naive`` in place of a GPU kernel; ``excluded`` is the time of these calls.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch._inductor.runtime.triton_heuristics  # noqa: E402
 import torch._inductor.select_algorithm  # noqa: E402
 import torch.utils._triton  # noqa: E402
 
-torch.utils._triton.has_triton_package()  # asks the real triton, and remembers
+torch.utils._triton.has_triton_package()  # call it now: it caches the answer for the real triton
 torch.utils._triton.has_triton()
-sys.modules["vllm"] = None  # type: ignore[assignment]  # SGLang uses parts of vLLM where it finds it
+sys.modules["vllm"] = None  # type: ignore[assignment]  # otherwise SGLang would use parts of an installed vLLM
 stubs.install("triton", "torchvision", "sgl_kernel", "flashinfer", "xgrammar", "torchao", "tvm_ffi")
 
 import sglang.srt.mem_cache.allocator.paged as paged  # noqa: E402
@@ -47,6 +47,7 @@ _in_fallback = 0.0
 
 
 def _timed_fallback(*args: Any) -> None:
+    """Call the fallback and add its CPU time to ``_in_fallback``."""
     global _in_fallback
     start = time.process_time()
     _fallback(*args)
@@ -78,7 +79,7 @@ class Request:
 
 
 class Peer:
-    """The radix tree in Python. ``backend``: of the unified tree; None takes the older ``RadixCache``."""
+    """SGLang with its radix tree in Python. ``backend``: of its unified tree; None: the older ``RadixCache``."""
 
     backend: str | None = None
 
@@ -102,7 +103,7 @@ class Peer:
 
     @property
     def excluded(self) -> float:
-        """Seconds in the fallback of the allocation kernel."""
+        """Seconds in the fallback for the allocation kernel."""
         return _in_fallback
 
     @staticmethod
@@ -110,6 +111,8 @@ class Peer:
         return array("q", ids.astype("int64").tobytes())
 
     def _allocate(self, request: Request, begin: int, end: int, last: torch.Tensor) -> None:
+        """Allocate slots for tokens ``begin .. end - 1`` and write them to the request table. ``last``: slot of the
+        token before."""
         n = end - begin
         if self.block_size == 1:
             evict_from_tree_cache(self.tree, n)
@@ -163,7 +166,8 @@ class Peer:
         return int(match.device_prefix_len)
 
     def step(self) -> None:
-        """A token for every request: ``alloc_for_decode``, whose rows of the request table are its index arrays."""
+        """Allocate a token for every request, as ``alloc_for_decode`` does. The request table serves as SGLang's
+        index arrays."""
         requests = list(self._running.values())
         indices = torch.tensor([request.kv.req_pool_idx for request in requests])
         lengths = torch.tensor([request.kv.kv_allocated_len for request in requests])

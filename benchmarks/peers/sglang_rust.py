@@ -9,4 +9,6 @@ __all__ = ["LEAST_BLOCK", "VERSION", "Peer"]
 
 
 class Peer(sglang.Peer):
+    """SGLang with the Rust core of its unified radix tree."""
+
     backend = "rust"

@@ -1,4 +1,4 @@
-"""Stand-ins for heavy modules that a peer imports and its host path never calls: GPU kernels, image code, grammars."""
+"""Stand-ins for heavy modules that a peer imports but its host path never calls: GPU kernels, images, grammars."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _is_special(name: str) -> bool:
 
 
 class _AnyMeta(type):
-    """A class of which every attribute is a stand-in, and that ``|`` joins with any type in an annotation."""
+    """The metaclass of ``Anything``: every attribute is a stand-in, and ``|`` with any type works in an annotation."""
 
     def __getattr__(cls, name: str) -> Any:
         if _is_special(name):
@@ -29,7 +29,7 @@ class _AnyMeta(type):
 
 
 class Anything(metaclass=_AnyMeta):
-    """Takes any use that a module makes of a name while it is imported: base class, decorator, constant, annotation."""
+    """A stand-in for any name that a module uses while it is imported: base class, decorator, constant, annotation."""
 
     def __init__(self, *args: Any, **options: Any) -> None: ...
 
@@ -69,6 +69,8 @@ class Anything(metaclass=_AnyMeta):
 
 
 class _StubModule(ModuleType):
+    """A module in which every name is a stand-in: a class if the name looks like one, otherwise an instance."""
+
     __path__: Sequence[str] = ()
     __version__ = "3.5.0"
 
@@ -79,6 +81,8 @@ class _StubModule(ModuleType):
 
 
 class _Stubs(MetaPathFinder, Loader):
+    """The importer of stand-ins for ``names`` and all modules below them."""
+
     def __init__(self, names: Sequence[str]) -> None:
         self.names = frozenset(names)
 
@@ -92,5 +96,5 @@ class _Stubs(MetaPathFinder, Loader):
 
 
 def install(*names: str) -> None:
-    """From now on importing ``names``, or anything below them, gives stand-ins."""
+    """Make imports of ``names``, and of any module below them, return stand-ins from now on."""
     sys.meta_path.insert(0, _Stubs(names))

@@ -1,4 +1,4 @@
-"""What is asked of a peer, the same of each. Seconds of this process's CPU time, tokens, bytes."""
+"""The tasks, the same for every peer. Times are CPU seconds of this process unless a docstring says otherwise."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from kvpagoda.replay import Trace, synthetic
 
 Figures = dict[str, Any]
 TOGETHER = 64
-"""Steps of a replay between two looks at the clock, for which tokens are made ready outside of the time."""
+"""Steps of a replay between two reads of the clock. Their tokens are prepared before the first read."""
 now = time.process_time
 
 
 def replay(peer: Any, *, trace: str, limit: int | None, capacity: int, block_size: int) -> Figures:
-    """Every request of a trace from admission to its end: seconds in all, and the tokens found."""
+    """Serve every request of a trace from its admission to its end. Return the seconds in all and the share of prompt
+    tokens that were cached."""
     work = workload(trace, limit)
     steps = work.steps(capacity)
     cache = peer(capacity, block_size, max(map(work.length, range(len(work)))), 80)
@@ -52,19 +53,20 @@ def replay(peer: Any, *, trace: str, limit: int | None, capacity: int, block_siz
 
 
 def serve(peer: Any, *, config: dict[str, Any], budget: int, limit: int | None) -> Figures:
-    """The conversation trace as ``kvpagoda.replay.serve`` serves it, with the layers of a model in ``budget`` bytes: what the
-    peer's own manager of several groups finds of the prompts, and the seconds of all its calls. Without the trace, a
-    synthetic mix."""
+    """Serve the conversation trace as ``kvpagoda.replay.serve`` does, with the layers of a model in ``budget`` bytes.
+
+    Return the share of prompt tokens that the peer's own manager of several groups finds cached, and the seconds of all
+    its calls. Without the trace file, a synthetic mix is served."""
     is_there = (TRACES / SOURCES["conversation"].file).exists()
     trace = Trace.read(TRACES / SOURCES["conversation"].file, limit) if is_there else synthetic(limit or 40)
     return dict(peer(config, budget, trace, 512 if is_there else 64).run())
 
 
 def lookup(peer: Any, *, num_tokens: int, edges: int, block_size: int, repeats: int) -> Figures:
-    """Find a prompt of ``num_tokens`` tokens that is cached in ``edges`` pieces (0: not at all)."""
+    """Match a prompt of ``num_tokens`` tokens that is cached as ``edges`` edges (0: not cached). Wall time."""
     text = _random(num_tokens)
     cache = peer(3 * num_tokens, block_size, num_tokens + block_size, 8)
-    for part in range(1, edges + 1):  # each leaves a branch behind, so that what follows is a piece of its own
+    for part in range(1, edges + 1):  # each request leaves a branch, so that the next part is an edge of its own
         other = np.full(block_size, part % VOCABULARY, np.int32)
         prompt = text if part == edges else np.concatenate((text[: num_tokens * part // edges], other))
         cache.admit(0, cache.tokens(prompt), 1)
@@ -75,9 +77,11 @@ def lookup(peer: Any, *, num_tokens: int, edges: int, block_size: int, repeats: 
 
 
 def step(peer: Any, *, context: int, requests: int, block_size: int, repeats: int, staggered: bool = False) -> Figures:
-    """One decode step of ``requests`` requests with ``context`` tokens each; ``staggered``: request ``i`` has
-    ``i % block_size`` more, so that in every step some begin a block, and not all in the same. The median of ``repeats``
-    steps, and their mean, to which those that begin blocks add theirs."""
+    """Run decode steps of ``requests`` requests with ``context`` tokens each.
+
+    ``staggered``: request ``i`` has ``i % block_size`` more tokens, so that some requests begin a block in every step,
+    and never all in the same step. Return the median of ``repeats`` steps, and their mean, which includes the steps in
+    which blocks begin."""
     room = context + repeats + 8 + 2 * block_size
     cache = peer(requests * (room + block_size), block_size, room, requests)
     for i in range(requests):
@@ -95,7 +99,7 @@ def step(peer: Any, *, context: int, requests: int, block_size: int, repeats: in
 
 
 def admission(peer: Any, *, cached: int, per_edge: int, num_tokens: int, block_size: int, repeats: int) -> Figures:
-    """The whole life of a request of ``num_tokens`` tokens, of which half are cached, in a cache of ``cached`` blocks."""
+    """Serve a request of ``num_tokens`` tokens, half of them cached, in a cache of ``cached`` blocks."""
     cache = _filled(peer, cached, per_edge, block_size, num_tokens)
     known = _random(num_tokens // 2, 2**31)
     times = []
@@ -110,13 +114,13 @@ def admission(peer: Any, *, cached: int, per_edge: int, num_tokens: int, block_s
 
 
 def allocate(peer: Any, *, num_blocks: int, block_size: int, repeats: int) -> Figures:
-    """Take ``num_blocks`` blocks and give them back."""
+    """Allocate ``num_blocks`` blocks and free them again. Wall time."""
     cache = peer(4 * max(num_blocks, 1024) * block_size, block_size, 1024, 8)
     return {"seconds": _best(lambda: cache.give(cache.take(num_blocks)), repeats, repeat=max(3, 3000 // num_blocks))}
 
 
 def evict(peer: Any, *, cached: int, per_edge: int, num_blocks: int, block_size: int, repeats: int) -> Figures:
-    """Evict ``num_blocks`` of ``cached`` blocks, that were published as texts of ``per_edge`` blocks each."""
+    """Evict ``num_blocks`` of ``cached`` blocks, which were published as texts of ``per_edge`` blocks each."""
     cache = _filled(peer, cached, per_edge, block_size)
     times = []
     for _ in range(repeats):
@@ -127,8 +131,8 @@ def evict(peer: Any, *, cached: int, per_edge: int, num_blocks: int, block_size:
 
 
 def memory(peer: Any, *, cached: int, per_edge: int, block_size: int) -> Figures:
-    """Bytes that this process grows by, from before there is a cache to when ``cached`` blocks are in it, of each block.
-    The first task of a process, so that nothing is reused."""
+    """Return by how many bytes this process grows per block, from before the cache is made until it holds ``cached``
+    blocks. It must be the first task of the process, so that no freed memory is reused."""
     _filled(peer, 8, 8, block_size)
     gc.collect()
     before = _resident()
@@ -140,8 +144,8 @@ def memory(peer: Any, *, cached: int, per_edge: int, block_size: int) -> Figures
 
 
 def _filled(peer: Any, cached: int, per_edge: int, block_size: int, longest: int = 0) -> Any:
-    """A cache of ``cached`` blocks, full of texts of ``per_edge`` blocks that have nothing in common, in which a request of
-    ``longest`` tokens still fits."""
+    """Return a cache that holds ``cached`` blocks, as texts of ``per_edge`` blocks with no common prefix, and that has
+    free memory for a request of ``longest`` tokens."""
     room = per_edge * block_size
     longest = max(longest, room) + block_size
     cache = peer(cached * block_size + 2 * longest, block_size, longest, 8)
@@ -159,7 +163,7 @@ def _random(n: int, seed: int = 0) -> Tokens:
 
 
 def _best(call: Callable[[], object], repeats: int, repeat: int = 3) -> float:
-    """The median of ``repeats`` rounds, each the best of ``repeat`` calls; seconds."""
+    """Return the median wall time of ``repeats`` rounds, each the best of ``repeat`` calls, in seconds."""
     rounds = []
     for _ in range(repeats):
         times = []
@@ -172,5 +176,5 @@ def _best(call: Callable[[], object], repeats: int, repeat: int = 3) -> float:
 
 
 def _resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -1,4 +1,4 @@
-"""vLLM: ``KVCacheManager`` as its scheduler calls it, with SHA-256 block hashes, which are its default."""
+"""vLLM: its ``KVCacheManager``, called as its scheduler calls it, with SHA-256 block hashes, its default."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ LEAST_BLOCK = 16
 
 
 class Peer:
+    """vLLM's ``KVCacheManager`` with one group. The calls are described in ``benchmarks.peers``."""
+
     excluded = 0.0
 
     def __init__(self, capacity: int, block_size: int, longest: int, at_once: int) -> None:
@@ -70,7 +72,7 @@ class Peer:
         return int(self.manager.get_computed_blocks(self._request(prompt))[1])
 
     def step(self) -> None:
-        """Room for a token of every request; index arrays are left out: its worker makes them on the GPU."""
+        """Allocate a token for every request. Index arrays are left out: the worker makes them on the GPU."""
         for request in self._running.values():
             request.append_output_token_ids(1)
             assert self.manager.allocate_slots(request, 1) is not None
@@ -83,7 +85,7 @@ class Peer:
         self.manager.block_pool.free_blocks(reversed(blocks))
 
     def evict(self, num_blocks: int) -> Any:
-        """Its free list is its eviction order: taking a cached block is what evicts it."""
+        """Allocate ``num_blocks`` blocks, which evicts cached ones: vLLM's free list is its eviction order."""
         return self.manager.block_pool.get_new_blocks(num_blocks)
 
     def check(self) -> None:

@@ -1,10 +1,10 @@
-"""vLLM: its ``KVCacheManager`` for several groups of layers, as its scheduler drives it, over a trace. It is installed, or
-unpacked in the folder that ``KVPAGODA_BENCH_VLLM`` names.
+"""vLLM: its ``KVCacheManager`` for several groups of layers, called over a trace as its scheduler calls it.
 
-The groups, the size of a block and the number of blocks are worked out by vLLM's own planning from the layers of a model. The
-rules of its scheduler are kept: a request is admitted when its prompt fits, chunks of models with states end where its
-``_mamba_block_aligned_split`` says, and when a running request needs more blocks than there are, the youngest is preempted.
-Steps are those of ``kvpagoda.replay.serve``: so many tokens of every request.
+vLLM is installed, or unpacked in the folder that ``KVPAGODA_BENCH_VLLM`` names. Its own planning computes the groups,
+the block size and the number of blocks from the layers of a model. The rules of its scheduler are kept. A request is
+admitted when its prompt fits. For models with states, chunks end where its ``_mamba_block_aligned_split`` says. When a
+running request needs more blocks than are free, the youngest request is preempted. A step computes at most
+``STEP_TOKENS`` tokens of every running request, as in ``kvpagoda.replay.serve``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ now = time.process_time
 
 
 class Peer:
-    """A trace served with the layers of ``config``, a model's config, in ``budget`` bytes."""
+    """Serves ``trace`` (``tokens_per_id`` tokens per id) with the layers of the model ``config`` in ``budget`` bytes."""
 
     def __init__(self, config: dict[str, Any], budget: int, trace: Trace, tokens_per_id: int) -> None:
         self.trace, self.per_id = trace, tokens_per_id
@@ -80,7 +80,7 @@ class Peer:
         self.hits = self.prompts = self.never_fit = self.preempted = self.steps = self.running_steps = 0
 
     def run(self) -> dict[str, Any]:
-        """Serve all of it: its figures."""
+        """Serve the whole trace and return its figures."""
         while self.waiting or self.running:
             self._step()
         free = self.manager.block_pool.get_num_free_blocks()
@@ -93,7 +93,7 @@ class Peer:
         }  # fmt: skip
 
     def _step(self) -> None:
-        """First those that run, then those that wait, as its scheduler does."""
+        """Compute a chunk of every running request, then admit waiting ones, in the order of vLLM's scheduler."""
         start, before = now(), self.preempted
         self.manager.new_step_starts()
         for request in [*self.running]:
@@ -106,7 +106,7 @@ class Peer:
         self.running_steps += len(self.running)
 
     def _admit(self) -> bool:
-        """Admit the first that waits, with its first chunk; False if there is no room for it now."""
+        """Admit the first waiting request and compute its first chunk; False if it does not fit now."""
         first = self.waiting[0]
         if isinstance(first, int):
             tokens, num_prompt = text_of(self.trace, first, self.per_id)
@@ -124,7 +124,7 @@ class Peer:
         )
         self.taken += now() - start
         if made is None:
-            if not self.running:  # it is larger than the whole cache
+            if not self.running:  # the request is larger than the whole cache
                 self.never_fit += 1
                 self.waiting.popleft()
             return False
@@ -137,8 +137,8 @@ class Peer:
         return True
 
     def _compute(self, request: Request) -> None:
-        """The next tokens of ``request``: of its text, or, once that is computed, of its output up to the last block boundary,
-        and then the rest. It may be preempted, or end."""
+        """Compute the next chunk of ``request``: of its text; after the text, of its output up to the last block
+        boundary; then the rest of the output. The request may be preempted, or may end."""
         length = request.num_computed_tokens
         if length == request.num_tokens:
             output = self.outputs[request.request_id]
@@ -161,15 +161,16 @@ class Peer:
         self._end(request)
 
     def _end(self, request: Request) -> None:
-        """Free ``request``, if all of it is computed."""
+        """Free the blocks of ``request`` and stop it, if all its tokens are computed."""
         if request.num_computed_tokens == request.num_tokens and not self.outputs[request.request_id]:
             self.manager.free(request)
             self.running.remove(request)
 
 
 def specs_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM keeps of each layer of a model. Of models with states blocks are as long as its platform makes them: the
-    fewest tokens, a multiple of 16, whose keys and values take at least the bytes of a state."""
+    """Return vLLM's cache spec for each layer of a model, by the layer's number as text. For models with states, the
+    block size is the one that vLLM's platform code chooses: the least multiple of 16 tokens whose keys and values take
+    at least the bytes of a state."""
     heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     attention = {"num_kv_heads": heads, "head_size": width, "dtype": torch.bfloat16}
@@ -186,7 +187,8 @@ def specs_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_states(config: dict[str, Any], attention: dict[str, Any]) -> dict[str, Any]:
-    """Of Qwen3-Next: recurrent states in the dtype that ``config`` names, rows of the convolution in bfloat16."""
+    """Return the specs of Qwen3-Next: recurrent states in the dtype that ``config`` names (float32 by default), rows of
+    the convolution in bfloat16."""
     k, v = config["linear_num_key_heads"], config["linear_num_value_heads"]
     key, value = config["linear_key_head_dim"], config["linear_value_head_dim"]
     convolution = (config["linear_conv_kernel_dim"] - 1, 2 * k * key + v * value)
@@ -205,8 +207,10 @@ def _with_states(config: dict[str, Any], attention: dict[str, Any]) -> dict[str,
 
 
 def _settings(block_size: int, retention: int | None) -> Any:
-    """What its planning reads of its configuration, with the defaults of its options. ``retention``: 0, its default: of
-    windows and states only what the end of a prompt and seen junctions need is kept for reuse; None: all."""
+    """Return the part of vLLM's configuration that its planning reads, with the defaults of its options.
+
+    ``retention``: 0, vLLM's default, keeps for reuse only the blocks of windows and states that are needed at the end
+    of a prompt and where known texts branch; None keeps all."""
     caching = SimpleNamespace(
         block_size=block_size, enable_prefix_caching=True, prefix_match_unit=None, num_gpu_blocks_override=None,
         prefix_cache_retention_interval=retention, get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
@@ -219,7 +223,7 @@ def _settings(block_size: int, retention: int | None) -> Any:
 
 
 def _splits(settings: Any, block_size: int, hash_size: int) -> Any:
-    """What ``Scheduler._mamba_block_aligned_split`` reads of a scheduler."""
+    """Return the attributes that ``Scheduler._mamba_block_aligned_split`` reads from a scheduler."""
     settings.cache_config.block_size = block_size
     return SimpleNamespace(
         cache_config=settings.cache_config, scheduler_config=settings.scheduler_config, block_size=block_size,
