@@ -1,4 +1,4 @@
-"""The part of JSON Schema that ``docs/json`` uses, in a few lines: the tests need no package for it."""
+"""A validator for the part of JSON Schema that ``docs/json`` uses, so that the tests need no package for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def schema_of(name: str) -> Any:
 
 
 def violations(value: Any, schema: Any, where: str = "$") -> list[str]:
-    """What of ``value`` breaks ``schema``, and where."""
+    """Return a sentence for each part of ``value`` that breaks ``schema``. ``where``: the path of ``value``."""
     assert schema.keys() <= KNOWN, f"{where}: {schema.keys() - KNOWN} is not looked at here"
     if "anyOf" in schema:
         return (

@@ -1,4 +1,5 @@
-"""What an engine needs of a step: memory without a step, fixed shapes, rows written where the arrays say, verified drafts."""
+"""What an engine needs for a step: views of memory without a step, index arrays of fixed shape, rows written to the
+slots that ``slot_mapping`` names, and commits of the drafts that were accepted."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def test_write_does_what_slot_mapping_says(encoding: Encoding) -> None:
     for name, rows in (("k", k), ("v", v)):
         found = view.blocks.read(name, (slots // 4, slots % 4))
         assert torch.equal(found, view.blocks.stored(name, rows[:5]))
-    again = torch.randn(2, 3, 2, 8).bfloat16()  # rows and tokens as two axes
+    again = torch.randn(2, 3, 2, 8).bfloat16()  # rows of the batch and their tokens as two axes
     view.write(k=again)
     assert torch.equal(view.blocks.read("k", (slots // 4, slots % 4)), view.blocks.stored("k", again.view(6, 2, 8)[:5]))
 
@@ -135,7 +136,8 @@ def test_write_without_memory_says_so() -> None:
 @pytest.mark.parametrize("copied", [False, True], ids=["shared memory", "copied as to a GPU"])
 @pytest.mark.parametrize("width", [1, 3])
 def test_fixed_shapes(width: int, copied: bool) -> None:
-    """Same shapes and addresses in every step, whoever is in it; in the part that means something, a fresh batch's values."""
+    """Shapes and addresses are the same in every step, whichever sequences are in it; the valid part of each array has
+    the values of a fresh batch."""
     cache = cache_of(FULL, WINDOW, STATE)
     graph = cache.persistent_batch(num_rows=4, tokens_per_row=width)
     if copied:
@@ -199,7 +201,7 @@ def test_a_text_that_is_cached_up_to_its_last_token_joins() -> None:
 
 
 def test_as_many_drafts_as_are_right_are_committed() -> None:
-    """Steps that verify, committed for all rows at once, leave what commits one by one leave."""
+    """Commits of accepted drafts for all rows at once leave the same texts and cache as commits of single sequences."""
     random = np.random.default_rng(0)
     together, alone = (cache_of(FULL, WINDOW) for _ in range(2))
     members = [prefilled(together, 3 + i, 20 * i) for i in range(4)]

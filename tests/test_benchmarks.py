@@ -1,4 +1,4 @@
-"""The benchmarks: each runs in a tiny size, absent peers are told, and the ratios to others hold with a margin."""
+"""The benchmarks: each runs in a tiny size, absent peers are reported, and the ratios to peers hold with a margin."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from benchmarks.workload import AT_ONCE, GENERATED, SHARE, TRACES, workload  # n
 
 MARGIN = 1.5
 OWN_PROCESS = {"match", "events", "metrics"}
-"""The command that starts all of them; and two that collect garbage again and again, of which a test process is full."""
+"""Benchmarks that run in their own process: ``match`` tests the command; the other two collect garbage repeatedly,
+which is slow in a test process with many objects."""
 
 
 def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +40,7 @@ def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 def test_every_question_runs_in_a_tiny_size(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Most in this process, which has imported torch and transformers; ``OWN_PROCESS`` by the command that starts them."""
+    """Most run in this process, which has imported torch and transformers; ``OWN_PROCESS`` run by the command."""
     if name == "policies" and not TRACES.exists():
         pytest.skip(f"no traces at {TRACES}")
     if name == "metrics":
@@ -63,7 +64,7 @@ def test_every_question_runs_in_a_tiny_size(
         assert figures and all(figure > 0 for figure in figures[:1]), row
     if (
         name not in ("policies", "one_budget", "adapters") and found["versions"]
-    ):  # it asks others: one is there, one is not
+    ):  # it compares with peers: "ours" is installed, "nanovllm" is not
         assert set(found["versions"]) == {"ours"} and "nanovllm" in found["absent"]["nanovllm"]
     assert max(map(len, table(found).splitlines())) <= 80
 
@@ -114,7 +115,7 @@ def test_a_workload_is_the_same_every_time_and_never_waits() -> None:
 
 
 def test_the_replay_finds_what_is_cached() -> None:
-    """With room for everything, what a request shares with any earlier one is found, up to its last token."""
+    """With room for everything, each request hits what it shares with any earlier one, except for its last token."""
     found = tasks.replay(Peer, trace=GENERATED, limit=40, capacity=3_000_000, block_size=16)
     work, best = workload(GENERATED, 40), 0
     texts = [np.concatenate((work.prompt(i), work.output(i))) for i in range(len(work))]
@@ -127,7 +128,7 @@ def test_the_replay_finds_what_is_cached() -> None:
         best += longest
     assert found["requests"] == 40
     exact = 100 * best / found["prompt_tokens"]
-    assert exact - 2 < found["hit_percent"] <= exact  # the tails of blocks that were still being written
+    assert exact - 2 < found["hit_percent"] <= exact  # less: the ends of blocks that were still being written
 
 
 def test_hybrid_layers_serve_the_same_requests() -> None:
@@ -169,7 +170,8 @@ def test_a_folder_without_the_package_is_told() -> None:
 
 
 def ratios(task: str, others: tuple[str, ...], runs: int = 1, **asked: Any) -> dict[str, float]:
-    """How many times our time others take, the part that stands for a GPU's work left out. Skips where nobody else is."""
+    """Return for each of ``others`` its time divided by ours, without the part that simulates GPU work. Skips the test
+    if none of them is installed."""
     with Peers(Options(peers=("ours", *others))) as peers:
         told = {peer.name: figures for peer, figures in peers.ask(task, runs, block_size=16, **asked).items()}
         if len(told) == 1:

@@ -1,6 +1,6 @@
 """The command line: tables, JSON, and one clear line with exit code 2 on bad input.
 
-Importing transformers takes a process seconds: most commands run in this one, some in processes of their own.
+An import of transformers takes seconds, so most commands run in the test process and only some in their own.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def test_help(command: list[str]) -> None:
 
 
 def test_generate_loads_a_model_from_a_folder(tmp_path: Path, here: Command) -> None:
-    """The real loading code: a saved checkpoint with its tokenizer, here a tiny one."""
+    """Runs the real loading code on a saved tiny checkpoint with its tokenizer."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     from models import tiny_model

@@ -1,4 +1,4 @@
-"""What commands print with ``--json`` is what ``docs/json`` describes."""
+"""What commands print with ``--json`` matches the JSON Schemas in ``docs/json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache has one owner at a time: a second thread gets a typed error, and neither is harmed."""
+"""One thread at a time may use a cache: a second thread gets a typed error, and the calls of neither are damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRIALS, CALLS = 12, 120
 
 
 class NeverRaised(Exception):
-    """Where the library has no such error yet."""
+    """Stands for ``ConcurrentUse`` in versions of the library that lack it; never raised."""
 
 
 ConcurrentUse: type[BaseException] = getattr(errors, "ConcurrentUse", NeverRaised)
@@ -32,7 +32,8 @@ def test_it_is_a_typed_error() -> None:
 
 
 class Paused:
-    """A thread that stands still inside ``call``, at its ``n``-th call inside the library, until the end of the block."""
+    """A context in which a thread runs ``call`` and pauses at its ``n``-th call inside the library, until the block
+    ends."""
 
     def __init__(self, call: Callable[[], Any], n: int) -> None:
         self._call, self._n, self._count = call, n, 0
@@ -106,7 +107,7 @@ def test_a_call_while_another_thread_is_inside(kind: str) -> None:
 
 
 def test_two_threads_at_once() -> None:
-    """Many calls of two threads: each call is done, or says that another thread is there; nothing else happens."""
+    """Two threads make many calls: each call succeeds, or raises ConcurrentUse because of the other thread."""
     interval, wrong, met = sys.getswitchinterval(), list[str](), [0]
     sys.setswitchinterval(1e-6)
     try:
@@ -121,12 +122,12 @@ def test_two_threads_at_once() -> None:
 
 
 def _trial(seed: int, met: list[int]) -> list[str]:
-    """What went wrong where two threads open, step, fork and close at once."""
+    """Let two threads open, step and close requests at once. Returns a line for everything that went wrong."""
     scene, wrong = Scene(("full", "gemma", "qwen3_next")[seed % 3], has_tier=False), list[str]()
     begin = threading.Barrier(2)
 
     def call(function: Callable[[], Any]) -> Any:
-        """The result, once no other thread is inside."""
+        """Call ``function`` until no other thread is inside the cache, and return its result."""
         while True:
             try:
                 return function()

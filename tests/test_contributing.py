@@ -1,4 +1,4 @@
-"""CONTRIBUTING says what is there: its rooms are those of the tree, and its drawing is made from the code."""
+"""CONTRIBUTING.md is up to date: it lists the rooms of the source tree, and its drawing is made from the code."""
 
 import importlib.util
 import re

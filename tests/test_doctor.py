@@ -1,4 +1,4 @@
-"""The doctor: what works is tried, what is not installed is told, what is broken says why."""
+"""The doctor: it tries what is installed, reports what is not, and says why something is broken."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def found(*tiers: str) -> dict[str, Finding]:
 
 @pytest.fixture
 def no_imports(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
-    """What importing a package raises; by default it is there."""
+    """Replace imports. Returns a dictionary: package -> the error that its import raises. Others succeed."""
     errors: dict[str, Exception] = {}
 
     def load(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Errors carry their numbers as data, beside a text that says the same."""
+"""Errors carry their numbers as attributes, and their message says the same."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ MISTRAL = {**GEMMA, "model_type": "mistral"}
 def test_the_budget_that_is_named_holds_the_request(config: dict[str, Any], shared: bool) -> None:
     schema, named = Schema.from_hf_config(config), re.compile(r"(?:budget of|needs) ([\d,]+) bytes")
     for num_tokens in (20, 333, 5000):
-        for room in (16, num_tokens if shared else 16):  # a share of its own is capped: there no budget gives any room
+        for room in (16, num_tokens if shared else 16):  # separate shares are capped: no budget gives more room
             with pytest.raises(NeverFits) as caught:
                 schema.plan("9KiB", 3, shared=shared).blocks_wanted(num_tokens, room)
             found = named.search(str(caught.value))
             assert found, str(caught.value)
-            if found[0].startswith("needs"):  # not even a block: the plan says what one needs
+            if found[0].startswith("needs"):  # not even one block fits: the plan says which budget that needs
                 with pytest.raises(NeverFits, match="would hold it") as caught:
                     plan = schema.plan(int(found[1].replace(",", "")), 3, shared=shared)
                     plan.blocks_wanted(max(num_tokens, 1000), room)

@@ -1,4 +1,4 @@
-"""The examples run as they stand, and what each claims is so."""
+"""The examples run unchanged, and the claims of each are true."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LINES = {"engine": 300}
-"""The most lines of each; all others 150."""
+"""Example -> the most lines that it may have; 150 for all others."""
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +23,11 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def example(name: str) -> Any:
-    """The module of an example, from its file: folders of the tests have the same names."""
+    """Load an example from its file and return the module. By name it could be a folder of the tests."""
     found = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module  # dataclasses look for it there
+    sys.modules[found.name] = module  # dataclasses look up their module here
     found.loader.exec_module(module)
     return module
 
@@ -59,11 +59,11 @@ def test_engine_is_exact_under_pressure() -> None:
     assert counts["answers"] == counts["exact"] == 24
     for what in ("preempted", "forked", "accepted", "evicted blocks", "cached prompt tokens"):
         assert counts[what] > 0, what
-    assert counts["accepted"] < counts["drafts"]  # refused drafts were written, and nobody read them
+    assert counts["accepted"] < counts["drafts"]  # rejected drafts were written, and no later step read them
 
 
 def test_engine_tells_a_wrong_block() -> None:
-    """That its comparison can fail: one block of one layer has the rows of another one."""
+    """The comparison of the example can fail: here one block of one layer gets the rows of another block."""
     engine, tiny_model = example("engine"), example("tiny_model")
     model = tiny_model.TinyModel()
     whole = engine.Engine(model, "80KiB")

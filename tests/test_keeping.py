@@ -1,4 +1,4 @@
-"""What is kept for reuse and for how long: namespaces, media, invalidation, pins, fences, priorities, partial blocks."""
+"""What stays cached and for how long: namespaces, media, invalidation, pins, fences, priorities, partial blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def books(*kinds: LayerKind, num_blocks: int = 12, max_requests: int = 4, **argu
 
 
 def leave(cache: KVCache, tokens: object, namespace: object = None, **arguments: object) -> int:
-    """A request that computes its prompt and ends; returns what it did not have to compute."""
+    """Compute the prompt ``tokens`` in a request and close it. Returns how many tokens were cached."""
     with cache.open(tokens, namespace, capacity=0, **arguments) as sequence:  # type: ignore[arg-type]
         cached, prompt = sequence.cached_tokens, sequence._request.tokens
         while sequence.length < sequence.prompt_length:
@@ -85,7 +85,7 @@ def test_invalidation_hides_at_once_and_frees_when_the_last_request_ends(kinds: 
     assert runs.cached_tokens == 8
     cache.invalidate("a")
     runs.commit(range(8, 9))
-    assert leave(cache, range(9), "a") == 0  # though a request of before still runs
+    assert leave(cache, range(9), "a") == 0  # though a request from before still runs
     assert leave(cache, range(9), "b") == 8
     held = cache.stats().groups[0].held
     runs.close()
@@ -190,7 +190,7 @@ def test_full_attention_reuses_up_to_the_token_and_copies_the_rest_of_the_block(
     assert view["k"][int(table[2]), :5, 0, 0].tolist() == [16, 17, 18, 19, 20]
     other.commit([99, 98])
     cache.check()
-    assert cache.open(range(24)).cached_tokens == 23  # the block that was copied from is as it was
+    assert cache.open(range(24)).cached_tokens == 23  # the block that was copied is unchanged
     cache.check()
 
 

@@ -1,4 +1,5 @@
-"""What a layer's view hands to kernels: page tensors, and tables, runs and flat indices in kernel pages."""
+"""What the view of a layer gives to kernels: page tensors; block tables, index runs and flat indices in kernel
+pages."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ SCHEMA = Schema((Layer(0, "full", (FULL,)), Layer(1, "window", (WINDOW,)), Layer
 def test_rows_are_found_by_tables_runs_and_slots_in_kernel_pages(
     layout: str | None, order: str | None, kernel_page: int
 ) -> None:
-    """Every row is written through the slots of the step, and must be where each spelling says it is."""
+    """Every row is written through ``slot_mapping``, and must be where each of the other index arrays says it is."""
     schema = SCHEMA if layout is None else SCHEMA.laid_out(layout)
     cache = KVCache(
         schema, "256KiB", device="cpu", block_size=16, kernel_page=kernel_page, order=order, max_requests=3, poison=True

@@ -1,4 +1,4 @@
-"""Look-up without admission, reading without leaving and leaving without reading, epochs, and where steps should end."""
+"""Lookup without admission, requests that only read or only publish, epochs, the hit grid, and the ends of steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cache_of(*kinds: LayerKind, **arguments: Any) -> KVCache:
 
 
 def compute(cache: KVCache, sequence: Any, end: int | None = None) -> None:
-    """Compute the prompt of ``sequence`` up to ``end``, in steps that end where they should."""
+    """Compute the prompt of ``sequence`` up to ``end`` (None: all of it), in steps no longer than ``step_limit``."""
     prompt, end = sequence._request.tokens.copy(), sequence.prompt_length if end is None else end
     while sequence.length < end:
         n = min(end - sequence.length, cache.step_limit(sequence))
@@ -69,7 +69,7 @@ def test_a_look_up_needs_no_slot_and_says_what_is_about_to_be_published() -> Non
     assert (cache.lookup(range(40)).pending, cache.lookup(range(30)).pending) == (
         36,
         28,
-    )  # whole blocks of all but one token
+    )  # whole blocks of all tokens but the last
     assert cache.lookup([*range(10), 99, *range(11, 40)]).pending == 8
     assert cache.lookup(range(40), namespace="other").pending == cache.lookup(range(500, 540)).pending == 0
     compute(cache, running[0], 20)
@@ -82,7 +82,8 @@ def test_a_look_up_needs_no_slot_and_says_what_is_about_to_be_published() -> Non
 
 @pytest.mark.parametrize("name", KINDS)
 def test_many_are_looked_up_as_each_alone(name: str) -> None:
-    """Whatever runs, in whatever form texts come, with a namespace and media of all or of each."""
+    """One lookup of many texts answers like one lookup for each, whatever runs. Texts may have any form; namespaces and
+    media are given once or for each text."""
     cache, random = cache_of(*KINDS[name]), np.random.default_rng(2)
     photo, other = b"p" * 16, b"q" * 16
     num_pending = num_hits = 0
@@ -186,15 +187,15 @@ def test_every_token_knows_its_weights() -> None:
     cache.invalidate()
     child.resume()
     assert child.epochs == [(0, 0), (10, 1), (20, 4)]
-    with cache.open(text) as fresh:  # nothing of other weights is found
+    with cache.open(text) as fresh:  # nothing that other weights computed is found
         assert fresh.cached_tokens == 0 and fresh.epochs == [(0, 4)]
     cache.check()
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_nothing_crosses_epochs_unseen(name: str) -> None:
-    """Every committed token carries the epoch that it was computed in, also where it was found in the cache; and what is found
-    was computed in the epoch of who finds it, from its first token on. ``random_driver`` compares bytes as well."""
+    """Every committed token carries the epoch in which it was computed, also if it was a hit. A hit was computed
+    completely in the epoch of the request that finds it. ``random_driver`` compares bytes as well."""
     cache, random = cache_of(*KINDS[name]), np.random.default_rng(3)
     truth: dict[Any, list[int]] = {}  # sequence -> the epoch of each of its tokens
     staying: dict[Any, int] = {}  # sequence -> the epoch that it stays on
@@ -268,7 +269,7 @@ def test_samples_stay_on_the_epoch_that_their_namespace_names(name: str) -> None
     child.commit([7, 7])
     assert first.epochs == child.epochs == [(0, 0)]
     assert leave(cache, text, namespace="team") == 0 and leave(cache, text, namespace="team") == 32
-    cache.invalidate("team")  # an adapter loaded anew is so in all epochs
+    cache.invalidate("team")  # invalidates the namespace in all epochs
     assert cache.lookup(text, group).cached == cache.lookup(text, "team").cached == 0
     assert leave(cache, text, namespace=group) == 0
     for sequence in (first, child):
@@ -304,7 +305,7 @@ def test_weights_that_come_again_are_found_again_and_what_crossed_them_is_not() 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_jobs_that_begin_alike_share(name: str) -> None:
-    """Eight prompts with 224 of 256 tokens in common: what they share is computed once."""
+    """Eight prompts have 224 of their 256 tokens in common, which are computed once."""
     cache = KVCache(cache_of(*KINDS[name]).schema, num_blocks=800, block_size=4, max_requests=8, device="none")
     queue: RunQueue[Job] = RunQueue(cache)
     for i in range(8):
@@ -327,7 +328,7 @@ def test_the_last_block_of_a_closed_request_is_reusable_up_to_its_end(num_tokens
     cache = cache_of(FULL)
     text = np.arange(num_tokens + 4, dtype=np.int32)
     assert leave(cache, text[:num_tokens]) == 0
-    assert cache.lookup(text[:num_tokens]).resumable == num_tokens - 1  # one is left to compute
+    assert cache.lookup(text[:num_tokens]).resumable == num_tokens - 1  # the last token is left to compute
     assert cache.lookup(text).resumable == num_tokens
     assert cache.lookup(np.append(text[:2], 99)).resumable == min(2, num_tokens)
     assert leave(cache, text) == num_tokens and cache.lookup(text).resumable == num_tokens + 3
@@ -387,14 +388,14 @@ def test_what_a_step_completed_is_published_when_somebody_looks_or_with_the_next
     assert cache.core.prefix.tree.num_cached == 3
     first.extend(4)
     first.commit(np.arange(20, 24))
-    first.extend(1)  # an answer that others may have given too
+    first.extend(1)  # other requests may have generated the same tokens
     assert cache.core.prefix.tree.num_cached == 4
     first.extend(3)
     first.commit(np.arange(24, 27))
     assert cache.core.prefix.tree.num_cached == 4 and cache.stats().groups[0].shared == 5
     first.extend(6)
     first.commit(np.arange(30, 36))
-    first.close()  # 26 tokens: a whole block, and the one in which they end
+    first.close()  # 26 tokens: one more whole block, and the partial block at the end
     assert not cache.core.unsettled and cache.core.prefix.tree.num_cached == 7
     cache.check()
 
@@ -415,7 +416,7 @@ def test_a_text_goes_on_from_where_a_running_request_stands(kinds: tuple[LayerKi
     behind = cache.open(text[:3000], capacity=0)
     assert behind.cached_tokens == 2048 and len(cache.core.prefix.kept) == 1
     assert (rows[cache.core.state_rows(np.array([behind.slot]))] == 7.0).all()
-    assert cache.open(text[:1000], capacity=0).cached_tokens == 0  # parts from it before
+    assert cache.open(text[:1000], capacity=0).cached_tokens == 0  # this prompt ends before that state
     cache.check()
 
 

@@ -1,4 +1,4 @@
-"""The calls around which others may stand are those that ``observing`` lists, and are as they were when nobody does."""
+"""The calls that can be observed are those that ``observing`` lists, and without an observer they are unchanged."""
 
 from __future__ import annotations
 
