@@ -32,8 +32,7 @@ def test_it_is_a_typed_error() -> None:
 
 
 class Paused:
-    """A context in which a thread runs ``call`` and pauses at its ``n``-th call inside the library, until the block
-    ends."""
+    """A context in which a thread runs ``call`` and pauses at its ``n``-th call inside the library, until the end."""
 
     def __init__(self, call: Callable[[], Any], n: int) -> None:
         self._call, self._n, self._count = call, n, 0

@@ -1,5 +1,4 @@
-"""What the view of a layer gives to kernels: page tensors; block tables, index runs and flat indices in kernel
-pages."""
+"""What a layer's view gives to kernels: page tensors; block tables, index runs and flat indices in kernel pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A persistent batch: the same arrays as a fresh batch of the same sequences, whatever these do in between."""
+"""A persistent batch shows the same arrays as a fresh batch of its sequences, whatever they do between steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cache_of(*kinds: LayerKind, **arguments: Any) -> KVCache:
 
 
 def running(cache: KVCache, length: int, first: int = 0, **arguments: Any) -> Sequence:
-    """A sequence with its prompt ``first, first + 1, ...`` committed."""
+    """Return a sequence whose prompt, the ``length`` tokens ``first, first + 1, ...``, is committed."""
     sequence = cache.open([(first + i) % 100 for i in range(length)], capacity=0, **arguments)
     while sequence.length < length:
         n = min(4 - sequence.length % 4, length - sequence.length)
@@ -60,7 +60,7 @@ def running(cache: KVCache, length: int, first: int = 0, **arguments: Any) -> Se
 
 
 def assert_right(cache: KVCache, batch: Batch, members: tuple[Sequence, ...], n: int, num_rows: int) -> None:
-    """All arrays of ``batch``, computed from the tables token by token."""
+    """Compare all arrays of ``batch`` with arrays that are computed from the block tables, token by token."""
     size = cache.block_size
     before = [sequence.length for sequence in members]
     padding = num_rows - len(members)
@@ -102,8 +102,8 @@ def assert_right(cache: KVCache, batch: Batch, members: tuple[Sequence, ...], n:
 @pytest.mark.parametrize("copied", [False, True], ids=["shared memory", "copied as to a GPU"])
 @pytest.mark.parametrize("name", KINDS)
 def test_random_traffic(name: str, copied: bool) -> None:
-    """Steps of a token or more while members come, go, fork, rewind, are fenced, do things alone, and have blocks moved;
-    memory is short."""
+    """Steps of one or more tokens, while members join, leave, fork, rewind, are fenced, step alone and have blocks
+    moved. Memory is short."""
     random = np.random.default_rng(copied)
     cache = cache_of(*KINDS[name], **SIZES[name])
     together = cache.persistent_batch(num_rows=6)
@@ -175,7 +175,7 @@ def test_random_traffic(name: str, copied: bool) -> None:
                 seen["moved"] += 1
         elif members:
             n = int(random.choice([1, 1, 1, 1, 2, 6]))
-            cache.lookup([0, 0])  # what was left for later is published, so that a step that fails changes nothing
+            cache.lookup([0, 0])  # publishes what was deferred, so that a step that fails changes nothing
             held = [(ledger.end.copy(), ledger.outstanding, ledger.free.num_free) for ledger in cache.core.groups]
             try:
                 batch = together.extend(n)
@@ -185,23 +185,23 @@ def test_random_traffic(name: str, copied: bool) -> None:
                 assert all(sequence.length == len(texts[sequence]) for sequence in members)
                 close(max(members, key=lambda sequence: sequence.length))
                 continue
-            if random.random() < 0.7:  # what was not asked for in one step must be right in the next
+            if random.random() < 0.7:  # arrays that were not read in one step must be right in the next
                 assert_right(cache, batch, members, n, 6)
             if random.random() < 0.3:
                 some = members[: random.integers(1, len(members) + 1)]
                 fresh = cache.batch(some, [n] * len(some))
                 assert_right(cache, fresh, some, n, len(some))
-            tokens = [len(texts[sequence]) % 50 for sequence in members]  # the same in many texts
+            tokens = [len(texts[sequence]) % 50 for sequence in members]  # the same token in many texts
             with ExitStack() as stack:
                 fenced = [members[random.integers(len(members))]] if random.random() < 0.2 else []
                 stack.enter_context(cache.fence(fenced))
                 seen["fenced"] += len(fenced)
                 together.commit(tokens)
-                cache.lookup([0, 0])  # what was left for later is published, and slides
+                cache.lookup([0, 0])  # publishes what was deferred, and windows slide
                 for ledger in cache.core.groups:
                     for sequence in {*members} - {
                         *fenced
-                    }:  # what slid out is gone, but what its last whole block needs
+                    }:  # what slid out is freed, except what the last whole block needs
                         size = min(ledger.block_size, 4)
                         kept = ledger.growth.first_kept(sequence.length) // ledger.block_size
                         kept = min(
@@ -216,7 +216,7 @@ def test_random_traffic(name: str, copied: bool) -> None:
             for sequence, text in texts.items():
                 assert sequence.length == len(text) and sequence.tokens.tolist() == text
     never = {"rewound"} if STATE in KINDS[name] else set()
-    never |= set() if FULL in KINDS[name] else {"short"}  # what one request may hold there is small
+    never |= set() if FULL in KINDS[name] else {"short"}  # without it a request holds few blocks
     assert all(count for what, count in seen.items() if what not in never), seen
     for sequence in together.sequences:
         assert sequence.tokens.tolist() == texts[sequence]
@@ -236,7 +236,7 @@ def test_addresses_stay_and_what_did_not_change_is_not_written() -> None:
         tensors += [batch.positions, batch.qo_indptr, batch.state_indices]
         tensors += [batch.step.request_slots, batch.step.request_ids, batch.step.state_rows]
         seen.add(tuple(tensor.data_ptr() for tensor in tensors))
-        cache.batch([first], [1]).layer(0).block_table.zero_()  # the arrays of another batch lie elsewhere
+        cache.batch([first], [1]).layer(0).block_table.zero_()  # another batch has arrays of its own
         together.commit([1, 2])
         if first.length % 4 and second.length % 4 and first.length % 4 != 1 and second.length % 4 != 1:
             before = batch.layer(0).kv_indices
@@ -254,7 +254,7 @@ def test_a_batch_is_over_when_the_next_is_made_or_a_sequence_closed() -> None:
     cache.batch([first], [1])
     assert batch.layer(0).cache_seqlens.tolist() == [6, 10]
     together.commit([1, 2])
-    assert batch.layer(0).slot_mapping.shape == (2,)  # not asked for before: still that of the step
+    assert batch.layer(0).slot_mapping.shape == (2,)  # read for the first time: still the step's values
     newer = together.extend()
     with pytest.raises(StaleHandle, match="batch is over"):
         batch.layer(0)
@@ -358,7 +358,7 @@ def test_a_sequence_may_change_from_one_batch_to_another() -> None:
 
 
 def test_what_a_step_wrote_limits_how_far_a_sequence_goes_back() -> None:
-    """As with ``KVCache.batch``: what was computed and not committed is in the rings too."""
+    """As with ``KVCache.batch``, rings also hold the tokens that were computed and not committed."""
     cache = cache_of(Compressed(16, 8, "float32", 4, verify_width=3), num_blocks=60, block_size=8)
     alone, member = running(cache, 10), running(cache, 10, 50)
     together = cache.persistent_batch([member])
@@ -381,7 +381,8 @@ def test_what_a_step_wrote_limits_how_far_a_sequence_goes_back() -> None:
 
 
 def test_what_was_left_for_later_is_there_for_whoever_looks() -> None:
-    """Publishing in turns is not seen: each of these finds all blocks that steps completed until then."""
+    """Nothing shows that publishing is deferred: each of these calls finds all blocks that steps completed before
+    it."""
     for look in ("lookup", "open", "pin", "fork", "close", "suspend"):
         cache = cache_of(FULL, num_blocks=60)
         sequence, other = running(cache, 5), running(cache, 9, 50)
@@ -425,7 +426,7 @@ def test_steps_publish_in_turns_by_themselves() -> None:
         together.commit([token % 10, token % 11, token % 12])
         behind = [one.length // 4 - one._request.lease.num_blocks for one in members]
         most = max(most, *behind)
-    assert 8 < most <= 66  # some wait, and none for ever
+    assert 8 < most <= 66  # some blocks wait, none for ever
     assert together._rows.newest.shape[1] == 66 * 4
     for i, one in enumerate(members):
         assert one.tokens.tolist() == [(20 * i + j) % 100 for j in range(4 + i)] + [t % (10 + i) for t in range(600)]
@@ -433,7 +434,7 @@ def test_steps_publish_in_turns_by_themselves() -> None:
 
 
 def test_blocks_that_two_wrote_alike_become_free_before_a_step_fails_for_room() -> None:
-    """Each writes the same 20 blocks, and there are 28: what the one has more than the other is free when it is needed."""
+    """Both requests write the same 20 blocks, and there are 28: duplicates become free when a step needs room."""
     cache = cache_of(FULL, num_blocks=28)
     members = [running(cache, 4), running(cache, 4)]
     together = cache.persistent_batch(members)

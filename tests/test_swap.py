@@ -1,4 +1,4 @@
-"""Suspend and resume: every byte comes back, whatever happened meanwhile, and every row is owned once."""
+"""Suspend and resume: every byte comes back, whatever happened in between, and every row has one owner."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fill_random(cache: KVCache) -> None:
 
 
 def rows_of(sequence: Sequence, cache: KVCache) -> list[torch.Tensor]:
-    """The records of what the committed tokens have in each group."""
+    """Return the records of the blocks that hold committed tokens, uint8 ``[n, nbytes]`` for each group."""
     found = []
     for ledger in cache.core.groups:
         first, end = ledger.first[sequence.slot], -(-sequence.length // ledger.block_size)
@@ -44,7 +44,7 @@ def rows_of(sequence: Sequence, cache: KVCache) -> list[torch.Tensor]:
 
 
 def computed(cache: KVCache, tokens: object, reserve: int = 0, n: int = 0) -> Sequence:
-    """A request whose prompt is committed, ``n`` more tokens after it, over random bytes."""
+    """Return a sequence whose prompt and ``n`` more tokens are committed. Its rows are whatever the memory held."""
     sequence = cache.open(tokens, capacity=0, reserve=reserve)
     while sequence.length < sequence.prompt_length:
         end = min(sequence.length + min(9, cache.step_limit(sequence)), sequence.prompt_length)
@@ -57,7 +57,7 @@ def computed(cache: KVCache, tokens: object, reserve: int = 0, n: int = 0) -> Se
 
 
 def overwrite(cache: KVCache, first: int = 500) -> None:
-    """Other requests take everything that may be taken, and write there."""
+    """Let other requests take every block that they can get, and overwrite these blocks."""
     others = []
     with contextlib.suppress(RetryLater):
         while True:
@@ -175,7 +175,7 @@ def test_nothing_but_a_few_questions_is_answered_while_suspended() -> None:
     sequence.suspend()
     assert sequence.tokens.tolist() == [*range(20), 7] and sequence.length == 21 and sequence.cached_tokens == 0
     if batch is not None:
-        batch.layer(0)  # it is of others
+        batch.layer(0)  # that batch has another sequence
     calls: list[Callable[[], object]] = [
         lambda: sequence.slot, lambda: sequence.capacity, lambda: sequence.extend(1), lambda: sequence.commit([1]),
         sequence.fork, lambda: sequence.rewind(1), sequence.suspend, lambda: sequence.__enter__(),
@@ -326,7 +326,8 @@ def test_part_of_it_takes_less_than_the_whole() -> None:
     part = cache.stats().swap_nbytes
     assert sequence.resume() == 0
     sequence.suspend()
-    assert cache.stats().swap_nbytes >= part + 25 * cache.core.swap.width  # what windows share is left behind too
+    # suspended in part, not even the shared blocks of windows are copied
+    assert cache.stats().swap_nbytes >= part + 25 * cache.core.swap.width
 
 
 @WHOLE
@@ -417,7 +418,7 @@ def test_check_names_rows_that_are_lost() -> None:
 
 
 class Broken(Exception):
-    """A copy that fails."""
+    """The error of a copy that fails."""
 
 
 @WHOLE
@@ -460,8 +461,8 @@ def test_after_a_copy_that_failed_everything_is_as_before(name: str, whole: bool
 
 
 def traffic(cache: KVCache, steps: int, seed: int) -> dict[str, int]:
-    """Random opens, steps, forks, rewinds, fences, suspends, resumes and closes over texts that share beginnings, whose rows
-    are compared whenever they are read; ``check`` after each. Returns what happened how often."""
+    """Make random opens, steps, forks, rewinds, fences, suspends, resumes and closes over texts that share prefixes.
+    Rows are compared whenever they are read, and ``check`` runs after each. Returns how often each kind happened."""
     rng, engine = np.random.default_rng(seed), FakeEngine(cache)
     heads = [rng.integers(0, 50, n) for n in (5, 16, 17, 33, 40)]
     alive: list[Sequence] = []

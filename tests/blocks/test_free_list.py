@@ -1,4 +1,4 @@
-"""FreeList: every id free, held, or reclaimed and not given yet; errors change nothing."""
+"""FreeList: every id is free, held, or reclaimed and not yet given back; errors change nothing."""
 
 import pickle
 
@@ -11,7 +11,7 @@ from kvpagoda.errors import BadInput, CheckFailed, NotOwned, OutOfBlocks
 
 
 def frozen(free: FreeList) -> bytes:
-    """Everything observable, as bytes."""
+    """Return everything observable, as bytes."""
     return pickle.dumps((free.free_ids(), free.held_ids(), free.num_free))
 
 
@@ -151,7 +151,7 @@ def test_held_proves_without_torch_types():
 
 
 def test_random_operations_against_a_model():
-    """100,000 operations; ``check`` after each."""
+    """There are 100,000 operations, with ``check`` after each."""
     rng = np.random.default_rng(1)
     free = FreeList(12, first=3, what="things")
     state = dict.fromkeys(range(3, 15), "free")

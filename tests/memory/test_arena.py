@@ -33,7 +33,7 @@ def arena(layout, rows, order, **kwargs):
 
 
 def fill_with_noise(memory, seed):
-    """Random bytes in every field, padding untouched."""
+    """Fill every field of ``memory`` with random bytes; padding does not change."""
     rng = torch.Generator().manual_seed(seed)
     for place in memory.layout.places:
         view = memory.layer(place.layer)[place.field.name]
@@ -249,7 +249,7 @@ def test_copies_read_all_sources_before_they_write(order, length):
     fill_with_noise(memory, 3)
     before, ids = records_of(memory, range(6)), np.array([[0, 1, 2], [1, 0, 5], [3, 4, 0]], np.int32)
     for sources, targets, wanted in (
-        (ids[0], ids[1], [1, 0, 2, 3, 4, 2]),  # 0 and 1 change places
+        (ids[0], ids[1], [1, 0, 2, 3, 4, 2]),  # rows 0 and 1 are exchanged
         (ids[2][:1], ids[1][2:], [0, 1, 2, 3, 4, 3]),
     ):
         put_records(memory, range(6), before)

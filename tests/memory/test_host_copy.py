@@ -1,4 +1,4 @@
-"""Rows out to host memory and back: every width beside every other, both orders, shared memory."""
+"""Rows are copied to host memory and back: rows of the host table of any width, both orders, shared memory."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_what_was_spilled_is_filled_in_elsewhere_bit_for_bit(width_of_record: fl
 
 
 def test_records_lie_in_a_row_as_they_are() -> None:
-    """Two narrow records in a row, and a wide one in pieces: what other readers of the table may count on."""
+    """A row holds two narrow records, or a piece of a wide record: other readers of the table may rely on this."""
     source = arena("layer", False)
     nbytes = source.layout.nbytes
     source.buffer[:] = torch.randint(0, 256, (source.nbytes,), dtype=torch.uint8)

@@ -1,4 +1,5 @@
-"""A tree whose every call runs out of memory first: at its first numpy call, at its second, and so on until it ends."""
+"""A tree in which each call runs out of memory first: at its first numpy call, at its second, and so on until it
+succeeds."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import kvpagoda
 from kvpagoda.prefix import Evicted, PrefixTree
 
 PACKAGE = str(Path(kvpagoda.__file__).parent)
-"""The folder and not the name, which a checkout with numpy in its ``.venv`` may have too."""
+"""The folder of the library. Its name is not enough: in a checkout with a ``.venv``, the path of numpy may contain it
+too."""
 
 DISPATCHED = ("concatenate", "where", "zeros_like", "sort", "flatnonzero", "count_nonzero", "array_equal", "unique")
 METHODS = (
@@ -24,7 +26,8 @@ METHODS = (
 
 
 class Failing:
-    """Inside of it the ``nth`` call into numpy's C code raises MemoryError instead. ``has_failed``: it came."""
+    """A context in which the ``nth`` call into numpy's C code raises MemoryError instead. ``has_failed``: whether there
+    was such a call."""
 
     def __init__(self, nth: int) -> None:
         self.left, self.has_failed = nth, False
@@ -65,8 +68,9 @@ class Failing:
 
 
 class OutOfMemory:
-    """Stands for ``tree``: each call fails at its first numpy call, its second and so on, and ends at last. After each failure
-    the tree proves itself and is what it was. What an eviction evicts before it fails, it returns.
+    """Stands for ``tree``: each call fails at its first numpy call, at its second and so on, until it succeeds. After
+    each failure ``check`` must pass and the tree must be unchanged. An eviction may instead return what it evicted
+    before the failure.
     """
 
     def __init__(self, tree: PrefixTree) -> None:
@@ -79,7 +83,7 @@ class OutOfMemory:
 
     @property
     def checkpoints(self) -> Any:
-        """Those of the tree, whose calls fail as those of the tree do."""
+        """The checkpoints of the tree, whose calls fail in the same way."""
         ours = self.tree.checkpoints
         names = [name for name in dir(ours) if not name.startswith("_")]
         return SimpleNamespace(**{name: self._swept(f"checkpoints.{name}", getattr(ours, name)) for name in names})

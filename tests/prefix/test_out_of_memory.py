@@ -1,4 +1,4 @@
-"""Memory that runs out at any call into numpy leaves the tree as it was, whatever it was asked for, with every policy."""
+"""If memory runs out at any call into numpy, the tree is unchanged: for every method, and with every policy."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from kvpagoda.prefix import POLICY_NAMES, PrefixTree
     [(1, 1, 250), (2, 2, 250), pytest.param(2, 2, 8000, marks=pytest.mark.slow)],
 )
 def test_every_call_fails_everywhere_first(block_size: int, num_groups: int, steps: int, policy) -> None:
-    """Against the oracle, which answers only what ends."""
+    """Compared with the oracle, which makes only the calls that succeed."""
     pair = Pair(block_size, 2, num_groups, seed=steps, room=60, policy="lru" if policy == "lru" else policy())
     swept = pair.tree = OutOfMemory(pair.tree)
     for _ in range(steps):

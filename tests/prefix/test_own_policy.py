@@ -1,4 +1,4 @@
-"""A policy that a user writes, as an object: in a tree, in a cache, in a replay."""
+"""A policy object that a user writes works in a tree, in a cache and in a replay."""
 
 import random
 
@@ -15,7 +15,7 @@ from kvpagoda.schema import Attention, Layer
 
 
 class RandomLeaf:
-    """Any leaf goes, whichever it is."""
+    """Evicts a random leaf."""
 
     def __init__(self, seed: int) -> None:
         self.rng, self.leaves = random.Random(seed), {}
@@ -87,9 +87,9 @@ def test_an_object_serves_one_tree() -> None:
     with pytest.raises(BadInput, match="already"):
         PrefixTree(1, policy=policy)
     del tree
-    with pytest.raises(BadInput, match="already"):  # it still knows the blocks of the tree that is no more
+    with pytest.raises(BadInput, match="already"):  # it still knows the blocks of the deleted tree
         PrefixTree(1, policy=policy)
-    for _ in range(100):  # one that is no more does not stand in the way of another at its address
+    for _ in range(100):  # a deleted policy does not refuse a new one at the same address
         PrefixTree(1, policy=LRU())
 
 

@@ -1,4 +1,5 @@
-"""Every policy does what the replay model says: on random traces, victim by victim, and on public ones, to the hit."""
+"""Every policy agrees with the replay model: in each victim on random traces, in hits and evictions on public
+traces."""
 
 import csv
 
@@ -13,7 +14,7 @@ from kvpagoda.prefix import POLICY_NAMES, PrefixTree, as_policy
 from kvpagoda.prefix.invariants import nodes_below
 
 QUICK = 18279
-"""Blocks; ``replay/test_replay.py`` has the default run with 1,827, of every policy."""
+"""The capacity, in blocks, of the default run. ``replay/test_replay.py`` runs every policy with 1,827 blocks."""
 
 
 def expected() -> list[tuple[str, str, int, int, int]]:
@@ -61,7 +62,7 @@ def test_victims_are_those_of_the_model(policy: str, requests: list[list[int]], 
 
 @pytest.mark.parametrize("policy", MODELS)
 def test_victims_are_those_of_the_model_on_long_chains(policy: str) -> None:
-    """Chains of hundreds of blocks, so that runs of victims inside one node are long."""
+    """The chains have hundreds of blocks, so that runs of victims inside one node are long."""
     rng = np.random.default_rng(5)
     texts = [rng.integers(0, 3, 150) for _ in range(4)]
     requests = []
@@ -76,7 +77,7 @@ def test_victims_are_those_of_the_model_on_long_chains(policy: str) -> None:
 
 
 def named(requests: list[list[int]], capacity: int, ids: list[int]) -> list[tuple]:
-    """The chains that evicted ids stood for: ids count up as blocks come (again)."""
+    """Return the chains of the evicted ``ids``. Ids count up whenever a block is inserted, also a second time."""
     names: dict[int, tuple] = {}
     cached: dict[tuple, int] = {}
     gone, next_id = iter(ids), 1
@@ -118,7 +119,8 @@ def test_time_to_live_evicts_what_expires_first() -> None:
 
 
 def test_priorities_outlive_splits_and_merges() -> None:
-    """Against a dictionary of (highest priority, last use) by chain, in traffic that splits and merges all the time."""
+    """Compared with a dictionary chain -> (highest priority, last use), in traffic that always splits and merges
+    nodes."""
     rng, tree = np.random.default_rng(8), PrefixTree(1, 1, "priority", capacity=60)
     keys: dict[tuple, tuple[int, int]] = {}
     names: dict[int, tuple] = {}

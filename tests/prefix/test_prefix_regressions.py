@@ -1,4 +1,4 @@
-"""Failures that other prefix caches had, by the number they have in the project's list (R) or by what they were."""
+"""Failures that other prefix caches had do not happen here. Names have the number in the project's list (R), if any."""
 
 import numpy as np
 import pytest
@@ -79,7 +79,7 @@ def test_r4_a_pin_holds_the_matched_block_itself() -> None:
 
 
 def test_r5_a_cascade_finds_every_parent() -> None:
-    """Leaves go, then what they hung below, over several levels and with a branch inside; nothing is orphaned."""
+    """Leaves are evicted, then their parents, over several levels with a branch between them; no block is orphaned."""
     tree = PrefixTree(1)
     store(tree, text(1, 2, 3, 4), [1, 2, 3, 4])
     store(tree, text(1, 2, 5), [5])
@@ -155,7 +155,7 @@ def test_evict_with_everything_pinned_ends_and_says_so() -> None:
 
 
 def test_pressure_takes_no_more_than_it_needs_and_the_oldest_first() -> None:
-    """However fast the accesses follow one another: the clock is a counter."""
+    """The order is right however fast the accesses follow one another: the clock is a counter."""
     tree = PrefixTree(1)
     for i in range(50):
         store(tree, text(i, i), [2 * i + 1, 2 * i + 2])

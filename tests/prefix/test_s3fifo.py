@@ -1,4 +1,5 @@
-"""S3-FIFO's hand jumps where the model walks, and its circle keeps its order whatever is put in where."""
+"""S3-FIFO: its hand, which jumps, chooses the victims of the model's hand, which walks; its ring always keeps its
+order."""
 
 import random
 
@@ -26,7 +27,8 @@ def test_a_hand_that_jumps_chooses_what_one_that_walks_does(requests, capacity: 
 
 
 def test_victims_of_texts_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most blocks of main lie inside of texts, where the hand must jump, and places are spread anew many times."""
+    """Most blocks of main are inside texts, where the hand must jump, and the places of the ring are renumbered
+    often."""
     monkeypatch.setattr(ring, "_STEP", 64)
     rng, requests, jumps = np.random.default_rng(3), [], 0
     chats = [list(rng.integers(0, 50, 2)) for _ in range(12)]

@@ -1,6 +1,6 @@
-"""A prefix tree in plain dictionaries: one entry for each cached block, filed under all tokens up to its end.
+"""A prefix tree in plain dictionaries: one entry for each cached block; its key is all tokens up to the block's end.
 
-Every answer is found by looking at everything. Evicts by LRU as the replay model says. Shares nothing with the library.
+Every answer comes from a search of all entries. Evicts by LRU, like the replay model. Shares nothing with the library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Block:
     stamp: int = 0
     pins: int = 0
     state: int | None = None
-    below: set[bytes] = field(default_factory=set)  # what may follow: the keys of the blocks right below
+    below: set[bytes] = field(default_factory=set)  # keys of the child blocks
 
 
 class Oracle:
@@ -39,7 +39,7 @@ class Oracle:
         return self.blocks[namespace][key] if key else self.roots.setdefault(namespace, Block([]))
 
     def match(self, namespace: bytes, text: bytes) -> tuple[int, list[bytes], list[int] | None]:
-        """(matching tokens, keys of the whole blocks, the longest first tokens of a block beyond: of these ids)."""
+        """Return (matching tokens, keys of the whole blocks, ids of each child block with the most matching tokens)."""
         cached = self.blocks.get(namespace, {})
         keys = []
         for key in self.path(text):
@@ -59,7 +59,7 @@ class Oracle:
         return (len(done) + longest) // 4, keys, partial
 
     def insert(self, namespace: bytes, covered: bytes, text: bytes, ids: list[list[int]]) -> tuple[list, list, int]:
-        """(own ids, duplicates, blocks added); ``ids`` by block."""
+        """Return (ids that the tree has now, duplicates, number of blocks added). ``ids``: a list for each block."""
         cached = self.blocks.setdefault(namespace, {})
         own, duplicates, fresh = [], [], []
         for key, given in zip(self.path(covered + text)[len(covered) // self.nbytes :], ids):

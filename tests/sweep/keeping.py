@@ -1,4 +1,4 @@
-"""Pins, what is forgotten, and fences."""
+"""Operations: pins, invalidation, reset and fences."""
 
 from __future__ import annotations
 
@@ -100,6 +100,6 @@ def fence(scene: Scene) -> Any:
         second.sequence.close()
     scene.requests.remove(second)
     assert scene.running == 1, f"{scene.running} run, not 1: a slot was lost"
-    first.sequence.suspend()  # what is fenced still cannot be
+    first.sequence.suspend()  # raises if the sequence is still fenced
     first.sequence.resume()
     return outcome

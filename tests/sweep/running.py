@@ -1,4 +1,4 @@
-"""What a request does from extend to close."""
+"""Operations of a running request: extend, commit, fork, rewind, suspend, resume and close."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def rewound(scene: Scene, n: int) -> Steps:
         outcome = "undone"
     assert request.sequence.length == before - n
     del request.text.tokens[before - n :]
-    request.text.tokens += [850, 851, 852, 853]  # others follow
+    request.text.tokens += [850, 851, 852, 853]  # other tokens follow
     scene.compute(request)
     return outcome
 
@@ -142,7 +142,7 @@ def suspended(scene: Scene, whole: bool) -> Steps:
 
 
 def is_suspended(scene: Scene, request: Request) -> bool:
-    """Whether it is set aside, as its calls say."""
+    """Return whether ``request`` is suspended: its calls raise StaleHandle then."""
     try:
         request.sequence.extend(0)
     except StaleHandle:

@@ -1,4 +1,4 @@
-"""Batches, and persistent ones."""
+"""Operations: batches and persistent batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpagoda import Sequence
 
 
 def batched(scene: Scene, requests: list[Request], counts: list[int]) -> Steps:
-    """A batch, and the views and index arrays of all its layers; the same again must show the right rows."""
+    """Make a batch and read the views and index arrays of all its layers. Made again, it must show the right rows."""
     for request, count in zip(requests, counts):
         request.sequence.extend(count)
     layers = scene.cache.schema.layers
@@ -46,7 +46,7 @@ def batch_of_layers_that_come_in(scene: Scene) -> Any:
 
 
 class Together(NamedTuple):
-    """Requests that are stepped by a persistent batch."""
+    """Requests, and the persistent batch that steps them."""
 
     requests: list[Request]
     run: Any
@@ -65,7 +65,7 @@ class Together(NamedTuple):
         return [self.of(one).text.tokens[one.length] for one in self.run.sequences]
 
     def step(self, scene: Scene, count: int = 3) -> None:
-        """Some steps, each compared; the first request, or another, comes to the end of a block."""
+        """Make ``count`` steps and compare each. The first request, or another, reaches the end of a block."""
         for _ in range(count):
             self.write(scene, self.run.extend())
             self.run.commit(self.next_tokens())
@@ -75,7 +75,8 @@ class Together(NamedTuple):
 
 
 def together(scene: Scene, left: int) -> Together:
-    """Three requests, of different lengths, in a persistent batch; the first lacks ``left`` tokens to a whole block."""
+    """Return three requests of different lengths in a persistent batch; the first one needs ``left`` more tokens to
+    fill its last block."""
     lengths = [3 * scene.size - left, scene.size + 1, 2]
     requests = [scene.compute(scene.open(scene.words(n, 4)[:length])) for n, length in enumerate(lengths, 1)]
     return Together(requests, scene.cache.persistent_batch([one.sequence for one in requests], 4))
