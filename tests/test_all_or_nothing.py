@@ -241,7 +241,7 @@ def test_a_driver_that_fails_is_a_miss(kind: str, name: str, most: int | None) -
     sweep(kind, name, "driver", most)
 
 
-def test_the_list_of_what_can_fail_names_functions() -> None:
+def test_the_list_of_calls_that_can_fail_names_functions() -> None:
     assert len(failing_functions()) >= 8
 
 

@@ -179,7 +179,7 @@ def test_fixed_shapes(width: int, copied: bool) -> None:
         cache.persistent_batch(num_rows=4, tokens_per_row=0)
 
 
-def test_a_text_that_is_cached_up_to_its_last_token_joins() -> None:
+def test_a_prompt_that_is_cached_up_to_its_last_token_joins_a_persistent_batch() -> None:
     cache = cache_of(FULL)
     text = list(range(17))
     with cache.open(text) as first:
@@ -200,7 +200,7 @@ def test_a_text_that_is_cached_up_to_its_last_token_joins() -> None:
     cache.check()
 
 
-def test_as_many_drafts_as_are_right_are_committed() -> None:
+def test_accepted_drafts_are_committed_for_all_rows_at_once() -> None:
     """Commits of accepted drafts for all rows at once leave the same texts and cache as commits of single sequences."""
     random = np.random.default_rng(0)
     together, alone = (cache_of(FULL, WINDOW) for _ in range(2))
@@ -223,7 +223,7 @@ def test_as_many_drafts_as_are_right_are_committed() -> None:
         assert together.lookup(text).resumable == alone.lookup(text).resumable >= other.length - other.length % 4 - 4
 
 
-def test_counts_are_looked_at_first() -> None:
+def test_commit_checks_its_counts_first() -> None:
     cache = cache_of(FULL)
     running = cache.persistent_batch([prefilled(cache, 4, 0), prefilled(cache, 4, 50)])
     running.extend(3)

@@ -337,7 +337,7 @@ class Kept:
         pass
 
 
-def test_after_new_weights_nothing_old_is_found_and_names_say_which() -> None:
+def test_new_weights_hide_stored_blocks_until_the_old_weights_are_named_again() -> None:
     cache = cache_of("full", host_tier("1MiB", write="commit", **TINY))
     text = np.arange(40) % 31
     assert run(cache, text) == 0 and cache.flush()
@@ -386,7 +386,7 @@ def test_a_prefetch_reads_while_a_request_waits(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("order", ["block", "layer"])
 @pytest.mark.parametrize("record_nbytes", [1, 2000])
-def test_layers_come_in_when_they_are_asked_for(order: str, record_nbytes: int) -> None:
+def test_layers_are_loaded_when_their_views_are_made(order: str, record_nbytes: int) -> None:
     spec = host_tier("1MiB", write="commit", record_nbytes=record_nbytes, staging="1MiB")
     cache = cache_of("mixed", spec, order=order)
     text, engine = np.arange(80) % 41, FakeEngine(cache)
@@ -431,7 +431,7 @@ def test_a_cache_without_memory_loads_layers_at_once(name: str) -> None:
     cache.close()
 
 
-def test_loading_is_left_when_computing_is_faster() -> None:
+def test_loading_is_skipped_when_computing_is_faster() -> None:
     cache = cache_of("full", host_tier("1MiB", write="commit", **TINY))
     text = np.arange(40) % 31
     run(cache, text)
@@ -448,7 +448,7 @@ def test_loading_is_left_when_computing_is_faster() -> None:
     cache.close()
 
 
-def test_what_cannot_be_is_refused_before_there_is_a_cache(tmp_path: Path) -> None:
+def test_bad_tier_settings_are_refused_before_a_cache_is_made(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="weights"):
         KVCache(SCHEMAS["full"], num_blocks=8, device="cpu", tiers=[disk_tier(tmp_path, "1MiB")])
     with pytest.raises(BadInput, match="write='commit'"):
@@ -550,7 +550,7 @@ def free_rows(cache: KVCache) -> int:
 
 
 @pytest.mark.parametrize("name", ["full", "mixed"])
-def test_a_prefetch_that_comes_in_layer_after_layer_gives_all_rows_back(name: str) -> None:
+def test_a_prefetch_that_is_loaded_layer_by_layer_frees_all_staging_records(name: str) -> None:
     cache, text = cache_of(name, host_tier("1MiB", write="commit", **TINY)), np.arange(70) % 41
     run(cache, text)
     whole = free_rows(cache)
@@ -599,7 +599,7 @@ def test_what_a_prefetch_did_not_find_is_not_looked_up_again() -> None:
 
 @pytest.mark.parametrize("name", ["full", "mixed", "state"])
 @pytest.mark.parametrize("slow", ["load", "lookup", "both"])
-def test_an_open_waits_one_timeout_whatever_it_asks(name: str, slow: str) -> None:
+def test_an_open_waits_one_timeout_in_all(name: str, slow: str) -> None:
     """There are many candidate checkpoints, many records and little staging memory."""
     spec, driver = slow_tier(write="commit", timeout=0.4, staging="80KiB")
     cache = cache_of(name, spec, checkpoint_every=1, checkpoints=12)
@@ -679,7 +679,7 @@ def test_a_load_takes_few_round_trips() -> None:
     cache.close()
 
 
-def test_loading_is_compared_with_what_computing_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_loads_is_compared_with_the_time_of_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once enough tokens were computed, slower loads are skipped. After some skipped loads one is tried again."""
     monkeypatch.setattr("kvpagoda.cache.tier_reader._LEAST_TOKENS", 60)
     spec, driver = slow_tier(write="commit", timeout=5.0)
@@ -739,7 +739,7 @@ def test_a_forked_child_computes_what_its_parent_loads(tmp_path: Path) -> None:
     assert in_a_process(FORKED, tmp_path).splitlines() == ["0 True", "[0, 0, 0, False] True", "36", "locked"]
 
 
-def test_a_cache_that_is_dropped_gives_everything_back(tmp_path: Path) -> None:
+def test_a_dropped_cache_releases_its_threads_and_files(tmp_path: Path) -> None:
     before = {*threads()}
     cache = cache_of("full", disk_tier(tmp_path, "2MiB", **TINY))
     run(cache, np.arange(40))
@@ -846,7 +846,7 @@ def test_a_copy_to_the_device_that_fails_is_raised(name: str, error: type[BaseEx
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["copy", "store"])
-def test_storing_that_is_interrupted_gives_staging_memory_back(error: type[BaseException], where: str) -> None:
+def test_an_interrupted_store_frees_its_staging_memory(error: type[BaseException], where: str) -> None:
     cache = cache_of("full", host_tier("1MiB", write="commit", **TINY))
     (level,) = levels_of(cache)
     owner, name = (cache.core.memory, "to_host") if where == "copy" else (level.tier, "store")
@@ -880,7 +880,7 @@ def test_what_was_evicted_to_make_room_for_a_load_that_failed_is_not_shared() ->
     cache.close()
 
 
-def test_the_law_of_ownership_finds_a_lost_block_below() -> None:
+def test_check_finds_staging_records_without_an_owner() -> None:
     cache = cache_of("full", host_tier("1MiB", **TINY))
     assert cache.core.offloader is not None
     buffer = cache.core.offloader.levels[0].buffer

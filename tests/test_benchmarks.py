@@ -37,7 +37,7 @@ def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_question_runs_in_a_tiny_size(
+def test_every_benchmark_runs_in_a_tiny_size(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Most run in this process, which has imported torch and transformers; ``OWN_PROCESS`` run by the command."""
@@ -69,7 +69,7 @@ def test_every_question_runs_in_a_tiny_size(
     assert max(map(len, table(found).splitlines())) <= 80
 
 
-def test_a_wrong_name_is_told_in_one_line() -> None:
+def test_a_wrong_name_is_reported_in_one_line() -> None:
     for arguments, said in (
         (("speed",), "no question speed; there are match"),
         (("match", "--peers", "nobody"), "no peer nobody; there are ours"),
@@ -90,7 +90,7 @@ def test_an_installed_package_says_where_the_benchmarks_are(tmp_path: Path, monk
     )
 
 
-def test_plots_are_made_of_what_compares_somebody(tmp_path: Path) -> None:
+def test_only_comparisons_with_peers_are_plotted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [{"case": "one", "who": who, "us": us, "over_ours": us} for who, us in (("ours", 1.0), ("other", 8.0))]
     found = {"question": "Who?", "rows": rows}
@@ -114,7 +114,7 @@ def test_a_workload_is_the_same_every_time_and_never_waits() -> None:
     assert not running
 
 
-def test_the_replay_finds_what_is_cached() -> None:
+def test_the_replay_hits_everything_that_is_cached() -> None:
     """With room for everything, each request hits what it shares with any earlier one, except for its last token."""
     found = tasks.replay(Peer, trace=GENERATED, limit=40, capacity=3_000_000, block_size=16)
     work, best = workload(GENERATED, 40), 0
@@ -159,7 +159,7 @@ def test_every_case_of_a_head_runs() -> None:
         assert next(slices) == 0 and head_cases.clock.found > 0, name
 
 
-def test_a_folder_without_the_package_is_told() -> None:
+def test_a_folder_without_the_package_is_reported() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.heads", "--old", "/nowhere"], capture_output=True, text=True, cwd=ROOT
     )
@@ -188,7 +188,7 @@ def ratios(task: str, others: tuple[str, ...], runs: int = 1, **asked: Any) -> d
         ("synthetic", 1000, {"vllm": 45.0}),
     ],
 )
-def test_the_replay_keeps_its_distance(trace: str, limit: int, least: dict[str, float]) -> None:
+def test_the_replay_keeps_its_ratios_to_peers(trace: str, limit: int, least: dict[str, float]) -> None:
     if not TRACES.exists():
         pytest.skip("the public traces are not beside the repository")
     found = ratios("replay", tuple(least), 5, trace=trace, limit=limit, capacity=3_000_000)
@@ -202,7 +202,7 @@ def test_a_prompt_in_pieces_is_found_as_fast_as_in_a_compiled_tree() -> None:
 
 
 @pytest.mark.slow
-def test_a_decode_step_is_cheap_and_knows_no_context() -> None:
+def test_a_decode_step_is_cheap_and_does_not_depend_on_the_context() -> None:
     with Peers(Options(peers=("ours",))) as peers:
         (short,), (long,) = (
             peers.ask("step", context=context, requests=256, block_size=16, repeats=50).values()
@@ -235,7 +235,7 @@ def test_hybrid_models_reuse_no_less_than_under_vllm(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1 << 16, 1 << 18, 1 << 20])
-def test_swapping_leaves_the_speed_of_memory(size: int) -> None:
+def test_swapping_runs_at_nearly_the_speed_of_memory(size: int) -> None:
     for row in (*swap._engine(Options(), size, 128 << 20), *swap._spill(Options(), size, 128 << 20)):
         assert row["share_percent"] >= 80 / MARGIN, row
         assert size > 1 << 16 or row["instead"] is None or row["instead"] > 1, row

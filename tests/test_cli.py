@@ -195,7 +195,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 
 
-def test_layout_says_what_lies_where_and_what_a_copy_costs(here: Command) -> None:
+def test_layout_prints_where_elements_are_and_what_a_copy_costs(here: Command) -> None:
     pair = "vllm-flashinfer,layers=2,tp=2", "trtllm,layers=2,page_size=16"
     done = here("layout", *pair)
     assert done.returncode == 0 and not done.stderr
@@ -232,7 +232,7 @@ def test_generate_says_what_a_format_saves_and_costs(
     assert re.search(r"all prompts again: 0 of 4 prompt tokens found in the cache, the same answers in", lines)
 
 
-def test_what_the_hub_was_asked_again_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_about_retries_of_the_hub_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = pytest.importorskip("transformers").AutoModelForCausalLM
     from kvpagoda.hf import report
 

@@ -32,7 +32,7 @@ DATA = {"needed": 12, "available": 3, "group": "full", "hint": "close a sequence
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_every_error_has_the_four(kind: type[KVPagodaError]) -> None:
+def test_every_error_has_the_four_attributes(kind: type[KVPagodaError]) -> None:
     plain, full = kind("text"), kind("text", **DATA)
     assert str(plain) == str(full) == "text"
     assert {name: getattr(plain, name) for name in DATA} == dict.fromkeys(DATA)
@@ -46,14 +46,14 @@ def test_an_import_error_keeps_the_name() -> None:
     assert (error.name, error.hint) == ("torch", "pip install")
 
 
-def test_what_is_unknown_is_listed_and_the_nearest_asked_for() -> None:
+def test_unknown_names_list_the_known_ones_and_suggest_the_nearest() -> None:
     error = unknown_name("policy", "LURU", ("lru", "fifo"), SchemaError)
     assert isinstance(error, SchemaError) and (error.needed, error.available) == ("LURU", ("lru", "fifo"))
     assert error.hint == "did you mean 'lru'?" and str(error).endswith(error.hint)
     assert did_you_mean("banana", ("lru", "fifo")) is None and unknown_name("policy", "banana", ("lru",)).hint is None
 
 
-def test_numbers_of_a_request_that_never_fits() -> None:
+def test_errors_of_requests_that_never_fit_carry_their_numbers() -> None:
     plan = SCHEMA.plan(num_blocks=4, max_requests=1)
     with pytest.raises(NeverFits) as caught:
         plan.blocks_wanted(1000)
@@ -107,7 +107,7 @@ def small_cache(**arguments: Any) -> KVCache:
     return KVCache(SCHEMA, num_blocks=4, max_requests=2, device="none", **arguments)
 
 
-def test_numbers_of_what_a_cache_has_no_room_for() -> None:
+def test_errors_for_want_of_room_carry_their_numbers() -> None:
     cache = small_cache()
     with cache.open(range(40)) as one:
         with pytest.raises(OutOfBlocks) as short:

@@ -45,7 +45,7 @@ def told_without_torch(name: str) -> Any:
     return ast.literal_eval(done.stdout.splitlines()[-1])
 
 
-def test_each_is_here_and_can_be_read_in_one_sitting() -> None:
+def test_all_examples_exist_and_are_short() -> None:
     lengths = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
     names = {"engine", "speculate", "rollouts", "agents", "policy", "simulate", "kernels", "tiny_model"}
     assert lengths.keys() == names
@@ -62,7 +62,7 @@ def test_engine_is_exact_under_pressure() -> None:
     assert counts["accepted"] < counts["drafts"]  # rejected drafts were written, and no later step read them
 
 
-def test_engine_tells_a_wrong_block() -> None:
+def test_engine_detects_a_wrong_block() -> None:
     """The comparison of the example can fail: here one block of one layer gets the rows of another block."""
     engine, tiny_model = example("engine"), example("tiny_model")
     model = tiny_model.TinyModel()

@@ -52,7 +52,7 @@ def test_tenants_and_adapters_share_nothing_and_equal_ones_do() -> None:
         assert leave(cache, range(9), space) == 8 * turn
 
 
-def test_an_image_parts_texts_where_it_begins() -> None:
+def test_texts_with_different_images_share_only_the_tokens_before_them() -> None:
     cache, cat, dog = books(num_blocks=60), b"\1" * 16, b"\2" * 16
     text = [*range(6), *[9] * 8, *range(6)]
     assert leave(cache, text, media={6: cat}) == 0
@@ -66,7 +66,7 @@ def test_an_image_parts_texts_where_it_begins() -> None:
         cache.open(text, media={1: b"cat"})
 
 
-def test_a_text_may_go_on_differently_after_an_image_was_taken_back() -> None:
+def test_a_rewind_to_before_an_image_removes_it_from_the_text() -> None:
     cache = books(num_blocks=60)
     with cache.open(range(20), media={10: b"\1" * 16}) as sequence:
         sequence.commit(range(20))
@@ -96,7 +96,7 @@ def test_invalidation_hides_at_once_and_frees_when_the_last_request_ends(kinds: 
     assert cache.stats().groups[0].held == 0 and leave(cache, range(9), "b") == 0
 
 
-def test_pins_go_last_have_a_budget_and_never_keep_a_request_from_running() -> None:
+def test_pins_are_released_last_have_a_budget_and_never_block_a_request() -> None:
     cache = books(num_blocks=12, pin_share=0.5)
     leave(cache, range(16))
     pin = cache.pin(range(16))
@@ -126,7 +126,7 @@ def test_a_pin_keeps_the_checkpoint_too() -> None:
     assert leave(cache, range(9)) == 0
 
 
-def test_a_fence_holds_back_what_a_step_in_flight_may_use() -> None:
+def test_a_fence_keeps_the_blocks_that_a_step_in_flight_may_use() -> None:
     cache = books(FULL, WINDOW, num_blocks=24)
     sequence = cache.open(range(20), reserve=40)
     held = [ledger.held_ids(sequence.slot).tolist() for ledger in cache.core.groups]
@@ -166,7 +166,7 @@ def test_fenced_blocks_do_not_move() -> None:
         cache.check()
 
 
-def test_priorities_say_what_stays() -> None:
+def test_blocks_of_high_priority_stay_cached() -> None:
     cache = books(num_blocks=12, policy="priority")
     leave(cache, range(16), priority=5)
     for first in range(100, 800, 100):
@@ -194,7 +194,7 @@ def test_full_attention_reuses_up_to_the_token_and_copies_the_rest_of_the_block(
     cache.check()
 
 
-def test_the_match_says_per_group_what_was_found_and_what_cut_it_short() -> None:
+def test_the_match_reports_the_hit_of_each_group_and_what_limited_it() -> None:
     cache = books(FULL, WINDOW, STATE, num_blocks=60)
     leave(cache, range(32))
     match = cache.open(range(31)).match

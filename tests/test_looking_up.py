@@ -81,7 +81,7 @@ def test_a_look_up_needs_no_slot_and_says_what_is_about_to_be_published() -> Non
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_many_are_looked_up_as_each_alone(name: str) -> None:
+def test_one_lookup_of_many_texts_equals_one_for_each(name: str) -> None:
     """One lookup of many texts answers like one lookup for each, whatever runs. Texts may have any form; namespaces and
     media are given once or for each text."""
     cache, random = cache_of(*KINDS[name]), np.random.default_rng(2)
@@ -109,7 +109,7 @@ def test_many_are_looked_up_as_each_alone(name: str) -> None:
     cache.check()
 
 
-def test_bad_lists_of_texts_are_told() -> None:
+def test_bad_lists_of_texts_are_refused() -> None:
     cache = cache_of(FULL)
     assert cache.lookup([]) == cache.lookup(()) == cache.lookup(np.array([], np.int32)) != []
     assert cache.lookup([[]]) == [cache.lookup([])] and cache.lookup([np.int64(1), 2]).cached == 0
@@ -126,7 +126,7 @@ def test_bad_lists_of_texts_are_told() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_reading_without_leaving_and_leaving_without_reading(name: str) -> None:
+def test_requests_that_only_read_and_requests_that_only_publish(name: str) -> None:
     cache, text = cache_of(*KINDS[name]), list(range(33))
     assert leave(cache, text, publish=False) == 0 and cache.lookup(text).cached == 0
     most = 33 if name == "full" else 32
@@ -142,7 +142,7 @@ def test_reading_without_leaving_and_leaving_without_reading(name: str) -> None:
     assert all(group.held == group.evictable for group in cache.stats().groups)
 
 
-def test_steps_that_pass_a_place_for_states_are_counted() -> None:
+def test_steps_that_pass_a_checkpoint_boundary_are_counted() -> None:
     cache, text = cache_of(FULL, STATE), list(range(33))
     with cache.open(text) as sequence:
         assert cache.step_limit(sequence) == 32 and cache.step_limit([sequence]).tolist() == [32]
@@ -193,7 +193,7 @@ def test_every_token_knows_its_weights() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_nothing_crosses_epochs_unseen(name: str) -> None:
+def test_every_token_carries_the_epoch_that_computed_it(name: str) -> None:
     """Every committed token carries the epoch in which it was computed, also if it was a hit. A hit was computed
     completely in the epoch of the request that finds it. ``random_driver`` compares bytes as well."""
     cache, random = cache_of(*KINDS[name]), np.random.default_rng(3)
@@ -286,7 +286,7 @@ def test_samples_stay_on_the_epoch_that_their_namespace_names(name: str) -> None
     cache.check()
 
 
-def test_weights_that_come_again_are_found_again_and_what_crossed_them_is_not() -> None:
+def test_blocks_of_weights_that_return_are_found_and_those_of_mixed_weights_are_not() -> None:
     cache, text = cache_of(FULL), list(range(40))
     cache.invalidate(weights="w")
     crossing, staying = cache.open(text), cache.open(text, Namespace(epoch=1))
@@ -304,7 +304,7 @@ def test_weights_that_come_again_are_found_again_and_what_crossed_them_is_not() 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_jobs_that_begin_alike_share(name: str) -> None:
+def test_jobs_with_a_common_prefix_share_it(name: str) -> None:
     """Eight prompts have 224 of their 256 tokens in common, which are computed once."""
     cache = KVCache(cache_of(*KINDS[name]).schema, num_blocks=800, block_size=4, max_requests=8, device="none")
     queue: RunQueue[Job] = RunQueue(cache)
@@ -338,7 +338,7 @@ def test_the_last_block_of_a_closed_request_is_reusable_up_to_its_end(num_tokens
 
 @pytest.mark.parametrize("windows", [0, 1], ids=["full", "and a window that slid past where it crossed"])
 @pytest.mark.parametrize("whole", [True, False])
-def test_who_crossed_to_other_weights_comes_back_with_its_own_rows(whole: bool, windows: int) -> None:
+def test_a_request_that_crossed_to_other_weights_resumes_with_its_own_rows(whole: bool, windows: int) -> None:
     window = Attention(2, 4, 4, "float32", Growth(window=3))
     schema = Schema((Layer(0, "full", (FULL,)), *[Layer(1, "window", (window,))] * windows), "test")
     cache = KVCache(schema, num_blocks=20, block_size=4, max_requests=3, device="cpu", poison=True)
@@ -373,7 +373,7 @@ def test_a_request_that_computed_nothing_leaves_nothing() -> None:
     cache.check()
 
 
-def test_what_a_step_completed_is_published_when_somebody_looks_or_with_the_next_step() -> None:
+def test_completed_blocks_are_published_by_a_lookup_or_the_next_step() -> None:
     cache = cache_of(FULL)
     text = np.arange(9, dtype=np.int32)
     first = cache.open(text, reserve=16)
@@ -401,7 +401,7 @@ def test_what_a_step_completed_is_published_when_somebody_looks_or_with_the_next
 
 
 @pytest.mark.parametrize("kinds", [(STATE,), (FULL, STATE), (FULL, WINDOW, STATE)])
-def test_a_text_goes_on_from_where_a_running_request_stands(kinds: tuple[LayerKind, ...]) -> None:
+def test_a_prompt_starts_from_the_state_of_a_running_request(kinds: tuple[LayerKind, ...]) -> None:
     schema = Schema(tuple(Layer(i, type(kind).__name__, (kind,)) for i, kind in enumerate(kinds)), "test")
     cache = KVCache(schema, num_blocks=600, block_size=16, max_requests=4, device="cpu")
     text = np.arange(4096, dtype=np.int32)

@@ -57,7 +57,7 @@ SHARING = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_open_extend_commit_close_returns_everything(name: str) -> None:
+def test_open_extend_commit_close_frees_everything(name: str) -> None:
     cache = KVCache(SCHEMAS[name], num_blocks=12, max_requests=2, device="cpu")
     with cache.open(range(20)) as sequence:
         assert sequence.cached_tokens == 0 and sequence.capacity >= 20
@@ -79,7 +79,7 @@ def test_the_plan_says_what_the_arenas_take() -> None:
     assert not split.plan.num_sectors and cache.plan.num_sectors
 
 
-def test_arguments_may_be_given_by_place() -> None:
+def test_arguments_may_be_positional() -> None:
     full = SCHEMAS["full"]
     by_place = KVCache(full, "64KiB", "none", 3, 8, "fifo", (), "bfloat16")
     by_name = KVCache(
@@ -204,7 +204,7 @@ def test_stale_handles_raise() -> None:
         cache.open([1])
 
 
-def test_an_exception_inside_with_gives_everything_back() -> None:
+def test_an_exception_inside_with_closes_the_request() -> None:
     cache = KVCache(MIXED, num_blocks=8, max_requests=2, device="cpu")
     with pytest.raises(ZeroDivisionError), cache.open(range(9)):
         raise ZeroDivisionError
@@ -541,7 +541,7 @@ def test_fork_copies_what_is_written_to_and_shares_the_rest() -> None:
     cache.check()
 
 
-def test_rewind_takes_tokens_back_or_says_what_cannot_go_back() -> None:
+def test_rewind_removes_tokens_or_says_which_layer_cannot() -> None:
     cache = KVCache(SCHEMAS["full"], num_blocks=8, max_requests=2, block_size=4, device="cpu")
     sequence = cache.open(range(10), reserve=20)
     sequence.commit(range(10))
@@ -569,7 +569,7 @@ def test_rewind_takes_tokens_back_or_says_what_cannot_go_back() -> None:
     window.rewind(1)
 
 
-def test_random_traffic_over_compressed_layers_keeps_the_law_of_ownership() -> None:
+def test_random_traffic_over_compressed_layers_keeps_one_owner_for_every_block() -> None:
     cache = KVCache(
         SCHEMAS["compressed"],
         num_blocks=12,

@@ -224,7 +224,7 @@ def test_random_traffic(name: str, copied: bool) -> None:
     cache.check()
 
 
-def test_addresses_stay_and_what_did_not_change_is_not_written() -> None:
+def test_addresses_stay_and_unchanged_values_are_not_written() -> None:
     cache = cache_of(FULL, WINDOW, num_blocks=60)
     first, second = running(cache, 5), running(cache, 9, 50)
     together = cache.persistent_batch([first, second], num_rows=4)
@@ -268,7 +268,7 @@ def test_a_batch_is_over_when_the_next_is_made_or_a_sequence_closed() -> None:
     assert together.extend().layer(0).cache_seqlens.tolist() == [7, 0]
 
 
-def test_all_get_room_or_none() -> None:
+def test_extend_makes_room_for_all_sequences_or_for_none() -> None:
     cache = cache_of(FULL, num_blocks=7)
     first, second, third = (running(cache, 8, 10 * i) for i in range(3))
     together = cache.persistent_batch([first, second, third])
@@ -285,7 +285,7 @@ def test_all_get_room_or_none() -> None:
     cache.check()
 
 
-def test_what_cannot_be_is_refused_before_anything_changed() -> None:
+def test_bad_arguments_are_refused_before_anything_changes() -> None:
     cache = cache_of(FULL, num_blocks=60)
     first, second = running(cache, 5), running(cache, 9, 50)
     begun = cache.open([1, 2, 3])
@@ -321,7 +321,7 @@ def test_what_cannot_be_is_refused_before_anything_changed() -> None:
     assert first.tokens.tolist() == [0, 1, 2, 3, 4, 3]
 
 
-def test_what_a_sequence_does_between_extend_and_commit_counts() -> None:
+def test_calls_of_a_sequence_between_extend_and_commit_take_effect() -> None:
     cache = cache_of(FULL, num_blocks=60)
     first, second = running(cache, 6), running(cache, 9, 50)
     together = cache.persistent_batch([first, second])
@@ -357,7 +357,7 @@ def test_a_sequence_may_change_from_one_batch_to_another() -> None:
     assert sequence.tokens.tolist() == [*range(6), *range(12)]
 
 
-def test_what_a_step_wrote_limits_how_far_a_sequence_goes_back() -> None:
+def test_tokens_that_a_step_wrote_limit_how_far_a_sequence_rewinds() -> None:
     """As with ``KVCache.batch``, rings also hold the tokens that were computed and not committed."""
     cache = cache_of(Compressed(16, 8, "float32", 4, verify_width=3), num_blocks=60, block_size=8)
     alone, member = running(cache, 10), running(cache, 10, 50)
@@ -380,7 +380,7 @@ def test_what_a_step_wrote_limits_how_far_a_sequence_goes_back() -> None:
     assert short.length == 1
 
 
-def test_what_was_left_for_later_is_there_for_whoever_looks() -> None:
+def test_deferred_blocks_are_published_before_any_call_that_needs_them() -> None:
     """Nothing shows that publishing is deferred: each of these calls finds all blocks that steps completed before
     it."""
     for look in ("lookup", "open", "pin", "fork", "close", "suspend"):
@@ -417,7 +417,7 @@ def test_what_was_left_for_later_is_there_for_whoever_looks() -> None:
         cache.check()
 
 
-def test_steps_publish_in_turns_by_themselves() -> None:
+def test_steps_publish_deferred_blocks_by_themselves() -> None:
     cache = cache_of(FULL, num_blocks=500, max_context=800)
     members = [running(cache, 4 + i, 20 * i) for i in range(3)]
     together, most = cache.persistent_batch(members), 0
@@ -433,7 +433,7 @@ def test_steps_publish_in_turns_by_themselves() -> None:
     cache.check()
 
 
-def test_blocks_that_two_wrote_alike_become_free_before_a_step_fails_for_room() -> None:
+def test_duplicate_blocks_become_free_before_a_step_fails_for_room() -> None:
     """Both requests write the same 20 blocks, and there are 28: duplicates become free when a step needs room."""
     cache = cache_of(FULL, num_blocks=28)
     members = [running(cache, 4), running(cache, 4)]
@@ -445,7 +445,7 @@ def test_blocks_that_two_wrote_alike_become_free_before_a_step_fails_for_room() 
     assert [one.length for one in members] == [80, 80]
 
 
-def test_blocks_are_taken_in_advance_only_where_they_are_promised_and_free() -> None:
+def test_blocks_are_allocated_in_advance_only_if_they_are_reserved_and_free() -> None:
     cache = cache_of(FULL, num_blocks=60)
     promised = cache.open(range(8), reserve=76)
     promised.commit(range(8))
@@ -460,7 +460,7 @@ def test_blocks_are_taken_in_advance_only_where_they_are_promised_and_free() -> 
     cache.check()
 
 
-def test_who_lost_tokens_while_it_was_suspended_steps_through_its_own_text_again() -> None:
+def test_a_sequence_that_lost_tokens_while_suspended_steps_through_its_text_again() -> None:
     cache = cache_of(FULL, num_blocks=8)
     first = running(cache, 9)
     together = cache.persistent_batch([first])

@@ -71,7 +71,7 @@ def compute(queue: RunQueue[Job], job: Job, n: int) -> None:
     job.sequence.commit(job.text[job.sequence.length :][:n])
 
 
-def test_without_a_policy_everything_is_promised_and_nobody_is_preempted() -> None:
+def test_without_a_policy_everything_is_reserved_and_no_request_is_preempted() -> None:
     queue: RunQueue[Job] = RunQueue(books_with(8))
     first, second, third = entered(queue, (2, 8), (2, 8), (2, 4))
     assert queue.running == [first, second] and queue.waiting == [third]
@@ -80,7 +80,7 @@ def test_without_a_policy_everything_is_promised_and_nobody_is_preempted() -> No
     assert queue.running == [second, third] and queue.num_preempted == 0
 
 
-def test_with_a_policy_the_youngest_gives_way_and_comes_back_first() -> None:
+def test_with_a_policy_the_youngest_is_preempted_and_resumes_first() -> None:
     queue: RunQueue[Job] = RunQueue(books_with(7), Youngest())
     first, second, third, fourth = entered(queue, (4, 14), (4, 12), (2, 4), (2, 4))
     assert queue.running == [first, second] and queue.waiting == [third, fourth]
@@ -98,7 +98,7 @@ def test_with_a_policy_the_youngest_gives_way_and_comes_back_first() -> None:
     queue.cache.check()
 
 
-def test_the_youngest_preempts_itself_and_the_only_one_is_told() -> None:
+def test_the_youngest_preempts_itself_and_the_only_request_raises() -> None:
     queue: RunQueue[Job] = RunQueue(books_with(5), Youngest())
     first, second = entered(queue, (4, 8), (2, 8))
     second.extend([1] * 4)
@@ -116,7 +116,7 @@ def test_the_youngest_preempts_itself_and_the_only_one_is_told() -> None:
     assert queue.running == [second]
 
 
-def test_the_one_that_computed_least_gives_way() -> None:
+def test_the_request_that_computed_least_is_preempted() -> None:
     queue: RunQueue[Job] = RunQueue(books_with(8), LeastComputed())
     first, second, third = entered(queue, (2, 12), (2, 4), (4, 6))
     compute(queue, second, 1)
@@ -210,7 +210,7 @@ def test_every_request_of_ten_thousand_random_mixes_ends(part: int) -> None:
     assert preempted > 250 and swapped > 100
 
 
-def test_the_way_that_costs_least_is_chosen_and_of_equals_the_one_that_moves_least() -> None:
+def test_the_cheapest_mode_is_chosen_and_of_equals_the_one_that_moves_least() -> None:
     assert (
         cheapest(Costs(2.0, 1.0, 3.0)) is PreemptionMode.PART and cheapest(Costs(2.0, 2.0, 1.0)) is PreemptionMode.SWAP
     )
@@ -236,7 +236,7 @@ def costs_with(num_blocks: int, name: str = "full", total: int = 14) -> Costs:
     return queue.costs(second)
 
 
-def test_what_preempting_costs() -> None:
+def test_the_costs_of_preempting() -> None:
     row = SCHEMAS["full"].plan(num_blocks=8, block_size=BLOCK).groups[0].row_nbytes
     near = functools.partial(pytest.approx, rel=1e-3)
     roomy = costs_with(
@@ -249,7 +249,7 @@ def test_what_preempting_costs() -> None:
     assert state.recompute == near(1) and costs_with(8, "state").recompute == near(5)
 
 
-def test_what_does_not_fit_in_the_swap_is_recomputed_and_the_rest_resumes_in_order_of_age() -> None:
+def test_requests_that_do_not_fit_in_the_swap_recompute_and_others_resume_by_age() -> None:
     row = SCHEMAS["full"].plan(num_blocks=9, block_size=BLOCK).groups[0].row_nbytes
     cache = KVCache(
         SCHEMAS["full"], num_blocks=9, max_requests=4, block_size=BLOCK, device="none", limits=Limits(swap=3 * row)

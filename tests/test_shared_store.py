@@ -46,7 +46,7 @@ def test_what_one_cache_computed_another_loads(start: Start, name: str, tmp_path
 
 
 @pytest.mark.parametrize("start", STORES)
-def test_requests_go_on_while_the_store_hangs_dies_and_comes_back_empty(start: Start, tmp_path: Path) -> None:
+def test_requests_run_on_while_the_store_hangs_dies_and_restarts_empty(start: Start, tmp_path: Path) -> None:
     with start(tmp_path) as server:
         cache = cache_of("mixed", tier(server))
         wait_for(lambda: is_there(cache))

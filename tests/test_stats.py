@@ -61,7 +61,7 @@ def test_tokens_saved_and_computed_are_counted_by_namespace() -> None:
     assert {one.name: one.requests for one in cache.stats().namespaces}[salted] == 4, "a renewed namespace goes on"
 
 
-def test_what_runs_is_counted_too_and_what_is_not_looked_up_is_not() -> None:
+def test_running_requests_count_and_prompts_without_a_lookup_do_not() -> None:
     cache = KVCache(FULL, num_blocks=64, block_size=4, device="none")
     sequence = cache.open([*range(10)], lookup=False)
     sequence.commit([*range(7)])

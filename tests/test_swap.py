@@ -132,7 +132,7 @@ def test_every_byte_comes_back_for_every_family(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "mixed", "state"])
-def test_all_of_the_cache_may_be_written_over_meanwhile(name: str) -> None:
+def test_all_other_blocks_may_be_overwritten_while_suspended(name: str) -> None:
     cache = cache_of(SCHEMAS[name], 12)
     fill_random(cache)
     sequence = computed(cache, range(30), 60, n=3)
@@ -145,7 +145,7 @@ def test_all_of_the_cache_may_be_written_over_meanwhile(name: str) -> None:
         assert all(torch.equal(old, new) for old, new in zip(before, rows_of(sequence, cache)))
 
 
-def test_what_others_still_have_is_shared_again_and_not_copied() -> None:
+def test_blocks_that_others_still_use_are_shared_again_and_not_copied() -> None:
     cache = cache_of(SCHEMAS["full"])
     fill_random(cache)
     sequence, other = computed(cache, range(20)), computed(cache, range(20))
@@ -165,7 +165,7 @@ def test_what_others_still_have_is_shared_again_and_not_copied() -> None:
     assert held[:2] == ids and copied == held[2:] and len(copied) == 1
 
 
-def test_nothing_but_a_few_questions_is_answered_while_suspended() -> None:
+def test_a_suspended_sequence_only_answers_what_it_knows() -> None:
     cache = cache_of(SCHEMAS["mixed"])
     sequence, other = computed(cache, range(20)), computed(cache, range(40, 50))
     together = cache.persistent_batch([sequence, other])
@@ -241,7 +241,7 @@ def test_without_room_in_the_swap_or_behind_a_fence_nothing_changes(whole: bool)
         none.suspend()
 
 
-def test_it_waits_for_a_slot_and_for_room() -> None:
+def test_resume_waits_for_a_slot_and_for_room() -> None:
     cache = cache_of(FULL_AND_STATE, 8, max_requests=2)
     sequence = computed(cache, range(20), 30)
     held = cache.core.groups[0].reserved[sequence.slot]
@@ -268,7 +268,7 @@ def test_it_waits_for_a_slot_and_for_room() -> None:
     cache.check()
 
 
-def test_the_oldest_pin_is_given_up_for_one_that_could_not_go_on() -> None:
+def test_the_oldest_pin_is_released_for_a_request_that_could_not_resume() -> None:
     cache = cache_of(SCHEMAS["full"], 4, pin_share=1)
     sequence = computed(cache, range(20))
     sequence.suspend()
@@ -280,7 +280,7 @@ def test_the_oldest_pin_is_given_up_for_one_that_could_not_go_on() -> None:
 
 
 @pytest.mark.parametrize("num_left", [0, 1])
-def test_suspended_in_part_it_goes_on_from_what_was_not_evicted(num_left: int) -> None:
+def test_suspended_in_part_a_request_resumes_from_the_blocks_still_cached(num_left: int) -> None:
     cache = cache_of(SCHEMAS["full"])
     fill_random(cache)
     sequence = computed(cache, range(20), 40, n=3)
@@ -303,7 +303,7 @@ def test_suspended_in_part_it_goes_on_from_what_was_not_evicted(num_left: int) -
     cache.check()
 
 
-def test_suspended_in_part_a_hybrid_goes_on_from_a_checkpoint() -> None:
+def test_suspended_in_part_a_hybrid_resumes_from_a_checkpoint() -> None:
     cache = cache_of(FULL_AND_STATE, checkpoint_every=1)
     fill_random(cache)
     sequence = computed(cache, range(34), 60)
@@ -319,7 +319,7 @@ def test_suspended_in_part_a_hybrid_goes_on_from_a_checkpoint() -> None:
     cache.check()
 
 
-def test_part_of_it_takes_less_than_the_whole() -> None:
+def test_suspending_in_part_copies_less_than_the_whole() -> None:
     cache = cache_of(SCHEMAS["mixed"])
     sequence = computed(cache, range(200), 210)
     sequence.suspend(whole=False)
@@ -360,7 +360,7 @@ def test_forks_and_rewinds_after_a_resume_are_those_of_before(whole: bool) -> No
 
 @WHOLE
 @pytest.mark.parametrize("all_of_them", [False, True])
-def test_after_an_invalidation_it_goes_on_and_leaves_nothing_to_be_found(whole: bool, all_of_them: bool) -> None:
+def test_after_an_invalidation_a_request_resumes_and_publishes_nothing(whole: bool, all_of_them: bool) -> None:
     cache = cache_of(FULL_AND_STATE)
     fill_random(cache)
     sequence = cache.open(range(20), "a")
@@ -385,7 +385,7 @@ def test_after_an_invalidation_it_goes_on_and_leaves_nothing_to_be_found(whole: 
     assert cache.stats().groups[0].held == 0 and not cache.core.stale
 
 
-def test_reset_and_close_know_of_it() -> None:
+def test_reset_is_refused_and_close_works_while_a_request_is_suspended() -> None:
     cache = cache_of(SCHEMAS["mixed"])
     sequence, other = computed(cache, range(20)), computed(cache, range(30, 50))
     sequence.suspend()

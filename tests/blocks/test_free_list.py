@@ -19,7 +19,7 @@ def ids(*values):
     return np.array(values, np.int32)
 
 
-def test_lowest_ids_go_out_first_and_the_last_freed_next():
+def test_the_lowest_ids_are_acquired_first_and_then_the_last_freed():
     free = FreeList(4, first=10)
     assert free.acquire(3).tolist() == [10, 11, 12]
     free.release(ids(10, 12))
@@ -80,7 +80,7 @@ def test_one_id_is_given_back_by_name():
     free.check()
 
 
-def test_reclaimed_ids_are_held_by_nobody_and_free_once_they_are_given():
+def test_reclaimed_ids_are_not_held_and_are_free_once_they_are_given_back():
     free = FreeList(6)
     free.acquire(6)
     first, second = free.reclaim(ids(5, 4)), free.reclaim(ids(0))

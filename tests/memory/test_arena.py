@@ -193,7 +193,7 @@ def test_one_view_shows_a_field_of_all_layers(order):
     ],
 )
 @pytest.mark.parametrize("kernel_pages", [1, 2])
-def test_every_element_lies_where_the_layout_of_that_name_has_it(name, order, kernel_pages):
+def test_every_element_is_where_the_layout_of_that_name_has_it(name, order, kernel_pages):
     heads, dims, size, blocks = 3, (8, 4), 4, 5
     laid = Schema(tuple(Layer(i, "full", (Attention(heads, *dims, "float16"),)) for i in range(3))).laid_out(name)
     plan = laid.plan(num_blocks=blocks, max_requests=1, block_size=size * kernel_pages, kernel_page=size)
@@ -215,7 +215,7 @@ def test_every_element_lies_where_the_layout_of_that_name_has_it(name, order, ke
 
 @pytest.mark.parametrize("name", ["vllm-lhbnc", "vllm-bhlnc"])
 @pytest.mark.parametrize("kernel_page", [2, 4])
-def test_records_of_heads_that_lie_apart_are_whole_and_a_layer_is_its_own_bytes(name, kernel_page):
+def test_records_of_separate_heads_are_complete_and_layers_do_not_overlap(name, kernel_page):
     laid = Schema(tuple(Layer(i, "full", (Attention(3, 8, 4, "float16"),)) for i in range(2))).laid_out(name)
     plan = laid.plan(num_blocks=5, max_requests=1, block_size=4, kernel_page=kernel_page)
     memories = [Arena(plan.groups[0].layout, 5, device="cpu", order=plan.order) for _ in range(2)]

@@ -26,7 +26,9 @@ def arena(order: str, shared: bool) -> Arena:
 
 @pytest.mark.parametrize("width_of_record", [0.26, 0.5, 1, 1.5, 2, 3.2])
 @pytest.mark.parametrize("order, shared", [("block", False), ("layer", False), ("block", True)])
-def test_what_was_spilled_is_filled_in_elsewhere_bit_for_bit(width_of_record: float, order: str, shared: bool) -> None:
+def test_rows_copied_to_the_host_are_copied_back_elsewhere_bit_for_bit(
+    width_of_record: float, order: str, shared: bool
+) -> None:
     source, target, random = arena(order, shared), arena(order, shared), np.random.default_rng(1)
     nbytes = source.layout.nbytes
     width = max(1, int(nbytes * width_of_record))
@@ -46,7 +48,7 @@ def test_what_was_spilled_is_filled_in_elsewhere_bit_for_bit(width_of_record: fl
         assert torch.equal(records_of(target, range(40)), before)
 
 
-def test_records_lie_in_a_row_as_they_are() -> None:
+def test_records_are_stored_in_rows_unchanged() -> None:
     """A row holds two narrow records, or a piece of a wide record: other readers of the table may rely on this."""
     source = arena("layer", False)
     nbytes = source.layout.nbytes

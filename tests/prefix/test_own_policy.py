@@ -93,7 +93,7 @@ def test_an_object_serves_one_tree() -> None:
         PrefixTree(1, policy=LRU())
 
 
-def test_what_is_no_policy_is_refused_with_what_there_is() -> None:
+def test_anything_but_a_policy_is_refused_with_the_names_that_exist() -> None:
     with pytest.raises(BadInput, match="mru") as error:
         PrefixTree(1, policy="mru")
     assert all(name in str(error.value) for name in POLICY_NAMES)
@@ -104,7 +104,7 @@ def test_what_is_no_policy_is_refused_with_what_there_is() -> None:
         as_policy(type("Half", (), {"add": print, "touch": print})(), 10)
 
 
-def test_a_choice_that_cannot_be_is_refused() -> None:
+def test_an_impossible_choice_is_refused() -> None:
     class Wrong(RandomLeaf):
         answer = np.array([7], np.int32)
 

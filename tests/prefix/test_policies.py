@@ -100,7 +100,7 @@ def insert(tree: PrefixTree, tokens: list[int], first_id: int, priority: int = 0
     tree.touch(match, priority=priority)
 
 
-def test_priority_keeps_what_is_wanted() -> None:
+def test_blocks_of_low_priority_are_evicted_first() -> None:
     tree = PrefixTree(1, 1, "priority", capacity=9)
     insert(tree, [1, 2], 1, priority=5)
     insert(tree, [3, 4], 3, priority=1)
@@ -150,7 +150,7 @@ def test_priorities_outlive_splits_and_merges() -> None:
     assert num_evicted > 3000 and tree.num_cached == len(keys)
 
 
-def test_what_is_used_from_the_root_on_is_never_older_than_what_hangs_below() -> None:
+def test_no_block_is_older_than_the_blocks_below_it() -> None:
     rng, tree = np.random.default_rng(9), PrefixTree(2, 1, "lru", capacity=80)
     next_id = 1
     for _ in range(1500):

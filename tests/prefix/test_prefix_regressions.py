@@ -105,7 +105,7 @@ def test_r7_one_request_cannot_use_up_the_pin_of_another() -> None:
     assert tree.num_pinned == 2 and theirs.is_open
 
 
-def test_r8_what_was_promised_is_there_until_it_is_unpinned() -> None:
+def test_r8_pinned_blocks_stay_until_they_are_unpinned() -> None:
     tree = PrefixTree(1)
     store(tree, np.arange(768, dtype=np.int32), list(range(1, 769)))
     match = tree.match(np.arange(768, dtype=np.int32))
@@ -117,7 +117,7 @@ def test_r8_what_was_promised_is_there_until_it_is_unpinned() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "lfuda", "fifo", "priority", "sieve", "arc", "auto"])
-def test_r16_what_is_new_does_not_go_first(policy: str) -> None:
+def test_r16_the_newest_block_is_not_evicted_first(policy: str) -> None:
     tree = PrefixTree(1, 1, policy, capacity=10)
     for i in range(10):
         store(tree, text(i), [i + 1])
@@ -154,7 +154,7 @@ def test_evict_with_everything_pinned_ends_and_says_so() -> None:
     assert tree.evict(4).shortfall == 0
 
 
-def test_pressure_takes_no_more_than_it_needs_and_the_oldest_first() -> None:
+def test_eviction_takes_no_more_than_asked_and_the_oldest_first() -> None:
     """The order is right however fast the accesses follow one another: the clock is a counter."""
     tree = PrefixTree(1)
     for i in range(50):

@@ -17,7 +17,7 @@ from kvpagoda.prefix.policies.ring import Ring
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(requests=chains, capacity=st.integers(1, 14), steps=st.integers(0, 2))
-def test_a_hand_that_jumps_chooses_what_one_that_walks_does(requests, capacity: int, steps: int) -> None:
+def test_a_hand_that_jumps_chooses_the_victims_of_one_that_walks(requests, capacity: int, steps: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(s3fifo, "_STEPS", steps)
         hits, evicted = model_replay(requests, capacity, "s3fifo")

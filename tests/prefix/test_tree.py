@@ -211,7 +211,7 @@ def test_split_leaves_a_checkpoint_where_it_is() -> None:
     assert tree.match(tokens(1, 1, 2, 2, 3, 3, 4, 4), limit=7).checkpoint == (4, 70)
 
 
-def test_checkpoints_go_by_use_and_alone_or_with_their_blocks() -> None:
+def test_checkpoints_are_evicted_by_use_alone_or_with_their_blocks() -> None:
     tree = PrefixTree(1)
     store(tree, np.arange(6, dtype=np.int32), 1)
     match = tree.match(np.arange(6, dtype=np.int32))
