@@ -147,9 +147,11 @@ def _cut(scene: Scene, steps: Steps, way: Way, n: int) -> Cut:
             assert points.is_ignored, "the signal was swallowed"
         return Cut(_became(scene, steps, way, n, result, raised), points.where)
     except Exception as error:
-        here = [one for one in traceback.extract_tb(error.__traceback__) if one.filename.startswith(FOLDER)][-1]
+        frame = [one for one in traceback.extract_tb(error.__traceback__) if one.filename.startswith(FOLDER)][-1]
         what = " ".join(str(error).split())[:160]
-        return Cut("damage", points.where, f"{type(error).__name__}: {what} ({Path(here.filename).name}:{here.lineno})")
+        return Cut(
+            "damage", points.where, f"{type(error).__name__}: {what} ({Path(frame.filename).name}:{frame.lineno})"
+        )
 
 
 def _became(

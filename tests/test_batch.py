@@ -212,9 +212,9 @@ def test_accepted_drafts_are_committed_for_all_rows_at_once() -> None:
         tokens = [random.integers(0, 100, n).astype(np.int32) for n in counts]
         running.extend()
         running.commit(np.concatenate(tokens), counts)
-        for other, some in zip(others, tokens):
+        for other, accepted in zip(others, tokens):
             other.extend(6)
-            other.commit(some)
+            other.commit(accepted)
         for member, other in zip(members, others):
             assert member.tokens.tolist() == other.tokens.tolist()
         together.check()

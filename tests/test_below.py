@@ -88,8 +88,8 @@ class Flaky:
         return hit
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        told = self.driver.store(keys, rows, deadline) if not self._hits() else [Status.OK] * len(keys)
-        return [Status.UNAVAILABLE if self._hits() else status for status in told]
+        statuses = self.driver.store(keys, rows, deadline) if not self._hits() else [Status.OK] * len(keys)
+        return [Status.UNAVAILABLE if self._hits() else status for status in statuses]
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
         if self._hits():
@@ -100,11 +100,11 @@ class Flaky:
         )
 
     def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        told = self.driver.load(keys, rows, deadline)
+        statuses = self.driver.load(keys, rows, deadline)
         for i, row in enumerate(rows):
             fault = int(self.random.integers(5)) if self._hits() else -1
             if fault == 0:
-                told[i] = Status.MISS
+                statuses[i] = Status.MISS
             elif fault == 1:  # wrong bytes, reported as right
                 self.rows[row][int(self.random.integers(len(self.rows[row])))] ^= 1 << int(self.random.integers(8))
             elif fault == 2:
@@ -112,8 +112,8 @@ class Flaky:
             elif fault == 3:  # the bytes of another record
                 self.rows[row][:] = self.rows[rows[0]]
             elif fault == 4:
-                told[i] = Status.OK
-        return told
+                statuses[i] = Status.OK
+        return statuses
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
         return self.driver.discard(keys, deadline)

@@ -73,8 +73,8 @@ def test_a_call_while_another_thread_is_inside(kind: str) -> None:
     with at_most(60):
         scene = Scene(kind, has_tier=False)
         scene.leave(scene.words(1, 2))
-        one, other = (scene.compute(scene.open(scene.words(number, 1.5))) for number in (2, 3))
-        sequence, tokens = other.sequence, scene.words(1, 3)
+        first, second = (scene.compute(scene.open(scene.words(number, 1.5))) for number in (2, 3))
+        sequence, tokens = second.sequence, scene.words(1, 3)
         calls: dict[str, Callable[[], Any]] = {
             "open": scene.opening(tokens),
             "extend": partial(sequence.extend, 4),
@@ -92,7 +92,7 @@ def test_a_call_while_another_thread_is_inside(kind: str) -> None:
         }
         told = {}
         for n in (20, 40):
-            with Paused(partial(one.sequence.fork, reserve=8), n) as thread:
+            with Paused(partial(first.sequence.fork, reserve=8), n) as thread:
                 for name, call in calls.items():
                     try:
                         call()
@@ -145,18 +145,18 @@ def _trial(seed: int, met: list[int]) -> list[str]:
                         tokens = scene.words(int(random.integers(4)), 2)
                         running.append((call(partial(scene.cache.open, tokens, "one", capacity=0)), tokens))
                     elif chance < 0.8 and running:
-                        one, tokens = running[int(random.integers(len(running)))]
-                        call(partial(one.extend, 1))
-                        call(partial(one.commit, tokens[one.length : one.length + 1] or [5]))
+                        sequence, tokens = running[int(random.integers(len(running)))]
+                        call(partial(sequence.extend, 1))
+                        call(partial(sequence.commit, tokens[sequence.length : sequence.length + 1] or [5]))
                     elif running:
                         call(running.pop()[0].close)
                 except Exhausted:
                     pass
         except BaseException as error:
             wrong.append(f"{type(error).__name__}: {error}"[:160])
-        for one, _ in running:
+        for sequence, _ in running:
             try:
-                call(one.close)
+                call(sequence.close)
             except BaseException as error:
                 wrong.append(f"close: {type(error).__name__}: {error}"[:160])
 

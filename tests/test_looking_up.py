@@ -66,10 +66,8 @@ def test_a_look_up_says_what_open_finds_and_changes_nothing(name: str) -> None:
 def test_a_look_up_needs_no_slot_and_says_what_is_about_to_be_published() -> None:
     cache = cache_of(FULL)
     running = [cache.open(range(40 * i, 40 * i + 40), capacity=0) for i in range(4)]
-    assert (cache.lookup(range(40)).pending, cache.lookup(range(30)).pending) == (
-        36,
-        28,
-    )  # whole blocks of all tokens but the last
+    # whole blocks of all tokens but the last
+    assert (cache.lookup(range(40)).pending, cache.lookup(range(30)).pending) == (36, 28)
     assert cache.lookup([*range(10), 99, *range(11, 40)]).pending == 8
     assert cache.lookup(range(40), namespace="other").pending == cache.lookup(range(500, 540)).pending == 0
     compute(cache, running[0], 20)

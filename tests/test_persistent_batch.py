@@ -188,9 +188,9 @@ def test_random_traffic(name: str, copied: bool) -> None:
             if random.random() < 0.7:  # arrays that were not read in one step must be right in the next
                 assert_right(cache, batch, members, n, 6)
             if random.random() < 0.3:
-                some = members[: random.integers(1, len(members) + 1)]
-                fresh = cache.batch(some, [n] * len(some))
-                assert_right(cache, fresh, some, n, len(some))
+                subset = members[: random.integers(1, len(members) + 1)]
+                fresh = cache.batch(subset, [n] * len(subset))
+                assert_right(cache, fresh, subset, n, len(subset))
             tokens = [len(texts[sequence]) % 50 for sequence in members]  # the same token in many texts
             with ExitStack() as stack:
                 fenced = [members[random.integers(len(members))]] if random.random() < 0.2 else []
@@ -199,9 +199,8 @@ def test_random_traffic(name: str, copied: bool) -> None:
                 together.commit(tokens)
                 cache.lookup([0, 0])  # publishes what was deferred, and windows slide
                 for ledger in cache.core.groups:
-                    for sequence in {*members} - {
-                        *fenced
-                    }:  # what slid out is freed, except what the last whole block needs
+                    # what slid out is freed, except what the last whole block needs
+                    for sequence in {*members} - {*fenced}:
                         size = min(ledger.block_size, 4)
                         kept = ledger.growth.first_kept(sequence.length) // ledger.block_size
                         kept = min(

@@ -239,9 +239,8 @@ def costs_with(num_blocks: int, name: str = "full", total: int = 14) -> Costs:
 def test_the_costs_of_preempting() -> None:
     row = SCHEMAS["full"].plan(num_blocks=8, block_size=BLOCK).groups[0].row_nbytes
     near = functools.partial(pytest.approx, rel=1e-3)
-    roomy = costs_with(
-        20
-    )  # no published block is evicted: compute the last token; move the last block out and in; or three out, one in
+    # no published block is evicted: compute the last token, or move the last block out and in, or three out and one in
+    roomy = costs_with(20)
     assert (roomy.recompute, roomy.part, roomy.swap) == (near(1), near(2 * row), near(4 * row))
     tight = costs_with(8)  # the other job needs seven of eight blocks: one of the two published blocks is evicted
     assert (tight.recompute, tight.part, tight.swap) == (near(3), near(2 * row + 3), near(5 * row))

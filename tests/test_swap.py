@@ -470,7 +470,7 @@ def traffic(cache: KVCache, steps: int, seed: int) -> dict[str, int]:
     for _ in range(steps):
         kind, running = rng.random(), [sequence for sequence in alive if not is_suspended(sequence)]
         aside = [sequence for sequence in alive if is_suspended(sequence)]
-        one = running[int(rng.integers(len(running)))] if running else None
+        picked = running[int(rng.integers(len(running)))] if running else None
         if kind < 0.2 and len(alive) < 8:
             prompt, space = text(rng, heads), int(rng.integers(2))
             with contextlib.suppress(RetryLater, NeverFits):
@@ -478,24 +478,24 @@ def traffic(cache: KVCache, steps: int, seed: int) -> dict[str, int]:
                 engine.spaces[id(alive[-1])] = space
         elif kind < 0.26 and alive:
             alive.pop(int(rng.integers(len(alive)))).close()
-        elif kind < 0.3 and one:
+        elif kind < 0.3 and picked:
             with contextlib.suppress(RetryLater, NeverFits):
-                alive.append(one.fork(reserve=one.length + int(rng.integers(0, 20))))
-                engine.spaces[id(alive[-1])] = engine.spaces[id(one)]
-        elif kind < 0.34 and one:
+                alive.append(picked.fork(reserve=picked.length + int(rng.integers(0, 20))))
+                engine.spaces[id(alive[-1])] = engine.spaces[id(picked)]
+        elif kind < 0.34 and picked:
             with contextlib.suppress(BadInput, OutOfBlocks):
-                one.rewind(int(rng.integers(0, min(one.length, 9) + 1)))
-        elif kind < 0.45 and one:
+                picked.rewind(int(rng.integers(0, min(picked.length, 9) + 1)))
+        elif kind < 0.45 and picked:
             try:
-                one.suspend(whole=rng.random() < 0.5)
+                picked.suspend(whole=rng.random() < 0.5)
                 seen["suspended"] += 1
             except OutOfBlocks:
                 seen["refused"] += 1
         elif kind < 0.65 and aside:
-            asleep = aside[int(rng.integers(len(aside)))]
+            suspended = aside[int(rng.integers(len(aside)))]
             with contextlib.suppress(RetryLater, NeverFits):
-                room = None if rng.random() < 0.5 else int(rng.integers(0, asleep.length + 9))
-                again = asleep.resume(capacity=room, reserve=None if rng.random() < 0.5 else asleep.length + 9)
+                room = None if rng.random() < 0.5 else int(rng.integers(0, suspended.length + 9))
+                again = suspended.resume(capacity=room, reserve=None if rng.random() < 0.5 else suspended.length + 9)
                 seen["resumed"] += 1
                 seen["again"] += again > 0
         elif kind < 0.655:

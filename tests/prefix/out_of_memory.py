@@ -54,8 +54,8 @@ class Failing:
 
     def _profile(self, frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call" and frame.f_code.co_filename.startswith(PACKAGE):
-            of = getattr(function, "__self__", None)
-            if isinstance(of, np.ndarray | np.generic) or (getattr(function, "__module__", "") or "").startswith(
+            owner = getattr(function, "__self__", None)
+            if isinstance(owner, np.ndarray | np.generic) or (getattr(function, "__module__", "") or "").startswith(
                 "numpy"
             ):
                 self._count()

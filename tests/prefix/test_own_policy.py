@@ -38,7 +38,7 @@ class RandomLeaf:
 
 
 def used_by(tree: PrefixTree, seed: int) -> list[int]:
-    rng, gone, next_id = np.random.default_rng(seed), [], 1
+    rng, evicted, next_id = np.random.default_rng(seed), [], 1
     for _ in range(300):
         text = rng.integers(0, 3, rng.integers(1, 9)).astype(np.int32)
         match = tree.match(text)
@@ -46,9 +46,9 @@ def used_by(tree: PrefixTree, seed: int) -> list[int]:
         next_id += len(new)
         tree.insert(match, text[match.num_blocks :], new[None])
         tree.touch(match)
-        gone += tree.evict(max(0, tree.num_cached - 40)).ids[0].tolist()
+        evicted += tree.evict(max(0, tree.num_cached - 40)).ids[0].tolist()
         tree.check()
-    return gone
+    return evicted
 
 
 def test_in_a_tree() -> None:

@@ -80,7 +80,7 @@ def named(requests: list[list[int]], capacity: int, ids: list[int]) -> list[tupl
     """Return the chains of the evicted ``ids``. Ids count up whenever a block is inserted, also a second time."""
     names: dict[int, tuple] = {}
     cached: dict[tuple, int] = {}
-    gone, next_id = iter(ids), 1
+    evicted, next_id = iter(ids), 1
     for request in requests:
         for i in range(min(len(request), capacity)):
             chain = tuple(request[: i + 1])
@@ -88,7 +88,7 @@ def named(requests: list[list[int]], capacity: int, ids: list[int]) -> list[tupl
                 cached[chain], names[next_id] = next_id, chain
                 next_id += 1
         while len(cached) > capacity:
-            del cached[names[next(gone)]]
+            del cached[names[next(evicted)]]
     return [names[one] for one in ids]
 
 

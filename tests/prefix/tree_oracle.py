@@ -116,12 +116,12 @@ class Oracle:
         return ids, states
 
     def clear(self, namespace: bytes) -> tuple[set, set]:
-        gone = self.blocks.pop(namespace, {})
+        removed = self.blocks.pop(namespace, {})
         self.roots.pop(namespace, None)
-        states = {block.state for block in gone.values() if block.state is not None}
+        states = {block.state for block in removed.values() if block.state is not None}
         for state in states:
             del self.states[state]
-        return {tuple(block.ids) for block in gone.values()}, states
+        return {tuple(block.ids) for block in removed.values()}, states
 
 
 def as_bytes(tokens: np.ndarray) -> bytes:

@@ -20,8 +20,8 @@ def pin(driver: Driver) -> None:
         media = {at: digest for at, digest in request.media.items() if at < len(tokens)}
     else:
         (tokens, media), namespace = driver.documents.one(), driver.one(None, None, *NAMESPACES)
-    told = f"pin({tokens.tolist()}, {namespace!r}, media={media})"
-    driver.pins.append(driver.attempt(told, lambda: driver.cache.pin(tokens, namespace, media=media), OutOfBlocks))
+    line = f"pin({tokens.tolist()}, {namespace!r}, media={media})"
+    driver.pins.append(driver.attempt(line, lambda: driver.cache.pin(tokens, namespace, media=media), OutOfBlocks))
     driver.check()
 
 

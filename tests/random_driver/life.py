@@ -28,9 +28,9 @@ def begin(
     total = max(length, first_room if reserve is None else reserve)
     may_never = total > driver.longest or first_room > driver.settings.step_tokens
     is_idle = not driver.requests and not driver.lingering
-    told = f"#{number} = {what}({tokens.tolist()}, {namespace!r}, media={media}, {settings})"
+    line = f"#{number} = {what}({tokens.tolist()}, {namespace!r}, media={media}, {settings})"
     handle = driver.attempt(
-        told,
+        line,
         lambda: driver.cache.open(tokens, namespace, media=media or None, **settings),
         *([NeverFits] if may_never else []),
         *([] if is_idle and not may_never else [RetryLater]),
@@ -108,8 +108,8 @@ def open_prefetched(driver: Driver) -> None:
         raise Fault("prefetch without tiers was accepted")
     if len(driver.prefetches) < 2 and driver.chance(0.6):
         (tokens, media), namespace = driver.documents.prompt(), namespace_of(driver)
-        told = f"prefetch({tokens.tolist()}, {namespace!r}, media={media})"
-        prefetch = driver.attempt(told, lambda: driver.cache.prefetch(tokens, namespace, media=media), may_fail=False)
+        line = f"prefetch({tokens.tolist()}, {namespace!r}, media={media})"
+        prefetch = driver.attempt(line, lambda: driver.cache.prefetch(tokens, namespace, media=media), may_fail=False)
         while driver.settings.settled and not is_prefetched(prefetch):
             sleep(0.0005)
         driver.prefetches.append((prefetch, (tokens, media, namespace)))

@@ -89,9 +89,9 @@ def begin_step(driver: Driver, most: int, running: list[Request] | None = None) 
         raise Refused("nobody could go on")
     num_rows = len(requests) + driver.one(0, 0, 1, 3)
     counts = [len(new) for new in news]
-    told = f"step of {[(request.number, n) for request, n in zip(requests, counts)]} in {num_rows} rows"
+    line = f"step of {[(request.number, n) for request, n in zip(requests, counts)]} in {num_rows} rows"
     batch = driver.attempt(
-        told, lambda: driver.cache.batch([one.handle for one in requests], counts, num_rows), may_fail=False
+        line, lambda: driver.cache.batch([one.handle for one in requests], counts, num_rows), may_fail=False
     )
     compute(driver, batch, requests, news, num_rows)
     return requests, news
@@ -137,9 +137,9 @@ def change_members(driver: Driver) -> None:
     if len(driver.together) < 2 and driver.chance(0.3):
         rows, most = driver.between(1, 5), min(1 + driver.draft_width, driver.settings.step_tokens)
         width = driver.one(None, None, 1, most)
-        told = f"persistent_batch({rows}, tokens_per_row={width})"
+        line = f"persistent_batch({rows}, tokens_per_row={width})"
         driver.together.append(
-            driver.attempt(told, lambda: driver.cache.persistent_batch((), rows, tokens_per_row=width))
+            driver.attempt(line, lambda: driver.cache.persistent_batch((), rows, tokens_per_row=width))
         )
     if not driver.together:
         raise Refused("there is no persistent batch")
@@ -167,10 +167,10 @@ def step_some_together(driver: Driver) -> None:
 
 def step_together(driver: Driver, together: Any) -> None:
     """Make steps of a persistent batch: one token of each request, or several of which some are committed."""
-    gone = [handle for handle in together.sequences if not driver.requests.get(handle)]
-    aside = [handle for handle in together.sequences if is_suspended(handle)]
-    if gone or aside:
-        step_of_some_gone(driver, together, gone + aside)
+    closed = [handle for handle in together.sequences if not driver.requests.get(handle)]
+    suspended = [handle for handle in together.sequences if is_suspended(handle)]
+    if closed or suspended:
+        step_of_some_gone(driver, together, closed + suspended)
         return
     for _ in range(driver.one(1, 1, 2, 5)):
         requests = members_of(driver, together)
@@ -181,8 +181,8 @@ def step_together(driver: Driver, together: Any) -> None:
         if max(request.length for request in requests) + n > driver.longest:
             close(driver, max(requests, key=lambda request: request.length))
             return
-        told = f"step of {n} together: {[request.number for request in requests]}"
-        batch = make_room(driver, requests, n, partial(together.extend, n), told)
+        line = f"step of {n} together: {[request.number for request in requests]}"
+        batch = make_room(driver, requests, n, partial(together.extend, n), line)
         afters = [driver.documents.after(max(one.length, one.prompt_length), n) for one in requests]
         news = [request.next_tokens(n, after) for request, after in zip(requests, afters)]
         compute(driver, batch, requests, news, together.num_rows)
@@ -195,8 +195,8 @@ def step_together(driver: Driver, together: Any) -> None:
                 continue
             for i in range(driver.between(1, n)):
                 tokens = [int(new[i]) for new in news]
-                told = f"commit({tokens}) together"
-                at_last(partial(driver.attempt, told, partial(together.commit, tokens)))
+                line = f"commit({tokens}) together"
+                at_last(partial(driver.attempt, line, partial(together.commit, tokens)))
                 for request in requests:
                     request.length += 1
                     driver.right_length(request.handle, request)
@@ -206,8 +206,8 @@ def commit_some_of_each(driver: Driver, together: Any, requests: list[Request], 
     """Commit a random number of the new tokens of each request, in one call."""
     counts = [driver.between(max(0, len(new) - driver.draft_width), len(new)) for new in news]
     tokens = np.concatenate([new[:count] for new, count in zip(news, counts)])
-    told = f"commit({tokens.tolist()}, {counts}) together"
-    at_last(partial(driver.attempt, told, partial(together.commit, tokens, counts)))
+    line = f"commit({tokens.tolist()}, {counts}) together"
+    at_last(partial(driver.attempt, line, partial(together.commit, tokens, counts)))
     for request, count in zip(requests, counts):
         request.length += count
         driver.right_length(request.handle, request)
@@ -312,9 +312,9 @@ def fence_closed(driver: Driver) -> None:
         with driver.cache.fence([request.handle, closed.handle]):
             raise Fault("a closed sequence was fenced")
 
-    told = f"fence([#{request.number}, #{closed.number}, which is closed])"
+    line = f"fence([#{request.number}, #{closed.number}, which is closed])"
     with suppress(Refused):
-        driver.attempt(told, fenced, StaleHandle, may_fail=False)
+        driver.attempt(line, fenced, StaleHandle, may_fail=False)
 
 
 OPERATIONS = {

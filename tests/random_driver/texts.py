@@ -182,6 +182,6 @@ class Documents:
         """Return ``n`` tokens that may follow ``length`` others: often those of some document at that position."""
         own = self._random.integers(0, 3, n).astype(np.int32)
         if self._random.random() < 0.6:
-            there = self.one()[0][length : length + n]
-            own[: len(there)] = there
+            known = self.one()[0][length : length + n]
+            own[: len(known)] = known
         return own

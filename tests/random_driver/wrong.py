@@ -96,13 +96,13 @@ def wrong_open(driver: Driver) -> None:
     settings = driver.one(*OPENS)(len(tokens))
     media = settings.pop("media", media)
     namespace = settings.pop("namespace", None)
-    before, told = driver.facts(), f"open({tokens.tolist()}, {namespace!r}, media={media}, {settings})"
+    before, line = driver.facts(), f"open({tokens.tolist()}, {namespace!r}, media={media}, {settings})"
     number = driver.next_number()
-    driver.log.append(f"#{number} = {told}")
+    driver.log.append(f"#{number} = {line}")
     try:
         handle = driver.cache.open(tokens, namespace, media=media, **settings)
     except Exception as error:
-        refused(driver, before, told, error)
+        refused(driver, before, line, error)
         return
     numbers = [value for value in settings.values() if isinstance(value, np.integer)]
     plain = all(isinstance(value, np.integer) for value in settings.values())
@@ -112,21 +112,21 @@ def wrong_open(driver: Driver) -> None:
     if not may_take:
         close(driver, request)
         driver.check()
-        raise Fault(f"{told} was taken")
+        raise Fault(f"{line} was taken")
 
 
 def wrong_call(driver: Driver) -> None:
     """Make another call with an invalid argument."""
     request = driver.pick()
-    told, call = driver.one(*CALLS)
+    line, call = driver.one(*CALLS)
     before = driver.facts()
-    driver.log.append(f"#{request.number}: {told}")
+    driver.log.append(f"#{request.number}: {line}")
     try:
         call(driver.cache, request.handle)
     except Exception as error:
-        refused(driver, before, told, error)
+        refused(driver, before, line, error)
         return
-    raise Fault(f"{told} was taken")
+    raise Fault(f"{line} was taken")
 
 
 def refused(driver: Driver, before: list[Any], told: str, error: Exception) -> None:

@@ -94,11 +94,11 @@ class RowOracle:
         self, view: Any, layer: Any, name: str, i: int, prints: np.ndarray[Any, Any], before: int, salt: int
     ) -> None:
         memory, nbytes = self._view(view, layer.index, name)
-        each, size = memory.shape[1], self._cache.block_size
-        ratio = size // each  # tokens that one row stands for
+        rows_per_block, size = memory.shape[1], self._cache.block_size
+        ratio = size // rows_per_block  # tokens that one row stands for
         first, done, end = -(-layer.growth.first_needed(before) // ratio), before // ratio, len(prints) // ratio
         rows = np.arange(first, end)
-        blocks, within = view.block_table[i].numpy()[rows // each], rows % each
+        blocks, within = view.block_table[i].numpy()[rows // rows_per_block], rows % rows_per_block
         expected = _pattern(prints[(rows + 1) * ratio - 1], salt, nbytes)
         known = max(0, done - first)
         if known:

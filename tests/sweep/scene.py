@@ -115,13 +115,13 @@ class Scene:
     def write(self, requests: list[Request], counts: list[int]) -> None:
         """Make room for the next ``counts[i]`` tokens of each request, compare the rows that they read, and write their
         rows. They are not committed."""
-        before = [one.sequence.length for one in requests]
-        for one, start, count in zip(requests, before, counts):
-            tokens = one.text.tokens
+        before = [request.sequence.length for request in requests]
+        for request, start, count in zip(requests, before, counts):
+            tokens = request.text.tokens
             tokens += [(7 * len(tokens) + i) % 900 for i in range(start + count - len(tokens))]
-            one.sequence.extend(count)
-        batch = self.cache.batch([one.sequence for one in requests], counts)
-        self.oracle.step(batch, [one.text for one in requests], before, counts)
+            request.sequence.extend(count)
+        batch = self.cache.batch([request.sequence for request in requests], counts)
+        self.oracle.step(batch, [request.text for request in requests], before, counts)
 
     def commit_of(self, request: Request, count: int) -> Callable[[], None]:
         start = request.sequence.length
@@ -130,8 +130,8 @@ class Scene:
     def step(self, requests: list[Request], counts: list[int]) -> None:
         """Make one step of several requests, and commit it."""
         self.write(requests, counts)
-        for one, count in zip(requests, counts):
-            self.commit_of(one, count)()
+        for request, count in zip(requests, counts):
+            self.commit_of(request, count)()
 
     def compute(self, request: Request, length: int | None = None) -> Request:
         """Compute ``request`` up to ``length`` tokens (None: its whole text), in steps that end at every block, so that
@@ -227,9 +227,9 @@ class Scene:
         self.all_is_idle()
         for text in [*self.texts]:
             self.close(self.compute(self.open([*text.tokens, 998])))
-        everyone = [self.open([901 + i], reserve=1) for i in range(SLOTS)]
-        self.step(everyone, [1] * SLOTS)
-        for request in everyone:
+        fresh = [self.open([901 + i], reserve=1) for i in range(SLOTS)]
+        self.step(fresh, [1] * SLOTS)
+        for request in fresh:
             self.close(request)
         if self.drivers:
             assert cache.flush()

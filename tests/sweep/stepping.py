@@ -53,10 +53,10 @@ class Together(NamedTuple):
 
     def write(self, scene: Scene, step: Any) -> None:
         members = [self.of(sequence) for sequence in self.run.sequences]
-        before = [one.sequence.length for one in members]
-        for one, start in zip(members, before):
-            one.text.tokens += [15] * (start + 1 - len(one.text.tokens))
-        scene.oracle.step(step, [one.text for one in members], before, [1] * len(members))
+        before = [member.sequence.length for member in members]
+        for member, start in zip(members, before):
+            member.text.tokens += [15] * (start + 1 - len(member.text.tokens))
+        scene.oracle.step(step, [member.text for member in members], before, [1] * len(members))
 
     def of(self, sequence: Sequence) -> Request:
         return next(one for one in self.requests if one.sequence is sequence)
@@ -113,14 +113,14 @@ def persistent_commit(scene: Scene) -> Any:
 @operation("persistent batch, add")
 def persistent_add(scene: Scene) -> Any:
     group = together(scene, left=1)
-    more = scene.compute(scene.open(scene.words(9, 1.5)))
-    group.requests.append(more)
+    added = scene.compute(scene.open(scene.words(9, 1.5)))
+    group.requests.append(added)
     group.step(scene, 2)
-    _, raised = yield partial(group.run.add, more.sequence)
-    outcome = "undone" if more.sequence not in group.run.sequences else "done"
+    _, raised = yield partial(group.run.add, added.sequence)
+    outcome = "undone" if added.sequence not in group.run.sequences else "done"
     assert raised or outcome == "done"
     if outcome == "undone":
-        group.run.add(more.sequence)
+        group.run.add(added.sequence)
     group.step(scene)
     group.end()
     return outcome
@@ -131,13 +131,13 @@ def persistent_remove(scene: Scene) -> Any:
     group = together(scene, left=2)
     group.write(scene, group.run.extend())
     group.run.commit(group.next_tokens())
-    gone = group.requests[0]
-    _, raised = yield partial(group.run.remove, gone.sequence)
-    outcome = "undone" if gone.sequence in group.run.sequences else "done"
+    removed = group.requests[0]
+    _, raised = yield partial(group.run.remove, removed.sequence)
+    outcome = "undone" if removed.sequence in group.run.sequences else "done"
     assert raised or outcome == "done"
     if outcome == "undone":
-        group.run.remove(gone.sequence)
-    scene.step([gone], [1])
+        group.run.remove(removed.sequence)
+    scene.step([removed], [1])
     group.step(scene)
     group.end()
     return outcome
