@@ -89,6 +89,7 @@ _IMPORTED: set[str] = set()
 
 
 def _count(scene: Scene, steps: Steps) -> dict[str, int]:
+    """Make the call of the operation without a failure, and count its points by way."""
     call, found = next(steps), dict.fromkeys(WAYS, 0)
 
     def count(frame: FrameType, event: str, argument: Any) -> str:
@@ -125,6 +126,7 @@ WAYS = {
 
 
 def _cut(scene: Scene, steps: Steps, way: Way, n: int) -> Cut:
+    """Make the call of the operation fail at its ``n``-th point, and return the outcome."""
     call, result, raised = next(steps), None, None
     points: Any = scene.drivers[0] if way.is_point is None else Interruption(n, way.is_point, way.error)
     with ExitStack() as stack:
@@ -262,6 +264,7 @@ def test_a_lost_slot_is_damage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def num_signals(kind: str, operation: Callable[[Scene], Steps]) -> int:
+    """Return how many points for signals the first call of ``operation`` has."""
     call = next(operation(scene := Scene(kind, has_tier=False)))
     with Interruption(0, any_call, KeyboardInterrupt) as points:
         call()

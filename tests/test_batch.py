@@ -31,6 +31,7 @@ def cache_of(*kinds: LayerKind, **arguments: Any) -> KVCache:
 
 
 def prefilled(cache: KVCache, length: int, first: int) -> Any:
+    """Return a sequence whose prompt, ``length`` tokens counted up from ``first``, is committed."""
     sequence = cache.open([(first + i) % 100 for i in range(length)])
     sequence.commit([(first + i) % 100 for i in range(sequence.length, length)])
     return sequence

@@ -126,6 +126,7 @@ class Flaky:
 
     @classmethod
     def tier(cls, share: float, **settings: object) -> tuple[TierSpec, list[Flaky]]:
+        """Return a tier with such a driver, and a list that will hold the driver when a cache is made."""
         made: list[Flaky] = []
 
         def make(buffer: RecordBuffer) -> Driver:

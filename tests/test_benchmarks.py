@@ -31,6 +31,7 @@ which is slow in a test process with many objects."""
 
 
 def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``kvpagoda bench`` in a process of its own."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
     command = [sys.executable, "-m", "kvpagoda", "bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)

@@ -90,6 +90,7 @@ def leave(cache: KVCache, first: int, length: int) -> None:
 
 
 def compute(sequence: Any, tokens: list[int]) -> None:
+    """Compute ``tokens`` from the length of ``sequence`` on, a block at a time."""
     for at in range(sequence.length, len(tokens), SIZE):
         sequence.extend(len(tokens[at : at + SIZE]))
         sequence.commit(tokens[at : at + SIZE])

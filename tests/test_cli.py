@@ -27,6 +27,7 @@ LLAMA = {
 
 
 def kvpagoda(*arguments: str, width: int = 100) -> subprocess.CompletedProcess[str]:
+    """Run ``kvpagoda`` in a process of its own, in a terminal of ``width`` columns."""
     env = {
         **os.environ,
         "COLUMNS": str(width),
@@ -44,6 +45,7 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
+    """A folder with the config of a Llama model."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     return tmp_path
 

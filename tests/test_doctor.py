@@ -23,6 +23,7 @@ from kvpagoda.tiers import tier_from_text
 
 
 def found(*tiers: str) -> dict[str, Finding]:
+    """Return what the doctor finds, by name."""
     return {finding.name: finding for finding in examine(tiers)}
 
 

@@ -33,10 +33,12 @@ def example(name: str) -> Any:
 
 
 def told(name: str) -> Any:
+    """Run an example in this process and return what its ``main`` returns."""
     return example(name).main()
 
 
 def told_without_torch(name: str) -> Any:
+    """Run an example in a process without torch and return what its ``main`` returns."""
     code = "import sys; sys.modules['torch'] = None; sys.path.insert(0, sys.argv[1]); from {} import *; print(main())"
     done = subprocess.run(
         [sys.executable, "-c", code.format(name), str(EXAMPLES)], capture_output=True, text=True, timeout=120

@@ -20,6 +20,7 @@ STATE = Recurrent((Rows("recurrent", (2, 4, 4), "float32"),))
 
 
 def books(*kinds: LayerKind, num_blocks: int = 12, max_requests: int = 4, **arguments: object) -> KVCache:
+    """Return a cache without memory."""
     schema = Schema(tuple(Layer(i, "layer", (kind,)) for i, kind in enumerate(kinds or (FULL,))))
     sizes = dict(num_blocks=num_blocks, max_requests=max_requests, block_size=4, device="none")
     return KVCache(schema, **grouped(**sizes, **arguments))

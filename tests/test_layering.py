@@ -64,6 +64,7 @@ FILES = {module_of(path): path for path in sorted(SRC.rglob("*.py"))}
 
 
 def room(module: str) -> str:
+    """Return the room of a module: the name after ``kvpagoda``."""
     return module.split(".")[1]
 
 

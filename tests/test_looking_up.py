@@ -38,6 +38,7 @@ def compute(cache: KVCache, sequence: Any, end: int | None = None) -> None:
 
 
 def leave(cache: KVCache, tokens: Any, **arguments: Any) -> int:
+    """Compute ``tokens`` in a request and close it. Returns how many tokens were cached."""
     with cache.open(tokens, capacity=0, **arguments) as sequence:
         compute(cache, sequence)
         cached = sequence.cached_tokens

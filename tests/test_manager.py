@@ -385,6 +385,7 @@ class FakeEngine:
         self.spaces: dict[int, int] = {}
 
     def step(self, sequences: list[Sequence], new: list[np.ndarray]) -> None:
+        """Make a step in which ``sequences[i]`` computes the tokens ``new[i]``."""
         counts = [len(tokens) for tokens in new]
         batch = self.cache.batch(sequences, counts)
         values = [

@@ -67,6 +67,7 @@ def entered(queue: RunQueue[Job], *sizes: tuple[int, int]) -> list[Job]:
 
 
 def compute(queue: RunQueue[Job], job: Job, n: int) -> None:
+    """Make room for ``n`` tokens of ``job`` and commit them."""
     assert job.sequence is not None and queue.make_room(job, n)
     job.sequence.commit(job.text[job.sequence.length :][:n])
 

@@ -13,6 +13,7 @@ MANY_OPERATIONS, MANY_SEEDS = 5_000, 40
 
 
 def traffic(schema: str, seed: int, num_operations: int) -> None:
+    """Run the driver once, and check that it opened, stepped and closed requests."""
     settings = settings_of(schema, seed)
     if "disk" in settings.tiers and not has_xxhash():
         pytest.skip("records on disk need xxhash for their checksums: pip install kvpagoda[disk]")

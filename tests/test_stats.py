@@ -35,6 +35,7 @@ QWEN = Schema.from_hf_config(
 
 
 def serve(cache: KVCache, tokens: list[int], namespace: Namespace | str | None = None, step: int = 8) -> PrefixMatch:
+    """Compute ``tokens`` in a request, ``step`` tokens at a time, and close it. Returns its match."""
     with cache.open(tokens, namespace, capacity=0) as sequence:
         found = sequence.match
         for at in range(sequence.length, len(tokens), step):

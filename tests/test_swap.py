@@ -29,6 +29,7 @@ def cache_of(schema: Schema, num_blocks: int = 40, **arguments: object) -> KVCac
 
 
 def fill_random(cache: KVCache) -> None:
+    """Fill all memory of ``cache`` with random bytes."""
     for buffer in cache.core.memory._buffers:
         buffer.random_(0, 255)
 
@@ -81,6 +82,7 @@ def families() -> list[str]:
 
 
 def check_bytes(cache: KVCache, whole: bool) -> None:
+    """Suspend and resume a request, and compare all bytes and public values before and after."""
     fill_random(cache)
     sequence = computed(cache, range(100, 121), 40, n=4)
     before, shown = (

@@ -23,11 +23,13 @@ LLAMA = {
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``program`` in a process in which an import of torch fails."""
     code = f"import sys; sys.modules['torch'] = None\n{program}\nassert sys.modules['torch'] is None"
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``kvpagoda`` in a process in which an import of torch fails."""
     pytest.importorskip("typer")
     return run("from kvpagoda.cli import main; sys.argv[0] = 'kvpagoda'; main()", *arguments)
 

@@ -16,6 +16,7 @@ def frozen(free: FreeList) -> bytes:
 
 
 def ids(*values):
+    """Return an int32 vector."""
     return np.array(values, np.int32)
 
 

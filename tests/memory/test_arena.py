@@ -23,6 +23,7 @@ FIELDS = st.lists(
 
 
 def layout_of(specs):
+    """Return the layout of one field for each (layer, count, shape, dtype)."""
     return RowLayout.build(
         (layer, Field(f"f{i}", count, tuple(shape), dtype)) for i, (layer, count, shape, dtype) in enumerate(specs)
     )
@@ -42,6 +43,7 @@ def fill_with_noise(memory, seed):
 
 
 def codes(view):
+    """Return a copy of ``view`` as a vector of bytes."""
     return view.contiguous().view(-1).view(torch.uint8)
 
 

@@ -19,6 +19,7 @@ def layout() -> RowLayout:
 
 
 def arena(order: str, shared: bool) -> Arena:
+    """Return an arena of 40 rows; ``shared``: as a part of a larger buffer."""
     made = layout()
     within = (torch.zeros(40 * (made.nbytes + 64), dtype=torch.uint8), made.nbytes + 64) if shared else None
     return Arena(made, 40, device="cpu", order=None if shared else order, within=within)

@@ -92,6 +92,8 @@ class OutOfMemory:
         return found if name not in METHODS else lambda *a, **k: self._sweep(name, found, a, k)
 
     def _sweep(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Make ``call`` fail at its first numpy call, at its second and so on, and return the result when it
+        succeeds."""
         nth, before, parts = 1, self._seen(), []
         while True:
             with Failing(nth) as failing:
@@ -117,6 +119,7 @@ class OutOfMemory:
         return Evicted(np.concatenate([part.ids for part in parts], axis=1), states, result.shortfall)
 
     def _seen(self) -> tuple[Any, ...]:
+        """Return what a failed call must not change."""
         tree = self.tree
         owned = [tree.owned_ids(group).tolist() for group in range(tree.num_groups)]
         checkpoints = len(tree.checkpoints.by_state), tree.checkpoints.num_held

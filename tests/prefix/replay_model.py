@@ -46,11 +46,15 @@ class ByKey:
 
 
 class Fifo(ByKey):
+    """Evicts the oldest leaf, however often it was used."""
+
     def touch(self, k) -> None:
         pass
 
 
 class Lfu(ByKey):
+    """Evicts the leaf with the fewest uses, and of equals the least recently used."""
+
     def add(self, k) -> None:
         self.keys[k] = (1, self.tick())
 
@@ -59,6 +63,8 @@ class Lfu(ByKey):
 
 
 class Lfuda(ByKey):
+    """LFU with dynamic aging: the key of the last victim is added to the number of uses."""
+
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self.uses: dict = {}
@@ -105,6 +111,8 @@ class Sieve:
 
 
 class S3Fifo:
+    """S3-FIFO: a small and a main queue, and a ghost queue of keys that the small queue evicted."""
+
     def __init__(self, capacity: int) -> None:
         self.small_size = max(1, capacity // 10)
         self.ghost_size = capacity - self.small_size
@@ -148,6 +156,8 @@ class S3Fifo:
 
 
 class Arc:
+    """ARC: blocks used once and blocks used again in two LRU queues, each with a ghost queue of evicted keys."""
+
     def __init__(self, capacity: int) -> None:
         self.capacity, self.share = capacity, 0
         self.once, self.again = OrderedDict(), OrderedDict()

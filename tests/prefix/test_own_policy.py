@@ -38,6 +38,7 @@ class RandomLeaf:
 
 
 def used_by(tree: PrefixTree, seed: int) -> list[int]:
+    """Insert, touch and evict random texts in ``tree``. Returns the evicted ids in order."""
     rng, evicted, next_id = np.random.default_rng(seed), [], 1
     for _ in range(300):
         text = rng.integers(0, 3, rng.integers(1, 9)).astype(np.int32)

@@ -18,6 +18,7 @@ QUICK = 18279
 
 
 def expected() -> list[tuple[str, str, int, int, int]]:
+    """Return (trace, policy, capacity in blocks, block hits, evictions) for each result on a public trace."""
     if not TRACES.exists():
         return []
     with open(TRACES / "expected_hits.csv") as file:
@@ -30,6 +31,7 @@ def expected() -> list[tuple[str, str, int, int, int]]:
 
 @pytest.fixture(scope="module")
 def traces() -> dict[str, list[np.ndarray]]:
+    """Traces that are loaded already, by name."""
     return {}
 
 
@@ -93,6 +95,7 @@ def named(requests: list[list[int]], capacity: int, ids: list[int]) -> list[tupl
 
 
 def insert(tree: PrefixTree, tokens: list[int], first_id: int, priority: int = 0, size: int = 1) -> None:
+    """Insert and touch ``tokens``; new blocks get ids from ``first_id`` on. ``size``: tokens in a block."""
     array = np.array(tokens, np.int32)
     match = tree.match(array)
     ids = np.arange(first_id, first_id + len(tokens) // size - match.num_blocks, dtype=np.int32)

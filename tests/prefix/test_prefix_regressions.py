@@ -14,6 +14,7 @@ def text(*values: int) -> np.ndarray:
 
 
 def store(tree: PrefixTree, tokens: np.ndarray, blocks: list[int]) -> None:
+    """Insert ``tokens``; ``blocks`` are the ids of the blocks that are not cached."""
     match = tree.match(tokens)
     rest = tokens[match.num_blocks * tree.block_size :]
     tree.insert(match, rest, np.array([blocks], np.int32))

@@ -14,6 +14,7 @@ from kvpagoda.prefix import PrefixTree
 
 
 def fastest(call: Callable[[], object], times: int = 60) -> float:
+    """Return the seconds of the fastest of ``times`` calls."""
     best = float("inf")
     for _ in range(times):
         start = time.perf_counter()
@@ -67,6 +68,7 @@ MARGIN = 1.5  # for a busy machine
 
 
 def benchmark(name: str) -> list[dict]:
+    """Run a benchmark in a process of its own and return its rows."""
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--json"], cwd=root, capture_output=True, check=True

@@ -72,6 +72,7 @@ def test_the_best_partial_block_is_found_among_many(width: int) -> None:
 
 
 def store_quietly(tree: PrefixTree, text: np.ndarray, block_id: int) -> None:
+    """Insert a text of one block, without a check of the tree."""
     tree.insert(tree.match(text), text, ids(block_id))
 
 
@@ -444,6 +445,7 @@ def test_a_text_that_is_kept_is_found_like_one_that_is_copied() -> None:
 
 
 def chain_of(node: Node | None) -> Iterator[Node]:
+    """Yield ``node`` and its ancestors up to the root."""
     while node is not None:
         yield node
         node = node.parent

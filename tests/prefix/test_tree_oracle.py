@@ -47,6 +47,7 @@ class Pair:
         return text
 
     def match(self) -> tuple[Match, bytes, np.ndarray]:
+        """Match a new text in both and compare the answers. Returns the match, its namespace and the text."""
         namespace, text = self.rng.choice(NAMESPACES), self.text()
         limit = self.rng.choice((None, None, max(0, len(text) - 1), len(text) // 2))
         match = self.tree.match(text, namespace, limit)
@@ -83,6 +84,7 @@ class Pair:
         return ids
 
     def give(self, ids: np.ndarray) -> None:
+        """Take back ids that the tree no longer owns."""
         for group, row in enumerate(ids):
             self.free[group] += row[row != 0].tolist()
 
@@ -137,6 +139,7 @@ class Pair:
         self.oracle.touch(namespace, as_bytes(covered))
 
     def evict(self, count: int | None = None) -> None:
+        """Evict ``count`` blocks (None: a few) in both and compare the answers."""
         count = self.rng.randint(0, 6) if count is None else count
         evicted = self.tree.evict(count)
         ids, states = self.oracle.evict(count)
@@ -147,6 +150,7 @@ class Pair:
         self.free_states += states
 
     def checkpoint(self) -> None:
+        """Set a checkpoint in both; sometimes evict or drop some."""
         at, namespace, covered = self.place()
         if len(covered) and self.free_states:
             depth = self.rng.randint(1, len(covered) // self.size)
@@ -212,6 +216,7 @@ class Pair:
         self.free_states += cleared.states
 
     def step(self) -> None:
+        """Make one random operation in both, and compare their counters."""
         kinds = (self.match, self.insert, self.touch, self.pin, self.unpin, self.evict, self.checkpoint)
         rare = (self.stale_match, self.refused, self.clear)
         operation = self.rng.choices(kinds + rare, (20, 30, 12, 8, 10, 12, 5, 2, 0.5, 0.1))[0]

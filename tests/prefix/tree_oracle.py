@@ -12,6 +12,8 @@ import numpy as np
 
 @dataclass
 class Block:
+    """One cached block: its ids by group, the clock of its last use, its pins, and the state id of its checkpoint."""
+
     ids: list[int]
     stamp: int = 0
     pins: int = 0
@@ -33,9 +35,11 @@ class Oracle:
         return sum(len(blocks) for blocks in self.blocks.values())
 
     def path(self, text: bytes) -> list[bytes]:
+        """Return the keys of the whole blocks of ``text``, from the root on."""
         return [text[:end] for end in range(self.nbytes, len(text) + 1, self.nbytes)]
 
     def at(self, namespace: bytes, key: bytes) -> Block:
+        """Return the block with that key; for an empty key the root of ``namespace``."""
         return self.blocks[namespace][key] if key else self.roots.setdefault(namespace, Block([]))
 
     def match(self, namespace: bytes, text: bytes) -> tuple[int, list[bytes], list[int] | None]:
@@ -79,6 +83,7 @@ class Oracle:
         return own, duplicates, len(fresh)
 
     def touch(self, namespace: bytes, covered: bytes) -> None:
+        """Count a use of all blocks of ``covered``, the deepest first, and of the last checkpoint there."""
         used = None
         for key in reversed(self.path(covered)):
             block = self.at(namespace, key)
@@ -89,6 +94,7 @@ class Oracle:
             self.states[used] = self.states.pop(used)
 
     def pin(self, namespace: bytes, covered: bytes, change: int) -> None:
+        """Add ``change`` (1 or -1) to the pins of all blocks of ``covered``."""
         for key in self.path(covered):
             block = self.at(namespace, key)
             self.num_pinned -= block.pins > 0
@@ -96,6 +102,7 @@ class Oracle:
             self.num_pinned += block.pins > 0
 
     def evict(self, count: int) -> tuple[list[list[int]], list[int]]:
+        """Evict up to ``count`` leaves that are not pinned. Returns (ids by block, state ids)."""
         ids, states = [], []
         while len(ids) < count:
             leaves = [
@@ -116,6 +123,7 @@ class Oracle:
         return ids, states
 
     def clear(self, namespace: bytes) -> tuple[set, set]:
+        """Remove a namespace. Returns (ids by block, state ids)."""
         removed = self.blocks.pop(namespace, {})
         self.roots.pop(namespace, None)
         states = {block.state for block in removed.values() if block.state is not None}

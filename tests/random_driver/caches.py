@@ -159,6 +159,8 @@ class Counting:
 
 
 def _counted(tier: TierSpec, drivers: list[Counting]) -> TierSpec:
+    """Return ``tier`` with a driver that counts its lookups and is appended to ``drivers``."""
+
     def make(buffer: RecordBuffer) -> Driver:
         drivers.append(Counting(tier.make(buffer)))
         return drivers[-1]
@@ -185,6 +187,7 @@ class Failing:
         return fired
 
     def hit(self, name: str) -> None:
+        """Count memory operation ``name``. Raises MemoryError if it is the one to fail."""
         if self.countdown:
             self.countdown -= 1
             if not self.countdown:

@@ -63,9 +63,11 @@ class Driver:
     # -- choices -----------------------------------------------------------------------------------------------------
 
     def chance(self, share: float) -> bool:
+        """Return True with probability ``share``."""
         return bool(self.random.random() < share)
 
     def one(self, *choices: Any) -> Any:
+        """Return one of ``choices`` at random."""
         return choices[int(self.random.integers(len(choices)))]
 
     def between(self, low: int, high: int) -> int:
@@ -161,6 +163,7 @@ class Driver:
         return facts
 
     def unchanged(self, before: list[Any], what: str) -> None:
+        """Raise Fault if ``facts()`` differs from ``before``."""
         after = self.facts()
         changed = [(old, new) for old, new in zip(before, after) if old != new]
         self.require(not changed, f"{what} raised, but changed something: {changed[:4]}")
@@ -183,6 +186,7 @@ class Driver:
             self.right_length(handle, request)
 
     def right_length(self, handle: Any, request: Request) -> None:
+        """Compare the length and the epochs of ``handle`` with what the driver knows."""
         self.require(handle.length == request.length, f"{request} has length {handle.length}")
         stays = epoch_of(request.namespace)
         first, last = handle.epochs[0][1], handle.epochs[-1][1]

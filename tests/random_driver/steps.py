@@ -98,6 +98,7 @@ def begin_step(driver: Driver, most: int, running: list[Request] | None = None) 
 
 
 def finish_step(driver: Driver, requests: list[Request], news: list[Tokens]) -> None:
+    """Commit the tokens that a step wrote for each request, mostly all of them."""
     for request, new in zip(requests, news):
         draft = min(len(new), driver.draft_width)
         left = driver.between(0, draft) if draft and driver.chance(0.2) else 0

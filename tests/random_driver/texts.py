@@ -127,6 +127,7 @@ class Epochs:
         self._renewed: dict[Namespace, tuple[int, int]] = {}  # -> (the last epoch that it applies to, its number)
 
     def renew(self, namespaces: tuple[Any, ...], weights: str | None) -> None:
+        """Record an ``invalidate`` of ``namespaces`` (none: of everything, with new ``weights``)."""
         self._number += 1
         if namespaces:
             last = len(self._epochs) - 1
@@ -154,6 +155,7 @@ class Documents:
         ]  # fmt: skip
 
     def one(self) -> tuple[Tokens, dict[int, bytes]]:
+        """Return one of the texts and its media."""
         return self._texts[int(self._random.integers(len(self._texts)))]
 
     def keep(self, request: Request) -> None:

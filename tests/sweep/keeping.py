@@ -37,6 +37,7 @@ def unpin(scene: Scene) -> Any:
 
 
 def invalidated(scene: Scene, *namespaces: str) -> Steps:
+    """Invalidate ``namespaces`` (none: everything) while a request runs. Afterwards nothing of them may be found."""
     scene.leave(scene.words(1, 2))
     scene.cache.pin(scene.words(1, 2), "one")
     request = scene.compute(scene.open(scene.words(2, 1.5)))

@@ -23,6 +23,9 @@ ONLY: dict[str, Callable[[Kind], bool]] = {}
 
 
 def operation(name: str, *, tier: bool = False, only: Callable[[Kind], bool] = lambda kind: True) -> Any:
+    """Return a decorator that registers a generator function under ``name``. ``tier``: its cache has a tier. ``only``:
+    which kinds support it."""
+
     def add(function: Operation) -> Operation:
         OPERATIONS[name], ONLY[name] = function, only
         if tier:

@@ -93,6 +93,7 @@ class RowOracle:
     def _block_field(
         self, view: Any, layer: Any, name: str, i: int, prints: np.ndarray[Any, Any], before: int, salt: int
     ) -> None:
+        """Compare the rows of one field that request ``i`` reads, then write those of its new tokens."""
         memory, nbytes = self._view(view, layer.index, name)
         rows_per_block, size = memory.shape[1], self._cache.block_size
         ratio = size // rows_per_block  # tokens that one row stands for
@@ -124,6 +125,7 @@ class RowOracle:
     def _state_field(
         self, view: Any, index: int, rows: Any, i: int, state: np.uint64 | None, after: np.uint64, salt: int
     ) -> None:
+        """Compare the state of request ``i``, written for fingerprint ``state``, then write it for ``after``."""
         memory, nbytes = self._view(view, index, rows.name)
         row = int(view.state_indices[i])
         count = memory.shape[1]

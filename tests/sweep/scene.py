@@ -108,6 +108,7 @@ class Scene:
             self.compute(request)
 
     def forked(self, child: Sequence, parent: Request) -> None:
+        """Add ``child``, a fork of ``parent``, to the requests of the scene."""
         text, length = parent.text, parent.sequence.length
         self.requests.append(Request(child, Text(text.space, text.tokens[:length], text.state)))
         assert child.length == length
@@ -124,6 +125,7 @@ class Scene:
         self.oracle.step(batch, [request.text for request in requests], before, counts)
 
     def commit_of(self, request: Request, count: int) -> Callable[[], None]:
+        """Return the call that commits the next ``count`` tokens, without making it."""
         start = request.sequence.length
         return partial(request.sequence.commit, request.text.tokens[start : start + count])
 
@@ -143,6 +145,7 @@ class Scene:
         return request
 
     def close(self, request: Request) -> None:
+        """Close ``request`` and remove it from the scene. Its text may still be found."""
         self.remember(request)
         request.sequence.close()
         self.requests.remove(request)
@@ -277,6 +280,7 @@ class Scene:
         self.prove()
 
     def end(self) -> None:
+        """Close the prefetches and the cache, whatever their state."""
         with suppress(BaseException):
             self.stack.close()
         with suppress(BaseException):

@@ -52,6 +52,7 @@ class Together(NamedTuple):
     run: Any
 
     def write(self, scene: Scene, step: Any) -> None:
+        """Compare and write the rows of a ``step`` of one token for each member."""
         members = [self.of(sequence) for sequence in self.run.sequences]
         before = [member.sequence.length for member in members]
         for member, start in zip(members, before):
@@ -62,6 +63,7 @@ class Together(NamedTuple):
         return next(one for one in self.requests if one.sequence is sequence)
 
     def next_tokens(self) -> list[int]:
+        """Return the token that each member commits next."""
         return [self.of(one).text.tokens[one.length] for one in self.run.sequences]
 
     def step(self, scene: Scene, count: int = 3) -> None:
