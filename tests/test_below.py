@@ -221,8 +221,7 @@ def schemas() -> list[str]:
 
 @pytest.mark.parametrize("name", schemas())
 def test_every_byte_comes_back_for_every_family_and_format(name: str, tmp_path: Path) -> None:
-    """Blocks, windows and states of random bytes are stored on disk and loaded, then stored in host memory and
-    loaded."""
+    """Blocks, windows and states of random bytes are stored on disk and loaded; then the same with host memory."""
     from models import TINY as CONFIGS
 
     schema = schema_of(*FORMATS[name]) if name in FORMATS else Schema.from_hf_config(CONFIGS[name]())

@@ -380,8 +380,7 @@ def test_tokens_that_a_step_wrote_limit_how_far_a_sequence_rewinds() -> None:
 
 
 def test_deferred_blocks_are_published_before_any_call_that_needs_them() -> None:
-    """Nothing shows that publishing is deferred: each of these calls finds all blocks that steps completed before
-    it."""
+    """Nothing shows that publishing is deferred: each of these calls finds all blocks that steps completed before."""
     for look in ("lookup", "open", "pin", "fork", "close", "suspend"):
         cache = cache_of(FULL, num_blocks=60)
         sequence, other = running(cache, 5), running(cache, 9, 50)

@@ -1,5 +1,7 @@
-"""The statistics of a cache: blocks by group and state, tokens by namespace, short hits by reason, calls by tier. They
-need no torch."""
+"""The statistics of a cache: blocks by group and state, tokens by namespace, short hits by reason, calls by tier.
+
+None of this needs torch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A tree in which each call runs out of memory first: at its first numpy call, at its second, and so on until it
-succeeds."""
+"""A tree in which each call first runs out of memory: at its first numpy call, at its second and so on, then succeeds."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ import kvpagoda
 from kvpagoda.prefix import Evicted, PrefixTree
 
 PACKAGE = str(Path(kvpagoda.__file__).parent)
-"""The folder of the library. Its name is not enough: in a checkout with a ``.venv``, the path of numpy may contain it
-too."""
+"""The folder of the library, and not its name, which the path of numpy in a ``.venv`` of a checkout may contain too."""
 
 DISPATCHED = ("concatenate", "where", "zeros_like", "sort", "flatnonzero", "count_nonzero", "array_equal", "unique")
 METHODS = (
@@ -92,8 +90,7 @@ class OutOfMemory:
         return found if name not in METHODS else lambda *a, **k: self._sweep(name, found, a, k)
 
     def _sweep(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Make ``call`` fail at its first numpy call, at its second and so on, and return the result when it
-        succeeds."""
+        """Make ``call`` fail at its first numpy call, at its second and so on; return its result when it succeeds."""
         nth, before, parts = 1, self._seen(), []
         while True:
             with Failing(nth) as failing:

@@ -44,8 +44,7 @@ def test_a_shadow_is_the_policy_where_every_block_is_a_leaf(mode, shadow, uses: 
 
 
 def looping(rng: np.random.Generator, rounds: int) -> list[np.ndarray]:
-    """Return requests in which some texts repeat among many that do not: ARC keeps the repeated ones, LRU loses
-    them."""
+    """Return requests for texts that repeat, among many that do not: ARC keeps those that repeat, LRU loses them."""
     requests = []
     for i in range(rounds):
         requests += [np.array([7, j, j], np.int32) for j in range(20)] * 2 if i % 4 == 0 else []
@@ -54,8 +53,7 @@ def looping(rng: np.random.Generator, rounds: int) -> list[np.ndarray]:
 
 
 def growing(rng: np.random.Generator, rounds: int) -> list[np.ndarray]:
-    """Return requests of chats that grow and end, two at a time: often used blocks are soon useless, and ARC keeps
-    them."""
+    """Return requests of chats that grow and end, two at a time: ARC keeps often used blocks, which are soon useless."""
     requests = []
     for first in range(10**6, 10**6 + 10**4 * rounds, 10**4):
         lengths = {first: 12, first + 5000: 20}

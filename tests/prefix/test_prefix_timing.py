@@ -36,8 +36,7 @@ def test_a_full_match_costs_little_more_than_one_compare() -> None:
 
 
 def cost_of_evicting(num_blocks: int, run: int) -> float:
-    """Return the seconds that an eviction of one block takes, in a tree with texts of ``run`` blocks below 10 shared
-    blocks."""
+    """Return the seconds to evict one block from a tree with texts of ``run`` blocks below 10 shared blocks."""
     tree, size = PrefixTree(4), 4
     shared = np.zeros(10 * size, np.int32)
     lease = tree.insert(tree.match(shared), shared, np.arange(1, 11, dtype=np.int32)[None], pin=True).lease

@@ -1,5 +1,4 @@
-"""S3-FIFO: its hand, which jumps, chooses the victims of the model's hand, which walks; its ring always keeps its
-order."""
+"""S3-FIFO: its hand, which jumps, chooses the victims of the model's hand, which walks; its ring keeps its order."""
 
 import random
 
@@ -27,8 +26,7 @@ def test_a_hand_that_jumps_chooses_the_victims_of_one_that_walks(requests, capac
 
 
 def test_victims_of_texts_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most blocks of main are inside texts, where the hand must jump, and the places of the ring are renumbered
-    often."""
+    """Most blocks of main are inside texts, where the hand must jump, and places in the ring are renumbered often."""
     monkeypatch.setattr(ring, "_STEP", 64)
     rng, requests, jumps = np.random.default_rng(3), [], 0
     chats = [list(rng.integers(0, 50, 2)) for _ in range(12)]

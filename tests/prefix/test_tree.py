@@ -1,5 +1,4 @@
-"""The tree, case by case: sharing, duplicates, groups, leases across splits and merges, checkpoints, depth, bad
-input."""
+"""The tree, case by case: sharing, duplicates, groups, leases across splits and merges, checkpoints, bad input."""
 
 from collections.abc import Iterator
 

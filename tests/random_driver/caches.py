@@ -106,8 +106,7 @@ def budget_of(settings: Settings, schema: Schema) -> int:
 
 
 def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[KVCache, list[Counting]]:
-    """Make the cache of a run. Returns it and the drivers of its tiers. ``folder``: for the disk tier, if there is
-    one."""
+    """Make the cache of a run, and return it and the drivers of its tiers. ``folder``: for a disk tier."""
     schema = schema_named(settings.schema, settings.verify_width)
     schema = schema if settings.layout is None else schema.laid_out(settings.layout)
     drivers: list[Counting] = []

@@ -47,8 +47,7 @@ def marks_of(seeds: Marks, tokens: npt.NDArray[np.int32], media: Mapping[int, by
 
 
 class Stamp:
-    """The numbers of one field of one layer: rows that end at tokens with ``marks`` are filled with
-    ``stamp(marks)``."""
+    """The numbers of one field of one layer: rows that end at tokens with ``marks`` hold ``stamp(marks)``."""
 
     def __init__(self, layer: int, field: str, dtype: str) -> None:
         bits = _BITS.get(dtype)

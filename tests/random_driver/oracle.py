@@ -54,8 +54,7 @@ class Shown:
     positions: Array
 
     def verify(self, requests: list[Request], mask: Array | None = None) -> None:
-        """Raise WrongBytes unless all rows (with ``mask``, bool ``[n]``: those where it is true) hold what they
-        must."""
+        """Raise WrongBytes unless all rows, or those where ``mask`` (bool ``[n]``) is true, are as expected."""
         if not len(self.first):
             return
         found = self.array[self.first, self.second].reshape(len(self.first), -1)

@@ -68,8 +68,7 @@ def step(driver: Driver) -> None:
 
 
 def begin_step(driver: Driver, most: int, running: list[Request] | None = None) -> tuple[list[Request], list[Tokens]]:
-    """Make room for a step of up to ``most`` of the ``running`` requests (None: of all), and compute it. Raises
-    Refused."""
+    """Make room for a step of up to ``most`` of the ``running`` requests (None: of all); compute it. Raises Refused."""
     requests, news = [], []
     if running is None:
         running = [request for request in driver.requests.values() if request.is_running]

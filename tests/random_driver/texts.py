@@ -114,8 +114,7 @@ class Request:
 
 
 class Epochs:
-    """The history of weights and namespaces: equal tokens from before and after an ``invalidate`` are different
-    texts."""
+    """The history of weights and namespaces: equal tokens before and after an ``invalidate`` are different texts."""
 
     def __init__(self, weights: str) -> None:
         self._number = 0

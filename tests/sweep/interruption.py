@@ -49,8 +49,7 @@ CANNOT_FAIL = {
     "view", "reshape", "ravel", "data_ptr", "numel", "is_contiguous", "setflags", "dtype", "tobytes", "__len__", "array_equal",
     "divmod", "is_floating_point", "is_complex", "size", "stride", "dim", "as_strided", "numpy", "current_stream",
 }  # fmt: skip
-"""Calls of numpy and torch that need almost no memory: they read a number, or return another view of the same
-memory."""
+"""Calls of numpy and torch that need almost no memory: they read a number, or return a view of the same memory."""
 
 
 @cache

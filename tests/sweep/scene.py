@@ -160,13 +160,11 @@ class Scene:
         self.close(self.compute(self.open(tokens)))
 
     def words(self, number: int, blocks: float = 3) -> list[int]:
-        """Return the text of that number, which is ``blocks`` blocks long. No other number's text has its first
-        token."""
+        """Return the text of that number, ``blocks`` blocks long. No other number's text has its first token."""
         return [number, *((3 * number + i) % 900 for i in range(1, int(blocks * self.size)))]
 
     def fill(self) -> None:
-        """Compute other texts until blocks are evicted: then the only free blocks are those that the last request
-        freed."""
+        """Compute other texts until blocks are evicted: then only the last request can have freed blocks."""
         before = self.num_evicted()
         for number in range(500, 580):
             self.pass_by(number)
@@ -183,8 +181,7 @@ class Scene:
                 sequence.commit(tokens[at : at + self.size])
 
     def num_evicted(self) -> int:
-        """Return how many blocks were evicted; for models whose blocks are only shared as checkpoints, how many
-        checkpoints."""
+        """Return how many blocks were evicted; for models that share only checkpoints, how many checkpoints."""
         stats = self.cache.stats()
         return stats.evicted_blocks if self.kind.shares else stats.evicted_checkpoints
 
