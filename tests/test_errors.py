@@ -153,7 +153,7 @@ def test_errors_say_what_was_given(case: str) -> None:
 
 
 def test_a_field_that_is_nearly_there() -> None:
-    with pytest.raises(BadInput, match="no field 'hash_ids'; there are hash_id; did you mean 'hash_id'"):
+    with pytest.raises(BadInput, match="no field 'hash_ids'; the fields are hash_id; did you mean 'hash_id'"):
         list(read_requests([{"hash_id": [1]}]))
 
 

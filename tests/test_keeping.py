@@ -149,6 +149,27 @@ def test_a_fence_keeps_the_blocks_that_a_step_in_flight_may_use() -> None:
     assert cache.open(range(12)).match.num_tokens == 11
 
 
+def test_one_request_that_cannot_end_with_its_fence_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = books(num_blocks=20)
+    first, second, third = (cache.open(range(at, at + 9)) for at in (0, 100, 200))
+    release, failing = cache.core.release, first._request
+
+    def fail(request: object, *arguments: object, **named: object) -> None:
+        if request is failing:
+            raise MemoryError
+        release(request, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cache.core, "release", fail)
+    with pytest.raises(MemoryError), cache.fence([first, second, third]):
+        for sequence in (first, second, third):
+            sequence.close()
+    assert [*cache.core.running.values()] == [failing]
+    monkeypatch.undo()
+    cache.close()
+    assert not cache.core.running and cache.core.groups[0].num_held == cache.core.prefix.tree.num_cached
+    cache.check()
+
+
 def test_fenced_blocks_do_not_move() -> None:
     schema = Schema(
         tuple(

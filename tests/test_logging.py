@@ -42,7 +42,7 @@ def test_what_a_cache_logs(caplog: pytest.LogCaptureFixture) -> None:
     told = [record.getMessage() for record in caplog.records]
     assert told == [
         "cache of 416 B for 2 requests: 12 blocks of full",
-        "a pin of 4 blocks is given up for a request",
+        "a pin of 4 blocks is ended to make room for a request",
         "invalidated 1 namespaces; epoch 0",
         "invalidated all; epoch 1",
     ]

@@ -377,9 +377,9 @@ def test_completed_blocks_are_published_by_a_lookup_or_the_next_step() -> None:
     text = np.arange(9, dtype=np.int32)
     first = cache.open(text, reserve=16)
     first.commit(text)
-    (waiting,) = cache.core.unsettled
-    assert cache.core.prefix.tree.num_cached == 0 and not waiting.is_settled
-    assert cache.lookup(text).cached == 8 and cache.core.prefix.tree.num_cached == 2 and waiting.is_settled
+    (waiting,) = cache.core.unpublished
+    assert cache.core.prefix.tree.num_cached == 0 and not waiting.is_published
+    assert cache.lookup(text).cached == 8 and cache.core.prefix.tree.num_cached == 2 and waiting.is_published
     first.extend(4)
     first.commit(np.arange(20, 24))
     assert cache.core.prefix.tree.num_cached == 2
@@ -395,7 +395,7 @@ def test_completed_blocks_are_published_by_a_lookup_or_the_next_step() -> None:
     first.extend(6)
     first.commit(np.arange(30, 36))
     first.close()  # 26 tokens: one more whole block, and the partial block at the end
-    assert not cache.core.unsettled and cache.core.prefix.tree.num_cached == 7
+    assert not cache.core.unpublished and cache.core.prefix.tree.num_cached == 7
     cache.check()
 
 

@@ -368,7 +368,7 @@ def test_tokens_that_a_step_wrote_limit_how_far_a_sequence_rewinds() -> None:
         together.extend(n)
         together.commit([1])
     for sequence in (alone, member):
-        with pytest.raises(BadInput, match="13 tokens go back to 11, not to 9: of 14 tokens written"):
+        with pytest.raises(BadInput, match="13 tokens can be rewound to 11, not to 9: of 14 tokens written"):
             sequence.rewind(4)
     short = running(cache, 3, 90)
     together.remove(member)
@@ -388,7 +388,7 @@ def test_deferred_blocks_are_published_before_any_call_that_needs_them() -> None
         for token in range(30):
             together.extend()
             together.commit([token, token + 40])
-        assert sequence._request in cache.core.unsettled and sequence._request.lease.num_blocks < 35 // 4
+        assert sequence._request in cache.core.unpublished and sequence._request.lease.num_blocks < 35 // 4
         text = sequence.tokens.tolist()
         if look == "lookup":
             assert cache.lookup(text).cached == 32
@@ -404,12 +404,12 @@ def test_deferred_blocks_are_published_before_any_call_that_needs_them() -> None
         elif look == "close":
             together.remove(sequence)
             sequence.close()
-            assert sequence._request not in cache.core.unsettled
+            assert sequence._request not in cache.core.unpublished
             assert cache.lookup([*text, 0]).cached >= 32
         else:
             together.remove(sequence)
             sequence.suspend()
-            assert sequence._request not in cache.core.unsettled
+            assert sequence._request not in cache.core.unpublished
             sequence.resume()
             assert cache.lookup([*text, 0]).cached >= 32 and sequence.tokens.tolist() == text
         cache.check()
@@ -429,6 +429,23 @@ def test_steps_publish_deferred_blocks_by_themselves() -> None:
     for i, one in enumerate(members):
         assert one.tokens.tolist() == [(20 * i + j) % 100 for j in range(4 + i)] + [t % (10 + i) for t in range(600)]
     cache.check()
+
+
+def test_windows_slide_in_turns_and_at_once_where_blocks_lack() -> None:
+    ample, tight = cache_of(WINDOW, num_blocks=60), cache_of(WINDOW, num_blocks=12)
+    for cache in (ample, tight):
+        members = [running(cache, 12, first, reserve=76) for first in (0, 50)]
+        together, lagging = cache.persistent_batch(members), list[int]()
+        (group,) = cache.core.groups
+        while members[0].length < 76:
+            together.extend()
+            together.commit(np.full(2, members[0].length, np.int32))
+            slid = [group.growth.first_kept(member.length) // 4 for member in members]
+            lagging.append(max(end - group.first[member.slot] for member, end in zip(members, slid)))
+            cache.check()
+        assert max(lagging) in (range(5, 10) if cache is ample else range(5))
+        cache.lookup([0, 0])
+        assert all(group.first[member.slot] == (76 - 10) // 4 for member in members)
 
 
 def test_duplicate_blocks_become_free_before_a_step_fails_for_room() -> None:

@@ -209,7 +209,7 @@ class KVCache:
         Admits nothing, takes no slot, pins nothing, and does not count as a use. For a list or tuple of prompts, return
         a list in the same order; the prompts are not compared with one another, and ``namespace`` and ``media`` are one
         for all, or lists. ``[]`` is one prompt. Raises BadInput."""
-        self._publisher.settle_waiting()
+        self._publisher.publish_waiting()
         return look_up(self._core, token_ids, namespace, media)
 
     @exclusive
@@ -242,7 +242,7 @@ class KVCache:
         token, slot -1, length 0, and writes to block 0. The arrays (see ``help(Batch)``) lie in static buffers: they
         are valid until the next ``batch``. Raises BadInput, StaleHandle."""
         requests = requests_of(sequences, self._core)
-        self._publisher.settle_alone()
+        self._publisher.publish_unbatched()
         return batch_of(self._lifecycle, self._step_buffers, self.schema, requests, new_tokens, pad_to)
 
     @exclusive
@@ -282,7 +282,7 @@ class KVCache:
         core = self._core
         tokens = as_tokens(token_ids, core.vocab_size)
         media_ids = core.media.ids(media, len(tokens))
-        self._publisher.settle_waiting()
+        self._publisher.publish_waiting()
         return self._reuse.pin(with_media(tokens, 0, media_ids), core.namespaces.key(namespace))
 
     @exclusive
@@ -318,7 +318,7 @@ class KVCache:
     @exclusive
     def stats(self) -> CacheStats:
         """Return the counters of this cache; cheap enough for every step."""
-        self._publisher.settle_alone()
+        self._publisher.publish_unbatched()
         return stats_of(self._core)
 
     @exclusive
@@ -334,7 +334,7 @@ class KVCache:
         if core.guard.is_torn:
             core.clear()
         for request in [*core.running.values(), *core.suspended]:
-            if request.state is not State.CLOSING:
+            if request.state is not State.CLOSING or not request.num_fences:
                 self._lifecycle.close(request)
         if core.is_open and core.offloader is not None:
             core.offloader.close(timeout)

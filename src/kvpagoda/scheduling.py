@@ -25,10 +25,10 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from kvpagoda.cache.lookup import keep_where_they_part
+from kvpagoda.cache.lookup import checkpoint_at_divergence
 from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.reuse import AnyNamespace
-from kvpagoda.cache.sequence import Sequence, settled
+from kvpagoda.cache.sequence import Sequence, published_request
 from kvpagoda.cache.swap import Rate
 from kvpagoda.cache.tier_hit import Prefetch
 from kvpagoda.errors import Exhausted, OutOfBlocks, RetryLater
@@ -213,7 +213,7 @@ class RunQueue(Generic[J]):
         """
         cache, text, namespace, media = self.cache, job.text, job.namespace, job.media
         if cache.core.states is not None:
-            return keep_where_they_part(cache.core, text, namespace, media)
+            return checkpoint_at_divergence(cache.core, text, namespace, media)
         return bool(cache.lookup(text, namespace, media=media).pending)
 
     def fork(self, source: J, job: J) -> None:
@@ -277,7 +277,7 @@ class RunQueue(Generic[J]):
         """
         core = self.cache.core
         assert job.sequence is not None
-        request = settled(job.sequence)
+        request = published_request(job.sequence)
         slot, length, size, full = request.slot, request.length, core.block_size, core.full
         published = left = request.lease.num_blocks
         if full is not None:

@@ -299,7 +299,7 @@ def test_right_tokens_may_be_taken_back_too_and_computed_again() -> None:
         furthest = max(0, written - WIDTH)
         sequence.rewind(int(rng.integers(0, sequence.length - furthest + 1)))
         if sequence.length > 0 and sequence.length == furthest:
-            with pytest.raises(BadInput, match=f"go back to {furthest}, not to {furthest - 1}"):
+            with pytest.raises(BadInput, match=f"can be rewound to {furthest}, not to {furthest - 1}"):
                 sequence.rewind(1)
         cache.check()
 
@@ -313,7 +313,7 @@ def test_a_rewind_too_far_names_the_layers_and_changes_nothing(width: int) -> No
     table = cache.core.groups[0].table.cells.copy()
     types = "sliding_attention compressed_sparse_attention heavily_compressed_attention".split()
     named = ".*".join(rf"layer {i} \({kind}\) {width}" for i, kind in enumerate([*types, types[1], types[2]]))
-    with pytest.raises(BadInput, match=f"37 tokens go back to {37 - width}, not to {36 - width}: .*{named}"):
+    with pytest.raises(BadInput, match=f"37 tokens can be rewound to {37 - width}, not to {36 - width}: .*{named}"):
         sequence.rewind(width + 1)
     assert sequence.length == 37 and sequence.tokens.tolist() == ids.tolist()
     assert np.array_equal(table, cache.core.groups[0].table.cells)
@@ -331,7 +331,7 @@ def test_drafts_that_were_written_but_never_committed_count() -> None:
     sequence.extend(1 + WIDTH)
     runner.step([(sequence, np.append(ids[20], np.full(WIDTH, 7, np.int32)))])
     sequence.commit(ids[20:21])  # the drafts are rejected by not being committed
-    with pytest.raises(BadInput, match="21 tokens go back to 21, not to 20: of 26 tokens written"):
+    with pytest.raises(BadInput, match="21 tokens can be rewound to 21, not to 20: of 26 tokens written"):
         sequence.rewind(1)
     for position in range(21, 36):
         torch.testing.assert_close(go(runner, sequence, ids[position : position + 1]), logits[position])

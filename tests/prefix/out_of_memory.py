@@ -1,4 +1,4 @@
-"""A tree in which each call first runs out of memory: at its first numpy call, at its second and so on, then succeeds."""
+"""A tree in which each call runs out of memory at its first numpy call, then at its second, until it succeeds."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def looping(rng: np.random.Generator, rounds: int) -> list[np.ndarray]:
 
 
 def growing(rng: np.random.Generator, rounds: int) -> list[np.ndarray]:
-    """Return requests of chats that grow and end, two at a time: ARC keeps often used blocks, which are soon useless."""
+    """Return requests of chats that grow and end, two at a time: ARC keeps blocks of old chats for too long."""
     requests = []
     for first in range(10**6, 10**6 + 10**4 * rounds, 10**4):
         lengths = {first: 12, first + 5000: 20}

@@ -1,4 +1,4 @@
-"""Every policy agrees with the replay model: in each victim on random traces, in hits and evictions on public ones."""
+"""Every policy agrees with the replay model: each victim on random traces, hits and evictions on public ones."""
 
 import csv
 
@@ -121,7 +121,7 @@ def test_time_to_live_evicts_what_expires_first() -> None:
 
 
 def test_priorities_outlive_splits_and_merges() -> None:
-    """Compared with a dictionary chain -> (highest priority, last use), in traffic that splits and merges many nodes."""
+    """Compared with a dictionary chain -> (highest priority, last use), in traffic that splits and merges nodes."""
     rng, tree = np.random.default_rng(8), PrefixTree(1, 1, "priority", capacity=60)
     keys: dict[tuple, tuple[int, int]] = {}
     names: dict[int, tuple] = {}

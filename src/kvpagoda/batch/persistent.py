@@ -101,7 +101,7 @@ class PersistentBatch:
                     f"slot {request.slot} has {request.length} of {request.prompt_length} prompt tokens; commit all but the "
                     f"last first"
                 )
-        self._lifecycle.publisher.settle_alone()
+        self._lifecycle.publisher.publish_unbatched()
         self._steps.clear()
         self._rows.alone.update(requests)
         self._rows.row_of.update(zip(requests, range(len(self._members), len(members))))
@@ -152,7 +152,7 @@ class PersistentBatch:
         short = (after > rows.capacity).nonzero()[0]
         if len(short):
             ends, size, slots = after[short], self._core.block_size, self._slots[short].tolist()
-            if self._publishes_later and all(group.are_promised(slots, _AHEAD + n) for group in self._core.groups):
+            if self._publishes_later and all(group.have_outstanding(slots, _AHEAD + n) for group in self._core.groups):
                 ends = np.minimum(ends + _AHEAD * size, self._core.max_context)
             self._lifecycle.extend(dict(zip(slots, ends.tolist())))
             rows.capacity[short] = np.minimum(-(-ends // size) * size, self._core.max_context)
@@ -204,7 +204,7 @@ class PersistentBatch:
         if self._publishes_later:
             turns, self._turn = divmod(self._turn + num_tokens, self._every * size)
             if turns:
-                self._lifecycle.publisher.settle_waiting(turns)
+                self._lifecycle.publisher.publish_waiting(turns)
 
     def _counted(self, counts: Any) -> Array:
         """Return ``counts`` as int64 ``[num_rows]``, 0 for padded rows. Raises BadInput."""
@@ -258,13 +258,13 @@ class PersistentBatch:
         """
         if self._due and self._publishes_later:
             for request in self._due:
-                self._lifecycle.publisher.settle_later(request)
+                self._lifecycle.publisher.publish_later(request)
             self._due = []
         while self._due:
             request = self._due[-1]
             if request.rows is self._rows:
                 self._rows.flush(request)
-                self._lifecycle.settle(request)
+                self._lifecycle.publish(request)
             self._due.pop()
 
     def _read(self) -> None:

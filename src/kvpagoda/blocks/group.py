@@ -61,7 +61,7 @@ class BlockGroup:
         outstanding = self.reserved[slot] - self.end[slot] + self.first[slot]
         return outstanding if outstanding > 0 else 0
 
-    def are_promised(self, slots: list[int], n: int) -> bool:
+    def have_outstanding(self, slots: list[int], n: int) -> bool:
         """Return whether each of ``slots`` has ``n`` outstanding blocks, and all of these blocks are free. O(slots)."""
         return self.free.num_free >= n * len(slots) and all(self.outstanding_of(slot) >= n for slot in slots)
 

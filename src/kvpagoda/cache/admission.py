@@ -1,4 +1,11 @@
-"""How a request begins, or goes on after it was suspended: a slot, what it starts from, and room; all of it or nothing."""
+"""How a request starts: it gets a slot, the cached blocks that it starts from, and room for its tokens.
+
+    open      match the prefix ──► look up tiers ──► make room, copy, load ──► commit: it runs
+    fork      share the blocks of the parent ──► make room, copy its partial block and states ──► commit
+    resume    match what is still cached ──► make room, copy the rest back from host memory ──► commit
+
+Each call does all of this; or it raises, and the request holds no slot, no block and no pin.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +34,7 @@ class Admission:
     def __init__(self, core: Core, publisher: Publisher) -> None:
         self._core, self._publisher = core, publisher
 
-    # -- three ways to begin -----------------------------------------------------------------------------------------
+    # -- three ways to start -----------------------------------------------------------------------------------------
 
     @observable
     def open(
@@ -40,13 +47,13 @@ class Admission:
         layerwise: bool = False,
         lookup: bool = True,
     ) -> None:
-        """Let ``request``, which is new, run; see ``KVCache.open``."""
+        """Start ``request``, which is new; see ``KVCache.open``. Without ``lookup`` it starts from nothing."""
         core, length = self._core, request.prompt_length
         reserved = core.plan.blocks_wanted(reserve, capacity, core.max_context)
         self._check_slot()
-        self._publisher.settle_waiting()
+        self._publisher.publish_waiting()
         match, found = core.prefix.find(request.keys(0, length if lookup else 0), request.namespace)
-        if self._publisher.keep_where_one_stands(match, found):
+        if self._publisher.checkpoint_running_request(match, found):
             match, found = core.prefix.find_again(match)
         hit: TierHit | None = None
         if core.offloader is not None and lookup:
@@ -64,18 +71,18 @@ class Admission:
             if core.offloader is not None and core.memory.has_memory:
                 request.opened_at = perf_counter()
         except BaseException:
-            if request.state is State.RUNNING and not core.guard.is_torn:  # nobody has a handle on it
+            if request.state is State.RUNNING and not core.guard.is_torn:  # the caller gets no handle
                 core.release(request)
             if hit is not None:
                 hit.release()
             raise
 
     def fork(self, parent: Request, reserve: int) -> Request:
-        """A running request with the committed tokens of ``parent``; see ``Sequence.fork``."""
+        """Return a running request with the committed tokens of ``parent``; see ``Sequence.fork``."""
         core, length, slot = self._core, parent.length, parent.slot
         self._check_slot()
-        self._publisher.settle_waiting()
-        media_ids = {at: media_id for at, media_id in parent.media_ids.items() if at < length}
+        self._publisher.publish_waiting()
+        media_ids = {index: media_id for index, media_id in parent.media_ids.items() if index < length}
         child = Request(
             parent.tokens.copy(), length, parent.namespace, parent.priority, media_ids, publishes=parent.publishes
         )
@@ -84,19 +91,19 @@ class Admission:
         wanted = core.plan.blocks_wanted(reserve, 0, core.max_context)
         reserved = [max(n, end - group.first[slot]) for group, n, end in zip(core.groups, wanted, ends)]
         shared = [range(group.first[slot], max(group.first[slot], group.shared[slot])) for group in core.groups]
-        needs = [end - some.stop for some, end in zip(shared, ends)]
-        read = core.prefix.windows.shared_by(slot)
-        holding = core.guard.change(core.prefix.hold, parent.lease, parent.lease.num_blocks, read)
+        needs = [end - span.stop for span, end in zip(shared, ends)]
+        handles = core.prefix.windows.shared_by(slot)
+        holding = core.guard.change(core.prefix.hold, parent.lease, parent.lease.num_blocks, handles)
         try:
-            more = [max(n - len(some), need) for n, some, need in zip(reserved, shared, needs)]
+            more = [max(n - len(span), need) for n, span, need in zip(reserved, shared, needs)]
             if not make_room(core.capacity, needs, more):
                 raise core.capacity.shortage(RetryLater, reserved, core.plan.budget)
             allotments = []
-            for group, some, end, n in zip(core.groups, shared, ends, reserved):
-                cells, own = group.table.cells[slot], group.peek(end - some.stop)
+            for group, span, end, n in zip(core.groups, shared, ends, reserved):
+                cells, own = group.table.cells[slot], group.peek(end - span.stop)
                 if len(own):
-                    core.memory.copy(group.index, cells[some.stop : end].copy(), own)
-                allotments.append(Allotment(some.start, cells[some.start : some.stop].copy(), own, n))
+                    core.memory.copy(group.index, cells[span.stop : end].copy(), own)
+                allotments.append(Allotment(span.start, cells[span.start : span.stop].copy(), own, n))
             self._commit(child, PrefixMatch(length, length, "nothing"), holding, allotments)
         except BaseException:
             self._undo(holding, None)
@@ -107,19 +114,20 @@ class Admission:
 
     @observable
     def resume(self, request: Request, capacity: int | None, reserve: int | None) -> None:
-        """``request``, which is suspended, runs again; see ``Sequence.resume``."""
+        """Start ``request``, which is suspended, again; see ``Sequence.resume``."""
         core, length, namespace = self._core, request.own_length, request.namespace
-        self._publisher.settle_waiting()
+        self._publisher.publish_waiting()
         suspended, keys, more = core.suspended[request], request.keys(0, length), max(capacity or 0, reserve or 0)
         if not request.publishes and not core.namespaces.is_current(namespace):
-            # it went on with other weights: what others left of the same text is not what it has
-            keys = keys[: max((some.stop for some in suspended.left_behind if some), default=0) * core.block_size]
+            # it was continued with other weights: only blocks that it published itself have its content
+            keys = keys[: max((span.stop for span in suspended.left_behind if span), default=0) * core.block_size]
         match = core.prefix.tree.match(keys, namespace)
         is_whole = core.prefix.has_all(match, suspended.left_behind)
         reserved = [0 if reserve is not None else blocks for blocks in suspended.reserved]
         if not is_whole or reserve is not None or more > suspended.capacity:
             least = core.plan.blocks_wanted(max(length, more), capacity or 0, core.max_context)
             reserved = [max(blocks) for blocks in zip(reserved, least)]
+        self._check_slot()
         hit: TierHit | None = None
         if is_whole:
             capacity = max(length, suspended.capacity if capacity is None else capacity)
@@ -132,20 +140,20 @@ class Admission:
                 end = max(0, len(keys) - 1) // core.block_size
                 hit = self._look_below(core.hashes_of(request, end)[: end + 1], reserved, match, found)
         with nullcontext() if hit is None else hit:
-            self._check_slot()
             as_it_was = suspended if is_whole else None
             computed = length - request.match.resumable
             self._begin(AdmissionRequest(request, reserved, capacity or 0, match, found, hit, as_it_was))
             if is_whole:
-                self._publisher.settle(request)
+                self._publisher.publish(request)
             else:
                 request.tally.computed += computed
                 core.counters.began(namespace, request.match, length)
                 self._publisher.begun(request, hit)
 
-    # -- all or nothing ----------------------------------------------------------------------------------------------
+    # -- preparing and committing a start ----------------------------------------------------------------------------
 
     def _check_slot(self) -> None:
+        """Raise RetryLater if every request slot is in use."""
         core = self._core
         if not core.free_slots:
             text, hint = f"all {core.plan.max_requests} request slots are in use", "close one, or raise max_requests"
@@ -159,86 +167,90 @@ class Admission:
         found: PrefixMatch,
         prefetch: Prefetch | None = None,
     ) -> TierHit | None:
-        """What tiers have of a text beyond what is cached, if there may be room for the request at all."""
+        """Return what tiers have of a text beyond what is cached. None if they have nothing, or if the ``reserved``
+        blocks are not available now."""
         core = self._core
         assert core.offloader is not None
         if any(blocks > core.capacity.available(group) for group, blocks in zip(core.groups, reserved)):
             return None
         return core.offloader.reader.find(hashes, match.num_blocks, found.resumable // core.block_size, prefetch)
 
-    def _begin(self, wish: AdmissionRequest) -> None:
-        """Let the request run, at the price of pins if need be. Raises RetryLater; nothing is kept then."""
+    def _begin(self, attempt: AdmissionRequest) -> None:
+        """Start the request; while there is no room, end the oldest pin and try again. Raises RetryLater if there is no
+        room and no pin; the request then holds nothing."""
         core = self._core
-        while not self._start_from_most(wish):
+        while not self._start_from_most(attempt):
             pin = core.prefix.oldest_pin()
             if pin is None:
-                raise core.capacity.shortage(RetryLater, wish.reserved, core.plan.budget)
-            _log.info("a pin of %d blocks is given up for a request", pin.holding.lease.num_blocks)
+                raise core.capacity.shortage(RetryLater, attempt.reserved, core.plan.budget)
+            _log.info("a pin of %d blocks is ended to make room for a request", pin.holding.lease.num_blocks)
             core.guard.change(core.prefix.unpin, pin)
-            wish = self._again(wish)
+            attempt = self._again(attempt)
 
-    def _start_from_most(self, wish: AdmissionRequest) -> bool:
-        """Begin from what was suspended, else from what tiers have, else from what was found; else, since what would be copied
-        may itself be what is in the way, from what needs no copy. False, with nothing kept, if none of it can be."""
-        if wish.suspended is not None:
-            return self._start(wish)
-        size, hit, found = self._core.block_size, wish.hit, wish.found
+    def _start_from_most(self, attempt: AdmissionRequest) -> bool:
+        """Start from what was suspended, else from what tiers have, else from what was found. If there is no room for
+        that, start from what needs no copy: the source of a copy may be what must be evicted. Return whether one of
+        these succeeded; nothing is held if not."""
+        if attempt.suspended is not None:
+            return self._start(attempt)
+        size, hit, found = self._core.block_size, attempt.hit, attempt.found
         if hit is not None:
-            is_more = hit.begin <= wish.match.num_blocks and hit.end * size > found.resumable
-            if is_more and self._start(wish._replace(found=_with_hit(found, hit.end * size))):
+            is_more = hit.begin <= attempt.match.num_blocks and hit.end * size > found.resumable
+            if is_more and self._start(attempt._replace(found=_with_hit(found, hit.end * size))):
                 return True
-            wish = self._again(wish._replace(hit=None))  # room was made for what did not come
-        if self._start(wish):
+            attempt = self._again(attempt._replace(hit=None))  # making room for it may have evicted blocks
+        if self._start(attempt):
             return True
-        if wish.found.checkpoint is None and wish.found.resumable % size == 0:
+        if attempt.found.checkpoint is None and attempt.found.resumable % size == 0:
             return False
-        wish = self._again(wish)
-        return self._start(wish._replace(found=self._core.prefix.without_copies(wish.match, wish.found)))
+        attempt = self._again(attempt)
+        return self._start(attempt._replace(found=self._core.prefix.without_copies(attempt.match, attempt.found)))
 
-    def _again(self, wish: AdmissionRequest) -> AdmissionRequest:
-        """``wish``, where something was evicted meanwhile: with what is found now. Raises RetryLater where what a suspended
-        request left behind went; it has something to compute then, when it is resumed again."""
-        prefix, suspended = self._core.prefix, wish.suspended
-        match, found = prefix.find_again(wish.match)
+    def _again(self, attempt: AdmissionRequest) -> AdmissionRequest:
+        """Return ``attempt`` with what is found now, since blocks may have been evicted. Raises RetryLater if blocks
+        that a suspended request left in the prefix cache were evicted: the next ``resume`` then has tokens to
+        compute."""
+        prefix, suspended = self._core.prefix, attempt.suspended
+        match, found = prefix.find_again(attempt.match)
         if suspended is not None:
             if not prefix.has_all(match, suspended.left_behind):
-                raise self._core.capacity.shortage(RetryLater, wish.reserved, self._core.plan.budget)
+                raise self._core.capacity.shortage(RetryLater, attempt.reserved, self._core.plan.budget)
             found = PrefixMatch(match.num_tokens, match.num_blocks * self._core.block_size, "nothing")
-        return wish._replace(match=match, found=found)
+        return attempt._replace(match=match, found=found)
 
-    def _start(self, wish: AdmissionRequest) -> bool:
-        """Prepare what ``wish`` starts from, and let the request run. False, with nothing kept, if there is no room for it, or
-        if tiers did not have it."""
-        core, match, found = self._core, wish.match, wish.found
+    def _start(self, attempt: AdmissionRequest) -> bool:
+        """Prepare what ``attempt`` starts from, and start the request. Return False, with nothing held, if there is no
+        room for it, or if tiers could not deliver it."""
+        core, match, found = self._core, attempt.match, attempt.found
         prefix, change = core.prefix, core.guard.change
         whole, rest = divmod(found.resumable, core.block_size)
-        if wish.hit is not None:
+        if attempt.hit is not None:
             whole = min(whole, match.num_blocks)
-        shared, beyond = shared_columns(core, wish, whole), None
-        read = prefix.windows.handles_of(match.ids, [shared[window.group.index] for window in prefix.windows])
-        holding = change(prefix.hold, match, whole, read, found.checkpoint)
+        shared, partial = shared_columns(core, attempt, whole), None
+        handles = prefix.windows.handles_of(match.ids, [shared[window.group.index] for window in prefix.windows])
+        holding = change(prefix.hold, match, whole, handles, found.checkpoint)
         try:
             if rest:
-                beyond = change(prefix.tree.pin_partial, match)
-            allotments = allot(core, wish, shared, holding)
+                partial = change(prefix.tree.pin_partial, match)
+            allotments = allot(core, attempt, shared, holding)
             if allotments is not None and whole:
-                change(prefix.tree.touch, holding.lease, priority=wish.request.priority)
-            filled = None if allotments is None else fill(core, wish, shared, allotments, beyond)
+                change(prefix.tree.touch, holding.lease, priority=attempt.request.priority)
+            filled = None if allotments is None else fill(core, attempt, shared, allotments, partial)
             if allotments is None or filled is None:
-                self._undo(holding, beyond)
+                self._undo(holding, partial)
                 return False
-            self._commit(wish.request, filled, holding, allotments, beyond, is_same=wish.suspended is not None)
+            self._commit(attempt.request, filled, holding, allotments, partial, is_same=attempt.suspended is not None)
         except BaseException:
-            self._undo(holding, beyond)
+            self._undo(holding, partial)
             raise
         return True
 
-    def _undo(self, holding: Holding, beyond: Lease | None) -> None:
-        """Let go of what a start was prepared from, unless a signal came in the middle of a change."""
+    def _undo(self, holding: Holding, partial: Lease | None) -> None:
+        """Unpin what a failed start was prepared from, unless an interrupt tore the cache."""
         core = self._core
         if not core.guard.is_torn:
-            if beyond is not None:
-                core.guard.change(core.prefix.tree.unpin, beyond)
+            if partial is not None:
+                core.guard.change(core.prefix.tree.unpin, partial)
             core.guard.change(core.prefix.release, holding)
 
     def _commit(
@@ -247,19 +259,23 @@ class Admission:
         found: PrefixMatch,
         holding: Holding,
         allotments: list[Allotment],
-        beyond: Lease | None = None,
+        partial: Lease | None = None,
         *,
         is_same: bool = False,
     ) -> None:
-        """``request`` runs, with what was allotted to it; ``is_same``: just as it was when it was suspended."""
+        """Give ``request`` a slot and its ``allotments``: it runs. Nothing here may fail.
+
+        ``holding``: the pins, which the request takes over. ``partial``: the pin of the block whose beginning was
+        copied; it ends here. ``is_same``: the request continues exactly as it was suspended.
+        """
         core = self._core
         core.guard.is_torn = True
         slot = core.free_slots.pop()
         for group, allotment in zip(core.groups, allotments):
             group.begin(slot, *allotment)
         core.prefix.release_checkpoint(holding)
-        if beyond is not None:
-            core.prefix.tree.unpin(beyond)
+        if partial is not None:
+            core.prefix.tree.unpin(partial)
         is_resumed = request.state is State.SUSPENDED
         if is_resumed:
             core.swap.drop(core.suspended[request])
@@ -273,9 +289,9 @@ class Admission:
         core.guard.is_torn = False
 
 
-def _with_hit(found: PrefixMatch, there: int) -> PrefixMatch:
-    """``found``, where the first ``there`` tokens, and what goes on from them needs, are there too."""
-    groups = {name: max(tokens, there) for name, tokens in found.groups.items()}
-    known = max(found.num_tokens, there)
-    limited_by = "nothing" if known == there else found.limited_by
-    return PrefixMatch(known, there, limited_by, groups, None, there - found.resumable)
+def _with_hit(found: PrefixMatch, end: int) -> PrefixMatch:
+    """Return ``found`` as it will be once tiers have loaded all that is needed to resume after ``end`` tokens."""
+    groups = {name: max(tokens, end) for name, tokens in found.groups.items()}
+    known = max(found.num_tokens, end)
+    limited_by = "nothing" if known == end else found.limited_by
+    return PrefixMatch(known, end, limited_by, groups, None, end - found.resumable)

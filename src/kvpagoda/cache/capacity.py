@@ -1,8 +1,12 @@
-"""Room for requests: who must give up what, and the one place where that is done.
+"""Room for requests: what can be allocated, what is evicted for it, and the one place where evictions are applied.
 
-    decide (groups, sectors, prefix cache say what could go)  ──►  store below  ──►  copy  ──►  remap, free, hand over
+    decide (prefix cache, sectors: what can be freed) ──► store in tiers ──► copy ──► remap, free, hand over
 
-Nobody is called back: what a decision entails comes back as a value, is applied here, and the question is asked again.
+Methods that decide return values; they never call the objects above them. ``Capacity`` applies their decisions and
+asks again, until enough blocks are free. Without sectors every group has memory of its own, and cached blocks of the
+group that needs room are evicted. With sectors all groups share one memory. Then the order is: free sectors, idle
+sectors of another group, cold window blocks of the group itself, and last the least recently used cached blocks of all
+groups.
 """
 
 from __future__ import annotations
@@ -24,25 +28,24 @@ from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.offload import Offloader
-from kvpagoda.cache.prefix_cache import AT_ONCE, PrefixCache, num_ahead
+from kvpagoda.cache.prefix_cache import PrefixCache, num_evicted_ahead
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import CheckFailed, Exhausted, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.units import ceil_div, format_bytes
 
-_MUCH = 16  # a sixteenth of a group's sectors idle: worth moving what lies in them
-_PORTION, _MANY = 32, 64  # sectors that change hands at once where there is need: so many, at most one of so many, or a
-# thousandth of all where that is more
-_MOVED = 4  # of a portion: so much at least where blocks must move, since a move costs a look at every block
-_SHARE = 32  # of what a group could have at most, that may stay its own for steps to come
+_MUCH = 16  # if more than 1/16 of a group's sectors are idle, the blocks in them are moved to take these sectors
+_PORTION = 32  # sectors that change hands at once: so many, but at most 1/64 of all, or 1/256 of all if that is more
+_MOVED = 4  # at least 1/4 of a portion is taken where blocks must move, since each move scans every block of the group
+_SHARE = 32  # up to 1/32 of the most blocks that a group can have stay free for its next steps
 
 
 class Capacity:
-    """What requests can still be given, and how it is made free.
+    """What can still be allocated or reserved, and how it is made free.
 
-    Every reservation can be kept as long as ``slack`` is not below 0: the sectors that are free or could be freed cover
-    what groups have outstanding beyond their own blocks. ``running``: slot -> request. ``num_moves``: how often blocks were
-    moved: index arrays from before name the old places.
+    Every reservation can be kept as long as ``slack`` is not negative: the sectors that are free or could be freed
+    cover what groups have outstanding beyond their own blocks. ``running``: slot -> request. ``num_moves``: how often
+    blocks were moved; index arrays that were made before a move name the old places.
     """
 
     def __init__(
@@ -58,32 +61,31 @@ class Capacity:
     ) -> None:
         self._groups, self._sectors, self._prefix = groups, sectors, prefix
         self._offloader, self._memory, self._guard, self._running = offloader, memory, guard, running
-        self._events, self._is_told = events, offloader is not None or memory.is_poisoning
+        self._events, self._has_listeners = events, offloader is not None or memory.is_poisoning
         self._none = [0] * len(groups)
         many = 0 if sectors is None else len(sectors.owner)
-        self._portion = max(min(_PORTION, many // _MANY), many // AT_ONCE)
-        self._for_steps = [
-            max(min(group.plan.most_blocks or 0, group.plan.num_blocks // _SHARE), num_ahead(group)) for group in groups
-        ]
-        self._fruitless = [0] * len(groups)  # idle sectors of a group when it last had none to give
+        self._portion = max(min(_PORTION, many // 64), many // 256)
+        steps = [min(group.plan.most_blocks or 0, group.plan.num_blocks // _SHARE) for group in groups]
+        self._for_steps = [max(n, num_evicted_ahead(group)) for n, group in zip(steps, groups)]
+        self._fruitless = [0] * len(groups)  # by group: idle sectors when none could be vacated
         self.num_moves = 0
 
-    # -- what there is -----------------------------------------------------------------------------------------------
+    # -- queries: nothing changes ------------------------------------------------------------------------------------
 
     def surplus(self, group: BlockGroup) -> int:
-        """Blocks of the group's own that are free or could be, beyond what is outstanding; below 0 where others' memory must
-        serve."""
+        """Return how many blocks of the group's own memory are free or evictable, less its outstanding ones; below 0 if
+        memory of other groups is needed."""
         return group.free.num_free + self._prefix.num_spare(group) - group.outstanding
 
     def slack(self, more: Many[int]) -> int:
-        """Sectors that no reservation needs if ``more[i]`` further blocks of group i are reserved: free ones, and what groups
-        could give up, less what they lack."""
+        """Return the number of sectors that no reservation needs if ``more[i]`` further blocks of group i are reserved:
+        free ones, and those that groups could free, less those that they lack."""
         assert self._sectors is not None
         left = [(self.surplus(group) - n) // group.plan.per_sector for group, n in zip(self._groups, more)]
         return self._sectors.num_free + sum(left)
 
     def available(self, group: BlockGroup) -> int:
-        """Blocks of ``group`` that can be had and that no request has reserved."""
+        """Return how many blocks of ``group`` are free or could be, and no request has reserved."""
         surplus = self.surplus(group)
         if self._sectors is None:
             return surplus
@@ -91,7 +93,7 @@ class Capacity:
         return surplus % per + per * self.slack(self._none)
 
     def fits(self, more: Many[int]) -> bool:
-        """Whether every reservation can be kept if ``more[i]`` further blocks of group i are reserved."""
+        """Return whether every reservation can be kept if ``more[i]`` further blocks of group i are reserved."""
         if self._sectors is None:
             return not any(map(gt, more, map(self.surplus, self._groups)))
         return self.slack(more) >= 0
@@ -99,12 +101,11 @@ class Capacity:
     # -- making room -------------------------------------------------------------------------------------------------
 
     def ensure_free(self, needs: Many[int], more: Many[int] | None = None) -> None:
-        """See to it that ``needs[i]`` blocks of group i are free, all at once; they come out of what is reserved, or of
-        ``more`` that is about to be. Raises OutOfBlocks if that cannot be, and whatever a copy raises; what was evicted until
-        then stays so, and nothing else changed.
+        """Make ``needs[i]`` blocks of group i free, in all groups at once. They are part of what is reserved, or of
+        ``more``, which the caller is about to reserve. Raises OutOfBlocks if that is impossible, and whatever a copy
+        raises; blocks evicted until then stay evicted, and nothing else changed.
 
-        Blocks may move: ids that were read before, and are in no table, may have changed their meaning.
-        """
+        Blocks may move: ids that were read before, and are in no table, may be wrong afterwards."""
         more = self._none if more is None else more
         while True:
             for group, need in zip(self._groups, needs):
@@ -112,7 +113,7 @@ class Capacity:
                     break
             else:
                 if self._memory.is_poisoning:
-                    self._memory.poison_freed()  # before anybody is given these blocks
+                    self._memory.poison_freed()  # before these blocks are allocated
                 return
             short = need - group.free.num_free
             if not (self._evict(group, short) if self._sectors is None else self._make_room(group, short, needs, more)):
@@ -121,17 +122,17 @@ class Capacity:
                 raise OutOfBlocks.with_hint(text, "close a sequence", needed=need, available=free, group=name)
 
     def _make_room(self, group: BlockGroup, short: int, needs: Many[int], more: Many[int]) -> bool:
-        """Something for ``group``, which is ``short`` of blocks: free sectors first, then those that another group has empty,
-        then what was used longest ago of all that is kept for reuse, in whichever group. False if there is nothing."""
+        """Free blocks of ``group``, which is ``short`` of some, in the order that the module's docstring gives. Return
+        False if nothing can be freed. The caller repeats this until it has enough."""
         sectors, wanted = self._sectors, ceil_div(short, group.plan.per_sector)
         assert sectors is not None
-        if not sectors.num_free and not self._take_idle(group, wanted, more):
+        if not sectors.num_free and not self._take_idle_sectors(group, wanted, more):
             if self._prefix.num_cold(group):
                 return self._evict(group, short)
-            for one, until in self._by_age(group, more):
-                if one is group:
+            for source, until in self._by_age(group, more):
+                if source is group:
                     return self._evict(group, short)
-                if self._take_kept(one, wanted, needs[one.index], more, until):
+                if self._take_evicted_sectors(source, wanted, needs[source.index], more, until):
                     wanted = sectors.num_free
                     break
             else:
@@ -141,38 +142,39 @@ class Capacity:
         return True
 
     def _by_age(self, group: BlockGroup, more: Many[int]) -> list[tuple[BlockGroup, float]]:
-        """The groups that could give something to ``group``, the one whose next block was used longest ago first, each with
-        the age of the one after it: up to there it is still the first. Where a policy does not go by use, ``group`` itself,
-        and then those that have most to spare."""
+        """Return the groups that could free blocks for ``group``, the one with the least recently used block first.
+        Each comes with the age of the next group's block: up to there it stays first. If a policy does not order by
+        use: ``group`` itself, then the groups with the most to spare."""
         able, is_known = list[tuple[int, int, BlockGroup]](), True
-        for one in self._groups:
-            spare = (self.surplus(one) - more[one.index]) // one.plan.per_sector
-            if self._prefix.num_evictable(one) if one is group else spare > 0:
-                age = self._oldest(one)
-                is_known &= age is not None or not self._prefix.num_evictable(one)
-                able.append((age or 0, 0 if one is group else -spare, one))
+        for source in self._groups:
+            spare = (self.surplus(source) - more[source.index]) // source.plan.per_sector
+            if self._prefix.num_evictable(source) if source is group else spare > 0:
+                age = self._oldest(source)
+                is_known &= age is not None or not self._prefix.num_evictable(source)
+                able.append((age or 0, 0 if source is group else -spare, source))
         if len(able) > 1:
             able.sort(key=lambda a: (a[0], a[2] is not group) if is_known else (a[2] is not group, a[1]))
         ends = [*(age for age, _, _ in able[1:]), inf] if is_known else [inf] * len(able)
-        return [(one, end) for (_, _, one), end in zip(able, ends)]
+        return [(source, end) for (_, _, source), end in zip(able, ends)]
 
     def _oldest(self, group: BlockGroup) -> int | None:
-        """When what goes next of ``group`` was used. What slid out of its windows counts as older than anything, beyond what
-        its own requests have reserved and a step takes: they would soon take the memory back."""
+        """Return when the block of ``group`` that is evicted next was last used, None if unknown. Cold window blocks
+        count as oldest of all, except as many as its requests have reserved and its next step takes: these are needed
+        soon."""
         own = group.outstanding + self._for_steps[group.index] - group.free.num_free
         return self._guard.change(self._prefix.idle_since, group, max(0, own))
 
-    def _take_idle(self, taker: BlockGroup, wanted: int, more: Many[int]) -> bool:
-        """Take sectors away from the group other than ``taker`` that has most of them idle: whole sectors' worth of blocks
-        that are free and not outstanding, beyond the portion that it may have taken ahead, and what its next step takes. Empty
-        ones, or if much is idle any. False if there are none."""
+    def _take_idle_sectors(self, taker: BlockGroup, wanted: int, more: Many[int]) -> bool:
+        """Take up to ``wanted`` idle sectors from the group, other than ``taker``, that has most: its free blocks that
+        are not outstanding, beyond a portion and what its next step takes. Takes empty sectors, or any sectors if much
+        is idle. Return False if there are none."""
         group, most, sectors = taker, -1, self._sectors
         assert sectors is not None
-        for one in self._groups:
-            idle = one.free.num_free - one.outstanding - more[one.index] - self._for_steps[one.index]
-            idle = idle // one.plan.per_sector - self._portion
-            if one is not taker and (group is taker or idle > most):
-                group, most = one, idle
+        for source in self._groups:
+            idle = source.free.num_free - source.outstanding - more[source.index] - self._for_steps[source.index]
+            idle = idle // source.plan.per_sector - self._portion
+            if source is not taker and (group is taker or idle > most):
+                group, most = source, idle
         fruitless = self._fruitless[group.index] = max(0, min(self._fruitless[group.index], most))
         if most <= fruitless:
             return False
@@ -182,10 +184,10 @@ class Capacity:
         self._fruitless[group.index] = most
         return False
 
-    def _take_kept(self, group: BlockGroup, wanted: int, need: int, more: Many[int], until: float) -> bool:
-        """Take sectors away from ``group``, which could give up one at least, after evicting what it keeps there, as long as
-        that was used before ``until``: ``wanted``, or a small part of all, since it costs a look at every block to move any.
-        ``need``: blocks that stay free in it. False if none may be emptied now and nothing was evicted."""
+    def _take_evicted_sectors(self, group: BlockGroup, wanted: int, need: int, more: Many[int], until: float) -> bool:
+        """Evict cached blocks of ``group``, which could free a sector, that were used before ``until``, and take its
+        sectors: ``wanted``, or a portion if that is more, since each move scans all blocks. ``need`` blocks stay free
+        in it. Return False if no sector can be vacated now and nothing was evicted."""
         assert self._sectors is not None
         per, has_evicted = group.plan.per_sector, False
         count = min(max(wanted, self._portion), (self.surplus(group) - more[group.index]) // per)
@@ -201,14 +203,14 @@ class Capacity:
         return is_vacated or has_evicted
 
     def _fixed_ids(self, group: BlockGroup) -> Ids:
-        """Blocks of ``group`` that may not move now: those of fenced sequences."""
+        """Return the blocks of ``group`` that may not move now: those of fenced requests. int32."""
         fenced = [slot for slot, request in self._running.items() if request.num_fences]
         return np.concatenate([np.empty(0, np.int32), *(group.held_ids(slot) for slot in fenced)])
 
     # -- applying ----------------------------------------------------------------------------------------------------
 
     def _evict(self, group: BlockGroup, n: int) -> bool:
-        """Let the prefix cache give up ``n`` blocks of ``group``, at most; False if it has none to give."""
+        """Evict ``n`` cached blocks of ``group`` or fewer, and some ahead; return False if it has none to evict."""
         if not self._prefix.num_evictable(group):
             return False
         if self._memory.is_copying:
@@ -217,8 +219,8 @@ class Capacity:
 
     @observable
     def forget(self, decide: Callable[..., Evicted], *args: Any, is_evicted: bool = False) -> bool:
-        """Free what ``decide(*args)``, a method of the prefix cache, gives up; whether it is anything. ``is_evicted``: to make
-        room."""
+        """Free what ``decide(*args)``, a method of the prefix cache, evicts; return whether that is anything.
+        ``is_evicted``: it makes room, so tiers store it first."""
         guard = self._guard
         guard.is_torn = True
         try:
@@ -230,8 +232,8 @@ class Capacity:
         return bool(evicted.blocks or evicted.checkpoints)
 
     def _free(self, evicted: Evicted, *, is_evicted: bool) -> None:
-        """Free what the prefix cache gave up; first store it below, where it goes to make room. The cache is torn until the
-        end of this."""
+        """Free what the prefix cache ``evicted``; if it makes room, store it in tiers before. ``is_torn`` is set on
+        entry and cleared at the end."""
         offloader = self._offloader
         try:
             if is_evicted and offloader is not None:
@@ -252,26 +254,26 @@ class Capacity:
             self._guard.is_torn = False
 
     def tidy(self) -> None:
-        """Poison what was freed, where that is asked for. What fails is tried again before a block is handed out."""
+        """Poison freed blocks, if the memory does so. A failure is repeated before a block is allocated."""
         if self._memory.is_poisoning:
             with suppress(MemoryError, RuntimeError):
                 self._memory.poison_freed()
 
     def release(self, group: BlockGroup, ids: Ids) -> None:
-        """Nobody holds blocks ``ids`` any more: they are free, nothing below the device names them, and their bytes mean
-        nothing."""
+        """Free blocks ``ids``, which nothing holds any more. Tiers forget their names; their bytes may be
+        overwritten."""
         group.release(ids)
-        if self._is_told:
+        if self._has_listeners:
             self.freed(group, ids)
 
     def freed(self, group: BlockGroup, ids: Ids) -> None:
-        """Tell who must know that blocks ``ids`` were freed."""
+        """Tell the offloader and the memory that blocks ``ids`` were freed."""
         if self._offloader is not None and group is self._prefix.full:
             self._offloader.freed(ids)
         self._memory.freed(group.index, ids)
 
     def _grant(self, grant: Grant) -> None:
-        """What another group left in a sector could read as NaN in this one: it is cleared first."""
+        """Hand over free sectors. They are cleared first: bytes of another group could read as NaN in this one."""
         self._memory.clear_sectors(grant.sectors)
         self._guard.is_torn = True
         assert self._sectors is not None
@@ -279,13 +281,13 @@ class Capacity:
         self._guard.is_torn = False
 
     def _vacate(self, vacating: Vacating | None) -> bool:
-        """Move what lies in the sectors, and tell all who name it; False if there is none to vacate."""
+        """Move the blocks in the sectors, update all that names them, and free the sectors; return False for None."""
         if vacating is None:
             return False
         assert self._sectors is not None
         group, sources, targets = vacating.group, vacating.sources, vacating.targets
         is_moving = len(sources) > 0
-        self._memory.poison_freed()  # what was freed here may soon be others' memory
+        self._memory.poison_freed()  # the memory of freed blocks may soon be another group's
         if is_moving:
             new_ids = np.arange(group.plan.num_rows, dtype=np.int32)
             new_ids[sources] = targets
@@ -306,25 +308,25 @@ class Capacity:
         self._guard.is_torn = False
         return True
 
-    # -- words for it ------------------------------------------------------------------------------------------------
+    # -- errors and proof --------------------------------------------------------------------------------------------
 
     def shortage(self, error: type[Exhausted], wanted: Many[int], budget: int) -> Exhausted:
-        """The error that says which group lacks how many of the ``wanted`` blocks, and how they could become free; its
-        attributes are those of the first one."""
-        there = [self.available(group) for group in self._groups]
-        short = [at for at, n in enumerate(wanted) if n > there[at]]
+        """Return an ``error`` that says which groups lack how many of the ``wanted`` blocks, and what frees them. Its
+        attributes are those of the first such group."""
+        available = [self.available(group) for group in self._groups]
+        short = [i for i, n in enumerate(wanted) if n > available[i]]
         if not short:
             text = f"need {list(wanted)} blocks in {[group.name for group in self._groups]} at once"
-            return error.with_hint(text, "close a sequence first", needed=list(wanted), available=there)
+            return error.with_hint(text, "close a sequence first", needed=list(wanted), available=available)
         text = "; ".join(
-            f"need {wanted[at]} blocks, {there[at]} available ({group.free.num_free} free, {group.outstanding} reserved by "
-            f"running requests) of {group.plan.num_blocks} in {group.name}: {wanted[at] - there[at]} more must be freed by "
-            f"running requests"
-            for at, group in ((at, self._groups[at]) for at in short)
+            f"need {wanted[i]} blocks, {available[i]} available ({group.free.num_free} free, {group.outstanding} "
+            f"reserved by running requests) of {group.plan.num_blocks} in {group.name}: {wanted[i] - available[i]} "
+            f"more must be freed by running requests"
+            for i, group in ((i, self._groups[i]) for i in short)
         )
         hint, first = f"close a sequence or raise the budget (now {format_bytes(budget)})", short[0]
         name = self._groups[first].plan.name
-        return error.with_hint(text, hint, needed=wanted[first], available=there[first], group=name)
+        return error.with_hint(text, hint, needed=wanted[first], available=available[first], group=name)
 
     def check(self) -> None:
         """Prove that sectors and groups agree, and that every reservation can be kept. Raises CheckFailed."""
@@ -332,7 +334,7 @@ class Capacity:
             self._sectors.check()
         if not self.fits(self._none):
             lack = [group.name for group in self._groups if self.surplus(group) < 0]
-            raise CheckFailed(f"more is reserved than can be had; short of their own blocks: {lack}")
+            raise CheckFailed(f"more blocks are reserved than could be free; groups short of their own: {lack}")
         for group in self._groups:
             cached = self._prefix.owned_ids(group)
             absent = np.empty(0, np.int32) if self._sectors is None else self._sectors.absent_ids(group)

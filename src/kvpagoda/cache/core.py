@@ -1,4 +1,4 @@
-"""The parts of one cache, and the requests that live off them."""
+"""The parts of one cache, and the requests that use them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ from kvpagoda.units import ceil_div, format_bytes, parse_bytes
 _log = logging.getLogger(__name__)
 DEFAULT_CONTEXT = 131_072
 UNBACKED_BLOCKS = 2**20
-"""Blocks of texts that a cache without full attention remembers; they take host memory alone: tokens, and 64 bytes each."""
+"""The most blocks of texts that a cache without a full group remembers. They take only host memory: their tokens, and
+64 bytes each."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a cache was told when it was made; see ``KVCache``."""
+    """The settings of a cache; see ``KVCache``."""
 
     vocab_size: int | None = None
     fingerprint: str = ""
@@ -51,11 +52,13 @@ class Settings:
 
 
 class Core:
-    """Who holds what of ``plan``: request slots, one ``BlockGroup`` for every growth law, and what is kept for reuse, over
-    ``memory``, which moves the bytes. No torch.
+    """The state of one cache for ``plan``: who owns which slot and which block.
 
-    ``running``: slot -> request; ``suspended``: request -> where its bytes are; ``stale``: namespaces that were invalidated,
-    or are of an epoch that is over, while something of them was in use.
+    It consists of request slots, one ``BlockGroup`` for every growth law, and the prefix cache. ``memory`` moves the
+    bytes. No torch.
+
+    ``running``: slot -> request. ``suspended``: request -> where its bytes are. ``stale``: namespaces that were
+    invalidated, or whose epoch ended, while their blocks were in use.
     """
 
     def __init__(self, plan: Plan, memory: NoMemory, settings: Settings) -> None:
@@ -86,7 +89,7 @@ class Core:
         self.running: dict[int, Request] = {}
         self.suspended: dict[Request, Suspended] = {}
         self.stale: set[bytes] = set()
-        self.unsettled: dict[Request, None] = {}  #: with blocks to publish, the one that waits longest first
+        self.unpublished: dict[Request, None] = {}  #: requests with blocks to publish later, the oldest first
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
         self.counters, self.is_open = Counters(identity.secret), True
         self.offloader: Offloader | None = None
@@ -95,7 +98,7 @@ class Core:
         self.capacity = Capacity(
             self.groups, self.sectors, self.prefix, self.offloader, memory, self.guard, self.running, settings.events
         )
-        self.parts: tuple[object, ...] = (self.capacity,)  #: whose marked calls an observer may stand around
+        self.parts: tuple[object, ...] = (self.capacity,)  #: their ``observable`` methods can be observed
         if self.offloader is not None:
             self.parts += (self.offloader.reader,)
         self.events = settings.events
@@ -112,30 +115,35 @@ class Core:
     def extend_hashes(
         self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media_ids: Mapping[int, int]
     ) -> None:
-        """Append to ``block_hashes``, of the beginning of a text, what it lacks up to the last whole block of ``tokens``,
-        which are all tokens of the text from the first on. There are tiers. O(new tokens)."""
+        """Append to ``block_hashes`` the hashes that are missing, up to the last whole block of ``tokens``.
+
+        ``block_hashes``: of the beginning of a text. ``tokens``: all tokens of the text from the first on. The cache
+        has tiers. O(new tokens).
+        """
         assert self.offloader is not None
         media = self.media.digests(media_ids, self.block_size) if media_ids else None
         self.offloader.extend_hashes(block_hashes, namespace, tokens, media)
 
     def hashes_of(self, request: Request, end: int) -> list[bytes]:
-        """The block hashes of ``request``: of its first ``end`` blocks at least."""
+        """Return the list of block hashes of ``request``: the root, then one for each of at least ``end`` blocks."""
         if len(request.block_hashes) <= end:
             tokens = request.raw_tokens(0, end * self.block_size)
             self.extend_hashes(request.block_hashes, request.namespace, tokens, request.media_ids)
         return request.block_hashes
 
     def set_epoch(self, request: Request, epoch: int | None) -> None:
-        """``request``, which is new, is computed with the weights of ``epoch`` to its end; None: with the newest, which may
-        change."""
+        """Bind the new ``request`` to the weights of ``epoch`` until it ends; None: to the newest weights, which may
+        change while it runs."""
         request.stays, request.epochs = epoch is not None, [(0, self.namespaces.epoch if epoch is None else epoch)]
         if request.stays and not self.namespaces.is_current(request.namespace):
-            self.stale.add(request.namespace)  # what it leaves goes with the last one that stays there
+            self.stale.add(request.namespace)  # dropped when its last request ends
 
     def release(self, request: Request, suspended: Suspended | None = None, last: TextPart | None = None) -> None:
-        """``request`` runs no more: what it alone holds and its slot are free, what it published is unpinned. With
-        ``suspended``, from ``Swap.copy_out``, it is set aside, else closed. ``last`` is published before, if there is memory
-        for that."""
+        """Stop ``request``: free its own blocks and its slot, and unpin what it published.
+
+        ``suspended``: from ``Swap.copy_out``; the request is then suspended, else it is closed. ``last``: blocks to
+        publish first, if there is memory for that.
+        """
         slot, guard = request.slot, self.guard
         owned = [(group, group.own_ids(slot)) for group in self.groups]
         read = self.prefix.windows.shared_by(slot)
@@ -150,10 +158,10 @@ class Core:
             self.capacity.release(group, ids)
         self.prefix.windows.leave(read)
         self.prefix.tree.unpin(request.lease)
-        if request.own_length < request.prompt_length:  # the rest of its prompt does not come
+        if request.own_length < request.prompt_length:  # the rest of its prompt will not be computed
             request.lease.node.trim()
         del self.running[slot]
-        self.unsettled.pop(request, None)
+        self.unpublished.pop(request, None)
         self.free_slots.append(slot)
         request.slot, request.state = -1, State.CLOSED
         if suspended is not None:
@@ -166,18 +174,22 @@ class Core:
     def _publish_last(
         self, request: Request, last: TextPart, owned: list[tuple[BlockGroup, Ids]]
     ) -> list[tuple[BlockGroup, Ids]]:
-        """Publish the ``last`` blocks of ``request``, which alone holds ``owned``; what is its own after that."""
+        """Publish the ``last`` blocks of ``request``, and return the blocks, by group, that its release must free.
+
+        ``owned``: its own blocks, by group. Returns duplicates of cached blocks, and own blocks behind the published
+        ones; all of ``owned`` if there is no memory to publish.
+        """
         begin = request.lease.num_blocks
         try:
-            spared = self.prefix.publish(request.slot, request.lease, *last, request.priority)
+            duplicates = self.prefix.publish(request.slot, request.lease, *last, request.priority)
         except MemoryError:
             return owned
         if self.events is not None and request.namespace not in self.stale:
             self.events.published(request, begin)
-        return [*spared, *((group, ids[request.lease.num_blocks - begin :]) for group, ids in owned)]
+        return [*duplicates, *((group, ids[request.lease.num_blocks - begin :]) for group, ids in owned)]
 
     def clear(self) -> None:
-        """Forget every request and everything cached, whatever state a signal left this in."""
+        """Forget every request and everything cached, also after an interrupt in the middle of a change."""
         self.guard.is_torn = True
         for request in (*self.running.values(), *self.suspended):
             request.state, request.rows, request.slot = State.CLOSED, None, -1
@@ -185,7 +197,7 @@ class Core:
         self.running.clear()
         self.suspended.clear()
         self.stale.clear()
-        self.unsettled.clear()
+        self.unpublished.clear()
         self.free_slots[:] = range(self.plan.max_requests - 1, -1, -1)
         self.counters.stopped += 1
         for group in self.groups:
@@ -205,14 +217,17 @@ class Core:
         self.guard.is_torn = False
 
     def num_blocks(self, group: BlockGroup) -> int:
-        """Blocks that ``group`` has memory for now."""
+        """Return the number of blocks that ``group`` has memory for now."""
         if self.sectors is None:
             return group.free.num_ids
         return self.sectors.num_owned[group.index] * group.plan.per_sector
 
     def unusable_nbytes(self) -> int:
-        """Bytes that serve nobody and could not serve a group that is in need: free and not reserved where no other group
-        can have them, and what is lost to carving sectors."""
+        """Return the bytes that are unused and that no group in need could use.
+
+        These are free blocks that are not reserved and that no other group can take over, and what is lost by carving
+        sectors into blocks.
+        """
         nbytes = 0
         for group in self.groups:
             idle, plan = max(0, group.free.num_free - group.outstanding), group.plan
@@ -223,8 +238,8 @@ class Core:
         return nbytes
 
     def state_rows(self, slots: np.ndarray) -> np.ndarray:
-        """The block that holds the state of each slot, int32 like ``slots``; 0, the padding block, for slot -1 and without
-        states."""
+        """Return the block id of the state of each of ``slots``, int32 ``[len(slots)]``. 0, the padding block, for slot
+        -1 and for models without states."""
         if self.states is None:
             return np.zeros(len(slots), np.int32)
         rows: np.ndarray = self.states.table.cells[slots, 0]

@@ -1,4 +1,11 @@
-"""A request from its first step to its end: extend, commit, rewind, suspend, close, and fences around all of it."""
+"""The life of a running request, from its first step to its end.
+
+    Admission.open ──► extend ──► commit ──► extend ──► commit ──► ... ──► close
+                       ╰─ between two steps: rewind takes back tokens; suspend, later Admission.resume
+
+``extend`` allocates blocks. ``commit`` records tokens; ``Publisher.publish`` does what follows from it. A fence around a
+request means that a step or a copy of it is in flight: rewind and suspend raise, publishing and close wait for its end.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +31,7 @@ _INT32 = np.dtype(np.int32)
 
 
 class Lifecycle:
-    """What happens to the running requests of ``core``, which ``admission`` let begin."""
+    """Extends, commits, rewinds, suspends and closes the requests of ``core``, which ``admission`` started."""
 
     def __init__(self, core: Core, publisher: Publisher, admission: Admission) -> None:
         self.core, self.publisher, self.admission = core, publisher, admission
@@ -33,17 +40,18 @@ class Lifecycle:
     # -- growing -----------------------------------------------------------------------------------------------------
 
     def extend(self, ends: Mapping[int, int]) -> None:
-        """Make room for the first ``ends[slot]`` tokens of each of these slots, in every group, or for none. Raises
-        OutOfBlocks, and NeverFits past the longest context."""
+        """Allocate the blocks that the first ``ends[slot]`` tokens of each slot need, in every group, or no block.
+
+        Raises OutOfBlocks, and NeverFits past the longest context."""
         core, furthest = self.core, max(ends.values())
         lacking, needs, more = _lacking(core.groups, ends)
         if any(more) and not core.capacity.fits(more):
-            self.publisher.settle_waiting()  # what is cached already, or slid out of windows, becomes free
+            self.publisher.publish_waiting()  # frees duplicates of cached blocks, and what slid out
             lacking, needs, more = _lacking(core.groups, ends)
             if not core.capacity.fits(more):
                 raise core.capacity.shortage(OutOfBlocks, more, core.plan.budget)
         if furthest > core.max_context:
-            core.plan.blocks_wanted(furthest, longest=core.max_context)  # says what it would need
+            core.plan.blocks_wanted(furthest, longest=core.max_context)  # raises NeverFits
         if not lacking:
             return
         core.capacity.ensure_free(needs, more)
@@ -51,10 +59,10 @@ class Lifecycle:
         if core.states is not None and needs[core.states.index]:
             core.memory.reset(core.states.index, ids[core.states.index])
         begin = [0] * len(needs)
-        only, _, most = lacking[0]
+        group, _, count = lacking[0]
         core.guard.is_torn = True
-        if most == 1 and len(lacking) == sum(needs) == needs[only.index]:  # as when sequences decode
-            only.append_each([slot for _, slot, _ in lacking], ids[only.index])
+        if count == 1 and len(lacking) == sum(needs) == needs[group.index]:  # decoding: one block each, of one group
+            group.append_each([slot for _, slot, _ in lacking], ids[group.index])
         else:
             for group, slot, n in lacking:
                 first = begin[group.index]
@@ -63,21 +71,21 @@ class Lifecycle:
         core.guard.is_torn = False
 
     def capacity_of(self, request: Request) -> int:
-        """Tokens, the committed ones included, that every group has room for."""
+        """Return how many tokens, the committed ones included, every group has room for."""
         capacity, slot = self.core.max_context, request.slot
         for group in self.core.groups:
-            here = group.end[slot] * group.block_size
-            if here < capacity:
-                capacity = here
+            group_capacity = group.end[slot] * group.block_size
+            if group_capacity < capacity:
+                capacity = group_capacity
         return capacity
 
     def commit(self, request: Request, token_ids: Any) -> None:
-        """The rows of the next tokens are written; see ``Sequence.commit``."""
+        """Record that the rows of the next tokens are written; see ``Sequence.commit``."""
         if request.rows is not None:
             request.detach()
         core, length, left = self.core, request.own_length, request.prompt_length - request.own_length
         if left > 0 and type(token_ids) is np.ndarray and token_ids.dtype == _INT32 and token_ids.ndim == 1:
-            ids = token_ids  # what the prompt has was looked at when it came
+            ids = token_ids  # tokens of the prompt were validated by ``open``
             if len(ids) > left:
                 as_tokens(ids[left:], core.vocab_size)
         else:
@@ -89,34 +97,33 @@ class Lifecycle:
         if left > 0 and count:
             known = request.tokens[length : length + left if left < count else end]
             same = known == (ids if count <= left else ids[:left])
-            at = same.argmin()
-            if not same[at]:
-                raise BadInput(f"commit names token {ids[at]} at {length + at}, the prompt has {known[at]}")
+            index = same.argmin()
+            if not same[index]:
+                raise BadInput(f"commit names token {ids[index]} at {length + index}, the prompt has {known[index]}")
         if count > left:
             request.append(ids)
         request.own_length = end
-        if (
-            core.events is None and self.publisher.publishes_later and not core.bounded
-        ):  # who follows events is told at once
+        # publish later, unless events must report the blocks at once
+        if core.events is None and self.publisher.publishes_later and not core.bounded:
             if end // core.block_size > request.lease.num_blocks:
-                self.publisher.settle_later(request)
+                self.publisher.publish_later(request)
         elif left > 0 or self.publisher.is_due(request, length):
-            self.settle(request)
+            self.publish(request)
 
-    def settle(self, request: Request) -> None:
-        """Do what follows from the commits of ``request``; see ``Publisher.settle``. Once its prompt is computed, tell how
-        long that took, so that loading can be compared with it."""
+    def publish(self, request: Request) -> None:
+        """Publish what ``request`` committed; see ``Publisher.publish``. With tiers, report how long its prompt took
+        once it is computed, so that loading can be compared with computing."""
         if request.opened_at and request.own_length >= request.prompt_length:
             assert self.core.offloader is not None
             num_tokens = request.prompt_length - request.match.resumable
             self.core.offloader.reader.computed(perf_counter() - request.opened_at, num_tokens)
             request.opened_at = 0.0
-        self.publisher.settle(request)
+        self.publisher.publish(request)
 
-    # -- going back --------------------------------------------------------------------------------------------------
+    # -- rewinding ---------------------------------------------------------------------------------------------------
 
     def rewind(self, request: Request, n: int) -> None:
-        """The last ``n`` tokens are taken back; see ``Sequence.rewind``."""
+        """Take back the last ``n`` tokens of ``request``; see ``Sequence.rewind``."""
         request.detach()
         if n > request.own_length:
             raise BadInput(f"cannot rewind {n} of {request.own_length} tokens", needed=n, available=request.own_length)
@@ -125,9 +132,9 @@ class Lifecycle:
         length = request.own_length - n
         self.check_unfenced(request, "rewound")
         self._check_rewindable(request, length)
-        media_ids = {at: one for at, one in request.media_ids.items() if at < length}
+        media_ids = {index: media_id for index, media_id in request.media_ids.items() if index < length}
         columns, epochs = length // self.core.block_size, request.epochs_until(length)
-        due = [at for at in request.due if at <= columns]
+        due = [depth for depth in request.due if depth <= columns]
         if columns < request.lease.num_blocks:
             self._unshare(request, columns, length)
         request.written = max(request.written, request.own_length)
@@ -138,16 +145,16 @@ class Lifecycle:
         self._tidy()
 
     def _check_rewindable(self, request: Request, length: int) -> None:
-        """Raises BadInput where a layer keeps something that cannot go back to ``length`` tokens."""
+        """Raise BadInput if the state or the window of a layer cannot go back to ``length`` tokens."""
         core, slot = self.core, request.slot
-        written, given = max(request.written, request.own_length), request.match.resumable
-        short = [(layer, label, n) for layer, label, n in core.plan.rewinds if length < max(given, written - n)]
+        written, cached = max(request.written, request.own_length), request.match.resumable
+        short = [(layer, label, n) for layer, label, n in core.plan.rewinds if length < max(cached, written - n)]
         if short:
             layers = ", ".join(f"layer {layer} ({label}) {n}" for layer, label, n in short[:8])
             raise BadInput(
-                f"{request.own_length} tokens go back to {max(given, written - min(n for _, _, n in short))}, not to "
-                f"{length}: of {written} tokens written after {given} cached ones, the states of these layers take back only "
-                f"so many: {layers}; fork before tokens that may be taken back, or give rings a larger verify_width"
+                f"{request.own_length} tokens can be rewound to {max(cached, written - min(n for _, _, n in short))}, "
+                f"not to {length}: of {written} tokens written after {cached} cached ones, these layers take back at "
+                f"most: {layers}; fork before tokens that may be taken back, or give rings a larger verify_width"
             )
         for group in core.groups:
             first = group.growth.first_needed(length) // group.block_size
@@ -157,54 +164,58 @@ class Lifecycle:
                 raise BadInput(text, needed=length, available=furthest, group=group.plan.name)
 
     def _unshare(self, request: Request, columns: int, length: int) -> None:
-        """Let ``length`` tokens be committed, and the blocks behind the first ``columns`` be the request's own, for others
-        will be written there. Raises OutOfBlocks, changing nothing."""
+        """Shorten ``request`` to ``length`` tokens, and stop sharing its blocks behind the first ``columns``.
+
+        Other tokens will be written there, so the request gets a copy of the last block if that is partial. Raises
+        OutOfBlocks, changing nothing."""
         core, slot, windows = self.core, request.slot, self.core.prefix.windows
         groups = [group for group in core.groups if group.shared[slot] > columns]
-        tokens = request.tokens.copy()  # what was published may not be written over
-        cuts: list[tuple[BlockGroup, Ids, Ids, bool]] = []  # group, its own block now, freed, whether that was taken
+        tokens = request.tokens.copy()  # the tree keeps views of published tokens
+        cuts: list[tuple[BlockGroup, Ids, Ids, bool]] = []  # group, its own block, blocks to free, is_new
         shorter = core.guard.change(core.prefix.tree.pin, request.lease, columns)
         try:
             is_copied = length % core.block_size > 0
             taking = self._make_room_for_copies(groups, slot) if is_copied else []
-            left = [
+            released = [
                 window.blocks.handles(window.group.table.cells[slot, columns : window.group.shared[slot]])
                 for window in windows
             ]
-            for group in sorted(groups, key=lambda one: one not in taking):  # what is written over comes last
-                freed, is_taken = group.own_ids(slot), group in taking
-                own = group.peek(1) if is_taken else freed[:is_copied]
+            for group in sorted(groups, key=lambda group: group not in taking):  # the overwritten block comes last
+                freed, is_new = group.own_ids(slot), group in taking
+                own = group.peek(1) if is_new else freed[:is_copied]
                 if is_copied:
                     core.memory.copy(group.index, group.table.cells[slot, columns : columns + 1].copy(), own)
-                cuts.append((group, own, freed if is_taken else freed[len(own) :], is_taken))
+                cuts.append((group, own, freed if is_new else freed[len(own) :], is_new))
         except BaseException:
             if not core.guard.is_torn:
                 core.guard.change(core.prefix.tree.unpin, shorter)
             raise
         core.guard.is_torn = True
-        windows.leave(left)
+        windows.leave(released)
         reserved = [group.reserved[slot] for group in groups]
-        for group, own, freed, is_taken in cuts:
-            if is_taken:
+        for group, own, freed, is_new in cuts:
+            if is_new:
                 group.take(1)
             group.cut(slot, columns, own)
             core.capacity.release(group, freed)
         core.prefix.tree.unpin(request.lease)
         request.lease = shorter
         for group, n in zip(groups, reserved):
-            there = max(0, core.capacity.available(group))
-            group.reserve(slot, min(n, group.reserved[slot] + there))
+            available = max(0, core.capacity.available(group))
+            group.reserve(slot, min(n, group.reserved[slot] + available))
         request.tokens, request.written = tokens, max(request.written, request.own_length)
         request.own_length = length
         core.guard.is_torn = False
 
     def _make_room_for_copies(self, groups: list[BlockGroup], slot: int) -> list[BlockGroup]:
-        """Those of ``groups`` of which a free block can take the copy of a shared one: all but at most one, of which ``slot``
-        has a block of its own that can take it, since it means nothing afterwards. Raises OutOfBlocks."""
+        """Free one block in each of ``groups``, for the copy of a shared block; return the groups that have it.
+
+        At most one group is left out: there ``slot`` overwrites a block of its own, whose tokens are taken back.
+        Raises OutOfBlocks."""
         capacity = self.core.capacity
         lacking = [group for group in groups if group.end[slot] <= group.shared[slot]]
-        others = [[one for one in groups if one is not group] for group in groups if group not in lacking]
-        for taking in (groups, *others):
+        all_but_one = [[one for one in groups if one is not group] for group in groups if group not in lacking]
+        for taking in (groups, *all_but_one):
             needs = [int(group in taking) for group in self.core.groups]
             try:
                 if capacity.fits(needs):
@@ -215,24 +226,24 @@ class Lifecycle:
         names = ", ".join(group.name for group in groups)
         raise OutOfBlocks.with_hint(f"need 1 block in each of {names} for a copy", "close a sequence first", needed=1)
 
-    # -- setting aside and ending ------------------------------------------------------------------------------------
+    # -- suspending, closing, fences ---------------------------------------------------------------------------------
 
     @observable
     def suspend(self, request: Request, whole: bool) -> None:
-        """``request`` goes to host memory; see ``Sequence.suspend``."""
+        """Copy what ``request`` holds to host memory, and free its blocks and its slot; see ``Sequence.suspend``."""
         core = self.core
         request.detach()
         self.check_unfenced(request, "suspended")
-        if not request.is_settled:
-            self.publisher.settle(request)
+        if not request.is_published:
+            self.publisher.publish(request)
         self.publisher.ending(request)
         suspended = core.swap.copy_out(request.slot, request.own_length, self.capacity_of(request), whole)
         core.release(request, suspended)
         self._tidy()
 
     def close(self, request: Request) -> None:
-        """``request`` ends: its own blocks and its slot are free; what it published stays, unpinned. While a step or a copy of
-        it is in flight all of that waits."""
+        """End ``request``: free its own blocks and its slot; what it published stays cached, unpinned. If a fence is
+        around it, only mark it as closing: the end of the last fence closes it."""
         core, counters = self.core, self.core.counters
         if request.rows is not None:
             request.detach()
@@ -247,8 +258,8 @@ class Lifecycle:
             request.state = State.CLOSED
             core.guard.is_torn = False
         else:
-            if not request.is_settled and (core.bounded or not self.publisher.publishes_later):
-                self.publisher.settle(request)
+            if not request.is_published and (core.bounded or not self.publisher.publishes_later):
+                self.publisher.publish(request)
             self.publisher.ending(request)
             core.release(request, last=self.publisher.last_blocks(request))
         counters.closed += 1
@@ -256,78 +267,86 @@ class Lifecycle:
         self._tidy()
 
     def _tidy(self) -> None:
-        """What may be done now that a request stopped."""
+        """Poison freed blocks, and drop what is stale, now that blocks may have been freed."""
         if self.core.memory.is_poisoning:
             self.core.capacity.tidy()
         if self.core.stale:
             self.clear_stale()
 
     def clear_stale(self) -> None:
-        """Of namespaces that were invalidated, drop what nobody uses any more."""
+        """Drop the cached blocks of the stale namespaces that are not in use any more."""
         core = self.core
-        waiting = {one.namespace for one in core.suspended}  # they go on, and leave something behind again
+        waiting = {request.namespace for request in core.suspended}  # resumed requests may publish there again
         for namespace in [*core.stale]:
             with suppress(RetryLater):
                 core.capacity.forget(core.prefix.clear, namespace)
                 core.stale -= {namespace} - waiting
 
     def check_unfenced(self, request: Request, what: str) -> None:
+        """Raise RetryLater if a fence is around ``request``, which therefore cannot be ``what``."""
         if request.num_fences:
             text = f"slot {request.slot} has {request.num_fences} fences and cannot be {what}"
             raise RetryLater.with_hint(text, "leave them first", available=request.num_fences)
 
     def enter_fence(self, requests: list[Request]) -> None:
-        """One fence more around each of ``requests``. Raises StaleHandle, fencing none."""
+        """Add one fence around each of ``requests``. Raises StaleHandle, adding none."""
         for request in requests:
             request.check_running()
         for request in requests:
             request.num_fences += 1
 
     def leave_fence(self, requests: list[Request]) -> None:
-        """One fence less around each of ``requests``; then do what waited. An error of one does not keep the others."""
+        """Remove one fence around each of ``requests``, emptying the list; then do what waited for a last fence. An
+        error in one request does not stop the others; the first error is raised at the end."""
         ended, errors = list[Request](), list[BaseException]()
         while requests:
             request = requests[-1]
             if request.num_fences == 1:
                 ended.append(request)
-            if request.num_fences:  # after a reset there is none
+            if request.num_fences:  # 0 after a reset
                 request.num_fences -= 1
             requests.pop()
-        for request in () if self.core.guard.is_torn else ended:  # reset will end them
+        for request in () if self.core.guard.is_torn else ended:  # ``reset`` will end them
             try:
                 self._leave(request)
             except BaseException as error:
                 errors.append(error)
                 if self.core.guard.is_torn:
                     break
-                self._leave(request)  # whatever it was, a signal or memory: nobody else would do it
+                try:
+                    self._leave(request)  # once more: no later call but ``KVCache.close`` would do it
+                except BaseException as again:
+                    errors.append(again)
         if errors:
             raise errors[0]
 
     def _leave(self, request: Request) -> None:
-        """Do what waited for the last fence around ``request``."""
+        """Do what waited for the last fence around ``request``: close it, or publish what it committed."""
         if request.state is State.CLOSING:
             self.close(request)
-        elif request.state is State.RUNNING and not request.is_settled:
+        elif request.state is State.RUNNING and not request.is_published:
             request.detach()
-            self.publisher.settle(request)
+            self.publisher.publish(request)
 
 
 def _lacking(
     groups: Many[BlockGroup], ends: Mapping[int, int]
 ) -> tuple[list[tuple[BlockGroup, int, int]], list[int], list[int]]:
-    """What slots lack for ``ends[slot]`` tokens: (group, slot, blocks) where it is any; of each group how many blocks, and
-    how many of these were not reserved."""
+    """Return the blocks that slots lack for ``ends[slot]`` tokens.
+
+    (group, slot, number of blocks) for each that lacks any; by group, how many blocks; by group, how many of these were
+    not reserved.
+    """
     lacking: list[tuple[BlockGroup, int, int]] = []
     needs, more = [0] * len(groups), [0] * len(groups)
-    for at, group in enumerate(groups):
+    for index, group in enumerate(groups):
         size, held, begins, reserved = group.block_size, group.end, group.first, group.reserved
         for slot, end in ends.items():
             n = -(-end // size) - held[slot]
             if n > 0:
                 lacking.append((group, slot, n))
-                needs[at] += n
+                needs[index] += n
                 outstanding = reserved[slot] - held[slot] + begins[slot]
                 if n > outstanding:
-                    more[at] += n - outstanding if outstanding > 0 else n
+                    more[index] += n - outstanding if outstanding > 0 else n
     return lacking, needs, more

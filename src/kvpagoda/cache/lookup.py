@@ -83,7 +83,7 @@ def prefetch(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping
     return core.offloader.reader.prefetch(hashes, match.num_blocks, found.resumable // core.block_size)
 
 
-def keep_where_they_part(
+def checkpoint_at_divergence(
     core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None
 ) -> bool:
     """Make the running request with the longest common prefix keep a checkpoint where its text and this one diverge.

@@ -1,13 +1,13 @@
 """What requests leave behind for others: blocks by reference in a prefix tree, states by copy in checkpoints.
 
-    blocks of the full group        in the tree           while their text is there
-    blocks of windows and chunks    in the tree           those before a place to resume are kept by its checkpoint, and go
-                                                          with it; what slid out goes before anything else
+    blocks of the full group        in the tree           cached as long as their tokens
+    blocks of windows and chunks    in the tree           evicted first, once they slid out of every window; but those
+                                                          that a checkpoint needs are kept as long as the checkpoint
     states                          in a checkpoint       a copy, at some block boundaries
 
-So a text can be resumed behind each block before which the last window of every group is there, and at which there is a copy
-of the states, if the model has any. Nothing is visible before the ``commit`` of its tokens. Nothing is copied, freed or stored
-here: methods return what follows from them, and ``Capacity`` does it.
+So a text can be resumed after each block before which the last window of every group is cached. If the model has
+states, there must be a copy of them too. Blocks are not visible to others before the ``commit`` of their tokens.
+Nothing is copied, freed or stored here: methods return what follows from them, and ``Capacity`` applies it.
 """
 
 from __future__ import annotations
@@ -32,43 +32,43 @@ from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
 from kvpagoda.prefix.id_pool import IdPool
 from kvpagoda.prefix.window_blocks import Handles
 
-AT_ONCE = 256  # eviction frees 1/256 of a group beyond what is needed, so that most steps find free blocks
+EVICT_AHEAD = 1024  # eviction frees 1/1024 of a group more than is needed, so that most steps find free blocks
 _NONE: Ids = np.empty(0, np.int32)
 
 
-def num_ahead(group: BlockGroup) -> int:
-    """Blocks of ``group`` that ``PrefixCache.evict`` gives up beyond those that it is asked for."""
-    return group.plan.num_blocks // AT_ONCE
+def num_evicted_ahead(group: BlockGroup) -> int:
+    """Return how many blocks of ``group`` ``PrefixCache.evict`` evicts beyond those that it is asked for."""
+    return group.plan.num_blocks // EVICT_AHEAD
 
 
 class Holding(NamedTuple):
-    """What a request begins with, or a pin keeps: nothing of it goes until it is released."""
+    """What is kept from eviction, for a request that starts or for a pin, until it is released."""
 
     lease: Lease
     handles: tuple[Handles, ...]
-    """What is read of each window group."""
+    """By window group: the handles of the blocks that are read, intp ``[n]``."""
     checkpoint: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Pin:
-    """Cached text that goes last: ``KVCache.pin``."""
+    """Cached text that is kept until ``unpin``, or until a request could not run otherwise; see ``KVCache.pin``."""
 
     holding: Holding = field(repr=False)
     namespace: bytes = field(repr=False)
 
     @property
     def is_held(self) -> bool:
-        """False from ``unpin`` on, and when a request could not have run otherwise."""
+        """False after ``unpin``, or once it was ended to make room for a request."""
         return self.holding.lease.is_open
 
 
 class PrefixCache:
-    """The tree, the windows, the checkpoints that are ``kept`` and who needs them.
+    """The prefix tree, the ``windows`` whose blocks it names, the checkpoints that are ``kept``, and pins.
 
-    ``policy``: by name or an object. ``num_checkpoints``: how many are kept at most. ``most_unbacked``: blocks of texts that
-    are remembered at most where there is no full group, so that texts take no memory by themselves. ``is_followed``: blocks of
-    such texts have numbers, in the last row of the tree, by which a log knows them.
+    ``policy``: a name or an object. ``num_checkpoints``: the most that are kept. ``most_unbacked``: the most blocks of
+    texts in a tree without a full group, where texts take no device memory. ``is_followed``: blocks of such texts have
+    numbers, in the last row of the tree, by which an event log names them.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class PrefixCache:
         self._capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
         self._full_name = "" if self.full is None else self.full.plan.name
         self._most_pinned = int(retention.pin_share * self._capacity)
-        self.num_evicted, self.num_evicted_checkpoints = [0] * len(groups), 0  #: blocks of each group
+        self.num_evicted, self.num_evicted_checkpoints = [0] * len(groups), 0  #: blocks by group
         self._numbers = IdPool(first=1) if is_followed and self.full is None else None
         self._start(policy)
 
     def clear_all(self) -> None:
-        """Forget everything, whoever uses it; the blocks are somebody else's to free."""
+        """Forget everything, even what is in use. The caller frees the blocks."""
         self._start(deepcopy(self._fresh_policy))
 
     def _start(self, policy: str | EvictionPolicy) -> None:
@@ -105,77 +105,77 @@ class PrefixCache:
         rows = full_rows + 2 * len(self.windows) + (self._numbers is not None)
         self.tree = PrefixTree(self.block_size, rows, policy, capacity=capacity, proves_ids=False)
         self._window_of = {window.group.index: window for window in self.windows}
-        self._pins: dict[Pin, None] = {}  # the oldest first
+        self._pins: dict[Pin, None] = {}  # oldest first
         self.kept = KeptCheckpoints(self.bounded, self.windows)
 
-    # -- what is there -----------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     def find(self, tokens: Ids, namespace: bytes) -> tuple[Match, PrefixMatch]:
-        """The longest reusable beginning of ``tokens``, at most all but the last token. Changes nothing."""
+        """Return the longest match of all but the last of ``tokens``, and how much can be reused. Changes nothing."""
         return self.found(self.tree.match(tokens, namespace, limit=len(tokens) - 1))
 
     def find_again(self, match: Match) -> tuple[Match, PrefixMatch]:
-        """What ``find``, which said ``match``, would say now: blocks may have been evicted or moved since."""
+        """Return what ``find``, which returned ``match``, returns now: blocks may have been evicted or moved since."""
         return self.found(self.tree.match(match.tokens, match.namespace))
 
     def found(self, match: Match) -> tuple[Match, PrefixMatch]:
-        """What can be reused of ``match``."""
-        there = {} if self.full is None else {self._full_name: match.num_tokens}
-        if not self.bounded:  # the rest of a block is copied, so that nothing is lost to alignment
+        """Return ``match`` and how much of it can be reused."""
+        by_group = {} if self.full is None else {self._full_name: match.num_tokens}
+        if not self.bounded:  # a partial block is copied, so that nothing is lost to alignment
             resumable = match.num_tokens // self._hit_grid * self._hit_grid
             limited_by = "nothing" if resumable == match.num_tokens else "alignment"
-            return match, PrefixMatch(match.num_tokens, resumable, limited_by, there)
+            return match, PrefixMatch(match.num_tokens, resumable, limited_by, by_group)
         size, whole = self.block_size, match.num_blocks * self.block_size
         end, most, limited_by = resume_point(self.tree, match, self.windows, self.states is not None, self.grid)
         if limited_by == "nothing" and whole < match.num_tokens:
             limited_by = "alignment"
         if self.full is not None:
-            there = {self._full_name: whole}
-        groups = there | {name: num_blocks * size for name, num_blocks in most.items()}
-        at = self.tree.last_checkpoint(match, end) if self.states is not None and end else None
-        return match, PrefixMatch(match.num_tokens, end * size, limited_by, groups, None if at is None else at[1])
+            by_group = {self._full_name: whole}
+        groups = by_group | {name: num_blocks * size for name, num_blocks in most.items()}
+        last = self.tree.last_checkpoint(match, end) if self.states is not None and end else None
+        return match, PrefixMatch(match.num_tokens, end * size, limited_by, groups, None if last is None else last[1])
 
     def has_all(self, match: Match, columns: Many[range]) -> bool:
-        """Whether ``match`` has blocks ``columns[i]`` of each group i."""
-        if max((some.stop for some in columns if some), default=0) > match.num_blocks:
+        """Return whether ``match`` has the blocks ``columns[i]`` of each group i."""
+        if max((span.stop for span in columns if span), default=0) > match.num_blocks:
             return False
         return self.windows.are_there(match.ids, [columns[window.group.index] for window in self.windows])
 
     def without_copies(self, match: Match, found: PrefixMatch) -> PrefixMatch:
-        """What can be reused of ``match`` where there is no room for copies, or for what they are copied from."""
+        """Return what can be reused of ``match`` without a copy, if there is no room for copies or their sources."""
         whole = 0 if self.bounded else match.num_blocks * self.block_size
         return PrefixMatch(found.num_tokens, whole, "memory", found.groups)
 
     def num_cached(self, group: BlockGroup) -> int:
-        """Blocks of ``group`` that are kept for reuse, in use or not. O(1)."""
+        """Return the number of cached blocks of ``group``, in use or not. O(1)."""
         if group is self.full:
             return self.tree.num_cached
         window = self._window_of.get(group.index)
         return len(self.kept) if window is None else window.blocks.num_cached
 
     def num_evictable(self, group: BlockGroup) -> int:
-        """Blocks of ``group`` that ``evict`` could give up now. O(1)."""
+        """Return the number of blocks of ``group`` that ``evict`` could free now. O(1)."""
         if group is self.full:
             return self.tree.num_evictable
         window = self._window_of.get(group.index)
         return len(self.kept) - self.tree.checkpoints.num_held if window is None else window.blocks.num_idle
 
     def num_spare(self, group: BlockGroup) -> int:
-        """Blocks that ``evict`` could give up, less those that it could not when one of several readers of a block goes on:
-        of these each counts on a block of its own to come back. O(1)."""
+        """Return how many evictable blocks reservations can count on: each reader of a window block counts as a block
+        in use, since the reservation of each expects a free block when it slides on. O(1)."""
         if group is self.full:
             return self.tree.num_evictable
         window = self._window_of.get(group.index)
         return self.num_evictable(group) if window is None else window.blocks.num_cached - window.blocks.num_reads
 
     def num_cold(self, group: BlockGroup) -> int:
-        """Cached blocks of ``group`` that slid out of every window, and before which nobody resumes."""
+        """Return the number of cached blocks of ``group`` outside of every window that no checkpoint keeps."""
         window = self._window_of.get(group.index)
         return 0 if window is None else window.blocks.num_cold
 
     def idle_since(self, group: BlockGroup, most_cold: int) -> int | None:
-        """When what goes next of ``group`` was used, by one clock for all groups: 0 where more than ``most_cold`` blocks are
-        cold, else as if none were. None: nobody knows."""
+        """Return when the block of ``group`` that is evicted next was last used, by one clock for all groups; None if
+        unknown. 0 if more than ``most_cold`` blocks are cold; fewer cold blocks do not count."""
         if self.num_cold(group) > most_cold:
             return 0
         return self.tree.oldest() if group is self.full else self.tree.checkpoints.oldest()
@@ -185,12 +185,11 @@ class PrefixCache:
     def publish(
         self, slot: int, lease: Lease, keys: Ids, text: Ids | None, priority: int
     ) -> list[tuple[BlockGroup, Ids]]:
-        """Make the whole blocks of ``keys``, which follow what ``lease`` covers, shareable; the lease covers them then. What
-        is new counts as used now, what was found as used when the request was opened.
+        """Make the whole blocks of ``keys``, which follow what ``lease`` covers, shareable; ``lease`` then covers them.
+        New blocks count as used now, others as used when the request was opened. ``slot`` holds all of them.
 
-        Returns, by group, those of the request's blocks, int32, that were cached already: they are the caller's to free.
-        Raises MemoryError, changing nothing.
-        """
+        Returns, by group, blocks of the request that duplicate cached ones, int32: the caller frees them. Raises
+        MemoryError, changing nothing."""
         full, tree, windows, begin = self.full, self.tree, self.windows, lease.num_blocks
         n = len(keys) // self.block_size
         if full is not None and not windows:
@@ -201,40 +200,41 @@ class PrefixCache:
             if full is not None:
                 given[0] = full.table.cells[slot, begin : begin + n]
         if self._numbers is not None:
-            given[-1] = self._numbers.peek(n)[::-1]  # those that are new are the last ones
+            given[-1] = self._numbers.peek(n)[::-1]  # new blocks are the last of these
         inserted = tree.insert(lease, keys, given, text=text, priority=priority)
         if self._numbers is not None:
             self._numbers.advance(inserted.num_added)
-        if self.bounded:  # the checkpoint that this text hangs on is in use, also by those that will begin like it
+        if self.bounded:  # counts a use of the last checkpoint of this text
             tree.checkpoints.touch(lease.node, lease.num_blocks)
-        spared: list[tuple[BlockGroup, Ids]] = []
+        duplicates: list[tuple[BlockGroup, Ids]] = []
         if full is not None and inserted.num_added == n:
             full.share(slot, begin + n)
         elif full is not None:
-            spared.append((full, given[0, inserted.duplicates[0]]))
+            duplicates.append((full, given[0, inserted.duplicates[0]]))
             full.share(slot, begin + n, inserted.ids[0])
         if windows:
-            spared += windows.publish(tree, slot, lease, publishing, begin, is_new=inserted.num_added == n)
-        return spared
+            duplicates += windows.publish(tree, slot, lease, publishing, begin, is_new=inserted.num_added == n)
+        return duplicates
 
     def checkpoint_at(self, lease: Lease, num_blocks: int) -> int | None:
-        """The name of the checkpoint after ``num_blocks`` blocks of ``lease``, if there is one."""
+        """Return the name of the checkpoint after ``num_blocks`` blocks of ``lease``, or None."""
         last = self.tree.last_checkpoint(lease, num_blocks)
         return last[1] if last is not None and last[0] == num_blocks * self.block_size else None
 
     @property
     def is_full(self) -> bool:
-        """Whether as many checkpoints are kept as may be."""
+        """Whether ``num_checkpoints`` checkpoints are kept, so that one must be evicted for the next."""
         return len(self.kept) >= self.most_checkpoints
 
     def save(self, lease: Lease, num_blocks: int, kept: Kept) -> int:
-        """Keep a checkpoint after ``num_blocks`` blocks of ``lease``, where there is none. Returns its name."""
+        """Add the checkpoint ``kept`` after ``num_blocks`` blocks of ``lease``, which has none there; return its
+        name."""
         name = self.kept.keep(kept)
         self.tree.set_checkpoint(lease, num_blocks * self.block_size, name)
         return name
 
     def use(self, name: int) -> None:
-        """Checkpoint ``name``, if it is still kept, was used."""
+        """Count a use of checkpoint ``name``, if it is still kept."""
         if name in self.kept:
             self.tree.checkpoints.use(name)
 
@@ -243,8 +243,8 @@ class PrefixCache:
     def hold(
         self, at: Match | Lease, num_blocks: int, handles: Many[Handles], checkpoint: int | None = None
     ) -> Holding:
-        """Let nothing go of the first ``num_blocks`` blocks of ``at`` in the full group, of its ``handles`` in the window
-        groups, which are there, and of ``checkpoint``."""
+        """Keep from eviction the first ``num_blocks`` blocks of ``at`` in the full group, the blocks ``handles`` of
+        each window group, which are cached, and ``checkpoint``."""
         holding = Holding(self.tree.pin(at, num_blocks), tuple(handles), checkpoint)
         self.windows.read(handles)
         if checkpoint is not None:
@@ -252,18 +252,18 @@ class PrefixCache:
         return holding
 
     def release(self, holding: Holding) -> None:
-        """What ``holding`` holds may go."""
+        """End ``holding``: what it held is evictable unless others use it."""
         self.release_checkpoint(holding)
         self.windows.leave(holding.handles)
         self.tree.unpin(holding.lease)
 
     def release_checkpoint(self, holding: Holding) -> None:
-        """The checkpoint of ``holding`` may go; the rest of it belongs to a request now."""
+        """End the hold on the checkpoint of ``holding``; a request has taken over the rest."""
         if holding.checkpoint is not None:
             self.tree.checkpoints.release(holding.checkpoint)
 
     def pin(self, match: Match) -> Pin:
-        """Keep what ``match`` found, and what a text needs to go on there. Raises OutOfBlocks, changing nothing."""
+        """Pin the blocks of ``match`` and what is needed to resume after them. Raises OutOfBlocks, changing nothing."""
         pinned = sum(pin.holding.lease.num_blocks for pin in self._pins)
         if pinned + match.num_blocks > self._most_pinned:
             most, hint = self._most_pinned, "unpin others, or raise pin_share"
@@ -272,8 +272,8 @@ class PrefixCache:
             )
             raise OutOfBlocks.with_hint(text, hint, needed=match.num_blocks, available=most - pinned)
         _, found = self.found(match)
-        read = self.windows.handles_of(match.ids, self.windows.spans_before(found.resumable // self.block_size))
-        pin = Pin(self.hold(match, match.num_blocks, read, found.checkpoint), match.namespace)
+        handles = self.windows.handles_of(match.ids, self.windows.spans_before(found.resumable // self.block_size))
+        pin = Pin(self.hold(match, match.num_blocks, handles, found.checkpoint), match.namespace)
         self._pins[pin] = None
         return pin
 
@@ -284,56 +284,56 @@ class PrefixCache:
             self.release(pin.holding)
 
     def oldest_pin(self) -> Pin | None:
-        """The pin that is given up first."""
+        """Return the pin that is ended first to make room for a request, or None."""
         return next(iter(self._pins), None)
 
     def pins_of(self, namespaces: Collection[bytes] | None = None) -> list[Pin]:
-        """All pins, or those of ``namespaces``."""
+        """Return all pins, or those of ``namespaces``, oldest first."""
         return [pin for pin in self._pins if namespaces is None or pin.namespace in namespaces]
 
-    # -- giving up ---------------------------------------------------------------------------------------------------
+    # -- eviction ----------------------------------------------------------------------------------------------------
 
     def evict(self, group: BlockGroup, n: int) -> Evicted:
-        """Give up ``n`` blocks of ``group``, or as many as may go: those of the full group by the policy; of a window group
-        what slid out, and where nothing of that is left a checkpoint, so that it has more of it; for states a checkpoint."""
+        """Evict ``n`` blocks of ``group`` and some ahead, or all that are evictable. Full group: in the policy's order.
+        Window group: cold blocks; without any, one checkpoint, whose blocks become cold. States: one checkpoint."""
         if group is self.full:
-            evicted = self.tree.evict(n + num_ahead(group))
+            evicted = self.tree.evict(n + num_evicted_ahead(group))
             self.num_evicted[group.index] += evicted.ids.shape[1]
             return self._gone(evicted)
         window = self._window_of.get(group.index)
         if window is not None and window.blocks.num_cold:
-            ids = window.blocks.evict(n + num_ahead(group))
+            ids = window.blocks.evict(n + num_evicted_ahead(group))
             self.num_evicted[group.index] += len(ids)
             return Evicted(((group, ids),))
         return self.evict_checkpoint()
 
     def evict_checkpoint(self) -> Evicted:
-        """Give up the least recently used checkpoint that nobody holds, if there is one."""
+        """Evict the least recently used checkpoint that is not held, if there is one."""
         names = self.tree.checkpoints.evict()
         self.num_evicted_checkpoints += len(names)
         return self.kept.forget(names)
 
     def evict_unbacked(self) -> Evicted:
-        """Of a tree that takes no memory: what is beyond the number of blocks that it remembers."""
+        """Without a full group: evict the blocks of texts beyond the number that the tree may remember."""
         surplus = self.tree.num_cached - self._most_unbacked
         if self.full is not None or surplus <= 0:
             return Evicted()
-        return self._gone(self.tree.evict(surplus + self._capacity // AT_ONCE))
+        return self._gone(self.tree.evict(surplus + self._capacity // EVICT_AHEAD))
 
     def drop(self, name: int) -> Evicted:
-        """Forget checkpoint ``name``, if it is still kept and nobody holds it."""
+        """Drop checkpoint ``name``, if it is still kept and not held."""
         if name not in self.kept or self.tree.checkpoints.is_held(name):
             return Evicted()
         self.tree.checkpoints.drop(name)
         return self.kept.forget((name,))
 
     def clear(self, namespace: bytes | None = None) -> Evicted:
-        """Forget everything, or everything of one namespace. Raises RetryLater, changing nothing, while a request runs there
-        or something is pinned."""
+        """Forget everything, or everything of one namespace. Raises RetryLater, changing nothing, while a request runs
+        there or something is pinned."""
         return self._gone(self.tree.clear(namespace))
 
     def _gone(self, evicted: TreeEvicted) -> Evicted:
-        """The tree gave up ``evicted``."""
+        """Return what follows in all groups from what the tree ``evicted``."""
         blocks, checkpoints, _ = self.kept.forget(evicted.states) if evicted.states else Evicted()
         if self.full is not None:
             blocks += ((self.full, evicted.ids[0]),)
@@ -343,7 +343,7 @@ class PrefixCache:
         return Evicted((*blocks, *self.windows.forget(evicted.ids)) if self.windows else blocks, checkpoints, texts)
 
     def remap(self, group: BlockGroup, new_ids: Ids) -> None:
-        """Block ``i`` of ``group`` is now block ``new_ids[i]``. O(blocks), of the full group O(nodes) too."""
+        """Replace every block id of ``group`` by ``new_ids[id]``. O(blocks), for the full group O(nodes) too."""
         window = self._window_of.get(group.index)
         if group is self.full:
             self.tree.remap(0, new_ids)
@@ -355,7 +355,7 @@ class PrefixCache:
     # -- proof -------------------------------------------------------------------------------------------------------
 
     def owned_ids(self, group: BlockGroup) -> Ids:
-        """The blocks of ``group`` that the tree or a checkpoint owns."""
+        """Return the blocks of ``group`` that the tree or a checkpoint owns, int32."""
         window = self._window_of.get(group.index)
         if group is self.full:
             return self.tree.owned_ids(0)

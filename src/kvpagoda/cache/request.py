@@ -1,4 +1,4 @@
-"""What a cache knows of one request, and what a persistent batch knows of it before that."""
+"""One request as its cache knows it, and the arrays of a persistent batch, whose commits reach the request later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpagoda.prefix.tokens import NO_TOKEN
 
 Tokens = Ids
 TextPart = tuple[Tokens, Tokens | None]
-"""Keys of whole blocks, and the text that has them at their place, for ``PrefixCache.publish``."""
+"""(keys, text) for ``PrefixCache.publish``: the tokens of whole blocks, and the array in which they lie, or None."""
 
 
 class State(Enum):
@@ -26,29 +26,34 @@ class State(Enum):
     NEW = "new"
     RUNNING = "running"
     CLOSING = "closing"
-    """Closed inside a fence: it ends when the last one is lifted."""
+    """Closed while a fence is around it: it ends with the last fence."""
     SUSPENDED = "suspended"
     CLOSED = "closed"
 
 
 class Request:
-    """A text that is being computed, and its share of the cache.
+    """A text that is being computed: its tokens, its slot, and its place in the prefix cache.
 
-    ``tokens``: the buffer of the text, int32; the first ``prompt_length`` were given, the first ``length`` are committed.
-    ``lease``: what it has published or started from. ``written``: the highest length that a batch or a commit went up to;
-    rings and states hold what came last. ``block_hashes``: names of its beginnings below the device, as far as anybody asked.
-    ``num_fences``: steps and copies in flight. ``is_settled``: whether everything committed was published; if not, that is
-    done when the last fence is lifted, or with the next commit. ``opened_at``: when its prompt began to be computed
-    (``perf_counter``), 0.0 once that is measured. ``rows``: the persistent batch that is ahead of it, if any.
-    ``resumed_at``: the cache's count of stopped requests when it got its slot. ``due``: behind how many blocks of its prompt a
-    checkpoint is still to be kept, ascending. ``kept``: checkpoints that it uses; ``tail``: the one that moves along with it.
-    ``publishes``: whether others may find what it computes; not once it went on with other weights than it began with.
-    ``epochs``: (first position, epoch of the weights), ascending. ``stays``: whether on the epoch that it began with.
-    ``tally``: the counters of its namespace.
+    Tokens. ``tokens``: the buffer, int32; the first ``prompt_length`` are the prompt, the first ``length`` are
+    committed. ``own_length``: committed tokens without those that only ``rows`` has yet. ``written``: the most tokens
+    that a batch or a commit reached; rings and states hold the last of these. ``rows``: the persistent batch that
+    commits for it, if any.
+
+    Prefix cache. ``lease``: the pin of the blocks that it started from or published. ``is_published``: whether what it
+    committed is published; if not, the end of the last fence or a later step publishes it. ``publishes``: whether
+    others may find what it computes; False once it continues with other weights than it started with. ``due``: after
+    how many blocks of its prompt a checkpoint is still to be kept, ascending. ``kept``: names of the checkpoints that
+    it uses. ``tail``: the name of the checkpoint that moves along with its end; -1: none. ``block_hashes``: hashes that
+    name its blocks in tiers: the root, then one for each block that was needed so far.
+
+    Others. ``num_fences``: steps and copies in flight. ``opened_at``: when its prompt began to be computed
+    (``perf_counter``); 0.0 if that is not being measured. ``resumed_at``: the cache's count of stopped requests when
+    this one got its slot. ``epochs``: (first position, epoch of the weights), ascending. ``stays``: whether it keeps
+    the epoch that it started with. ``tally``: the counters of its namespace.
     """
 
     __slots__ = (
-        "block_hashes", "due", "epochs", "is_settled", "kept", "lease", "match", "media_ids", "namespace", "num_fences",
+        "block_hashes", "due", "epochs", "is_published", "kept", "lease", "match", "media_ids", "namespace", "num_fences",
         "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "slot", "state", "stays",
         "tail", "tally", "tokens", "written",
     )  # fmt: skip
@@ -69,7 +74,7 @@ class Request:
         self.lease: Lease
         self.tally: Tally
         self.slot, self.state, self.resumed_at = -1, State.NEW, 0
-        self.num_fences, self.is_settled = 0, True
+        self.num_fences, self.is_published = 0, True
         self.publishes, self.stays, self.epochs = publishes, False, [(0, 0)]
         self.due: list[int] = []
         self.kept: list[int] = []
@@ -80,21 +85,23 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens whose rows are written."""
+        """Number of tokens whose rows are written, those that only a persistent batch has yet included."""
         return self.own_length if self.rows is None else self.rows.length_of(self)
 
     def keys(self, first: int, end: int) -> Tokens:
-        """Tokens ``first .. end - 1`` as texts are compared: with media ids."""
+        """Return tokens ``first .. end - 1`` as texts are compared: with media ids in place of image tokens. int32; a
+        view if there are no media."""
         tokens = self.tokens[first:end]
         return with_media(tokens, first, self.media_ids) if self.media_ids else tokens
 
     def committed_keys(self, first: int, end: int) -> Tokens:
-        """As ``keys``, of committed tokens alone: ``NO_TOKEN`` where ``end`` is behind them."""
+        """Return ``keys`` of committed tokens only, with ``NO_TOKEN`` at the positions behind them."""
         keys = self.keys(first, min(end, self.own_length))
         return keys if end <= self.own_length else np.append(keys, np.full(end - self.own_length, NO_TOKEN, np.int32))
 
     def last_keys(self, first: int, end: int) -> TextPart:
-        """As ``committed_keys`` and ``text``, of a text that ends: what stands behind it in its array is overwritten."""
+        """Return ``committed_keys`` and ``text`` of a request that ends; what follows its tokens in the buffer is
+        overwritten."""
         if end <= self.own_length:
             return self.keys(first, end), self.text
         if self.media_ids or self.own_length < self.prompt_length or end > len(self.tokens):
@@ -104,15 +111,16 @@ class Request:
 
     @property
     def text(self) -> Tokens | None:
-        """The array in which ``keys`` lie, which may be kept: nobody writes again where it was published. None with media."""
+        """The array in which ``keys`` lie; None with media. The prefix tree may keep it: published positions are never
+        written again."""
         return None if self.media_ids else self.tokens
 
     def raw_tokens(self, first: int, end: int) -> Tokens:
-        """Tokens ``first .. end - 1`` as they are; a view."""
+        """Return tokens ``first .. end - 1`` without media ids; a view."""
         return self.tokens[first:end]
 
     def append(self, ids: Ids) -> None:
-        """Append tokens to the committed ones. Amortised O(n)."""
+        """Append ``ids`` to the committed tokens. Amortised O(n)."""
         length, end = self.own_length, self.own_length + len(ids)
         if end > len(self.tokens):
             grown = np.empty(max(end, 2 * len(self.tokens)), np.int32)
@@ -122,36 +130,40 @@ class Request:
         self.own_length = end
 
     def start_at(self, found: PrefixMatch, block_size: int) -> None:
-        """It begins, or begins again, with the tokens that were ``found``. Of one that begins again the prompt ends with what
-        was committed, so that what is named or shown behind that is forgotten."""
+        """Start, or resume, after the first ``found.resumable`` tokens.
+
+        For a resumed request the prompt becomes what was committed before. Hashes, media ids and epochs of positions
+        behind that are dropped.
+        """
         if self.state is State.SUSPENDED:
             self.prompt_length = self.own_length
             del self.block_hashes[self.own_length // block_size + 1 :]
-            self.media_ids = {at: one for at, one in self.media_ids.items() if at < self.own_length}
+            self.media_ids = {index: media for index, media in self.media_ids.items() if index < self.own_length}
             self.epochs = self.epochs_until(found.resumable)
         self.match = found
         self.own_length = self.written = found.resumable
 
     def enter_epoch(self, epoch: int) -> None:
-        """What it computes from now on is computed with the weights of ``epoch``: a text that nobody else may go on with."""
+        """Compute all further tokens with the weights of ``epoch``. The request stops publishing, since its text now
+        mixes weights."""
         length, self.publishes = self.length, False
         if self.epochs[-1][0] == length:
             del self.epochs[-1]
         self.epochs.append((length, epoch))
 
     def epochs_until(self, length: int) -> list[tuple[int, int]]:
-        """Its epochs if only ``length`` tokens were left: what follows is computed with the newest weights that it knows."""
+        """Return the epochs for the first ``length`` tokens, plus the newest epoch for tokens that follow."""
         newest = self.epochs[-1][1]
-        epochs = [one for one in self.epochs if one[0] < length] or [(0, newest)]
+        epochs = [(first, epoch) for first, epoch in self.epochs if first < length] or [(0, newest)]
         return epochs if epochs[-1][1] == newest else [*epochs, (length, newest)]
 
     def detach(self) -> None:
-        """Let it have the tokens that a persistent batch committed for it; what it does from now on is its own."""
+        """Copy the tokens that a persistent batch committed for this request, and continue outside of the batch."""
         if self.rows is not None:
             self.rows.detach(self)
 
     def check_running(self) -> None:
-        """Raises StaleHandle."""
+        """Raise StaleHandle if the request does not run."""
         if self.state is not State.RUNNING:
             is_aside = self.state is State.SUSPENDED
             raise StaleHandle(
@@ -160,19 +172,19 @@ class Request:
 
 
 def buffer_of(prompt: Tokens, num_tokens: int, block_size: int) -> Tokens:
-    """An array of whole blocks for ``num_tokens`` tokens, of which the first are those of ``prompt``."""
+    """Return a buffer for ``num_tokens`` tokens, rounded up to whole blocks, that begins with ``prompt``; int32."""
     tokens = np.empty(num_tokens + -num_tokens % block_size, np.int32)
     tokens[: len(prompt)] = prompt
     return tokens
 
 
 class DecodeRows:
-    """Row ``i`` of the arrays is that of one request.
+    """The arrays in which a persistent batch counts the tokens of its requests, one row for each request.
 
-    ``lengths``, ``capacity``, ``written`` int64 ``[num_rows]``: tokens committed, tokens that there is room for, the highest
-    length that a step went up to. ``newest`` int32 ``[num_rows, width]``: the tokens that each request lacks, of which it has
-    the first ``known``, int64 ``[num_rows]``. ``row_of``: request -> row. ``alone``: requests whose rows must be read again
-    before they are used, because they are new or did something by themselves.
+    int64 ``[num_rows]``: ``lengths``: tokens committed. ``capacity``: tokens that there is room for. ``written``: the
+    most tokens that a step reached. ``known``: the length up to which the request itself has the tokens. int32
+    ``[num_rows, width]``: ``newest``: the tokens from position ``known`` on. ``row_of``: request -> row. ``alone``:
+    requests whose rows must be read again before the next use, because they are new or changed outside of the batch.
     """
 
     def __init__(self, num_rows: int, width: int) -> None:
@@ -182,11 +194,11 @@ class DecodeRows:
         self.alone: set[Request] = set()
 
     def length_of(self, request: Request) -> int:
-        """Tokens of ``request`` that are written."""
+        """Return the number of tokens of ``request`` that are written."""
         return int(self.lengths[self.row_of[request]])
 
     def flush(self, request: Request) -> None:
-        """Give ``request`` the tokens that it lacks. Does no harm twice."""
+        """Append to ``request`` the committed tokens that only this batch has. Idempotent."""
         row = self.row_of[request]
         known, length = int(self.known[row]), int(self.lengths[row])
         if request.own_length < length:
@@ -194,7 +206,7 @@ class DecodeRows:
         self.known[row] = length
 
     def detach(self, request: Request) -> None:
-        """``request`` goes on by itself: its row is read again before it is used."""
+        """Flush ``request`` and let it continue outside of the batch; its row is read again before the next use."""
         self.flush(request)
         self.alone.add(request)
         request.written = max(request.written, int(self.written[self.row_of[request]]))

@@ -1,4 +1,4 @@
-"""What users say about cached texts: keep this one, forget those."""
+"""What users ask of cached texts: pin a text, invalidate namespaces, forget everything."""
 
 from __future__ import annotations
 
@@ -23,36 +23,33 @@ class Reuse:
         self._core, self._lifecycle = core, lifecycle
 
     def pin(self, keys: Ids, namespace: bytes) -> Pin:
-        """Keep what is cached of the text ``keys``; see ``KVCache.pin``."""
+        """Pin what is cached of the text ``keys``; see ``KVCache.pin``. Raises OutOfBlocks, pinning nothing."""
         core = self._core
         match: Match = core.prefix.tree.match(keys, namespace)
         pin = core.guard.change(core.prefix.pin, match)
         try:
             if core.capacity.fits([0] * len(core.groups)):
                 return pin
-            text = (
-                f"{match.num_blocks} blocks are cached of this text, and running requests have reserved what they would keep "
-                f"back"
-            )
+            text = f"cannot pin {match.num_blocks} cached blocks: running requests have reserved the memory they take"
             raise OutOfBlocks.with_hint(text, "close a sequence first", needed=match.num_blocks)
         except BaseException:
             core.guard.change(core.prefix.unpin, pin)
             raise
 
     def unpin(self, pin: Pin) -> None:
-        """End ``pin``, if it is still held. Raises BadInput."""
+        """End ``pin``, if it is still held. Raises BadInput for what is not a pin."""
         if not isinstance(pin, Pin):
             raise BadInput(f"unpin takes what pin returned, got {type(pin).__name__}")
         self._core.guard.change(self._core.prefix.unpin, pin)
 
     def invalidate(self, namespaces: tuple[AnyNamespace, ...], weights: str | None) -> None:
-        """From now on nothing is found of what was cached in ``namespaces``; see ``KVCache.invalidate``."""
+        """Stop finding what was cached in ``namespaces``, or in all if none are given; see ``KVCache.invalidate``."""
         core = self._core
         if weights is not None and not isinstance(weights, str):
             raise BadInput(f"weights are text, a digest of them; got {weights!r}")
         if weights is not None and namespaces:
             raise BadInput(f"new weights are those of all namespaces, got {len(namespaces)} of them; give none")
-        self._lifecycle.publisher.settle_waiting()
+        self._lifecycle.publisher.publish_waiting()
         requests = [*core.running.values(), *core.suspended]
         in_use = core.prefix.tree.namespaces() | {request.namespace for request in requests}
         core.guard.is_torn = True
@@ -64,11 +61,11 @@ class Reuse:
         except Exception:
             core.guard.is_torn = False
             raise
-        core.stale = {one for one in core.stale | old if not core.namespaces.is_current(one)}
+        core.stale = {name for name in core.stale | old if not core.namespaces.is_current(name)}
         if core.events is not None and namespaces:
             core.events.renewed(old)
         elif core.events is not None:
-            core.events.restart()  # also a namespace that was gone may be found again
+            core.events.restart()  # back to earlier weights: a namespace that was invalid may be found again
         for request in requests:
             if namespaces:
                 request.publishes = request.publishes and request.namespace not in old
@@ -85,8 +82,8 @@ class Reuse:
         )
 
     def reset(self) -> None:
-        """Forget everything that is kept for reuse. Raises RetryLater while a request runs or is suspended; but where a signal
-        tore the cache, forget every request too."""
+        """Forget everything that is cached. Raises RetryLater while a request runs or is suspended; but after an
+        interrupt tore the cache, forget every request too."""
         core = self._core
         if core.guard.is_torn:
             core.clear()

@@ -1,4 +1,4 @@
-"""What a request starts from, prepared in blocks that nobody holds yet: room, what is shared, and what is copied."""
+"""Prepare what a request starts from: make room, choose the shared blocks, copy or load the rest into free blocks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ _NONE: Ids = np.empty(0, np.int32)
 
 
 class AdmissionRequest(NamedTuple):
-    """``request`` wants to reserve ``reserved[i]`` blocks of group i, room for its first ``capacity`` tokens, and to start
-    from what was ``found``, or from more: what tiers have (``hit``), or what was ``suspended`` of it."""
+    """One attempt to start ``request``, with room for its first ``capacity`` tokens.
+
+    It is to reserve ``reserved[i]`` blocks of group i. It starts from what was ``found`` in ``match``, or from more:
+    from what tiers have (``hit``), or from its own bytes in host memory (``suspended``).
+    """
 
     request: Request
     reserved: list[int]
@@ -34,8 +37,11 @@ class AdmissionRequest(NamedTuple):
 
 
 class Allotment(NamedTuple):
-    """What one group gives a request that begins: its row starts at column ``begin`` with ``shared`` blocks, which the prefix
-    cache keeps for it, and then ``own`` ones, which are still free; it reserves ``reserved`` in all."""
+    """What one group allocates to a request that starts; int32 ids.
+
+    Its row begins at column ``begin``, with ``shared`` blocks, which the prefix cache keeps for it, and then ``own``
+    blocks, which are free until the start is committed. ``reserved``: blocks that it reserves in all.
+    """
 
     begin: int
     shared: Ids
@@ -43,34 +49,39 @@ class Allotment(NamedTuple):
     reserved: int
 
 
-def shared_columns(core: Core, wish: AdmissionRequest, whole: int) -> list[range]:
-    """Which blocks of its text the request shares with the prefix cache, for each group: the first ``whole`` ones of the full
-    group; of windows those that the text still needs there, unless they are copied or loaded. The row of a group begins where
-    its range does."""
-    spans = iter(core.prefix.windows.spans_before(wish.found.resumable // core.block_size))
+def shared_columns(core: Core, attempt: AdmissionRequest, whole: int) -> list[range]:
+    """Return, for each group, the range of blocks of its text that the request shares with the prefix cache.
+
+    Full group: the first ``whole`` blocks. Window groups: the blocks that the text needs to be resumed, unless they are
+    copied or loaded. State group: none. The row of a group begins where its range begins, also if the range is empty.
+    """
+    spans = iter(core.prefix.windows.spans_before(attempt.found.resumable // core.block_size))
     shared: list[range] = []
     for group in core.groups:
         if group.growth.is_state:
             shared.append(range(0))
-        elif wish.suspended is not None:
-            left = wish.suspended.left_behind[group.index]
-            shared.append(range(whole) if group is core.full else left)
+        elif attempt.suspended is not None:
+            left_behind = attempt.suspended.left_behind[group.index]
+            shared.append(range(whole) if group is core.full else left_behind)
         elif group is core.full:
             shared.append(range(whole))
         else:
             span = next(spans)
-            shared.append(range(span.start, span.start) if wish.hit is not None else span)
+            shared.append(range(span.start, span.start) if attempt.hit is not None else span)
     return shared
 
 
-def allot(core: Core, wish: AdmissionRequest, shared: list[range], holding: Holding) -> list[Allotment] | None:
-    """What each group gives the request, whose ``shared`` blocks are held; None if there is no room for it."""
-    capacity = wish.capacity
-    if wish.suspended is None and wish.found.resumable > capacity:
-        capacity = wish.found.resumable
+def allot(core: Core, attempt: AdmissionRequest, shared: list[range], holding: Holding) -> list[Allotment] | None:
+    """Make room for the request, and return what each group allocates to it; None if there is no room.
+
+    ``shared``: from ``shared_columns``. ``holding``: the pins that keep these blocks. Changes no block table yet.
+    """
+    capacity = attempt.capacity
+    if attempt.suspended is None and attempt.found.resumable > capacity:
+        capacity = attempt.found.resumable
     needs: list[int] = []
     more: list[int] = []
-    for group, span, reserved in zip(core.groups, shared, wish.reserved):
+    for group, span, reserved in zip(core.groups, shared, attempt.reserved):
         need, lacking = -(-capacity // group.block_size) - span.stop, reserved - len(span)
         needs.append(need if need > 0 else 0)
         more.append(lacking if lacking > needs[-1] else needs[-1])
@@ -78,17 +89,18 @@ def allot(core: Core, wish: AdmissionRequest, shared: list[range], holding: Hold
     if not make_room(core.capacity, needs, more):
         return None
     is_moved, lease, end = moves != core.capacity.num_moves, holding.lease, holding.lease.num_blocks
-    rows = core.prefix.tree.ids_between(lease, 0, end) if is_moved else wish.match.ids
+    rows = core.prefix.tree.ids_between(lease, 0, end) if is_moved else attempt.match.ids
     windows = iter([window.blocks.ids(handles) for window, handles in zip(core.prefix.windows, holding.handles)])
     allotments: list[Allotment] = []
-    for group, span, need, reserved in zip(core.groups, shared, needs, wish.reserved):
+    for group, span, need, reserved in zip(core.groups, shared, needs, attempt.reserved):
         ids = rows[0, :end] if group is core.full else _NONE if group is core.states else next(windows)
         allotments.append(Allotment(span.start, ids, group.free.peek(need), reserved))
     return allotments
 
 
 def make_room(capacity: Capacity, needs: list[int], more: list[int]) -> bool:
-    """Whether ``more`` can be reserved; ``needs`` of it are free then."""
+    """Return whether ``more[i]`` further blocks of group i can be reserved; if so, ``needs[i]`` of them are free now,
+    after evictions if necessary."""
     if not capacity.fits(more):
         return False
     try:
@@ -99,21 +111,25 @@ def make_room(capacity: Capacity, needs: list[int], more: list[int]) -> bool:
 
 
 def fill(
-    core: Core, wish: AdmissionRequest, shared: list[range], allotments: list[Allotment], beyond: Lease | None
+    core: Core, attempt: AdmissionRequest, shared: list[range], allotments: list[Allotment], partial: Lease | None
 ) -> PrefixMatch | None:
-    """Copy to each group's own blocks, which nobody holds yet, what the request starts from beyond the ``shared`` ones.
-    Returns what it can start from then, or None if tiers had no more than is cached."""
-    memory, found, own, states = core.memory, wish.found, [one.own for one in allotments], core.states
+    """Copy or load into the own blocks of each allotment, which are still free, what the request starts from beyond
+    its ``shared`` blocks.
+
+    ``partial``: the pin of the cached block of the full group that begins with the last matching tokens. Returns what
+    the request can start from then, or None if tiers delivered no more than is cached.
+    """
+    memory, found, own, states = core.memory, attempt.found, [allotment.own for allotment in allotments], core.states
     is_new = states is not None
-    if wish.suspended is not None:
-        counts = [max(0, part.end - some.stop) for part, some in zip(wish.suspended.parts, shared)]
-        core.swap.copy_in(wish.suspended, [ids[:count] for ids, count in zip(own, counts)])
+    if attempt.suspended is not None:
+        counts = [max(0, part.end - span.stop) for part, span in zip(attempt.suspended.parts, shared)]
+        core.swap.copy_in(attempt.suspended, [ids[:count] for ids, count in zip(own, counts)])
         is_new = states is not None and not counts[states.index]
-    elif wish.hit is not None:
-        return _load(core, wish, shared, own)
+    elif attempt.hit is not None:
+        return _load(core, attempt, shared, own)
     else:
-        if beyond is not None and core.full is not None:
-            memory.copy(core.full.index, core.prefix.tree.last_ids(beyond), own[core.full.index][:1])
+        if partial is not None and core.full is not None:
+            memory.copy(core.full.index, core.prefix.tree.last_ids(partial), own[core.full.index][:1])
         if states is not None and found.checkpoint is not None:
             memory.copy(states.index, core.prefix.kept[found.checkpoint].states, own[states.index][:1])
             is_new = False
@@ -122,15 +138,15 @@ def fill(
     return found
 
 
-def _load(core: Core, wish: AdmissionRequest, shared: list[range], own: list[Ids]) -> PrefixMatch | None:
-    """Load what tiers have beyond the ``shared`` blocks; what can be started from then, or None if that is no more than
-    before."""
-    found, hit, whole = wish.found, wish.hit, 0 if core.full is None else shared[core.full.index].stop
+def _load(core: Core, attempt: AdmissionRequest, shared: list[range], own: list[Ids]) -> PrefixMatch | None:
+    """Load into ``own`` what tiers have beyond the ``shared`` blocks. Return what the request can start from then, or
+    None if that is no more than was found without tiers."""
+    found, hit, whole = attempt.found, attempt.hit, 0 if core.full is None else shared[core.full.index].stop
     assert core.offloader is not None and hit is not None
     reader = core.offloader.reader
     if core.bounded:
         reader.load_checkpoint(hit, [own[group.index] for group in core.bounded])
-    if core.full is not None:  # last, for layers may go on coming in afterwards
+    if core.full is not None:  # last, since layers may still arrive afterwards
         lacking = hit.end - whole - reader.load(hit, own[core.full.index][: hit.end - whole], whole)
         lost = lacking * core.block_size
         if lacking and (core.bounded or found.loaded <= lost):

@@ -1,6 +1,10 @@
-"""The groups of a cache that keep windows or chunks: their blocks are shared by reference, through cells of the prefix tree.
+"""The window and chunk groups of a cache, whose blocks are shared by reference through cells of the prefix tree.
 
-rows of the tree   | full | window(128): id, generation | chunk(8192): id, generation | ...
+rows of the tree   | full | window(128): handle, generation | chunk(8192): handle, generation | ...
+
+A *cell* is the pair of numbers that names a window block in the tree; its *handle* is the first of them (see
+``WindowBlocks``). A *reader* of a block is a running request in whose window the block lies, a request that starts, or
+a pin.
 """
 
 from __future__ import annotations
@@ -20,21 +24,24 @@ _NONE: Ids = np.empty(0, np.int32)
 
 
 class Window(NamedTuple):
-    """One group, what is cached of its blocks, and the first of its two rows in the tree."""
+    """One window group, its cached blocks, and the first of its two rows in the tree."""
 
     group: BlockGroup
     blocks: WindowBlocks
     row: int
 
     def cells_of(self, ids: Ids) -> Ids:
-        """Of ``ids``, int32 ``[rows of the tree, n]``, those of this group, int32 ``[2, n]``."""
+        """Return the rows of this group, int32 ``[2, n]``, of ``ids``, int32 ``[rows of the tree, n]``; a view."""
         cells: Ids = ids[self.row : self.row + 2]
         return cells
 
 
 class Publishing(NamedTuple):
-    """Blocks of one group that a request publishes: their ``handles``, intp ``[n]``, their cells ``ours``, int32 ``[2, n]``,
-    and room for the cells and handles that are there already."""
+    """The blocks of one group that a request publishes.
+
+    ``handles``: intp ``[n]``. ``ours``: their cells, int32 ``[2, n]``. ``theirs``, ``found``: uninitialised arrays of
+    the same shapes, for the cells and the handles that the tree has after the insertion.
+    """
 
     handles: Handles
     ours: Ids
@@ -43,63 +50,66 @@ class Publishing(NamedTuple):
 
 
 class Windows(tuple[Window, ...]):
-    """All of them. A *span* is a range of blocks of a text for each."""
+    """All window and chunk groups of a cache. *Spans* are a range of blocks of a text for each of them."""
 
     @classmethod
     def of(cls, groups: Iterable[BlockGroup], first_row: int) -> Windows:
-        """``groups``, in rows of the tree from ``first_row`` on."""
+        """Return ``Windows`` for ``groups``, which use the rows of the tree from ``first_row`` on."""
         return cls(
             Window(group, WindowBlocks(group.growth, group.block_size, group.plan.num_rows), first_row + 2 * number)
             for number, group in enumerate(groups)
         )
 
     def spans_before(self, num_blocks: int) -> list[range]:
-        """What a text needs of each group to go on after ``num_blocks`` blocks."""
+        """Return the span of blocks that each group needs to resume a text after ``num_blocks`` blocks."""
         return [range(window.blocks.first_needed(num_blocks), num_blocks) for window in self] if self else []
 
     def can_resume(self, match: Match) -> bool:
-        """Whether a text can go on behind all blocks of ``match``, as far as these groups are asked."""
+        """Return whether a text can be resumed after all blocks of ``match``, as far as these groups matter."""
         return all(window.blocks.can_resume(window.cells_of(match.ids)) for window in self)
 
     def are_there(self, rows: Ids, spans: Many[range]) -> bool:
-        """Whether ``rows``, what the tree has of a text, still have the blocks ``spans`` of each group."""
-        there = [
+        """Return whether the blocks ``spans`` of each group are still cached. ``rows``: the cells that the tree has of
+        the text, int32 ``[rows of the tree, n]``."""
+        are_cached = [
             window.blocks.are_there(window.cells_of(rows)[:, span.start : span.stop]).all()
             for window, span in zip(self, spans)
         ]
-        return all(there)
+        return all(are_cached)
 
     def boundaries(self, match: Match) -> list[Flags]:
-        """For each group, behind how many blocks of ``match`` it lets the text go on: bool ``[num_blocks + 1]``."""
+        """Return, by group, after how many blocks of ``match`` it allows to resume: bool ``[num_blocks + 1]``."""
         return [window.blocks.boundaries(window.cells_of(match.ids)) for window in self]
 
-    # -- who reads ---------------------------------------------------------------------------------------------------
+    # -- readers -----------------------------------------------------------------------------------------------------
 
     def handles_of(self, rows: Ids, spans: Many[range]) -> list[Handles]:
-        """The handles of ``spans`` in ``rows``, int32 ``[rows of the tree, n]``, what it has of a text, by group."""
+        """Return, by group, the handles in ``spans`` of ``rows``, which are the cells that the tree has of a text,
+        int32 ``[rows of the tree, n]``. intp each."""
         if not self:
             return []
         return [rows[window.row, span.start : span.stop].astype(np.intp) for window, span in zip(self, spans)]
 
     def read(self, handles: Many[Handles]) -> None:
-        """One more reads ``handles`` of each group, which are there."""
-        for window, some in zip(self, handles):
-            window.blocks.read(some)
+        """Add one reader to the cached blocks ``handles`` of each group."""
+        for window, group_handles in zip(self, handles):
+            window.blocks.read(group_handles)
 
     def leave(self, handles: Many[Handles]) -> None:
-        """One less reads ``handles`` of each group."""
-        for window, some in zip(self, handles):
-            window.blocks.leave(some)
+        """Remove one reader from the blocks ``handles`` of each group."""
+        for window, group_handles in zip(self, handles):
+            window.blocks.leave(group_handles)
 
     def shared_by(self, slot: int) -> list[Handles]:
-        """The handles of what ``slot`` reads, by group."""
+        """Return, by group, the handles of the shared blocks that ``slot`` reads. intp each."""
         return [window.blocks.handles(window.group.shared_ids(slot)) for window in self] if self else []
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
     def publishing(self, slot: int, begin: int, rows: Ids) -> list[Publishing]:
-        """Write to ``rows``, int32 ``[rows of the tree, n]``, the cells of the blocks that ``slot`` has from block ``begin``
-        on and that are not shared yet, and 0 for blocks that it has not. Returns, by group, what ``publish`` needs."""
+        """Write to ``rows`` the cells of the unshared blocks that ``slot`` has from block ``begin`` on, and 0 for
+        blocks that it does not have. ``rows``: int32 ``[rows of the tree, n]``. Returns, by group, what ``publish``
+        needs."""
         publishing: list[Publishing] = []
         end = begin + rows.shape[1]
         for group, blocks, row in self:
@@ -116,9 +126,12 @@ class Windows(tuple[Window, ...]):
     def publish(
         self, tree: PrefixTree, slot: int, lease: Lease, publishing: Many[Publishing], begin: int, *, is_new: bool
     ) -> list[tuple[BlockGroup, Ids]]:
-        """Share what ``publishing`` wrote, from block ``begin`` on, now that the tree has it and ``lease`` covers it;
-        ``is_new``: none of these blocks was there. Returns those that were cached already, the caller's to free, by group."""
-        spared: list[tuple[BlockGroup, Ids]] = []
+        """Share the blocks of ``publishing``, from block ``begin`` on, after they were inserted into the tree.
+
+        ``lease``: covers them now. ``is_new``: the tree had none of them before. Returns, by group, the blocks that
+        duplicate cached ones, int32: the caller frees them.
+        """
+        duplicates: list[tuple[BlockGroup, Ids]] = []
         end = lease.num_blocks
         for (group, blocks, row), (handles, ours, theirs, found) in zip(self, publishing):
             first = end - len(handles)
@@ -135,25 +148,29 @@ class Windows(tuple[Window, ...]):
             blocks.publish(handles[~is_duplicate])
             blocks.read(found[is_duplicate])
             group.share(slot, end, blocks.ids(found))
-            spared.append((group, blocks.ids(handles[is_duplicate])))
-        return spared
+            duplicates.append((group, blocks.ids(handles[is_duplicate])))
+        return duplicates
 
     def forget(self, rows: Ids) -> list[tuple[BlockGroup, Ids]]:
-        """The tree gave up ``rows``, int32 ``[rows of the tree, n]``: the blocks that are cached no more, by group."""
+        """Return, by group, the blocks that are no longer cached once the tree has removed ``rows``, int32
+        ``[rows of the tree, n]``."""
         return [(group, blocks.forget(rows[row : row + 2])) for group, blocks, row in self]
 
     # -- proof -------------------------------------------------------------------------------------------------------
 
     def check(self, tree: PrefixTree, held: Iterable[Many[Handles]], kept: Iterable[Many[Handles]]) -> None:
-        """Prove who reads and keeps each block: rows of requests, and what is ``held``; checkpoints, what is ``kept``:
-        handles, by group. Raises CheckFailed."""
+        """Prove the counts of readers and keepers of each block. Raises CheckFailed.
+
+        Readers are the rows of requests and ``held``, keepers are the checkpoints, ``kept``; both are lists of handles
+        by group.
+        """
         rows, held, kept = tree.all_ids(), [*held], [*kept]
         for number, (group, blocks, row) in enumerate(self):
             shared = [group.table.cells[slot, group.first[slot] : end] for slot, end in enumerate(group.shared)]
-            readers = [*shared, *(blocks.ids(one[number]) for one in held)]
-            keepers = [one[number] for one in kept]
+            readers = [*shared, *(blocks.ids(handles[number]) for handles in held)]
+            keepers = [handles[number] for handles in kept]
             counts = [
-                np.bincount(np.concatenate([_NONE, *some]), minlength=group.plan.num_rows)
-                for some in (readers, keepers)
+                np.bincount(np.concatenate([_NONE, *users]), minlength=group.plan.num_rows)
+                for users in (readers, keepers)
             ]
             blocks.check(rows[row : row + 2], counts[0], counts[1])
