@@ -149,6 +149,22 @@ def test_a_fence_keeps_the_blocks_that_a_step_in_flight_may_use() -> None:
     assert cache.open(range(12)).match.num_tokens == 11
 
 
+def test_the_end_of_a_request_makes_its_text_no_younger() -> None:
+    cache = books(num_blocks=8, max_requests=4)
+    first, second = cache.open(range(6), reserve=11), cache.open(range(100, 111), reserve=11)
+    for sequence, text in ((first, range(6)), (second, range(100, 111))):
+        sequence.commit(text)
+        cache.lookup(range(8))  # whole blocks are published, in this order
+    first.extend(5)
+    first.commit(range(6, 11))
+    second.close()
+    first.close()  # last, but it was used first: with the unfinished block it goes before the other text
+    assert [cache.lookup(range(at, at + 12)).cached for at in (0, 100)] == [11, 11]
+    with cache.open(range(200, 220), reserve=20):
+        found = [cache.lookup(range(at, at + 12)).cached for at in (0, 100)]
+        assert found[0] < found[1] == 11
+
+
 def test_one_request_that_cannot_end_with_its_fence_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = books(num_blocks=20)
     first, second, third = (cache.open(range(at, at + 9)) for at in (0, 100, 200))

@@ -176,12 +176,13 @@ class Core:
     ) -> list[tuple[BlockGroup, Ids]]:
         """Publish the ``last`` blocks of ``request``, and return the blocks, by group, that its release must free.
 
-        ``owned``: its own blocks, by group. Returns duplicates of cached blocks, and own blocks behind the published
+        They are as old as those before them: at the end of a request nothing of it is used. ``owned``: its own blocks, by
+        group. Returns duplicates of cached blocks, and own blocks behind the published
         ones; all of ``owned`` if there is no memory to publish.
         """
         begin = request.lease.num_blocks
         try:
-            duplicates = self.prefix.publish(request.slot, request.lease, *last, request.priority)
+            duplicates = self.prefix.publish(request.slot, request.lease, *last, request.priority, is_late=True)
         except MemoryError:
             return owned
         if self.events is not None and request.namespace not in self.stale:

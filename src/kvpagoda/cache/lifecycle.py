@@ -175,7 +175,7 @@ class Lifecycle:
         shorter = core.guard.change(core.prefix.tree.pin, request.lease, columns)
         try:
             is_copied = length % core.block_size > 0
-            taking = self._make_room_for_copies(groups, slot) if is_copied else []
+            taking = self._make_room_for_copies(groups, request) if is_copied else []
             released = [
                 window.blocks.handles(window.group.table.cells[slot, columns : window.group.shared[slot]])
                 for window in windows
@@ -207,12 +207,13 @@ class Lifecycle:
         request.own_length = length
         core.guard.is_torn = False
 
-    def _make_room_for_copies(self, groups: list[BlockGroup], slot: int) -> list[BlockGroup]:
+    def _make_room_for_copies(self, groups: list[BlockGroup], request: Request) -> list[BlockGroup]:
         """Free one block in each of ``groups``, for the copy of a shared block; return the groups that have it.
 
-        At most one group is left out: there ``slot`` overwrites a block of its own, whose tokens are taken back.
+        At most one group is left out: there ``request`` overwrites a block of its own, whose tokens are taken back.
         Raises OutOfBlocks."""
-        capacity = self.core.capacity
+        capacity, slot = self.core.capacity, request.slot
+        self.publisher.publish_waiting(but=request)  # frees duplicates of cached blocks, and what slid out
         lacking = [group for group in groups if group.end[slot] <= group.shared[slot]]
         all_but_one = [[one for one in groups if one is not group] for group in groups if group not in lacking]
         for taking in (groups, *all_but_one):

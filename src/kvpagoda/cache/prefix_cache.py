@@ -183,10 +183,10 @@ class PrefixCache:
     # -- publishing --------------------------------------------------------------------------------------------------
 
     def publish(
-        self, slot: int, lease: Lease, keys: Ids, text: Ids | None, priority: int
+        self, slot: int, lease: Lease, keys: Ids, text: Ids | None, priority: int, *, is_late: bool = False
     ) -> list[tuple[BlockGroup, Ids]]:
         """Make the whole blocks of ``keys``, which follow what ``lease`` covers, shareable; ``lease`` then covers them.
-        New blocks count as used now, others as used when the request was opened. ``slot`` holds all of them.
+        New blocks count as used now (``is_late``: with those before them), others as used when the request was opened.
 
         Returns, by group, blocks of the request that duplicate cached ones, int32: the caller frees them. Raises
         MemoryError, changing nothing."""
@@ -201,7 +201,7 @@ class PrefixCache:
                 given[0] = full.table.cells[slot, begin : begin + n]
         if self._numbers is not None:
             given[-1] = self._numbers.peek(n)[::-1]  # new blocks are the last of these
-        inserted = tree.insert(lease, keys, given, text=text, priority=priority)
+        inserted = tree.insert(lease, keys, given, text=text, priority=priority, is_late=is_late)
         if self._numbers is not None:
             self._numbers.advance(inserted.num_added)
         if self.bounded:  # counts a use of the last checkpoint of this text

@@ -24,9 +24,11 @@ from kvpagoda.cache.tier_hit import TierHit
 from kvpagoda.prefix import Match
 
 _NONE: Ids = np.empty(0, np.int32)
-_SLACK = 512  # tokens: prompts that extend another one often part from it a little before its end; checkpoints there
-# keep windows for so many tokens more
-_COARSE = 1024  # tokens: models with states keep one more checkpoint for such prompts, at the last multiple in a prompt
+_SLACK = 512
+"""Tokens before the end of a prompt for which its checkpoint keeps windows too: prompts that extend another one often part
+from it a little before its end."""
+_COARSE = 1024
+"""Tokens: models with states keep one more checkpoint for such prompts, at the last multiple of this in a prompt."""
 
 
 class Publisher:
@@ -82,19 +84,16 @@ class Publisher:
         request.is_published = False
         self._core.unpublished[request] = None
 
-    def publish_waiting(self, most: int | None = None) -> None:
-        """Settle the requests that were left for later: all of them, or the ``most`` that have waited longest. Callers
-        that read the prefix tree or lack blocks call this first, so that the delay is never visible."""
-        waiting = self._core.unpublished
-        while waiting and most != 0:
-            request = next(iter(waiting))
+    def publish_waiting(self, most: int | None = None, *, but: Request | None = None) -> None:
+        """Publish the requests that were left for later: all of them ``but`` one, or the ``most`` that have waited
+        longest. Callers that read the prefix tree or lack blocks call this first, so that the delay is never visible."""
+        for request in [request for request in self._core.unpublished if request is not but][:most]:
             if request.rows is not None:
                 request.rows.flush(request)
             self.publish(request)
-            most = None if most is None else most - 1
 
     def publish_unbatched(self) -> None:
-        """Settle those requests that were left for later and that no persistent batch steps."""
+        """Publish those requests that were left for later and that no persistent batch steps."""
         for request in [request for request in self._core.unpublished if request.rows is None]:
             self.publish(request)
 

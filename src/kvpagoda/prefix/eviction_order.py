@@ -78,7 +78,7 @@ class PolicyOrder:
         for key in self._back:
             self._ghosts.discard(key)
 
-    def added(self, node: Node, n: int) -> None:
+    def added(self, node: Node, n: int, is_late: bool) -> None:
         """Called when these ``n`` blocks are at the end of ``node``."""
 
     def touch(self, node: Node, depth: int, priority: int) -> None:

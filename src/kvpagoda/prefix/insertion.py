@@ -25,7 +25,15 @@ class Inserter:
         self._is_keyed = order.num_rows > 0
 
     def attach(
-        self, node: Node, depth: int, first: bytes, tokens: Ids, ids: Ids, text: Ids | None, priority: int
+        self,
+        node: Node,
+        depth: int,
+        first: bytes,
+        tokens: Ids,
+        ids: Ids,
+        text: Ids | None,
+        priority: int,
+        is_late: bool,
     ) -> Node:
         """Insert new blocks below ``node``, which ends at ``depth``, and return the node that ends with them.
 
@@ -49,11 +57,11 @@ class Inserter:
                 node.make_room(n)
                 order.add(ids, priority)
             node.append(tokens, ids, text)
-        order.added(node, n)
+        order.added(node, n, is_late)
         return node
 
     def along(
-        self, node: Node, covered: int, tokens: Ids, blocks: Ids, text: Ids | None, priority: int
+        self, node: Node, covered: int, tokens: Ids, blocks: Ids, text: Ids | None, priority: int, is_late: bool
     ) -> tuple[Node, int, Ids, Mask]:
         """Insert blocks behind the ``covered`` blocks that end in ``node``, where some of them may be cached already.
 
@@ -74,7 +82,7 @@ class Inserter:
                 node = way.path[-1] = node.split(way.depth)
             rest = tokens[have * self._block_size :]
             first = rest[: self._block_size].tobytes()
-            node = self.attach(node, way.depth, first, rest, own[:, have:], text, priority)
+            node = self.attach(node, way.depth, first, rest, own[:, have:], text, priority, is_late)
         if self._owned is not None:  # nothing can fail from here on
             self._owned.add(given)
         way.put_ids(own)

@@ -44,9 +44,12 @@ class LRUOrder:
     def add(self, rows: Ids, priority: int) -> None:
         """Do nothing: ``added`` does the work."""
 
-    def added(self, node: Node, n: int) -> None:
-        """Count the last ``n`` blocks of ``node``, which are new, as used now."""
+    def added(self, node: Node, n: int, is_late: bool) -> None:
+        """Count the last ``n`` blocks of ``node``, which are new, as used now; with ``is_late``, where others are in front of
+        them, as used with these."""
         if n < node.num_blocks:
+            if is_late:
+                return
             node.uses = [*node.uses, (node.start + node.num_blocks - n, node.used)]
         node.used = self._clock.tick()
 

@@ -172,6 +172,7 @@ class PrefixTree:
         text: Ids | None = None,
         pin: bool | None = None,
         priority: int = 0,
+        is_late: bool = False,
     ) -> Inserted:
         """Publish the whole blocks that follow what ``at`` covers.
 
@@ -179,8 +180,9 @@ class PrefixTree:
         that it lacks; in a cached block that lacks the ids of some groups, it takes these. ``text``: an array that owns
         its memory and has ``tokens`` at their position from the root. If they are many, the tree keeps a view of it, so
         it may then be written only behind them. ``pin``: let the lease ``at`` cover all blocks, or open one for a
-        match; None: only extend a lease; False: neither. New blocks count as used; others need ``touch``. Amortised
-        O(n), and O(nodes) from the end of ``at`` on.
+        match; None: only extend a lease; False: neither. New blocks count as used now; with
+        ``is_late``, for LRU, those that extend a leaf as used when its last block was. Others need ``touch``. Amortised
+        O(n), and O(nodes) behind ``at``.
 
         Raises as ``pin`` does; BadInput for arrays that do not fit; NotOwned for an id that the tree owns already at
         another place or that is named twice. Nothing has changed then."""
@@ -196,11 +198,11 @@ class PrefixTree:
             if self._owned is not None:
                 self._owned.prove_new(blocks)
             if n:
-                node = self._inserter.attach(node, covered, first, tokens, blocks, text, priority)
+                node = self._inserter.attach(node, covered, first, tokens, blocks, text, priority, is_late)
             if self._owned is not None:
                 self._owned.add(blocks)
         else:
-            node, added, own, duplicates = self._inserter.along(node, covered, tokens, blocks, text, priority)
+            node, added, own, duplicates = self._inserter.along(node, covered, tokens, blocks, text, priority, is_late)
         self.num_cached += added
         if lease is not None:
             self._leases.extend(lease, node, covered + n)
