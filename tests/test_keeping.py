@@ -158,7 +158,7 @@ def test_the_end_of_a_request_makes_its_text_no_younger() -> None:
     first.extend(5)
     first.commit(range(6, 11))
     second.close()
-    first.close()  # last, but it was used first: with the unfinished block it goes before the other text
+    first.close()  # closed last, but used first: it is evicted before the other text, and so is its unfinished block
     assert [cache.lookup(range(at, at + 12)).cached for at in (0, 100)] == [11, 11]
     with cache.open(range(200, 220), reserve=20):
         found = [cache.lookup(range(at, at + 12)).cached for at in (0, 100)]
