@@ -1,4 +1,4 @@
-"""One thread a test process: the models are tiny, and several test processes may run side by side."""
+"""What all tests share. Torch uses one thread: the models are tiny, and several test processes may run at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ torch.set_num_threads(1)
 def here(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """``kvpagoda`` with these arguments, as from a shell, in the test's own process, which has imported what it needs."""
+    """Return a function that runs ``kvpagoda`` with its arguments, as a shell does, but in the process of the test.
+
+    That process has already imported the large packages."""
     pytest.importorskip("typer")
 
     def run(*arguments: str, width: int = 100) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""The part of JSON Schema that ``docs/json`` uses, in a few lines: the tests need no package for it."""
+"""A validator for the part of JSON Schema that ``docs/json`` uses, so that the tests need no package for it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def schema_of(name: str) -> Any:
 
 
 def violations(value: Any, schema: Any, where: str = "$") -> list[str]:
-    """What of ``value`` breaks ``schema``, and where."""
+    """Return a sentence for each part of ``value`` that breaks ``schema``. ``where``: the path of ``value``."""
     assert schema.keys() <= KNOWN, f"{where}: {schema.keys() - KNOWN} is not looked at here"
     if "anyOf" in schema:
         return (
             []
-            if any(not violations(value, one) for one in schema["anyOf"])
+            if any(not violations(value, item) for item in schema["anyOf"])
             else [f"{where} is {value!r}: none of anyOf"]
         )
     found = []
@@ -42,14 +42,14 @@ def violations(value: Any, schema: Any, where: str = "$") -> list[str]:
         if len(value) < schema.get("minItems", 0):
             found.append(f"{where} has {len(value)} items")
         found += [
-            text for i, one in enumerate(value) for text in violations(one, schema.get("items", {}), f"{where}[{i}]")
+            text for i, item in enumerate(value) for text in violations(item, schema.get("items", {}), f"{where}[{i}]")
         ]
     if kind == "object":
         named, others = schema.get("properties", {}), schema.get("additionalProperties", {})
         found += [f"{where} has no {name!r}" for name in schema.get("required", ()) if name not in value]
-        for name, one in value.items():
+        for name, item in value.items():
             if name not in named and others is False:
                 found.append(f"{where} has {name!r}, which is not described")
             else:
-                found += violations(one, named.get(name, others or {}), f"{where}.{name}")
+                found += violations(item, named.get(name, others or {}), f"{where}.{name}")
     return found

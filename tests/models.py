@@ -1,8 +1,8 @@
 """Tiny random models, one for each cache family: small enough for a CPU, with the real mix of layers.
 
-``TINY[name]()`` is a config, ``tiny_model(name)`` a float32 model in eval mode. Weights are drawn wide enough that logits
-differ (standard deviation about 1.4), and everything that models initialise to a constant (norms, sinks, position biases,
-expert tables) is drawn too: a fault there would otherwise not show.
+``TINY[name]()`` returns a config, ``tiny_model(name)`` a float32 model in eval mode. Weights are random and so large
+that logits differ (standard deviation about 1.4). What models initialise to a constant (norms, sinks, position biases,
+expert tables) is random too: otherwise a fault there would not show.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BASE: dict[str, Any] = dict(
     num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.2, dtype="float32",
     bos_token_id=None, eos_token_id=None, pad_token_id=None, tie_word_embeddings=False,
 )  # fmt: skip
-"""What most families call the same."""
+"""Config fields that most families share."""
 
 MOE: dict[str, Any] = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 MLA: dict[str, Any] = dict(
@@ -124,11 +124,11 @@ FAMILIES: dict[str, dict[str, Any]] = dict(
         hc_sinkhorn_iters=4, n_routed_experts=4, n_shared_experts=1, num_hash_layers=2, **MOE,
     ),
 )  # fmt: skip
-"""model_type -> what differs from BASE."""
+"""model_type -> the config fields that differ from ``BASE``."""
 
 
 def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
-    """The tiny config of family ``name``, with ``changes`` on top."""
+    """Return the tiny config of family ``name``, with the fields ``changes`` applied last."""
     kwargs = {**BASE, **FAMILIES.get(name, {}), **changes}
     if name == "nemotron_h":
         del kwargs["num_hidden_layers"]
@@ -136,11 +136,11 @@ def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
 
 
 TINY: dict[str, Callable[..., PretrainedConfig]] = {name: functools.partial(tiny_config, name) for name in FAMILIES}
-"""Family -> a builder of its tiny config; keyword arguments change fields."""
+"""Family -> a function that returns its tiny config; keyword arguments change fields."""
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Draw what initialisation leaves constant: norms, biases, sinks, position biases, hash-router tables."""
+    """Make random what initialisation leaves constant: norms, biases, sinks, position biases, hash-router tables."""
     with torch.no_grad():
         for name, value in model.named_parameters():
             leaf = name.rpartition(".")[2]
@@ -159,7 +159,7 @@ def randomise(model: torch.nn.Module) -> None:
 
 
 def tiny_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
-    """A random causal language model of family ``name``: float32, eval mode, never stops early."""
+    """Return a random causal language model of family ``name``: float32, in eval mode, with no token that stops it."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(name, **changes), dtype=torch.float32)
     randomise(model)

@@ -1,4 +1,4 @@
-"""Tiny configs of the families outside ``models.TINY``: what they change in ``models.BASE``."""
+"""Tiny configs of the families outside ``models.TINY``: the fields that differ from ``models.BASE``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ INDEXER = dict(index_topk=8, index_head_dim=16, index_n_heads=32)
 
 
 def mrope(*section: int) -> dict[str, Any]:
-    """Rotary parameters with a section for each of time, height and width."""
+    """Return rotary parameters with one section each for time, height and width."""
     return dict(rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": section})
 
 
 def each(names: str, **changes: Any) -> dict[str, dict[str, Any]]:
-    """The same changes under several names."""
+    """Return the same ``changes`` for each of the ``names``, which blanks separate."""
     return {name: dict(changes) for name in names.split()}
 
 
@@ -182,4 +182,5 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "qwen4_exp": ("qwen4_exp_text", {}),
 }  # fmt: skip
-"""Multimodal types that transformers builds as causal language models: the type of their text part, and what else is small."""
+"""Multimodal types that transformers builds as causal language models -> (the type of their text part, the fields that
+make the other parts small)."""

@@ -1,4 +1,4 @@
-"""Arguments of a cache given flat, for tests that vary one at a time."""
+"""Arguments of a cache as flat keywords, for tests that vary one at a time; and calls of internals that tests share."""
 
 from dataclasses import fields
 from typing import Any
@@ -12,7 +12,8 @@ from kvpagoda.cache.request import State
 
 
 def grouped(**flat: Any) -> dict[str, Any]:
-    """Keyword arguments of ``KVCache`` in which fields of its values may be given by name."""
+    """Return the keyword arguments of ``KVCache`` for ``flat``, which may name fields of ``Retention``, ``Identity``
+    and ``Limits`` directly."""
     arguments = dict(flat)
     for name, kind in (("retention", Retention), ("identity", Identity), ("limits", Limits)):
         given = {field.name: arguments.pop(field.name) for field in fields(kind) if field.name in arguments}
@@ -22,18 +23,18 @@ def grouped(**flat: Any) -> dict[str, Any]:
 
 
 def is_suspended(sequence: Sequence) -> bool:
-    """Whether it is set aside."""
+    """Return whether ``sequence`` is suspended."""
     return sequence._request.state is State.SUSPENDED
 
 
 def evict(cache: KVCache, n: int) -> None:
-    """Let the cache give up ``n`` blocks of its first group, and what it evicts beside."""
+    """Evict ``n`` blocks of the first group of ``cache``, and everything that is evicted with them."""
     core = cache.core
     core.capacity.forget(lambda: core.prefix.evict(core.groups[0], n), is_evicted=True)
 
 
 def move_blocks(cache: KVCache, group: BlockGroup, sources: Ids) -> None:
-    """Move blocks to free places, as when a sector changes hands."""
+    """Move the blocks ``sources`` of ``group`` to free ids, as the cache does before a sector changes its group."""
     core, targets = cache.core, group.free.acquire(len(sources))
     new_ids = np.arange(group.plan.num_rows, dtype=np.int32)
     new_ids[sources] = targets

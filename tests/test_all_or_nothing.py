@@ -1,17 +1,18 @@
-"""All or nothing, for any exception at any point: every public operation is cut short at its n-th call.
+"""Every public operation is atomic: an exception at its n-th internal call, for any n, leaves nothing half done.
 
-An operation is a generator: it prepares a scene, yields the one call that is cut short, is told whether it was, finds out
-through public names what became of it, and goes on. After that every request of the scene computes more tokens, and each
-row that it reads is compared with its own text; what was left behind is found again; all slots and blocks can be used.
+An operation is a generator. It prepares a scene and yields the one call that is interrupted. It then receives the
+result and whether the call raised, finds out through public names what the call changed, and continues. After that
+every request of the scene computes more tokens, and each row that it reads is compared with its own text. What was
+cached before is found again, and all slots and blocks can be used.
 
-    undone   the call raised, nothing had changed, and it could be made again
-    done     the call raised, or took the failure for a miss, and all that it says was done
-    reset    a signal fell into lines that cannot be undone: the cache said so, and ``reset`` brought it back whole
+    undone   the call raised and had changed nothing, and a second call succeeded
+    done     the call raised, or treated the failure as a miss, and did everything that it promises
+    reset    a signal arrived in lines that cannot be undone; the cache reported it, and ``reset`` repaired it
     damage   anything else
 
-``python -m pytest -s tests/test_all_or_nothing.py`` prints how many points led to what; with ``-m "slow or not slow"`` all
-points of all kinds (an hour), with ``KVPAGODA_SWEEP=FILE`` they are written there as JSON too. Some cases:
-``-k "gemma and close"``. One point: ``cut("gemma", "close", "signal", 7)``.
+``python -m pytest -s tests/test_all_or_nothing.py`` prints how many points had which outcome. ``-m "slow or not slow"``
+runs all points of all kinds (an hour). ``KVPAGODA_SWEEP=FILE`` writes the counts to a JSON file too. Some cases: ``-k
+"gemma and close"``. One point: ``cut("gemma", "close", "signal", 7)``.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ from kvpagoda import errors
 from kvpagoda.errors import OutOfBlocks, RetryLater
 
 ROOMS = (opening, running, keeping, stepping)
-"""What has the operations: each names its own in ``OPERATIONS``."""
+"""The modules that define operations: an import of one registers its operations in ``OPERATIONS``."""
 FOLDER = str(Path(__file__).parent)
 QUICK_KINDS = ("full", "gemma", "qwen3_next")
 QUICK_POINTS = {"signal": 3, "memory": 2, "driver": 2}
-"""About so many points of each case in the default run, evenly spread."""
+"""Way -> about how many points of each case the default run takes, evenly spread."""
 READ_AHEAD = {"prefetch", "batch, layers that come in"}
-"""Operations with a tier that wait for no call of its driver."""
+"""Operations with a tier that do not wait for any call of its driver."""
 SECONDS = 20.0
-"""The most that one point may take."""
+"""The most seconds that one point may take."""
 
 
 class Cut(NamedTuple):
-    """What became of one operation that was cut short at one point; ``outcome`` "over" if it has no such point."""
+    """The outcome of one operation that was interrupted at one point; ``outcome`` is "over" if it has no such point."""
 
     outcome: str
     where: str = ""
@@ -58,7 +59,7 @@ class Cut(NamedTuple):
 
 
 def cut(kind: str, name: str, way: str, n: int) -> Cut:
-    """Cut the operation short at its ``n``-th point."""
+    """Interrupt operation ``name`` of model ``kind`` at its ``n``-th point of ``way``, counted from 1."""
     with at_most(SECONDS):
         scene = Scene(kind, name in WITH_TIER)
         try:
@@ -69,8 +70,8 @@ def cut(kind: str, name: str, way: str, n: int) -> Cut:
 
 @cache
 def num_points(kind: str, name: str) -> dict[str, int]:
-    """How many points the operation has, of each way, when nothing fails; it must go well then."""
-    for _ in range(2):  # what is imported on the way is, the second time
+    """Return how many points of each way the operation has. Nothing fails here, so the operation must succeed."""
+    for _ in range(2):  # the first run may import modules, whose calls count too; the second does not
         with at_most(SECONDS):
             scene = Scene(kind, name in WITH_TIER)
             scene.is_undisturbed = True
@@ -88,6 +89,7 @@ _IMPORTED: set[str] = set()
 
 
 def _count(scene: Scene, steps: Steps) -> dict[str, int]:
+    """Make the call of the operation without a failure, and count its points by way."""
     call, found = next(steps), dict.fromkeys(WAYS, 0)
 
     def count(frame: FrameType, event: str, argument: Any) -> str:
@@ -110,7 +112,7 @@ def _count(scene: Scene, steps: Steps) -> dict[str, int]:
 
 
 class Way(NamedTuple):
-    """How calls are made to fail. ``is_point`` None: those of a tier's driver, in its own threads."""
+    """How calls are made to fail. ``is_point`` None: calls of a tier's driver fail, in the threads of the tier."""
 
     is_point: Point | None
     error: type[BaseException]
@@ -124,6 +126,7 @@ WAYS = {
 
 
 def _cut(scene: Scene, steps: Steps, way: Way, n: int) -> Cut:
+    """Make the call of the operation fail at its ``n``-th point, and return the outcome."""
     call, result, raised = next(steps), None, None
     points: Any = scene.drivers[0] if way.is_point is None else Interruption(n, way.is_point, way.error)
     with ExitStack() as stack:
@@ -146,16 +149,18 @@ def _cut(scene: Scene, steps: Steps, way: Way, n: int) -> Cut:
             assert points.is_ignored, "the signal was swallowed"
         return Cut(_became(scene, steps, way, n, result, raised), points.where)
     except Exception as error:
-        here = [one for one in traceback.extract_tb(error.__traceback__) if one.filename.startswith(FOLDER)][-1]
+        frame = [one for one in traceback.extract_tb(error.__traceback__) if one.filename.startswith(FOLDER)][-1]
         what = " ".join(str(error).split())[:160]
-        return Cut("damage", points.where, f"{type(error).__name__}: {what} ({Path(here.filename).name}:{here.lineno})")
+        return Cut(
+            "damage", points.where, f"{type(error).__name__}: {what} ({Path(frame.filename).name}:{frame.lineno})"
+        )
 
 
 def _became(
     scene: Scene, steps: Steps, way: Way, n: int, result: Any,
     raised: BaseException | None,
 ) -> str:  # fmt: skip
-    """What the operation led to. Raises whatever shows damage."""
+    """Return the outcome of the operation. Raises whichever exception shows the damage, if there is damage."""
     if raised is not None:
         _is_the_injected(raised, way.error)
         try:
@@ -177,7 +182,7 @@ def _became(
 
 
 def _is_the_injected(error: BaseException, kind: type[BaseException]) -> None:
-    """Raises AssertionError unless ``error`` is what was injected, or a typed error that it caused."""
+    """Raise AssertionError unless ``error`` is the injected error, or a typed error that the injected error caused."""
     if isinstance(error, kind) and "call " in str(error):
         return
     caused = error.__cause__ or error.__context__
@@ -186,11 +191,12 @@ def _is_the_injected(error: BaseException, kind: type[BaseException]) -> None:
 
 
 COUNTS: dict[tuple[str, str, str], Counter[str]] = {}
-"""(way, operation, kind) -> how many points led to what."""
+"""(way, operation, kind) -> how many points had each outcome."""
 
 
 def sweep(kind: str, name: str, way: str, most: int | None) -> None:
-    """Cut the operation short at every point, or at about ``most`` of them. Raises AssertionError with the damage."""
+    """Interrupt the operation at every point (``most`` None), or at about ``most`` points. Raises AssertionError that
+    lists the damage."""
     count = num_points(kind, name)[way]
     every = 1 if most is None else max(1, -(-count // most))
     counts, damage = COUNTS.setdefault((way, name, kind), Counter()), list[str]()
@@ -205,12 +211,13 @@ def sweep(kind: str, name: str, way: str, most: int | None) -> None:
 
 
 def hash_of(*words: str) -> int:
-    """The same in every process."""
+    """Return a hash of ``words`` that is the same in every process."""
     return sum(map(ord, "".join(words)))
 
 
 def cases(way: str) -> list[Any]:
-    """Every operation of every kind; the default run has some of the kinds, and some points of each."""
+    """Return the cases of ``way``: every operation of every kind, marked slow, and some points of some kinds for the
+    default run."""
     found = []
     for name in OPERATIONS:
         if way == "driver" and (name not in WITH_TIER or name in READ_AHEAD):
@@ -238,12 +245,12 @@ def test_a_driver_that_fails_is_a_miss(kind: str, name: str, most: int | None) -
     sweep(kind, name, "driver", most)
 
 
-def test_the_list_of_what_can_fail_names_functions() -> None:
+def test_the_list_of_calls_that_can_fail_names_functions() -> None:
     assert len(failing_functions()) >= 8
 
 
 def test_a_lost_slot_is_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operation of two calls, cut short in the second, which says that nothing was done."""
+    """An operation of two calls is interrupted in the second, and claims that nothing was done."""
 
     def two_calls(scene: Scene) -> Steps:
         yield lambda: (scene.opening(scene.words(1))(), scene.cache.stats())
@@ -257,6 +264,7 @@ def test_a_lost_slot_is_damage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def num_signals(kind: str, operation: Callable[[Scene], Steps]) -> int:
+    """Return how many points for signals the first call of ``operation`` has."""
     call = next(operation(scene := Scene(kind, has_tier=False)))
     with Interruption(0, any_call, KeyboardInterrupt) as points:
         call()
@@ -279,7 +287,7 @@ def test_a_wrong_row_is_damage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _report() -> Iterator[None]:
-    """Print how many points led to what, and write it where ``KVPAGODA_SWEEP`` says."""
+    """Print how many points had which outcome, and write the counts to the file that ``KVPAGODA_SWEEP`` names."""
     yield
     if not COUNTS:
         return
@@ -294,7 +302,7 @@ def _report() -> Iterator[None]:
 
 
 def table(way: str) -> str:
-    """For each operation its points over all kinds, what they led to, and the damage of each kind."""
+    """Return a table: for each operation its points of all kinds, their outcomes, and the damage of each kind."""
     lines = [f"{way:36}{'points':>8}{'undone':>8}{'done':>8}{'reset':>8}{'damage':>8}   damage of points, by kind"]
     for name in OPERATIONS:
         mine = {kind: counts for (by, of, kind), counts in COUNTS.items() if by == way and of == name}

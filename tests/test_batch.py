@@ -1,4 +1,5 @@
-"""What an engine needs of a step: memory without a step, fixed shapes, rows written where the arrays say, verified drafts."""
+"""What an engine needs for a step: views of memory without a step, index arrays of fixed shape, rows written to the
+slots that ``slot_mapping`` names, and commits of the drafts that were accepted."""
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ def cache_of(*kinds: LayerKind, **arguments: Any) -> KVCache:
 
 
 def prefilled(cache: KVCache, length: int, first: int) -> Any:
+    """Return a sequence whose prompt, ``length`` tokens counted up from ``first``, is committed."""
     sequence = cache.open([(first + i) % 100 for i in range(length)])
     sequence.commit([(first + i) % 100 for i in range(sequence.length, length)])
     return sequence
@@ -67,7 +69,7 @@ def test_write_does_what_slot_mapping_says(encoding: Encoding) -> None:
     for name, rows in (("k", k), ("v", v)):
         found = view.blocks.read(name, (slots // 4, slots % 4))
         assert torch.equal(found, view.blocks.stored(name, rows[:5]))
-    again = torch.randn(2, 3, 2, 8).bfloat16()  # rows and tokens as two axes
+    again = torch.randn(2, 3, 2, 8).bfloat16()  # rows of the batch and their tokens as two axes
     view.write(k=again)
     assert torch.equal(view.blocks.read("k", (slots // 4, slots % 4)), view.blocks.stored("k", again.view(6, 2, 8)[:5]))
 
@@ -135,7 +137,8 @@ def test_write_without_memory_says_so() -> None:
 @pytest.mark.parametrize("copied", [False, True], ids=["shared memory", "copied as to a GPU"])
 @pytest.mark.parametrize("width", [1, 3])
 def test_fixed_shapes(width: int, copied: bool) -> None:
-    """Same shapes and addresses in every step, whoever is in it; in the part that means something, a fresh batch's values."""
+    """Shapes and addresses are the same in every step, whichever sequences are in it; the valid part of each array has
+    the values of a fresh batch."""
     cache = cache_of(FULL, WINDOW, STATE)
     graph = cache.persistent_batch(num_rows=4, tokens_per_row=width)
     if copied:
@@ -177,7 +180,7 @@ def test_fixed_shapes(width: int, copied: bool) -> None:
         cache.persistent_batch(num_rows=4, tokens_per_row=0)
 
 
-def test_a_text_that_is_cached_up_to_its_last_token_joins() -> None:
+def test_a_prompt_that_is_cached_up_to_its_last_token_joins_a_persistent_batch() -> None:
     cache = cache_of(FULL)
     text = list(range(17))
     with cache.open(text) as first:
@@ -198,8 +201,8 @@ def test_a_text_that_is_cached_up_to_its_last_token_joins() -> None:
     cache.check()
 
 
-def test_as_many_drafts_as_are_right_are_committed() -> None:
-    """Steps that verify, committed for all rows at once, leave what commits one by one leave."""
+def test_accepted_drafts_are_committed_for_all_rows_at_once() -> None:
+    """Commits of accepted drafts for all rows at once leave the same texts and cache as commits of single sequences."""
     random = np.random.default_rng(0)
     together, alone = (cache_of(FULL, WINDOW) for _ in range(2))
     members = [prefilled(together, 3 + i, 20 * i) for i in range(4)]
@@ -210,9 +213,9 @@ def test_as_many_drafts_as_are_right_are_committed() -> None:
         tokens = [random.integers(0, 100, n).astype(np.int32) for n in counts]
         running.extend()
         running.commit(np.concatenate(tokens), counts)
-        for other, some in zip(others, tokens):
+        for other, accepted in zip(others, tokens):
             other.extend(6)
-            other.commit(some)
+            other.commit(accepted)
         for member, other in zip(members, others):
             assert member.tokens.tolist() == other.tokens.tolist()
         together.check()
@@ -221,7 +224,7 @@ def test_as_many_drafts_as_are_right_are_committed() -> None:
         assert together.lookup(text).resumable == alone.lookup(text).resumable >= other.length - other.length % 4 - 4
 
 
-def test_counts_are_looked_at_first() -> None:
+def test_commit_checks_its_counts_first() -> None:
     cache = cache_of(FULL)
     running = cache.persistent_batch([prefilled(cache, 4, 0), prefilled(cache, 4, 50)])
     running.extend(3)

@@ -1,4 +1,4 @@
-"""A cache with tiers below it: what was stored is loaded, bit for bit, and whatever fails there is a miss."""
+"""A cache with tiers below it: stored rows are loaded bit for bit, and every failure of a tier is a miss."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cache_of(name: str | Schema, *tiers: TierSpec, num_blocks: int = 40, **argum
 
 
 def run(cache: KVCache, text: np.ndarray, engine: FakeEngine | None = None) -> int:
-    """A request computes ``text`` and ends; returns what it did not have to compute."""
+    """Compute ``text`` in a request and close it. Returns how many tokens were cached."""
     engine = FakeEngine(cache) if engine is None else engine
     with cache.open(text, "tenant 0", capacity=0) as sequence:
         engine.spaces[id(sequence)] = 0
@@ -65,19 +65,19 @@ def run(cache: KVCache, text: np.ndarray, engine: FakeEngine | None = None) -> i
 
 
 def levels_of(cache: KVCache) -> tuple[Any, ...]:
-    """The tiers of a cache, as it uses them."""
+    """Return the tiers of ``cache``, as its offloader holds them."""
     assert cache.core.offloader is not None
     return cache.core.offloader.levels
 
 
 def forget(cache: KVCache) -> None:
-    """Nothing is cached on the device any more."""
+    """Reset ``cache``, so that nothing is cached on the device."""
     cache.reset()
     assert not cache.core.prefix.tree.num_cached
 
 
 class Flaky:
-    """A driver that fails, lies or is slow, at random."""
+    """A driver around another one that fails, or reports wrong results, at random."""
 
     def __init__(self, driver: Driver, share: float, seed: int = 0) -> None:
         self.driver, self.share, self.random, self.num_faults = driver, share, np.random.default_rng(seed), 0
@@ -88,8 +88,8 @@ class Flaky:
         return hit
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        told = self.driver.store(keys, rows, deadline) if not self._hits() else [Status.OK] * len(keys)
-        return [Status.UNAVAILABLE if self._hits() else status for status in told]
+        statuses = self.driver.store(keys, rows, deadline) if not self._hits() else [Status.OK] * len(keys)
+        return [Status.UNAVAILABLE if self._hits() else status for status in statuses]
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
         if self._hits():
@@ -100,20 +100,20 @@ class Flaky:
         )
 
     def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
-        told = self.driver.load(keys, rows, deadline)
+        statuses = self.driver.load(keys, rows, deadline)
         for i, row in enumerate(rows):
             fault = int(self.random.integers(5)) if self._hits() else -1
             if fault == 0:
-                told[i] = Status.MISS
-            elif fault == 1:  # wrong bytes, said to be right
+                statuses[i] = Status.MISS
+            elif fault == 1:  # wrong bytes, reported as right
                 self.rows[row][int(self.random.integers(len(self.rows[row])))] ^= 1 << int(self.random.integers(8))
             elif fault == 2:
                 self.rows[row][int(self.random.integers(len(self.rows[row]))) :] = 0
-            elif fault == 3:  # another record
+            elif fault == 3:  # the bytes of another record
                 self.rows[row][:] = self.rows[rows[0]]
             elif fault == 4:
-                told[i] = Status.OK
-        return told
+                statuses[i] = Status.OK
+        return statuses
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
         return self.driver.discard(keys, deadline)
@@ -126,6 +126,7 @@ class Flaky:
 
     @classmethod
     def tier(cls, share: float, **settings: object) -> tuple[TierSpec, list[Flaky]]:
+        """Return a tier with such a driver, and a list that will hold the driver when a cache is made."""
         made: list[Flaky] = []
 
         def make(buffer: RecordBuffer) -> Driver:
@@ -220,7 +221,7 @@ def schemas() -> list[str]:
 
 @pytest.mark.parametrize("name", schemas())
 def test_every_byte_comes_back_for_every_family_and_format(name: str, tmp_path: Path) -> None:
-    """From the device to disk and back, then to host memory and back: blocks, windows and states, whatever they hold."""
+    """Blocks, windows and states of random bytes are stored on disk and loaded; then the same with host memory."""
     from models import TINY as CONFIGS
 
     schema = schema_of(*FORMATS[name]) if name in FORMATS else Schema.from_hf_config(CONFIGS[name]())
@@ -261,7 +262,7 @@ def test_every_byte_comes_back_for_every_family_and_format(name: str, tmp_path: 
 
 
 def needed_rows(sequence: Any, cache: KVCache) -> list[torch.Tensor]:
-    """The records that the next token of ``sequence`` reads, group by group."""
+    """Return the records that the next token of ``sequence`` reads, uint8 ``[n, nbytes]`` for each group."""
     found = []
     for ledger in cache.core.groups:
         first = ledger.growth.first_needed(sequence.length) // ledger.block_size
@@ -299,7 +300,7 @@ def test_what_is_stored_belongs_to_one_namespace_secret_and_image() -> None:
 
 
 class Kept:
-    """A driver over one memory that several buffers use, one after the other, and that outlives its caches."""
+    """A driver whose records outlive its caches: several caches use it in turn, each with its own buffer."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -336,7 +337,7 @@ class Kept:
         pass
 
 
-def test_after_new_weights_nothing_old_is_found_and_names_say_which() -> None:
+def test_new_weights_hide_stored_blocks_until_the_old_weights_are_named_again() -> None:
     cache = cache_of("full", host_tier("1MiB", write="commit", **TINY))
     text = np.arange(40) % 31
     assert run(cache, text) == 0 and cache.flush()
@@ -385,7 +386,7 @@ def test_a_prefetch_reads_while_a_request_waits(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("order", ["block", "layer"])
 @pytest.mark.parametrize("record_nbytes", [1, 2000])
-def test_layers_come_in_when_they_are_asked_for(order: str, record_nbytes: int) -> None:
+def test_layers_are_loaded_when_their_views_are_made(order: str, record_nbytes: int) -> None:
     spec = host_tier("1MiB", write="commit", record_nbytes=record_nbytes, staging="1MiB")
     cache = cache_of("mixed", spec, order=order)
     text, engine = np.arange(80) % 41, FakeEngine(cache)
@@ -430,13 +431,13 @@ def test_a_cache_without_memory_loads_layers_at_once(name: str) -> None:
     cache.close()
 
 
-def test_loading_is_left_when_computing_is_faster() -> None:
+def test_loading_is_skipped_when_computing_is_faster() -> None:
     cache = cache_of("full", host_tier("1MiB", write="commit", **TINY))
     text = np.arange(40) % 31
     run(cache, text)
     assert cache.flush()
     forget(cache)
-    assert run(cache, text) == 36  # and so it was measured
+    assert run(cache, text) == 36  # this load was measured
     assert cache.core.offloader is not None
     cache.core.offloader.reader.seconds_per_token = 1e-12
     forget(cache)
@@ -447,7 +448,7 @@ def test_loading_is_left_when_computing_is_faster() -> None:
     cache.close()
 
 
-def test_what_cannot_be_is_refused_before_there_is_a_cache(tmp_path: Path) -> None:
+def test_bad_tier_settings_are_refused_before_a_cache_is_made(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="weights"):
         KVCache(SCHEMAS["full"], num_blocks=8, device="cpu", tiers=[disk_tier(tmp_path, "1MiB")])
     with pytest.raises(BadInput, match="write='commit'"):
@@ -469,16 +470,17 @@ def test_what_cannot_be_is_refused_before_there_is_a_cache(tmp_path: Path) -> No
             KVCache(SCHEMAS["full"], num_blocks=8, device="cpu", **grouped(**wrong))
     with pytest.raises(BadInput, match="workers"):
         cache_of("full", disk_tier(tmp_path, "1MiB", workers=0, **TINY))
-    cache_of("full", disk_tier(tmp_path, "1MiB", **TINY)).close()  # the file is not locked
+    cache_of("full", disk_tier(tmp_path, "1MiB", **TINY)).close()  # the cache that was refused left no locked file
     with pytest.raises(BadInput, match="order"):
         cache_of("full", disk_tier(tmp_path, "1MiB", **TINY), order="row")
-    cache_of("full", disk_tier(tmp_path, "1MiB", **TINY)).close()  # nor after memory that could not be had
+    cache_of("full", disk_tier(tmp_path, "1MiB", **TINY)).close()  # nor did the one that failed later
     with pytest.raises(BadInput, match="secret"):
         cache_of("full", host_tier("1MiB", **TINY), secret=b"s" * 65)
 
 
 def test_more_than_the_staging_memory_is_stored_a_piece_at_a_time() -> None:
-    """At commit nothing waits and nothing is lost: what finds no staging memory is stored later, if it is still cached."""
+    """A commit never waits, and no record is lost: one that finds no staging memory is stored later, if its block is
+    still cached."""
     cache = cache_of("full", host_tier("4MiB", write="commit", staging=3 * 4096), num_blocks=200)
     text = np.arange(600) % 43
     run(cache, text)
@@ -503,7 +505,7 @@ def test_a_hung_tier_delays_an_open_by_its_timeout_and_no_more() -> None:
 
 
 class Slow(Flaky):
-    """A driver whose calls take their time, and are counted."""
+    """A driver that counts its calls, and delays each by ``seconds[name of the call]``."""
 
     seconds: dict[str, float]
 
@@ -526,7 +528,8 @@ class Slow(Flaky):
 
 
 def slow_tier(size: str = "4MiB", **settings: object) -> tuple[TierSpec, Slow]:
-    """A tier whose driver is well until somebody makes it slow; the driver is made with the cache."""
+    """Return a tier and its driver, which is fast until a test sets its ``seconds``. The driver is initialised when a
+    cache is made."""
     driver = Slow.__new__(Slow)
 
     def make(buffer: RecordBuffer) -> Driver:
@@ -538,7 +541,7 @@ def slow_tier(size: str = "4MiB", **settings: object) -> tuple[TierSpec, Slow]:
 
 
 def free_rows(cache: KVCache) -> int:
-    """How many staging records of the first tier are free, when all is done that was begun."""
+    """Return how many staging records of the first tier are free, after at most 5 seconds for running calls to end."""
     (level, *_) = levels_of(cache)
     until = monotonic() + 5
     while level.buffer.num_free < level.buffer.num_records and monotonic() < until:
@@ -547,7 +550,7 @@ def free_rows(cache: KVCache) -> int:
 
 
 @pytest.mark.parametrize("name", ["full", "mixed"])
-def test_a_prefetch_that_comes_in_layer_after_layer_gives_all_rows_back(name: str) -> None:
+def test_a_prefetch_that_is_loaded_layer_by_layer_frees_all_staging_records(name: str) -> None:
     cache, text = cache_of(name, host_tier("1MiB", write="commit", **TINY)), np.arange(70) % 41
     run(cache, text)
     whole = free_rows(cache)
@@ -557,7 +560,7 @@ def test_a_prefetch_that_comes_in_layer_after_layer_gives_all_rows_back(name: st
         until = monotonic() + 5
         while not ahead.is_done and monotonic() < until:
             sleep(0.001)
-        cache.check()  # what is read ahead has an owner
+        cache.check()  # the staging records of the prefetch have an owner
         with cache.open(text, "tenant 0", prefetch=ahead, layerwise=True) as sequence:
             assert sequence.match.loaded == 68
             cache.check()
@@ -596,8 +599,8 @@ def test_what_a_prefetch_did_not_find_is_not_looked_up_again() -> None:
 
 @pytest.mark.parametrize("name", ["full", "mixed", "state"])
 @pytest.mark.parametrize("slow", ["load", "lookup", "both"])
-def test_an_open_waits_one_timeout_whatever_it_asks(name: str, slow: str) -> None:
-    """Many candidates for a checkpoint, many records, little staging memory."""
+def test_an_open_waits_one_timeout_in_all(name: str, slow: str) -> None:
+    """There are many candidate checkpoints, many records and little staging memory."""
     spec, driver = slow_tier(write="commit", timeout=0.4, staging="80KiB")
     cache = cache_of(name, spec, checkpoint_every=1, checkpoints=12)
     texts = [np.arange(80) % 41, np.arange(80) % 37]
@@ -676,8 +679,8 @@ def test_a_load_takes_few_round_trips() -> None:
     cache.close()
 
 
-def test_loading_is_compared_with_what_computing_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once enough was computed; and when loading was left for that, it is tried again some day."""
+def test_the_time_of_loads_is_compared_with_the_time_of_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once enough tokens were computed, slower loads are skipped. After some skipped loads one is tried again."""
     monkeypatch.setattr("kvpagoda.cache.tier_reader._LEAST_TOKENS", 60)
     spec, driver = slow_tier(write="commit", timeout=5.0)
     cache, text = cache_of("full", spec), np.arange(40) % 31
@@ -697,7 +700,7 @@ def test_loading_is_compared_with_what_computing_took(monkeypatch: pytest.Monkey
 
 
 def in_a_process(code: str, *arguments: object) -> str:
-    """What a program prints that has the names of this file."""
+    """Run ``code`` in a process that has imported the names of this file, and return what it prints."""
     root = Path(__file__).parent
     prelude = f"import sys; sys.path[:0] = [{str(root.parent)!r}, {str(root)!r}]\nfrom test_below import *\n"
     command = [sys.executable, "-W", "ignore", "-c", prelude + code, *map(str, arguments)]
@@ -736,7 +739,7 @@ def test_a_forked_child_computes_what_its_parent_loads(tmp_path: Path) -> None:
     assert in_a_process(FORKED, tmp_path).splitlines() == ["0 True", "[0, 0, 0, False] True", "36", "locked"]
 
 
-def test_a_cache_that_is_dropped_gives_everything_back(tmp_path: Path) -> None:
+def test_a_dropped_cache_releases_its_threads_and_files(tmp_path: Path) -> None:
     before = {*threads()}
     cache = cache_of("full", disk_tier(tmp_path, "2MiB", **TINY))
     run(cache, np.arange(40))
@@ -770,8 +773,8 @@ for number in range({seed}, 10**6):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "mixed", "state"])
 def test_a_process_killed_at_any_moment_leaves_no_wrong_row(name: str, tmp_path: Path) -> None:
-    """Each process goes on with the file that the last one was killed over, and some of its texts, and compares every row that
-    it reads."""
+    """Each process opens the file of the process that was killed before, reuses some of its texts, and compares every
+    row that it reads."""
     random, tests, most = np.random.default_rng(7), Path(__file__).parent, 0
     for number in range(20):
         program = KILLED.format(root=str(tests.parent), tests=str(tests), name=name, folder=str(tmp_path), seed=number)
@@ -810,7 +813,8 @@ def test_a_copy_to_the_host_that_fails_is_not_stored(name: str) -> None:
 @pytest.mark.parametrize("name", ["full", "mixed", "state"])
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_a_copy_to_the_device_that_fails_is_raised(name: str, error: type[BaseException], layerwise: bool) -> None:
-    """It is no fault of a tier. Nothing is kept of the request, and the next one is served."""
+    """Such an error is not a fault of a tier, so ``open`` raises it. The request leaves nothing behind, and the next
+    request succeeds."""
     cache, text = cache_of(name, host_tier("1MiB", write="commit", **TINY)), np.arange(50) % 37
     run(cache, text)
     assert cache.flush()
@@ -842,7 +846,7 @@ def test_a_copy_to_the_device_that_fails_is_raised(name: str, error: type[BaseEx
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["copy", "store"])
-def test_storing_that_is_interrupted_gives_staging_memory_back(error: type[BaseException], where: str) -> None:
+def test_an_interrupted_store_frees_its_staging_memory(error: type[BaseException], where: str) -> None:
     cache = cache_of("full", host_tier("1MiB", write="commit", **TINY))
     (level,) = levels_of(cache)
     owner, name = (cache.core.memory, "to_host") if where == "copy" else (level.tier, "store")
@@ -861,7 +865,7 @@ def test_storing_that_is_interrupted_gives_staging_memory_back(error: type[BaseE
 
 
 def test_what_was_evicted_to_make_room_for_a_load_that_failed_is_not_shared() -> None:
-    """Room for blocks that do not come may cost the very block whose beginning was to be copied."""
+    """Making room for blocks that are then not loaded may evict the block whose first tokens were to be copied."""
     spec, made = Flaky.tier(0.0, write="commit")
     cache = cache_of("full", spec, num_blocks=6)
     engine, text = FakeEngine(cache), np.arange(24)
@@ -869,14 +873,14 @@ def test_what_was_evicted_to_make_room_for_a_load_that_failed_is_not_shared() ->
     assert cache.flush()
     forget(cache)
     other = np.concatenate((text[:3], np.arange(30, 50)))
-    run(cache, other, engine)  # shares three tokens, in the block that goes first
+    run(cache, other, engine)  # shares three tokens, in the block that is evicted first
     made[0].load = lambda keys, rows, deadline: [Status.MISS] * len(keys)  # type: ignore[method-assign]
     run(cache, text, engine)
     cache.check()
     cache.close()
 
 
-def test_the_law_of_ownership_finds_a_lost_block_below() -> None:
+def test_check_finds_staging_records_without_an_owner() -> None:
     cache = cache_of("full", host_tier("1MiB", **TINY))
     assert cache.core.offloader is not None
     buffer = cache.core.offloader.levels[0].buffer

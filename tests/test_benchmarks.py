@@ -1,4 +1,4 @@
-"""The benchmarks: each runs in a tiny size, absent peers are told, and the ratios to others hold with a margin."""
+"""The benchmarks: each runs in a tiny size, absent peers are reported, and the ratios to peers hold with a margin."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ from benchmarks.workload import AT_ONCE, GENERATED, SHARE, TRACES, workload  # n
 
 MARGIN = 1.5
 OWN_PROCESS = {"match", "events", "metrics"}
-"""The command that starts all of them; and two that collect garbage again and again, of which a test process is full."""
+"""Benchmarks that run in their own process: ``match`` tests the command; the other two collect garbage repeatedly,
+which is slow in a test process with many objects."""
 
 
 def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``kvpagoda bench`` in a process of its own."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
     command = [sys.executable, "-m", "kvpagoda", "bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_question_runs_in_a_tiny_size(
+def test_every_benchmark_runs_in_a_tiny_size(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Most in this process, which has imported torch and transformers; ``OWN_PROCESS`` by the command that starts them."""
+    """Most run in this process, which has imported torch and transformers; ``OWN_PROCESS`` run by the command."""
     if name == "policies" and not TRACES.exists():
         pytest.skip(f"no traces at {TRACES}")
     if name == "metrics":
@@ -61,14 +63,13 @@ def test_every_question_runs_in_a_tiny_size(
     for row in found["rows"]:
         figures = [row[key] for key in measured if key in row]
         assert figures and all(figure > 0 for figure in figures[:1]), row
-    if (
-        name not in ("policies", "one_budget", "adapters") and found["versions"]
-    ):  # it asks others: one is there, one is not
+    # benchmarks that compare with peers: "ours" is installed, "nanovllm" is not
+    if name not in ("policies", "one_budget", "adapters") and found["versions"]:
         assert set(found["versions"]) == {"ours"} and "nanovllm" in found["absent"]["nanovllm"]
     assert max(map(len, table(found).splitlines())) <= 80
 
 
-def test_a_wrong_name_is_told_in_one_line() -> None:
+def test_a_wrong_name_is_reported_in_one_line() -> None:
     for arguments, said in (
         (("speed",), "no question speed; there are match"),
         (("match", "--peers", "nobody"), "no peer nobody; there are ours"),
@@ -89,7 +90,7 @@ def test_an_installed_package_says_where_the_benchmarks_are(tmp_path: Path, monk
     )
 
 
-def test_plots_are_made_of_what_compares_somebody(tmp_path: Path) -> None:
+def test_only_comparisons_with_peers_are_plotted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [{"case": "one", "who": who, "us": us, "over_ours": us} for who, us in (("ours", 1.0), ("other", 8.0))]
     found = {"question": "Who?", "rows": rows}
@@ -113,8 +114,8 @@ def test_a_workload_is_the_same_every_time_and_never_waits() -> None:
     assert not running
 
 
-def test_the_replay_finds_what_is_cached() -> None:
-    """With room for everything, what a request shares with any earlier one is found, up to its last token."""
+def test_the_replay_hits_everything_that_is_cached() -> None:
+    """With room for everything, each request hits what it shares with any earlier one, except for its last token."""
     found = tasks.replay(Peer, trace=GENERATED, limit=40, capacity=3_000_000, block_size=16)
     work, best = workload(GENERATED, 40), 0
     texts = [np.concatenate((work.prompt(i), work.output(i))) for i in range(len(work))]
@@ -127,7 +128,7 @@ def test_the_replay_finds_what_is_cached() -> None:
         best += longest
     assert found["requests"] == 40
     exact = 100 * best / found["prompt_tokens"]
-    assert exact - 2 < found["hit_percent"] <= exact  # the tails of blocks that were still being written
+    assert exact - 2 < found["hit_percent"] <= exact  # less: the ends of blocks that were still being written
 
 
 def test_hybrid_layers_serve_the_same_requests() -> None:
@@ -158,7 +159,7 @@ def test_every_case_of_a_head_runs() -> None:
         assert next(slices) == 0 and head_cases.clock.found > 0, name
 
 
-def test_a_folder_without_the_package_is_told() -> None:
+def test_a_folder_without_the_package_is_reported() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.heads", "--old", "/nowhere"], capture_output=True, text=True, cwd=ROOT
     )
@@ -169,7 +170,8 @@ def test_a_folder_without_the_package_is_told() -> None:
 
 
 def ratios(task: str, others: tuple[str, ...], runs: int = 1, **asked: Any) -> dict[str, float]:
-    """How many times our time others take, the part that stands for a GPU's work left out. Skips where nobody else is."""
+    """Return for each of ``others`` its time divided by ours, without the part that simulates GPU work. Skips the test
+    if none of them is installed."""
     with Peers(Options(peers=("ours", *others))) as peers:
         told = {peer.name: figures for peer, figures in peers.ask(task, runs, block_size=16, **asked).items()}
         if len(told) == 1:
@@ -186,7 +188,7 @@ def ratios(task: str, others: tuple[str, ...], runs: int = 1, **asked: Any) -> d
         ("synthetic", 1000, {"vllm": 45.0}),
     ],
 )
-def test_the_replay_keeps_its_distance(trace: str, limit: int, least: dict[str, float]) -> None:
+def test_the_replay_keeps_its_ratios_to_peers(trace: str, limit: int, least: dict[str, float]) -> None:
     if not TRACES.exists():
         pytest.skip("the public traces are not beside the repository")
     found = ratios("replay", tuple(least), 5, trace=trace, limit=limit, capacity=3_000_000)
@@ -200,7 +202,7 @@ def test_a_prompt_in_pieces_is_found_as_fast_as_in_a_compiled_tree() -> None:
 
 
 @pytest.mark.slow
-def test_a_decode_step_is_cheap_and_knows_no_context() -> None:
+def test_a_decode_step_is_cheap_and_does_not_depend_on_the_context() -> None:
     with Peers(Options(peers=("ours",))) as peers:
         (short,), (long,) = (
             peers.ask("step", context=context, requests=256, block_size=16, repeats=50).values()
@@ -233,7 +235,7 @@ def test_hybrid_models_reuse_no_less_than_under_vllm(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1 << 16, 1 << 18, 1 << 20])
-def test_swapping_leaves_the_speed_of_memory(size: int) -> None:
+def test_swapping_runs_at_nearly_the_speed_of_memory(size: int) -> None:
     for row in (*swap._engine(Options(), size, 128 << 20), *swap._spill(Options(), size, 128 << 20)):
         assert row["share_percent"] >= 80 / MARGIN, row
         assert size > 1 << 16 or row["instead"] is None or row["instead"] > 1, row

@@ -1,7 +1,7 @@
-"""Calls go the way of imports: in an ``open`` under pressure and in a ``commit`` hardly any enters a room above the caller's.
+"""Calls point down, as imports do: an ``open`` under pressure and a ``commit`` make almost no call into a higher room.
 
-A call counts when caller and callee both lie in the library and the callee's room stands later in ``LEVELS``. Constructors
-count, generators that go on and returns do not.
+A call points up if caller and callee are both in the library and the callee's room comes later in ``LEVELS``. Calls of
+constructors count; resumed generators and returns do not.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ GEMMA = Schema.from_hf_config(
 
 
 class Calls:
-    """Calls inside the library while the block runs, and which of them enter a room above the caller's."""
+    """A context that counts calls inside the library, and those that enter a room above the caller's."""
 
     def __init__(self) -> None:
         self.count, self.upward = 0, Counter[str]()
         self._rooms: dict[str, int] = {}
-        self._begun: dict[int, FrameType] = {}  # generators
+        self._begun: dict[int, FrameType] = {}  # generators that have started, by id of their frame
 
     def __enter__(self) -> Calls:
         sys.setprofile(self._profile)
@@ -46,7 +46,7 @@ class Calls:
         self._begun.clear()
 
     def _level(self, frame: FrameType | None) -> int:
-        """Where the room of its file stands in ``LEVELS``; -1 outside the library."""
+        """Return the index in ``LEVELS`` of the room that ``frame`` belongs to; -1 outside the library."""
         if frame is None:
             return -1
         name = frame.f_code.co_filename
@@ -69,7 +69,7 @@ class Calls:
             self.upward[f"{LEVELS[caller]}: {names[0]} -> {LEVELS[callee]}: {names[1]}"] += 1
 
     def _goes_on(self, frame: FrameType) -> bool:
-        """Whether this is a generator that was begun before."""
+        """Return whether ``frame`` is a generator that started before and is resumed now."""
         if not frame.f_code.co_flags & inspect.CO_GENERATOR:
             return False
         if id(frame) in self._begun:
@@ -83,20 +83,21 @@ class Calls:
 
 
 def leave(cache: KVCache, first: int, length: int) -> None:
-    """A request computes ``length`` tokens, a block at a time, and ends."""
+    """Compute ``length`` tokens in a request, a block at a time, and close it."""
     tokens = [first, *(i % 900 for i in range(1, length))]
     with cache.open(tokens, capacity=0) as sequence:
         compute(sequence, tokens)
 
 
 def compute(sequence: Any, tokens: list[int]) -> None:
+    """Compute ``tokens`` from the length of ``sequence`` on, a block at a time."""
     for at in range(sequence.length, len(tokens), SIZE):
         sequence.extend(len(tokens[at : at + SIZE]))
         sequence.commit(tokens[at : at + SIZE])
 
 
 def pressured() -> KVCache:
-    """A cache that is full: two requests run, and what others left of the group that keeps all tokens takes the rest."""
+    """Return a full cache: two requests run, and cached blocks of the group that keeps all tokens take the rest."""
     cache = KVCache(
         GEMMA, "24KiB", device="cpu", max_requests=4, block_size=SIZE, limits=Limits(step_tokens=4 * SIZE),
         retention=Retention(2),
@@ -111,7 +112,7 @@ def pressured() -> KVCache:
 
 
 def totals(cache: KVCache) -> list[int]:
-    """Blocks that each group has memory for."""
+    """Return how many blocks each group has memory for."""
     return [group.total for group in cache.stats().groups]
 
 
@@ -145,7 +146,7 @@ def test_a_commit_calls_down() -> None:
 
 
 def test_a_call_upward_is_seen() -> None:
-    """Errors are the lowest room: what one calls in another room goes up; a generator counts once."""
+    """``errors`` is the lowest room, so its calls into another room point up. A generator counts once."""
     namespace: dict[str, Any] = {}
     source = (
         "def up(f):\n    return f()\n\ndef each(n):\n    yield from range(n)\n\ndef many():\n    return sum(each(5))\n"

@@ -1,6 +1,6 @@
 """The command line: tables, JSON, and one clear line with exit code 2 on bad input.
 
-Importing transformers takes a process seconds: most commands run in this one, some in processes of their own.
+An import of transformers takes seconds, so most commands run in the test process and only some in their own.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ LLAMA = {
 
 
 def kvpagoda(*arguments: str, width: int = 100) -> subprocess.CompletedProcess[str]:
+    """Run ``kvpagoda`` in a process of its own, in a terminal of ``width`` columns."""
     env = {
         **os.environ,
         "COLUMNS": str(width),
@@ -44,6 +45,7 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
+    """A folder with the config of a Llama model."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     return tmp_path
 
@@ -195,7 +197,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 
 
-def test_layout_says_what_lies_where_and_what_a_copy_costs(here: Command) -> None:
+def test_layout_prints_where_elements_are_and_what_a_copy_costs(here: Command) -> None:
     pair = "vllm-flashinfer,layers=2,tp=2", "trtllm,layers=2,page_size=16"
     done = here("layout", *pair)
     assert done.returncode == 0 and not done.stderr
@@ -232,7 +234,7 @@ def test_generate_says_what_a_format_saves_and_costs(
     assert re.search(r"all prompts again: 0 of 4 prompt tokens found in the cache, the same answers in", lines)
 
 
-def test_what_the_hub_was_asked_again_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_about_retries_of_the_hub_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = pytest.importorskip("transformers").AutoModelForCausalLM
     from kvpagoda.hf import report
 
@@ -264,7 +266,7 @@ def test_help(command: list[str]) -> None:
 
 
 def test_generate_loads_a_model_from_a_folder(tmp_path: Path, here: Command) -> None:
-    """The real loading code: a saved checkpoint with its tokenizer, here a tiny one."""
+    """Runs the real loading code on a saved tiny checkpoint with its tokenizer."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     from models import tiny_model

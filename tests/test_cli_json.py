@@ -1,4 +1,4 @@
-"""What commands print with ``--json`` is what ``docs/json`` describes."""
+"""What commands print with ``--json`` matches the JSON Schemas in ``docs/json``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def run(*arguments: str, cwd: Path) -> str:
 
 
 def write_metrics(path: Path) -> None:
+    """Write the metrics of a small cache to ``path``, as a Prometheus endpoint does."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     from kvpagoda import KVCache, Schema

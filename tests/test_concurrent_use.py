@@ -1,4 +1,4 @@
-"""A cache has one owner at a time: a second thread gets a typed error, and neither is harmed."""
+"""One thread at a time may use a cache: a second thread gets a typed error, and the calls of neither are damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRIALS, CALLS = 12, 120
 
 
 class NeverRaised(Exception):
-    """Where the library has no such error yet."""
+    """Stands for ``ConcurrentUse`` in versions of the library that lack it; never raised."""
 
 
 ConcurrentUse: type[BaseException] = getattr(errors, "ConcurrentUse", NeverRaised)
@@ -32,7 +32,7 @@ def test_it_is_a_typed_error() -> None:
 
 
 class Paused:
-    """A thread that stands still inside ``call``, at its ``n``-th call inside the library, until the end of the block."""
+    """A context in which a thread runs ``call`` and pauses at its ``n``-th call inside the library, until the end."""
 
     def __init__(self, call: Callable[[], Any], n: int) -> None:
         self._call, self._n, self._count = call, n, 0
@@ -73,8 +73,8 @@ def test_a_call_while_another_thread_is_inside(kind: str) -> None:
     with at_most(60):
         scene = Scene(kind, has_tier=False)
         scene.leave(scene.words(1, 2))
-        one, other = (scene.compute(scene.open(scene.words(number, 1.5))) for number in (2, 3))
-        sequence, tokens = other.sequence, scene.words(1, 3)
+        first, second = (scene.compute(scene.open(scene.words(number, 1.5))) for number in (2, 3))
+        sequence, tokens = second.sequence, scene.words(1, 3)
         calls: dict[str, Callable[[], Any]] = {
             "open": scene.opening(tokens),
             "extend": partial(sequence.extend, 4),
@@ -92,7 +92,7 @@ def test_a_call_while_another_thread_is_inside(kind: str) -> None:
         }
         told = {}
         for n in (20, 40):
-            with Paused(partial(one.sequence.fork, reserve=8), n) as thread:
+            with Paused(partial(first.sequence.fork, reserve=8), n) as thread:
                 for name, call in calls.items():
                     try:
                         call()
@@ -106,7 +106,7 @@ def test_a_call_while_another_thread_is_inside(kind: str) -> None:
 
 
 def test_two_threads_at_once() -> None:
-    """Many calls of two threads: each call is done, or says that another thread is there; nothing else happens."""
+    """Two threads make many calls: each call succeeds, or raises ConcurrentUse because of the other thread."""
     interval, wrong, met = sys.getswitchinterval(), list[str](), [0]
     sys.setswitchinterval(1e-6)
     try:
@@ -121,12 +121,12 @@ def test_two_threads_at_once() -> None:
 
 
 def _trial(seed: int, met: list[int]) -> list[str]:
-    """What went wrong where two threads open, step, fork and close at once."""
+    """Let two threads open, step and close requests at once. Returns a line for everything that went wrong."""
     scene, wrong = Scene(("full", "gemma", "qwen3_next")[seed % 3], has_tier=False), list[str]()
     begin = threading.Barrier(2)
 
     def call(function: Callable[[], Any]) -> Any:
-        """The result, once no other thread is inside."""
+        """Call ``function`` until no other thread is inside the cache, and return its result."""
         while True:
             try:
                 return function()
@@ -145,18 +145,18 @@ def _trial(seed: int, met: list[int]) -> list[str]:
                         tokens = scene.words(int(random.integers(4)), 2)
                         running.append((call(partial(scene.cache.open, tokens, "one", capacity=0)), tokens))
                     elif chance < 0.8 and running:
-                        one, tokens = running[int(random.integers(len(running)))]
-                        call(partial(one.extend, 1))
-                        call(partial(one.commit, tokens[one.length : one.length + 1] or [5]))
+                        sequence, tokens = running[int(random.integers(len(running)))]
+                        call(partial(sequence.extend, 1))
+                        call(partial(sequence.commit, tokens[sequence.length : sequence.length + 1] or [5]))
                     elif running:
                         call(running.pop()[0].close)
                 except Exhausted:
                     pass
         except BaseException as error:
             wrong.append(f"{type(error).__name__}: {error}"[:160])
-        for one, _ in running:
+        for sequence, _ in running:
             try:
-                call(one.close)
+                call(sequence.close)
             except BaseException as error:
                 wrong.append(f"close: {type(error).__name__}: {error}"[:160])
 

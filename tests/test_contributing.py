@@ -1,4 +1,4 @@
-"""CONTRIBUTING says what is there: its rooms are those of the tree, and its drawing is made from the code."""
+"""CONTRIBUTING.md is up to date: it lists the rooms of the source tree, and its drawing is made from the code."""
 
 import importlib.util
 import re
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
 
-def test_the_drawing_is_what_a_run_shows() -> None:
+def test_the_drawing_is_the_path_of_a_run() -> None:
     spec = importlib.util.spec_from_file_location("request_path", ROOT / "tools" / "request_path.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

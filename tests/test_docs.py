@@ -1,4 +1,4 @@
-"""The documents: their programs print what is said, their figures are those of the benchmarks, their links lead somewhere."""
+"""The documents: programs print the output that is shown, figures match benchmark results, and links lead to files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ FIGURE_LINES = [
 
 
 def value_of(file: str, path: str) -> float:
-    """``rows[a=b;c=d].field``, ``min .field`` or ``max .field`` of all rows, each with ``* 0.001`` behind it or not."""
+    """Return the value at ``path`` in the JSON file: ``rows[a=b;c=d].field``, or ``min .field`` or ``max .field`` of
+    all rows. A factor may follow, such as in ``rows[a=b].field * 0.001``."""
     path, _, factor = path.partition(" * ")
     rows: list[dict[str, Any]] = json.loads((ROOT / file).read_text())["rows"]
     if path[:4] in ("min ", "max "):
@@ -75,7 +76,7 @@ def value_of(file: str, path: str) -> float:
 
 @pytest.mark.parametrize(("name", "at", "file", "line"), FIGURE_LINES)
 def test_figures_are_those_of_the_benchmarks(name: str, at: int, file: str, line: str) -> None:
-    """A comment ``<!-- figures FILE`` with lines ``FIGURE PATH`` stands behind the table or paragraph that has the figures."""
+    """A comment ``<!-- figures FILE`` with lines ``FIGURE PATH`` follows the table or paragraph with these figures."""
     figure, path = line.split(" ", 1)
     block = FIGURES.sub("", (ROOT / name).read_text()[:at]).rstrip().split("\n\n")[-1]
     assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d]|[.,]\d)", block), f"{figure} is not in: {block}"
@@ -124,7 +125,7 @@ def test_the_documents_build_without_warnings(tmp_path: Path) -> None:
 
 
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cells, in order, in a folder of its own, with no trace of one's own: the synthetic workload stands in."""
+    """Its cells run in order, in an empty folder. There is no user's trace, so it uses the synthetic workload."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     monkeypatch.chdir(tmp_path)

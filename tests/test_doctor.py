@@ -1,4 +1,4 @@
-"""The doctor: what works is tried, what is not installed is told, what is broken says why."""
+"""The doctor: it tries what is installed, reports what is not, and says why something is broken."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from kvpagoda.tiers import tier_from_text
 
 
 def found(*tiers: str) -> dict[str, Finding]:
+    """Return what the doctor finds, by name."""
     return {finding.name: finding for finding in examine(tiers)}
 
 
 @pytest.fixture
 def no_imports(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
-    """What importing a package raises; by default it is there."""
+    """Replace imports. Returns a dictionary: package -> the error that its import raises. Others succeed."""
     errors: dict[str, Exception] = {}
 
     def load(name: str) -> None:
@@ -47,7 +48,7 @@ def test_everything_here_works(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "what was tried in a folder is gone"
 
 
-def test_what_is_not_installed_is_no_fault(no_imports: dict[str, Exception]) -> None:
+def test_a_package_that_is_not_installed_is_absent_and_not_broken(no_imports: dict[str, Exception]) -> None:
     no_imports["xxhash"] = ModuleNotFoundError("No module named 'xxhash'", name="xxhash")
     no_imports["mooncake.store"] = ModuleNotFoundError("No module named 'mooncake'", name="mooncake")
     told = found()
@@ -63,13 +64,13 @@ def test_what_is_not_installed_is_no_fault(no_imports: dict[str, Exception]) -> 
         RuntimeError("two lines\nof it"),
     ],
 )
-def test_a_package_that_does_not_work_is(no_imports: dict[str, Exception], error: Exception) -> None:
+def test_a_package_whose_import_fails_is_broken(no_imports: dict[str, Exception], error: Exception) -> None:
     no_imports["transformers"] = error
     told = found()["transformers"]
     assert told.state == "broken" and str(error).split()[0] in told.detail and "\n" not in told.detail
 
 
-def test_a_missing_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
     told = found()["gpu"]
     assert told.state == "absent" and doctor.torch.__version__ in told.detail and "on the CPU" in told.detail
@@ -85,7 +86,7 @@ def test_a_cache_that_loses_rows_is_broken(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("tier", ["redis://127.0.0.1:1", "disk:/dev/null:1GiB"])
-def test_a_tier_that_is_not_there_is_broken(tier: str) -> None:
+def test_a_tier_that_cannot_be_reached_is_broken(tier: str) -> None:
     told = found(tier)[tier]
     assert told.state == "broken" and ("refused" in told.detail or "/dev/null" in told.detail)
 
@@ -111,7 +112,7 @@ def test_a_store_that_spoils_records_is_broken(monkeypatch: pytest.MonkeyPatch) 
     assert "load says corrupt" in found("spoilt")["spoilt"].detail
 
 
-def test_a_tier_that_is_not_written_like_one_is_told_first() -> None:
+def test_a_malformed_tier_is_refused_first() -> None:
     with pytest.raises(BadInput, match="no tier"):
         next(examine(["floppy:A"]))
 

@@ -1,4 +1,4 @@
-"""Errors carry their numbers as data, beside a text that says the same."""
+"""Errors carry their numbers as attributes, and their message says the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DATA = {"needed": 12, "available": 3, "group": "full", "hint": "close a sequence
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_every_error_has_the_four(kind: type[KVPagodaError]) -> None:
+def test_every_error_has_the_four_attributes(kind: type[KVPagodaError]) -> None:
     plain, full = kind("text"), kind("text", **DATA)
     assert str(plain) == str(full) == "text"
     assert {name: getattr(plain, name) for name in DATA} == dict.fromkeys(DATA)
@@ -46,14 +46,14 @@ def test_an_import_error_keeps_the_name() -> None:
     assert (error.name, error.hint) == ("torch", "pip install")
 
 
-def test_what_is_unknown_is_listed_and_the_nearest_asked_for() -> None:
+def test_unknown_names_list_the_known_ones_and_suggest_the_nearest() -> None:
     error = unknown_name("policy", "LURU", ("lru", "fifo"), SchemaError)
     assert isinstance(error, SchemaError) and (error.needed, error.available) == ("LURU", ("lru", "fifo"))
     assert error.hint == "did you mean 'lru'?" and str(error).endswith(error.hint)
     assert did_you_mean("banana", ("lru", "fifo")) is None and unknown_name("policy", "banana", ("lru",)).hint is None
 
 
-def test_numbers_of_a_request_that_never_fits() -> None:
+def test_errors_of_requests_that_never_fit_carry_their_numbers() -> None:
     plan = SCHEMA.plan(num_blocks=4, max_requests=1)
     with pytest.raises(NeverFits) as caught:
         plan.blocks_wanted(1000)
@@ -87,12 +87,12 @@ MISTRAL = {**GEMMA, "model_type": "mistral"}
 def test_the_budget_that_is_named_holds_the_request(config: dict[str, Any], shared: bool) -> None:
     schema, named = Schema.from_hf_config(config), re.compile(r"(?:budget of|needs) ([\d,]+) bytes")
     for num_tokens in (20, 333, 5000):
-        for room in (16, num_tokens if shared else 16):  # a share of its own is capped: there no budget gives any room
+        for room in (16, num_tokens if shared else 16):  # separate shares are capped: no budget gives more room
             with pytest.raises(NeverFits) as caught:
                 schema.plan("9KiB", 3, shared=shared).blocks_wanted(num_tokens, room)
             found = named.search(str(caught.value))
             assert found, str(caught.value)
-            if found[0].startswith("needs"):  # not even a block: the plan says what one needs
+            if found[0].startswith("needs"):  # not even one block fits: the plan says which budget that needs
                 with pytest.raises(NeverFits, match="would hold it") as caught:
                     plan = schema.plan(int(found[1].replace(",", "")), 3, shared=shared)
                     plan.blocks_wanted(max(num_tokens, 1000), room)
@@ -107,7 +107,7 @@ def small_cache(**arguments: Any) -> KVCache:
     return KVCache(SCHEMA, num_blocks=4, max_requests=2, device="none", **arguments)
 
 
-def test_numbers_of_what_a_cache_has_no_room_for() -> None:
+def test_errors_for_want_of_room_carry_their_numbers() -> None:
     cache = small_cache()
     with cache.open(range(40)) as one:
         with pytest.raises(OutOfBlocks) as short:

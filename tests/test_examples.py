@@ -1,4 +1,4 @@
-"""The examples run as they stand, and what each claims is so."""
+"""The examples run unchanged, and the claims of each are true."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LINES = {"engine": 300}
-"""The most lines of each; all others 150."""
+"""Example -> the most lines that it may have; 150 for all others."""
 
 
 @pytest.fixture(autouse=True)
@@ -23,20 +23,22 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def example(name: str) -> Any:
-    """The module of an example, from its file: folders of the tests have the same names."""
+    """Load an example from its file and return the module. By name it could be a folder of the tests."""
     found = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module  # dataclasses look for it there
+    sys.modules[found.name] = module  # dataclasses look up their module here
     found.loader.exec_module(module)
     return module
 
 
 def told(name: str) -> Any:
+    """Run an example in this process and return what its ``main`` returns."""
     return example(name).main()
 
 
 def told_without_torch(name: str) -> Any:
+    """Run an example in a process without torch and return what its ``main`` returns."""
     code = "import sys; sys.modules['torch'] = None; sys.path.insert(0, sys.argv[1]); from {} import *; print(main())"
     done = subprocess.run(
         [sys.executable, "-c", code.format(name), str(EXAMPLES)], capture_output=True, text=True, timeout=120
@@ -45,7 +47,7 @@ def told_without_torch(name: str) -> Any:
     return ast.literal_eval(done.stdout.splitlines()[-1])
 
 
-def test_each_is_here_and_can_be_read_in_one_sitting() -> None:
+def test_all_examples_exist_and_are_short() -> None:
     lengths = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
     names = {"engine", "speculate", "rollouts", "agents", "policy", "simulate", "kernels", "tiny_model"}
     assert lengths.keys() == names
@@ -59,11 +61,11 @@ def test_engine_is_exact_under_pressure() -> None:
     assert counts["answers"] == counts["exact"] == 24
     for what in ("preempted", "forked", "accepted", "evicted blocks", "cached prompt tokens"):
         assert counts[what] > 0, what
-    assert counts["accepted"] < counts["drafts"]  # refused drafts were written, and nobody read them
+    assert counts["accepted"] < counts["drafts"]  # rejected drafts were written, and no later step read them
 
 
-def test_engine_tells_a_wrong_block() -> None:
-    """That its comparison can fail: one block of one layer has the rows of another one."""
+def test_engine_detects_a_wrong_block() -> None:
+    """The comparison of the example can fail: here one block of one layer gets the rows of another block."""
     engine, tiny_model = example("engine"), example("tiny_model")
     model = tiny_model.TinyModel()
     whole = engine.Engine(model, "80KiB")
@@ -71,9 +73,9 @@ def test_engine_tells_a_wrong_block() -> None:
     for _ in range(4):
         whole.step()
     assert answer.sequence is not None
-    one, other = whole.cache.core.full.held_ids(answer.sequence.slot)[:2].tolist()
+    target, source = whole.cache.core.full.held_ids(answer.sequence.slot)[:2].tolist()
     for field in whole.cache.layer(1).blocks.fields.values():
-        field[one] = field[other]
+        field[target] = field[source]
     whole.run()
     assert not tiny_model.is_exact(model, np.array(answer.text), 40)
 

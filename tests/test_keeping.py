@@ -1,4 +1,4 @@
-"""What is kept for reuse and for how long: namespaces, media, invalidation, pins, fences, priorities, partial blocks."""
+"""What stays cached and for how long: namespaces, media, invalidation, pins, fences, priorities, partial blocks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ STATE = Recurrent((Rows("recurrent", (2, 4, 4), "float32"),))
 
 
 def books(*kinds: LayerKind, num_blocks: int = 12, max_requests: int = 4, **arguments: object) -> KVCache:
+    """Return a cache without memory."""
     schema = Schema(tuple(Layer(i, "layer", (kind,)) for i, kind in enumerate(kinds or (FULL,))))
     sizes = dict(num_blocks=num_blocks, max_requests=max_requests, block_size=4, device="none")
     return KVCache(schema, **grouped(**sizes, **arguments))
 
 
 def leave(cache: KVCache, tokens: object, namespace: object = None, **arguments: object) -> int:
-    """A request that computes its prompt and ends; returns what it did not have to compute."""
+    """Compute the prompt ``tokens`` in a request and close it. Returns how many tokens were cached."""
     with cache.open(tokens, namespace, capacity=0, **arguments) as sequence:  # type: ignore[arg-type]
         cached, prompt = sequence.cached_tokens, sequence._request.tokens
         while sequence.length < sequence.prompt_length:
@@ -52,7 +53,7 @@ def test_tenants_and_adapters_share_nothing_and_equal_ones_do() -> None:
         assert leave(cache, range(9), space) == 8 * turn
 
 
-def test_an_image_parts_texts_where_it_begins() -> None:
+def test_texts_with_different_images_share_only_the_tokens_before_them() -> None:
     cache, cat, dog = books(num_blocks=60), b"\1" * 16, b"\2" * 16
     text = [*range(6), *[9] * 8, *range(6)]
     assert leave(cache, text, media={6: cat}) == 0
@@ -66,7 +67,7 @@ def test_an_image_parts_texts_where_it_begins() -> None:
         cache.open(text, media={1: b"cat"})
 
 
-def test_a_text_may_go_on_differently_after_an_image_was_taken_back() -> None:
+def test_a_rewind_to_before_an_image_removes_it_from_the_text() -> None:
     cache = books(num_blocks=60)
     with cache.open(range(20), media={10: b"\1" * 16}) as sequence:
         sequence.commit(range(20))
@@ -85,7 +86,7 @@ def test_invalidation_hides_at_once_and_frees_when_the_last_request_ends(kinds: 
     assert runs.cached_tokens == 8
     cache.invalidate("a")
     runs.commit(range(8, 9))
-    assert leave(cache, range(9), "a") == 0  # though a request of before still runs
+    assert leave(cache, range(9), "a") == 0  # though a request from before still runs
     assert leave(cache, range(9), "b") == 8
     held = cache.stats().groups[0].held
     runs.close()
@@ -96,7 +97,7 @@ def test_invalidation_hides_at_once_and_frees_when_the_last_request_ends(kinds: 
     assert cache.stats().groups[0].held == 0 and leave(cache, range(9), "b") == 0
 
 
-def test_pins_go_last_have_a_budget_and_never_keep_a_request_from_running() -> None:
+def test_pins_are_released_last_have_a_budget_and_never_block_a_request() -> None:
     cache = books(num_blocks=12, pin_share=0.5)
     leave(cache, range(16))
     pin = cache.pin(range(16))
@@ -126,7 +127,7 @@ def test_a_pin_keeps_the_checkpoint_too() -> None:
     assert leave(cache, range(9)) == 0
 
 
-def test_a_fence_holds_back_what_a_step_in_flight_may_use() -> None:
+def test_a_fence_keeps_the_blocks_that_a_step_in_flight_may_use() -> None:
     cache = books(FULL, WINDOW, num_blocks=24)
     sequence = cache.open(range(20), reserve=40)
     held = [ledger.held_ids(sequence.slot).tolist() for ledger in cache.core.groups]
@@ -157,7 +158,7 @@ def test_the_end_of_a_request_makes_its_text_no_younger() -> None:
     first.extend(5)
     first.commit(range(6, 11))
     second.close()
-    first.close()  # last, but it was used first: with the unfinished block it goes before the other text
+    first.close()  # closed last, but used first: it is evicted before the other text, and so is its unfinished block
     assert [cache.lookup(range(at, at + 12)).cached for at in (0, 100)] == [11, 11]
     with cache.open(range(200, 220), reserve=20):
         found = [cache.lookup(range(at, at + 12)).cached for at in (0, 100)]
@@ -203,7 +204,7 @@ def test_fenced_blocks_do_not_move() -> None:
         cache.check()
 
 
-def test_priorities_say_what_stays() -> None:
+def test_blocks_of_high_priority_stay_cached() -> None:
     cache = books(num_blocks=12, policy="priority")
     leave(cache, range(16), priority=5)
     for first in range(100, 800, 100):
@@ -227,11 +228,11 @@ def test_full_attention_reuses_up_to_the_token_and_copies_the_rest_of_the_block(
     assert view["k"][int(table[2]), :5, 0, 0].tolist() == [16, 17, 18, 19, 20]
     other.commit([99, 98])
     cache.check()
-    assert cache.open(range(24)).cached_tokens == 23  # the block that was copied from is as it was
+    assert cache.open(range(24)).cached_tokens == 23  # the block that was copied is unchanged
     cache.check()
 
 
-def test_the_match_says_per_group_what_was_found_and_what_cut_it_short() -> None:
+def test_the_match_reports_the_hit_of_each_group_and_what_limited_it() -> None:
     cache = books(FULL, WINDOW, STATE, num_blocks=60)
     leave(cache, range(32))
     match = cache.open(range(31)).match

@@ -1,4 +1,4 @@
-"""What a layer's view hands to kernels: page tensors, and tables, runs and flat indices in kernel pages."""
+"""What a layer's view gives to kernels: page tensors; block tables, index runs and flat indices in kernel pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEMA = Schema((Layer(0, "full", (FULL,)), Layer(1, "window", (WINDOW,)), Layer
 def test_rows_are_found_by_tables_runs_and_slots_in_kernel_pages(
     layout: str | None, order: str | None, kernel_page: int
 ) -> None:
-    """Every row is written through the slots of the step, and must be where each spelling says it is."""
+    """Every row is written through ``slot_mapping``, and must be where each of the other index arrays says it is."""
     schema = SCHEMA if layout is None else SCHEMA.laid_out(layout)
     cache = KVCache(
         schema, "256KiB", device="cpu", block_size=16, kernel_page=kernel_page, order=order, max_requests=3, poison=True
@@ -38,17 +38,17 @@ def test_rows_are_found_by_tables_runs_and_slots_in_kernel_pages(
     written: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
     source = torch.Generator().manual_seed(0)
     for at in range(max(lengths)):
-        running = [one for one, length in zip(sequences, lengths) if at < length]
-        for one in running:
-            one.extend(1)
+        running = [sequence for sequence, length in zip(sequences, lengths) if at < length]
+        for sequence in running:
+            sequence.extend(1)
         batch = cache.batch(running, [1] * len(running), pad_to=3)
         for layer in written:
             rows = torch.randn(3, *cache.layer(layer)["k"].shape[2:], generator=source)
             batch.layer(layer).write(k=rows, v=-rows)
             written[layer].append(rows)
-        for one in running:
-            one.commit([100 * sequences.index(one) + at])
-    batch = cache.batch([one for one in sequences if one.extend(1) or True], [1] * 3)
+        for sequence in running:
+            sequence.commit([100 * sequences.index(sequence) + at])
+    batch = cache.batch([sequence for sequence in sequences if sequence.extend(1) or True], [1] * 3)
     for layer, rows_of in written.items():
         view = batch.layer(layer)
         assert view.page_size == kernel_page and view["k"].shape[1] == kernel_page

@@ -1,4 +1,4 @@
-"""The graph of rooms: a file imports only rooms below its own, and files of one room never in a circle.
+"""The import graph: a file imports only rooms below its own, and files of one room never import each other in a circle.
 
 Imports inside functions and under TYPE_CHECKING count.
 """
@@ -31,7 +31,7 @@ NEEDS_TORCH = {
     "compat.cache_engine", "compat.compressed_pools", "compat.gdn_pool", "compat.kv_cache_manager",
     "compat.kv_pool", "compat.layer_handle", "compat.req_pool", "compat.token_allocator",
 }  # fmt: skip
-"""Rooms and files that import torch. Everything else works where it is not installed."""
+"""Rooms and files that import torch. Everything else works where torch is not installed."""
 NEVER_TORCH = {"errors", "units", "schema", "blocks", "prefix", "tiers", "cache", "scheduling", "replay"}
 
 
@@ -41,7 +41,8 @@ def module_of(path: Path) -> str:
 
 
 def imports(path: Path, *, when_loaded: bool = False) -> set[str]:
-    """What a file imports anywhere; ``when_loaded``: not inside functions, nor under TYPE_CHECKING."""
+    """Return the names that a file imports anywhere. ``when_loaded``: without those inside functions or under
+    TYPE_CHECKING."""
     found, nodes = set(), [ast.parse(path.read_text())]
     while nodes:
         node = nodes.pop()
@@ -63,6 +64,7 @@ FILES = {module_of(path): path for path in sorted(SRC.rglob("*.py"))}
 
 
 def room(module: str) -> str:
+    """Return the room of a module: the name after ``kvpagoda``."""
     return module.split(".")[1]
 
 

@@ -25,7 +25,7 @@ logging.getLogger("kvpagoda.tiers.tier").warning("again")
 
 
 @pytest.mark.parametrize(("more", "heard"), [("", ""), ("logging.basicConfig(format='%(message)s')", "again\n")])
-def test_quiet_until_somebody_listens(more: str, heard: str) -> None:
+def test_quiet_until_logging_is_configured(more: str, heard: str) -> None:
     done = subprocess.run([sys.executable, "-c", LOUD.format(more=more)], capture_output=True, text=True, check=True)
     assert done.stderr == heard and done.stdout == ""
 
@@ -48,7 +48,7 @@ def test_what_a_cache_logs(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_a_tier_that_fails_is_told_once_and_when_it_works_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_tier_is_logged_once_and_again_when_it_works(caplog: pytest.LogCaptureFixture) -> None:
     buffer = RecordBuffer(4, 4096)
     inner: Driver = host_driver(buffer, "1MiB")
     is_well = [False]

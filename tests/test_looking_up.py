@@ -1,4 +1,4 @@
-"""Look-up without admission, reading without leaving and leaving without reading, epochs, and where steps should end."""
+"""Lookup without admission, requests that only read or only publish, epochs, the hit grid, and the ends of steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cache_of(*kinds: LayerKind, **arguments: Any) -> KVCache:
 
 
 def compute(cache: KVCache, sequence: Any, end: int | None = None) -> None:
-    """Compute the prompt of ``sequence`` up to ``end``, in steps that end where they should."""
+    """Compute the prompt of ``sequence`` up to ``end`` (None: all of it), in steps no longer than ``step_limit``."""
     prompt, end = sequence._request.tokens.copy(), sequence.prompt_length if end is None else end
     while sequence.length < end:
         n = min(end - sequence.length, cache.step_limit(sequence))
@@ -38,6 +38,7 @@ def compute(cache: KVCache, sequence: Any, end: int | None = None) -> None:
 
 
 def leave(cache: KVCache, tokens: Any, **arguments: Any) -> int:
+    """Compute ``tokens`` in a request and close it. Returns how many tokens were cached."""
     with cache.open(tokens, capacity=0, **arguments) as sequence:
         compute(cache, sequence)
         cached = sequence.cached_tokens
@@ -66,10 +67,8 @@ def test_a_look_up_says_what_open_finds_and_changes_nothing(name: str) -> None:
 def test_a_look_up_needs_no_slot_and_says_what_is_about_to_be_published() -> None:
     cache = cache_of(FULL)
     running = [cache.open(range(40 * i, 40 * i + 40), capacity=0) for i in range(4)]
-    assert (cache.lookup(range(40)).pending, cache.lookup(range(30)).pending) == (
-        36,
-        28,
-    )  # whole blocks of all but one token
+    # whole blocks of all tokens but the last
+    assert (cache.lookup(range(40)).pending, cache.lookup(range(30)).pending) == (36, 28)
     assert cache.lookup([*range(10), 99, *range(11, 40)]).pending == 8
     assert cache.lookup(range(40), namespace="other").pending == cache.lookup(range(500, 540)).pending == 0
     compute(cache, running[0], 20)
@@ -81,8 +80,9 @@ def test_a_look_up_needs_no_slot_and_says_what_is_about_to_be_published() -> Non
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_many_are_looked_up_as_each_alone(name: str) -> None:
-    """Whatever runs, in whatever form texts come, with a namespace and media of all or of each."""
+def test_one_lookup_of_many_texts_equals_one_for_each(name: str) -> None:
+    """One lookup of many texts answers like one lookup for each, whatever runs. Texts may have any form; namespaces and
+    media are given once or for each text."""
     cache, random = cache_of(*KINDS[name]), np.random.default_rng(2)
     photo, other = b"p" * 16, b"q" * 16
     num_pending = num_hits = 0
@@ -108,7 +108,7 @@ def test_many_are_looked_up_as_each_alone(name: str) -> None:
     cache.check()
 
 
-def test_bad_lists_of_texts_are_told() -> None:
+def test_bad_lists_of_texts_are_refused() -> None:
     cache = cache_of(FULL)
     assert cache.lookup([]) == cache.lookup(()) == cache.lookup(np.array([], np.int32)) != []
     assert cache.lookup([[]]) == [cache.lookup([])] and cache.lookup([np.int64(1), 2]).cached == 0
@@ -125,7 +125,7 @@ def test_bad_lists_of_texts_are_told() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_reading_without_leaving_and_leaving_without_reading(name: str) -> None:
+def test_requests_that_only_read_and_requests_that_only_publish(name: str) -> None:
     cache, text = cache_of(*KINDS[name]), list(range(33))
     assert leave(cache, text, publish=False) == 0 and cache.lookup(text).cached == 0
     most = 33 if name == "full" else 32
@@ -141,7 +141,7 @@ def test_reading_without_leaving_and_leaving_without_reading(name: str) -> None:
     assert all(group.held == group.evictable for group in cache.stats().groups)
 
 
-def test_steps_that_pass_a_place_for_states_are_counted() -> None:
+def test_steps_that_pass_a_checkpoint_boundary_are_counted() -> None:
     cache, text = cache_of(FULL, STATE), list(range(33))
     with cache.open(text) as sequence:
         assert cache.step_limit(sequence) == 32 and cache.step_limit([sequence]).tolist() == [32]
@@ -186,15 +186,15 @@ def test_every_token_knows_its_weights() -> None:
     cache.invalidate()
     child.resume()
     assert child.epochs == [(0, 0), (10, 1), (20, 4)]
-    with cache.open(text) as fresh:  # nothing of other weights is found
+    with cache.open(text) as fresh:  # nothing that other weights computed is found
         assert fresh.cached_tokens == 0 and fresh.epochs == [(0, 4)]
     cache.check()
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_nothing_crosses_epochs_unseen(name: str) -> None:
-    """Every committed token carries the epoch that it was computed in, also where it was found in the cache; and what is found
-    was computed in the epoch of who finds it, from its first token on. ``random_driver`` compares bytes as well."""
+def test_every_token_carries_the_epoch_that_computed_it(name: str) -> None:
+    """Every committed token carries the epoch in which it was computed, also if it was a hit. A hit was computed
+    completely in the epoch of the request that finds it. ``random_driver`` compares bytes as well."""
     cache, random = cache_of(*KINDS[name]), np.random.default_rng(3)
     truth: dict[Any, list[int]] = {}  # sequence -> the epoch of each of its tokens
     staying: dict[Any, int] = {}  # sequence -> the epoch that it stays on
@@ -268,7 +268,7 @@ def test_samples_stay_on_the_epoch_that_their_namespace_names(name: str) -> None
     child.commit([7, 7])
     assert first.epochs == child.epochs == [(0, 0)]
     assert leave(cache, text, namespace="team") == 0 and leave(cache, text, namespace="team") == 32
-    cache.invalidate("team")  # an adapter loaded anew is so in all epochs
+    cache.invalidate("team")  # invalidates the namespace in all epochs
     assert cache.lookup(text, group).cached == cache.lookup(text, "team").cached == 0
     assert leave(cache, text, namespace=group) == 0
     for sequence in (first, child):
@@ -285,7 +285,7 @@ def test_samples_stay_on_the_epoch_that_their_namespace_names(name: str) -> None
     cache.check()
 
 
-def test_weights_that_come_again_are_found_again_and_what_crossed_them_is_not() -> None:
+def test_blocks_of_weights_that_return_are_found_and_those_of_mixed_weights_are_not() -> None:
     cache, text = cache_of(FULL), list(range(40))
     cache.invalidate(weights="w")
     crossing, staying = cache.open(text), cache.open(text, Namespace(epoch=1))
@@ -303,8 +303,8 @@ def test_weights_that_come_again_are_found_again_and_what_crossed_them_is_not() 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_jobs_that_begin_alike_share(name: str) -> None:
-    """Eight prompts with 224 of 256 tokens in common: what they share is computed once."""
+def test_jobs_with_a_common_prefix_share_it(name: str) -> None:
+    """Eight prompts have 224 of their 256 tokens in common, which are computed once."""
     cache = KVCache(cache_of(*KINDS[name]).schema, num_blocks=800, block_size=4, max_requests=8, device="none")
     queue: RunQueue[Job] = RunQueue(cache)
     for i in range(8):
@@ -327,7 +327,7 @@ def test_the_last_block_of_a_closed_request_is_reusable_up_to_its_end(num_tokens
     cache = cache_of(FULL)
     text = np.arange(num_tokens + 4, dtype=np.int32)
     assert leave(cache, text[:num_tokens]) == 0
-    assert cache.lookup(text[:num_tokens]).resumable == num_tokens - 1  # one is left to compute
+    assert cache.lookup(text[:num_tokens]).resumable == num_tokens - 1  # the last token is left to compute
     assert cache.lookup(text).resumable == num_tokens
     assert cache.lookup(np.append(text[:2], 99)).resumable == min(2, num_tokens)
     assert leave(cache, text) == num_tokens and cache.lookup(text).resumable == num_tokens + 3
@@ -337,7 +337,7 @@ def test_the_last_block_of_a_closed_request_is_reusable_up_to_its_end(num_tokens
 
 @pytest.mark.parametrize("windows", [0, 1], ids=["full", "and a window that slid past where it crossed"])
 @pytest.mark.parametrize("whole", [True, False])
-def test_who_crossed_to_other_weights_comes_back_with_its_own_rows(whole: bool, windows: int) -> None:
+def test_a_request_that_crossed_to_other_weights_resumes_with_its_own_rows(whole: bool, windows: int) -> None:
     window = Attention(2, 4, 4, "float32", Growth(window=3))
     schema = Schema((Layer(0, "full", (FULL,)), *[Layer(1, "window", (window,))] * windows), "test")
     cache = KVCache(schema, num_blocks=20, block_size=4, max_requests=3, device="cpu", poison=True)
@@ -372,7 +372,7 @@ def test_a_request_that_computed_nothing_leaves_nothing() -> None:
     cache.check()
 
 
-def test_what_a_step_completed_is_published_when_somebody_looks_or_with_the_next_step() -> None:
+def test_completed_blocks_are_published_by_a_lookup_or_the_next_step() -> None:
     cache = cache_of(FULL)
     text = np.arange(9, dtype=np.int32)
     first = cache.open(text, reserve=16)
@@ -387,20 +387,20 @@ def test_what_a_step_completed_is_published_when_somebody_looks_or_with_the_next
     assert cache.core.prefix.tree.num_cached == 3
     first.extend(4)
     first.commit(np.arange(20, 24))
-    first.extend(1)  # an answer that others may have given too
+    first.extend(1)  # other requests may have generated the same tokens
     assert cache.core.prefix.tree.num_cached == 4
     first.extend(3)
     first.commit(np.arange(24, 27))
     assert cache.core.prefix.tree.num_cached == 4 and cache.stats().groups[0].shared == 5
     first.extend(6)
     first.commit(np.arange(30, 36))
-    first.close()  # 26 tokens: a whole block, and the one in which they end
+    first.close()  # 26 tokens: one more whole block, and the partial block at the end
     assert not cache.core.unpublished and cache.core.prefix.tree.num_cached == 7
     cache.check()
 
 
 @pytest.mark.parametrize("kinds", [(STATE,), (FULL, STATE), (FULL, WINDOW, STATE)])
-def test_a_text_goes_on_from_where_a_running_request_stands(kinds: tuple[LayerKind, ...]) -> None:
+def test_a_prompt_starts_from_the_state_of_a_running_request(kinds: tuple[LayerKind, ...]) -> None:
     schema = Schema(tuple(Layer(i, type(kind).__name__, (kind,)) for i, kind in enumerate(kinds)), "test")
     cache = KVCache(schema, num_blocks=600, block_size=16, max_requests=4, device="cpu")
     text = np.arange(4096, dtype=np.int32)
@@ -415,7 +415,7 @@ def test_a_text_goes_on_from_where_a_running_request_stands(kinds: tuple[LayerKi
     behind = cache.open(text[:3000], capacity=0)
     assert behind.cached_tokens == 2048 and len(cache.core.prefix.kept) == 1
     assert (rows[cache.core.state_rows(np.array([behind.slot]))] == 7.0).all()
-    assert cache.open(text[:1000], capacity=0).cached_tokens == 0  # parts from it before
+    assert cache.open(text[:1000], capacity=0).cached_tokens == 0  # this prompt ends before that state
     cache.check()
 
 

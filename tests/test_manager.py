@@ -1,4 +1,4 @@
-"""The lifecycle: one cache over every layer kind, admission, room, and the law of ownership."""
+"""The lifecycle of requests over every layer kind: admission, room for tokens, and one owner for every block."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SHARING = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_open_extend_commit_close_returns_everything(name: str) -> None:
+def test_open_extend_commit_close_frees_everything(name: str) -> None:
     cache = KVCache(SCHEMAS[name], num_blocks=12, max_requests=2, device="cpu")
     with cache.open(range(20)) as sequence:
         assert sequence.cached_tokens == 0 and sequence.capacity >= 20
@@ -79,7 +79,7 @@ def test_the_plan_says_what_the_arenas_take() -> None:
     assert not split.plan.num_sectors and cache.plan.num_sectors
 
 
-def test_arguments_may_be_given_by_place() -> None:
+def test_arguments_may_be_positional() -> None:
     full = SCHEMAS["full"]
     by_place = KVCache(full, "64KiB", "none", 3, 8, "fifo", (), "bfloat16")
     by_name = KVCache(
@@ -145,7 +145,7 @@ def test_retry_later_and_never_fits() -> None:
         cache.open([1])
     with pytest.raises(OutOfBlocks):
         other.extend(8)
-    holder.extend(12)  # what was promised is there
+    holder.extend(12)  # the reserved blocks are available
     cache.check()
 
 
@@ -204,7 +204,7 @@ def test_stale_handles_raise() -> None:
         cache.open([1])
 
 
-def test_an_exception_inside_with_gives_everything_back() -> None:
+def test_an_exception_inside_with_closes_the_request() -> None:
     cache = KVCache(MIXED, num_blocks=8, max_requests=2, device="cpu")
     with pytest.raises(ZeroDivisionError), cache.open(range(9)):
         raise ZeroDivisionError
@@ -347,7 +347,7 @@ def test_freed_memory_is_poisoned_and_states_are_reset() -> None:
 
 
 class CopyFailed(RetryLater, BadInput):
-    """An error in the middle of moving bytes."""
+    """The error of a copy that fails in the middle."""
 
 
 @pytest.mark.parametrize("name", ["full", "window", "mixed", "state"])
@@ -370,20 +370,22 @@ def test_an_error_while_copying_leaves_everything_owned_once(name: str, monkeypa
 
 
 def row_values(tokens: np.ndarray, namespace: int) -> np.ndarray:
-    """What a row at each position should hold: a function of everything up to it, so that no other text has the same."""
+    """Return what the row at each position must hold, float32 ``[n]``: a function of all tokens up to it, so that the
+    rows of no other text are the same."""
     mixed = np.cumsum((tokens.astype(np.int64) + 1) * (np.arange(len(tokens)) % 97 + 3))
     return ((mixed % 65_521) + 70_000 * namespace).astype(np.float32)
 
 
 class FakeEngine:
-    """Writes rows that are a function of (namespace, tokens, layer, position), reads back all that attention would read,
-    and compares. States hold the value of the last token."""
+    """An engine that writes rows which are a function of (namespace, tokens, layer, position), and compares all rows
+    that attention would read. States hold the value of the last token."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self.spaces: dict[int, int] = {}
 
     def step(self, sequences: list[Sequence], new: list[np.ndarray]) -> None:
+        """Make a step in which ``sequences[i]`` computes the tokens ``new[i]``."""
         counts = [len(tokens) for tokens in new]
         batch = self.cache.batch(sequences, counts)
         values = [
@@ -416,14 +418,14 @@ class FakeEngine:
 
 
 def text(rng: np.random.Generator, heads: list[np.ndarray]) -> np.ndarray:
-    """A prompt: often one of a few beginnings, cut somewhere, and something of its own."""
+    """Return a random prompt, int64 ``[n]``: a prefix of one of ``heads``, and 1 to 11 random tokens."""
     head = heads[int(rng.integers(len(heads)))]
     return np.concatenate((head[: int(rng.integers(0, len(head) + 1))], rng.integers(0, 50, int(rng.integers(1, 12)))))
 
 
 def traffic(cache: KVCache, steps: int, seed: int, engine: FakeEngine | None, check_every: int = 1) -> int:
-    """Random opens, steps and closes over texts that share beginnings; ``check`` after each, or after every few. Returns the
-    operations.
+    """Make random opens, steps, forks, rewinds and closes over texts that share prefixes, with ``check`` after every
+    ``check_every`` of them. Returns the number of operations.
     """
     rng = np.random.default_rng(seed)
     heads = [rng.integers(0, 50, n) for n in (5, 16, 17, 33, 40)]
@@ -490,13 +492,13 @@ def traffic(cache: KVCache, steps: int, seed: int, engine: FakeEngine | None, ch
     ("checkpoints", "check_every"), [(0, 8), (8, 8), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (0, 2, 8))]
 )
 def test_rows_read_back_are_the_rows_written(name: str, checkpoints: int, check_every: int) -> None:
-    """Rows are compared in every step; ``check`` costs most of the time, and only ``-m slow`` has it after each."""
+    """Rows are compared in every step. ``check`` takes most of the time, so only ``-m slow`` runs it after each."""
     cache = KVCache(
         SCHEMAS[name], num_blocks=40, max_requests=6, block_size=4, device="cpu", poison=True,
         limits=Limits(step_tokens=9, max_context=160), retention=Retention(checkpoints=checkpoints, checkpoint_every=2),
     )  # fmt: skip
     operations = traffic(cache, 3000, seed=3, engine=FakeEngine(cache), check_every=check_every)
-    assert operations > 6_700  # in all 15 slow cases more than 100,000
+    assert operations > 6_700  # the 15 slow cases make more than 100,000 in all
     assert checkpoints < 8 or cache.stats().cached_tokens > 20
 
 
@@ -540,11 +542,11 @@ def test_fork_copies_what_is_written_to_and_shares_the_rest() -> None:
     cache.check()
 
 
-def test_rewind_takes_tokens_back_or_says_what_cannot_go_back() -> None:
+def test_rewind_removes_tokens_or_says_which_layer_cannot() -> None:
     cache = KVCache(SCHEMAS["full"], num_blocks=8, max_requests=2, block_size=4, device="cpu")
     sequence = cache.open(range(10), reserve=20)
     sequence.commit(range(10))
-    assert cache.lookup(range(10)).cached == 8  # who looks makes it publish
+    assert cache.lookup(range(10)).cached == 8  # a lookup publishes completed blocks
     before = cache.core.groups[0].table.cells[sequence.slot].copy()
     sequence.rewind(1)
     assert sequence.length == 9 and cache.core.groups[0].table.cells[sequence.slot].tolist() == before.tolist()
@@ -568,7 +570,7 @@ def test_rewind_takes_tokens_back_or_says_what_cannot_go_back() -> None:
     window.rewind(1)
 
 
-def test_random_traffic_over_compressed_layers_keeps_the_law_of_ownership() -> None:
+def test_random_traffic_over_compressed_layers_keeps_one_owner_for_every_block() -> None:
     cache = KVCache(
         SCHEMAS["compressed"],
         num_blocks=12,

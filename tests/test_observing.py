@@ -1,4 +1,4 @@
-"""The calls around which others may stand are those that ``observing`` lists, and are as they were when nobody does."""
+"""The calls that can be observed are those that ``observing`` lists, and without an observer they are unchanged."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_each_call_of_the_list_is_seen_and_no_other() -> None:
     cache.close()
 
 
-def test_who_comes_second_or_fails_changes_nothing() -> None:
+def test_a_second_or_failing_observer_changes_nothing() -> None:
     cache = KVCache(TINY, num_blocks=16, block_size=4, max_requests=2, device="none")
 
     def broken(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

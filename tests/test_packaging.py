@@ -50,7 +50,7 @@ LIGHT = {
     },
     "from kvpagoda import KVCache": {*PLAN, "blocks", "prefix", "memory", "tiers", "cache", "batch", "kv_cache"},
 }  # fmt: skip
-"""What users write first, and the rooms that it may load."""
+"""First line of a user's program -> the rooms that it may load."""
 HEAVY = {
     "torch", "transformers", "matplotlib", "rich", "typer", "redis", "zmq", "msgspec", "asyncio", "multiprocessing",
     "socket", "ssl", "tempfile", "shutil", "importlib.resources", "numpy.random",
@@ -60,7 +60,7 @@ DRIVERS = {"disk", "host", "mooncake", "redis"}
 
 @pytest.mark.parametrize("program", list(LIGHT))
 def test_importing_loads_nothing_heavy(program: str) -> None:
-    """Modules are counted, not milliseconds: what the names of one room pull in is what makes a start slow."""
+    """Modules are counted, not milliseconds: a start is slow because of the modules that an import loads."""
     code = "import sys, json, numpy; before = {*sys.modules}; " + program
     code += "; print(json.dumps(sorted({*sys.modules} - before)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""A persistent batch: the same arrays as a fresh batch of the same sequences, whatever these do in between."""
+"""A persistent batch shows the same arrays as a fresh batch of its sequences, whatever they do between steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cache_of(*kinds: LayerKind, **arguments: Any) -> KVCache:
 
 
 def running(cache: KVCache, length: int, first: int = 0, **arguments: Any) -> Sequence:
-    """A sequence with its prompt ``first, first + 1, ...`` committed."""
+    """Return a sequence whose prompt, the ``length`` tokens ``first, first + 1, ...``, is committed."""
     sequence = cache.open([(first + i) % 100 for i in range(length)], capacity=0, **arguments)
     while sequence.length < length:
         n = min(4 - sequence.length % 4, length - sequence.length)
@@ -60,7 +60,7 @@ def running(cache: KVCache, length: int, first: int = 0, **arguments: Any) -> Se
 
 
 def assert_right(cache: KVCache, batch: Batch, members: tuple[Sequence, ...], n: int, num_rows: int) -> None:
-    """All arrays of ``batch``, computed from the tables token by token."""
+    """Compare all arrays of ``batch`` with arrays that are computed from the block tables, token by token."""
     size = cache.block_size
     before = [sequence.length for sequence in members]
     padding = num_rows - len(members)
@@ -102,8 +102,8 @@ def assert_right(cache: KVCache, batch: Batch, members: tuple[Sequence, ...], n:
 @pytest.mark.parametrize("copied", [False, True], ids=["shared memory", "copied as to a GPU"])
 @pytest.mark.parametrize("name", KINDS)
 def test_random_traffic(name: str, copied: bool) -> None:
-    """Steps of a token or more while members come, go, fork, rewind, are fenced, do things alone, and have blocks moved;
-    memory is short."""
+    """Steps of one or more tokens, while members join, leave, fork, rewind, are fenced, step alone and have blocks
+    moved. Memory is short."""
     random = np.random.default_rng(copied)
     cache = cache_of(*KINDS[name], **SIZES[name])
     together = cache.persistent_batch(num_rows=6)
@@ -175,7 +175,7 @@ def test_random_traffic(name: str, copied: bool) -> None:
                 seen["moved"] += 1
         elif members:
             n = int(random.choice([1, 1, 1, 1, 2, 6]))
-            cache.lookup([0, 0])  # what was left for later is published, so that a step that fails changes nothing
+            cache.lookup([0, 0])  # publishes what was deferred, so that a step that fails changes nothing
             held = [(ledger.end.copy(), ledger.outstanding, ledger.free.num_free) for ledger in cache.core.groups]
             try:
                 batch = together.extend(n)
@@ -185,23 +185,22 @@ def test_random_traffic(name: str, copied: bool) -> None:
                 assert all(sequence.length == len(texts[sequence]) for sequence in members)
                 close(max(members, key=lambda sequence: sequence.length))
                 continue
-            if random.random() < 0.7:  # what was not asked for in one step must be right in the next
+            if random.random() < 0.7:  # arrays that were not read in one step must be right in the next
                 assert_right(cache, batch, members, n, 6)
             if random.random() < 0.3:
-                some = members[: random.integers(1, len(members) + 1)]
-                fresh = cache.batch(some, [n] * len(some))
-                assert_right(cache, fresh, some, n, len(some))
-            tokens = [len(texts[sequence]) % 50 for sequence in members]  # the same in many texts
+                subset = members[: random.integers(1, len(members) + 1)]
+                fresh = cache.batch(subset, [n] * len(subset))
+                assert_right(cache, fresh, subset, n, len(subset))
+            tokens = [len(texts[sequence]) % 50 for sequence in members]  # the same token in many texts
             with ExitStack() as stack:
                 fenced = [members[random.integers(len(members))]] if random.random() < 0.2 else []
                 stack.enter_context(cache.fence(fenced))
                 seen["fenced"] += len(fenced)
                 together.commit(tokens)
-                cache.lookup([0, 0])  # what was left for later is published, and slides
+                cache.lookup([0, 0])  # publishes what was deferred, and windows slide
                 for ledger in cache.core.groups:
-                    for sequence in {*members} - {
-                        *fenced
-                    }:  # what slid out is gone, but what its last whole block needs
+                    # what slid out is freed, except what the last whole block needs
+                    for sequence in {*members} - {*fenced}:
                         size = min(ledger.block_size, 4)
                         kept = ledger.growth.first_kept(sequence.length) // ledger.block_size
                         kept = min(
@@ -216,7 +215,7 @@ def test_random_traffic(name: str, copied: bool) -> None:
             for sequence, text in texts.items():
                 assert sequence.length == len(text) and sequence.tokens.tolist() == text
     never = {"rewound"} if STATE in KINDS[name] else set()
-    never |= set() if FULL in KINDS[name] else {"short"}  # what one request may hold there is small
+    never |= set() if FULL in KINDS[name] else {"short"}  # without it a request holds few blocks
     assert all(count for what, count in seen.items() if what not in never), seen
     for sequence in together.sequences:
         assert sequence.tokens.tolist() == texts[sequence]
@@ -224,7 +223,7 @@ def test_random_traffic(name: str, copied: bool) -> None:
     cache.check()
 
 
-def test_addresses_stay_and_what_did_not_change_is_not_written() -> None:
+def test_addresses_stay_and_unchanged_values_are_not_written() -> None:
     cache = cache_of(FULL, WINDOW, num_blocks=60)
     first, second = running(cache, 5), running(cache, 9, 50)
     together = cache.persistent_batch([first, second], num_rows=4)
@@ -236,7 +235,7 @@ def test_addresses_stay_and_what_did_not_change_is_not_written() -> None:
         tensors += [batch.positions, batch.qo_indptr, batch.state_indices]
         tensors += [batch.step.request_slots, batch.step.request_ids, batch.step.state_rows]
         seen.add(tuple(tensor.data_ptr() for tensor in tensors))
-        cache.batch([first], [1]).layer(0).block_table.zero_()  # the arrays of another batch lie elsewhere
+        cache.batch([first], [1]).layer(0).block_table.zero_()  # another batch has arrays of its own
         together.commit([1, 2])
         if first.length % 4 and second.length % 4 and first.length % 4 != 1 and second.length % 4 != 1:
             before = batch.layer(0).kv_indices
@@ -254,7 +253,7 @@ def test_a_batch_is_over_when_the_next_is_made_or_a_sequence_closed() -> None:
     cache.batch([first], [1])
     assert batch.layer(0).cache_seqlens.tolist() == [6, 10]
     together.commit([1, 2])
-    assert batch.layer(0).slot_mapping.shape == (2,)  # not asked for before: still that of the step
+    assert batch.layer(0).slot_mapping.shape == (2,)  # read for the first time: still the step's values
     newer = together.extend()
     with pytest.raises(StaleHandle, match="batch is over"):
         batch.layer(0)
@@ -268,7 +267,7 @@ def test_a_batch_is_over_when_the_next_is_made_or_a_sequence_closed() -> None:
     assert together.extend().layer(0).cache_seqlens.tolist() == [7, 0]
 
 
-def test_all_get_room_or_none() -> None:
+def test_extend_makes_room_for_all_sequences_or_for_none() -> None:
     cache = cache_of(FULL, num_blocks=7)
     first, second, third = (running(cache, 8, 10 * i) for i in range(3))
     together = cache.persistent_batch([first, second, third])
@@ -285,7 +284,7 @@ def test_all_get_room_or_none() -> None:
     cache.check()
 
 
-def test_what_cannot_be_is_refused_before_anything_changed() -> None:
+def test_bad_arguments_are_refused_before_anything_changes() -> None:
     cache = cache_of(FULL, num_blocks=60)
     first, second = running(cache, 5), running(cache, 9, 50)
     begun = cache.open([1, 2, 3])
@@ -321,7 +320,7 @@ def test_what_cannot_be_is_refused_before_anything_changed() -> None:
     assert first.tokens.tolist() == [0, 1, 2, 3, 4, 3]
 
 
-def test_what_a_sequence_does_between_extend_and_commit_counts() -> None:
+def test_calls_of_a_sequence_between_extend_and_commit_take_effect() -> None:
     cache = cache_of(FULL, num_blocks=60)
     first, second = running(cache, 6), running(cache, 9, 50)
     together = cache.persistent_batch([first, second])
@@ -357,8 +356,8 @@ def test_a_sequence_may_change_from_one_batch_to_another() -> None:
     assert sequence.tokens.tolist() == [*range(6), *range(12)]
 
 
-def test_what_a_step_wrote_limits_how_far_a_sequence_goes_back() -> None:
-    """As with ``KVCache.batch``: what was computed and not committed is in the rings too."""
+def test_tokens_that_a_step_wrote_limit_how_far_a_sequence_rewinds() -> None:
+    """As with ``KVCache.batch``, rings also hold the tokens that were computed and not committed."""
     cache = cache_of(Compressed(16, 8, "float32", 4, verify_width=3), num_blocks=60, block_size=8)
     alone, member = running(cache, 10), running(cache, 10, 50)
     together = cache.persistent_batch([member])
@@ -380,8 +379,8 @@ def test_what_a_step_wrote_limits_how_far_a_sequence_goes_back() -> None:
     assert short.length == 1
 
 
-def test_what_was_left_for_later_is_there_for_whoever_looks() -> None:
-    """Publishing in turns is not seen: each of these finds all blocks that steps completed until then."""
+def test_deferred_blocks_are_published_before_any_call_that_needs_them() -> None:
+    """Nothing shows that publishing is deferred: each of these calls finds all blocks that steps completed before."""
     for look in ("lookup", "open", "pin", "fork", "close", "suspend"):
         cache = cache_of(FULL, num_blocks=60)
         sequence, other = running(cache, 5), running(cache, 9, 50)
@@ -416,7 +415,7 @@ def test_what_was_left_for_later_is_there_for_whoever_looks() -> None:
         cache.check()
 
 
-def test_steps_publish_in_turns_by_themselves() -> None:
+def test_steps_publish_deferred_blocks_by_themselves() -> None:
     cache = cache_of(FULL, num_blocks=500, max_context=800)
     members = [running(cache, 4 + i, 20 * i) for i in range(3)]
     together, most = cache.persistent_batch(members), 0
@@ -425,7 +424,7 @@ def test_steps_publish_in_turns_by_themselves() -> None:
         together.commit([token % 10, token % 11, token % 12])
         behind = [one.length // 4 - one._request.lease.num_blocks for one in members]
         most = max(most, *behind)
-    assert 8 < most <= 66  # some wait, and none for ever
+    assert 8 < most <= 66  # some blocks wait, none for ever
     assert together._rows.newest.shape[1] == 66 * 4
     for i, one in enumerate(members):
         assert one.tokens.tolist() == [(20 * i + j) % 100 for j in range(4 + i)] + [t % (10 + i) for t in range(600)]
@@ -449,8 +448,8 @@ def test_windows_slide_in_turns_and_at_once_where_blocks_lack() -> None:
         assert all(group.first[member.slot] == (76 - 10) // 4 for member in members)
 
 
-def test_blocks_that_two_wrote_alike_become_free_before_a_step_fails_for_room() -> None:
-    """Each writes the same 20 blocks, and there are 28: what the one has more than the other is free when it is needed."""
+def test_duplicate_blocks_become_free_before_a_step_fails_for_room() -> None:
+    """Both requests write the same 20 blocks, and there are 28: duplicates become free when a step needs room."""
     cache = cache_of(FULL, num_blocks=28)
     members = [running(cache, 4), running(cache, 4)]
     together = cache.persistent_batch(members)
@@ -461,7 +460,7 @@ def test_blocks_that_two_wrote_alike_become_free_before_a_step_fails_for_room() 
     assert [one.length for one in members] == [80, 80]
 
 
-def test_blocks_are_taken_in_advance_only_where_they_are_promised_and_free() -> None:
+def test_blocks_are_allocated_in_advance_only_if_they_are_reserved_and_free() -> None:
     cache = cache_of(FULL, num_blocks=60)
     promised = cache.open(range(8), reserve=76)
     promised.commit(range(8))
@@ -476,7 +475,7 @@ def test_blocks_are_taken_in_advance_only_where_they_are_promised_and_free() -> 
     cache.check()
 
 
-def test_who_lost_tokens_while_it_was_suspended_steps_through_its_own_text_again() -> None:
+def test_a_sequence_that_lost_tokens_while_suspended_steps_through_its_text_again() -> None:
     cache = cache_of(FULL, num_blocks=8)
     first = running(cache, 9)
     together = cache.persistent_batch([first])

@@ -1,4 +1,4 @@
-"""Who runs and who waits: every request ends, the oldest is never preempted, and nothing is held afterwards."""
+"""Which requests run and which wait: each one ends, the oldest is never preempted, and nothing is held afterwards."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CHUNK, BLOCK = 2, 2
 
 @functools.cache
 def books_of(name: str, num_blocks: int) -> KVCache:
-    """A cache with no memory behind it; used again, for every mix leaves it empty."""
+    """Return a cache without memory. It is used again, because every mix leaves it empty."""
     return KVCache(
         SCHEMAS[name], num_blocks=num_blocks, max_requests=4, block_size=BLOCK, device="none",
         limits=Limits(step_tokens=CHUNK), retention=Retention(num_blocks % 4),
@@ -58,7 +58,7 @@ def books_with(num_blocks: int, max_requests: int = 4) -> KVCache:
 
 
 def entered(queue: RunQueue[Job], *sizes: tuple[int, int]) -> list[Job]:
-    """Jobs of (prompt, total) tokens, all different, entered and admitted."""
+    """Enter and admit jobs of (prompt, total) tokens, with different prompts, and return them."""
     jobs = [Job(np.full(prompt, 10 + i, np.int32), total) for i, (prompt, total) in enumerate(sizes)]
     for job in jobs:
         queue.enter(job)
@@ -67,11 +67,12 @@ def entered(queue: RunQueue[Job], *sizes: tuple[int, int]) -> list[Job]:
 
 
 def compute(queue: RunQueue[Job], job: Job, n: int) -> None:
+    """Make room for ``n`` tokens of ``job`` and commit them."""
     assert job.sequence is not None and queue.make_room(job, n)
     job.sequence.commit(job.text[job.sequence.length :][:n])
 
 
-def test_without_a_policy_everything_is_promised_and_nobody_is_preempted() -> None:
+def test_without_a_policy_everything_is_reserved_and_no_request_is_preempted() -> None:
     queue: RunQueue[Job] = RunQueue(books_with(8))
     first, second, third = entered(queue, (2, 8), (2, 8), (2, 4))
     assert queue.running == [first, second] and queue.waiting == [third]
@@ -80,7 +81,7 @@ def test_without_a_policy_everything_is_promised_and_nobody_is_preempted() -> No
     assert queue.running == [second, third] and queue.num_preempted == 0
 
 
-def test_with_a_policy_the_youngest_gives_way_and_comes_back_first() -> None:
+def test_with_a_policy_the_youngest_is_preempted_and_resumes_first() -> None:
     queue: RunQueue[Job] = RunQueue(books_with(7), Youngest())
     first, second, third, fourth = entered(queue, (4, 14), (4, 12), (2, 4), (2, 4))
     assert queue.running == [first, second] and queue.waiting == [third, fourth]
@@ -92,19 +93,19 @@ def test_with_a_policy_the_youngest_gives_way_and_comes_back_first() -> None:
     queue.admit()
     assert queue.running == [first]
     queue.remove(first)
-    queue.admit()  # six of the seven blocks are promised to it now
+    queue.admit()  # six of the seven blocks are reserved for it now
     assert queue.running == [second] and queue.waiting == [third, fourth] and second.sequence is not None
-    assert second.sequence.cached_tokens == 2  # its first block was still there; the second had to go
+    assert second.sequence.cached_tokens == 2  # its first block was still cached; the second was evicted
     queue.cache.check()
 
 
-def test_the_youngest_preempts_itself_and_the_only_one_is_told() -> None:
+def test_the_youngest_preempts_itself_and_the_only_request_raises() -> None:
     queue: RunQueue[Job] = RunQueue(books_with(5), Youngest())
     first, second = entered(queue, (4, 8), (2, 8))
     second.extend([1] * 4)
     assert not queue.make_room(second, 6)
     assert queue.running == [first] and queue.waiting == [second] and first.num_preempted == 0
-    others = [queue.cache.open([1, 2]), queue.cache.open([3, 4])]  # somebody else holds the cache
+    others = [queue.cache.open([1, 2]), queue.cache.open([3, 4])]  # requests outside the queue hold blocks and slots
     with pytest.raises(OutOfBlocks):
         queue.make_room(first, 8)
     queue.remove(first)
@@ -116,7 +117,7 @@ def test_the_youngest_preempts_itself_and_the_only_one_is_told() -> None:
     assert queue.running == [second]
 
 
-def test_the_one_that_computed_least_gives_way() -> None:
+def test_the_request_that_computed_least_is_preempted() -> None:
     queue: RunQueue[Job] = RunQueue(books_with(8), LeastComputed())
     first, second, third = entered(queue, (2, 12), (2, 4), (4, 6))
     compute(queue, second, 1)
@@ -134,7 +135,7 @@ def test_a_fork_without_room_waits_in_its_place() -> None:
     entered(queue, (2, 4), (2, 4))
     assert fork.number == 1 and fork not in queue.waiting
     compute(queue, source, 4)
-    queue.fork(source, fork)  # no row
+    queue.fork(source, fork)  # no slot is free
     assert queue.waiting[0] is fork and fork.sequence is None
     queue.remove(queue.running[1])
     queue.admit()
@@ -145,7 +146,7 @@ def test_a_fork_without_room_waits_in_its_place() -> None:
 
 
 class Watched:
-    """A policy that notes whom it may choose from, and whom it chose."""
+    """A policy that asserts, before another one chooses, that all candidates are younger than the request in need."""
 
     def __init__(self, policy: PreemptionPolicy) -> None:
         self.policy, self.queue = policy, None
@@ -157,8 +158,8 @@ class Watched:
 
 
 def run_mix(seed: int) -> tuple[int, int, int]:
-    """2 to 6 requests, some with a shared beginning, that want 1 to 4 times the pool; returns steps, preemptions, and how many
-    of these were suspensions."""
+    """Run 2 to 6 requests, some with a shared prefix, that together need 1 to 4 times the pool. Returns (steps,
+    preemptions, preemptions that suspended)."""
     ways, source = random.Random(seed), random.Random(seed)
     name = source.choice(list(SCHEMAS))
     sizes = [(source.randint(1, 4), source.randint(2, 8)) for _ in range(source.randint(2, 6))]
@@ -192,7 +193,7 @@ def run_mix(seed: int) -> tuple[int, int, int]:
                     job.extend([source.randint(0, 2)])
                     if len(job.text) == job.total:
                         queue.remove(job)
-        assert oldest.sequence is not None or len(oldest.text) == oldest.total  # it went on, and was not preempted
+        assert oldest.sequence is not None or len(oldest.text) == oldest.total  # it ran on, and was not preempted
     books.check()
     stats = books.stats()
     assert stats.running == stats.suspended == 0 and all(
@@ -205,12 +206,12 @@ def run_mix(seed: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in range(2, 10))])
 def test_every_request_of_ten_thousand_random_mixes_ends(part: int) -> None:
-    """Two thousand of them without ``-m slow``."""
+    """Without ``-m slow``, two thousand of them run."""
     _, preempted, swapped = map(sum, zip(*(run_mix(seed) for seed in range(part * 1000, part * 1000 + 1000))))
     assert preempted > 250 and swapped > 100
 
 
-def test_the_way_that_costs_least_is_chosen_and_of_equals_the_one_that_moves_least() -> None:
+def test_the_cheapest_mode_is_chosen_and_of_equals_the_one_that_moves_least() -> None:
     assert (
         cheapest(Costs(2.0, 1.0, 3.0)) is PreemptionMode.PART and cheapest(Costs(2.0, 2.0, 1.0)) is PreemptionMode.SWAP
     )
@@ -221,8 +222,8 @@ def test_the_way_that_costs_least_is_chosen_and_of_equals_the_one_that_moves_lea
 
 
 def costs_with(num_blocks: int, name: str = "full", total: int = 14) -> Costs:
-    """Of a job with five of its six tokens computed, a second for each token, and a byte in a second; another one of
-    ``total`` tokens runs."""
+    """Return the costs of preempting a job with five of its six tokens computed, at a second for each token and for
+    each byte, while another job of ``total`` tokens runs."""
     cache = KVCache(
         SCHEMAS[name], num_blocks=num_blocks, max_requests=2, block_size=BLOCK, device="none",
         limits=Limits(step_tokens=CHUNK),
@@ -236,20 +237,19 @@ def costs_with(num_blocks: int, name: str = "full", total: int = 14) -> Costs:
     return queue.costs(second)
 
 
-def test_what_preempting_costs() -> None:
+def test_the_costs_of_preempting() -> None:
     row = SCHEMAS["full"].plan(num_blocks=8, block_size=BLOCK).groups[0].row_nbytes
     near = functools.partial(pytest.approx, rel=1e-3)
-    roomy = costs_with(
-        20
-    )  # nothing of what was published has to go: its last token, its last block, all but what is there
+    # no published block is evicted: compute the last token, or move the last block out and in, or three out and one in
+    roomy = costs_with(20)
     assert (roomy.recompute, roomy.part, roomy.swap) == (near(1), near(2 * row), near(4 * row))
-    tight = costs_with(8)  # seven of eight blocks for the other one: one of two published ones goes, and the last
+    tight = costs_with(8)  # the other job needs seven of eight blocks: one of the two published blocks is evicted
     assert (tight.recompute, tight.part, tight.swap) == (near(3), near(2 * row + 3), near(5 * row))
     state = costs_with(20, "state")  # and without a checkpoint everything is computed again
     assert state.recompute == near(1) and costs_with(8, "state").recompute == near(5)
 
 
-def test_what_does_not_fit_in_the_swap_is_recomputed_and_the_rest_resumes_in_order_of_age() -> None:
+def test_requests_that_do_not_fit_in_the_swap_recompute_and_others_resume_by_age() -> None:
     row = SCHEMAS["full"].plan(num_blocks=9, block_size=BLOCK).groups[0].row_nbytes
     cache = KVCache(
         SCHEMAS["full"], num_blocks=9, max_requests=4, block_size=BLOCK, device="none", limits=Limits(swap=3 * row)

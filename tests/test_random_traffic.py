@@ -1,4 +1,4 @@
-"""Random traffic over every layer kind and policy: every row and state that a batch shows is what its own text says."""
+"""Random traffic over every layer kind and policy: every row and state that a batch shows belongs to its own text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ MANY_OPERATIONS, MANY_SEEDS = 5_000, 40
 
 
 def traffic(schema: str, seed: int, num_operations: int) -> None:
+    """Run the driver once, and check that it opened, stepped and closed requests."""
     settings = settings_of(schema, seed)
     if "disk" in settings.tiers and not has_xxhash():
         pytest.skip("records on disk need xxhash for their checksums: pip install kvpagoda[disk]")
@@ -31,5 +32,5 @@ def test_random_traffic_reads_its_own_bytes(schema: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(SEEDS, SEEDS + MANY_SEEDS))
 @pytest.mark.parametrize("schema", SCHEMA_NAMES)
 def test_long_random_traffic_reads_its_own_bytes(schema: str, seed: int) -> None:
-    """1.6 million operations; more with other seeds: see ``random_driver``."""
+    """These are 1.6 million operations; ``python -m random_driver`` runs other seeds."""
     traffic(schema, seed, MANY_OPERATIONS)

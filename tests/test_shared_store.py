@@ -1,4 +1,4 @@
-"""Caches of several processes over one store: what one computed the other loads, whatever becomes of the store meanwhile."""
+"""Two caches over one store server: one loads what the other computed, and requests run on while the server fails."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_one_cache_computed_another_loads(start: Start, name: str, tmp_path
 
 
 @pytest.mark.parametrize("start", STORES)
-def test_requests_go_on_while_the_store_hangs_dies_and_comes_back_empty(start: Start, tmp_path: Path) -> None:
+def test_requests_run_on_while_the_store_hangs_dies_and_restarts_empty(start: Start, tmp_path: Path) -> None:
     with start(tmp_path) as server:
         cache = cache_of("mixed", tier(server))
         wait_for(lambda: is_there(cache))
@@ -64,7 +64,7 @@ def test_requests_go_on_while_the_store_hangs_dies_and_comes_back_empty(start: S
         server.start()
         wait_for(lambda: is_there(cache), 20.0)
         forget(cache)
-        run(cache, TEXT)  # and stores it again
+        run(cache, TEXT)  # stores it again
         assert cache.flush()
         forget(cache)
         assert run(cache, TEXT) >= 60
@@ -72,7 +72,7 @@ def test_requests_go_on_while_the_store_hangs_dies_and_comes_back_empty(start: S
 
 
 def is_there(cache: KVCache) -> bool:
-    """Whether the store takes records now."""
+    """Return whether the store accepts records now."""
     assert cache.core.offloader is not None
     level = cache.core.offloader.levels[0]
     before, text = level.stats().stored, np.random.default_rng(int(monotonic() * 1e6)).integers(100, 150, 30)

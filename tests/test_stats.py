@@ -1,4 +1,7 @@
-"""What a cache counts: by group and state of blocks, by namespace, by what cut hits short, by tier. No torch."""
+"""The statistics of a cache: blocks by group and state, tokens by namespace, short hits by reason, calls by tier.
+
+None of this needs torch.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ QWEN = Schema.from_hf_config(
 
 
 def serve(cache: KVCache, tokens: list[int], namespace: Namespace | str | None = None, step: int = 8) -> PrefixMatch:
+    """Compute ``tokens`` in a request, ``step`` tokens at a time, and close it. Returns its match."""
     with cache.open(tokens, namespace, capacity=0) as sequence:
         found = sequence.match
         for at in range(sequence.length, len(tokens), step):
@@ -60,7 +64,7 @@ def test_tokens_saved_and_computed_are_counted_by_namespace() -> None:
     assert {one.name: one.requests for one in cache.stats().namespaces}[salted] == 4, "a renewed namespace goes on"
 
 
-def test_what_runs_is_counted_too_and_what_is_not_looked_up_is_not() -> None:
+def test_running_requests_count_and_prompts_without_a_lookup_do_not() -> None:
     cache = KVCache(FULL, num_blocks=64, block_size=4, device="none")
     sequence = cache.open([*range(10)], lookup=False)
     sequence.commit([*range(7)])
@@ -72,7 +76,7 @@ def test_what_runs_is_counted_too_and_what_is_not_looked_up_is_not() -> None:
 
 @pytest.mark.parametrize("schema", [FULL, GEMMA, QWEN], ids=["full", "window", "state"])
 def test_reasons_of_short_hits_are_those_of_the_matches(schema: Schema) -> None:
-    """Against a count of what each sequence said, in a cache that is too small for all."""
+    """Compared with a count over the matches of all sequences, in a cache that is too small for all texts."""
     budget = {"tiny": "1KiB"}.get(schema.name, "96KiB" if schema is GEMMA else "160KiB")
     cache = KVCache(
         schema, budget, device="none", max_requests=2, block_size=4, retention=Retention(checkpoint_every=2),
@@ -98,7 +102,7 @@ def test_reasons_of_short_hits_are_those_of_the_matches(schema: Schema) -> None:
 
 @pytest.mark.parametrize("schema", [FULL, GEMMA, QWEN], ids=["full", "window", "state"])
 def test_every_block_is_in_one_state(schema: Schema) -> None:
-    """Against the ids themselves: tables say what requests hold, the prefix cache what it owns."""
+    """Compared with the ids themselves: block tables have those that requests hold, the prefix cache those it owns."""
     cache = KVCache(schema, "4MiB", device="none", max_requests=4, block_size=4, limits=Limits(step_tokens=16))
     for first in range(3):
         serve(cache, [first, *range(30)])

@@ -1,4 +1,4 @@
-"""Suspend and resume: every byte comes back, whatever happened meanwhile, and every row is owned once."""
+"""Suspend and resume: every byte comes back, whatever happened in between, and every row has one owner."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def cache_of(schema: Schema, num_blocks: int = 40, **arguments: object) -> KVCac
 
 
 def fill_random(cache: KVCache) -> None:
+    """Fill all memory of ``cache`` with random bytes."""
     for buffer in cache.core.memory._buffers:
         buffer.random_(0, 255)
 
 
 def rows_of(sequence: Sequence, cache: KVCache) -> list[torch.Tensor]:
-    """The records of what the committed tokens have in each group."""
+    """Return the records of the blocks that hold committed tokens, uint8 ``[n, nbytes]`` for each group."""
     found = []
     for ledger in cache.core.groups:
         first, end = ledger.first[sequence.slot], -(-sequence.length // ledger.block_size)
@@ -44,7 +45,7 @@ def rows_of(sequence: Sequence, cache: KVCache) -> list[torch.Tensor]:
 
 
 def computed(cache: KVCache, tokens: object, reserve: int = 0, n: int = 0) -> Sequence:
-    """A request whose prompt is committed, ``n`` more tokens after it, over random bytes."""
+    """Return a sequence whose prompt and ``n`` more tokens are committed. Its rows are whatever the memory held."""
     sequence = cache.open(tokens, capacity=0, reserve=reserve)
     while sequence.length < sequence.prompt_length:
         end = min(sequence.length + min(9, cache.step_limit(sequence)), sequence.prompt_length)
@@ -57,7 +58,7 @@ def computed(cache: KVCache, tokens: object, reserve: int = 0, n: int = 0) -> Se
 
 
 def overwrite(cache: KVCache, first: int = 500) -> None:
-    """Other requests take everything that may be taken, and write there."""
+    """Let other requests take every block that they can get, and overwrite these blocks."""
     others = []
     with contextlib.suppress(RetryLater):
         while True:
@@ -81,6 +82,7 @@ def families() -> list[str]:
 
 
 def check_bytes(cache: KVCache, whole: bool) -> None:
+    """Suspend and resume a request, and compare all bytes and public values before and after."""
     fill_random(cache)
     sequence = computed(cache, range(100, 121), 40, n=4)
     before, shown = (
@@ -132,7 +134,7 @@ def test_every_byte_comes_back_for_every_family(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "mixed", "state"])
-def test_all_of_the_cache_may_be_written_over_meanwhile(name: str) -> None:
+def test_all_other_blocks_may_be_overwritten_while_suspended(name: str) -> None:
     cache = cache_of(SCHEMAS[name], 12)
     fill_random(cache)
     sequence = computed(cache, range(30), 60, n=3)
@@ -145,7 +147,7 @@ def test_all_of_the_cache_may_be_written_over_meanwhile(name: str) -> None:
         assert all(torch.equal(old, new) for old, new in zip(before, rows_of(sequence, cache)))
 
 
-def test_what_others_still_have_is_shared_again_and_not_copied() -> None:
+def test_blocks_that_others_still_use_are_shared_again_and_not_copied() -> None:
     cache = cache_of(SCHEMAS["full"])
     fill_random(cache)
     sequence, other = computed(cache, range(20)), computed(cache, range(20))
@@ -165,7 +167,7 @@ def test_what_others_still_have_is_shared_again_and_not_copied() -> None:
     assert held[:2] == ids and copied == held[2:] and len(copied) == 1
 
 
-def test_nothing_but_a_few_questions_is_answered_while_suspended() -> None:
+def test_a_suspended_sequence_only_answers_what_it_knows() -> None:
     cache = cache_of(SCHEMAS["mixed"])
     sequence, other = computed(cache, range(20)), computed(cache, range(40, 50))
     together = cache.persistent_batch([sequence, other])
@@ -175,7 +177,7 @@ def test_nothing_but_a_few_questions_is_answered_while_suspended() -> None:
     sequence.suspend()
     assert sequence.tokens.tolist() == [*range(20), 7] and sequence.length == 21 and sequence.cached_tokens == 0
     if batch is not None:
-        batch.layer(0)  # it is of others
+        batch.layer(0)  # that batch has another sequence
     calls: list[Callable[[], object]] = [
         lambda: sequence.slot, lambda: sequence.capacity, lambda: sequence.extend(1), lambda: sequence.commit([1]),
         sequence.fork, lambda: sequence.rewind(1), sequence.suspend, lambda: sequence.__enter__(),
@@ -241,7 +243,7 @@ def test_without_room_in_the_swap_or_behind_a_fence_nothing_changes(whole: bool)
         none.suspend()
 
 
-def test_it_waits_for_a_slot_and_for_room() -> None:
+def test_resume_waits_for_a_slot_and_for_room() -> None:
     cache = cache_of(FULL_AND_STATE, 8, max_requests=2)
     sequence = computed(cache, range(20), 30)
     held = cache.core.groups[0].reserved[sequence.slot]
@@ -268,7 +270,7 @@ def test_it_waits_for_a_slot_and_for_room() -> None:
     cache.check()
 
 
-def test_the_oldest_pin_is_given_up_for_one_that_could_not_go_on() -> None:
+def test_the_oldest_pin_is_released_for_a_request_that_could_not_resume() -> None:
     cache = cache_of(SCHEMAS["full"], 4, pin_share=1)
     sequence = computed(cache, range(20))
     sequence.suspend()
@@ -280,7 +282,7 @@ def test_the_oldest_pin_is_given_up_for_one_that_could_not_go_on() -> None:
 
 
 @pytest.mark.parametrize("num_left", [0, 1])
-def test_suspended_in_part_it_goes_on_from_what_was_not_evicted(num_left: int) -> None:
+def test_suspended_in_part_a_request_resumes_from_the_blocks_still_cached(num_left: int) -> None:
     cache = cache_of(SCHEMAS["full"])
     fill_random(cache)
     sequence = computed(cache, range(20), 40, n=3)
@@ -303,7 +305,7 @@ def test_suspended_in_part_it_goes_on_from_what_was_not_evicted(num_left: int) -
     cache.check()
 
 
-def test_suspended_in_part_a_hybrid_goes_on_from_a_checkpoint() -> None:
+def test_suspended_in_part_a_hybrid_resumes_from_a_checkpoint() -> None:
     cache = cache_of(FULL_AND_STATE, checkpoint_every=1)
     fill_random(cache)
     sequence = computed(cache, range(34), 60)
@@ -319,14 +321,15 @@ def test_suspended_in_part_a_hybrid_goes_on_from_a_checkpoint() -> None:
     cache.check()
 
 
-def test_part_of_it_takes_less_than_the_whole() -> None:
+def test_suspending_in_part_copies_less_than_the_whole() -> None:
     cache = cache_of(SCHEMAS["mixed"])
     sequence = computed(cache, range(200), 210)
     sequence.suspend(whole=False)
     part = cache.stats().swap_nbytes
     assert sequence.resume() == 0
     sequence.suspend()
-    assert cache.stats().swap_nbytes >= part + 25 * cache.core.swap.width  # what windows share is left behind too
+    # suspended in part, not even the shared blocks of windows are copied
+    assert cache.stats().swap_nbytes >= part + 25 * cache.core.swap.width
 
 
 @WHOLE
@@ -359,7 +362,7 @@ def test_forks_and_rewinds_after_a_resume_are_those_of_before(whole: bool) -> No
 
 @WHOLE
 @pytest.mark.parametrize("all_of_them", [False, True])
-def test_after_an_invalidation_it_goes_on_and_leaves_nothing_to_be_found(whole: bool, all_of_them: bool) -> None:
+def test_after_an_invalidation_a_request_resumes_and_publishes_nothing(whole: bool, all_of_them: bool) -> None:
     cache = cache_of(FULL_AND_STATE)
     fill_random(cache)
     sequence = cache.open(range(20), "a")
@@ -384,7 +387,7 @@ def test_after_an_invalidation_it_goes_on_and_leaves_nothing_to_be_found(whole: 
     assert cache.stats().groups[0].held == 0 and not cache.core.stale
 
 
-def test_reset_and_close_know_of_it() -> None:
+def test_reset_is_refused_and_close_works_while_a_request_is_suspended() -> None:
     cache = cache_of(SCHEMAS["mixed"])
     sequence, other = computed(cache, range(20)), computed(cache, range(30, 50))
     sequence.suspend()
@@ -417,7 +420,7 @@ def test_check_names_rows_that_are_lost() -> None:
 
 
 class Broken(Exception):
-    """A copy that fails."""
+    """The error of a copy that fails."""
 
 
 @WHOLE
@@ -460,8 +463,8 @@ def test_after_a_copy_that_failed_everything_is_as_before(name: str, whole: bool
 
 
 def traffic(cache: KVCache, steps: int, seed: int) -> dict[str, int]:
-    """Random opens, steps, forks, rewinds, fences, suspends, resumes and closes over texts that share beginnings, whose rows
-    are compared whenever they are read; ``check`` after each. Returns what happened how often."""
+    """Make random opens, steps, forks, rewinds, fences, suspends, resumes and closes over texts that share prefixes.
+    Rows are compared whenever they are read, and ``check`` runs after each. Returns how often each kind happened."""
     rng, engine = np.random.default_rng(seed), FakeEngine(cache)
     heads = [rng.integers(0, 50, n) for n in (5, 16, 17, 33, 40)]
     alive: list[Sequence] = []
@@ -469,7 +472,7 @@ def traffic(cache: KVCache, steps: int, seed: int) -> dict[str, int]:
     for _ in range(steps):
         kind, running = rng.random(), [sequence for sequence in alive if not is_suspended(sequence)]
         aside = [sequence for sequence in alive if is_suspended(sequence)]
-        one = running[int(rng.integers(len(running)))] if running else None
+        picked = running[int(rng.integers(len(running)))] if running else None
         if kind < 0.2 and len(alive) < 8:
             prompt, space = text(rng, heads), int(rng.integers(2))
             with contextlib.suppress(RetryLater, NeverFits):
@@ -477,24 +480,24 @@ def traffic(cache: KVCache, steps: int, seed: int) -> dict[str, int]:
                 engine.spaces[id(alive[-1])] = space
         elif kind < 0.26 and alive:
             alive.pop(int(rng.integers(len(alive)))).close()
-        elif kind < 0.3 and one:
+        elif kind < 0.3 and picked:
             with contextlib.suppress(RetryLater, NeverFits):
-                alive.append(one.fork(reserve=one.length + int(rng.integers(0, 20))))
-                engine.spaces[id(alive[-1])] = engine.spaces[id(one)]
-        elif kind < 0.34 and one:
+                alive.append(picked.fork(reserve=picked.length + int(rng.integers(0, 20))))
+                engine.spaces[id(alive[-1])] = engine.spaces[id(picked)]
+        elif kind < 0.34 and picked:
             with contextlib.suppress(BadInput, OutOfBlocks):
-                one.rewind(int(rng.integers(0, min(one.length, 9) + 1)))
-        elif kind < 0.45 and one:
+                picked.rewind(int(rng.integers(0, min(picked.length, 9) + 1)))
+        elif kind < 0.45 and picked:
             try:
-                one.suspend(whole=rng.random() < 0.5)
+                picked.suspend(whole=rng.random() < 0.5)
                 seen["suspended"] += 1
             except OutOfBlocks:
                 seen["refused"] += 1
         elif kind < 0.65 and aside:
-            asleep = aside[int(rng.integers(len(aside)))]
+            suspended = aside[int(rng.integers(len(aside)))]
             with contextlib.suppress(RetryLater, NeverFits):
-                room = None if rng.random() < 0.5 else int(rng.integers(0, asleep.length + 9))
-                again = asleep.resume(capacity=room, reserve=None if rng.random() < 0.5 else asleep.length + 9)
+                room = None if rng.random() < 0.5 else int(rng.integers(0, suspended.length + 9))
+                again = suspended.resume(capacity=room, reserve=None if rng.random() < 0.5 else suspended.length + 9)
                 seen["resumed"] += 1
                 seen["again"] += again > 0
         elif kind < 0.655:

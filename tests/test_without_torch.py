@@ -1,4 +1,4 @@
-"""What works where torch is not installed, in processes in which importing it fails; and what the rest says."""
+"""What works without torch, in processes where its import fails; all the rest raises an error that asks for torch."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ NEEDS_TORCH = {
     "append_swa", "dequantize_entries", "dequantize_swa", "make_full_attention_net_mem_pool", "make_req_to_token_pool",
 }  # fmt: skip
 CACHE = {"Batch", "KVCache", "LayerView", "PersistentBatch"}
-"""The cache: not looked at here whether it needs torch. (With ``device="none"`` it is to work without.)"""
+"""Names of the cache, which may or may not need torch here. (With ``device="none"`` the cache works without torch.)"""
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 4096, "vocab_size": 128, "torch_dtype": "bfloat16",
@@ -23,11 +23,13 @@ LLAMA = {
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``program`` in a process in which an import of torch fails."""
     code = f"import sys; sys.modules['torch'] = None\n{program}\nassert sys.modules['torch'] is None"
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``kvpagoda`` in a process in which an import of torch fails."""
     pytest.importorskip("typer")
     return run("from kvpagoda.cli import main; sys.argv[0] = 'kvpagoda'; main()", *arguments)
 

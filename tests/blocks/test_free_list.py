@@ -1,4 +1,4 @@
-"""FreeList: every id free, held, or reclaimed and not given yet; errors change nothing."""
+"""FreeList: every id is free, held, or reclaimed and not yet given back; errors change nothing."""
 
 import pickle
 
@@ -11,15 +11,16 @@ from kvpagoda.errors import BadInput, CheckFailed, NotOwned, OutOfBlocks
 
 
 def frozen(free: FreeList) -> bytes:
-    """Everything observable, as bytes."""
+    """Return everything observable, as bytes."""
     return pickle.dumps((free.free_ids(), free.held_ids(), free.num_free))
 
 
 def ids(*values):
+    """Return an int32 vector."""
     return np.array(values, np.int32)
 
 
-def test_lowest_ids_go_out_first_and_the_last_freed_next():
+def test_the_lowest_ids_are_acquired_first_and_then_the_last_freed():
     free = FreeList(4, first=10)
     assert free.acquire(3).tolist() == [10, 11, 12]
     free.release(ids(10, 12))
@@ -80,7 +81,7 @@ def test_one_id_is_given_back_by_name():
     free.check()
 
 
-def test_reclaimed_ids_are_held_by_nobody_and_free_once_they_are_given():
+def test_reclaimed_ids_are_not_held_and_are_free_once_they_are_given_back():
     free = FreeList(6)
     free.acquire(6)
     first, second = free.reclaim(ids(5, 4)), free.reclaim(ids(0))
@@ -151,7 +152,7 @@ def test_held_proves_without_torch_types():
 
 
 def test_random_operations_against_a_model():
-    """100,000 operations; ``check`` after each."""
+    """There are 100,000 operations, with ``check`` after each."""
     rng = np.random.default_rng(1)
     free = FreeList(12, first=3, what="things")
     state = dict.fromkeys(range(3, 15), "free")

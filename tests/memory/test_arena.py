@@ -23,6 +23,7 @@ FIELDS = st.lists(
 
 
 def layout_of(specs):
+    """Return the layout of one field for each (layer, count, shape, dtype)."""
     return RowLayout.build(
         (layer, Field(f"f{i}", count, tuple(shape), dtype)) for i, (layer, count, shape, dtype) in enumerate(specs)
     )
@@ -33,7 +34,7 @@ def arena(layout, rows, order, **kwargs):
 
 
 def fill_with_noise(memory, seed):
-    """Random bytes in every field, padding untouched."""
+    """Fill every field of ``memory`` with random bytes; padding does not change."""
     rng = torch.Generator().manual_seed(seed)
     for place in memory.layout.places:
         view = memory.layer(place.layer)[place.field.name]
@@ -42,6 +43,7 @@ def fill_with_noise(memory, seed):
 
 
 def codes(view):
+    """Return a copy of ``view`` as a vector of bytes."""
     return view.contiguous().view(-1).view(torch.uint8)
 
 
@@ -193,7 +195,7 @@ def test_one_view_shows_a_field_of_all_layers(order):
     ],
 )
 @pytest.mark.parametrize("kernel_pages", [1, 2])
-def test_every_element_lies_where_the_layout_of_that_name_has_it(name, order, kernel_pages):
+def test_every_element_is_where_the_layout_of_that_name_has_it(name, order, kernel_pages):
     heads, dims, size, blocks = 3, (8, 4), 4, 5
     laid = Schema(tuple(Layer(i, "full", (Attention(heads, *dims, "float16"),)) for i in range(3))).laid_out(name)
     plan = laid.plan(num_blocks=blocks, max_requests=1, block_size=size * kernel_pages, kernel_page=size)
@@ -215,7 +217,7 @@ def test_every_element_lies_where_the_layout_of_that_name_has_it(name, order, ke
 
 @pytest.mark.parametrize("name", ["vllm-lhbnc", "vllm-bhlnc"])
 @pytest.mark.parametrize("kernel_page", [2, 4])
-def test_records_of_heads_that_lie_apart_are_whole_and_a_layer_is_its_own_bytes(name, kernel_page):
+def test_records_of_separate_heads_are_complete_and_layers_do_not_overlap(name, kernel_page):
     laid = Schema(tuple(Layer(i, "full", (Attention(3, 8, 4, "float16"),)) for i in range(2))).laid_out(name)
     plan = laid.plan(num_blocks=5, max_requests=1, block_size=4, kernel_page=kernel_page)
     memories = [Arena(plan.groups[0].layout, 5, device="cpu", order=plan.order) for _ in range(2)]
@@ -249,7 +251,7 @@ def test_copies_read_all_sources_before_they_write(order, length):
     fill_with_noise(memory, 3)
     before, ids = records_of(memory, range(6)), np.array([[0, 1, 2], [1, 0, 5], [3, 4, 0]], np.int32)
     for sources, targets, wanted in (
-        (ids[0], ids[1], [1, 0, 2, 3, 4, 2]),  # 0 and 1 change places
+        (ids[0], ids[1], [1, 0, 2, 3, 4, 2]),  # rows 0 and 1 are exchanged
         (ids[2][:1], ids[1][2:], [0, 1, 2, 3, 4, 3]),
     ):
         put_records(memory, range(6), before)

@@ -1,4 +1,4 @@
-"""Rows out to host memory and back: every width beside every other, both orders, shared memory."""
+"""Rows are copied to host memory and back: rows of the host table of any width, both orders, shared memory."""
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ def layout() -> RowLayout:
 
 
 def arena(order: str, shared: bool) -> Arena:
+    """Return an arena of 40 rows; ``shared``: as a part of a larger buffer."""
     made = layout()
     within = (torch.zeros(40 * (made.nbytes + 64), dtype=torch.uint8), made.nbytes + 64) if shared else None
     return Arena(made, 40, device="cpu", order=None if shared else order, within=within)
@@ -26,7 +27,9 @@ def arena(order: str, shared: bool) -> Arena:
 
 @pytest.mark.parametrize("width_of_record", [0.26, 0.5, 1, 1.5, 2, 3.2])
 @pytest.mark.parametrize("order, shared", [("block", False), ("layer", False), ("block", True)])
-def test_what_was_spilled_is_filled_in_elsewhere_bit_for_bit(width_of_record: float, order: str, shared: bool) -> None:
+def test_rows_copied_to_the_host_are_copied_back_elsewhere_bit_for_bit(
+    width_of_record: float, order: str, shared: bool
+) -> None:
     source, target, random = arena(order, shared), arena(order, shared), np.random.default_rng(1)
     nbytes = source.layout.nbytes
     width = max(1, int(nbytes * width_of_record))
@@ -46,8 +49,8 @@ def test_what_was_spilled_is_filled_in_elsewhere_bit_for_bit(width_of_record: fl
         assert torch.equal(records_of(target, range(40)), before)
 
 
-def test_records_lie_in_a_row_as_they_are() -> None:
-    """Two narrow records in a row, and a wide one in pieces: what other readers of the table may count on."""
+def test_records_are_stored_in_rows_unchanged() -> None:
+    """A row holds two narrow records, or a piece of a wide record: other readers of the table may rely on this."""
     source = arena("layer", False)
     nbytes = source.layout.nbytes
     source.buffer[:] = torch.randint(0, 256, (source.nbytes,), dtype=torch.uint8)

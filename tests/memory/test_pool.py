@@ -1,4 +1,4 @@
-"""Pools of packed rows: the bytes are those of ``pack``, in either order of the arena and any number of kernel pages."""
+"""Pools of packed rows hold the bytes that ``pack`` returns, in either order of the arena and with any kernel page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ CASES = [(name, dialect) for name, dialects in DIALECTS.items() for dialect in d
 
 
 def layer_of(name: str, dialect: str) -> tuple[Layer, Rows]:
-    """A layer that keeps rows of a format, beside others where the format is an indexer's."""
+    """Return a layer that keeps rows of format ``name`` in ``dialect``, and these rows. If the format is for an
+    indexer, the layer keeps other rows too."""
     if name.startswith("gqa"):
         layer = Layer(
             0, "gqa", (Attention(HEADS, HEAD_DIM, HEAD_DIM, "bfloat16", encoding=PackedRow(name, dialect, HEAD_DIM)),)

@@ -1,4 +1,4 @@
-"""A tree whose every call runs out of memory first: at its first numpy call, at its second, and so on until it ends."""
+"""A tree in which each call runs out of memory at its first numpy call, then at its second, until it succeeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import kvpagoda
 from kvpagoda.prefix import Evicted, PrefixTree
 
 PACKAGE = str(Path(kvpagoda.__file__).parent)
-"""The folder and not the name, which a checkout with numpy in its ``.venv`` may have too."""
+"""The folder of the library, and not its name, which the path of numpy in a ``.venv`` of a checkout may contain too."""
 
 DISPATCHED = ("concatenate", "where", "zeros_like", "sort", "flatnonzero", "count_nonzero", "array_equal", "unique")
 METHODS = (
@@ -24,7 +24,8 @@ METHODS = (
 
 
 class Failing:
-    """Inside of it the ``nth`` call into numpy's C code raises MemoryError instead. ``has_failed``: it came."""
+    """A context in which the ``nth`` call into numpy's C code raises MemoryError instead. ``has_failed``: whether there
+    was such a call."""
 
     def __init__(self, nth: int) -> None:
         self.left, self.has_failed = nth, False
@@ -51,8 +52,8 @@ class Failing:
 
     def _profile(self, frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call" and frame.f_code.co_filename.startswith(PACKAGE):
-            of = getattr(function, "__self__", None)
-            if isinstance(of, np.ndarray | np.generic) or (getattr(function, "__module__", "") or "").startswith(
+            owner = getattr(function, "__self__", None)
+            if isinstance(owner, np.ndarray | np.generic) or (getattr(function, "__module__", "") or "").startswith(
                 "numpy"
             ):
                 self._count()
@@ -65,8 +66,9 @@ class Failing:
 
 
 class OutOfMemory:
-    """Stands for ``tree``: each call fails at its first numpy call, its second and so on, and ends at last. After each failure
-    the tree proves itself and is what it was. What an eviction evicts before it fails, it returns.
+    """Stands for ``tree``: each call fails at its first numpy call, at its second and so on, until it succeeds. After
+    each failure ``check`` must pass and the tree must be unchanged. An eviction may instead return what it evicted
+    before the failure.
     """
 
     def __init__(self, tree: PrefixTree) -> None:
@@ -79,7 +81,7 @@ class OutOfMemory:
 
     @property
     def checkpoints(self) -> Any:
-        """Those of the tree, whose calls fail as those of the tree do."""
+        """The checkpoints of the tree, whose calls fail in the same way."""
         ours = self.tree.checkpoints
         names = [name for name in dir(ours) if not name.startswith("_")]
         return SimpleNamespace(**{name: self._swept(f"checkpoints.{name}", getattr(ours, name)) for name in names})
@@ -88,6 +90,7 @@ class OutOfMemory:
         return found if name not in METHODS else lambda *a, **k: self._sweep(name, found, a, k)
 
     def _sweep(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Make ``call`` fail at its first numpy call, at its second and so on; return its result when it succeeds."""
         nth, before, parts = 1, self._seen(), []
         while True:
             with Failing(nth) as failing:
@@ -113,6 +116,7 @@ class OutOfMemory:
         return Evicted(np.concatenate([part.ids for part in parts], axis=1), states, result.shortfall)
 
     def _seen(self) -> tuple[Any, ...]:
+        """Return what a failed call must not change."""
         tree = self.tree
         owned = [tree.owned_ids(group).tolist() for group in range(tree.num_groups)]
         checkpoints = len(tree.checkpoints.by_state), tree.checkpoints.num_held

@@ -1,4 +1,4 @@
-"""The block that a match goes on with."""
+"""The block inside which a match ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from kvpagoda.prefix import Match, PrefixTree
 
 
 def partial_ids(tree: PrefixTree, match: Match) -> list[int]:
-    """The ids of the block that goes on where the whole blocks of ``match`` end, 0 where there is none."""
+    """Return the ids, one for each group, of the block whose first tokens ``match`` has after its whole blocks. Zeros
+    if there is none."""
     lease = tree.pin_partial(match)
     if lease is None:
         return [0] * tree.num_groups

@@ -1,4 +1,4 @@
-"""LRU block by block, as a policy: the plain form of what trees have built in, and its reference."""
+"""LRU over single blocks, as a policy object: the plain form and the reference of the LRU that is built into trees."""
 
 from __future__ import annotations
 

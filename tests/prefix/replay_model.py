@@ -1,6 +1,7 @@
 """The replay model in plain dictionaries: an independent statement of what each policy must do.
 
-One trace block id is one block, below the one before it. Written for clarity; shares nothing with the library.
+Each block id of a trace is one block, a child of the block before it. Written for clarity; shares nothing with the
+library.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 
 
 class ByKey:
-    """The leaf with the smallest key goes; looked for by going through all."""
+    """Evicts the leaf with the smallest key, which is found by a search of all keys."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.clock = capacity, 0
@@ -45,11 +46,15 @@ class ByKey:
 
 
 class Fifo(ByKey):
+    """Evicts the oldest leaf, however often it was used."""
+
     def touch(self, k) -> None:
         pass
 
 
 class Lfu(ByKey):
+    """Evicts the leaf with the fewest uses, and of equals the least recently used."""
+
     def add(self, k) -> None:
         self.keys[k] = (1, self.tick())
 
@@ -58,6 +63,8 @@ class Lfu(ByKey):
 
 
 class Lfuda(ByKey):
+    """LFU with dynamic aging: the key of the last victim is added to the number of uses."""
+
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self.uses: dict = {}
@@ -76,7 +83,7 @@ class Lfuda(ByKey):
 
 
 class Sieve:
-    """A list from the oldest to the newest; the hand is the number of blocks that it has passed."""
+    """A list from the oldest block to the newest; the hand is the number of blocks that it has passed."""
 
     def __init__(self, capacity: int) -> None:
         self.order: list = []
@@ -104,6 +111,8 @@ class Sieve:
 
 
 class S3Fifo:
+    """S3-FIFO: a small and a main queue, and a ghost queue of keys that the small queue evicted."""
+
     def __init__(self, capacity: int) -> None:
         self.small_size = max(1, capacity // 10)
         self.ghost_size = capacity - self.small_size
@@ -122,7 +131,7 @@ class S3Fifo:
         self.uses[k] = min(3, self.uses[k] + 1)
 
     def victim(self, is_leaf):
-        passed = 0  # of main in a row: once round without a leaf, and every leaf is in small
+        passed = 0  # blocks of main in a row: after a round without a leaf, every leaf is in small
         while True:
             if len(self.small) >= self.small_size or not self.main or (passed > len(self.main) and self.small):
                 k, _ = self.small.popitem(last=False)
@@ -147,6 +156,8 @@ class S3Fifo:
 
 
 class Arc:
+    """ARC: blocks used once and blocks used again in two LRU queues, each with a ghost queue of evicted keys."""
+
     def __init__(self, capacity: int) -> None:
         self.capacity, self.share = capacity, 0
         self.once, self.again = OrderedDict(), OrderedDict()
@@ -190,10 +201,10 @@ MODELS = {"lru": ByKey, "fifo": Fifo, "lfu": Lfu, "lfuda": Lfuda, "sieve": Sieve
 
 
 def model_replay(requests: Iterable[Sequence], capacity: int, policy: str) -> tuple[int, list]:
-    """(block hits, blocks in the order they were evicted); a block is the tuple of its chain."""
+    """Return (block hits, blocks in the order in which they were evicted); a block is the tuple of its chain."""
     model = MODELS[policy](capacity)
     cached: set = set()
-    below: Counter = Counter()  # cached blocks right below a block
+    below: Counter = Counter()  # block -> how many of its children are cached
     hits, evicted = 0, []
     for request in requests:
         chain = [tuple(request[: i + 1]) for i in range(len(request))]
@@ -216,10 +227,10 @@ def model_replay(requests: Iterable[Sequence], capacity: int, policy: str) -> tu
 def tree_replay(
     requests: Iterable[np.ndarray], capacity: int, policy: str | EvictionPolicy | PrefixTree
 ) -> tuple[int, list[int], PrefixTree]:
-    """The same through the prefix tree, or an empty one that is given: (block hits, ids in the order they were
-    evicted, the tree).
+    """Replay in a prefix tree with ``policy``, or in an empty tree that is given instead.
 
-    Ids count up from 1 in the order of insertion, deepest last, and are never used twice.
+    Returns (block hits, ids in the order in which they were evicted, the tree). Ids count up from 1 in the order of
+    insertion, deepest last, and are never used twice.
     """
     tree = policy if hasattr(policy, "insert") else PrefixTree(1, 1, policy, capacity=capacity)
     hits, next_id, evicted = 0, 1, []
@@ -242,6 +253,6 @@ def tree_replay(
 
 
 def load_trace(name: str) -> list[np.ndarray]:
-    """The chains of block ids of a public trace, int32."""
+    """Return the chains of block ids of a public trace, int32 ``[n]`` each."""
     with gzip.open(TRACES / f"{name}.jsonl.gz", "rt") as lines:
         return [np.array(json.loads(line)["hash_ids"], np.int32) for line in lines]

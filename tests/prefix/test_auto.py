@@ -1,4 +1,4 @@
-"""The policy that picks by itself: exact in either mode, right about which is better, and cheap to change its mind."""
+"""The ``auto`` policy: exact in either mode, right about which mode is better, and able to switch with the workload."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_a_shadow_is_the_policy_where_every_block_is_a_leaf(mode, shadow, uses: 
 
 
 def looping(rng: np.random.Generator, rounds: int) -> list[np.ndarray]:
-    """Texts that are asked for again and again, among many that are not: ARC keeps the first, LRU loses them."""
+    """Return requests for texts that repeat, among many that do not: ARC keeps those that repeat, LRU loses them."""
     requests = []
     for i in range(rounds):
         requests += [np.array([7, j, j], np.int32) for j in range(20)] * 2 if i % 4 == 0 else []
@@ -53,7 +53,7 @@ def looping(rng: np.random.Generator, rounds: int) -> list[np.ndarray]:
 
 
 def growing(rng: np.random.Generator, rounds: int) -> list[np.ndarray]:
-    """Chats that grow in turns and end, two at a time: what was used often is soon of no worth, and ARC holds on to it."""
+    """Return requests of chats that grow and end, two at a time: ARC keeps blocks of old chats for too long."""
     requests = []
     for first in range(10**6, 10**6 + 10**4 * rounds, 10**4):
         lengths = {first: 12, first + 5000: 20}

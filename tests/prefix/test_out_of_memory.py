@@ -1,4 +1,4 @@
-"""Memory that runs out at any call into numpy leaves the tree as it was, whatever it was asked for, with every policy."""
+"""If memory runs out at any call into numpy, the tree is unchanged: for every method, and with every policy."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from kvpagoda.prefix import POLICY_NAMES, PrefixTree
     [(1, 1, 250), (2, 2, 250), pytest.param(2, 2, 8000, marks=pytest.mark.slow)],
 )
 def test_every_call_fails_everywhere_first(block_size: int, num_groups: int, steps: int, policy) -> None:
-    """Against the oracle, which answers only what ends."""
+    """Compared with the oracle, which makes only the calls that succeed."""
     pair = Pair(block_size, 2, num_groups, seed=steps, room=60, policy="lru" if policy == "lru" else policy())
     swept = pair.tree = OutOfMemory(pair.tree)
     for _ in range(steps):
@@ -28,7 +28,7 @@ def test_every_call_fails_everywhere_first(block_size: int, num_groups: int, ste
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_a_policy_goes_on_as_if_nothing_had_happened(policy: str) -> None:
+def test_a_policy_continues_as_if_nothing_had_failed(policy: str) -> None:
     rng = np.random.default_rng(4)
     texts = [rng.integers(0, 3, 40).astype(np.int32) for _ in range(4)]
     requests = [texts[rng.integers(4)][: rng.integers(1, 40)] for _ in range(25)]

@@ -1,4 +1,4 @@
-"""A policy that a user writes, as an object: in a tree, in a cache, in a replay."""
+"""A policy object that a user writes works in a tree, in a cache and in a replay."""
 
 import random
 
@@ -15,7 +15,7 @@ from kvpagoda.schema import Attention, Layer
 
 
 class RandomLeaf:
-    """Any leaf goes, whichever it is."""
+    """Evicts a random leaf."""
 
     def __init__(self, seed: int) -> None:
         self.rng, self.leaves = random.Random(seed), {}
@@ -38,7 +38,8 @@ class RandomLeaf:
 
 
 def used_by(tree: PrefixTree, seed: int) -> list[int]:
-    rng, gone, next_id = np.random.default_rng(seed), [], 1
+    """Insert, touch and evict random texts in ``tree``. Returns the evicted ids in order."""
+    rng, evicted, next_id = np.random.default_rng(seed), [], 1
     for _ in range(300):
         text = rng.integers(0, 3, rng.integers(1, 9)).astype(np.int32)
         match = tree.match(text)
@@ -46,9 +47,9 @@ def used_by(tree: PrefixTree, seed: int) -> list[int]:
         next_id += len(new)
         tree.insert(match, text[match.num_blocks :], new[None])
         tree.touch(match)
-        gone += tree.evict(max(0, tree.num_cached - 40)).ids[0].tolist()
+        evicted += tree.evict(max(0, tree.num_cached - 40)).ids[0].tolist()
         tree.check()
-    return gone
+    return evicted
 
 
 def test_in_a_tree() -> None:
@@ -87,13 +88,13 @@ def test_an_object_serves_one_tree() -> None:
     with pytest.raises(BadInput, match="already"):
         PrefixTree(1, policy=policy)
     del tree
-    with pytest.raises(BadInput, match="already"):  # it still knows the blocks of the tree that is no more
+    with pytest.raises(BadInput, match="already"):  # it still knows the blocks of the deleted tree
         PrefixTree(1, policy=policy)
-    for _ in range(100):  # one that is no more does not stand in the way of another at its address
+    for _ in range(100):  # a deleted policy does not refuse a new one at the same address
         PrefixTree(1, policy=LRU())
 
 
-def test_what_is_no_policy_is_refused_with_what_there_is() -> None:
+def test_anything_but_a_policy_is_refused_with_the_names_that_exist() -> None:
     with pytest.raises(BadInput, match="mru") as error:
         PrefixTree(1, policy="mru")
     assert all(name in str(error.value) for name in POLICY_NAMES)
@@ -104,7 +105,7 @@ def test_what_is_no_policy_is_refused_with_what_there_is() -> None:
         as_policy(type("Half", (), {"add": print, "touch": print})(), 10)
 
 
-def test_a_choice_that_cannot_be_is_refused() -> None:
+def test_an_impossible_choice_is_refused() -> None:
     class Wrong(RandomLeaf):
         answer = np.array([7], np.int32)
 

@@ -1,4 +1,4 @@
-"""Every policy does what the replay model says: on random traces, victim by victim, and on public ones, to the hit."""
+"""Every policy agrees with the replay model: each victim on random traces, hits and evictions on public ones."""
 
 import csv
 
@@ -13,10 +13,11 @@ from kvpagoda.prefix import POLICY_NAMES, PrefixTree, as_policy
 from kvpagoda.prefix.invariants import nodes_below
 
 QUICK = 18279
-"""Blocks; ``replay/test_replay.py`` has the default run with 1,827, of every policy."""
+"""The capacity, in blocks, of the default run. ``replay/test_replay.py`` runs every policy with 1,827 blocks."""
 
 
 def expected() -> list[tuple[str, str, int, int, int]]:
+    """Return (trace, policy, capacity in blocks, block hits, evictions) for each result on a public trace."""
     if not TRACES.exists():
         return []
     with open(TRACES / "expected_hits.csv") as file:
@@ -29,6 +30,7 @@ def expected() -> list[tuple[str, str, int, int, int]]:
 
 @pytest.fixture(scope="module")
 def traces() -> dict[str, list[np.ndarray]]:
+    """Traces that are loaded already, by name."""
     return {}
 
 
@@ -61,7 +63,7 @@ def test_victims_are_those_of_the_model(policy: str, requests: list[list[int]], 
 
 @pytest.mark.parametrize("policy", MODELS)
 def test_victims_are_those_of_the_model_on_long_chains(policy: str) -> None:
-    """Chains of hundreds of blocks, so that runs of victims inside one node are long."""
+    """The chains have hundreds of blocks, so that runs of victims inside one node are long."""
     rng = np.random.default_rng(5)
     texts = [rng.integers(0, 3, 150) for _ in range(4)]
     requests = []
@@ -76,10 +78,10 @@ def test_victims_are_those_of_the_model_on_long_chains(policy: str) -> None:
 
 
 def named(requests: list[list[int]], capacity: int, ids: list[int]) -> list[tuple]:
-    """The chains that evicted ids stood for: ids count up as blocks come (again)."""
+    """Return the chains of the evicted ``ids``. Ids count up whenever a block is inserted, also a second time."""
     names: dict[int, tuple] = {}
     cached: dict[tuple, int] = {}
-    gone, next_id = iter(ids), 1
+    evicted, next_id = iter(ids), 1
     for request in requests:
         for i in range(min(len(request), capacity)):
             chain = tuple(request[: i + 1])
@@ -87,11 +89,12 @@ def named(requests: list[list[int]], capacity: int, ids: list[int]) -> list[tupl
                 cached[chain], names[next_id] = next_id, chain
                 next_id += 1
         while len(cached) > capacity:
-            del cached[names[next(gone)]]
+            del cached[names[next(evicted)]]
     return [names[one] for one in ids]
 
 
 def insert(tree: PrefixTree, tokens: list[int], first_id: int, priority: int = 0, size: int = 1) -> None:
+    """Insert and touch ``tokens``; new blocks get ids from ``first_id`` on. ``size``: tokens in a block."""
     array = np.array(tokens, np.int32)
     match = tree.match(array)
     ids = np.arange(first_id, first_id + len(tokens) // size - match.num_blocks, dtype=np.int32)
@@ -99,7 +102,7 @@ def insert(tree: PrefixTree, tokens: list[int], first_id: int, priority: int = 0
     tree.touch(match, priority=priority)
 
 
-def test_priority_keeps_what_is_wanted() -> None:
+def test_blocks_of_low_priority_are_evicted_first() -> None:
     tree = PrefixTree(1, 1, "priority", capacity=9)
     insert(tree, [1, 2], 1, priority=5)
     insert(tree, [3, 4], 3, priority=1)
@@ -118,7 +121,7 @@ def test_time_to_live_evicts_what_expires_first() -> None:
 
 
 def test_priorities_outlive_splits_and_merges() -> None:
-    """Against a dictionary of (highest priority, last use) by chain, in traffic that splits and merges all the time."""
+    """Compared with a dictionary chain -> (highest priority, last use), in traffic that splits and merges nodes."""
     rng, tree = np.random.default_rng(8), PrefixTree(1, 1, "priority", capacity=60)
     keys: dict[tuple, tuple[int, int]] = {}
     names: dict[int, tuple] = {}
@@ -148,7 +151,7 @@ def test_priorities_outlive_splits_and_merges() -> None:
     assert num_evicted > 3000 and tree.num_cached == len(keys)
 
 
-def test_what_is_used_from_the_root_on_is_never_older_than_what_hangs_below() -> None:
+def test_no_block_is_older_than_the_blocks_below_it() -> None:
     rng, tree = np.random.default_rng(9), PrefixTree(2, 1, "lru", capacity=80)
     next_id = 1
     for _ in range(1500):

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the prefix room run, and say what they say."""
+"""The examples in the docstrings of the prefix room run, and print what they show."""
 
 import doctest
 import importlib

@@ -1,4 +1,4 @@
-"""Failures that other prefix caches had, by the number they have in the project's list (R) or by what they were."""
+"""Failures that other prefix caches had do not happen here. Names have the number in the project's list (R), if any."""
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ def text(*values: int) -> np.ndarray:
 
 
 def store(tree: PrefixTree, tokens: np.ndarray, blocks: list[int]) -> None:
+    """Insert ``tokens``; ``blocks`` are the ids of the blocks that are not cached."""
     match = tree.match(tokens)
     rest = tokens[match.num_blocks * tree.block_size :]
     tree.insert(match, rest, np.array([blocks], np.int32))
@@ -79,7 +80,7 @@ def test_r4_a_pin_holds_the_matched_block_itself() -> None:
 
 
 def test_r5_a_cascade_finds_every_parent() -> None:
-    """Leaves go, then what they hung below, over several levels and with a branch inside; nothing is orphaned."""
+    """Leaves are evicted, then their parents, over several levels with a branch between them; no block is orphaned."""
     tree = PrefixTree(1)
     store(tree, text(1, 2, 3, 4), [1, 2, 3, 4])
     store(tree, text(1, 2, 5), [5])
@@ -105,7 +106,7 @@ def test_r7_one_request_cannot_use_up_the_pin_of_another() -> None:
     assert tree.num_pinned == 2 and theirs.is_open
 
 
-def test_r8_what_was_promised_is_there_until_it_is_unpinned() -> None:
+def test_r8_pinned_blocks_stay_until_they_are_unpinned() -> None:
     tree = PrefixTree(1)
     store(tree, np.arange(768, dtype=np.int32), list(range(1, 769)))
     match = tree.match(np.arange(768, dtype=np.int32))
@@ -117,7 +118,7 @@ def test_r8_what_was_promised_is_there_until_it_is_unpinned() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "lfuda", "fifo", "priority", "sieve", "arc", "auto"])
-def test_r16_what_is_new_does_not_go_first(policy: str) -> None:
+def test_r16_the_newest_block_is_not_evicted_first(policy: str) -> None:
     tree = PrefixTree(1, 1, policy, capacity=10)
     for i in range(10):
         store(tree, text(i), [i + 1])
@@ -154,8 +155,8 @@ def test_evict_with_everything_pinned_ends_and_says_so() -> None:
     assert tree.evict(4).shortfall == 0
 
 
-def test_pressure_takes_no_more_than_it_needs_and_the_oldest_first() -> None:
-    """However fast the accesses follow one another: the clock is a counter."""
+def test_eviction_takes_no_more_than_asked_and_the_oldest_first() -> None:
+    """The order is right however fast the accesses follow one another: the clock is a counter."""
     tree = PrefixTree(1)
     for i in range(50):
         store(tree, text(i, i), [2 * i + 1, 2 * i + 2])

@@ -1,4 +1,4 @@
-"""Costs against what the machine itself can do, as ratios within one run; with room for a busy machine."""
+"""Costs compared with what the machine itself can do, as ratios within one run, with a margin for a busy machine."""
 
 import json
 import subprocess
@@ -14,6 +14,7 @@ from kvpagoda.prefix import PrefixTree
 
 
 def fastest(call: Callable[[], object], times: int = 60) -> float:
+    """Return the seconds of the fastest of ``times`` calls."""
     best = float("inf")
     for _ in range(times):
         start = time.perf_counter()
@@ -35,7 +36,7 @@ def test_a_full_match_costs_little_more_than_one_compare() -> None:
 
 
 def cost_of_evicting(num_blocks: int, run: int) -> float:
-    """Seconds for each of single-block evictions, out of texts of ``run`` blocks below 10 shared ones."""
+    """Return the seconds to evict one block from a tree with texts of ``run`` blocks below 10 shared blocks."""
     tree, size = PrefixTree(4), 4
     shared = np.zeros(10 * size, np.int32)
     lease = tree.insert(tree.match(shared), shared, np.arange(1, 11, dtype=np.int32)[None], pin=True).lease
@@ -66,6 +67,7 @@ MARGIN = 1.5  # for a busy machine
 
 
 def benchmark(name: str) -> list[dict]:
+    """Run a benchmark in a process of its own and return its rows."""
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--json"], cwd=root, capture_output=True, check=True
@@ -82,7 +84,7 @@ def test_the_match_benchmark_stays_within_three_compares_and_gathers() -> None:
 
 @pytest.mark.slow
 def test_the_evict_benchmark_stays_flat_to_a_million_blocks() -> None:
-    """Twice the cost of the smallest cache is what cold memory may take."""
+    """Because of cold memory, a large cache may cost up to twice as much as the smallest."""
     rows = benchmark("evict")
     assert {row["cached"] for row in rows} >= {1000, 1_000_000}
     for row in rows:

@@ -1,4 +1,4 @@
-"""S3-FIFO's hand jumps where the model walks, and its circle keeps its order whatever is put in where."""
+"""S3-FIFO: its hand, which jumps, chooses the victims of the model's hand, which walks; its ring keeps its order."""
 
 import random
 
@@ -16,7 +16,7 @@ from kvpagoda.prefix.policies.ring import Ring
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(requests=chains, capacity=st.integers(1, 14), steps=st.integers(0, 2))
-def test_a_hand_that_jumps_chooses_what_one_that_walks_does(requests, capacity: int, steps: int) -> None:
+def test_a_hand_that_jumps_chooses_the_victims_of_one_that_walks(requests, capacity: int, steps: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(s3fifo, "_STEPS", steps)
         hits, evicted = model_replay(requests, capacity, "s3fifo")
@@ -26,7 +26,7 @@ def test_a_hand_that_jumps_chooses_what_one_that_walks_does(requests, capacity: 
 
 
 def test_victims_of_texts_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most blocks of main lie inside of texts, where the hand must jump, and places are spread anew many times."""
+    """Most blocks of main are inside texts, where the hand must jump, and places in the ring are renumbered often."""
     monkeypatch.setattr(ring, "_STEP", 64)
     rng, requests, jumps = np.random.default_rng(3), [], 0
     chats = [list(rng.integers(0, 50, 2)) for _ in range(12)]

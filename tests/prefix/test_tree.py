@@ -1,4 +1,4 @@
-"""The tree, case by case: sharing, duplicates, groups, leases across splits and merges, checkpoints, depth, refusals."""
+"""The tree, case by case: sharing, duplicates, groups, leases across splits and merges, checkpoints, bad input."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,8 @@ def ids(*values: int) -> np.ndarray:
 
 
 def store(tree: PrefixTree, text: np.ndarray, first_id: int, namespace: bytes = b"") -> np.ndarray:
-    """Insert ``text``; its new blocks get ids from ``first_id`` on. Returns the ids of the whole text."""
+    """Insert ``text``; its new blocks get ids from ``first_id`` on. Returns the ids of all its blocks, int32
+    ``[num_groups, n]``."""
     match = tree.match(text, namespace)
     count = len(text) // tree.block_size - match.num_blocks
     new = np.arange(first_id, first_id + count, dtype=np.int32)[None]
@@ -70,6 +71,7 @@ def test_the_best_partial_block_is_found_among_many(width: int) -> None:
 
 
 def store_quietly(tree: PrefixTree, text: np.ndarray, block_id: int) -> None:
+    """Insert a text of one block, without a check of the tree."""
     tree.insert(tree.match(text), text, ids(block_id))
 
 
@@ -117,7 +119,8 @@ def test_namespaces_never_share_and_the_same_one_does() -> None:
 
 
 def test_near_misses_of_weak_hashes_do_not_hit() -> None:
-    """Tokens are compared whole: 65 is not 321 (8 bits), and [a + 31, b - 1] is not [a, b] (a polynomial)."""
+    """Tokens are compared, not hashed: 65 and 321 have the same low 8 bits, and [a + 31, b - 1] and [a, b] may have the
+    same polynomial hash."""
     tree = PrefixTree(2)
     store(tree, tokens(65, 100), 1)
     for text in ((321, 100), (65 + 31, 99), (65 - 31, 101), (100, 65), (65 + 2**16, 100)):
@@ -177,7 +180,7 @@ def test_a_lease_outlives_splits_and_merges() -> None:
 
 
 def test_chains_are_merged_again() -> None:
-    """Branches come and go; what stays is one edge, or a few."""
+    """Branches are inserted and evicted; the chain that remains has one edge, or a few."""
     tree = PrefixTree(1)
     long = np.arange(1000, dtype=np.int32)
     for i, cut in enumerate(range(10, 1000, 10)):
@@ -208,7 +211,7 @@ def test_split_leaves_a_checkpoint_where_it_is() -> None:
     assert tree.match(tokens(1, 1, 2, 2, 3, 3, 4, 4), limit=7).checkpoint == (4, 70)
 
 
-def test_checkpoints_go_by_use_and_alone_or_with_their_blocks() -> None:
+def test_checkpoints_are_evicted_by_use_alone_or_with_their_blocks() -> None:
     tree = PrefixTree(1)
     store(tree, np.arange(6, dtype=np.int32), 1)
     match = tree.match(np.arange(6, dtype=np.int32))
@@ -252,7 +255,7 @@ def test_a_match_from_before_an_eviction_is_stale_or_still_good() -> None:
     with pytest.raises(StaleHandle, match="match again"):
         tree.pin(match)
     tree.insert(tree.match(tokens(7)), tokens(8), ids(9))
-    with pytest.raises(StaleHandle):  # the text is there again, in another block
+    with pytest.raises(StaleHandle):  # the text is cached again, but in another block
         tree.pin(match)
     assert tree.pin(tree.match(tokens(7, 8))).num_blocks == 2
 
@@ -367,7 +370,7 @@ def test_check_names_what_is_wrong() -> None:
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_chain_of_a_hundred_thousand_blocks(every: int) -> None:
-    """A branch at every fourth block, or at every one: nothing recurses, whatever the depth."""
+    """There is a branch at every fourth block, or at every block: nothing recurses, whatever the depth."""
     depth, tree = 100_000, PrefixTree(1, 1)
     lease = tree.pin(tree.match(tokens()))
     spine, branches = np.ones(depth, np.int32), depth // every
@@ -389,7 +392,7 @@ def test_a_chain_of_a_hundred_thousand_blocks(every: int) -> None:
 
 
 def test_a_checkpoint_is_touched_alone() -> None:
-    """The last one on the path, and no block: what was used first still goes first."""
+    """Only the last checkpoint on the path is touched, and no block: the block that was used first is evicted first."""
     tree, leases = PrefixTree(1), []
     for i in (1, 2):
         store(tree, tokens(i, i, i), 10 * i)
@@ -404,13 +407,13 @@ def test_a_checkpoint_is_touched_alone() -> None:
 
 
 def test_a_text_that_is_kept_is_found_like_one_that_is_copied() -> None:
-    """Texts that grow in an array of their own, branch off one another and are evicted, beside a tree that copies all."""
+    """Texts grow in arrays of their own, branch off one another and are evicted; a second tree copies every text."""
     rng, trees = np.random.default_rng(5), (PrefixTree(2), PrefixTree(2))
     texts: list[np.ndarray] = []
     free, in_place = list(range(1, 4000)), 0
     for _ in range(150):
         text = rng.integers(0, 2, 2 * rng.integers(4, 200)).astype(np.int32)
-        if texts and rng.random() < 0.7:  # it begins like another
+        if texts and rng.random() < 0.7:  # it begins like another text
             other = texts[rng.integers(len(texts))]
             shared = rng.integers(0, min(len(other), len(text)))
             text[:shared] = other[:shared]
@@ -441,6 +444,7 @@ def test_a_text_that_is_kept_is_found_like_one_that_is_copied() -> None:
 
 
 def chain_of(node: Node | None) -> Iterator[Node]:
+    """Yield ``node`` and its ancestors up to the root."""
     while node is not None:
         yield node
         node = node.parent

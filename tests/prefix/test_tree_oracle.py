@@ -15,7 +15,7 @@ NAMESPACES = (b"", b"tenant", b"tenant/adapter")
 
 
 class Pair:
-    """The tree and the oracle side by side, and a caller who owns ids, states and leases."""
+    """The tree and the oracle side by side, and the ids, states and leases that their caller owns."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Pair:
         self.stale: list[tuple[Match, bytes]] = []
 
     def text(self) -> np.ndarray:
-        """A new text: the beginning of an earlier one and something random."""
+        """Return a new text, int32 ``[n]``: a prefix of an earlier one and random tokens."""
         rng, old = self.rng, self.rng.choice(self.texts)
         cut = rng.randint(0, len(old)) if rng.random() < 0.8 else len(old)
         tail = [rng.randrange(self.alphabet) for _ in range(rng.randint(0, 3 * self.size))]
@@ -47,6 +47,7 @@ class Pair:
         return text
 
     def match(self) -> tuple[Match, bytes, np.ndarray]:
+        """Match a new text in both and compare the answers. Returns the match, its namespace and the text."""
         namespace, text = self.rng.choice(NAMESPACES), self.text()
         limit = self.rng.choice((None, None, max(0, len(text) - 1), len(text) // 2))
         match = self.tree.match(text, namespace, limit)
@@ -65,14 +66,14 @@ class Pair:
         return match, namespace, text
 
     def place(self) -> tuple[Match | Lease, bytes, np.ndarray]:
-        """Somewhere to go on: a fresh match or an open lease; the tokens it covers."""
+        """Return a fresh match or an open lease, its namespace, and the tokens that it covers."""
         if self.leases and self.rng.random() < 0.5:
             return self.rng.choice(self.leases)
         match, namespace, text = self.match()
         return match, namespace, text[: match.num_blocks * self.size]
 
     def take(self, num_blocks: int) -> np.ndarray:
-        """Fresh ids; now and then a group keeps nothing for a block."""
+        """Return unused ids, int32 ``[groups, num_blocks]``; some are 0, where a group keeps nothing for a block."""
         ids = np.array([[free.pop() for _ in range(num_blocks)] for free in self.free], np.int32)
         ids = ids.reshape(self.groups, num_blocks)
         for group in range(self.groups):
@@ -83,6 +84,7 @@ class Pair:
         return ids
 
     def give(self, ids: np.ndarray) -> None:
+        """Take back ids that the tree no longer owns."""
         for group, row in enumerate(ids):
             self.free[group] += row[row != 0].tolist()
 
@@ -137,6 +139,7 @@ class Pair:
         self.oracle.touch(namespace, as_bytes(covered))
 
     def evict(self, count: int | None = None) -> None:
+        """Evict ``count`` blocks (None: a few) in both and compare the answers."""
         count = self.rng.randint(0, 6) if count is None else count
         evicted = self.tree.evict(count)
         ids, states = self.oracle.evict(count)
@@ -147,6 +150,7 @@ class Pair:
         self.free_states += states
 
     def checkpoint(self) -> None:
+        """Set a checkpoint in both; sometimes evict or drop some."""
         at, namespace, covered = self.place()
         if len(covered) and self.free_states:
             depth = self.rng.randint(1, len(covered) // self.size)
@@ -169,7 +173,7 @@ class Pair:
             self.free_states += gone
 
     def stale_match(self) -> None:
-        """A match kept for a while is as good as new, or says that it is not."""
+        """An old match can be pinned if all its blocks are still cached; otherwise ``pin`` raises StaleHandle."""
         match, namespace, _ = self.match()
         self.stale.append((match, namespace))
         if len(self.stale) > 5:
@@ -183,7 +187,7 @@ class Pair:
                     self.tree.pin(match)
 
     def refused(self) -> None:
-        """Calls that must raise and change nothing."""
+        """Make calls that must raise and change nothing."""
         at, _, covered = self.place()
         with pytest.raises(BadInput):
             self.tree.pin(at, len(covered) // self.size + 1)
@@ -212,6 +216,7 @@ class Pair:
         self.free_states += cleared.states
 
     def step(self) -> None:
+        """Make one random operation in both, and compare their counters."""
         kinds = (self.match, self.insert, self.touch, self.pin, self.unpin, self.evict, self.checkpoint)
         rare = (self.stale_match, self.refused, self.clear)
         operation = self.rng.choices(kinds + rare, (20, 30, 12, 8, 10, 12, 5, 2, 0.5, 0.1))[0]
@@ -228,7 +233,7 @@ class Pair:
         assert len(self.tree.checkpoints.by_state) == len(self.oracle.states)
 
     def check(self) -> None:
-        """All books, and that every id is free or in the tree."""
+        """Check the tree, and that every id is either free or in the tree."""
         self.tree.check()
         for group, free in enumerate(self.free):
             assert sorted(free + self.tree.owned_ids(group).tolist()) == list(range(1, 4 * self.room))
@@ -260,7 +265,7 @@ def test_five_million_operations(seed: int) -> None:
 
 
 def finish(pair: Pair) -> None:
-    """Quiescence: with no lease left, everything can go, and nothing remains."""
+    """Unpin and evict everything: with no lease left, nothing remains."""
     while pair.leases:
         pair.unpin()
     assert pair.tree.num_pinned == 0
@@ -273,7 +278,7 @@ def finish(pair: Pair) -> None:
 @pytest.mark.parametrize("policy", [None, LRU])
 @pytest.mark.parametrize("num_groups", [0, 1, 2])
 def test_check_after_every_operation(num_groups: int, policy: type[LRU] | None) -> None:
-    """LRU by stretches of blocks, and by single blocks: one is the reference of the other."""
+    """LRU by stretches of blocks (None), and by single blocks: both must agree with the oracle."""
     pair = Pair(2, 2, num_groups, seed=3, room=30, policy=policy() if policy else "lru")
     for _ in range(3000):
         pair.step()

@@ -1,6 +1,6 @@
-"""A prefix tree in plain dictionaries: one entry for each cached block, filed under all tokens up to its end.
+"""A prefix tree in plain dictionaries: one entry for each cached block; its key is all tokens up to the block's end.
 
-Every answer is found by looking at everything. Evicts by LRU as the replay model says. Shares nothing with the library.
+Every answer comes from a search of all entries. Evicts by LRU, like the replay model. Shares nothing with the library.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import numpy as np
 
 @dataclass
 class Block:
+    """One cached block: its ids by group, the clock of its last use, its pins, and the state id of its checkpoint."""
+
     ids: list[int]
     stamp: int = 0
     pins: int = 0
     state: int | None = None
-    below: set[bytes] = field(default_factory=set)  # what may follow: the keys of the blocks right below
+    below: set[bytes] = field(default_factory=set)  # keys of the child blocks
 
 
 class Oracle:
@@ -33,13 +35,15 @@ class Oracle:
         return sum(len(blocks) for blocks in self.blocks.values())
 
     def path(self, text: bytes) -> list[bytes]:
+        """Return the keys of the whole blocks of ``text``, from the root on."""
         return [text[:end] for end in range(self.nbytes, len(text) + 1, self.nbytes)]
 
     def at(self, namespace: bytes, key: bytes) -> Block:
+        """Return the block with that key; for an empty key the root of ``namespace``."""
         return self.blocks[namespace][key] if key else self.roots.setdefault(namespace, Block([]))
 
     def match(self, namespace: bytes, text: bytes) -> tuple[int, list[bytes], list[int] | None]:
-        """(matching tokens, keys of the whole blocks, the longest first tokens of a block beyond: of these ids)."""
+        """Return (matching tokens, keys of the whole blocks, ids of each child block with the most matching tokens)."""
         cached = self.blocks.get(namespace, {})
         keys = []
         for key in self.path(text):
@@ -59,7 +63,7 @@ class Oracle:
         return (len(done) + longest) // 4, keys, partial
 
     def insert(self, namespace: bytes, covered: bytes, text: bytes, ids: list[list[int]]) -> tuple[list, list, int]:
-        """(own ids, duplicates, blocks added); ``ids`` by block."""
+        """Return (ids that the tree has now, duplicates, number of blocks added). ``ids``: a list for each block."""
         cached = self.blocks.setdefault(namespace, {})
         own, duplicates, fresh = [], [], []
         for key, given in zip(self.path(covered + text)[len(covered) // self.nbytes :], ids):
@@ -79,6 +83,7 @@ class Oracle:
         return own, duplicates, len(fresh)
 
     def touch(self, namespace: bytes, covered: bytes) -> None:
+        """Count a use of all blocks of ``covered``, the deepest first, and of the last checkpoint there."""
         used = None
         for key in reversed(self.path(covered)):
             block = self.at(namespace, key)
@@ -89,6 +94,7 @@ class Oracle:
             self.states[used] = self.states.pop(used)
 
     def pin(self, namespace: bytes, covered: bytes, change: int) -> None:
+        """Add ``change`` (1 or -1) to the pins of all blocks of ``covered``."""
         for key in self.path(covered):
             block = self.at(namespace, key)
             self.num_pinned -= block.pins > 0
@@ -96,6 +102,7 @@ class Oracle:
             self.num_pinned += block.pins > 0
 
     def evict(self, count: int) -> tuple[list[list[int]], list[int]]:
+        """Evict up to ``count`` leaves that are not pinned. Returns (ids by block, state ids)."""
         ids, states = [], []
         while len(ids) < count:
             leaves = [
@@ -116,12 +123,13 @@ class Oracle:
         return ids, states
 
     def clear(self, namespace: bytes) -> tuple[set, set]:
-        gone = self.blocks.pop(namespace, {})
+        """Remove a namespace. Returns (ids by block, state ids)."""
+        removed = self.blocks.pop(namespace, {})
         self.roots.pop(namespace, None)
-        states = {block.state for block in gone.values() if block.state is not None}
+        states = {block.state for block in removed.values() if block.state is not None}
         for state in states:
             del self.states[state]
-        return {tuple(block.ids) for block in gone.values()}, states
+        return {tuple(block.ids) for block in removed.values()}, states
 
 
 def as_bytes(tokens: np.ndarray) -> bytes:

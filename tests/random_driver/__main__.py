@@ -2,7 +2,7 @@
 
 python -m random_driver full 7                             run seed 7 of schema full
 python -m random_driver full 7 --operations 20000
-python -m random_driver all 0 --seeds 50                   50 seeds of every schema; tells each fault and goes on
+python -m random_driver all 0 --seeds 50                   50 seeds of every schema; prints each fault and continues
 python -m random_driver full 7 --without pin fence         leave operations out
 """
 

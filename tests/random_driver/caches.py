@@ -1,4 +1,4 @@
-"""Settings of a run, drawn from its seed; where every cache is made; and all that is not an obvious public name."""
+"""The settings of a run, drawn from its seed; the function that makes every cache; and all uses of internal names."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ LAYOUTS = {
     **dict.fromkeys(("full", "sliding", "gemma", "mixed"), ("trtllm", "vllm-blhnc", "vllm-lhbnc", "vllm-bhlnc")),
     "mla": ("kvpagoda-mla",), "qwen3_next": ("gdn-state-kv", "vllm-gdn-conv-sd", "transformers"),
 }  # fmt: skip
-"""Layouts that the rows of a schema may have beside its own."""
+"""Schema -> layouts that its rows may have instead of its own."""
 TIERS = ("none", "commit", "evict", "disk", "none", "reuse", "packed", "host over disk")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What one run is about. ``settled``: every operation waits until tiers have stored what they are to store, so that a
-    run of a seed is always the same; otherwise threads race. ``num_long``: requests of 48 tokens that fit at once. ``coarse``,
-    ``slack``: tokens, as ``cache.publishing`` has them for long texts, or so few that they matter for texts of 48 tokens."""
+    """The settings of one run.
+
+    ``settled``: after each operation the driver waits until tiers have stored everything, so that the run of a seed is
+    always the same; otherwise threads race. ``num_long``: how many requests of 48 tokens fit at once. ``coarse``,
+    ``slack``: constants of ``cache.publishing``, in tokens: its own, which matter for long texts, or so few tokens that
+    they matter for texts of 48."""
 
     schema: str
     seed: int
@@ -58,7 +61,7 @@ class Settings:
 
 
 def settings_of(schema: str, seed: int) -> Settings:
-    """The settings of run ``seed`` over ``schema``. Seeds 0, 1, 2 .. pass through all policies and tiers."""
+    """Return the settings of run ``seed`` over ``schema``. Seeds 0, 1, 2 .. go through all policies and tiers."""
     random = np.random.default_rng([seed, SCHEMA_NAMES.index(schema)])
     number = seed + 3 * SCHEMA_NAMES.index(schema)
 
@@ -87,7 +90,7 @@ def settings_of(schema: str, seed: int) -> Settings:
 
 
 def budget_of(settings: Settings, schema: Schema) -> int:
-    """The fewest bytes, about, with which so many requests of 48 tokens as the settings say run at once."""
+    """Return about the smallest budget, in bytes, with which ``num_long`` requests of 48 tokens run at once."""
     nbytes = 2048
     while True:
         try:
@@ -103,7 +106,7 @@ def budget_of(settings: Settings, schema: Schema) -> int:
 
 
 def make_cache(settings: Settings, folder: Path | None, weights: str) -> tuple[KVCache, list[Counting]]:
-    """The cache of a run, and the drivers of its tiers. ``folder``: of the disk tier, if it has one."""
+    """Make the cache of a run, and return it and the drivers of its tiers. ``folder``: for a disk tier."""
     schema = schema_named(settings.schema, settings.verify_width)
     schema = schema if settings.layout is None else schema.laid_out(settings.layout)
     drivers: list[Counting] = []
@@ -134,15 +137,15 @@ def _tiers(settings: Settings, folder: Path | None) -> tuple[TierSpec, ...]:
 
 
 def has_xxhash() -> bool:
-    """Whether records can leave the process: their checksums need it."""
+    """Return whether xxhash is installed: records that leave the process need it for their checksums."""
     return importlib.util.find_spec("xxhash") is not None
 
 
-# -- what is not an obvious public name ------------------------------------------------------------------------------
+# -- all uses of internal names --------------------------------------------------------------------------------------
 
 
 class Counting:
-    """A driver that counts what it was asked for."""
+    """A driver around another one that counts its lookups."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver, self.num_lookups = driver, 0
@@ -155,6 +158,8 @@ class Counting:
 
 
 def _counted(tier: TierSpec, drivers: list[Counting]) -> TierSpec:
+    """Return ``tier`` with a driver that counts its lookups and is appended to ``drivers``."""
+
     def make(buffer: RecordBuffer) -> Driver:
         drivers.append(Counting(tier.make(buffer)))
         return drivers[-1]
@@ -167,7 +172,7 @@ _MEMORY = ("kvpagoda.memory.arena", "Arena", ("reset", "copy", "poison"))
 
 
 class Failing:
-    """Lets a memory operation fail: ``arm()`` makes the n-th one from now raise MemoryError, once."""
+    """Makes a memory operation fail: after ``arm(n)`` the n-th one raises MemoryError, once."""
 
     def __init__(self) -> None:
         self.countdown, self.fired = 0, ""
@@ -176,11 +181,12 @@ class Failing:
         self.countdown, self.fired = countdown, ""
 
     def disarm(self) -> str:
-        """End it; which operation failed, or nothing."""
+        """Let no further operation fail. Returns the name of the one that failed, or an empty string."""
         fired, self.countdown, self.fired = self.fired, 0, ""
         return fired
 
     def hit(self, name: str) -> None:
+        """Count memory operation ``name``. Raises MemoryError if it is the one to fail."""
         if self.countdown:
             self.countdown -= 1
             if not self.countdown:
@@ -190,7 +196,7 @@ class Failing:
 
 @contextmanager
 def failing_memory() -> Iterator[Failing]:
-    """While inside, memory operations fail when they are told to."""
+    """A context in which memory operations fail when the ``Failing`` object that it yields is armed."""
     module, owner_name, names = _MEMORY
     owner, failing = getattr(importlib.import_module(module), owner_name), Failing()
     real = {name: getattr(owner, name) for name in names}
@@ -212,28 +218,28 @@ def failing_memory() -> Iterator[Failing]:
 
 
 def staging_in_use(cache: KVCache) -> list[int]:
-    """Staging records of each tier that somebody has."""
+    """Return how many staging records of each tier are in use."""
     levels = () if cache.core.offloader is None else cache.core.offloader.levels
     return [level.buffer.num_records - level.buffer.num_free for level in levels]
 
 
 def num_moves(cache: KVCache) -> int:
-    """How often blocks were moved so that a sector could change hands."""
+    """Return how often blocks were moved so that a sector could change its group."""
     return cache.core.capacity.num_moves
 
 
 def prompt_length(handle: Any) -> int:
-    """Tokens of a sequence that a commit must name as its prompt has them."""
+    """Return the length of a sequence's prompt, in tokens. Commits must name these tokens as the prompt has them."""
     length: int = handle.prompt_length
     return length
 
 
 def is_suspended(handle: Any) -> bool:
-    """Whether a sequence is set aside."""
+    """Return whether a sequence is suspended."""
     return bool(handle._request.state is State.SUSPENDED)
 
 
 def is_prefetched(prefetch: Any) -> bool:
-    """Whether a prefetch has read what it will read."""
+    """Return whether a prefetch has finished reading."""
     done: bool = prefetch.is_done
     return done

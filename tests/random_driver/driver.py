@@ -1,4 +1,4 @@
-"""One run: attempts calls, compares what must be as before, and tells the last operations when something is wrong."""
+"""One run: attempts calls, compares what a failed call must not change, and reports the last operations of a fault."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ OPERATIONS: dict[str, tuple[float, Callable[[Driver], None]]] = {
 
 
 class Driver:
-    """Traffic over one cache after another, with the same settings. ``without``: names of operations that are left out;
-    ``memory_fails``: how often a call meets a memory operation that fails."""
+    """Random operations on one cache after another, with the same settings. ``without``: operations that are left out.
+    ``memory_fails``: the share of calls in which a memory operation is made to fail."""
 
     def __init__(
         self, settings: Settings, failing: Failing, folder: Path, without: frozenset[str] = frozenset(),
@@ -46,14 +46,14 @@ class Driver:
         self.start()
 
     def start(self) -> None:
-        """A new cache, in which nothing runs."""
+        """Make a new cache, in which nothing runs."""
         self.cache, self.tier_drivers = make_cache(self.settings, self.folder, self.weights)
         schema, self.longest = self.cache.schema, self.cache.max_context
         self.oracle = Oracle(schema, self.cache.plan.kernel_page)
         self.draft_width, self.rewind_width = draft_width(schema), rewind_width(schema)
         self.epochs = Epochs(self.weights)
-        self.requests: dict[Any, Request] = {}  # that are open, by handle
-        self.lingering: set[Request] = set()  # closed inside a fence that is not lifted
+        self.requests: dict[Any, Request] = {}  # the open ones, by handle
+        self.lingering: set[Request] = set()  # closed inside a fence that has not ended
         self.pins: list[Any] = []
         self.prefetches: list[tuple[Any, Any]] = []
         self.together: list[Any] = []  # persistent batches
@@ -63,17 +63,19 @@ class Driver:
     # -- choices -----------------------------------------------------------------------------------------------------
 
     def chance(self, share: float) -> bool:
+        """Return True with probability ``share``."""
         return bool(self.random.random() < share)
 
     def one(self, *choices: Any) -> Any:
+        """Return one of ``choices`` at random."""
         return choices[int(self.random.integers(len(choices)))]
 
     def between(self, low: int, high: int) -> int:
-        """A whole number, both ends included."""
+        """Return a random whole number from ``low`` to ``high``, both included."""
         return int(self.random.integers(low, high + 1))
 
     def pick(self, suits: Callable[[Request], bool] = lambda request: request.is_running) -> Request:
-        """One of the open requests that ``suits``. Raises Refused if there is none."""
+        """Return a random open request for which ``suits`` holds. Raises Refused if there is none."""
         found = [request for request in self.requests.values() if suits(request)]
         if not found:
             raise Refused("no request suits")
@@ -86,7 +88,7 @@ class Driver:
     # -- a run -------------------------------------------------------------------------------------------------------
 
     def run(self, num_operations: int) -> None:
-        """So many operations, and an end that proves that nothing is lost."""
+        """Run ``num_operations`` operations, prove that nothing is lost, and close the cache."""
         for self.step in range(num_operations):
             self.operate()
             if self.step % CHECK_EVERY == 0:
@@ -98,14 +100,14 @@ class Driver:
         self.cache.close()
 
     def count_cache(self) -> None:
-        """Add up what the cache did: whether traffic was what it is meant to be."""
+        """Add what the cache did to ``counts``, which show whether the traffic was as intended."""
         stats = self.cache.stats()
         for name in ("cached_tokens", "loaded_tokens", "evicted_blocks", "evicted_checkpoints"):
             self.counts[name] += getattr(stats, name)
         self.counts["moves"] += num_moves(self.cache)
 
     def operate(self) -> None:
-        """One operation, by chance."""
+        """Run one random operation."""
         name = self._names[min(int(np.searchsorted(self._ends, self.random.random())), len(self._names) - 1)]
         before = len(self.log), self.log[-1] if self.log else ""
         try:
@@ -117,15 +119,17 @@ class Driver:
             self.require(self.cache.flush(), "flush() gave up after its timeout")
 
     def require(self, holds: bool, message: str) -> None:
-        """Raises Fault with the message, unless it ``holds``."""
+        """Raise Fault with ``message`` unless ``holds`` is true."""
         if not holds:
             raise Fault(message)
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def attempt(self, what: str, call: Callable[[], T], *expected: type[Exception], may_fail: bool = True) -> T:
-        """The result of ``call``. If it raises one of ``expected``, or a memory operation failed in it, nothing may have
-        changed: Refused. ``may_fail``: whether memory may fail here."""
+        """Return the result of ``call``, which the log calls ``what``.
+
+        If the call raises one of ``expected``, or because a memory operation failed, nothing may have changed; then
+        this raises Refused. ``may_fail``: whether a memory operation may fail here."""
         before = self.facts()
         if may_fail and self.chance(self.memory_fails):
             self.failing.arm(self.between(1, 3))
@@ -151,7 +155,7 @@ class Driver:
         return result
 
     def facts(self) -> list[Any]:
-        """What no call may change that raises, of everything that is open."""
+        """Return what a call that raises must not change: a tuple for each open request."""
         facts: list[Any] = []
         for handle, request in self.requests.items():
             running = (handle.slot, handle.capacity) if request.is_running else ()
@@ -159,12 +163,13 @@ class Driver:
         return facts
 
     def unchanged(self, before: list[Any], what: str) -> None:
+        """Raise Fault if ``facts()`` differs from ``before``."""
         after = self.facts()
         changed = [(old, new) for old, new in zip(before, after) if old != new]
         self.require(not changed, f"{what} raised, but changed something: {changed[:4]}")
 
     def check(self) -> None:
-        """``check()`` passes, and the counters are those of the driver."""
+        """Run ``check()`` of the cache, and compare its statistics with what the driver knows."""
         self.cache.check()
         stats = self.cache.stats()
         suspended = sum(request.is_suspended for request in self.requests.values())
@@ -181,6 +186,7 @@ class Driver:
             self.right_length(handle, request)
 
     def right_length(self, handle: Any, request: Request) -> None:
+        """Compare the length and the epochs of ``handle`` with what the driver knows."""
         self.require(handle.length == request.length, f"{request} has length {handle.length}")
         stays = epoch_of(request.namespace)
         first, last = handle.epochs[0][1], handle.epochs[-1][1]
@@ -188,7 +194,7 @@ class Driver:
         self.require(is_right, f"{request} of {request.namespace!r} says {handle.epochs} in epoch {self.cache.epoch}")
 
     def audit(self) -> None:
-        """Everything that running requests read is right, in both dialects."""
+        """Compare everything that running requests would read, in both dialects."""
         requests = [
             request
             for request in self.requests.values()
@@ -211,13 +217,14 @@ class Driver:
 
 @contextmanager
 def driving(settings: Settings, **arguments: Any) -> Iterator[Driver]:
-    """A driver in a folder of its own, with memory that fails when it is told to."""
+    """A context with a driver that has a temporary folder and can make memory operations fail."""
     with tempfile.TemporaryDirectory() as folder, failing_memory() as failing:
         yield Driver(settings, failing, Path(folder), **arguments)
 
 
 def drive(settings: Settings, num_operations: int, **arguments: Any) -> Driver:
-    """One run. Raises Fault, WrongBytes or what the cache raised, with the settings, the step and the last operations."""
+    """Make one run and return its driver. Raises Fault, from whatever error ended the run, with the settings, the step
+    and the last operations."""
     with driving(settings, **arguments) as driver:
         try:
             driver.run(num_operations)

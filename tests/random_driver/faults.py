@@ -1,15 +1,16 @@
-"""How an operation of the driver ends, other than well."""
+"""The exceptions that end an operation of the driver."""
 
 from __future__ import annotations
 
 
 class Refused(Exception):
-    """A call raised what it may raise, and changed nothing: the operation ends here."""
+    """The operation ends here, and that is no fault: a call raised an expected error and changed nothing, or no request
+    suits."""
 
 
 class Fault(AssertionError):
-    """The cache did what it must not do."""
+    """The cache did something that it must not do."""
 
 
 class WrongBytes(AssertionError):
-    """A batch shows something that is not what was written for that text."""
+    """A batch shows bytes that were not written for that text."""

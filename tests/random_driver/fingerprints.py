@@ -1,7 +1,7 @@
-"""What a row must hold: a number that no other text, layer or field has, exact in the field's dtype.
+"""The number that a row must hold: no other text, layer or field has it, and it is exact in the field's dtype.
 
-A text has one 64-bit *mark* for each of its tokens, a function of the namespace and of all tokens and media up to it. A row
-is filled with a few bits of (mark of its last token x an odd number of the layer and field).
+A text has one 64-bit *mark* for each of its tokens, a function of the namespace and of all tokens and media up to it. A
+row is filled with the upper bits of (the mark of its last token times an odd number of the layer and field).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Marks = npt.NDArray[np.uint64]
 """uint64 ``[n]``: one for each token of a text."""
 
 _BITS = {"float32": 24, "float64": 53, "int32": 31, "uint8": 8}
-"""Bits of a number that every field of that dtype holds exactly, as a number that is not negative."""
+"""dtype -> so many bits that it holds every non-negative number of these bits exactly."""
 _LONGEST = 4096
 _random = np.random.default_rng(0xF1D0)
 _TOKENS = _random.integers(0, 2**64, 1000, np.uint64)
@@ -30,13 +30,13 @@ def _digest(what: Any) -> int:
 
 
 def seed_of(namespace_key: Any) -> int:
-    """64 bits for a namespace, as it is at this moment."""
+    """Return 64 bits for a namespace in its present state."""
     return _digest(("namespace", namespace_key))
 
 
 def marks_of(seeds: Marks, tokens: npt.NDArray[np.int32], media: Mapping[int, bytes]) -> Marks:
-    """The marks of a text: uint64 ``[len(tokens)]``, as ``seeds``, one for each token, are. Where media begin, at their
-    offsets, they stand for the token there."""
+    """Return the marks of a text, uint64 ``[len(tokens)]``. ``seeds`` has the same shape and dtype: the namespace's
+    seed at each token. At the offsets where media begin, their digest replaces the token."""
     own = _TOKENS[tokens]
     for offset, digest in media.items():
         if offset < len(own):
@@ -47,7 +47,7 @@ def marks_of(seeds: Marks, tokens: npt.NDArray[np.int32], media: Mapping[int, by
 
 
 class Stamp:
-    """The numbers of one field of one layer: ``stamp(marks)`` is what rows that end at these tokens are filled with."""
+    """The numbers of one field of one layer: rows that end at tokens with ``marks`` hold ``stamp(marks)``."""
 
     def __init__(self, layer: int, field: str, dtype: str) -> None:
         bits = _BITS.get(dtype)

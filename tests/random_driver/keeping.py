@@ -20,13 +20,13 @@ def pin(driver: Driver) -> None:
         media = {at: digest for at, digest in request.media.items() if at < len(tokens)}
     else:
         (tokens, media), namespace = driver.documents.one(), driver.one(None, None, *NAMESPACES)
-    told = f"pin({tokens.tolist()}, {namespace!r}, media={media})"
-    driver.pins.append(driver.attempt(told, lambda: driver.cache.pin(tokens, namespace, media=media), OutOfBlocks))
+    line = f"pin({tokens.tolist()}, {namespace!r}, media={media})"
+    driver.pins.append(driver.attempt(line, lambda: driver.cache.pin(tokens, namespace, media=media), OutOfBlocks))
     driver.check()
 
 
 def unpin(driver: Driver) -> None:
-    """End a pin, perhaps one that was given up or ended before."""
+    """Unpin a pin, perhaps one that the cache has released or that was unpinned before."""
     if not driver.pins:
         raise Refused("there are no pins")
     pin = driver.one(*driver.pins)
@@ -51,7 +51,7 @@ def invalidate(driver: Driver) -> None:
 
 
 def reset(driver: Driver) -> None:
-    """Refused while anything is open: then pins hold what they held."""
+    """Reset the cache. While anything is open, this is refused, and pins must hold what they held."""
     is_open = driver.requests or driver.lingering
     held = [pin.is_held for pin in driver.pins]
     try:

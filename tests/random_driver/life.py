@@ -1,4 +1,4 @@
-"""Operations: requests begin, fork, go back, are set aside, go on and end; caches end, and others begin."""
+"""Operations: requests open, fork, rewind, suspend, resume and close; caches are drained and restarted."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 def begin(
     driver: Driver, tokens: Tokens, media: dict[int, bytes], namespace: Any, what: str = "open", **settings: Any
 ) -> Request:
-    """Open a request and compare what it starts from. Raises Refused."""
+    """Open a request and compare the rows that it starts from. Raises Refused."""
     length, room, reserve = len(tokens), settings.get("capacity"), settings.get("reserve")
     number, first_room = driver.next_number(), length if room is None else room
     total = max(length, first_room if reserve is None else reserve)
     may_never = total > driver.longest or first_room > driver.settings.step_tokens
     is_idle = not driver.requests and not driver.lingering
-    told = f"#{number} = {what}({tokens.tolist()}, {namespace!r}, media={media}, {settings})"
+    line = f"#{number} = {what}({tokens.tolist()}, {namespace!r}, media={media}, {settings})"
     handle = driver.attempt(
-        told,
+        line,
         lambda: driver.cache.open(tokens, namespace, media=media or None, **settings),
         *([NeverFits] if may_never else []),
         *([] if is_idle and not may_never else [RetryLater]),
@@ -41,7 +41,7 @@ def begin(
 def started(
     driver: Driver, number: int, handle: Any, namespace: Any, tokens: Tokens, media: dict[int, bytes], total: int
 ) -> Request:
-    """The request of a handle that ``open`` gave."""
+    """Return the driver's record of the request that ``open`` returned as ``handle``."""
     request = Request(number, handle, driver.epochs.seed(namespace), namespace, tokens, media, total)
     request.length = request.num_written = request.highest = request.started_at = handle.length
     request.is_blank = request.length == 0
@@ -58,7 +58,7 @@ def started(
 
 
 def look(driver: Driver, request: Request) -> None:
-    """What ``request`` may read is right."""
+    """Compare everything that the next token of ``request`` may read."""
     batch = driver.cache.batch([request.handle], [1])
     request.reached(request.length + 1)
     for shown in driver.oracle.shown(batch, StepTexts([request], [1], [()]), driver.one(*DIALECTS)):
@@ -66,7 +66,7 @@ def look(driver: Driver, request: Request) -> None:
 
 
 def namespace_of(driver: Driver) -> Any:
-    """Mostly none; sometimes one that stays on an epoch, often on that of a request that does so."""
+    """Return a namespace, mostly None. Some stay on an epoch, often on that of an open request that does so too."""
     namespace = driver.one(*NAMESPACES) if driver.chance(0.25) else None
     if not driver.chance(0.3):
         return namespace
@@ -91,7 +91,7 @@ def open_one(driver: Driver) -> None:
 
 
 def crowd(driver: Driver) -> None:
-    """A request of some other text takes as much room as there is, so that what is cached goes, and ends."""
+    """Let a request of some other text take as much room as it can, so that cached blocks are evicted, and close it."""
     for length in (driver.longest, driver.longest * 2 // 3, driver.longest // 2, driver.longest // 3):
         tokens = driver.random.integers(50, 90, length).astype(np.int32)
         with suppress(Refused):
@@ -101,15 +101,15 @@ def crowd(driver: Driver) -> None:
 
 
 def open_prefetched(driver: Driver) -> None:
-    """Begin to read a text ahead; or open a request with what was begun before, of this text or another."""
+    """Prefetch a text; or open a request with an earlier prefetch, of the same text or another."""
     if not driver.tier_drivers:
         tokens, _ = driver.documents.prompt()
         driver.attempt("prefetch without tiers", lambda: driver.cache.prefetch(tokens), BadInput)
         raise Fault("prefetch without tiers was accepted")
     if len(driver.prefetches) < 2 and driver.chance(0.6):
         (tokens, media), namespace = driver.documents.prompt(), namespace_of(driver)
-        told = f"prefetch({tokens.tolist()}, {namespace!r}, media={media})"
-        prefetch = driver.attempt(told, lambda: driver.cache.prefetch(tokens, namespace, media=media), may_fail=False)
+        line = f"prefetch({tokens.tolist()}, {namespace!r}, media={media})"
+        prefetch = driver.attempt(line, lambda: driver.cache.prefetch(tokens, namespace, media=media), may_fail=False)
         while driver.settings.settled and not is_prefetched(prefetch):
             sleep(0.0005)
         driver.prefetches.append((prefetch, (tokens, media, namespace)))
@@ -131,7 +131,7 @@ def open_prefetched(driver: Driver) -> None:
 
 
 def open_twice(driver: Driver) -> None:
-    """A prefetch that is done told all that there is: ``open`` need not ask tiers again."""
+    """Open a request with a prefetch that has finished: ``open`` must not look up anything in the tiers again."""
     if not driver.tier_drivers or driver.num_fences:
         raise Refused("no tiers")
     tokens, media = driver.documents.prompt()
@@ -184,7 +184,7 @@ def rewind_one(driver: Driver) -> None:
     )  # fmt: skip
     driver.require(not request.fences, "a fenced sequence was rewound")
     request.cut(to)
-    request.reserve = None  # blocks that it shared are to be its own again
+    request.reserve = None  # blocks that it shared may need copies, which nothing reserved
     driver.right_length(request.handle, request)
 
 
@@ -195,8 +195,9 @@ def extend_one(driver: Driver) -> None:
 
 
 def make_room(driver: Driver, requests: list[Request], n: int, call: Any = None, what: str = "") -> Any:
-    """``extend`` by ``n`` tokens, which may not fail within what was promised: once a prompt is computed, windows have room
-    for a block at a time. Raises Refused."""
+    """Extend ``requests`` by ``n`` tokens, or make ``call`` instead. Raises Refused.
+
+    Within the reserve this must not fail; once a prompt is computed, windows have room for a block at a time."""
     ends = [request.length + n for request in requests]
     is_promised = not driver.num_fences and n <= driver.settings.step_tokens
     for request, end in zip(requests, ends):
@@ -276,7 +277,7 @@ def close(driver: Driver, request: Request) -> None:
 
 
 def call_raises(call: Any) -> Any:
-    """A call that must raise StaleHandle."""
+    """Return a function that makes ``call``, which must raise StaleHandle."""
 
     def checked() -> None:
         try:
@@ -289,7 +290,7 @@ def call_raises(call: Any) -> Any:
 
 
 def count_openings(driver: Driver) -> int:
-    """How many requests of one token can be open at once in the empty cache."""
+    """Return how many requests of one token can be open at once in the empty cache."""
     handles = []
     try:
         for token in range(driver.settings.max_requests):
@@ -303,7 +304,7 @@ def count_openings(driver: Driver) -> int:
 
 
 def drain(driver: Driver) -> None:
-    """Close and forget everything: all memory is free then, and as many requests can be opened as at first."""
+    """Close and reset everything: then all memory must be free, and as many requests must open as at first."""
     if driver.num_fences:
         raise Refused("fenced")
     memory_fails, driver.memory_fails = driver.memory_fails, 0.0
@@ -322,7 +323,7 @@ def drain(driver: Driver) -> None:
     driver.require(not left and not stats.swap_nbytes, f"something is held when all is forgotten: {left}, {stats}")
     deadline = monotonic() + 10
     while any(staging := staging_in_use(driver.cache)) and monotonic() < deadline:
-        sleep(0.001)  # a prefetch that is closed gives back what is being read when that is done
+        sleep(0.001)  # a closed prefetch frees its staging records when its reads end
     driver.require(not any(staging), f"{staging} staging records of the tiers are lost")
     openings = count_openings(driver)
     driver.require(openings == driver.most_open, f"{openings} requests can be opened, {driver.most_open} at first")
@@ -330,7 +331,7 @@ def drain(driver: Driver) -> None:
 
 
 def restart(driver: Driver) -> None:
-    """Close the cache as it is, and begin another over the same folder, of these weights or others."""
+    """Close the cache as it is, and make another over the same folder, with the same weights or others."""
     if driver.num_fences:
         raise Refused("fenced")
     driver.log.append(f"restart over {driver.settings.tiers} tiers")

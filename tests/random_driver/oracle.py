@@ -1,12 +1,12 @@
 """Writes rows and states through the views of a batch, as kernels do, and compares all that the batch shows of a text.
 
-What a row is a function of follows from the schema's data alone. Of a block's field with a row for every m tokens, row r of
-block c belongs to the text up to token (c * rows + r + 1) * m - 1, once that token is written. A state's field of n rows is
-a ring: row p % n belongs to the text up to token p; with one row, it is the state after the whole text.
+The schema alone says which text a row depends on. In a field of a block with one row for every m tokens, row r of block
+c belongs to the text up to token (c * rows + r + 1) * m - 1, once that token is written. A field of a state with n rows
+is a ring: row p % n belongs to the text up to token p; with one row, it is the state after the whole text.
 
-Not compared, for nothing says what they hold: rows before the first position that the layer's next token reads; entries
-whose m tokens are not all written; rows of a ring that tokens which were taken back may have overwritten (of n rows with
-``rewinds`` v only the newest n - v count); blocks that no request has; padding.
+Some rows are not compared, because nothing says what they hold: rows before the first position that the layer's next
+token reads; entries whose m tokens are not all written; rows of a ring that rewound tokens may have overwritten (of n
+rows with ``rewinds`` v only the newest n - v count); blocks that no request holds; padding.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FLASH_ATTENTION, FLASH_INFER = DIALECTS = ("FlashAttention", "FlashInfer")
 
 @dataclass(frozen=True)
 class Field:
-    """One array of a layer. ``tokens_per_row`` of a block's row; ``count`` rows of a state, of which the newest ``kept`` are
-    always right, and which hold ``fill`` at first."""
+    """One array of a layer. ``tokens_per_row``: for a block. ``count``: rows of a state, of which the newest ``kept``
+    are always valid; all hold ``fill`` at first."""
 
     name: str
     stamp: Stamp
@@ -42,8 +42,8 @@ class Field:
 
 @dataclass(frozen=True)
 class Shown:
-    """Rows of one field that a batch shows: ``array[first[i], second[i]]`` must be filled with ``expected[i]``. ``rows`` and
-    ``positions`` say of which row of the batch, and which token."""
+    """Rows of one field that a batch shows: ``array[first[i], second[i]]`` must be filled with ``expected[i]``. It
+    belongs to row ``rows[i]`` of the batch and to token ``positions[i]`` of its text."""
 
     what: str
     array: Array
@@ -54,7 +54,7 @@ class Shown:
     positions: Array
 
     def verify(self, requests: list[Request], mask: Array | None = None) -> None:
-        """Raises WrongBytes."""
+        """Raise WrongBytes unless all rows, or those where ``mask`` (bool ``[n]``) is true, are as expected."""
         if not len(self.first):
             return
         found = self.array[self.first, self.second].reshape(len(self.first), -1)
@@ -71,8 +71,8 @@ class Shown:
 
 
 class StepTexts:
-    """The texts of a step's rows: ``counts[i]`` tokens after the committed ones of ``requests[i]``; where there are ``news``,
-    these are written from now on."""
+    """The texts of a step's rows: ``counts[i]`` tokens after the committed ones of ``requests[i]``. If ``news[i]`` is
+    not empty, these tokens count as written from now on."""
 
     def __init__(self, requests: list[Request], counts: list[int], news: list[Any]) -> None:
         self.requests = requests
@@ -85,7 +85,7 @@ class StepTexts:
         self.marks: list[Marks] = [request.marks(end) for request, end in zip(requests, self.ends)]
 
     def part(self, firsts: list[int], ends: list[int]) -> tuple[Array, Array, Marks]:
-        """Row, position and mark of tokens ``firsts[i] .. ends[i] - 1`` of each row, one behind another."""
+        """Return the rows, positions and marks of tokens ``firsts[i] .. ends[i] - 1`` of each row, concatenated."""
         key = (*firsts, *ends)
         if key not in self._parts:
             rows = np.repeat(np.arange(len(firsts)), [end - first for first, end in zip(firsts, ends)])
@@ -124,7 +124,7 @@ class Oracle:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def shown(self, batch: Any, step: StepTexts, dialect: str, *, new: bool = False) -> list[Shown]:
-        """All that the next tokens of the step's rows may read; ``new``: with the rows and states that were just written."""
+        """Return all that the next tokens of the step's rows may read. ``new``: with what the step has just written."""
         found: list[Shown] = []
         places: dict[Growth, tuple[Array, ...]] = {}
         of_row = batch.state_indices.numpy()
@@ -146,7 +146,7 @@ class Oracle:
         return found
 
     def _places(self, view: Any, growth: Growth, step: StepTexts, dialect: str, new: bool) -> tuple[Array, ...]:
-        """Blocks, rows of the batch, positions and marks of what is read of one group."""
+        """Return (blocks, rows of the batch, positions, marks) of the tokens that the step reads in one group."""
         ends = step.ends if new else step.before
         firsts = [min(int(growth.first_needed(before)), end) for before, end in zip(step.before, ends)]
         rows, positions, marks = step.part(firsts, ends)
@@ -184,7 +184,7 @@ class Oracle:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def write(self, batch: Any, step: StepTexts) -> None:
-        """Write the rows and states of the step's new tokens, and something where padded rows are to write."""
+        """Write the rows and states of the step's new tokens, and 77 where padded rows write."""
         _, positions, marks = step.part(step.before, step.ends)
         of_row, num_padded = batch.state_indices.numpy(), len(batch.state_indices) - len(step.before)
         for layer in self._layers:
@@ -217,7 +217,7 @@ class Oracle:
     # -- what index arrays say ---------------------------------------------------------------------------------------
 
     def check_arrays(self, batch: Any, step: StepTexts, num_rows: int) -> None:
-        """The arrays of all groups agree with the lengths and with each other. Raises WrongBytes."""
+        """Compare the index arrays of all groups with the lengths and with each other. Raises WrongBytes."""
         padding = num_rows - len(step.before)
         rows, positions, _ = step.part(step.before, step.ends)
         num_padded = len(batch.positions) - len(rows)

@@ -59,17 +59,17 @@ SCHEMA_NAMES = tuple(_SCHEMAS)
 
 
 def schema_named(name: str, verify_width: int = 0) -> Schema:
-    """The schema of that name, with rings and windows that can take back ``verify_width`` tokens."""
+    """Return the schema of that name, with rings and windows that can rewind ``verify_width`` tokens."""
     return _SCHEMAS[name].rewindable(verify_width)
 
 
 def draft_width(schema: Schema) -> int:
-    """How many of the tokens that a step wrote may be left uncommitted: what every state can take back, at most 4."""
+    """Return how many tokens of a step may stay uncommitted: as many as every state can rewind, at most 4."""
     return min((layer.rewinds for layer in schema.layers if layer.rewinds is not None), default=4)
 
 
 def rewind_width(schema: Schema) -> int | None:
-    """How many of the newest tokens every layer can take back; None: any number."""
+    """Return how many of the newest tokens every layer can rewind; None: any number."""
     widths = [layer.rewinds for layer in schema.layers if layer.rewinds is not None]
     widths += [layer.growth.slack for layer in schema.layers if layer.growth is not None and layer.growth.is_bounded]
     return min(widths, default=None)

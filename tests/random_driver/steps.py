@@ -1,4 +1,4 @@
-"""Operations: steps of fresh and of persistent batches, and fences around what is in flight."""
+"""Operations: steps of fresh and of persistent batches, and fences around steps in flight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def compute(driver: Driver, batch: Any, requests: list[Request], news: list[Tokens], num_rows: int) -> StepTexts:
-    """Do as an engine does: read what is there, write what is new; all is compared."""
+    """Do what an engine does in a step: read and compare the rows of earlier tokens, and write those of new tokens."""
     before = StepTexts(requests, [len(new) for new in news], [()] * len(requests))
     for shown in driver.oracle.shown(batch, before, driver.one(*DIALECTS)):
         shown.verify(requests)
@@ -37,7 +37,7 @@ def compute(driver: Driver, batch: Any, requests: list[Request], news: list[Toke
 
 
 def commit(driver: Driver, request: Request, count: int) -> None:
-    """The next ``count`` tokens that were written are committed."""
+    """Commit the next ``count`` tokens that were written."""
     tokens = request.tokens[request.length : request.length + count]
     given: Any = tokens.tolist() if driver.chance(0.3) else tokens.copy()
     driver.attempt(
@@ -48,7 +48,7 @@ def commit(driver: Driver, request: Request, count: int) -> None:
 
 
 def wanted_tokens(driver: Driver, request: Request) -> Tokens:
-    """What the next step of ``request`` computes: part of its prompt, or a few tokens after it."""
+    """Return the tokens that the next step of ``request`` computes: part of its prompt, or a few tokens after it."""
     length, most = request.length, driver.settings.step_tokens
     n = driver.one(1, 1, driver.between(1, most), most)
     if request.prompt_length > length + 1:
@@ -62,13 +62,13 @@ def wanted_tokens(driver: Driver, request: Request) -> Tokens:
 
 
 def step(driver: Driver) -> None:
-    """A step of some requests; what it wrote is committed, mostly at once and all of it."""
+    """Make a step of some requests, and commit its tokens, mostly at once and all of them."""
     requests, news = begin_step(driver, driver.between(1, 4))
     finish_step(driver, requests, news)
 
 
 def begin_step(driver: Driver, most: int, running: list[Request] | None = None) -> tuple[list[Request], list[Tokens]]:
-    """Make room for a step of up to ``most`` requests, of these if some are given, and compute it. Raises Refused."""
+    """Make room for a step of up to ``most`` of the ``running`` requests (None: of all); compute it. Raises Refused."""
     requests, news = [], []
     if running is None:
         running = [request for request in driver.requests.values() if request.is_running]
@@ -88,15 +88,16 @@ def begin_step(driver: Driver, most: int, running: list[Request] | None = None) 
         raise Refused("nobody could go on")
     num_rows = len(requests) + driver.one(0, 0, 1, 3)
     counts = [len(new) for new in news]
-    told = f"step of {[(request.number, n) for request, n in zip(requests, counts)]} in {num_rows} rows"
+    line = f"step of {[(request.number, n) for request, n in zip(requests, counts)]} in {num_rows} rows"
     batch = driver.attempt(
-        told, lambda: driver.cache.batch([one.handle for one in requests], counts, num_rows), may_fail=False
+        line, lambda: driver.cache.batch([one.handle for one in requests], counts, num_rows), may_fail=False
     )
     compute(driver, batch, requests, news, num_rows)
     return requests, news
 
 
 def finish_step(driver: Driver, requests: list[Request], news: list[Tokens]) -> None:
+    """Commit the tokens that a step wrote for each request, mostly all of them."""
     for request, new in zip(requests, news):
         draft = min(len(new), driver.draft_width)
         left = driver.between(0, draft) if draft and driver.chance(0.2) else 0
@@ -105,7 +106,7 @@ def finish_step(driver: Driver, requests: list[Request], news: list[Tokens]) -> 
 
 
 def at_last(call: Callable[[], None]) -> None:
-    """Call again while memory fails in it: what was written is to be committed."""
+    """Repeat ``call`` until memory does not fail in it: what was written must be committed."""
     while True:
         try:
             return call()
@@ -114,7 +115,7 @@ def at_last(call: Callable[[], None]) -> None:
 
 
 def commit_draft(driver: Driver) -> None:
-    """Tokens that a step before wrote turn out to be right; or none are committed."""
+    """Commit some of the tokens that an earlier step wrote, or none of them."""
     request = driver.pick(lambda one: one.is_running and one.num_written > one.length)
     commit(driver, request, driver.between(0, request.num_written - request.length))
 
@@ -127,18 +128,18 @@ def commit_nothing(driver: Driver) -> None:
 
 
 def members_of(driver: Driver, together: Any) -> list[Request]:
-    """The requests of a persistent batch, row by row. Raises Refused if one was closed."""
+    """Return the requests of a persistent batch, row by row. None of them may be closed."""
     return [driver.requests[handle] for handle in together.sequences]
 
 
 def change_members(driver: Driver) -> None:
-    """A persistent batch is made, or requests join or leave one."""
+    """Make a persistent batch, or let a request join or leave one."""
     if len(driver.together) < 2 and driver.chance(0.3):
         rows, most = driver.between(1, 5), min(1 + driver.draft_width, driver.settings.step_tokens)
         width = driver.one(None, None, 1, most)
-        told = f"persistent_batch({rows}, tokens_per_row={width})"
+        line = f"persistent_batch({rows}, tokens_per_row={width})"
         driver.together.append(
-            driver.attempt(told, lambda: driver.cache.persistent_batch((), rows, tokens_per_row=width))
+            driver.attempt(line, lambda: driver.cache.persistent_batch((), rows, tokens_per_row=width))
         )
     if not driver.together:
         raise Refused("there is no persistent batch")
@@ -165,11 +166,11 @@ def step_some_together(driver: Driver) -> None:
 
 
 def step_together(driver: Driver, together: Any) -> None:
-    """Steps of a persistent batch: one token of each, or more of which some are committed."""
-    gone = [handle for handle in together.sequences if not driver.requests.get(handle)]
-    aside = [handle for handle in together.sequences if is_suspended(handle)]
-    if gone or aside:
-        step_of_some_gone(driver, together, gone + aside)
+    """Make steps of a persistent batch: one token of each request, or several of which some are committed."""
+    closed = [handle for handle in together.sequences if not driver.requests.get(handle)]
+    suspended = [handle for handle in together.sequences if is_suspended(handle)]
+    if closed or suspended:
+        step_of_some_gone(driver, together, closed + suspended)
         return
     for _ in range(driver.one(1, 1, 2, 5)):
         requests = members_of(driver, together)
@@ -180,8 +181,8 @@ def step_together(driver: Driver, together: Any) -> None:
         if max(request.length for request in requests) + n > driver.longest:
             close(driver, max(requests, key=lambda request: request.length))
             return
-        told = f"step of {n} together: {[request.number for request in requests]}"
-        batch = make_room(driver, requests, n, partial(together.extend, n), told)
+        line = f"step of {n} together: {[request.number for request in requests]}"
+        batch = make_room(driver, requests, n, partial(together.extend, n), line)
         afters = [driver.documents.after(max(one.length, one.prompt_length), n) for one in requests]
         news = [request.next_tokens(n, after) for request, after in zip(requests, afters)]
         compute(driver, batch, requests, news, together.num_rows)
@@ -194,26 +195,26 @@ def step_together(driver: Driver, together: Any) -> None:
                 continue
             for i in range(driver.between(1, n)):
                 tokens = [int(new[i]) for new in news]
-                told = f"commit({tokens}) together"
-                at_last(partial(driver.attempt, told, partial(together.commit, tokens)))
+                line = f"commit({tokens}) together"
+                at_last(partial(driver.attempt, line, partial(together.commit, tokens)))
                 for request in requests:
                     request.length += 1
                     driver.right_length(request.handle, request)
 
 
 def commit_some_of_each(driver: Driver, together: Any, requests: list[Request], news: list[Tokens]) -> None:
-    """As many tokens of each as turned out to be right, at once."""
+    """Commit a random number of the new tokens of each request, in one call."""
     counts = [driver.between(max(0, len(new) - driver.draft_width), len(new)) for new in news]
     tokens = np.concatenate([new[:count] for new, count in zip(news, counts)])
-    told = f"commit({tokens.tolist()}, {counts}) together"
-    at_last(partial(driver.attempt, told, partial(together.commit, tokens, counts)))
+    line = f"commit({tokens.tolist()}, {counts}) together"
+    at_last(partial(driver.attempt, line, partial(together.commit, tokens, counts)))
     for request, count in zip(requests, counts):
         request.length += count
         driver.right_length(request.handle, request)
 
 
 def step_of_some_gone(driver: Driver, together: Any, gone: list[Any]) -> None:
-    """Who was closed must be removed, who is suspended removed or resumed; until then a step is refused."""
+    """Closed members must be removed, and suspended ones removed or resumed; until then a step is refused."""
     if not driver.chance(0.4):
         try:
             driver.attempt("step together with some gone", together.extend, StaleHandle, may_fail=False)
@@ -227,7 +228,7 @@ def step_of_some_gone(driver: Driver, together: Any, gone: list[Any]) -> None:
 
 
 def set_aside(driver: Driver) -> None:
-    """A request is suspended, others take what it had, and it goes on: in another slot, or without what was evicted."""
+    """Suspend a request, let others take its memory, and resume it: in another slot, or without evicted blocks."""
     together = [one for one in driver.together if one.sequences and driver.chance(0.6)]
     if together:
         step_together(driver, together[0])
@@ -261,7 +262,7 @@ def set_aside(driver: Driver) -> None:
 
 
 def fence(driver: Driver) -> None:
-    """A step is in flight: whatever happens meanwhile, what it reads and writes stays where it is, as it is."""
+    """Fence a step in flight: whatever happens inside the fence, the rows that it reads and writes do not change."""
     if driver.num_fences > 1:
         raise Refused("fenced twice already")
     fenced, news = begin_step(driver, 2) if driver.chance(0.8) else ([driver.pick()], [])
@@ -290,7 +291,7 @@ def fence(driver: Driver) -> None:
 
 
 def in_flight(driver: Driver, requests: list[Request]) -> list[Shown]:
-    """What the step that ``requests`` have written reads and writes."""
+    """Return the rows that the step in flight of ``requests`` reads and writes."""
     requests = [request for request in requests if request.num_written > request.length]
     if not requests:
         return []
@@ -301,7 +302,7 @@ def in_flight(driver: Driver, requests: list[Request]) -> list[Shown]:
 
 
 def fence_closed(driver: Driver) -> None:
-    """A fence around a sequence that is closed is refused, and holds nobody."""
+    """Fence a sequence that is closed: this is refused, and no sequence is fenced."""
     request, closed = driver.pick(), driver.pick()
     if request is closed or closed.fences:
         raise Refused("one suits alone")
@@ -311,9 +312,9 @@ def fence_closed(driver: Driver) -> None:
         with driver.cache.fence([request.handle, closed.handle]):
             raise Fault("a closed sequence was fenced")
 
-    told = f"fence([#{request.number}, #{closed.number}, which is closed])"
+    line = f"fence([#{request.number}, #{closed.number}, which is closed])"
     with suppress(Refused):
-        driver.attempt(told, fenced, StaleHandle, may_fail=False)
+        driver.attempt(line, fenced, StaleHandle, may_fail=False)
 
 
 OPERATIONS = {

@@ -1,4 +1,4 @@
-"""What the driver knows of each request, in plain Python, and where prompts come from."""
+"""The driver's record of each request, in plain Python, and the source of prompts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NAMESPACES = (None, "a", b"a", Namespace(salt="a", adapter="b"))
 
 
 def on_epoch(namespace: Any, epoch: int | None) -> Namespace:
-    """``namespace`` for requests that stay on ``epoch``; None: for those that do not."""
+    """Return ``namespace`` for requests that stay on ``epoch`` (None: for requests that do not stay on one)."""
     return replace(namespace if isinstance(namespace, Namespace) else Namespace(namespace), epoch=epoch)
 
 
 def epoch_of(namespace: Any) -> int | None:
-    """On which epoch requests of ``namespace`` stay."""
+    """Return the epoch that requests of ``namespace`` stay on, or None."""
     return namespace.epoch if isinstance(namespace, Namespace) else None
 
 
@@ -32,10 +32,11 @@ MEDIA = tuple(bytes([number]) * 16 for number in range(3))
 
 
 class Request:
-    """A request of the driver.
+    """The driver's record of one request.
 
-    ``tokens``: committed ones, what is left of the prompt, and a draft that was written but not committed (``num_written``
-    tokens are). ``reserve``: tokens that it may hold without waiting for others, None if nothing is promised any more.
+    ``tokens``: the committed ones, then a draft that was written but not committed, then the rest of the prompt. The
+    first ``num_written`` of them are written. ``reserve``: tokens that the request may hold without waiting for others;
+    None if nothing is reserved any more.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class Request:
         reserve: int,
     ) -> None:
         self.number, self.handle, self.namespace = number, handle, namespace
-        self.seeds = [(0, seed)]  # (first token, seed of what was computed from there on)
+        self.seeds = [(0, seed)]  # (first token, seed of the tokens that were computed from there on)
         self.tokens, self.media, self.prompt_length = tokens, dict(media), len(tokens)
         self.length = self.num_written = self.started_at = 0
         self.reserve: int | None = reserve
-        self.highest = 0  # tokens that a batch or a commit ever went up to
+        self.highest = 0  # the most tokens that a batch or a commit ever covered
         self.fences = 0
         self.is_suspended = self.is_closed = False
         self.version = 0  # changes with every write
@@ -70,7 +71,7 @@ class Request:
         return self.tokens[: self.length]
 
     def marks(self, end: int) -> Marks:
-        """The marks of the first ``end`` tokens."""
+        """Return the marks of the first ``end`` tokens, uint64 ``[end]``."""
         if self._marks is None or len(self._marks) != len(self.tokens):
             seeds = np.empty(len(self.tokens), np.uint64)
             for first, seed in self.seeds:
@@ -79,17 +80,17 @@ class Request:
         return self._marks[:end]
 
     def enter(self, seed: int) -> None:
-        """What is written from now on is written with other weights."""
+        """Use ``seed`` for the tokens that are written from now on, because weights or the namespace changed."""
         self.seeds.append((self.num_written, seed))
         self._marks = None
 
     def next_tokens(self, n: int, after: Tokens) -> Tokens:
-        """The next ``n`` tokens: those of the prompt as long as it lasts, then ``after``."""
+        """Return the next ``n`` tokens: those of the prompt as long as it lasts, then those of ``after``."""
         known = self.tokens[self.length : min(self.prompt_length, self.length + n)]
         return np.concatenate((known, after[: n - len(known)])).astype(np.int32)
 
     def write(self, tokens: Tokens) -> None:
-        """``tokens`` follow what is committed, and their rows are written."""
+        """Record that ``tokens`` follow the committed ones and that their rows are written."""
         end = self.length + len(tokens)
         rest = self.tokens[end : self.prompt_length]
         self.tokens = np.concatenate((self.text, tokens, rest)).astype(np.int32)
@@ -100,7 +101,7 @@ class Request:
         self.highest = max(self.highest, end)
 
     def cut(self, length: int, prompt_length: int | None = None) -> None:
-        """Only ``length`` tokens are committed; the prompt ends there or at ``prompt_length``, and so do its media."""
+        """Keep ``length`` committed tokens. The prompt and its media end there, or at ``prompt_length`` if given."""
         known = length if prompt_length is None else prompt_length
         self.tokens, self._marks = self.tokens[:known].copy(), None
         self.media = {at: digest for at, digest in self.media.items() if at < known}
@@ -113,18 +114,19 @@ class Request:
 
 
 class Epochs:
-    """Which states of namespaces there were: what was cached before ``invalidate`` is another text than what comes after."""
+    """The history of weights and namespaces: equal tokens before and after an ``invalidate`` are different texts."""
 
     def __init__(self, weights: str) -> None:
         self._number = 0
         self.restart(weights)
 
     def restart(self, weights: str) -> None:
-        """A new process begins, with these weights."""
+        """Forget the history, as a new process with these weights does."""
         self._epochs: list[Any] = [weights]
-        self._renewed: dict[Namespace, tuple[int, int]] = {}  # up to which epoch, and a number
+        self._renewed: dict[Namespace, tuple[int, int]] = {}  # -> (the last epoch that it applies to, its number)
 
     def renew(self, namespaces: tuple[Any, ...], weights: str | None) -> None:
+        """Record an ``invalidate`` of ``namespaces`` (none: of everything, with new ``weights``)."""
         self._number += 1
         if namespaces:
             last = len(self._epochs) - 1
@@ -133,7 +135,7 @@ class Epochs:
             self._epochs.append(self._number if weights is None else weights)
 
     def seed(self, namespace: Any) -> int:
-        """The seed of what is computed in ``namespace`` now."""
+        """Return the seed of the tokens that are computed in ``namespace`` now."""
         own, stays = on_epoch(namespace, None), epoch_of(namespace)
         epoch = len(self._epochs) - 1 if stays is None else stays
         last, number = self._renewed.get(own, (-1, 0))
@@ -141,7 +143,7 @@ class Epochs:
 
 
 class Documents:
-    """Texts that prompts begin with and outputs follow, so that requests share, part and meet again."""
+    """Texts that prompts begin with and outputs follow, so that requests share prefixes, diverge and meet again."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random
@@ -152,22 +154,23 @@ class Documents:
         ]  # fmt: skip
 
     def one(self) -> tuple[Tokens, dict[int, bytes]]:
+        """Return one of the texts and its media."""
         return self._texts[int(self._random.integers(len(self._texts)))]
 
     def keep(self, request: Request) -> None:
-        """Let later prompts begin with what a request wrote."""
+        """Let later prompts begin with the text of ``request``."""
         if request.length > 8:
             self.add(request.text.copy(), request.media)
 
     def add(self, tokens: Tokens, media: Mapping[int, bytes]) -> None:
         """Let later prompts begin with ``tokens``."""
         if not len(tokens):
-            return  # a prompt that was taken back whole
+            return  # a prompt that was rewound to its beginning
         own = {at: digest for at, digest in media.items() if at < len(tokens)}
         self._texts = [*self._texts[:6], *self._texts[-2:], (tokens, own)]
 
     def prompt(self) -> tuple[Tokens, dict[int, bytes]]:
-        """A beginning of a document, mostly with something of its own; or just the document."""
+        """Return a prompt and its media: mostly a prefix of a document with a random tail, else a whole document."""
         tokens, media = self.one()
         if self._random.random() < 0.6:
             tokens = tokens[: int(self._random.integers(len(tokens) // 3, len(tokens) + 1))]
@@ -177,9 +180,9 @@ class Documents:
         return tokens, {at: digest for at, digest in media.items() if at < len(tokens)}
 
     def after(self, length: int, n: int) -> Tokens:
-        """``n`` tokens that may follow ``length`` others: often those that some document has there."""
+        """Return ``n`` tokens that may follow ``length`` others: often those of some document at that position."""
         own = self._random.integers(0, 3, n).astype(np.int32)
         if self._random.random() < 0.6:
-            there = self.one()[0][length : length + n]
-            own[: len(there)] = there
+            known = self.one()[0][length : length + n]
+            own[: len(known)] = known
         return own

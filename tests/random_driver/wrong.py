@@ -1,4 +1,4 @@
-"""Operations: arguments that cannot be right. They raise a typed error, and nothing is lost."""
+"""Operations: calls with invalid arguments. Each raises a typed error and changes nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPENS: tuple[Callable[[int], dict[str, Any]], ...] = (
     lambda n: {"namespace": Namespace(epoch=10**6)},
     lambda n: {"namespace": Namespace(epoch=-1)},
 )
-"""Arguments of ``open`` for a prompt of ``n`` tokens; numpy integers may be taken, all others may not."""
+"""Arguments of ``open`` for a prompt of ``n`` tokens. Numpy integers may be accepted; all others are invalid."""
 CALLS: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
     ("extend(1.5)", lambda cache, one: one.extend(1.5)),
     ("extend('1')", lambda cache, one: one.extend("1")),
@@ -91,18 +91,18 @@ CALLS: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
 
 
 def wrong_open(driver: Driver) -> None:
-    """``open`` with one wrong argument: refused, with every slot still there; or taken, if it is a numpy integer."""
+    """Call ``open`` with one invalid argument: it must raise and lose no slot. Numpy integers may be accepted."""
     tokens, media = driver.documents.prompt()
     settings = driver.one(*OPENS)(len(tokens))
     media = settings.pop("media", media)
     namespace = settings.pop("namespace", None)
-    before, told = driver.facts(), f"open({tokens.tolist()}, {namespace!r}, media={media}, {settings})"
+    before, line = driver.facts(), f"open({tokens.tolist()}, {namespace!r}, media={media}, {settings})"
     number = driver.next_number()
-    driver.log.append(f"#{number} = {told}")
+    driver.log.append(f"#{number} = {line}")
     try:
         handle = driver.cache.open(tokens, namespace, media=media, **settings)
     except Exception as error:
-        refused(driver, before, told, error)
+        refused(driver, before, line, error)
         return
     numbers = [value for value in settings.values() if isinstance(value, np.integer)]
     plain = all(isinstance(value, np.integer) for value in settings.values())
@@ -112,25 +112,25 @@ def wrong_open(driver: Driver) -> None:
     if not may_take:
         close(driver, request)
         driver.check()
-        raise Fault(f"{told} was taken")
+        raise Fault(f"{line} was taken")
 
 
 def wrong_call(driver: Driver) -> None:
-    """Another call with a wrong argument."""
+    """Make another call with an invalid argument."""
     request = driver.pick()
-    told, call = driver.one(*CALLS)
+    line, call = driver.one(*CALLS)
     before = driver.facts()
-    driver.log.append(f"#{request.number}: {told}")
+    driver.log.append(f"#{request.number}: {line}")
     try:
         call(driver.cache, request.handle)
     except Exception as error:
-        refused(driver, before, told, error)
+        refused(driver, before, line, error)
         return
-    raise Fault(f"{told} was taken")
+    raise Fault(f"{line} was taken")
 
 
 def refused(driver: Driver, before: list[Any], told: str, error: Exception) -> None:
-    """Nothing changed, and the error is one of the library's."""
+    """Check that nothing changed, and that ``error`` is one of the library's."""
     driver.log[-1] += f" -> {type(error).__name__}: {error}"
     driver.unchanged(before, told)
     driver.check()

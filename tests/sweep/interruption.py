@@ -1,7 +1,8 @@
-"""Make the n-th call inside the library raise: a signal anywhere, or memory that runs out where it really can.
+"""Make the n-th call inside the library raise: a signal at any call, or MemoryError where memory can really run out.
 
-``Interruption(n, is_point)`` is a context. Inside, in this thread, the n-th point at which ``is_point`` holds raises
-``error`` in place of the call. Worker threads are not touched. ``count`` points were seen, ``where`` is the one that raised.
+``Interruption(n, is_point, error)`` is a context. Inside, the n-th point of this thread for which ``is_point`` returns
+a name raises ``error`` instead of the call. Worker threads are not interrupted. ``count``: the points seen so far;
+``where``: the name of the point that raised.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ CAN_FAIL = (
     "kvpagoda.tiers.tier:Tier.load",
     "kvpagoda.tiers.tier:Tier.discard",
 )
-"""Functions of the library that can fail for want of memory, as module:name. Beside them every call of numpy and torch
-from inside the library can, but for ``CANNOT_FAIL``: the zeroing of a sector (``fill_``), a copy, a new array."""
+"""Functions of the library that can run out of memory, as module:name. So can every call of numpy and torch from inside
+the library that is not in ``CANNOT_FAIL``: zeroing a sector (``fill_``), a copy, a new array."""
 
 CANNOT_FAIL = {
     "item", "tolist", "any", "all", "min", "max", "argmin", "argmax", "sum", "count_nonzero", "searchsorted", "fill",
     "view", "reshape", "ravel", "data_ptr", "numel", "is_contiguous", "setflags", "dtype", "tobytes", "__len__", "array_equal",
     "divmod", "is_floating_point", "is_complex", "size", "stride", "dim", "as_strided", "numpy", "current_stream",
 }  # fmt: skip
-"""Calls of numpy and torch that take no memory worth the name: they read a number, or show the same memory otherwise."""
+"""Calls of numpy and torch that need almost no memory: they read a number, or return a view of the same memory."""
 
 
 @cache
@@ -63,7 +64,7 @@ def is_of_a_library(code: CodeType) -> bool:
 
 @cache
 def failing_functions() -> dict[CodeType, str]:
-    """The code of what ``CAN_FAIL`` names."""
+    """Return code object -> name for the functions of ``CAN_FAIL``."""
     found = {}
     for name in CAN_FAIL:
         module, _, path = name.partition(":")
@@ -75,8 +76,8 @@ def failing_functions() -> dict[CodeType, str]:
 
 
 def any_call(frame: FrameType, event: str, argument: Any) -> str:
-    """Every function of the library that is entered but a ``__del__``, whose errors Python ignores, and every generator of
-    it that goes on.
+    """Points are all calls of the library's functions, and all resumptions of its generators. Not ``__del__``, whose
+    errors Python ignores.
     """
     if event != "call" or not is_ours(frame.f_code) or frame.f_code.co_name == "__del__":
         return ""
@@ -84,7 +85,7 @@ def any_call(frame: FrameType, event: str, argument: Any) -> str:
 
 
 def failing_call(frame: FrameType, event: str, argument: Any) -> str:
-    """What really can run out of memory, as ``CAN_FAIL`` says."""
+    """Points are the calls that can really run out of memory; see ``CAN_FAIL``."""
     if event == "call":
         code, caller = frame.f_code, frame.f_back
         if code in failing_functions():
@@ -102,13 +103,13 @@ def failing_call(frame: FrameType, event: str, argument: Any) -> str:
 
 
 class Interruption:
-    """Raise ``error`` at the ``n``-th point; counts all of them with ``n`` 0."""
+    """Raises ``error`` at the ``n``-th point; with ``n`` 0 only counts the points."""
 
     def __init__(self, n: int, is_point: Point, error: type[BaseException]) -> None:
         self._n, self._is_point, self.error = n, is_point, error
         self.count, self.where = 0, ""
         self.is_ignored = False
-        """Whether Python itself ignores what was raised: where a generator that nobody needs is closed."""
+        """Whether Python itself ignored the error, as it does when it closes an unused generator."""
 
     def __enter__(self) -> Interruption:
         self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
@@ -137,7 +138,7 @@ class Interruption:
 
 
 class Hung(Exception):
-    """What should have ended long ago did not."""
+    """A block took longer than ``at_most`` allows."""
 
 
 @contextmanager

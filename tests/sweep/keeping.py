@@ -1,4 +1,4 @@
-"""Pins, what is forgotten, and fences."""
+"""Operations: pins, invalidation, reset and fences."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def unpin(scene: Scene) -> Any:
 
 
 def invalidated(scene: Scene, *namespaces: str) -> Steps:
+    """Invalidate ``namespaces`` (none: everything) while a request runs. Afterwards nothing of them may be found."""
     scene.leave(scene.words(1, 2))
     scene.cache.pin(scene.words(1, 2), "one")
     request = scene.compute(scene.open(scene.words(2, 1.5)))
@@ -100,6 +101,6 @@ def fence(scene: Scene) -> Any:
         second.sequence.close()
     scene.requests.remove(second)
     assert scene.running == 1, f"{scene.running} run, not 1: a slot was lost"
-    first.sequence.suspend()  # what is fenced still cannot be
+    first.sequence.suspend()  # raises if the sequence is still fenced
     first.sequence.resume()
     return outcome

@@ -1,4 +1,4 @@
-"""Small float32 models of every layer kind, and the memory that each gets. ``make_cache`` alone makes caches of them."""
+"""Small float32 models of every layer kind, and the memory of each. Only ``make_cache`` makes caches for them."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ MAMBA = dict(
 HEAD, WINDOW = Attention(1, 4, 4, "float32"), Attention(1, 4, 4, "float32", Growth(window=10))
 STATE = Recurrent((Rows("conv", (6, 3), "float32"), Rows("recurrent", (2, 4, 4), "float32")))
 WIDTH = 4
-"""Tokens that windows and rings can take back."""
+"""How many tokens windows and rings can rewind."""
 
 
 class Kind(NamedTuple):
-    """A model, the memory it gets, and what cannot be asked of it."""
+    """A model, its memory, and which operations it supports."""
 
     schema: Callable[[], Schema]
     size: dict[str, Any]
     block_size: int = 4
     rewinds: bool = True
     partial: bool = False
-    """Whether the part of a block that a request shares with another is copied."""
+    """Whether a hit may end inside a block, whose shared part is then copied."""
     shares: bool = True
     """Whether it has a group that keeps all tokens, whose blocks requests share."""
     evicts: bool = True
-    """Whether memory can be so full that a request must evict what others left."""
+    """Whether memory can be so full that a request must evict cached blocks."""
 
 
 def of_config(config: dict[str, Any], **settings: Any) -> Schema:
@@ -88,7 +88,7 @@ SLOTS = 4
 
 
 def make_cache(kind: str, tiers: tuple[TierSpec, ...] = ()) -> KVCache:
-    """The only place where a cache is made."""
+    """Make a cache of model ``kind`` with these tiers. All caches of these tests are made here."""
     size = KINDS[kind].block_size
     return KVCache(
         schemas(kind), device="cpu", max_requests=SLOTS, block_size=size, poison=True, tiers=tiers, identity=Identity("w"),

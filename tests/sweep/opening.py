@@ -1,4 +1,4 @@
-"""Opening a request: a miss, a hit, eviction, tiers, layer after layer; and reading ahead for it."""
+"""Operations: open a request with a miss, a hit, eviction, tiers, or layer by layer; and prefetch for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.sweep.scene import Scene
 
 
 def opened(scene: Scene, tokens: list[int], least: int = 0, evicts: bool = False, **settings: Any) -> Steps:
-    """Open ``tokens``, of which at least ``least`` are cached, while two others run; ``evicts``: memory is full."""
+    """Open ``tokens``, of which at least ``least`` are cached, while two requests run. ``evicts``: memory is full."""
     for number in (300, 301):
         scene.compute(scene.open(scene.words(number, 1.5)))
     if evicts:

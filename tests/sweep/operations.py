@@ -1,7 +1,8 @@
-"""What an operation is that is cut short: a generator, and its name in ``OPERATIONS``.
+"""Operations that a test interrupts: each is a generator with a name in ``OPERATIONS``.
 
-It prepares a scene and yields one call. It is told what the call returned and whether it raised, finds out through public
-names what became of it, makes it again if it was undone, and returns "undone" or "done".
+The generator prepares a scene and yields one call. It receives what the call returned and whether it raised, and finds
+out through public names what the call changed. If it changed nothing, the generator calls again. It returns "undone" or
+"done".
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ ONLY: dict[str, Callable[[Kind], bool]] = {}
 
 
 def operation(name: str, *, tier: bool = False, only: Callable[[Kind], bool] = lambda kind: True) -> Any:
+    """Return a decorator that registers a generator function under ``name``. ``tier``: its cache has a tier. ``only``:
+    which kinds support it."""
+
     def add(function: Operation) -> Operation:
         OPERATIONS[name], ONLY[name] = function, only
         if tier:

@@ -1,7 +1,7 @@
 """What every row of a cache must hold: a function of the text up to its token, of the layer and of the field.
 
-``RowOracle.step`` plays the model: it compares all rows that attention of a step would read, and the states, with what
-they must be, then writes the rows of the step's own tokens. Rows are compared as bytes, so that any field will do.
+``RowOracle.step`` stands for the model: it compares all rows that attention of a step would read, and the states, with
+what they must hold. Then it writes the rows of the step's own tokens. Rows are compared as bytes, whatever their dtype.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass
 class Text:
-    """The tokens of one request, of which ``length`` were committed, and what its states were written for."""
+    """The tokens of one request, and the text that its states were written for."""
 
     space: str
     tokens: list[int]
     state: np.uint64 | None = None
-    """The fingerprint of the text that states were written last for; None where they still are as new."""
+    """The fingerprint of the text for which the states were written last; None if nothing was written to them."""
 
     def fingerprints(self, length: int) -> np.ndarray[Any, Any]:
-        """One number for each beginning of the text, uint64 ``[length]``."""
+        """Return one number for each prefix of the first ``length`` tokens, uint64 ``[length]``."""
         tokens = np.array(self.tokens[:length], np.uint64) + np.uint64(1)
         with np.errstate(over="ignore"):
             sums = np.cumsum(tokens * _WEIGHTS[:length]) + np.uint64(sum(self.space.encode()))
@@ -39,12 +39,12 @@ class Text:
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The same memory as uint8 ``[records, rows, .., bytes]``."""
+    """Return a view of the same memory as uint8 ``[records, rows, .., bytes]``."""
     return tensor.unsqueeze(-1).view(torch.uint8).numpy()
 
 
 def _pattern(prints: np.ndarray[Any, Any], salt: int, nbytes: int) -> np.ndarray[Any, Any]:
-    """``nbytes`` bytes for each fingerprint, another for each ``salt``: uint8 ``[n, nbytes]``."""
+    """Return ``nbytes`` bytes for each fingerprint, which differ for each ``salt``: uint8 ``[n, nbytes]``."""
     with np.errstate(over="ignore"):
         mixed = (prints + np.uint64(salt)) * _MIX
     mixed ^= mixed >> np.uint64(31)
@@ -61,7 +61,8 @@ class RowOracle:
         self.num_compared = 0
 
     def step(self, batch: kvpagoda.Batch, texts: Many[Text], before: Many[int], counts: Many[int]) -> None:
-        """``batch`` computes tokens ``before[i] .. before[i] + counts[i] - 1`` of ``texts[i]``. Raises AssertionError."""
+        """Compare and write the rows of ``batch``, which computes tokens ``before[i] .. before[i] + counts[i] - 1`` of
+        ``texts[i]``. Raises AssertionError for a wrong row."""
         ends = [start + count for start, count in zip(before, counts)]
         prints = [text.fingerprints(end) for text, end in zip(texts, ends)]
         salt = 0
@@ -92,12 +93,13 @@ class RowOracle:
     def _block_field(
         self, view: Any, layer: Any, name: str, i: int, prints: np.ndarray[Any, Any], before: int, salt: int
     ) -> None:
+        """Compare the rows of one field that request ``i`` reads, then write those of its new tokens."""
         memory, nbytes = self._view(view, layer.index, name)
-        each, size = memory.shape[1], self._cache.block_size
-        ratio = size // each  # tokens that one row stands for
+        rows_per_block, size = memory.shape[1], self._cache.block_size
+        ratio = size // rows_per_block  # tokens that one row stands for
         first, done, end = -(-layer.growth.first_needed(before) // ratio), before // ratio, len(prints) // ratio
         rows = np.arange(first, end)
-        blocks, within = view.block_table[i].numpy()[rows // each], rows % each
+        blocks, within = view.block_table[i].numpy()[rows // rows_per_block], rows % rows_per_block
         expected = _pattern(prints[(rows + 1) * ratio - 1], salt, nbytes)
         known = max(0, done - first)
         if known:
@@ -123,6 +125,7 @@ class RowOracle:
     def _state_field(
         self, view: Any, index: int, rows: Any, i: int, state: np.uint64 | None, after: np.uint64, salt: int
     ) -> None:
+        """Compare the state of request ``i``, written for fingerprint ``state``, then write it for ``after``."""
         memory, nbytes = self._view(view, index, rows.name)
         row = int(view.state_indices[i])
         count = memory.shape[1]

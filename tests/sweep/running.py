@@ -1,4 +1,4 @@
-"""What a request does from extend to close."""
+"""Operations of a running request: extend, commit, fork, rewind, suspend, resume and close."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def extend_with_a_sector_that_changes_hands(scene: Scene) -> Any:
 
 
 def committed(scene: Scene, what: str, request: Request, count: int) -> Steps:
+    """Commit ``count`` tokens of ``request``. ``what``: the name under which the length of later hits is compared."""
     scene.write([request], [count])
     before, call = request.sequence.length, scene.commit_of(request, count)
     _, raised = yield call
@@ -96,6 +97,7 @@ def fork(scene: Scene) -> Any:
 
 
 def rewound(scene: Scene, n: int) -> Steps:
+    """Rewind ``n`` tokens of a request, and compute other tokens there."""
     request = scene.compute(scene.open(scene.words(1, 2)))
     scene.step([request], [1])
     scene.remember(request)
@@ -109,7 +111,7 @@ def rewound(scene: Scene, n: int) -> Steps:
         outcome = "undone"
     assert request.sequence.length == before - n
     del request.text.tokens[before - n :]
-    request.text.tokens += [850, 851, 852, 853]  # others follow
+    request.text.tokens += [850, 851, 852, 853]  # other tokens follow
     scene.compute(request)
     return outcome
 
@@ -125,6 +127,7 @@ def rewind_into_a_shared_block(scene: Scene) -> Any:
 
 
 def suspended(scene: Scene, whole: bool) -> Steps:
+    """Suspend a request while another one runs, and resume it."""
     request = scene.compute(scene.open(scene.words(1, 2.5)))
     scene.compute(scene.open(scene.words(2, 1.5)))
     call = partial(request.sequence.suspend, whole)
@@ -142,7 +145,7 @@ def suspended(scene: Scene, whole: bool) -> Steps:
 
 
 def is_suspended(scene: Scene, request: Request) -> bool:
-    """Whether it is set aside, as its calls say."""
+    """Return whether ``request`` is suspended: its calls raise StaleHandle then."""
     try:
         request.sequence.extend(0)
     except StaleHandle:
@@ -161,6 +164,7 @@ def suspend_in_part(scene: Scene) -> Any:
 
 
 def resumed(scene: Scene, whole: bool, evicts: bool = False) -> Steps:
+    """Resume a suspended request; ``evicts``: after other requests have evicted its blocks."""
     request = scene.compute(scene.open(scene.words(1, 2.5)))
     scene.compute(scene.open(scene.words(2, 1.5)))
     length = request.sequence.length

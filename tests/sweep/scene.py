@@ -1,4 +1,4 @@
-"""A scene: a cache, its requests, the texts that they left behind, and what must hold of all of them afterwards."""
+"""A scene: a cache, its requests, the texts that they left in the cache, and proofs of what must hold afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpagoda.tiers import Driver, RecordBuffer, TierSpec, host_driver
 
 
 class FailingDriver:
-    """A driver whose ``n``-th call from ``arm`` on raises MemoryError; with n = 0 none does."""
+    """A driver whose ``n``-th call after ``arm(n)`` raises MemoryError; with ``n`` 0 none does."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver, self._left, self.count, self.where = driver, 0, 0, ""
@@ -48,18 +48,18 @@ class FailingDriver:
 
 
 FOUND: dict[tuple[Any, str], int] = {}
-"""Tokens that another request finds after an operation, where nothing fails."""
+"""(schema, operation) -> tokens that another request finds after the operation if nothing fails."""
 
 
 class Request:
-    """A sequence and the text it should have."""
+    """A sequence and the text that it should have."""
 
     def __init__(self, sequence: Sequence, text: Text) -> None:
         self.sequence, self.text = sequence, text
 
 
 class Scene:
-    """What one operation happens in."""
+    """The cache and the requests that one operation works with."""
 
     def __init__(self, kind: str, has_tier: bool) -> None:
         self.kind, self.drivers = KINDS[kind], list[FailingDriver]()
@@ -74,22 +74,22 @@ class Scene:
         self.oracle = RowOracle(self.cache)
         self.requests = list[Request]()
         self.texts = list[Text]()
-        """What was computed, and may be found again."""
+        """Texts that were computed and may still be cached."""
         self.stack = ExitStack()
         self.is_undisturbed = False
-        """Whether nothing fails: then the operation must do what its name says."""
+        """Whether nothing fails in this run: then the operation must do what its name says."""
 
     def open(self, tokens: list[int], **settings: Any) -> Request:
         """Open a request that may grow by three blocks."""
         return self.take(self.opening(tokens, **settings)(), tokens)
 
     def opening(self, tokens: list[int], **settings: Any) -> Callable[[], Sequence]:
-        """The call alone that opens a request."""
+        """Return the call that opens a request, without making it."""
         settings = {"capacity": 0, "reserve": len(tokens) + 3 * self.size, **settings}
         return partial(self.cache.open, tokens, "one", **settings)
 
     def take(self, sequence: Sequence, tokens: list[int]) -> Request:
-        """``sequence`` was opened for ``tokens``."""
+        """Add ``sequence``, which was opened for ``tokens``, to the requests of the scene."""
         text = Text("one", list(tokens))
         assert 0 <= sequence.length == sequence.cached_tokens < len(tokens), "what is cached is a true beginning"
         self._starts_at(text, sequence.length)
@@ -101,39 +101,43 @@ class Scene:
         text.state = text.fingerprints(length)[-1] if length else None
 
     def took_up(self, request: Request) -> None:
-        """``request`` was resumed; what it lost is computed again."""
+        """Compute again what ``request``, which was resumed, has lost."""
         length = request.sequence.length
         if length < len(request.text.tokens):
             self._starts_at(request.text, length)
             self.compute(request)
 
     def forked(self, child: Sequence, parent: Request) -> None:
+        """Add ``child``, a fork of ``parent``, to the requests of the scene."""
         text, length = parent.text, parent.sequence.length
         self.requests.append(Request(child, Text(text.space, text.tokens[:length], text.state)))
         assert child.length == length
 
     def write(self, requests: list[Request], counts: list[int]) -> None:
-        """Room, and the rows, for the next tokens of each; they are compared, but not committed."""
-        before = [one.sequence.length for one in requests]
-        for one, start, count in zip(requests, before, counts):
-            tokens = one.text.tokens
+        """Make room for the next ``counts[i]`` tokens of each request, compare the rows that they read, and write their
+        rows. They are not committed."""
+        before = [request.sequence.length for request in requests]
+        for request, start, count in zip(requests, before, counts):
+            tokens = request.text.tokens
             tokens += [(7 * len(tokens) + i) % 900 for i in range(start + count - len(tokens))]
-            one.sequence.extend(count)
-        batch = self.cache.batch([one.sequence for one in requests], counts)
-        self.oracle.step(batch, [one.text for one in requests], before, counts)
+            request.sequence.extend(count)
+        batch = self.cache.batch([request.sequence for request in requests], counts)
+        self.oracle.step(batch, [request.text for request in requests], before, counts)
 
     def commit_of(self, request: Request, count: int) -> Callable[[], None]:
+        """Return the call that commits the next ``count`` tokens, without making it."""
         start = request.sequence.length
         return partial(request.sequence.commit, request.text.tokens[start : start + count])
 
     def step(self, requests: list[Request], counts: list[int]) -> None:
-        """One step of several requests."""
+        """Make one step of several requests, and commit it."""
         self.write(requests, counts)
-        for one, count in zip(requests, counts):
-            self.commit_of(one, count)()
+        for request, count in zip(requests, counts):
+            self.commit_of(request, count)()
 
     def compute(self, request: Request, length: int | None = None) -> Request:
-        """Step up to ``length`` tokens (default: those it has), ending at every block, so that checkpoints can be kept."""
+        """Compute ``request`` up to ``length`` tokens (None: its whole text), in steps that end at every block, so that
+        checkpoints can be kept."""
         end = len(request.text.tokens) if length is None else length
         while request.sequence.length < end:
             at = request.sequence.length
@@ -141,25 +145,26 @@ class Scene:
         return request
 
     def close(self, request: Request) -> None:
+        """Close ``request`` and remove it from the scene. Its text may still be found."""
         self.remember(request)
         request.sequence.close()
         self.requests.remove(request)
 
     def remember(self, request: Request) -> None:
-        """Its text may be found from now on."""
+        """Record that the committed text of ``request`` may be found from now on."""
         if request.text.tokens not in [text.tokens for text in self.texts]:
             self.texts.append(Text(request.text.space, request.text.tokens[: request.sequence.length]))
 
     def leave(self, tokens: list[int]) -> None:
-        """A request computes ``tokens`` and ends."""
+        """Compute ``tokens`` in a request and close it."""
         self.close(self.compute(self.open(tokens)))
 
     def words(self, number: int, blocks: float = 3) -> list[int]:
-        """The text of that number: its first token is its own."""
+        """Return the text of that number, ``blocks`` blocks long. No other number's text has its first token."""
         return [number, *((3 * number + i) % 900 for i in range(1, int(blocks * self.size)))]
 
     def fill(self) -> None:
-        """Leave texts behind until memory is full: blocks were evicted, and none is free but what the last one gave back."""
+        """Compute other texts until blocks are evicted: then only the last request can have freed blocks."""
         before = self.num_evicted()
         for number in range(500, 580):
             self.pass_by(number)
@@ -168,7 +173,7 @@ class Scene:
         raise AssertionError("nothing was evicted")
 
     def pass_by(self, number: int) -> None:
-        """A request of four blocks comes and goes; nobody looks at its rows."""
+        """Open, compute and close a request of four blocks. Its rows are not compared."""
         tokens = self.words(number, 4)
         with self.cache.open(tokens, "other", capacity=0) as sequence:
             for at in range(sequence.length, len(tokens), self.size):
@@ -176,12 +181,12 @@ class Scene:
                 sequence.commit(tokens[at : at + self.size])
 
     def num_evicted(self) -> int:
-        """Blocks that were evicted; of models whose blocks are copied to checkpoints alone, checkpoints."""
+        """Return how many blocks were evicted; for models that share only checkpoints, how many checkpoints."""
         stats = self.cache.stats()
         return stats.evicted_blocks if self.kind.shares else stats.evicted_checkpoints
 
     def forget(self) -> None:
-        """Nothing is cached on the device any more; tiers have it."""
+        """Let the tiers store everything, and reset the cache, so that nothing is cached on the device."""
         assert self.cache.flush()
         self.cache.reset()
 
@@ -190,7 +195,7 @@ class Scene:
         return self.cache.stats().running
 
     def is_found_as_ever(self, what: str, request: Request) -> None:
-        """Another request finds as much of its text as where nothing fails, after the next commit at the latest."""
+        """Assert that after one more commit another request finds as much of the text as if nothing had failed."""
         request.sequence.commit([])
         text = request.text.tokens[: request.sequence.length]
         with self.cache.open([*text, 996], "one", capacity=0) as probe:
@@ -203,7 +208,8 @@ class Scene:
     # -- what must hold afterwards
 
     def prove(self) -> None:
-        """Every request goes on with its own rows; all of it can be found again, and all places can be used."""
+        """Prove that every request continues with its own rows, that all texts can be found again, and that all slots
+        and blocks can be used."""
         cache, size = self.cache, self.size
         cache.check()
         assert self.running == len(self.requests), f"{self.running} run of {len(self.requests)}: a slot was lost"
@@ -221,9 +227,9 @@ class Scene:
         self.all_is_idle()
         for text in [*self.texts]:
             self.close(self.compute(self.open([*text.tokens, 998])))
-        everyone = [self.open([901 + i], reserve=1) for i in range(SLOTS)]
-        self.step(everyone, [1] * SLOTS)
-        for request in everyone:
+        fresh = [self.open([901 + i], reserve=1) for i in range(SLOTS)]
+        self.step(fresh, [1] * SLOTS)
+        for request in fresh:
             self.close(request)
         if self.drivers:
             assert cache.flush()
@@ -233,7 +239,7 @@ class Scene:
         assert not cache.stats().running and cache.open(self.words(999)).cached_tokens == 0
 
     def all_is_idle(self) -> None:
-        """No request runs: no slot, block or byte of the swap is held."""
+        """Assert that no request runs, and that no slot, block or byte of the swap is held."""
         stats = self.cache.stats()
         assert stats.running == 0 == stats.suspended, f"{stats.running} run, {stats.suspended} are suspended"
         assert stats.swap_nbytes == 0, f"{stats.swap_nbytes} bytes of the swap are held"
@@ -242,7 +248,8 @@ class Scene:
             assert outstanding(group) == 0, f"{outstanding(group)} blocks of {group.name} are still promised"
 
     def prove_reset(self, closes_first: bool) -> None:
-        """The cache says that it must be reset: so it does in every call, and ``reset`` and ``close`` bring it back."""
+        """Prove that a cache that must be reset says so in every call, and that ``reset`` repairs it. ``closes_first``:
+        its requests are closed before the reset."""
         needs_reset = needs_reset_error()
         assert issubclass(needs_reset, RuntimeError)
         calls = [lambda: self.cache.open([1]), self.cache.check]
@@ -265,11 +272,12 @@ class Scene:
         self.requests.clear()
         self.cache.check()
         self.all_is_idle()
-        for text in [*self.texts]:  # whatever is found was written for this text
+        for text in [*self.texts]:  # whatever is still cached was written for this text
             self.close(self.compute(self.open([*text.tokens, 997])))
         self.prove()
 
     def end(self) -> None:
+        """Close the prefetches and the cache, whatever their state."""
         with suppress(BaseException):
             self.stack.close()
         with suppress(BaseException):
@@ -277,12 +285,12 @@ class Scene:
 
 
 def idle_blocks(group: Any) -> int:
-    """Blocks that are free or could be evicted, by the name that statistics have for them."""
+    """Return how many blocks are free or could be evicted, under either name that statistics have for the latter."""
     return int(group.free + (group.evictable if hasattr(group, "evictable") else group.spare))
 
 
 def outstanding(group: Any) -> int:
-    """Blocks that are promised to running requests beyond what they hold."""
+    """Return how many blocks are reserved for running requests beyond those that they hold."""
     return int(group.outstanding if hasattr(group, "outstanding") else group.promised)
 
 

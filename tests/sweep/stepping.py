@@ -1,4 +1,4 @@
-"""Batches, and persistent ones."""
+"""Operations: batches and persistent batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpagoda import Sequence
 
 
 def batched(scene: Scene, requests: list[Request], counts: list[int]) -> Steps:
-    """A batch, and the views and index arrays of all its layers; the same again must show the right rows."""
+    """Make a batch and read the views and index arrays of all its layers. Made again, it must show the right rows."""
     for request, count in zip(requests, counts):
         request.sequence.extend(count)
     layers = scene.cache.schema.layers
@@ -46,26 +46,28 @@ def batch_of_layers_that_come_in(scene: Scene) -> Any:
 
 
 class Together(NamedTuple):
-    """Requests that are stepped by a persistent batch."""
+    """Requests, and the persistent batch that steps them."""
 
     requests: list[Request]
     run: Any
 
     def write(self, scene: Scene, step: Any) -> None:
+        """Compare and write the rows of a ``step`` of one token for each member."""
         members = [self.of(sequence) for sequence in self.run.sequences]
-        before = [one.sequence.length for one in members]
-        for one, start in zip(members, before):
-            one.text.tokens += [15] * (start + 1 - len(one.text.tokens))
-        scene.oracle.step(step, [one.text for one in members], before, [1] * len(members))
+        before = [member.sequence.length for member in members]
+        for member, start in zip(members, before):
+            member.text.tokens += [15] * (start + 1 - len(member.text.tokens))
+        scene.oracle.step(step, [member.text for member in members], before, [1] * len(members))
 
     def of(self, sequence: Sequence) -> Request:
         return next(one for one in self.requests if one.sequence is sequence)
 
     def next_tokens(self) -> list[int]:
+        """Return the token that each member commits next."""
         return [self.of(one).text.tokens[one.length] for one in self.run.sequences]
 
     def step(self, scene: Scene, count: int = 3) -> None:
-        """Some steps, each compared; the first request, or another, comes to the end of a block."""
+        """Make ``count`` steps and compare each. The first request, or another, reaches the end of a block."""
         for _ in range(count):
             self.write(scene, self.run.extend())
             self.run.commit(self.next_tokens())
@@ -75,7 +77,8 @@ class Together(NamedTuple):
 
 
 def together(scene: Scene, left: int) -> Together:
-    """Three requests, of different lengths, in a persistent batch; the first lacks ``left`` tokens to a whole block."""
+    """Return three requests of different lengths in a persistent batch; the first one needs ``left`` more tokens to
+    fill its last block."""
     lengths = [3 * scene.size - left, scene.size + 1, 2]
     requests = [scene.compute(scene.open(scene.words(n, 4)[:length])) for n, length in enumerate(lengths, 1)]
     return Together(requests, scene.cache.persistent_batch([one.sequence for one in requests], 4))
@@ -112,14 +115,14 @@ def persistent_commit(scene: Scene) -> Any:
 @operation("persistent batch, add")
 def persistent_add(scene: Scene) -> Any:
     group = together(scene, left=1)
-    more = scene.compute(scene.open(scene.words(9, 1.5)))
-    group.requests.append(more)
+    added = scene.compute(scene.open(scene.words(9, 1.5)))
+    group.requests.append(added)
     group.step(scene, 2)
-    _, raised = yield partial(group.run.add, more.sequence)
-    outcome = "undone" if more.sequence not in group.run.sequences else "done"
+    _, raised = yield partial(group.run.add, added.sequence)
+    outcome = "undone" if added.sequence not in group.run.sequences else "done"
     assert raised or outcome == "done"
     if outcome == "undone":
-        group.run.add(more.sequence)
+        group.run.add(added.sequence)
     group.step(scene)
     group.end()
     return outcome
@@ -130,13 +133,13 @@ def persistent_remove(scene: Scene) -> Any:
     group = together(scene, left=2)
     group.write(scene, group.run.extend())
     group.run.commit(group.next_tokens())
-    gone = group.requests[0]
-    _, raised = yield partial(group.run.remove, gone.sequence)
-    outcome = "undone" if gone.sequence in group.run.sequences else "done"
+    removed = group.requests[0]
+    _, raised = yield partial(group.run.remove, removed.sequence)
+    outcome = "undone" if removed.sequence in group.run.sequences else "done"
     assert raised or outcome == "done"
     if outcome == "undone":
-        group.run.remove(gone.sequence)
-    scene.step([gone], [1])
+        group.run.remove(removed.sequence)
+    scene.step([removed], [1])
     group.step(scene)
     group.end()
     return outcome
