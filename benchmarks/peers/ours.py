@@ -85,7 +85,7 @@ class Peer:
     def take(self, num_blocks: int) -> Any:
         """Allocate blocks of the only group and return their ids."""
         group = self.books.core.groups[0]
-        ids = group.peek(num_blocks)
+        ids = group.free.peek(num_blocks)
         group.take(num_blocks)
         return ids
 

@@ -62,8 +62,7 @@ class PersistentBatch:
         self._buffers = StepBuffers(core.memory.arrays)
         self._members: tuple[Sequence, ...] = ()
         self._requests: list[Request] = []
-        self._publishes_later = lifecycle.publisher.publishes_later
-        self._every = 0 if not self._publishes_later else _EVERY_SLID if core.bounded else _EVERY
+        self._every = 0 if not lifecycle.publisher.publishes_later else _EVERY_SLID if core.bounded else _EVERY
         self._rows = DecodeRows(num_rows, (self._every + 2) * core.block_size)
         self._most_lacking = 0  # upper bound of the tokens in ``newest`` that a request has not copied yet
         self._turn = 0  # tokens committed since the last sequence was published in turn
@@ -152,7 +151,7 @@ class PersistentBatch:
         short = (after > rows.capacity).nonzero()[0]
         if len(short):
             ends, size, slots = after[short], self._core.block_size, self._slots[short].tolist()
-            if self._publishes_later and all(group.have_outstanding(slots, _AHEAD + n) for group in self._core.groups):
+            if self._every and all(group.have_outstanding(slots, _AHEAD + n) for group in self._core.groups):
                 ends = np.minimum(ends + _AHEAD * size, self._core.max_context)
             self._lifecycle.extend(dict(zip(slots, ends.tolist())))
             rows.capacity[short] = np.minimum(-(-ends // size) * size, self._core.max_context)
@@ -201,7 +200,7 @@ class PersistentBatch:
         rows.newest.ravel()[places] = tokens
         rows.lengths, self._due = after, due
         self._publish_due()
-        if self._publishes_later:
+        if self._every:
             turns, self._turn = divmod(self._turn + num_tokens, self._every * size)
             if turns:
                 self._lifecycle.publisher.publish_waiting(turns)
@@ -256,7 +255,7 @@ class PersistentBatch:
 
         If an interrupt stops this, the next call does the rest.
         """
-        if self._due and self._publishes_later:
+        if self._due and self._every:
             for request in self._due:
                 self._lifecycle.publisher.publish_later(request)
             self._due = []

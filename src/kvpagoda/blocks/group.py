@@ -28,8 +28,8 @@ class BlockGroup:
     request runs. A request *reserves* the most blocks that it may come to hold; reserved blocks that it does not hold
     yet are *outstanding*. Outstanding blocks are not given to other requests, so an admitted request can always finish.
 
-    Callers make sure that enough blocks are free. ``peek`` returns the blocks that are allocated next, so that they can
-    be filled before a request holds them. The methods below ``peek`` change something and cannot fail.
+    Callers make sure that enough blocks are free. ``free.peek`` returns the blocks that are allocated next, so that they can
+    be filled before a request holds them. The methods from ``take`` on change something and cannot fail.
     """
 
     def __init__(
@@ -92,14 +92,10 @@ class BlockGroup:
         named[ids] = True
         return [slot for slot, end in enumerate(self.end) if end and named[self.table.cells[slot, :end]].any()]
 
-    def peek(self, n: int) -> Ids:
-        """Return the ``n`` blocks that are allocated next, int32. They stay free. ``n`` <= ``free.num_free``."""
-        return self.free.peek(n)
-
     # -- changes -----------------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> None:
-        """Allocate the ``count`` blocks that ``peek`` returned to an owner that keeps account of them itself. O(1)."""
+        """Allocate the ``count`` blocks that ``free.peek`` returned to an owner that keeps account of them itself. O(1)."""
         self.free.num_free -= count
         self.num_held += count
         if self.num_held > self.peak_held:
@@ -113,7 +109,7 @@ class BlockGroup:
     def begin(self, slot: int, column: int, shared: Ids, own: Ids, reserved: int) -> None:
         """Begin the row of ``slot``, which holds nothing, at ``column``: ``shared`` blocks, then ``own`` blocks.
 
-        ``shared``: kept by the prefix cache for this request. ``own``: from ``peek``. ``reserved``: the most blocks
+        ``shared``: kept by the prefix cache for this request. ``own``: from ``free.peek``. ``reserved``: the most blocks
         that the row may hold. O(blocks).
         """
         middle = column + len(shared)
@@ -126,7 +122,7 @@ class BlockGroup:
         self._hold(slot, column, end, reserved)
 
     def append(self, slot: int, own: Ids) -> None:
-        """Append the blocks ``own``, from ``peek``, to the row of ``slot``. O(n)."""
+        """Append the blocks ``own``, from ``free.peek``, to the row of ``slot``. O(n)."""
         begin, count = self.end[slot], len(own)
         outstanding = self.reserved[slot] - begin + self.first[slot]
         self.take(count)
@@ -136,7 +132,7 @@ class BlockGroup:
         self.end[slot] = begin + count
 
     def append_each(self, slots: list[int], own: Ids) -> None:
-        """Append to each of the distinct ``slots``, in turn, the next block of ``own`` (from ``peek``). O(n)."""
+        """Append to each of the distinct ``slots``, in turn, the next block of ``own`` (from ``free.peek``). O(n)."""
         self.take(len(own))
         self.table.cells[slots, [self.end[slot] for slot in slots]] = own
         for slot in slots:

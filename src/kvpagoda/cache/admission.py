@@ -100,7 +100,7 @@ class Admission:
                 raise core.capacity.shortage(RetryLater, reserved, core.plan.budget)
             allotments = []
             for group, span, end, n in zip(core.groups, shared, ends, reserved):
-                cells, own = group.table.cells[slot], group.peek(end - span.stop)
+                cells, own = group.table.cells[slot], group.free.peek(end - span.stop)
                 if len(own):
                     core.memory.copy(group.index, cells[span.stop : end].copy(), own)
                 allotments.append(Allotment(span.start, cells[span.start : span.stop].copy(), own, n))

@@ -104,7 +104,7 @@ class Lifecycle:
             request.append(ids)
         request.own_length = end
         # publish later, unless events must report the blocks at once
-        if core.events is None and self.publisher.publishes_later and not core.bounded:
+        if core.events is None and self.publisher.commits_later:
             if end // core.block_size > request.lease.num_blocks:
                 self.publisher.publish_later(request)
         elif left > 0 or self.publisher.is_due(request, length):
@@ -182,7 +182,7 @@ class Lifecycle:
             ]
             for group in sorted(groups, key=lambda group: group not in taking):  # the overwritten block comes last
                 freed, is_new = group.own_ids(slot), group in taking
-                own = group.peek(1) if is_new else freed[:is_copied]
+                own = group.free.peek(1) if is_new else freed[:is_copied]
                 if is_copied:
                     core.memory.copy(group.index, group.table.cells[slot, columns : columns + 1].copy(), own)
                 cuts.append((group, own, freed if is_new else freed[len(own) :], is_new))
@@ -259,7 +259,7 @@ class Lifecycle:
             request.state = State.CLOSED
             core.guard.is_torn = False
         else:
-            if not request.is_published and (core.bounded or not self.publisher.publishes_later):
+            if not request.is_published and not self.publisher.commits_later:
                 self.publisher.publish(request)
             self.publisher.ending(request)
             core.release(request, last=self.publisher.last_blocks(request))

@@ -37,8 +37,10 @@ class Publisher:
     def __init__(self, core: Core) -> None:
         self._core, size = core, core.block_size
         self.publishes_later = core.states is None and core.offloader is None
-        """Whether a commit leaves all of it for later: no states must be copied at once, and no tier waits for blocks.
-        Until then requests hold what slid out of their windows, as long as no other request lacks memory."""
+        """Whether a persistent batch leaves publishing for later: no states must be copied at once, and no tier waits for
+        blocks. Until then requests hold what slid out of their windows, as long as no other request lacks memory."""
+        self.commits_later = self.publishes_later and not core.bounded
+        """Whether the commits of a single sequence leave it for later too: it has no windows that must slide."""
         self._every = core.settings.retention.checkpoint_every
         self._slack, self._coarse = _SLACK // size, max(1, _COARSE // size)
         self._spans = [window.group.growth.span or 0 for window in core.prefix.windows]
@@ -305,7 +307,7 @@ class Publisher:
             return None
         copy = _NONE
         if states is not None:
-            copy = states.peek(1)
+            copy = states.free.peek(1)
             core.memory.copy(states.index, states.held_ids(request.slot), copy)
         core.guard.is_torn = True
         if states is not None:
