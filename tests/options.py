@@ -40,6 +40,6 @@ def move_blocks(cache: KVCache, group: BlockGroup, sources: Ids) -> None:
     new_ids[sources] = targets
     core.memory.copy(group.index, sources, targets)
     group.remap(new_ids, group.slots_naming(sources))
-    core.prefix.remap(group, new_ids)
+    core.prefix.cached[group.index].remap(new_ids)
     core.capacity.num_moves += 1
     group.free.give(sources)

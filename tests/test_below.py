@@ -860,7 +860,9 @@ def test_an_interrupted_store_frees_its_staging_memory(error: type[BaseException
         run(cache, np.arange(20))
     assert level.dropped and level.buffer.num_free == level.buffer.num_records
     setattr(owner, name, plain)
-    cache.core.offloader.check(cache.core.prefix.owned_ids(cache.core.prefix.full), cache.core.prefix.kept)  # type: ignore[union-attr, arg-type]
+    cache.core.offloader.check(
+        cache.core.prefix.cached[cache.core.prefix.full.index].owned_ids(), cache.core.prefix.kept
+    )  # type: ignore[union-attr, arg-type]
     cache.close()
 
 

@@ -23,12 +23,12 @@ import numpy as np
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.blocks.sectors import Grant, Sectors, Vacating
-from kvpagoda.cache.checkpoints import Evicted
+from kvpagoda.cache.cached_blocks import Evicted, num_evicted_ahead
 from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.offload import Offloader
-from kvpagoda.cache.prefix_cache import PrefixCache, num_evicted_ahead
+from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import CheckFailed, Exhausted, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
@@ -75,7 +75,7 @@ class Capacity:
     def surplus(self, group: BlockGroup) -> int:
         """Return how many blocks of the group's own memory are free or evictable, less its outstanding ones; below 0 if
         memory of other groups is needed."""
-        return group.free.num_free + self._prefix.num_spare(group) - group.outstanding
+        return group.free.num_free + self._prefix.cached[group.index].num_spare - group.outstanding
 
     def slack(self, more: Many[int]) -> int:
         """Return the number of sectors that no reservation needs if ``more[i]`` further blocks of group i are reserved:
@@ -127,7 +127,7 @@ class Capacity:
         sectors, wanted = self._sectors, ceil_div(short, group.plan.per_sector)
         assert sectors is not None
         if not sectors.num_free and not self._take_idle_sectors(group, wanted, more):
-            if self._prefix.num_cold(group):
+            if self._prefix.cached[group.index].num_cold:
                 return self._evict(group, short)
             for source, until in self._by_age(group, more):
                 if source is group:
@@ -148,9 +148,10 @@ class Capacity:
         able, is_known = list[tuple[int, int, BlockGroup]](), True
         for source in self._groups:
             spare = (self.surplus(source) - more[source.index]) // source.plan.per_sector
-            if self._prefix.num_evictable(source) if source is group else spare > 0:
+            num_evictable = self._prefix.cached[source.index].num_evictable
+            if num_evictable if source is group else spare > 0:
                 age = self._oldest(source)
-                is_known &= age is not None or not self._prefix.num_evictable(source)
+                is_known &= age is not None or not num_evictable
                 able.append((age or 0, 0 if source is group else -spare, source))
         if len(able) > 1:
             able.sort(key=lambda a: (a[0], a[2] is not group) if is_known else (a[2] is not group, a[1]))
@@ -162,7 +163,8 @@ class Capacity:
         count as oldest of all, except as many as its requests have reserved and its next step takes: these are needed
         soon."""
         own = group.outstanding + self._for_steps[group.index] - group.free.num_free
-        return self._guard.change(self._prefix.idle_since, group, max(0, own))
+        cached = self._prefix.cached[group.index]
+        return 0 if cached.num_cold > max(0, own) else self._guard.change(cached.oldest)
 
     def _take_idle_sectors(self, taker: BlockGroup, wanted: int, more: Many[int]) -> bool:
         """Take up to ``wanted`` idle sectors from the group, other than ``taker``, that has most: its free blocks that
@@ -211,7 +213,7 @@ class Capacity:
 
     def _evict(self, group: BlockGroup, n: int) -> bool:
         """Evict ``n`` cached blocks of ``group`` or fewer, and some ahead; return False if it has none to evict."""
-        if not self._prefix.num_evictable(group):
+        if not self._prefix.cached[group.index].num_evictable:
             return False
         if self._memory.is_copying:
             self._memory.finish_copies(group.index)
@@ -299,7 +301,7 @@ class Capacity:
             if self._offloader is not None and group is self._prefix.full:
                 self._guard.change(self._offloader.moved, new_ids)
                 self._guard.is_torn = True
-            self._prefix.remap(group, new_ids)
+            self._prefix.cached[group.index].remap(new_ids)
             group.remap(new_ids, slots)
             if self._events is not None:
                 self._events.moved(group, sources, targets)
@@ -336,6 +338,5 @@ class Capacity:
             lack = [group.name for group in self._groups if self.surplus(group) < 0]
             raise CheckFailed(f"more blocks are reserved than could be free; groups short of their own: {lack}")
         for group in self._groups:
-            cached = self._prefix.owned_ids(group)
             absent = np.empty(0, np.int32) if self._sectors is None else self._sectors.absent_ids(group)
-            group.check(cached, absent)
+            group.check(self._prefix.cached[group.index].owned_ids(), absent)

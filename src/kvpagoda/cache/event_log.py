@@ -17,7 +17,7 @@ import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.cache.checkpoints import Evicted
+from kvpagoda.cache.cached_blocks import Evicted
 from kvpagoda.cache.namespace import Media, Namespaces
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request

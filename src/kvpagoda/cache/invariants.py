@@ -18,7 +18,7 @@ def check(core: Core) -> None:
     _check_prefix(core)
     core.capacity.check()
     if core.offloader is not None:
-        owned = np.empty(0, np.int32) if core.full is None else core.prefix.owned_ids(core.full)
+        owned = np.empty(0, np.int32) if core.full is None else core.prefix.cached[core.full.index].owned_ids()
         core.offloader.check(owned, core.prefix.kept)
 
 

@@ -22,23 +22,16 @@ import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.cache.checkpoints import Evicted, Kept, KeptCheckpoints
+from kvpagoda.cache.cached_blocks import EVICT_AHEAD, CachedBlocks, Evicted, Kept
+from kvpagoda.cache.cached_texts import CachedTexts
+from kvpagoda.cache.checkpoints import KeptCheckpoints
 from kvpagoda.cache.options import Retention
 from kvpagoda.cache.prefix_match import PrefixMatch, resume_point
 from kvpagoda.cache.windows import Windows
 from kvpagoda.errors import OutOfBlocks
-from kvpagoda.prefix import Evicted as TreeEvicted
 from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
 from kvpagoda.prefix.id_pool import IdPool
 from kvpagoda.prefix.window_blocks import Handles
-
-EVICT_AHEAD = 1024  # eviction frees 1/1024 of a group more than is needed, so that most steps find free blocks
-_NONE: Ids = np.empty(0, np.int32)
-
-
-def num_evicted_ahead(group: BlockGroup) -> int:
-    """Return how many blocks of ``group`` ``PrefixCache.evict`` evicts beyond those that it is asked for."""
-    return group.plan.num_blocks // EVICT_AHEAD
 
 
 class Holding(NamedTuple):
@@ -64,7 +57,8 @@ class Pin:
 
 
 class PrefixCache:
-    """The prefix tree, the ``windows`` whose blocks it names, the checkpoints that are ``kept``, and pins.
+    """The prefix tree, the ``windows`` whose blocks it names, the checkpoints that are ``kept``, and pins. ``cached``: the
+    cached blocks of each group, by its index.
 
     ``policy``: a name or an object. ``num_checkpoints``: the most that are kept. ``most_unbacked``: the most blocks of
     texts in a tree without a full group, where texts take no device memory. ``is_followed``: blocks of such texts have
@@ -86,7 +80,7 @@ class PrefixCache:
         self.full = next((group for group in groups if not group.growth.is_bounded), None)
         self.states = next((group for group in groups if group.growth.is_state), None)
         self.bounded = tuple(group for group in groups if group.growth.is_bounded)
-        self.block_size, self._fresh_policy = block_size, deepcopy(policy)
+        self.block_size, self._fresh_policy, self._groups = block_size, deepcopy(policy), tuple(groups)
         self.most_checkpoints, self._most_unbacked = num_checkpoints, most_unbacked
         self._capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
         self._full_name = "" if self.full is None else self.full.plan.name
@@ -101,12 +95,17 @@ class PrefixCache:
 
     def _start(self, policy: str | EvictionPolicy) -> None:
         full_rows, capacity = 0 if self.full is None else 1, max(1, self._capacity)
-        self.windows = Windows.of((group for group in self.bounded if group is not self.states), full_rows)
-        rows = full_rows + 2 * len(self.windows) + (self._numbers is not None)
+        bounded = [group for group in self.bounded if group is not self.states]
+        rows = full_rows + 2 * len(bounded) + (self._numbers is not None)
         self.tree = PrefixTree(self.block_size, rows, policy, capacity=capacity, proves_ids=False)
-        self._window_of = {window.group.index: window for window in self.windows}
+        self.windows = Windows.of(self.tree, bounded, full_rows)
         self._pins: dict[Pin, None] = {}  # oldest first
-        self.kept = KeptCheckpoints(self.bounded, self.windows)
+        self.kept = KeptCheckpoints(self.tree, self.bounded, self.windows)
+        self._texts = CachedTexts(self.tree, self.windows, self.kept, self.full, self._numbers)
+        window_of = {window.group: window for window in self.windows}
+        self.cached: tuple[CachedBlocks, ...] = tuple(
+            self._texts if group is self.full else window_of.get(group, self.kept) for group in self._groups
+        )
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
@@ -145,40 +144,6 @@ class PrefixCache:
         """Return what can be reused of ``match`` without a copy, if there is no room for copies or their sources."""
         whole = 0 if self.bounded else match.num_blocks * self.block_size
         return PrefixMatch(found.num_tokens, whole, "memory", found.groups)
-
-    def num_cached(self, group: BlockGroup) -> int:
-        """Return the number of cached blocks of ``group``, in use or not. O(1)."""
-        if group is self.full:
-            return self.tree.num_cached
-        window = self._window_of.get(group.index)
-        return len(self.kept) if window is None else window.blocks.num_cached
-
-    def num_evictable(self, group: BlockGroup) -> int:
-        """Return the number of blocks of ``group`` that ``evict`` could free now. O(1)."""
-        if group is self.full:
-            return self.tree.num_evictable
-        window = self._window_of.get(group.index)
-        return len(self.kept) - self.tree.checkpoints.num_held if window is None else window.blocks.num_idle
-
-    def num_spare(self, group: BlockGroup) -> int:
-        """Return how many evictable blocks reservations can count on: each reader of a window block counts as a block
-        in use, since the reservation of each expects a free block when it slides on. O(1)."""
-        if group is self.full:
-            return self.tree.num_evictable
-        window = self._window_of.get(group.index)
-        return self.num_evictable(group) if window is None else window.blocks.num_cached - window.blocks.num_reads
-
-    def num_cold(self, group: BlockGroup) -> int:
-        """Return the number of cached blocks of ``group`` outside of every window that no checkpoint keeps."""
-        window = self._window_of.get(group.index)
-        return 0 if window is None else window.blocks.num_cold
-
-    def idle_since(self, group: BlockGroup, most_cold: int) -> int | None:
-        """Return when the block of ``group`` that is evicted next was last used, by one clock for all groups; None if
-        unknown. 0 if more than ``most_cold`` blocks are cold; fewer cold blocks do not count."""
-        if self.num_cold(group) > most_cold:
-            return 0
-        return self.tree.oldest() if group is self.full else self.tree.checkpoints.oldest()
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
@@ -296,16 +261,13 @@ class PrefixCache:
     def evict(self, group: BlockGroup, n: int) -> Evicted:
         """Evict ``n`` blocks of ``group`` and some ahead, or all that are evictable. Full group: in the policy's order.
         Window group: cold blocks; without any, one checkpoint, whose blocks become cold. States: one checkpoint."""
-        if group is self.full:
-            evicted = self.tree.evict(n + num_evicted_ahead(group))
-            self.num_evicted[group.index] += evicted.ids.shape[1]
-            return self._gone(evicted)
-        window = self._window_of.get(group.index)
-        if window is not None and window.blocks.num_cold:
-            ids = window.blocks.evict(n + num_evicted_ahead(group))
-            self.num_evicted[group.index] += len(ids)
-            return Evicted(((group, ids),))
-        return self.evict_checkpoint()
+        evicted = self.cached[group.index].evict(n)
+        if evicted is None:
+            return self.evict_checkpoint()
+        for freed, ids in evicted.blocks:
+            if freed is group:
+                self.num_evicted[group.index] += len(ids)
+        return evicted
 
     def evict_checkpoint(self) -> Evicted:
         """Evict the least recently used checkpoint that is not held, if there is one."""
@@ -318,7 +280,7 @@ class PrefixCache:
         surplus = self.tree.num_cached - self._most_unbacked
         if self.full is not None or surplus <= 0:
             return Evicted()
-        return self._gone(self.tree.evict(surplus + self._capacity // EVICT_AHEAD))
+        return self._texts.gone(self.tree.evict(surplus + self._capacity // EVICT_AHEAD))
 
     def drop(self, name: int) -> Evicted:
         """Drop checkpoint ``name``, if it is still kept and not held."""
@@ -330,36 +292,4 @@ class PrefixCache:
     def clear(self, namespace: bytes | None = None) -> Evicted:
         """Forget everything, or everything of one namespace. Raises RetryLater, changing nothing, while a request runs
         there or something is pinned."""
-        return self._gone(self.tree.clear(namespace))
-
-    def _gone(self, evicted: TreeEvicted) -> Evicted:
-        """Return what follows in all groups from what the tree ``evicted``."""
-        blocks, checkpoints, _ = self.kept.forget(evicted.states) if evicted.states else Evicted()
-        if self.full is not None:
-            blocks += ((self.full, evicted.ids[0]),)
-        texts = None if self._numbers is None else evicted.ids[-1]
-        if self._numbers is not None:
-            self._numbers.give(evicted.ids[-1])
-        return Evicted((*blocks, *self.windows.forget(evicted.ids)) if self.windows else blocks, checkpoints, texts)
-
-    def remap(self, group: BlockGroup, new_ids: Ids) -> None:
-        """Replace every block id of ``group`` by ``new_ids[id]``. O(blocks), for the full group O(nodes) too."""
-        window = self._window_of.get(group.index)
-        if group is self.full:
-            self.tree.remap(0, new_ids)
-        elif window is None:
-            self.kept.remap(new_ids)
-        else:
-            window.blocks.remap(new_ids)
-
-    # -- proof -------------------------------------------------------------------------------------------------------
-
-    def owned_ids(self, group: BlockGroup) -> Ids:
-        """Return the blocks of ``group`` that the tree or a checkpoint owns, int32."""
-        window = self._window_of.get(group.index)
-        if group is self.full:
-            return self.tree.owned_ids(0)
-        if window is None:
-            return np.concatenate([_NONE, *(kept.states for kept in self.kept.values())])
-        cells = window.cells_of(self.tree.all_ids())
-        return window.blocks.ids(cells[0, window.blocks.are_there(cells)])
+        return self._texts.gone(self.tree.clear(namespace))

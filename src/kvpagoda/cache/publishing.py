@@ -15,7 +15,7 @@ from contextlib import suppress
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.cache.checkpoints import Kept
+from kvpagoda.cache.cached_blocks import Kept
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.prefix_match import PrefixMatch
 from kvpagoda.cache.request import Request, TextPart
@@ -229,7 +229,8 @@ class Publisher:
         all that slides out, and reservations stay as they are."""
         core, slot, length = self._core, request.slot, request.own_length
         in_answer = length >= request.prompt_length
-        for number, (group, blocks, _) in enumerate(core.prefix.windows):
+        for number, window in enumerate(core.prefix.windows):
+            group, blocks = window.group, window.blocks
             first = group.growth.first_kept(length) // group.block_size
             num_blocks = self._most_decoding[number]
             if in_answer and num_blocks <= (group.plan.most_blocks or 0):
@@ -302,7 +303,7 @@ class Publisher:
         needs = [int(group is states) for group in core.groups]
         if prefix.is_full or (states is not None and not make_room(capacity, needs, needs)):
             return None
-        tail = prefix.kept.tail(prefix.tree, request.lease, request.slot, num_blocks, more)
+        tail = prefix.kept.tail(request.lease, request.slot, num_blocks, more)
         if tail is None:
             return None
         copy = _NONE

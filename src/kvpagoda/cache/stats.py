@@ -162,7 +162,8 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
 
 
 def _group(core: Core, group: BlockGroup) -> GroupStats:
-    cached, idle = core.prefix.num_cached(group), core.prefix.num_evictable(group)
+    blocks = core.prefix.cached[group.index]
+    cached, idle = blocks.num_cached, blocks.num_evictable
     return GroupStats(
         group.plan.name, core.num_blocks(group), group.free.num_free, group.num_held, group.num_held - cached, cached - idle,
         idle, group.outstanding, group.peak_held, group.plan.row_nbytes, core.prefix.num_evicted[group.index],

@@ -17,23 +17,52 @@ import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.cache.cached_blocks import CachedBlocks, Evicted, num_evicted_ahead
 from kvpagoda.prefix import Lease, Match, PrefixTree
 from kvpagoda.prefix.window_blocks import Flags, Handles, WindowBlocks
 
 _NONE: Ids = np.empty(0, np.int32)
 
 
-class Window(NamedTuple):
-    """One window group, its cached blocks, and the first of its two rows in the tree."""
+class Window(CachedBlocks):
+    """One window group of ``tree``, its cached ``blocks``, and the first of its two rows there; see ``CachedBlocks``."""
 
-    group: BlockGroup
-    blocks: WindowBlocks
-    row: int
+    def __init__(self, tree: PrefixTree, group: BlockGroup, row: int) -> None:
+        self._tree, self.group, self.row = tree, group, row
+        self.blocks = WindowBlocks(group.growth, group.block_size, group.plan.num_rows)
+        self._num_ahead = num_evicted_ahead(group)
 
     def cells_of(self, ids: Ids) -> Ids:
         """Return the rows of this group, int32 ``[2, n]``, of ``ids``, int32 ``[rows of the tree, n]``; a view."""
         cells: Ids = ids[self.row : self.row + 2]
         return cells
+
+    @property
+    def num_cached(self) -> int:
+        return self.blocks.num_cached
+
+    @property
+    def num_evictable(self) -> int:
+        return self.blocks.num_idle
+
+    @property
+    def num_spare(self) -> int:
+        # each reader counts as a block in use: its reservation expects a free block when it slides on
+        return self.blocks.num_cached - self.blocks.num_reads
+
+    @property
+    def num_cold(self) -> int:
+        return self.blocks.num_cold
+
+    def evict(self, n: int) -> Evicted | None:
+        return Evicted(((self.group, self.blocks.evict(n + self._num_ahead)),)) if self.blocks.num_cold else None
+
+    def remap(self, new_ids: Ids) -> None:
+        self.blocks.remap(new_ids)
+
+    def owned_ids(self) -> Ids:
+        cells = self.cells_of(self._tree.all_ids())
+        return self.blocks.ids(cells[0, self.blocks.are_there(cells)])
 
 
 class Publishing(NamedTuple):
@@ -53,12 +82,9 @@ class Windows(tuple[Window, ...]):
     """All window and chunk groups of a cache. *Spans* are a range of blocks of a text for each of them."""
 
     @classmethod
-    def of(cls, groups: Iterable[BlockGroup], first_row: int) -> Windows:
-        """Return ``Windows`` for ``groups``, which use the rows of the tree from ``first_row`` on."""
-        return cls(
-            Window(group, WindowBlocks(group.growth, group.block_size, group.plan.num_rows), first_row + 2 * number)
-            for number, group in enumerate(groups)
-        )
+    def of(cls, tree: PrefixTree, groups: Iterable[BlockGroup], first_row: int) -> Windows:
+        """Return ``Windows`` for ``groups``, which use the rows of ``tree`` from ``first_row`` on."""
+        return cls(Window(tree, group, first_row + 2 * number) for number, group in enumerate(groups))
 
     def spans_before(self, num_blocks: int) -> list[range]:
         """Return the span of blocks that each group needs to resume a text after ``num_blocks`` blocks."""
@@ -112,7 +138,8 @@ class Windows(tuple[Window, ...]):
         needs."""
         publishing: list[Publishing] = []
         end = begin + rows.shape[1]
-        for group, blocks, row in self:
+        for window in self:
+            group, blocks, row = window.group, window.blocks, window.row
             unshared = max(group.first[slot], group.shared[slot])
             handles = blocks.handles(group.table.cells[slot, unshared:end])
             ours = np.empty((2, len(handles)), np.int32)
@@ -133,7 +160,8 @@ class Windows(tuple[Window, ...]):
         """
         duplicates: list[tuple[BlockGroup, Ids]] = []
         end = lease.num_blocks
-        for (group, blocks, row), (handles, ours, theirs, found) in zip(self, publishing):
+        for window, (handles, ours, theirs, found) in zip(self, publishing):
+            group, blocks, row = window.group, window.blocks, window.row
             first = end - len(handles)
             if is_new and first >= begin:
                 blocks.publish(handles)
@@ -154,7 +182,7 @@ class Windows(tuple[Window, ...]):
     def forget(self, rows: Ids) -> list[tuple[BlockGroup, Ids]]:
         """Return, by group, the blocks that are no longer cached once the tree has removed ``rows``, int32
         ``[rows of the tree, n]``."""
-        return [(group, blocks.forget(rows[row : row + 2])) for group, blocks, row in self]
+        return [(window.group, window.blocks.forget(window.cells_of(rows))) for window in self]
 
     # -- proof -------------------------------------------------------------------------------------------------------
 
@@ -165,7 +193,8 @@ class Windows(tuple[Window, ...]):
         by group.
         """
         rows, held, kept = tree.all_ids(), [*held], [*kept]
-        for number, (group, blocks, row) in enumerate(self):
+        for number, window in enumerate(self):
+            group, blocks = window.group, window.blocks
             shared = [group.table.cells[slot, group.first[slot] : end] for slot, end in enumerate(group.shared)]
             readers = [*shared, *(blocks.ids(handles[number]) for handles in held)]
             keepers = [handles[number] for handles in kept]
@@ -173,4 +202,4 @@ class Windows(tuple[Window, ...]):
                 np.bincount(np.concatenate([_NONE, *users]), minlength=group.plan.num_rows)
                 for users in (readers, keepers)
             ]
-            blocks.check(rows[row : row + 2], counts[0], counts[1])
+            blocks.check(window.cells_of(rows), counts[0], counts[1])
