@@ -17,11 +17,13 @@ from kvpagoda.prefix import PrefixTree
 from kvpagoda.prefix.window_blocks import Handles
 
 EVICT_AHEAD = 1024  # eviction frees 1/1024 of a group more than is needed, so that most steps find free blocks
+_SHARE = 32
 
 
 def num_evicted_ahead(group: BlockGroup) -> int:
-    """Return how many blocks of ``group`` ``CachedBlocks.evict`` evicts beyond those that it is asked for."""
-    return group.plan.num_blocks // EVICT_AHEAD
+    """Return how many blocks of ``group`` ``CachedBlocks.evict`` evicts beyond those that it is asked for. For a window
+    group these are as many as a request holds in a step, up to 1/32 of the group: they are cold, and seldom found."""
+    return max(group.plan.num_blocks // EVICT_AHEAD, min(group.plan.most_blocks or 0, group.plan.num_blocks // _SHARE))
 
 
 class Tail(NamedTuple):

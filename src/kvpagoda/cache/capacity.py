@@ -37,7 +37,6 @@ from kvpagoda.units import ceil_div, format_bytes
 _MUCH = 16  # if more than 1/16 of a group's sectors are idle, the blocks in them are moved to take these sectors
 _PORTION = 32  # sectors that change hands at once: so many, but at most 1/64 of all, or 1/256 of all if that is more
 _MOVED = 4  # at least 1/4 of a portion is taken where blocks must move, since each move scans every block of the group
-_SHARE = 32  # up to 1/32 of the most blocks that a group can have stay free for its next steps
 
 
 class Capacity:
@@ -65,8 +64,7 @@ class Capacity:
         self._none = [0] * len(groups)
         many = 0 if sectors is None else len(sectors.owner)
         self._portion = max(min(_PORTION, many // 64), many // 256)
-        steps = [min(group.plan.most_blocks or 0, group.plan.num_blocks // _SHARE) for group in groups]
-        self._for_steps = [max(n, num_evicted_ahead(group)) for n, group in zip(steps, groups)]
+        self._for_steps = [num_evicted_ahead(group) for group in groups]  # stay free for the next steps
         self._fruitless = [0] * len(groups)  # by group: idle sectors when none could be vacated
         self.num_moves = 0
 
