@@ -17,7 +17,7 @@ from kvpagoda.prefix import PrefixTree
 from kvpagoda.prefix.window_blocks import Handles
 
 EVICT_AHEAD = 1024  # eviction frees 1/1024 of a group more than is needed, so that most steps find free blocks
-_SHARE = 32
+_SHARE = 32  # at most 1/32 of a window group
 
 
 def num_evicted_ahead(group: BlockGroup) -> int:
@@ -76,6 +76,10 @@ class CachedBlocks(Protocol):
     def num_cold(self) -> int:
         """Cached blocks that nothing keeps, which are evicted before all others."""
         return 0
+
+    def span(self, num_blocks: int) -> range:
+        """Return which blocks of a text are read, and shared with others, to go on after its first ``num_blocks``."""
+        return range(0)
 
     def oldest(self) -> int | None:
         """Return when the block that is evicted next, if none is cold, was last used, by one clock for all groups; None

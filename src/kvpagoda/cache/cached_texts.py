@@ -33,6 +33,9 @@ class CachedTexts(CachedBlocks):
     def num_evictable(self) -> int:
         return self._tree.num_evictable
 
+    def span(self, num_blocks: int) -> range:
+        return range(num_blocks)
+
     def oldest(self) -> int | None:
         return self._tree.oldest()
 

@@ -32,8 +32,9 @@ class KeptCheckpoints(CachedBlocks, dict[int, Kept]):
         not cached any more."""
         found: list[Handles] = []
         needed: list[int] = []
-        for window, span in zip(self._windows, self._windows.spans_before(num_blocks)):
-            first, begin, group = max(0, span.start - more), 0, window.group
+        for window in self._windows:
+            span, begin, group = window.span(num_blocks), 0, window.group
+            first = max(0, span.start - more)
             needed.append(len(span))
             # the request itself still reads all of it
             if group.first[slot] <= first and num_blocks <= group.shared[slot]:

@@ -237,7 +237,8 @@ class PrefixCache:
             )
             raise OutOfBlocks.with_hint(text, hint, needed=match.num_blocks, available=most - pinned)
         _, found = self.found(match)
-        handles = self.windows.handles_of(match.ids, self.windows.spans_before(found.resumable // self.block_size))
+        spans = [window.span(found.resumable // self.block_size) for window in self.windows]
+        handles = self.windows.handles_of(match.ids, spans)
         pin = Pin(self.hold(match, match.num_blocks, handles, found.checkpoint), match.namespace)
         self._pins[pin] = None
         return pin

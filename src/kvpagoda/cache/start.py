@@ -55,19 +55,17 @@ def shared_columns(core: Core, attempt: AdmissionRequest, whole: int) -> list[ra
     Full group: the first ``whole`` blocks. Window groups: the blocks that the text needs to be resumed, unless they are
     copied or loaded. State group: none. The row of a group begins where its range begins, also if the range is empty.
     """
-    spans = iter(core.prefix.windows.spans_before(attempt.found.resumable // core.block_size))
-    shared: list[range] = []
-    for group in core.groups:
-        if group.growth.is_state:
-            shared.append(range(0))
-        elif attempt.suspended is not None:
-            left_behind = attempt.suspended.left_behind[group.index]
-            shared.append(range(whole) if group is core.full else left_behind)
-        elif group is core.full:
-            shared.append(range(whole))
+    resumable, suspended, shared = attempt.found.resumable // core.block_size, attempt.suspended, list[range]()
+    for group, cached in zip(core.groups, core.prefix.cached):
+        if group is core.full:
+            span = range(whole)
+        elif suspended is not None:
+            span = suspended.left_behind[group.index]
         else:
-            span = next(spans)
-            shared.append(range(span.start, span.start) if attempt.hit is not None else span)
+            span = cached.span(resumable)
+            if attempt.hit is not None:
+                span = span[:0]
+        shared.append(span)
     return shared
 
 

@@ -54,6 +54,9 @@ class Window(CachedBlocks):
     def num_cold(self) -> int:
         return self.blocks.num_cold
 
+    def span(self, num_blocks: int) -> range:
+        return range(self.blocks.first_needed(num_blocks), num_blocks)
+
     def evict(self, n: int) -> Evicted | None:
         return Evicted(((self.group, self.blocks.evict(n + self._num_ahead)),)) if self.blocks.num_cold else None
 
@@ -85,10 +88,6 @@ class Windows(tuple[Window, ...]):
     def of(cls, tree: PrefixTree, groups: Iterable[BlockGroup], first_row: int) -> Windows:
         """Return ``Windows`` for ``groups``, which use the rows of ``tree`` from ``first_row`` on."""
         return cls(Window(tree, group, first_row + 2 * number) for number, group in enumerate(groups))
-
-    def spans_before(self, num_blocks: int) -> list[range]:
-        """Return the span of blocks that each group needs to resume a text after ``num_blocks`` blocks."""
-        return [range(window.blocks.first_needed(num_blocks), num_blocks) for window in self] if self else []
 
     def can_resume(self, match: Match) -> bool:
         """Return whether a text can be resumed after all blocks of ``match``, as far as these groups matter."""
