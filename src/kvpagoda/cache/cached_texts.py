@@ -33,6 +33,8 @@ class CachedTexts(CachedBlocks):
     def num_evictable(self) -> int:
         return self._tree.num_evictable
 
+    num_spare = num_evictable
+
     def span(self, num_blocks: int) -> range:
         return range(num_blocks)
 
