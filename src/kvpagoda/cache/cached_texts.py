@@ -11,6 +11,8 @@ from kvpagoda.prefix import Evicted as TreeEvicted
 from kvpagoda.prefix import PrefixTree
 from kvpagoda.prefix.id_pool import IdPool
 
+_NOTHING = Evicted()
+
 
 class CachedTexts(CachedBlocks):
     """The blocks of texts in ``tree``; see ``CachedBlocks``.
@@ -46,7 +48,7 @@ class CachedTexts(CachedBlocks):
 
     def gone(self, evicted: TreeEvicted) -> Evicted:
         """Return what follows in all groups from what the tree ``evicted``."""
-        blocks, checkpoints, _ = self._kept.forget(evicted.states) if evicted.states else Evicted()
+        blocks, checkpoints, _ = self._kept.forget(evicted.states) if evicted.states else _NOTHING
         if self._full is not None:
             blocks += ((self._full, evicted.ids[0]),)
         texts = None if self._numbers is None else evicted.ids[-1]

@@ -143,7 +143,8 @@ class Capacity:
         """Return the groups that could free blocks for ``group``, the one with the least recently used block first.
         Each comes with the age of the next group's block: up to there it stays first. If a policy does not order by
         use: ``group`` itself, then the groups with the most to spare."""
-        able, is_known = list[tuple[int, int, BlockGroup]](), True
+        able: list[tuple[int, int, BlockGroup]] = []
+        is_known = True
         for source in self._groups:
             spare = (self.surplus(source) - more[source.index]) // source.plan.per_sector
             num_evictable = self._prefix.cached[source.index].num_evictable

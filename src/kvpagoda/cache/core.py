@@ -176,9 +176,9 @@ class Core:
     ) -> list[tuple[BlockGroup, Ids]]:
         """Publish the ``last`` blocks of ``request``, and return the blocks, by group, that its release must free.
 
-        They are as old as those before them: at the end of a request nothing of it is used. ``owned``: its own blocks, by
-        group. Returns duplicates of cached blocks, and own blocks behind the published
-        ones; all of ``owned`` if there is no memory to publish.
+        They are as old as those before them: at the end of a request nothing of it is used. ``owned``: its own blocks,
+        by group. Returns duplicates of cached blocks, and own blocks behind the published ones; all of ``owned`` if
+        there is no memory to publish.
         """
         begin = request.lease.num_blocks
         try:
@@ -187,7 +187,8 @@ class Core:
             return owned
         if self.events is not None and request.namespace not in self.stale:
             self.events.published(request, begin)
-        return [*duplicates, *((group, ids[request.lease.num_blocks - begin :]) for group, ids in owned)]
+        count = request.lease.num_blocks - begin
+        return duplicates + [(group, ids[count:]) for group, ids in owned]
 
     def clear(self) -> None:
         """Forget every request and everything cached, also after an interrupt in the middle of a change."""

@@ -18,6 +18,7 @@ from kvpagoda.prefix.tokens import NO_TOKEN
 Tokens = Ids
 TextPart = tuple[Tokens, Tokens | None]
 """(keys, text) for ``PrefixCache.publish``: the tokens of whole blocks, and the array in which they lie, or None."""
+_NO_MATCH = PrefixMatch(0, 0, "nothing")
 
 
 class State(Enum):
@@ -70,7 +71,7 @@ class Request:
     ) -> None:
         self.tokens, self.prompt_length, self.own_length, self.written = tokens, prompt_length, 0, 0
         self.namespace, self.priority, self.media_ids = namespace, priority, media_ids
-        self.match = PrefixMatch(0, 0, "nothing")
+        self.match = _NO_MATCH
         self.lease: Lease
         self.tally: Tally
         self.slot, self.state, self.resumed_at = -1, State.NEW, 0

@@ -227,7 +227,8 @@ class Sequence:
 def requests_of(sequences: Sequence | Iterable[Sequence], core: Core) -> list[Request]:
     """Return the requests of ``sequences``. Raises BadInput for anything that ``core`` did not open."""
     requests = []
-    for sequence in sequences if isinstance(sequences, Iterable) else (sequences,):
+    many = (sequences,) if isinstance(sequences, Sequence) or not isinstance(sequences, Iterable) else sequences
+    for sequence in many:
         if not isinstance(sequence, Sequence) or sequence._lifecycle.core is not core:
             raise BadInput(f"expected sequences that this cache opened, got {sequence!r}")
         requests.append(sequence._request)

@@ -55,7 +55,8 @@ def shared_columns(core: Core, attempt: AdmissionRequest, whole: int) -> list[ra
     Full group: the first ``whole`` blocks. Window groups: the blocks that the text needs to be resumed, unless they are
     copied or loaded. State group: none. The row of a group begins where its range begins, also if the range is empty.
     """
-    resumable, suspended, shared = attempt.found.resumable // core.block_size, attempt.suspended, list[range]()
+    resumable, suspended = attempt.found.resumable // core.block_size, attempt.suspended
+    shared: list[range] = []
     for group, cached in zip(core.groups, core.prefix.cached):
         if group is core.full:
             span = range(whole)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +30,7 @@ class Window(CachedBlocks):
         self._tree, self.group, self.row = tree, group, row
         self.blocks = WindowBlocks(group.growth, group.block_size, group.plan.num_rows)
         self._num_ahead = num_evicted_ahead(group)
+        self.buffers: Ids = np.empty((2, 2, group.table.cells.shape[1]), np.int32)  #: for the cells of two rows
 
     def cells_of(self, ids: Ids) -> Ids:
         """Return the rows of this group, int32 ``[2, n]``, of ``ids``, int32 ``[rows of the tree, n]``; a view."""
@@ -66,19 +66,6 @@ class Window(CachedBlocks):
     def owned_ids(self) -> Ids:
         cells = self.cells_of(self._tree.all_ids())
         return self.blocks.ids(cells[0, self.blocks.are_there(cells)])
-
-
-class Publishing(NamedTuple):
-    """The blocks of one group that a request publishes.
-
-    ``handles``: intp ``[n]``. ``ours``: their cells, int32 ``[2, n]``. ``theirs``, ``found``: uninitialised arrays of
-    the same shapes, for the cells and the handles that the tree has after the insertion.
-    """
-
-    handles: Handles
-    ours: Ids
-    theirs: Ids
-    found: Handles
 
 
 class Windows(tuple[Window, ...]):
@@ -131,46 +118,46 @@ class Windows(tuple[Window, ...]):
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
-    def publishing(self, slot: int, begin: int, rows: Ids) -> list[Publishing]:
+    def publishing(self, slot: int, begin: int, rows: Ids) -> list[Handles]:
         """Write to ``rows`` the cells of the unshared blocks that ``slot`` has from block ``begin`` on, and 0 for
-        blocks that it does not have. ``rows``: int32 ``[rows of the tree, n]``. Returns, by group, what ``publish``
-        needs."""
-        publishing: list[Publishing] = []
+        blocks that it does not have. ``rows``: int32 ``[rows of the tree, n]``. Returns, by group, the handles of all
+        its unshared blocks up to there."""
+        publishing: list[Handles] = []
         end = begin + rows.shape[1]
         for window in self:
-            group, blocks, row = window.group, window.blocks, window.row
+            group, row = window.group, window.row
             unshared = max(group.first[slot], group.shared[slot])
-            handles = blocks.handles(group.table.cells[slot, unshared:end])
-            ours = np.empty((2, len(handles)), np.int32)
-            blocks.write_cells(handles, ours)
+            handles = window.blocks.handles(group.table.cells[slot, unshared:end])
             first = max(0, unshared - begin)
             rows[row : row + 2, :first] = 0
-            rows[row : row + 2, first:] = ours[:, max(0, begin - unshared) :]
-            publishing.append(Publishing(handles, ours, np.empty_like(ours), np.empty_like(handles)))
+            window.blocks.write_cells(handles[max(0, begin - unshared) :], rows[row : row + 2, first:])
+            publishing.append(handles)
         return publishing
 
     def publish(
-        self, tree: PrefixTree, slot: int, lease: Lease, publishing: Many[Publishing], begin: int, *, is_new: bool
+        self, tree: PrefixTree, slot: int, lease: Lease, publishing: Many[Handles], begin: int, *, is_new: bool
     ) -> list[tuple[BlockGroup, Ids]]:
-        """Share the blocks of ``publishing``, from block ``begin`` on, after they were inserted into the tree.
+        """Share the blocks of ``publishing``, whose cells from block ``begin`` on were inserted into the tree.
 
         ``lease``: covers them now. ``is_new``: the tree had none of them before. Returns, by group, the blocks that
         duplicate cached ones, int32: the caller frees them.
         """
         duplicates: list[tuple[BlockGroup, Ids]] = []
         end = lease.num_blocks
-        for window, (handles, ours, theirs, found) in zip(self, publishing):
+        for window, handles in zip(self, publishing):
             group, blocks, row = window.group, window.blocks, window.row
             first = end - len(handles)
             if is_new and first >= begin:
                 blocks.publish(handles)
                 group.share(slot, end)
                 continue
+            ours, theirs = window.buffers[:, :, : len(handles)]
+            blocks.write_cells(handles, ours)
             tree.read_ids(lease, first, row, theirs)
             lacking = ~blocks.are_there(theirs)
             theirs[:, lacking] = ours[:, lacking]
             tree.put_ids(lease, first, row, theirs)
-            found[:] = theirs[0]
+            found = theirs[0].astype(np.intp)
             is_duplicate = found != handles
             blocks.publish(handles[~is_duplicate])
             blocks.read(found[is_duplicate])
