@@ -46,7 +46,7 @@ def measure(options: Options) -> list[Row]:
     torch.set_num_threads(1)  # the loop uses torch; everything else runs on one thread
     rows = [
         row
-        for size in (1 << 16, 1 << 18, 1 << 20)
+        for size in (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
         for row in (*_engine(options, size, total), *_spill(options, size, total))
     ]
     torch.set_num_threads(threads)
@@ -92,7 +92,7 @@ def _told(
 
 def _engine(options: Options, size: int, total: int) -> list[Row]:
     """Measure ``CacheEngine``. ``size``: bytes of the K (or V) of a block in one layer; ``total``: bytes of a copy."""
-    layers, heads, head_size = 4, 8, 128
+    layers, heads, head_size = 4, 1, 128
     blocks = total // (2 * layers * size)
     engine = CacheEngine(
         SimpleNamespace(

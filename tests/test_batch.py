@@ -247,3 +247,19 @@ def test_help_lists_the_index_arrays() -> None:
     for number, name in enumerate(ARRAYS, 7):
         assert f"{number}  {name} " in told
         assert inspect.getdoc(getattr(LayerView, name)) == inspect.getdoc(getattr(GroupArrays, name))
+
+
+def test_rows_with_a_gradient_are_written_without_their_graph():
+    """Otherwise the memory of the pool would keep the graph of every step."""
+    config = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    cache = KVCache(Schema.from_hf_config(config), "64KiB", device="cpu", dtype="float32")
+    sequence = cache.open([1, 2, 3])
+    layer = cache.batch([sequence], [3]).layer(0)
+    rows = torch.ones(3, 1, 8, requires_grad=True)
+    layer.write(k=2 * rows, v=3 * rows)
+    at, parts = (
+        (layer.slot_mapping // cache.block_size, layer.slot_mapping % cache.block_size),
+        [*layer.blocks.fields.values()],
+    )
+    assert not any(part.requires_grad for part in parts)
+    assert all((layer.blocks.read(name, at) == value).all() for name, value in (("k", 2), ("v", 3)))

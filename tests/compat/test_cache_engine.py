@@ -269,6 +269,7 @@ def test_the_block_size_in_bytes_is_what_the_tensors_take(cache_dtype, use_mla, 
         {"backend": Backend(lambda n, b, h, d: (2, n, d), (0, 1))},
         {"backend": Backend(lambda n, b, h, d: (2, n, d), (0, 1, 1))},
         {"cache_dtype": "fp3"},
+        {"cache_dtype": ["auto"]},
         {"gpu": -1},
         {"pp": 0},
         {"block_size": 0},
@@ -279,6 +280,17 @@ def test_the_block_size_in_bytes_is_what_the_tensors_take(cache_dtype, use_mla, 
 def test_configs_that_cannot_be_right_raise(broken):
     with pytest.raises(BadInput):
         make(**broken)
+
+
+@pytest.mark.parametrize("broken", [{"block_size": -4}, {"cache_dtype": {}}])
+def test_no_block_size_is_told_for_configs_that_cannot_be_right(broken):
+    cache = SimpleNamespace(
+        **{"block_size": 3, "num_gpu_blocks": 3, "num_cpu_blocks": 2, "cache_dtype": "auto", **broken}
+    )
+    with pytest.raises(BadInput):
+        CacheEngine.get_cache_block_size(
+            cache, Model(), SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1)
+        )
 
 
 def test_a_backend_that_leaves_the_stride_order_open():

@@ -228,7 +228,7 @@ def test_rings_grow_by_the_verify_width_and_nothing_else_does(width: int) -> Non
     assert [group.block_layout(128) for group in deep.groups] == [group.block_layout(128) for group in plain.groups]
     assert (deep.state_layout == plain.state_layout) == (deep.fingerprint == plain.fingerprint) == (width == 0)
     counts = {place.field.name: place.field.count for place in deep.state_layout.places if place.layer == 2}
-    assert (counts["swa_fp8"], counts["swa_pos"], counts["num_entries"]) == (128 + width, 128 + width, 1)
+    assert (counts["swa_fp8"], counts["swa_pos"], counts["swa_head"]) == (128 + width, 128 + width, 1)
     assert counts["tail_ka"] == counts["idx_tail_zb"] == 3 + width
     assert counts["overlap_k"] == counts["idx_overlap_z"] == {0: 4, 1: 8, 4: 8, 5: 12, 130: 136}[width]
     assert [rows.count for rows in deep.layers[3].state_rows() if rows.name == "tail_ka"] == [127 + width]

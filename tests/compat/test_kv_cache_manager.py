@@ -395,6 +395,55 @@ def test_tail_len_is_the_open_window() -> None:
         assert tails is not None and int(tails[slot]) == (at + 1) % 4
 
 
+def test_counts_follow_the_newest_position_also_after_tokens_were_taken_back() -> None:
+    """What a step writes says how many entries there are; nothing else need be called."""
+    manager = small()
+    slot = manager.admit_request()
+    handle = manager.acquire(1, int32(*[slot] * 10), torch.arange(10).int(), torch.zeros(10).int())
+    handle.write_swa(torch.zeros(10, 48).bfloat16())
+    pool, view = manager.state_pools[1], handle.read_classical_view()
+    assert (int(pool.swa_head[slot]), int(pool.tail_len[slot]), int(view.num_entries[slot])) == (10, 2, 2)
+    handle = manager.acquire(1, int32(slot, slot), int32(5, 6), int32(0, 0))
+    handle.write_swa(torch.zeros(2, 48).bfloat16())
+    assert (int(pool.swa_head[slot]), int(pool.tail_len[slot]), int(view.num_entries[slot])) == (7, 3, 1)
+    manager.release_request(slot)
+    assert manager.admit_request() == slot and int(pool.swa_head[slot]) == 0
+
+
+def test_rows_of_a_step_may_come_in_any_order() -> None:
+    """Two requests with more tokens than the ring, interleaved: the bytes of two prefills one after the other."""
+    mixed, plain = small(), small()
+    slots = [mixed.admit_request(), mixed.admit_request()]
+    assert slots == [plain.admit_request(), plain.admit_request()]
+    n, kv = 200, torch.randn(400, 48, generator=torch.Generator().manual_seed(3)).bfloat16()
+    ids, positions = torch.tensor(slots, dtype=torch.int32).repeat(n), torch.arange(n).repeat_interleave(2).int()
+    order = torch.randperm(2 * n, generator=torch.Generator().manual_seed(4))
+    mixed.acquire(1, ids[order], positions[order], ids[order]).write_swa(kv[order])
+    for one in slots:
+        mine = ids == one
+        plain.acquire(1, ids[mine], positions[mine], ids[mine]).write_swa(kv[mine])
+    for name in ("swa_fp8", "swa_rope", "swa_inv_scale", "swa_pos", "swa_head"):
+        assert torch.equal(getattr(mixed.state_pools[1], name), getattr(plain.state_pools[1], name)), name
+
+
+def test_entries_of_empty_cells_are_zero_and_wrong_ids_are_refused() -> None:
+    manager = small()
+    slot = manager.admit_request()
+    block = manager.allocate_block(1, slot)
+    view = manager.acquire(1, int32(slot), int32(0), int32(0)).read_classical_view()
+    view.entries_rope.fill_(3.0)
+    table = view.block_table[slot, :2]
+    rows = dequantize_entries(view, table)
+    assert table.tolist() == [block, -1] and rows[0].any() and not rows[1].any()
+    assert torch.equal(dequantize_entries(view, [block, -1]), rows)
+    for bad in ([len(view.entries_rope)], [-2], [0.5], "a"):
+        with pytest.raises(BadInput):
+            dequantize_entries(view, bad)
+    for bad in (None, [1.0], torch.zeros(1, 47)):
+        with pytest.raises(BadInput):
+            manager.acquire(1, int32(slot), int32(0), int32(0)).write_swa(bad)
+
+
 FORMS = {
     "fp8": SMALL,
     "ue8m0": replace(SMALL, encoding=Encoding("fp8_ue8m0", group=16), index_encoding=NVFP4),

@@ -1,5 +1,6 @@
 """KVPool: three layouts in, rows out; nothing written when anything is wrong. And the factories."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,9 +98,9 @@ def test_wrong_shapes_dtypes_and_layers_raise_before_anything_is_written():
     ):
         with pytest.raises(BadInput):
             pool.set_kv_buffer(0, *args)
-    for layer in (2, -1):
+    for layer in (2, -1, "0", None, 1.0, True):
         for call in (lambda n: pool.set_kv_buffer(n, indices, k, v), pool.get_kv_buffer, pool.get_value_buffer):
-            with pytest.raises(BadInput, match="not one of the 2 layers"):
+            with pytest.raises(BadInput, match="a whole number from 0 to 1"):
                 call(layer)
     assert not pool.arena.buffer.any()
 
@@ -146,3 +147,16 @@ def test_writes_on_the_gpu(monkeypatch):
     careful = KVPool(9, 1, 2, 8)
     with pytest.raises(NotOwned):
         careful.set_kv_buffer(0, indices + 9, k, v)
+
+
+def test_rows_with_a_gradient_are_written_without_their_graph():
+    pool = KVPool(16, 1, 2, 4, "cpu", torch.float32)
+    x = torch.ones(2, 2, 4, requires_grad=True)
+    pool.set_kv_buffer(0, [3, 5], 2 * x, 3 * x)
+    k, v = pool.get_kv_buffer(0)
+    assert (k[[3, 5]] == 2).all() and (v[[3, 5]] == 3).all() and not (k.requires_grad or v.requires_grad)
+    pool.set_kv_buffer(0, np.array([1, 2]), x, x)
+    assert (k[1:3] == 1).all()
+    for k in (None, [1.0]):
+        with pytest.raises(BadInput):
+            pool.set_kv_buffer(0, [3, 5], k, x)

@@ -106,7 +106,7 @@ class Traffic:
             if tensor.is_floating_point():
                 tensor[slot] = float("nan")
             else:
-                tensor[slot] = {"swa_pos": -1, "num_entries": 0}.get(name, 255)
+                tensor[slot] = {"swa_pos": -1, "swa_head": 0}.get(name, 255)
         if slot < SLOTS:
             self.requests[slot] = Request()
 

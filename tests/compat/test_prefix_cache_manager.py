@@ -186,3 +186,21 @@ def test_the_array_of_an_insert_stays_the_callers():
     assert cache.find(list(range(8))) == (8, 3, 1)
     cache.release(list(range(8)))
     cache.check()
+
+
+@pytest.mark.parametrize("place", [(0, 2**63), (2**63, 0)])
+def test_a_place_that_no_array_holds_changes_nothing(place):
+    cache = PrefixCacheManager(100)
+    with pytest.raises(BadInput):
+        cache.insert([1, 2], *place)
+    assert cache.num_cached == 0 and cache.find([1, 2]) == (0, -1, 0)
+
+
+def test_copy_kv_takes_both_caches_and_keeps_no_graph():
+    cache = PrefixCacheManager(100)
+    cache.insert([1, 2], 0, 1)
+    k, v = torch.arange(8.0).view(2, 2, 2).requires_grad_(), torch.arange(8.0).view(2, 2, 2)
+    with pytest.raises(BadInput, match="K and the V cache, got 1"):
+        cache.copy_kv([1, 2], 1, (k,), 2)
+    cache.copy_kv([1, 2], 1, (k, v), 2)
+    assert torch.equal(k[1], k[0]) and torch.equal(v[1], v[0])

@@ -79,11 +79,14 @@ def test_no_slots():
     slots.check()
 
 
-def test_check_sees_an_index_that_disagrees():
-    slots = SlotAllocator(4)
-    slots.alloc()
-    slots._next = 3
-    with pytest.raises(CheckFailed, match=r"\[1, 2\]"):
+def test_check_sees_levels_and_counts_that_disagree():
+    slots = SlotAllocator(200)
+    slots._levels[1][0] &= ~0b10
+    with pytest.raises(CheckFailed, match=r"words \[1\] of 4"):
+        slots.check()
+    slots = SlotAllocator(200)
+    slots.free_count -= 1
+    with pytest.raises(CheckFailed, match="200 slots are free, 199 are counted"):
         slots.check()
 
 
@@ -108,6 +111,35 @@ def test_random_operations_against_a_model():
         slots.check()
     assert [slots.version(i) for i in range(9)] == versions
     assert [slots.is_free(i) for i in range(9)] == [i not in used for i in range(9)]
+
+
+@pytest.mark.parametrize("size", [64, 65, 4096, 5000])
+def test_many_slots_are_found_lowest_first(size):
+    """Through words that become empty and full again, at every level."""
+    rng, slots, free = np.random.default_rng(size), SlotAllocator(size), np.ones(size, np.bool_)
+    for share in (0.0, 1.0, 0.01, 0.5):
+        for i in np.flatnonzero(~free & (rng.random(size) >= share)).tolist():
+            slots.free(i)
+            free[i] = True
+        for i in np.flatnonzero(free & (rng.random(size) < share)).tolist():
+            slots.occupy(i)
+            free[i] = False
+        slots.check()
+        for _ in range(min(200, int(free.sum()))):
+            found = slots.alloc()
+            assert found == int(np.argmax(free))
+            free[found] = False
+        slots.check()
+        assert slots.free_count == int(free.sum())
+
+
+def test_occupied_slots_do_not_slow_down_alloc():
+    slots = SlotAllocator(1_000_000)
+    for i in range(999_999):
+        slots.occupy(i)
+    start = time.perf_counter()
+    assert slots.alloc() == 999_999
+    assert time.perf_counter() - start < 1e-3
 
 
 def test_cost_is_flat_from_1_000_to_1_000_000_slots():

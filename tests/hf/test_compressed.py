@@ -228,11 +228,11 @@ def readable(cache: KVCache, sequence: Sequence) -> dict[tuple[int, str], torch.
 
         rows("swa", length - kind.window + 1)
         rows("swa_pos", length - kind.window + 1)
+        found[index, "swa_head"] = state["swa_head"][slot].clone()
         if not kind.ratio:
             continue
         windows = torch.arange(length // kind.ratio)[None]
         found[index, "entries"] = handle.read_entries(windows)
-        found[index, "num_entries"] = state["num_entries"][slot].clone()
         prefixes = ("",) if kind.index_dim is None else ("", "idx_")
         if kind.index_dim is not None:
             found[index, "indexer_keys"] = handle.read_indexer_keys(windows)

@@ -11,9 +11,9 @@ from kvpagoda.kernels.append_swa import append_swa_kernel
 
 POINTERS = {
     "kv": "*bf16", "slots": "*i32", "positions": "*i32",
-    "fp8": "*u8", "rope": "*bf16", "inv_scale": "*fp32", "pos": "*i32",
+    "fp8": "*u8", "rope": "*bf16", "inv_scale": "*fp32", "pos": "*i32", "head": "*i32",
 }  # fmt: skip
-CONSTANTS = {"CODED": 448, "ROPE": 64, "CODED_BLOCK": 512, "ROPE_BLOCK": 64}
+CONSTANTS = {"HAS_HEAD": True, "SCAN": 512, "CODED": 448, "ROPE": 64, "CODED_BLOCK": 512, "ROPE_BLOCK": 64}
 VECTOR_STRIDES = ("kv_stride", "fp8_row", "fp8_ring", "rope_row", "rope_ring")
 
 

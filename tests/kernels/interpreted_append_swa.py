@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ring_cases import CASES, compare, expected
+from ring_cases import CASES, compare, expected, expected_heads
 from triton.runtime import interpreter
 
 from kvpagoda.kernels import append_swa
@@ -40,14 +40,16 @@ def shuffle(monkeypatch):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_same_bytes_as_the_reference(case, order, monkeypatch):
     pools, reference = case.pools(order), case.pools(order)
-    append_swa(case.kv, case.slots, case.positions, *pools.views)
+    heads = torch.full((case.requests + 1, 2), 7, dtype=torch.int32)
+    append_swa(case.kv, case.slots, case.positions, *pools.views, swa_head=heads[:, 1])
+    assert torch.equal(heads[:, 1], expected_heads(case)) and (heads[:, 0] == 7).all()
     monkeypatch.setenv(VARIABLE, "reference")
     append_swa(case.kv, case.slots, case.positions, *reference.views)
     compare(pools, reference)
     compare(pools, expected(case, case.pools(order)))
 
 
-@pytest.mark.parametrize("name", ["wrap", "longer_than_the_ring", "longer_than_an_odd_ring", "padded", "odd_rows"])
+@pytest.mark.parametrize("name", ["wrap", "longer_than_the_ring", "interleaved", "shuffled", "padded", "odd_rows"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_order_of_programs_does_not_matter(name, seed, shuffle):
     case = CASES[name]

@@ -1,6 +1,6 @@
 """Launches of ``append_swa`` for every way of running it, and what they must leave behind, by a plain loop."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -109,12 +109,23 @@ def odd_rows(dim=128):
     return kv
 
 
+def shuffled(case, seed=0):
+    """The same rows in a random order."""
+    order = torch.randperm(len(case.kv), generator=torch.Generator().manual_seed(seed))
+    return replace(case, kv=case.kv[order], slots=case.slots[order], positions=case.positions[order])
+
+
 CASES = {
     "decode": launch(5, 8, [(3, 17, 1), (0, 0, 1), (4, 7, 1), (1, 8, 1), (2, 1000003, 1)]),
     "one_row": launch(1, 8, [(0, 5, 1)], dim=512, rope=64),
     "wrap": launch(3, 8, [(1, 6, 5), (0, 15, 2)]),
     "longer_than_the_ring": launch(3, 8, [(2, 3, 27), (0, 100, 9), (1, 8, 8)]),
     "longer_than_an_odd_ring": launch(2, 7, [(1, 0, 16), (0, 12, 3)]),
+    "interleaved": launch(3, 8, [(slot, 4 + at, 1) for at in range(21) for slot in (2, 0)]),
+    "descending": launch(2, 8, [(1, 30 - at, 1) for at in range(19)]),
+    "shuffled": shuffled(launch(3, 8, [(2, 3, 27), (-1, 5, 3), (0, 100, 9), (1, 8, 8)])),
+    "repeated_and_far_apart": launch(2, 8, [(0, 5, 1), (1, 3, 2), (0, 29, 1), (0, 21, 1), (0, 29, 1), (1, 4, 1)]),
+    "more_than_one_scan": shuffled(launch(2, 8, [(0, 0, 700), (1, 50, 60)], dim=16, rope=4)),
     "padded": launch(
         4, 8, [(0, 4, 2), (-1, 4, 9), (1, 5, 1), (-1, 0, 3), (4, 1, 1), (99, 2, 1), (2, -5, 3), (-7, 3, 1)]
     ),
@@ -127,11 +138,12 @@ CASES = {
 
 
 def expected(case, pools):
-    """Write ``case`` to ``pools`` one row after the other: the last writer of a ring slot wins."""
+    """Write ``case`` to ``pools`` in order of position: the last writer of a ring slot wins."""
     codes, kept, inverse = encode(Encoding("fp8", kept=case.rope), case.kv)
     nothing = encode(Encoding("fp8", kept=case.rope), torch.zeros_like(case.kv[0]))
     last = {}
-    for i, (slot, position) in enumerate(zip(case.slots.tolist(), case.positions.tolist())):
+    for i in case.positions.argsort(stable=True).tolist():
+        slot, position = int(case.slots[i]), int(case.positions[i])
         has_place = 0 <= slot < case.requests and position >= 0
         if has_place and (slot, position % case.window) in last:
             last[case.requests, 0] = None
@@ -141,6 +153,15 @@ def expected(case, pools):
         for view, value in zip(pools.views, (*parts, -1 if i is None else case.positions[i])):
             view[row, ring] = value
     return pools
+
+
+def expected_heads(case):
+    """``swa_head`` after ``case``, where it was 7 before."""
+    heads = torch.full((case.requests + 1,), 7, dtype=torch.int32)
+    for slot in range(case.requests):
+        written = case.positions[(case.slots == slot) & (case.positions >= 0)]
+        heads[slot] = int(written.max()) + 1 if len(written) else 7
+    return heads
 
 
 def compare(given, wanted):

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from ring_cases import CASES, Pools, compare, expected, launch
+from ring_cases import CASES, Pools, compare, expected, expected_heads, launch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpagoda.errors import BadInput
@@ -22,8 +22,10 @@ def test_reference_is_a_loop_over_the_rows(case, order):
     pools, wanted = case.pools(order), expected(case, case.pools(order))
     append_swa(case.kv, case.slots, case.positions, *pools.views)
     compare(pools, wanted)
-    append_swa(case.kv, case.slots, case.positions, *pools.views)  # a replay
+    heads = torch.full((case.requests + 1,), 7, dtype=torch.int32)
+    append_swa(case.kv, case.slots, case.positions, *pools.views, swa_head=heads)  # a replay
     compare(pools, wanted)
+    assert torch.equal(heads, expected_heads(case))
 
 
 def test_rows_come_back():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from threading import RLock
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvpagoda.errors import ConcurrentUse, NeedsReset
 
@@ -55,7 +55,7 @@ class Guard:
 
 
 class Guarded(Protocol):
-    """An object whose public methods are wrapped by ``exclusive`` or ``either_way``."""
+    """An object whose public methods are wrapped by ``exclusive`` and its kin."""
 
     _guard: Guard
 
@@ -66,32 +66,36 @@ G = TypeVar("G", bound=Guarded)
 def exclusive(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:
     """Wrap ``method`` so that it raises ConcurrentUse while another thread is in a method of the same cache, and
     NeedsReset after an interrupt in the middle of a change."""
+    return _locked(method)
 
+
+def either_way(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:
+    """Wrap ``method`` like ``exclusive``, but let it run also after an interrupt in the middle of a change."""
+    return _locked(method, even_torn=True)
+
+
+def exclusive_if(
+    prove: Callable[[G], None],
+) -> Callable[[Callable[Concatenate[G, P], T]], Callable[Concatenate[G, P], T]]:
+    """Return a wrapper like ``exclusive`` that calls ``prove(self)``, which may raise, before the method."""
+    return lambda method: _locked(method, prove=prove)
+
+
+def _locked(
+    method: Callable[Concatenate[G, P], T], *, even_torn: bool = False, prove: Callable[[G], None] | None = None
+) -> Callable[Concatenate[G, P], T]:
     @wraps(method)
     def guarded(self: G, /, *args: P.args, **kwargs: P.kwargs) -> T:
         guard = self._guard
         if not guard.lock.acquire(False):
             guard.raise_busy(method.__qualname__)
         try:
-            if guard.is_torn:
+            if guard.is_torn and not even_torn:
                 guard.raise_torn()
+            if prove is not None:
+                prove(self)
             return method(self, *args, **kwargs)
         finally:
             guard.lock.release()
-
-    return guarded
-
-
-def either_way(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``method`` like ``exclusive``, but let it run also after an interrupt in the middle of a change."""
-
-    @wraps(method)
-    def guarded(self: Guarded, /, *args: Any, **kwargs: Any) -> Any:
-        if not self._guard.lock.acquire(False):
-            self._guard.raise_busy(method.__qualname__)
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            self._guard.lock.release()
 
     return guarded

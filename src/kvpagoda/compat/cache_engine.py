@@ -96,13 +96,8 @@ class CacheEngine:
         self.cache_config, self.model_config = cache_config, model_config
         self.parallel_config, self.device_config, self.attn_backend = parallel_config, device_config, attn_backend
         (stages,) = positive_numbers(pipeline_parallel_size=parallel_config.pipeline_parallel_size)
-        self.block_size, self.head_size, self.num_kv_heads = positive_numbers(
-            block_size=cache_config.block_size,
-            head_size=model_config.get_head_size(),
-            num_kv_heads=model_config.get_num_kv_heads(parallel_config),
-        )
-        layers = model_config.get_num_layers_by_block_type(parallel_config, layer_type)
-        self.num_attention_layers = whole_number(layers, "the number of layers")
+        sizes = _sizes(cache_config, model_config, parallel_config, layer_type)
+        self.num_attention_layers, self.block_size, self.num_kv_heads, self.head_size = sizes
         self.num_gpu_blocks, self.num_cpu_blocks = (
             None if n is None else whole_number(n, "the number of blocks") // stages
             for n in (cache_config.num_gpu_blocks, cache_config.num_cpu_blocks)
@@ -149,13 +144,11 @@ class CacheEngine:
         """Return the bytes of one block over all layers of this rank.
 
         These are the K and V rows of ``block_size`` tokens; MLA has no V part. A backend whose shape has more elements
-        (padded heads) takes more.
+        (padded heads) takes more. Raises BadInput.
         """
-        row = model_config.get_num_kv_heads(parallel_config) * model_config.get_head_size()
+        elements = math.prod(_sizes(cache_config, model_config, parallel_config, layer_type))
         parts = 1 if model_config.use_mla else 2
-        num_layers = model_config.get_num_layers_by_block_type(parallel_config, layer_type)
-        elements: int = num_layers * cache_config.block_size * parts * row
-        return elements * _cache_dtype(cache_config, model_config).itemsize
+        return elements * parts * _cache_dtype(cache_config, model_config).itemsize
 
     def _shape(self, num_blocks: int) -> Shape:
         """Return the shape of one layer's tensor with ``num_blocks`` blocks."""
@@ -215,12 +208,23 @@ class CacheEngine:
             torch.cuda.current_stream(self._gpu.rows.device).synchronize()
 
 
+def _sizes(cache_config: Any, model_config: Any, parallel_config: Any, layer_type: Any) -> tuple[int, int, int, int]:
+    """Return the number of layers, the block size, the KV heads and the head size. Raises BadInput."""
+    layers = model_config.get_num_layers_by_block_type(parallel_config, layer_type)
+    block_size, num_kv_heads, head_size = positive_numbers(
+        block_size=cache_config.block_size,
+        num_kv_heads=model_config.get_num_kv_heads(parallel_config),
+        head_size=model_config.get_head_size(),
+    )
+    return whole_number(layers, "the number of layers"), block_size, num_kv_heads, head_size
+
+
 def _cache_dtype(cache_config: Any, model_config: Any) -> torch.dtype:
     """Return the dtype of the cache's tensors. Raises BadInput for a name that is not in ``NAMED_DTYPES``."""
     name = model_config.dtype if cache_config.cache_dtype == "auto" else cache_config.cache_dtype
     if isinstance(name, torch.dtype):
         return name
-    if name not in NAMED_DTYPES:
+    if not isinstance(name, str) or name not in NAMED_DTYPES:
         raise unknown_name("cache dtype", name, ("auto", *NAMED_DTYPES))
     return NAMED_DTYPES[name]
 

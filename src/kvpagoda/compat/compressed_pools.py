@@ -79,16 +79,16 @@ class StateCachePool(Pool):
         overlap_k, overlap_z [requests, o, d] float32 stream a of the last closed window; HCA and SWA: None
         idx_tail_.., idx_overlap_..                   the same for the indexer, d = indexer dim; CSA only
         swa      [requests, w, d]                     the raw form
+        swa_head [requests] int32                     one more than the newest position that ``write_swa`` wrote
 
-    A ring row is addressed by position modulo the number of rows, so ``swa_pos`` determines heads and lengths. All
-    attributes above are views of the pool's memory.
+    A ring row is addressed by position modulo the number of rows. All attributes above are views of the pool's memory.
 
     >>> from kvpagoda import DSV4Config, build_schedule, build_schema
     >>> config = DSV4Config.flash()
     >>> pool = StateCachePool(build_schema(config, build_schedule(config)[2]), max_requests=3, device="cpu")
     >>> pool.swa_fp8.shape, pool.tail_ka.shape, pool.overlap_k.shape
     (torch.Size([3, 128, 448]), torch.Size([3, 3, 512]), torch.Size([3, 4, 512]))
-    >>> pool.swa_pos[1, :7] = torch.arange(7)       # as write_swa does for a request of 7 tokens
+    >>> pool.swa_head[1] = 7                        # as write_swa does for a request of 7 tokens
     >>> pool.swa_head.tolist(), pool.tail_len.tolist()
     ([0, 7, 0], [0, 3, 0])
     >>> pool.reset_slot(1)
@@ -109,8 +109,8 @@ class StateCachePool(Pool):
 
     @property
     def swa_head(self) -> Tensor:
-        """int32 ``[requests]``: one more than the highest position written. A new tensor, computed from ``swa_pos``."""
-        return self["swa_pos"][: self.max_requests].amax(dim=1) + 1
+        """int32 ``[requests]``: one more than the newest position that ``write_swa`` wrote; a view."""
+        return self["swa_head"][: self.max_requests, 0]
 
     @property
     def tail_len(self) -> Tensor | None:

@@ -10,7 +10,9 @@ from kvpagoda.blocks.ids import positive_numbers
 from kvpagoda.compat.token_allocator import TokenToKVPoolAllocator
 from kvpagoda.errors import BadInput
 from kvpagoda.memory.arena import Arena, Device, Tensor, dtype_name
+from kvpagoda.memory.id_tensors import IdsLike, integers
 from kvpagoda.schema import Field, RowLayout
+from kvpagoda.units import whole_number
 
 
 class KVPool:
@@ -69,11 +71,10 @@ class KVPool:
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """Return the K and the V tensor of a layer, views of the pool. Raises BadInput for an unknown layer."""
-        if not 0 <= layer_id < self.layer_num:
-            raise BadInput(f"layer {layer_id} is not one of the {self.layer_num} layers of this pool")
-        return self.k_buffer[layer_id], self.v_buffer[layer_id]
+        layer = whole_number(layer_id, "a layer of this pool", below=self.layer_num)
+        return self.k_buffer[layer], self.v_buffer[layer]
 
-    def set_kv_buffer(self, layer_id: int, indices: Tensor, k: Tensor, v: Tensor) -> None:
+    def set_kv_buffer(self, layer_id: int, indices: IdsLike, k: Tensor, v: Tensor) -> None:
         """Write one K and one V row for every index.
 
         Three layouts, for K and V each with its own heads ``h`` and dim ``d``:
@@ -87,7 +88,7 @@ class KVPool:
         before anything is written. Indices on a GPU are checked only with the environment variable
         ``KVPAGODA_CHECK=1``, because the check waits for the GPU. O(n) rows.
         """
-        buffers = self.get_kv_buffer(layer_id)
+        buffers, indices = self.get_kv_buffer(layer_id), integers(indices, "KV indices")
         rows = [self._rows(name, x, indices, buffer) for name, x, buffer in zip("kv", (k, v), buffers)]
         is_proven = indices.device.type != "cpu" and not self._proves_device_ids
         index = self.arena.row_index(indices.reshape(-1), is_proven=is_proven)
@@ -102,6 +103,8 @@ class KVPool:
         """Return ``x`` as ``[n, h * d]``. Raises BadInput for a shape, dtype or device that ``buffer`` lacks."""
         heads, dim = buffer.shape[1:]
         lead = tuple(indices.shape)
+        if not isinstance(x, Tensor):
+            raise BadInput(f"{name} must be a tensor, got {type(x).__name__}")
         if tuple(x.shape) not in ((*lead, heads, dim), (*lead, heads * dim)):
             raise BadInput(
                 f"{name} must be {[*lead, heads, dim]} or {[*lead, heads * dim]} for indices {list(lead)}, "
@@ -109,7 +112,7 @@ class KVPool:
             )
         if x.dtype != self.dtype or x.device != buffer.device:
             raise BadInput(f"{name} must be {self.dtype} on {buffer.device}, got {x.dtype} on {x.device}")
-        return x.reshape(indices.numel(), heads * dim)
+        return x.detach().reshape(indices.numel(), heads * dim)
 
 
 def _as_codes(x: Tensor) -> Tensor:

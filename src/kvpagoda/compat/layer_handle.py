@@ -16,6 +16,7 @@ from kvpagoda.errors import BadInput
 from kvpagoda.formats.encoding import Encoding
 from kvpagoda.kernels.append_swa import append_swa
 from kvpagoda.layouts.packed_row import PackedRow
+from kvpagoda.memory.id_tensors import IdsLike, integers
 from kvpagoda.memory.pool import Pool, decoded
 from kvpagoda.schema import Compressed
 
@@ -59,15 +60,22 @@ class BlockView:
 
     Row w of request i is row ``w % per_block`` of block ``block_table[i, w // per_block]``. ``parts``: the fields
     ``[blocks, per_block, ...]`` of ``encoding``, in its order. ``block_table``: int32 ``[requests, max_blocks]`` by
-    slot, or in a batch of a ``KVCache`` by the rows of the batch. ``num_entries``: int32 ``[state rows]``, exact for
-    the requests of the step after ``close_windows``; entries after it belong to tokens that were rewound.
+    slot, or in a batch of a ``KVCache`` by the rows of the batch. ``swa_head``: int32 ``[state rows]``, of the
+    requests of the step exact after ``write_swa``: one more than their newest position. ``ratio``: tokens of an entry.
     """
 
     encoding: Encoding | PackedRow
     dtype: torch.dtype
     parts: tuple[Tensor, ...]
     block_table: Tensor
-    num_entries: Tensor
+    swa_head: Tensor
+    ratio: int
+
+    @property
+    def num_entries(self) -> Tensor:
+        """int32 ``[state rows]``: the entries of each request; those after them belong to tokens that were rewound. A
+        new tensor."""
+        return self.swa_head // self.ratio
 
 
 class ClassicalView(BlockView):
@@ -75,7 +83,9 @@ class ClassicalView(BlockView):
 
     >>> from kvpagoda.schema import RAW
     >>> entries, table = torch.arange(24.0).view(3, 4, 2), torch.tensor([[2, 0]], dtype=torch.int32)
-    >>> view = ClassicalView(RAW, torch.float32, (entries,), table, torch.tensor([5], dtype=torch.int32))
+    >>> view = ClassicalView(RAW, torch.float32, (entries,), table, torch.tensor([23], dtype=torch.int32), ratio=4)
+    >>> view.num_entries.tolist()
+    [5]
     >>> dequantize_entries(view, view.block_table[0]).flatten(0, 1)[:5].tolist()    # the 5 entries of request 0
     [[16.0, 17.0], [18.0, 19.0], [20.0, 21.0], [22.0, 23.0], [0.0, 1.0]]
     """
@@ -89,7 +99,7 @@ class IndexerView(BlockView):
     >>> from kvpagoda.formats import encode
     >>> from kvpagoda.schema import MXFP4
     >>> parts, table = tuple(encode(MXFP4, torch.ones(2, 32, 128))), torch.tensor([[1]], dtype=torch.int32)
-    >>> view = IndexerView(MXFP4, torch.bfloat16, parts, table, torch.tensor([32], dtype=torch.int32))
+    >>> view = IndexerView(MXFP4, torch.bfloat16, parts, table, torch.tensor([128], dtype=torch.int32), ratio=4)
     >>> view.keys_fp4.shape, view.key_scales.shape
     (torch.Size([2, 32, 64]), torch.Size([2, 32, 4]))
     """
@@ -159,11 +169,12 @@ class LayerCacheHandle:
         _check_rows("kv", kv, len(self.positions), self.kind.dim)
         if self.kind.encoding == Encoding("fp8", kept=self.kind.encoding.kept):
             codes, rope, scale = self.state.parts("swa")
-            rows, dummy = self.step.state_rows, self.step.dummy % len(codes)
-            append_swa(kv, rows, self.positions, codes, rope, scale, self.state["swa_pos"], dummy)
+            rows, dummy, head = self.step.state_rows, self.step.dummy % len(codes), self.state["swa_head"][:, 0]
+            append_swa(kv, rows, self.positions, codes, rope, scale, self.state["swa_pos"], dummy, head)
             return
         self._write_ring("swa", kv)
         self._write_ring("swa_pos", self.positions)
+        self._write_ring("swa_head", self.positions + 1)
 
     def read_window(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Return the uncompressed rows that each token attends to: its window, itself included.
@@ -222,8 +233,6 @@ class LayerCacheHandle:
             pooled.append(torch.cat(window, dim=1))
             for tail, part in zip(tails, parts):
                 self._write_ring(tail, part)
-        if not prefix:
-            self._write_ring("num_entries", (positions + 1) // ratio)
         return ClosedWindows(closing, closed_at[:, 0] // ratio, *pooled)
 
     def write_entries(self, closed: ClosedWindows, entries: Tensor) -> None:
@@ -260,14 +269,14 @@ class LayerCacheHandle:
             raise BadInput("this layer has no indexer; only layers with index_dim keep indexer keys")
         return self.paged
 
-    def _shown(self, name: str) -> tuple[torch.dtype, tuple[Tensor, ...], Tensor, Tensor]:
-        """Return the dtype, the rows ``name``, the block table and ``num_entries`` by state row, of all requests.
+    def _shown(self, name: str) -> tuple[torch.dtype, tuple[Tensor, ...], Tensor, Tensor, int]:
+        """Return the fields of a ``BlockView`` of rows ``name``, without the encoding.
 
         The dummy row is left out if it is the last one.
         """
-        parts, (num_entries,) = self._blocks(name).shown(name), self.state.shown("num_entries")
+        parts, (heads,) = self._blocks(name).shown(name), self.state.shown("swa_head")
         table = self.block_table if self.step.is_by_id else self.block_table[:-1]
-        return getattr(torch, self.kind.dtype), parts, table, num_entries[:, 0]
+        return getattr(torch, self.kind.dtype), parts, table, heads[:, 0], self.kind.ratio
 
     def _block_rows(self, pool: Pool, slots: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the block and the row in it of entry ``windows`` of the requests in rows ``slots`` of the table."""
@@ -308,8 +317,8 @@ class LayerCacheHandle:
 
 
 def _check_rows(what: str, rows: Tensor, count: int, dim: int) -> None:
-    if tuple(rows.shape) != (count, dim):
-        raise BadInput(f"{what} must be [{count}, {dim}], got {list(rows.shape)}")
+    if not isinstance(rows, Tensor) or tuple(rows.shape) != (count, dim):
+        raise BadInput(f"{what} must be a tensor [{count}, {dim}], got {list(getattr(rows, 'shape', [])) or rows!r}")
 
 
 def dequantize_swa(view: SWAView) -> Tensor:
@@ -320,10 +329,16 @@ def dequantize_swa(view: SWAView) -> Tensor:
     return decoded(view.encoding, view.parts, view.dtype).masked_fill((view.swa_pos < 0)[..., None], 0)
 
 
-def dequantize_entries(view: ClassicalView, block_ids: Tensor | None = None) -> Tensor:
+def dequantize_entries(view: ClassicalView, block_ids: IdsLike | None = None) -> Tensor:
     """Decode the entries of ``block_ids`` (default: all blocks) in plain torch.
 
-    Returns ``[blocks, entries_per_block, head_dim]``.
+    Returns ``[blocks, entries_per_block, head_dim]``; 0 for -1, an empty cell of a block table. Raises BadInput for ids
+    out of range; waits for ids on a GPU.
     """
-    parts = view.parts if block_ids is None else [part[block_ids.long()] for part in view.parts]
-    return decoded(view.encoding, parts, view.dtype)
+    if block_ids is None:
+        return decoded(view.encoding, view.parts, view.dtype)
+    ids, num_blocks = integers(block_ids, "block ids").to(view.parts[0].device).long(), len(view.parts[0])
+    if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < num_blocks:
+        raise BadInput(f"block ids {int(ids.min())}..{int(ids.max())} are not all in -1..{num_blocks - 1}")
+    rows = decoded(view.encoding, [part[ids] for part in view.parts], view.dtype)
+    return rows.masked_fill((ids < 0).view(*ids.shape, *(1,) * (rows.ndim - ids.ndim)), 0)

@@ -65,7 +65,8 @@ class PrefixCacheManager:
         The slot replaces older ones on the whole path. Then evicts down to the capacity. Raises BadInput.
         """
         tokens = as_tokens(token_ids).copy()  # the tree keeps it
-        slot, version = whole_number(slot, "a slot"), whole_number(slot_ver, "a slot version")
+        slot = whole_number(slot, "a slot", below=2**63)
+        version = whole_number(slot_ver, "a slot version", below=2**63)
         match = self._tree.match(tokens)
         entries = self._entries.take(len(tokens) - match.num_tokens)[None]
         path = np.concatenate((match.ids[0], entries[0]))
@@ -120,11 +121,16 @@ class PrefixCacheManager:
             return
         slot, target = self._place(match)[0], whole_number(target_slot, "the target slot")
         wanted = max(slot, target) + 1, match.num_tokens, whole_number(n_layers, "the number of layers")
-        for cache in kv_cache:
+        caches = [
+            getattr(cache, "detach", lambda cache=cache: cache)() for cache in kv_cache
+        ]  # tensors without a graph
+        if len(caches) != 2:
+            raise BadInput(f"kv_cache must be the K and the V cache, got {len(caches)}")
+        for cache in caches:
             if len(cache.shape) < 3 or any(size < least for size, least in zip(cache.shape, wanted)):
                 raise BadInput(f"cache of shape {list(cache.shape)} lacks [slot, position, layer] below {list(wanted)}")
         if slot != target:
-            for cache in kv_cache:
+            for cache in caches:
                 cache[target, : wanted[1], : wanted[2]] = cache[slot, : wanted[1], : wanted[2]]
 
     def evict(self, num_tokens: int) -> int:

@@ -60,6 +60,8 @@ class ReqToTokenPool:
         Raises NotOwned for a slot that is not held, and BadInput for a slice that leaves the row, has a step, or is not
         as long as ``values``, before anything is written. Nothing is clamped.
         """
+        if not isinstance(index, tuple) or len(index) != 2:
+            raise BadInput(f"write takes (slot, slice), got {index!r}")
         slot, positions = index
         if not self._slots.is_held(slot):
             raise NotOwned(f"request slot {slot} is not held; alloc it first")

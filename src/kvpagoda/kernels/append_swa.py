@@ -1,6 +1,7 @@
 """Append rows to sliding-window rings: quantise each new row and write it to the ring of its request, in one launch.
 
-One program handles one row of ``kv``. Each row has one destination, and each destination has one writer:
+One program handles one row of ``kv``. Each row has one destination, and each destination has one writer, in whatever
+order the rows come:
 
     kv[i] = | coded (FP8) | rope (bfloat16) |  ->  pools[slots[i], positions[i] mod W]
     rows without a destination are written to one row of every pool, the dummy row
@@ -31,24 +32,28 @@ def append_swa(
     swa_inv_scale: Tensor,
     swa_pos: Tensor,
     dummy: int | None = None,
+    swa_head: Tensor | None = None,
 ) -> None:
     """Write row i of ``kv`` to ring slot ``positions[i] mod W`` of request ``slots[i]``, in place.
 
     ``kv``         bfloat16 ``[n, dim]``, RoPE dims last; rows may be strided
     ``slots``      int32 ``[n]``: the request's row of the pools; -1, the dummy or any id outside 0..R: a padded row
-    ``positions``  int32 ``[n]``: rows of one request are adjacent, with ascending positions without gaps
+    ``positions``  int32 ``[n]``, in any order
     ``swa_fp8``    uint8 ``[R+1, W, dim - rope]``: E4M3 codes        ``swa_inv_scale``  float32 ``[R+1, W]``
     ``swa_rope``   bfloat16 ``[R+1, W, rope]``                       ``swa_pos``        int32 ``[R+1, W]``
     ``dummy``      the dummy row; None: the last one, R
+    ``swa_head``   int32 ``[R+1]``: one more than the highest position that this call writes for a request; or None
 
     All tensors are on one device. The pools may be strided in every axis but the last axis of ``swa_fp8`` and
-    ``swa_rope``, and must not overlap. If a request has more than W rows, the last W are kept. A row without a
+    ``swa_rope``, and must not overlap. Of rows with one destination, the one with the highest position is kept, of
+    equal positions the last row; so of a request with more than W rows the last W positions are kept. A row without a
     destination (padded, or overwritten within the launch) is written to the dummy row as zeros with position -1. The
     bytes of the pools therefore do not depend on the order in which programs run, and a replay writes the same bytes. A
     row whose coded part holds inf or NaN gets codes 0 and inverse scale NaN. With Triton the launch allocates nothing
     and does not synchronise with the host.
 
-    Raises BadInput for a wrong shape, dtype, stride or device, before anything is written. O(n * dim).
+    Raises BadInput for a wrong shape, dtype, stride or device, before anything is written. O(n * dim) where the rows of
+    a request are adjacent and ascend; with Triton, a row that is not overwritten looks at all n positions.
 
     >>> fp8, rope = torch.zeros(3, 4, 6, dtype=torch.uint8), torch.zeros(3, 4, 2, dtype=torch.bfloat16)
     >>> inv_scale, pos = torch.zeros(3, 4), torch.full((3, 4), -1, dtype=torch.int32)
@@ -57,19 +62,21 @@ def append_swa(
     >>> pos.tolist()  # rings of 4: position 9 goes to index 1; the last row is the dummy
     [[-1, 9, -1, -1], [4, -1, -1, 3], [-1, -1, -1, -1]]
     """
-    _check(kv, slots, positions, swa_fp8, swa_rope, swa_inv_scale, swa_pos)
+    _check(kv, slots, positions, swa_fp8, swa_rope, swa_inv_scale, swa_pos, swa_head)
     if len(kv) == 0:
         return
     run = _triton if backend(kv.device.type) == "triton" else _reference
     last = len(swa_fp8) - 1
     if dummy is not None and not 0 <= dummy <= last:
         raise BadInput(f"append_swa: dummy row {dummy} is not one of 0..{last}")
-    run(kv, slots, positions, swa_fp8, swa_rope, swa_inv_scale, swa_pos, last if dummy is None else dummy)
+    run(kv, slots, positions, swa_fp8, swa_rope, swa_inv_scale, swa_pos, last if dummy is None else dummy, swa_head)
 
 
-def _check(kv: Tensor, slots: Tensor, positions: Tensor, *pools: Tensor) -> None:
+def _check(
+    kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor,
+    head: Tensor | None,
+) -> None:  # fmt: skip
     """Raise BadInput unless the arguments are what ``append_swa`` takes."""
-    fp8, rope, inv_scale, pos = pools
     if kv.ndim != 2 or fp8.ndim != 3 or rope.ndim != 3:
         raise BadInput(
             f"append_swa takes kv [n, dim], swa_fp8 [R+1, W, coded], swa_rope [R+1, W, rope]; "
@@ -84,7 +91,10 @@ def _check(kv: Tensor, slots: Tensor, positions: Tensor, *pools: Tensor) -> None
         ("swa_rope", rope, torch.bfloat16, (rows, window, rope.shape[2])),
         ("swa_inv_scale", inv_scale, torch.float32, (rows, window)),
         ("swa_pos", pos, torch.int32, (rows, window)),
+        ("swa_head", head, torch.int32, (rows,)),
     ):
+        if tensor is None:
+            continue
         if tensor.dtype != dtype or tensor.shape != shape or tensor.device != kv.device:
             raise BadInput(
                 f"append_swa: {name} must be {dtype} {list(shape)} on {kv.device}, "
@@ -97,12 +107,21 @@ def _check(kv: Tensor, slots: Tensor, positions: Tensor, *pools: Tensor) -> None
 
 
 def _reference(
-    kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int
-) -> None:
+    kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int,
+    head: Tensor | None,
+) -> None:  # fmt: skip
     """The definition of ``append_swa``, in torch, on any device. Allocates temporaries."""
     window = fp8.shape[1]
     live = (slots >= 0) & (slots < len(fp8)) & (slots != dummy) & (positions >= 0)
-    live[:-window] &= ~((slots[window:] == slots[:-window]) & (positions[window:] - window == positions[:-window]))
+    if head is not None:
+        newest = torch.full_like(head, -1)
+        newest.scatter_reduce_(0, torch.where(live, slots, dummy).long(), torch.where(live, positions, -1), "amax")
+        head.copy_(torch.where(newest >= 0, newest + 1, head))
+    place = torch.where(live, slots.long() * window + positions % window, -1)
+    order = (place * 2**31 + positions.clamp(min=0)).argsort(stable=True)
+    is_last = torch.ones_like(live)
+    is_last[:-1] = place[order[1:]] != place[order[:-1]]
+    live[order] &= is_last
     row = torch.where(live, slots, dummy).long()
     ring = torch.where(live, positions % window, 0).long()
     rows = torch.where(live[:, None], kv, 0)
@@ -115,15 +134,17 @@ def _reference(
 
 
 def _triton(
-    kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int
-) -> None:
+    kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int,
+    head: Tensor | None,
+) -> None:  # fmt: skip
     """Launch the kernel, one program for each row."""
+    heads = pos if head is None else head
     with torch.cuda.device_of(kv):  # type: ignore[no-untyped-call]
         append_swa_kernel[(len(kv),)](
-            kv, slots, positions, fp8, rope, inv_scale, pos,
+            kv, slots, positions, fp8, rope, inv_scale, pos, heads,
             len(kv), len(fp8), dummy, fp8.shape[1],
-            kv.stride(0), *fp8.stride()[:2], *rope.stride()[:2], *inv_scale.stride(), *pos.stride(),
-            CODED=fp8.shape[2], ROPE=rope.shape[2],
+            kv.stride(0), *fp8.stride()[:2], *rope.stride()[:2], *inv_scale.stride(), *pos.stride(), heads.stride(0),
+            HAS_HEAD=head is not None, SCAN=512, CODED=fp8.shape[2], ROPE=rope.shape[2],
             CODED_BLOCK=triton.next_power_of_2(fp8.shape[2]), ROPE_BLOCK=triton.next_power_of_2(rope.shape[2]),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
@@ -131,8 +152,9 @@ def _triton(
 
 @jit(do_not_specialize=["n"])
 def append_swa_kernel(  # type: ignore[no-untyped-def]
-    kv, slots, positions, fp8, rope, inv_scale, pos, n, rows, dummy, window,
-    kv_stride, fp8_row, fp8_ring, rope_row, rope_ring, inv_row, inv_ring, pos_row, pos_ring,
+    kv, slots, positions, fp8, rope, inv_scale, pos, head, n, rows, dummy, window,
+    kv_stride, fp8_row, fp8_ring, rope_row, rope_ring, inv_row, inv_ring, pos_row, pos_ring, head_row,
+    HAS_HEAD: tl.constexpr, SCAN: tl.constexpr,
     CODED: tl.constexpr, ROPE: tl.constexpr, CODED_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write one row of ``kv`` per program; the bytes are those of ``_reference``."""
@@ -142,8 +164,20 @@ def append_swa_kernel(  # type: ignore[no-untyped-def]
     in_launch = i + window < n
     later_slot = tl.load(slots + i + window, mask=in_launch, other=-1)
     later_position = tl.load(positions + i + window, mask=in_launch, other=-1)
-    overwritten = (later_slot == slot) & (later_position - window == position)
-    live = (slot >= 0) & (slot < rows) & (slot != dummy) & (position >= 0) & (overwritten == 0)
+    live = (slot >= 0) & (slot < rows) & (slot != dummy) & (position >= 0)
+    live = live & ((later_slot != slot) | (later_position - window != position))
+    is_newest = live.to(tl.int32)  # of its request, in this launch
+    is_kept = is_newest
+    first, stop = 0, tl.where(live, n, 0)
+    while first < stop:
+        other = first + tl.arange(0, SCAN)
+        other_slot = tl.load(slots + other, mask=other < n, other=-1)
+        ahead = tl.load(positions + other, mask=other < n, other=-1) - position
+        is_newer = ((other_slot == slot) & ((ahead > 0) | ((ahead == 0) & (other > i)))).to(tl.int32)
+        is_newest = tl.minimum(is_newest, 1 - tl.max(is_newer, axis=0))
+        is_kept = tl.minimum(is_kept, 1 - tl.max(tl.where(ahead % window == 0, is_newer, 0), axis=0))
+        first += SCAN
+    live = is_kept > 0
     # To int64 before multiplying by strides: a pool may be larger than 2 GiB.
     row = tl.where(live, slot, dummy).to(tl.int64)
     ring = tl.where(live, position % window, 0).to(tl.int64)
@@ -169,3 +203,5 @@ def append_swa_kernel(  # type: ignore[no-untyped-def]
     inverse = tl.where(broken, 0x7FC00000, tl.div_rn(amax, 448.0).to(tl.int32, bitcast=True))
     tl.store(inv_scale + row * inv_row + ring * inv_ring, inverse.to(tl.float32, bitcast=True))
     tl.store(pos + row * pos_row + ring * pos_ring, tl.where(live, position, -1))
+    if HAS_HEAD:
+        tl.store(head + row * head_row, position + 1, mask=is_newest > 0)

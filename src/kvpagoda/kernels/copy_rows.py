@@ -2,7 +2,7 @@
 
     pairs  (3, 7) (4, 8) (5, 9) (0, 2)   ->   runs  src[3:6] -> dst[7:10],  src[0:1] -> dst[2:3]
 
-Long runs are copied as slices, each at the speed of one memcpy. On a CPU with numba, large rows are copied faster, with
+Long runs are copied as slices, each at the speed of one memcpy. On a CPU with numba, many rows are copied faster, with
 stores that bypass the caches. Short runs are gathered and scattered as integer words, a few hundred KiB at a time,
 because a slice copy has an overhead of about a microsecond on the CPU, and far more across devices.
 """
@@ -19,12 +19,12 @@ from kvpagoda.kernels.int_views import as_ints, flat_view
 
 Tensor = torch.Tensor
 
-RUN_NBYTES = 2048
-"""Mean bytes of a run from which slices are faster on one device (measured: 2 to 4 KiB on an AVX-512 CPU)."""
+RUN_NBYTES = 16 << 10
+"""Mean bytes of a run from which slices are faster on a CPU (measured: 8 to 16 KiB on an AMD EPYC)."""
 CROSSING_NBYTES = 28 << 10
 """Mean bytes of a run from which slices are used between two devices (estimated, not measured)."""
-PAST_CACHES_ROW, PAST_CACHES = 16 << 10, 8 << 20
-"""Least bytes of a row, and of the whole copy, for which a CPU with numba bypasses its caches."""
+PAST_CACHES_ROW, PAST_CACHES = 256, 8 << 20
+"""Least bytes of a row, and of the whole copy, for which a CPU with numba bypasses its caches (measured, AMD EPYC)."""
 STAGE_NBYTES = {"cpu": 512 << 10}
 """Device type of the source -> bytes that are gathered at a time; 64 MiB for other types."""
 

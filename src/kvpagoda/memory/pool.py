@@ -77,9 +77,10 @@ class Pool:
     def write(self, name: str, index: Index, values: Tensor) -> None:
         """Encode ``values`` ``[*index, *shape]`` and store them at ``index``; packed rows are encoded from bfloat16.
 
-        Each row may be written once in a call: the result of duplicate indices is undefined.
+        Each row may be written once in a call: the result of duplicate indices is undefined. The pool keeps no
+        gradient graph of ``values``.
         """
-        encoding, parts = self.rows[name].encoding, self.parts(name)
+        encoding, parts, values = self.rows[name].encoding, self.parts(name), values.detach()
         if isinstance(encoding, PackedRow):
             slots = self._slots(index, parts[0].shape[1])
             slots = slots.expand(values.shape[: values.ndim - len(self.rows[name].shape)])

@@ -295,7 +295,7 @@ class Compressed(LayerKind):
         tail_ka/za [ratio-1+v] key and score of tokens of the open entry window; stream a feeds the *next* entry,
         tail_kb/zb [ratio-1+v] stream b the *current* one (without overlap there is one stream, called a)
         overlap_k/z [ratio*c]  stream a of the last c closed entry windows; scores include their position bias
-        idx_...                the same for the indexer             num_entries [1]  entries of the tokens so far
+        idx_...                the same for the indexer             swa_head [1]  one more than the newest position
 
     v = ``verify_width``: the newest v tokens can be removed again (speculative decoding). The rings therefore have v
     rows more than the least size, and streams a of c = 1 + ceil(v / ratio) closed entry windows are kept, because a
@@ -347,10 +347,10 @@ class Compressed(LayerKind):
         rows = [
             Rows("swa", (self.dim,), self.dtype, self.encoding, count=self.window + self.verify_width),
             Rows("swa_pos", (), "int32", count=self.window + self.verify_width, fill=-1),
+            Rows("swa_head", (), "int32"),
         ]
         if self.ratio:
             rows += self._tail("", self.dim)
-            rows.append(Rows("num_entries", (), "int32"))
         if self.indexer is not None:
             rows += self._tail("idx_", self.indexer.dim)
         return tuple(rows)
