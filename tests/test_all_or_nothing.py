@@ -138,6 +138,7 @@ def _cut(scene: Scene, steps: Steps, way: Way, n: int) -> Cut:
             result = call()
         except BaseException as error:
             raised = error
+            traceback.clear_frames(error.__traceback__)  # as when a caller has handled it: a fence is deleted then
     if way.is_point is None:
         scene.cache.flush()
         points.disarm()

@@ -55,9 +55,11 @@ class Publisher:
         reserved for them. In an answer all other windows slide when a block is complete."""
 
     def is_due(self, request: Request, before: int) -> bool:
-        """Return whether ``request`` must be published after it committed answer tokens from position ``before`` on."""
+        """Return whether ``request`` must be published after it committed answer tokens from position ``before`` on, or
+        because an interrupt kept an earlier commit from it."""
         size = self._core.block_size
-        return request.own_length // size > before // size or not request.is_published or bool(self.sliding_in_blocks)
+        published = request.lease.num_blocks if request.publishes else before // size
+        return request.own_length // size > published or not request.is_published or bool(self.sliding_in_blocks)
 
     def publish(self, request: Request) -> None:
         """Publish the whole blocks of ``request``, keep the checkpoints that are due, and slide its windows.

@@ -229,9 +229,10 @@ def published_request(sequence: Sequence) -> Request:
 class Fence:
     """A context manager around steps and copies in flight of some sequences; see ``KVCache.fence``."""
 
+    _is_entered = False
+
     def __init__(self, lifecycle: Lifecycle, requests: list[Request]) -> None:
-        self._lifecycle, self._requests, self._is_entered = lifecycle, requests, False
-        self._guard = lifecycle.core.guard
+        self._lifecycle, self._requests, self._guard = lifecycle, requests, lifecycle.core.guard
 
     @exclusive
     def __enter__(self) -> None:

@@ -30,7 +30,11 @@ class Window(CachedBlocks):
         self._tree, self.group, self.row = tree, group, row
         self.blocks = WindowBlocks(group.growth, group.block_size, group.plan.num_rows)
         self._num_ahead = num_evicted_ahead(group)
-        self.buffers: Ids = np.empty((2, 2, group.table.cells.shape[1]), np.int32)  #: for the cells of two rows
+        columns = group.table.cells.shape[1]
+        self.buffers = (
+            np.empty((2, 2, columns), np.int32),
+            np.empty(columns, np.intp),
+        )  #: for two rows of cells, handles
 
     def cells_of(self, ids: Ids) -> Ids:
         """Return the rows of this group, int32 ``[2, n]``, of ``ids``, int32 ``[rows of the tree, n]``; a view."""
@@ -151,13 +155,13 @@ class Windows(tuple[Window, ...]):
                 blocks.publish(handles)
                 group.share(slot, end)
                 continue
-            ours, theirs = window.buffers[:, :, : len(handles)]
+            (ours, theirs), found = window.buffers[0][:, :, : len(handles)], window.buffers[1][: len(handles)]
             blocks.write_cells(handles, ours)
             tree.read_ids(lease, first, row, theirs)
             lacking = ~blocks.are_there(theirs)
             theirs[:, lacking] = ours[:, lacking]
             tree.put_ids(lease, first, row, theirs)
-            found = theirs[0].astype(np.intp)
+            found[:] = theirs[0]
             is_duplicate = found != handles
             blocks.publish(handles[~is_duplicate])
             blocks.read(found[is_duplicate])
