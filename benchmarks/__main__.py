@@ -1,4 +1,8 @@
-"""Measure and print: ``python -m benchmarks [NAME ..] [--quick] [--json] [--save]``. ``--show``: saved results."""
+"""Measure and print: ``python -m benchmarks [NAME ..] [--quick] [--json] [--save]``. ``--show``: saved results.
+
+Without a name every question is measured in small sizes (``--quick``), in about a minute; ``all`` measures every one in
+its full size, which takes an hour.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +25,22 @@ def main(arguments: list[str] | None = None) -> None:
         description="Measure the host path, and compare it with other engines where they are installed; "
         "see benchmarks/peers.",
     )
-    parser.add_argument("names", nargs="*", help=f"questions (default: all of {', '.join(NAMES)})")
+    parser.add_argument(
+        "names", nargs="*", help=f"questions, of {', '.join(NAMES)}; or 'all' (default: all of them with --quick)"
+    )
     add_arguments(parser)
     parser.add_argument(
         "--show", action="store_true", help="measure nothing; print tables of the saved results and draw their plots"
     )
     asked = parser.parse_args(arguments)
-    unknown = [name for name in asked.names if name not in NAMES]
+    names = list(NAMES) if asked.names in ([], ["all"]) else asked.names
+    asked.quick |= not asked.names and not (asked.save or asked.peers or asked.only or asked.runs)
+    unknown = [name for name in names if name not in NAMES]
     if unknown:
         parser.error(f"no question {', '.join(unknown)}; there are {', '.join(NAMES)}")
     options = options_of(parser, asked)
     results = {}
-    for name in asked.names or NAMES:
+    for name in names:
         if asked.show:
             path = RESULTS / f"{name}.json"
             if not path.exists():

@@ -88,6 +88,25 @@ def test_an_installed_package_says_where_the_benchmarks_are(tmp_path: Path, monk
     assert (
         done.exit_code == 2 and "the benchmarks are in the repository" in done.output and done.output.count("\n") == 1
     )
+    done = testing.CliRunner().invoke(cli.app, ["bench", "--help"])
+    assert done.exit_code == 0 and "Measure the host path" in done.output
+
+
+@pytest.mark.parametrize(
+    "asked, is_quick", [([], True), (["all"], False), (["match"], False), (["--runs", "1"], False)]
+)
+def test_without_a_name_everything_is_measured_in_small_sizes(
+    asked: list[str], is_quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+
+    def measure(question: str, measure: object, options: Options) -> dict[str, object]:
+        measured.append(options.quick)
+        return {}
+
+    monkeypatch.setattr("benchmarks.__main__.result", measure)
+    benchmarks_main([*asked, "--json"])
+    assert measured == [is_quick] * (1 if asked == ["match"] else len(NAMES))
 
 
 def test_only_comparisons_with_peers_are_plotted(tmp_path: Path) -> None:

@@ -265,6 +265,11 @@ def test_help(command: list[str]) -> None:
     assert done.returncode == 0 and "Usage" in done.stdout
 
 
+def test_without_a_command_the_help_is_shown() -> None:
+    done = kvpagoda()
+    assert done.returncode == 0 and done.stdout == kvpagoda("--help").stdout and not done.stderr
+
+
 def test_generate_loads_a_model_from_a_folder(tmp_path: Path, here: Command) -> None:
     """Runs the real loading code on a saved tiny checkpoint with its tokenizer."""
     transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ import torch
 from kvpagoda import Limits, Retention
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.sequence import Sequence
-from kvpagoda.errors import BadInput, CheckFailed, NeverFits, OutOfBlocks, RetryLater, StaleHandle
+from kvpagoda.errors import BadInput, CheckFailed, Exhausted, NeverFits, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import (
     Attention,
@@ -232,6 +232,15 @@ def test_bad_tokens_are_refused_before_anything_changed(tokens: object, message:
     assert cache.stats().opened == 0
 
 
+def test_a_closed_cache_answers_nothing() -> None:
+    cache = KVCache(MIXED, num_blocks=8, max_requests=2, device="cpu")
+    cache.close()
+    for call in (cache.open, cache.lookup, cache.pin, cache.prefetch):
+        with pytest.raises(StaleHandle, match="this cache is closed"):
+            call([1, 2])
+    cache.close()
+
+
 def test_bad_sizes_are_refused() -> None:
     with pytest.raises(NeverFits, match="one request of up to 16 tokens needs"):
         KVCache(MIXED, "2KiB", max_requests=1)
@@ -239,6 +248,14 @@ def test_bad_sizes_are_refused() -> None:
         KVCache(MIXED, "lots")
     with pytest.raises(BadInput, match="max_requests must be a positive whole number, got 0"):
         KVCache(MIXED, "1MiB", max_requests=0)
+    for huge in ({"budget": 2**80}, {"num_blocks": 2**40}, {"budget": "1MiB", "max_requests": 2**40}):
+        with pytest.raises(BadInput, match="a whole number from 1 to"):
+            KVCache(MIXED, **huge)
+    with pytest.raises(Exhausted, match=r"cpu cannot allocate 1\d{3}\.\d TiB \(.*\); lower the budget"):
+        KVCache(MIXED, "1000TiB", device="cpu")
+    for name, wrong in (("tiers", 5), ("tiers", [5]), ("kernels", 5), ("events", 5)):
+        with pytest.raises(BadInput, match=rf"{name}|got (int|5)"):
+            KVCache(MIXED, "1MiB", **{name: wrong})
     with pytest.raises(BadInput, match="multiple of 8 for test, got 12"):
         KVCache(SCHEMAS["compressed"], "1MiB", block_size=12)
     with pytest.raises(BadInput, match="exactly one of them"):

@@ -37,7 +37,7 @@ Tiers = Annotated[
 ]
 WIDTH = get_terminal_size().columns
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    add_completion=False, pretty_exceptions_enable=False,
     rich_markup_mode="rich" if WIDTH >= 80 else None, context_settings={"terminal_width": WIDTH},
 )  # fmt: skip
 """Rich's framed help cuts the names of options on a narrow terminal, so below 80 columns the help has no frame."""
@@ -64,13 +64,16 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="print the version and exit", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """The KV-cache memory system for LLM inference engines."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def _list_presets(wanted: bool) -> None:
@@ -331,12 +334,11 @@ def bench(context: typer.Context) -> None:
     with one_line_errors():
         root = Path(__file__).parents[2]
         if not (root / "benchmarks" / "__main__.py").exists():
-            raise BadInput(
-                f"the benchmarks are in the repository, not in the installed package: no {root / 'benchmarks'}; "
-                f"run 'python -m benchmarks' in a checkout"
-            )
-    done = subprocess.run([sys.executable, "-m", "benchmarks", *context.args], cwd=root)
-    raise typer.Exit(done.returncode)
+            if "--help" not in context.args:
+                raise BadInput(f"the benchmarks are in the repository, not in the package: no {root / 'benchmarks'}")
+            typer.echo(context.get_help())
+            return
+    raise typer.Exit(subprocess.run([sys.executable, "-m", "benchmarks", *context.args], cwd=root).returncode)
 
 
 @app.command()
@@ -387,8 +389,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except UsageError as error:
-        if message := " ".join(error.format_message().split()):  # without one, help was printed
-            typer.echo(f"kvpagoda: {message}", err=True)
+        typer.echo(f"kvpagoda: {' '.join(error.format_message().split())}", err=True)
         code = error.exit_code
     except typer.Abort:
         code = 130

@@ -27,7 +27,7 @@ from kvpagoda.cache.reuse import AnyNamespace, Reuse
 from kvpagoda.cache.sequence import Fence, Sequence, requests_of
 from kvpagoda.cache.stats import CacheStats, stats_of
 from kvpagoda.cache.tier_hit import Prefetch
-from kvpagoda.errors import BadInput, MissingExtra, StaleHandle
+from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.prefix.tokens import as_tokens
@@ -91,8 +91,9 @@ class KVCache:
         events: EventLog | None = None,
     ) -> None:
         retention, identity, limits = retention or Retention(), identity or Identity(), limits or Limits()
-        for value, kind in ((schema, Schema), (retention, Retention), (identity, Identity), (limits, Limits)):
-            if not isinstance(value, kind):
+        given = ((schema, Schema), (retention, Retention), (identity, Identity), (limits, Limits), (events, EventLog))
+        for value, kind in given:
+            if not isinstance(value, kind) and not (kind is EventLog and value is None):
                 raise BadInput(f"{kind.__name__.lower()} is a kvpagoda.{kind.__name__}, got {type(value).__name__}")
         self.schema = schema if dtype is None else schema.cast(str(dtype).removeprefix("torch."))
         plan = self.schema.plan(
@@ -101,7 +102,7 @@ class KVCache:
         )  # fmt: skip
         memory = _memory(plan, device, poison, bool(tiers))
         fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
-        settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, tuple(tiers), events)
+        settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, tiers, events)
         self._core = core = Core(plan, memory, settings)
         self._guard, self._publisher = core.guard, Publisher(core)
         self._admission = Admission(core, self._publisher)
@@ -158,22 +159,21 @@ class KVCache:
     ) -> Sequence:
         """Admit a request with this prompt: take a slot, share its cached prefix, and allocate blocks for the rest.
 
-        ``token_ids``: at least one int, or an int32 array. ``namespace``: only requests of equal namespaces share
-        blocks. ``priority``: of the blocks that it publishes, for the policies ``priority`` and ``ttl``; a 64-bit
-        integer. ``capacity``: allocate blocks for this many first tokens (default: the whole prompt; give 0 or a chunk
-        if the prompt is computed in chunks). ``reserve``: the most tokens that the request may have (default: the
-        prompt); blocks for them are reserved, so that an admitted request never waits for others. ``media``: offset ->
-        digest (at least 16 bytes) of each image that begins there. ``prefetch``: what ``KVCache.prefetch`` returned for
-        the same prompt; it is used up. ``layerwise``: blocks from tiers may arrive layer by layer, when ``batch.layer``
-        asks for them, as far as staging memory suffices. ``lookup``: if False, reuse nothing, but publish. ``publish``:
-        if False, reuse what is cached, but publish nothing.
+        ``token_ids``: at least one int, or an int32 array, within the model's vocabulary. ``namespace``: only requests
+        of equal namespaces share blocks. ``priority``: of the blocks that it publishes, for the policies ``priority``
+        and ``ttl``; a 64-bit integer. ``capacity``: allocate blocks for this many first tokens (default: the whole
+        prompt; give 0 or a chunk if the prompt is computed in chunks). ``reserve``: the most tokens that the request
+        may have (default: the prompt); blocks for them are reserved, so that an admitted request never waits for
+        others. ``media``: offset -> digest (at least 16 bytes) of each image that begins there. ``prefetch``: what
+        ``KVCache.prefetch`` returned for the same prompt; it is used up. ``layerwise``: blocks from tiers may arrive
+        layer by layer, when ``batch.layer`` asks for them, as far as staging memory suffices. ``lookup``: if False,
+        reuse nothing, but publish. ``publish``: if False, reuse what is cached, but publish nothing.
 
         What only a tier has is loaded if that is expected to be faster than computing it. Raises BadInput, NeverFits
         (larger than the whole cache), RetryLater (no room now), StaleHandle (the cache is closed); the request then
         holds nothing."""
         core = self._core
-        if not core.is_open:
-            raise StaleHandle("this cache is closed")
+        core.check_open()
         prompt = as_tokens(token_ids, core.vocab_size)
         length = len(prompt)
         if not length:
@@ -208,7 +208,7 @@ class KVCache:
 
         Admits nothing, takes no slot, pins nothing, and does not count as a use. For a list or tuple of prompts, return
         a list in the same order; the prompts are not compared with one another, and ``namespace`` and ``media`` are one
-        for all, or lists. ``[]`` is one prompt. Raises BadInput."""
+        for all, or lists. ``[]`` is one prompt. Raises BadInput, StaleHandle (the cache is closed)."""
         self._publisher.publish_waiting()
         return look_up(self._core, token_ids, namespace, media)
 

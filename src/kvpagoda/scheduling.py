@@ -340,5 +340,5 @@ class RunQueue(Generic[J]):
     def _reserve(self, job: J) -> int:
         """Return for how many tokens blocks are reserved when ``job`` starts."""
         if self.policy is None or job.num_preempted:
-            return job.total
+            return min(job.total, self.cache.max_context)  # the last token of a text need not be computed
         return min(job.total, len(job.text) + self.cache.block_size)

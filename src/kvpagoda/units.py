@@ -38,7 +38,7 @@ def parse_bytes(size: int | str) -> int:
             raise BadInput(f"cannot read {size!r} as a size; write '512MiB', '2GiB' or a number of bytes")
         number, prefix, binary = match.groups()
         size = int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
-    return whole_number(size, "a size (bytes, or text such as '2GiB')", at_least=1)
+    return whole_number(size, "a size (bytes, or text such as '2GiB')", 1, below=2**63)
 
 
 def format_bytes(nbytes: float) -> str:
@@ -65,6 +65,7 @@ def whole_number(
         number = None
     if number is None or not at_least <= number < below:
         wanted = "positive whole number" if at_least == 1 else f"whole number of at least {at_least}"
-        wanted = wanted if below == inf else f"whole number from {at_least:,} to {below - 1:,}"
+        if below < inf and (at_least != 1 or (number is not None and number > 0)):
+            wanted = f"whole number from {at_least:,} to {below - 1:,}"
         raise error(f"{what} must be a {wanted}, got {value!r}", needed=value, available=at_least)
     return number

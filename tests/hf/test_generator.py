@@ -136,6 +136,54 @@ def test_it_stops_at_the_end_of_text_token(monkeypatch: pytest.MonkeyPatch) -> N
     assert Generator(model, num_blocks=60).generate([prompt], NEW) == [expected[: expected.index(end) + 1]]
 
 
+def test_an_answer_ends_where_the_models_own_generate_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ``generation_config`` alone says where: without an end there, the one of the config does not count."""
+    model, prompt, expected = model_of("llama"), prompts()[6], recomputed("llama")[6]
+    monkeypatch.setattr(model.config, "eos_token_id", expected[2])
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    assert Generator(model, num_blocks=60).generate([prompt], NEW) == [expected]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 1},
+        {"min_new_tokens": 6},
+        {"suppress_tokens": [*range(64)]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("lookup", [0, 3])
+def test_what_the_generation_config_changes_is_changed(
+    setting: dict[str, Any], lookup: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama")
+    for name, value in ({"eos_token_id": recomputed("llama")[6][2], "pad_token_id": 0} | setting).items():
+        monkeypatch.setattr(model.generation_config, name, value)
+    expected = []
+    for prompt in prompts()[4:8]:
+        own = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+        expected.append(own[0, len(prompt) :].tolist())
+    assert expected != [recomputed("llama")[i][:NEW] for i in range(4, 8)]
+    assert Generator(model, num_blocks=60, lookup=lookup).generate(prompts()[4:8], NEW) == expected
+
+
+def test_guidance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    monkeypatch.setattr(model.generation_config, "guidance_scale", 1.5)
+    with pytest.raises(BadInput, match=r"guidance_scale=1.5"):
+        Generator(model, num_blocks=60).submit([1, 2])
+
+
+def test_a_text_may_fill_the_longest_context_but_for_its_last_token() -> None:
+    generator = Generator(model_of("llama"), num_blocks=4)
+    prompt = (prompts()[6] * 64)[:62]
+    assert len(generator.generate([prompt], 3)[0]) == 3
+    with pytest.raises(NeverFits):
+        generator.submit(prompt, 4)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "deepseek_v4"])
 def test_the_budget_is_kept(name: str) -> None:
     generator = Generator(model_of(name), "400KiB", max_requests=2)
@@ -152,10 +200,14 @@ def test_bad_input_is_one_clear_error() -> None:
     for bad in (0, 1.5, None):
         with pytest.raises(BadInput, match="max_new_tokens must be a positive whole number"):
             generator.submit([1], bad)
-    with pytest.raises(NeverFits, match="70 tokens are more than the longest context of 64"):
+    with pytest.raises(NeverFits, match="69 tokens are more than the longest context of 64"):
         generator.submit([1] * 60, 10)
     with pytest.raises(NeverFits, match="one request of up to 16 tokens needs"):
         Generator(model_of("llama"), "3KiB")
+    with pytest.raises(BadInput, match="several lists of token ids, got NoneType"):
+        generator.generate(None)
+    with pytest.raises(BadInput, match="a model is a transformers causal language model, got NoneType"):
+        Generator(None)
     with pytest.raises(BadInput, match="prefill_chunk"):
         Generator(model_of("llama"), prefill_chunk=0)
     for device in ("none", "cuda:0"):

@@ -22,7 +22,7 @@ from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request, State, TextPart
 from kvpagoda.cache.swap import Suspended, Swap
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, StaleHandle
 from kvpagoda.memory.no_memory import NoMemory
 from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.schema import Plan
@@ -111,6 +111,11 @@ class Core:
             "cache of %s for %d requests: %s", format_bytes(plan.nbytes), plan.max_requests,
             ", ".join(f"{group.num_blocks} blocks of {group.name}" for group in plan.groups),
         )  # fmt: skip
+
+    def check_open(self) -> None:
+        """Raise StaleHandle if the cache is closed."""
+        if not self.is_open:
+            raise StaleHandle("this cache is closed")
 
     def extend_hashes(
         self, block_hashes: list[bytes], namespace: bytes, tokens: Ids, media_ids: Mapping[int, int]

@@ -43,6 +43,7 @@ def look_up(core: Core, token_ids: Any, namespace: Any, media: Any) -> Any:
 
     O(n) for a text of n tokens, and O(common tokens) for each running request that begins with the same block. All
     running requests are visited once for all texts."""
+    core.check_open()
     running = _running_by_beginning(core)
     if not _are_texts(token_ids):
         return _look_up(core, running, token_ids, namespace, media)
@@ -73,6 +74,7 @@ def _for_each(value: Any, count: int, name: str) -> Any:
 
 def prefetch(core: Core, token_ids: Any, namespace: AnyNamespace, media: Mapping[int, bytes] | None) -> Prefetch:
     """Begin to read what tiers have of a text; see ``KVCache.prefetch``. Raises BadInput if there are no tiers."""
+    core.check_open()
     if core.offloader is None:
         raise BadInput("this cache has no tiers to prefetch from; give it tiers=[...]")
     tokens = as_tokens(token_ids, core.vocab_size)

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Many
 from contextlib import suppress
 from dataclasses import replace
@@ -56,7 +56,7 @@ class Offloader:
     ) -> None:
         self._full, self._bounded, self._memory = full, tuple(bounded), memory
         self._identity, self._secret = identity, secret
-        _prove(specs, identity)
+        specs = _proven(specs, identity)
         prefix_root(b"", secret)
         block_nbytes = 0 if full is None else memory.record_nbytes(full.index)
         most = [group.growth.most_blocks(group.block_size, 1) or 0 for group in self._bounded]  # in one checkpoint
@@ -295,17 +295,19 @@ def _close(levels: Many[Level], deadline: float) -> bool:
     return all([level.tier.close(deadline) for level in levels])  # noqa: C419
 
 
-def _prove(specs: Many[TierSpec], identity: RecordIdentity) -> None:
-    odd = [spec for spec in specs if not isinstance(spec, TierSpec)]
+def _proven(specs: Many[TierSpec], identity: RecordIdentity) -> tuple[TierSpec, ...]:
+    given = tuple(specs) if isinstance(specs, Iterable) else (specs,)
+    odd = [spec for spec in given if not isinstance(spec, TierSpec)]
     if odd:
         raise BadInput(f"tiers are made by host_tier, disk_tier and others, or are a TierSpec; got {odd[0]!r}")
     xxh3_128(b"")
-    shared = [spec.name for spec in specs if not spec.is_private]
+    shared = [spec.name for spec in given if not spec.is_private]
     if shared and not identity.weights:
         raise BadInput(
             f"other processes can read tier {shared[0]!r}, and must know with which weights its records were computed: "
             f"give Identity(weights=...), a digest of the weights (kvpagoda.hf.weights_digest)"
         )
+    return given
 
 
 def _proven_timeout(timeout: float) -> float:

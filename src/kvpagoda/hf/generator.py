@@ -13,6 +13,7 @@ from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput, OutOfBlocks
+from kvpagoda.hf.logits import Change, changes_of
 from kvpagoda.hf.lookup import propose
 from kvpagoda.hf.model_cache import next_piece, runner_of
 from kvpagoda.hf.rope_switch import media_past
@@ -43,9 +44,15 @@ class Request:
     """A prompt and its ``n`` answers. Made by ``Generator.submit``."""
 
     def __init__(
-        self, prompt: Tokens, max_new_tokens: int, n: int, sampling: Sampling, namespace: str | bytes | None
+        self,
+        prompt: Tokens,
+        max_new_tokens: int,
+        n: int,
+        sampling: Sampling,
+        namespace: str | bytes | None,
+        change: Change | None = None,
     ) -> None:
-        self.prompt, self.max_new_tokens, self.sampling = prompt, max_new_tokens, sampling
+        self.prompt, self.max_new_tokens, self.sampling, self.change = prompt, max_new_tokens, sampling, change
         self.answers = tuple(Answer(self, number, namespace) for number in range(n))
         self.unforked = list(self.answers[1:])
         """Answers that start when the first answer has computed the prompt."""
@@ -82,6 +89,8 @@ class Generator:
     """Continuous batching over a transformers model, with the model's whole cache in kvpagoda.
 
     ``model``: a transformers causal language model. It is put in eval mode and otherwise not changed between steps.
+    Where an answer ends, and what changes its logits (``repetition_penalty`` and others), is read from its
+    ``generation_config``, as its own ``generate`` does.
     ``budget``: memory of the cache, bytes or text; ignored if ``cache_arguments`` have ``num_blocks``.
     ``prefill_chunk``: the most prompt tokens of one request in one step.
 
@@ -131,7 +140,11 @@ class Generator:
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
         self._runner = runner_of(model, prefill_chunk, lookup, kv_format, sizes, layout)
         self.cache = self._runner.cache
-        self._chunk, self._lookup = prefill_chunk, min((lookup, *(n for _, _, n in self.cache.plan.rewinds)))
+        self._model, self._chunk, self._lookup = (
+            model,
+            prefill_chunk,
+            min((lookup, *(n for _, _, n in self.cache.plan.rewinds))),
+        )
         self._ends = _end_tokens(model)
         self._queue: RunQueue[Answer] = RunQueue(self.cache, preemption, preemption_mode)
         self.num_proposed = self.num_accepted = 0
@@ -169,8 +182,9 @@ class Generator:
         if len(ids) == 0:
             raise BadInput("a request needs at least one token, got none")
         max_new_tokens, n = positive_numbers(max_new_tokens=max_new_tokens, n=n)
-        self.cache.plan.blocks_wanted(len(ids) + max_new_tokens, min(self._chunk, len(ids)), self.cache.max_context)
-        request = Request(ids, max_new_tokens, n, sampling, namespace)
+        total = len(ids) + max_new_tokens
+        self.cache.plan.blocks_wanted(total - 1, min(self._chunk, len(ids)), self.cache.max_context)
+        request = Request(ids, max_new_tokens, n, sampling, namespace, changes_of(self._model, len(ids), total))
         for answer in request.answers:
             answer.pass_switch(self._runner.switch.passed(len(ids)))
         self._queue.enter(*request.answers)
@@ -219,6 +233,8 @@ class Generator:
         The ``n`` answers of a prompt are neighbours: answer ``i`` of prompt ``j`` is item ``j * n + i``.
         ``on_step`` is called with the cache's counters after each step. On an error these requests are aborted.
         """
+        if not isinstance(prompts, Iterable):
+            raise BadInput(f"prompts are several lists of token ids, got {type(prompts).__name__}")
         requests: list[Request] = []
         try:
             for prompt in prompts:
@@ -294,10 +310,14 @@ class Generator:
     def _choose(self, answer: Answer, proposed: list[int], logits: Tensor, best: list[int]) -> list[int]:
         """Return the next tokens of ``answer``: the proposed tokens up to the first one that it would not choose, then
         its own choice."""
-        sampling, new = answer.request.sampling, []
+        sampling, change, new = answer.request.sampling, answer.request.change, []
         for row, token in enumerate(best):
+            scores = logits[row]
+            if change is not None:
+                scores = change(np.concatenate((answer.text, proposed[:row])), scores)
+                token = int(scores.argmax())
             if sampling.temperature:
-                token = sampling.draw(logits[row].cpu().numpy(), answer.stream)
+                token = sampling.draw(scores.cpu().numpy(), answer.stream)
             new.append(token)
             if token in self._ends or proposed[row : row + 1] != [token]:
                 break
@@ -313,6 +333,5 @@ class Generator:
 def _end_tokens(model: Any) -> frozenset[int]:
     """Return the model's end-of-text tokens, as its own ``generate`` uses them. Configs of multimodal models may have
     none."""
-    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = getattr(model.config, "eos_token_id", None) if ends is None else ends
+    ends = getattr(getattr(model, "generation_config", model.config), "eos_token_id", None)
     return frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)

@@ -29,6 +29,8 @@ def runner_of(
     computes at most ``chunk`` prompt tokens of a text, or ``lookup`` proposed tokens and one more. ``kv_format`` and
     ``layout``: see ``Schema.from_hf_config``. If other processes can read ``tiers``, ``identity.weights`` is by default
     a digest of the whole model. Raises BadInput, SchemaError, NeverFits."""
+    if not hasattr(model, "config") or not hasattr(model, "forward"):
+        raise BadInput(f"a model is a transformers causal language model, got {type(model).__name__}")
     model.eval()
     dtype = str(model.dtype).removeprefix("torch.")
     schema = Schema.from_hf_config(model.config, dtype=dtype, kv_format=kv_format, layout=layout, verify_width=lookup)

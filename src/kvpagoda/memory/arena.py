@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.errors import BadInput, Exhausted, NotOwned
 from kvpagoda.kernels.copy_rows import copy_rows
 from kvpagoda.memory.id_tensors import Device, default_device, integers
 from kvpagoda.memory.pages import pages
 from kvpagoda.schema import Page, Place, RowLayout
 from kvpagoda.schema.fields import itemsize
 from kvpagoda.schema.layout import ALIGN
+from kvpagoda.units import format_bytes
 
 __all__ = ["Arena", "Device", "default_device", "dtype_name"]
 
@@ -38,10 +39,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def zeros(nbytes: int, device: torch.device) -> Tensor:
-    """Allocate zeroed uint8 ``[nbytes]``; on a CPU in large pages, if the system has them."""
-    if device.type == "cpu" and nbytes:
-        return torch.from_numpy(pages(nbytes, large=True))
-    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    """Allocate zeroed uint8 ``[nbytes]``; on a CPU in large pages, if the system has them. Raises Exhausted."""
+    try:
+        if device.type == "cpu" and nbytes:
+            return torch.from_numpy(pages(nbytes, large=True))
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    except (OSError, RuntimeError) as error:
+        text = f"{device} cannot allocate {format_bytes(nbytes)} ({' '.join(str(error).split())[:120]})"
+        raise Exhausted.with_hint(text, "lower the budget", needed=nbytes) from None
 
 
 class Arena:

@@ -13,8 +13,10 @@ LayoutNames = str | Sequence[str] | Mapping[str, str]
 
 
 def by_kind(names: LayoutNames) -> Iterable[tuple[str, str]]:
-    """Return the (kind, name) pairs of ``names``; the kind is "" where none is given."""
+    """Return the (kind, name) pairs of ``names``; the kind is "" where none is given. Raises BadInput."""
     given = {"": names} if isinstance(names, str) else names
+    if not isinstance(given, Iterable):
+        raise BadInput(f"expected a name, several names, or {{kind: name}}, got {names!r}")
     return given.items() if isinstance(given, Mapping) else [("", name) for name in given]
 
 
