@@ -23,8 +23,8 @@ class Reuse:
         self._core, self._lifecycle = core, lifecycle
 
     def pin(self, keys: Ids, namespace: bytes) -> Pin:
-        """Pin what is cached of the text ``keys``; see ``KVCache.pin``. Raises OutOfBlocks and StaleHandle,
-        pinning nothing."""
+        """Pin what is cached of the text ``keys``; see ``KVCache.pin``. Raises OutOfBlocks and StaleHandle, pinning
+        nothing."""
         core = self._core
         core.check_open()
         match: Match = core.prefix.tree.match(keys, namespace)

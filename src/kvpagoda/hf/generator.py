@@ -140,11 +140,8 @@ class Generator:
         sizes = cache_arguments if "num_blocks" in cache_arguments else {"budget": budget, **cache_arguments}
         self._runner = runner_of(model, prefill_chunk, lookup, kv_format, sizes, layout)
         self.cache = self._runner.cache
-        self._model, self._chunk, self._lookup = (
-            model,
-            prefill_chunk,
-            min((lookup, *(n for _, _, n in self.cache.plan.rewinds))),
-        )
+        self._model, self._chunk = model, prefill_chunk
+        self._lookup = min((lookup, *(n for _, _, n in self.cache.plan.rewinds)))
         self._ends = _end_tokens(model)
         self._queue: RunQueue[Answer] = RunQueue(self.cache, preemption, preemption_mode)
         self.num_proposed = self.num_accepted = 0

@@ -28,6 +28,7 @@ def changes_of(model: Any, prompt_length: int, total: int) -> Change | None:
         raise BadInput.with_hint(text, "set it to None", needed=config.guidance_scale)
     config = deepcopy(config)
     config.do_sample, config.num_beams, config.max_length = False, 1, total
+    config.pad_token_id = config.pad_token_id or 0  # nothing is padded; without one transformers logs a warning
     model._prepare_special_tokens(config, device=model.device)
     processors = model._get_logits_processor(config, input_ids_seq_length=prompt_length, device=model.device)
     if not processors:
