@@ -31,7 +31,12 @@ likely to continue; in the cases "all kept" it keeps all."""
 
 def measure(options: Options) -> list[Row]:
     ours = hits.measure(options, MODELS) if "ours" in options.peers else []
-    rows = [{"case": f"{row['model']}, {row['budget']}", "who": "ours", **row} for row in ours]
+    rows = [
+        {"case": f"{row['model']}, {row['budget']}", "who": "ours", **row} for row in ours if row["step_tokens"] == 2048
+    ]
+    large = [*hits.BUDGETS][2:]
+    cases = [(name, config, budget) for name, config in MODELS.items() for budget in hits.BUDGETS]
+    cases += [(name, config, budget) for name, config in ASKED.items() for budget in large]
     if "vllm" not in options.peers:
         return rows
     try:
@@ -39,10 +44,9 @@ def measure(options: Options) -> list[Row]:
     except Absent as reason:
         return [*rows, {"who": PEER, "absent": str(reason)}]
     with process:
-        for name, config in (MODELS | ASKED).items():
-            for budget in hits.BUDGETS if name in MODELS else hits.BUDGETS[2:]:
-                if options.only in f"{name} {budget}":
-                    rows.append(_asked(process, name, config, budget, 40 if options.quick else 3000))
+        for name, config, budget in cases:
+            if options.only in f"{name} {budget}":
+                rows.append(_asked(process, name, config, budget, 40 if options.quick else 3000))
     return rows
 
 

@@ -49,6 +49,15 @@ def test_same_bytes_as_the_reference(case, order, monkeypatch):
     compare(pools, expected(case, case.pools(order)))
 
 
+@pytest.mark.parametrize("name", ["decode", "wrap", "longer_than_the_ring", "longer_than_an_odd_ring", "padded_nan"])
+def test_ordered_rows_need_no_search(name):
+    case = CASES[name]
+    pools, heads = case.pools(), torch.full((case.requests + 1,), 7, dtype=torch.int32)
+    append_swa(case.kv, case.slots, case.positions, *pools.views, swa_head=heads, is_ordered=True)
+    compare(pools, expected(case, case.pools()))
+    assert torch.equal(heads, expected_heads(case))
+
+
 @pytest.mark.parametrize("name", ["wrap", "longer_than_the_ring", "interleaved", "shuffled", "padded", "odd_rows"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_order_of_programs_does_not_matter(name, seed, shuffle):

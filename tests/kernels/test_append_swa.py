@@ -28,6 +28,18 @@ def test_reference_is_a_loop_over_the_rows(case, order):
     assert torch.equal(heads, expected_heads(case))
 
 
+ORDERED = ["decode", "one_row", "wrap", "longer_than_the_ring", "longer_than_an_odd_ring", "odd_rows", "padded_nan"]
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_ordered_rows_need_no_search(name):
+    case = CASES[name]
+    pools, heads = case.pools(), torch.full((case.requests + 1,), 7, dtype=torch.int32)
+    append_swa(case.kv, case.slots, case.positions, *pools.views, swa_head=heads, is_ordered=True)
+    compare(pools, expected(case, case.pools()))
+    assert torch.equal(heads, expected_heads(case))
+
+
 def test_rows_come_back():
     case = launch(4, 16, [(2, 30, 16), (0, 3, 5)], dim=512, rope=64)
     fp8, rope, inv_scale, pos = (pools := case.pools()).views

@@ -42,7 +42,8 @@ class Step:
     ``request_slots``: the slot of each token's request; negative for a padded row. ``request_ids``: the row of each
     token's request in the step. ``state_rows``: the record of each token's request in the state pools. ``dummy``: the
     record of the state pools that padded rows write and no kernel reads: the first (0) or the last (-1). ``is_by_id``:
-    whether block tables have a row for each of ``request_ids``; otherwise they have one for each slot, and one more.
+    whether a batch of a ``KVCache`` made this step: block tables then have a row for each of ``request_ids``; otherwise
+    they have one for each slot, and one more.
     """
 
     request_slots: Any

@@ -170,7 +170,8 @@ class LayerCacheHandle:
         if self.kind.encoding == Encoding("fp8", kept=self.kind.encoding.kept):
             codes, rope, scale = self.state.parts("swa")
             rows, dummy, head = self.step.state_rows, self.step.dummy % len(codes), self.state["swa_head"][:, 0]
-            append_swa(kv, rows, self.positions, codes, rope, scale, self.state["swa_pos"], dummy, head)
+            pos, is_ordered = self.state["swa_pos"], self.step.is_by_id
+            append_swa(kv, rows, self.positions, codes, rope, scale, pos, dummy, head, is_ordered)
             return
         self._write_ring("swa", kv)
         self._write_ring("swa_pos", self.positions)

@@ -33,6 +33,7 @@ def append_swa(
     swa_pos: Tensor,
     dummy: int | None = None,
     swa_head: Tensor | None = None,
+    is_ordered: bool = False,
 ) -> None:
     """Write row i of ``kv`` to ring slot ``positions[i] mod W`` of request ``slots[i]``, in place.
 
@@ -43,6 +44,7 @@ def append_swa(
     ``swa_rope``   bfloat16 ``[R+1, W, rope]``                       ``swa_pos``        int32 ``[R+1, W]``
     ``dummy``      the dummy row; None: the last one, R
     ``swa_head``   int32 ``[R+1]``: one more than the highest position that this call writes for a request; or None
+    ``is_ordered`` the rows of each request are adjacent, and their positions ascend without gaps: saves a search
 
     All tensors are on one device. The pools may be strided in every axis but the last axis of ``swa_fp8`` and
     ``swa_rope``, and must not overlap. Of rows with one destination, the one with the highest position is kept, of
@@ -52,8 +54,8 @@ def append_swa(
     row whose coded part holds inf or NaN gets codes 0 and inverse scale NaN. With Triton the launch allocates nothing
     and does not synchronise with the host.
 
-    Raises BadInput for a wrong shape, dtype, stride or device, before anything is written. O(n * dim) where the rows of
-    a request are adjacent and ascend; with Triton, a row that is not overwritten looks at all n positions.
+    Raises BadInput for a wrong shape, dtype, stride or device, before anything is written. O(n * dim); if not
+    ``is_ordered``, O(n log n) more, or with Triton up to O(n * n) comparisons.
 
     >>> fp8, rope = torch.zeros(3, 4, 6, dtype=torch.uint8), torch.zeros(3, 4, 2, dtype=torch.bfloat16)
     >>> inv_scale, pos = torch.zeros(3, 4), torch.full((3, 4), -1, dtype=torch.int32)
@@ -69,7 +71,18 @@ def append_swa(
     last = len(swa_fp8) - 1
     if dummy is not None and not 0 <= dummy <= last:
         raise BadInput(f"append_swa: dummy row {dummy} is not one of 0..{last}")
-    run(kv, slots, positions, swa_fp8, swa_rope, swa_inv_scale, swa_pos, last if dummy is None else dummy, swa_head)
+    run(
+        kv,
+        slots,
+        positions,
+        swa_fp8,
+        swa_rope,
+        swa_inv_scale,
+        swa_pos,
+        last if dummy is None else dummy,
+        swa_head,
+        is_ordered,
+    )
 
 
 def _check(
@@ -108,7 +121,7 @@ def _check(
 
 def _reference(
     kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int,
-    head: Tensor | None,
+    head: Tensor | None, is_ordered: bool,
 ) -> None:  # fmt: skip
     """The definition of ``append_swa``, in torch, on any device. Allocates temporaries."""
     window = fp8.shape[1]
@@ -117,11 +130,14 @@ def _reference(
         newest = torch.full_like(head, -1)
         newest.scatter_reduce_(0, torch.where(live, slots, dummy).long(), torch.where(live, positions, -1), "amax")
         head.copy_(torch.where(newest >= 0, newest + 1, head))
-    place = torch.where(live, slots.long() * window + positions % window, -1)
-    order = (place * 2**31 + positions.clamp(min=0)).argsort(stable=True)
-    is_last = torch.ones_like(live)
-    is_last[:-1] = place[order[1:]] != place[order[:-1]]
-    live[order] &= is_last
+    if is_ordered:
+        live[:-window] &= slots[window:] != slots[:-window]
+    else:
+        place = torch.where(live, slots.long() * window + positions % window, -1)
+        order = (place * 2**31 + positions.clamp(min=0)).argsort(stable=True)
+        is_last = torch.ones_like(live)
+        is_last[:-1] = place[order[1:]] != place[order[:-1]]
+        live[order] &= is_last
     row = torch.where(live, slots, dummy).long()
     ring = torch.where(live, positions % window, 0).long()
     rows = torch.where(live[:, None], kv, 0)
@@ -135,7 +151,7 @@ def _reference(
 
 def _triton(
     kv: Tensor, slots: Tensor, positions: Tensor, fp8: Tensor, rope: Tensor, inv_scale: Tensor, pos: Tensor, dummy: int,
-    head: Tensor | None,
+    head: Tensor | None, is_ordered: bool,
 ) -> None:  # fmt: skip
     """Launch the kernel, one program for each row."""
     heads = pos if head is None else head
@@ -144,7 +160,7 @@ def _triton(
             kv, slots, positions, fp8, rope, inv_scale, pos, heads,
             len(kv), len(fp8), dummy, fp8.shape[1],
             kv.stride(0), *fp8.stride()[:2], *rope.stride()[:2], *inv_scale.stride(), *pos.stride(), heads.stride(0),
-            HAS_HEAD=head is not None, SCAN=512, CODED=fp8.shape[2], ROPE=rope.shape[2],
+            HAS_HEAD=head is not None, SCAN=0 if is_ordered else 512, CODED=fp8.shape[2], ROPE=rope.shape[2],
             CODED_BLOCK=triton.next_power_of_2(fp8.shape[2]), ROPE_BLOCK=triton.next_power_of_2(rope.shape[2]),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
@@ -168,16 +184,20 @@ def append_swa_kernel(  # type: ignore[no-untyped-def]
     live = live & ((later_slot != slot) | (later_position - window != position))
     is_newest = live.to(tl.int32)  # of its request, in this launch
     is_kept = is_newest
-    first, stop = 0, tl.where(live, n, 0)
-    while first < stop:
-        other = first + tl.arange(0, SCAN)
-        other_slot = tl.load(slots + other, mask=other < n, other=-1)
-        ahead = tl.load(positions + other, mask=other < n, other=-1) - position
-        is_newer = ((other_slot == slot) & ((ahead > 0) | ((ahead == 0) & (other > i)))).to(tl.int32)
-        is_newest = tl.minimum(is_newest, 1 - tl.max(is_newer, axis=0))
-        is_kept = tl.minimum(is_kept, 1 - tl.max(tl.where(ahead % window == 0, is_newer, 0), axis=0))
-        first += SCAN
-    live = is_kept > 0
+    if SCAN:
+        first, stop = 0, tl.where(live, n, 0)
+        while first < stop:
+            other = first + tl.arange(0, SCAN)
+            other_slot = tl.load(slots + other, mask=other < n, other=-1)
+            ahead = tl.load(positions + other, mask=other < n, other=-1) - position
+            is_newer = ((other_slot == slot) & ((ahead > 0) | ((ahead == 0) & (other > i)))).to(tl.int32)
+            is_newest = tl.minimum(is_newest, 1 - tl.max(is_newer, axis=0))
+            is_kept = tl.minimum(is_kept, 1 - tl.max(tl.where(ahead % window == 0, is_newer, 0), axis=0))
+            first += SCAN
+        live = is_kept > 0
+    elif HAS_HEAD:
+        next_slot = tl.load(slots + i + 1, mask=i + 1 < n, other=-1)
+        is_newest = (live & (next_slot != slot)).to(tl.int32)
     # To int64 before multiplying by strides: a pool may be larger than 2 GiB.
     row = tl.where(live, slot, dummy).to(tl.int64)
     ring = tl.where(live, position % window, 0).to(tl.int64)
