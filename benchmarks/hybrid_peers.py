@@ -53,10 +53,10 @@ def measure(options: Options) -> list[Row]:
 def _asked(process: Process, name: str, config: dict[str, Any], budget: str, limit: int) -> Row:
     """Serve the first ``limit`` requests in vLLM and return the row."""
     figures = process.ask("serve", config=config, budget=parse_bytes(budget), limit=limit)
-    us = 1e6 * figures.pop("seconds") / figures["requests"]
     return {
-        "case": f"{name}, {budget}", "who": "vllm", "version": process.version, "model": name, "budget": budget, "us": us,
-        **figures,
+        "case": f"{name}, {budget}", "who": "vllm", "version": process.version, "model": name, "budget": budget,
+        "us": 1e6 * figures["seconds"] / figures["requests"],
+        **{key: figures[key] for key in ("hit_percent", "mean_running", "steps", "preempted")},
     }  # fmt: skip
 
 

@@ -20,9 +20,8 @@ _CALLED = {
 def table(found: dict[str, Any], width: int = 80) -> str:
     """Return the result of one question as a text table, in lines of at most ``width`` characters. The name of a case
     is a line above its rows."""
-    columns = [
-        key for key in dict.fromkeys(key for row in found["rows"] for key in row) if key not in ("case", "machine")
-    ]
+    keys = dict.fromkeys(key for row in found["rows"] for key in row)
+    columns = [key for key in keys if key not in ("case", "machine") and not _is_in_case(key, found["rows"])]
     made = Table(box=None, pad_edge=False)
     for column in columns:
         is_text = any(isinstance(row.get(column), str) for row in found["rows"])
@@ -46,6 +45,11 @@ def table(found: dict[str, Any], width: int = 80) -> str:
     if found.get("quick"):
         console.print("small sizes: to see that it works, not to quote")
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _is_in_case(key: str, rows: list[dict[str, Any]]) -> bool:
+    """Return whether the name of each row's case says what the row has under ``key``, a word."""
+    return all(isinstance(row.get(key, ""), str) and row.get(key, "") in row.get("case", "") for row in rows)
 
 
 def _short(value: object) -> str:
