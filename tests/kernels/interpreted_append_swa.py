@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ring_cases import CASES, compare, expected, expected_heads
+from ring_cases import CASES, check_ordered, compare, expected, expected_heads
 from triton.runtime import interpreter
 
 from kvpagoda.kernels import append_swa
@@ -51,11 +51,7 @@ def test_same_bytes_as_the_reference(case, order, monkeypatch):
 
 @pytest.mark.parametrize("name", ["decode", "wrap", "longer_than_the_ring", "longer_than_an_odd_ring", "padded_nan"])
 def test_ordered_rows_need_no_search(name):
-    case = CASES[name]
-    pools, heads = case.pools(), torch.full((case.requests + 1,), 7, dtype=torch.int32)
-    append_swa(case.kv, case.slots, case.positions, *pools.views, swa_head=heads, is_ordered=True)
-    compare(pools, expected(case, case.pools()))
-    assert torch.equal(heads, expected_heads(case))
+    check_ordered(CASES[name])
 
 
 @pytest.mark.parametrize("name", ["wrap", "longer_than_the_ring", "interleaved", "shuffled", "padded", "odd_rows"])

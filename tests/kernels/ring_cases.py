@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvpagoda.formats import encode
+from kvpagoda.kernels import append_swa
 from kvpagoda.schema import Encoding
 from kvpagoda.units import align_up
 
@@ -168,3 +169,11 @@ def compare(given, wanted):
     for name, a, b in zip(("fp8", "rope", "inv_scale", "pos"), given.bytes(), wanted.bytes()):
         assert torch.equal(a, b), f"{name} differs"
     given.check_canaries()
+
+
+def check_ordered(case):
+    """Append the rows of ``case``, which are in order, without a search."""
+    pools, heads = case.pools(), torch.full((case.requests + 1,), 7, dtype=torch.int32)
+    append_swa(case.kv, case.slots, case.positions, *pools.views, swa_head=heads, is_ordered=True)
+    compare(pools, expected(case, case.pools()))
+    assert torch.equal(heads, expected_heads(case))

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from ring_cases import CASES, Pools, compare, expected, expected_heads, launch
+from ring_cases import CASES, Pools, check_ordered, compare, expected, expected_heads, launch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpagoda.errors import BadInput
@@ -33,11 +33,7 @@ ORDERED = ["decode", "one_row", "wrap", "longer_than_the_ring", "longer_than_an_
 
 @pytest.mark.parametrize("name", ORDERED)
 def test_ordered_rows_need_no_search(name):
-    case = CASES[name]
-    pools, heads = case.pools(), torch.full((case.requests + 1,), 7, dtype=torch.int32)
-    append_swa(case.kv, case.slots, case.positions, *pools.views, swa_head=heads, is_ordered=True)
-    compare(pools, expected(case, case.pools()))
-    assert torch.equal(heads, expected_heads(case))
+    check_ordered(CASES[name])
 
 
 def test_rows_come_back():
