@@ -163,6 +163,12 @@ def tiny_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(name, **changes), dtype=torch.float32)
     randomise(model)
-    for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for field in (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "encoder_no_repeat_ngram_size",
+        "forced_eos_token_id",
+    ):
         setattr(model.generation_config, field, None)
     return model.eval()

@@ -65,7 +65,6 @@ def whole_number(
         number = None
     if number is None or not at_least <= number < below:
         wanted = "positive whole number" if at_least == 1 else f"whole number of at least {at_least}"
-        if below < inf and (at_least != 1 or (number is not None and number > 0)):
-            wanted = f"whole number from {at_least:,} to {below - 1:,}"
+        wanted = wanted if below == inf else f"whole number from {at_least:,} to {below - 1:,}"
         raise error(f"{what} must be a {wanted}, got {value!r}", needed=value, available=at_least)
     return number

@@ -65,7 +65,7 @@ def multimodal(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> An
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     randomise(model)
-    for field in ("bos_token_id", "eos_token_id"):
+    for field in ("bos_token_id", "eos_token_id", "encoder_no_repeat_ngram_size", "forced_eos_token_id"):
         setattr(model.generation_config, field, None)
     return model
 

@@ -74,16 +74,7 @@ def either_way(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G
     return _locked(method, even_torn=True)
 
 
-def exclusive_if(
-    prove: Callable[[G], None],
-) -> Callable[[Callable[Concatenate[G, P], T]], Callable[Concatenate[G, P], T]]:
-    """Return a wrapper like ``exclusive`` that calls ``prove(self)``, which may raise, before the method."""
-    return lambda method: _locked(method, prove=prove)
-
-
-def _locked(
-    method: Callable[Concatenate[G, P], T], *, even_torn: bool = False, prove: Callable[[G], None] | None = None
-) -> Callable[Concatenate[G, P], T]:
+def _locked(method: Callable[Concatenate[G, P], T], *, even_torn: bool = False) -> Callable[Concatenate[G, P], T]:
     @wraps(method)
     def guarded(self: G, /, *args: P.args, **kwargs: P.kwargs) -> T:
         guard = self._guard
@@ -92,8 +83,6 @@ def _locked(
         try:
             if guard.is_torn and not even_torn:
                 guard.raise_torn()
-            if prove is not None:
-                prove(self)
             return method(self, *args, **kwargs)
         finally:
             guard.lock.release()

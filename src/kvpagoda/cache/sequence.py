@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import wraps
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 
 import numpy as np
 
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.guard import either_way, exclusive, exclusive_if
+from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.prefix_match import PrefixMatch
 from kvpagoda.cache.request import Request, State, Tokens
 from kvpagoda.errors import BadInput
 from kvpagoda.units import whole_number
 
-
-def _prove_running(sequence: Sequence) -> None:
-    if sequence._request.state is not State.RUNNING:
-        sequence._request.check_running()
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-while_running = exclusive_if(_prove_running)
-"""Wrap a method of ``Sequence`` as ``exclusive`` does; it also raises StaleHandle unless the sequence runs."""
+def while_running(method: Callable[Concatenate[Sequence, P], T]) -> Callable[Concatenate[Sequence, P], T]:
+    """Wrap ``method`` as ``guard.exclusive`` does; it also raises StaleHandle unless the sequence runs."""
+
+    @wraps(method)
+    def guarded(self: Sequence, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        guard = self._guard
+        if not guard.lock.acquire(False):
+            guard.raise_busy(method.__qualname__)
+        try:
+            if guard.is_torn:
+                guard.raise_torn()
+            if self._request.state is not State.RUNNING:
+                self._request.check_running()
+            return method(self, *args, **kwargs)
+        finally:
+            guard.lock.release()
+
+    return guarded
 
 
 class Sequence:

@@ -181,7 +181,7 @@ class Generator:
         max_new_tokens, n = positive_numbers(max_new_tokens=max_new_tokens, n=n)
         total = len(ids) + max_new_tokens
         self.cache.plan.blocks_wanted(total - 1, min(self._chunk, len(ids)), self.cache.max_context)
-        request = Request(ids, max_new_tokens, n, sampling, namespace, changes_of(self._model, len(ids), total))
+        request = Request(ids, max_new_tokens, n, sampling, namespace, changes_of(self._model, ids, total))
         for answer in request.answers:
             answer.pass_switch(self._runner.switch.passed(len(ids)))
         self._queue.enter(*request.answers)

@@ -16,10 +16,10 @@ Change = Callable[[Tokens, torch.Tensor], torch.Tensor]
 """(text so far, logits ``[vocab]`` of its next token) -> changed logits, float32 ``[vocab]``."""
 
 
-def changes_of(model: Any, prompt_length: int, total: int) -> Change | None:
-    """Return what ``model.generate`` would do to the logits of a greedy answer before it chooses a token; None for
-    nothing. ``total``: the most tokens of the text. Raises BadInput for ``guidance_scale``, which needs a second text.
-    """
+def changes_of(model: Any, prompt: Tokens, total: int) -> Change | None:
+    """Return what ``model.generate`` would do to the logits of a greedy answer to ``prompt`` before it chooses a token;
+    None for nothing. ``total``: the most tokens of the text. Raises BadInput for ``guidance_scale``, which needs a
+    second text."""
     config = getattr(model, "generation_config", None)
     if config is None or not hasattr(model, "_get_logits_processor"):
         return None
@@ -30,7 +30,10 @@ def changes_of(model: Any, prompt_length: int, total: int) -> Change | None:
     config.do_sample, config.num_beams, config.max_length = False, 1, total
     config.pad_token_id = config.pad_token_id or 0  # nothing is padded; without one transformers logs a warning
     model._prepare_special_tokens(config, device=model.device)
-    processors = model._get_logits_processor(config, input_ids_seq_length=prompt_length, device=model.device)
+    ids = torch.from_numpy(prompt.astype(np.int64)).to(model.device)[None]
+    processors = model._get_logits_processor(
+        config, input_ids_seq_length=len(prompt), encoder_input_ids=ids, device=model.device
+    )
     if not processors:
         return None
 
