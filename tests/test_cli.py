@@ -142,7 +142,7 @@ BAD = {
     "not an object": (["plan", "list.json"], "must hold a JSON object"),
     "size": (["plan", "config.json", "--budget", "many"], "cannot read 'many' as a size"),
     "too small": (["plan", "config.json", "--budget", "1MiB"], "one request of up to 16 tokens needs 4,194,304 bytes"),
-    "no requests": (["plan", "config.json", "--max-requests", "0"], "max_requests must be a whole number from 1"),
+    "no requests": (["plan", "config.json", "--max-requests", "0"], "max_requests must be a positive whole number"),
     "block": (["plan", "deepseek-v4-pro", "--block-size", "100"], "multiple of 128"),
     "ranks": (["plan", "config.json", "--tp", "3"], "cannot be divided over 3"),
     "stages": (["plan", "config.json", "--pp", "99"], "pp=99"),

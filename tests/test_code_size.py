@@ -16,7 +16,7 @@ import pytest
 import kvpagoda
 from kvpagoda.schema import Attention, Layer, Schema
 
-CORE_LINES, ALL_LINES = 13_070, 20_910  # what there is, to the next ten; aims: 7,800, and 10,500 beside layouts
+CORE_LINES, ALL_LINES = 13_080, 20_910  # what there is, to the next ten; aims: 7,800, and 10,500 beside layouts
 FILE_LINES, CLASS_LINES, FUNCTION_LINES = 400, 300, 60
 PARAMETERS = 8
 CACHE_NAMES, SEQUENCE_NAMES = 23, 16  # 20 and 15, and what was asked for since: lookup, epoch and layer, epochs

@@ -246,10 +246,10 @@ def test_bad_sizes_are_refused() -> None:
         KVCache(MIXED, "2KiB", max_requests=1)
     with pytest.raises(BadInput, match="cannot read 'lots' as a size"):
         KVCache(MIXED, "lots")
-    with pytest.raises(BadInput, match="max_requests must be a whole number from 1 to 2,147,483,647, got 0"):
+    with pytest.raises(BadInput, match="max_requests must be a positive whole number, got 0"):
         KVCache(MIXED, "1MiB", max_requests=0)
     for huge in ({"budget": 2**80}, {"num_blocks": 2**40}, {"budget": "1MiB", "max_requests": 2**40}):
-        with pytest.raises(BadInput, match="a whole number from 1 to"):
+        with pytest.raises(BadInput, match=r"must be below 2\^(31|63)"):
             KVCache(MIXED, **huge)
     with pytest.raises(Exhausted, match=r"cpu cannot allocate 1\d{3}\.\d TiB \(.*\); lower the budget"):
         KVCache(MIXED, "1000TiB", device="cpu")

@@ -38,7 +38,10 @@ def parse_bytes(size: int | str) -> int:
             raise BadInput(f"cannot read {size!r} as a size; write '512MiB', '2GiB' or a number of bytes")
         number, prefix, binary = match.groups()
         size = int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
-    return whole_number(size, "a size (bytes, or text such as '2GiB')", 1, below=2**63)
+    nbytes = whole_number(size, "a size (bytes, or text such as '2GiB')", at_least=1)
+    if nbytes >= 2**63:
+        raise BadInput(f"a size must be below 2^63 bytes, got {nbytes:,}", needed=nbytes)
+    return nbytes
 
 
 def format_bytes(nbytes: float) -> str:

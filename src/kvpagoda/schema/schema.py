@@ -249,16 +249,17 @@ class Schema:
         block); groups never share layer-major arenas.
 
         Raises BadInput, NeverFits if not even one block of one request fits, and SchemaError if a kernel would refuse,
-        copy or misread the cache, with the kernel's rule and what would satisfy it.
-        """
+        copy or misread the cache, with the kernel's rule and what would satisfy it."""
         if (budget is None) == (num_blocks is None):
             raise BadInput("give either a budget in bytes or num_blocks: exactly one of them")
         fit = self._fit(block_size, kernel_page, kernels, order := arena_order(self.layers, order))
-        size, max_requests = fit.block_size, whole_number(max_requests, "max_requests", 1, below=2**31)
+        size, max_requests = fit.block_size, whole_number(max_requests, "max_requests", at_least=1)
         step_tokens = whole_number(step_tokens, "step_tokens", at_least=1)
         lengths = tuple(whole_number(length, "each of lengths", at_least=1) for length in lengths)
         nbytes = 0 if budget is None else parse_bytes(budget)
-        blocks = 0 if num_blocks is None else whole_number(num_blocks, "num_blocks", 1, below=2**31)
+        blocks = 0 if num_blocks is None else whole_number(num_blocks, "num_blocks", at_least=1)
+        if max(max_requests, blocks) >= 2**31:
+            raise BadInput(f"max_requests and num_blocks must be below 2^31, got {max_requests:,} and {blocks:,}")
         is_shared = shared and order == "block" and not blocks and len(self.all_groups) > 1
         if checkpoints is None:
             is_bounded = any(group.growth.is_bounded for group in self.all_groups)
