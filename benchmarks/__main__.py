@@ -1,7 +1,7 @@
 """Measure and print: ``python -m benchmarks [NAME ..] [--quick] [--json] [--save]``. ``--show``: saved results.
 
-Without a name every question is measured in small sizes (``--quick``), in about a minute; ``all`` measures every one in
-its full size, which takes an hour.
+Without a name every question is measured in small sizes (``--quick``), unless ``--save``, ``--peers``, ``--only`` or
+``--runs`` ask for more; ``all`` measures every one in its full size.
 """
 
 from __future__ import annotations

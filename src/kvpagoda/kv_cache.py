@@ -58,7 +58,7 @@ class KVCache:
     Use a cache and its sequences from one thread, or from several that take one lock around every call: a call while
     another thread is inside raises ConcurrentUse. An interrupt (Ctrl-C) between calls, or in a call that has not begun
     to change anything, does no harm. If it comes within the few assignments of a change, every further call but
-    ``close`` raises NeedsReset, until ``reset``. Raises BadInput, NeverFits, SchemaError.
+    ``close`` raises NeedsReset, until ``reset``. Raises BadInput, NeverFits, SchemaError, Exhausted (no such memory).
 
     >>> from kvpagoda import Schema
     >>> config = dict(model_type="llama", num_hidden_layers=1, hidden_size=8, num_attention_heads=1)

@@ -139,7 +139,7 @@ def test_occupied_slots_do_not_slow_down_alloc():
         slots.occupy(i)
     start = time.perf_counter()
     assert slots.alloc() == 999_999
-    assert time.perf_counter() - start < 1e-3
+    assert time.perf_counter() - start < 0.02, "looking at every occupied slot takes about 0.1 s"
 
 
 def test_cost_is_flat_from_1_000_to_1_000_000_slots():

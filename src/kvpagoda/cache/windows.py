@@ -31,10 +31,8 @@ class Window(CachedBlocks):
         self.blocks = WindowBlocks(group.growth, group.block_size, group.plan.num_rows)
         self._num_ahead = num_evicted_ahead(group)
         columns = group.table.cells.shape[1]
-        self.buffers = (
-            np.empty((2, 2, columns), np.int32),
-            np.empty(columns, np.intp),
-        )  #: for two rows of cells, handles
+        self.cells: Ids = np.empty((2, 2, columns), np.int32)  #: scratch of ``publish``, like ``handles``
+        self.handles: Handles = np.empty(columns, np.intp)
 
     def cells_of(self, ids: Ids) -> Ids:
         """Return the rows of this group, int32 ``[2, n]``, of ``ids``, int32 ``[rows of the tree, n]``; a view."""
@@ -155,7 +153,7 @@ class Windows(tuple[Window, ...]):
                 blocks.publish(handles)
                 group.share(slot, end)
                 continue
-            (ours, theirs), found = window.buffers[0][:, :, : len(handles)], window.buffers[1][: len(handles)]
+            (ours, theirs), found = window.cells[:, :, : len(handles)], window.handles[: len(handles)]
             blocks.write_cells(handles, ours)
             tree.read_ids(lease, first, row, theirs)
             lacking = ~blocks.are_there(theirs)
