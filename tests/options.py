@@ -8,6 +8,7 @@ import numpy as np
 from kvpagoda import Identity, KVCache, Limits, Retention, Sequence
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.places import BlockPlaces, PlaceTable
 from kvpagoda.cache.request import State
 
 
@@ -34,12 +35,14 @@ def evict(cache: KVCache, n: int) -> None:
 
 
 def move_blocks(cache: KVCache, group: BlockGroup, sources: Ids) -> None:
-    """Move the blocks ``sources`` of ``group`` to free ids, as the cache does before a sector changes its group."""
-    core, targets = cache.core, group.free.acquire(len(sources))
-    new_ids = np.arange(group.plan.num_rows, dtype=np.int32)
-    new_ids[sources] = targets
+    """Move the blocks at the places ``sources`` of ``group`` to free ones, as the cache does before a sector changes its
+    group."""
+    if not isinstance(group._places, PlaceTable):
+        group._places = PlaceTable(group.plan.num_rows)
+        group.names_at, group.places_of = group._places.names_at, group._places.places_of
+    sources = BlockPlaces(np.sort(sources))
+    core, targets = cache.core, BlockPlaces(group.free.acquire(len(sources)))
     core.memory.copy(group.index, sources, targets)
-    group.remap(new_ids, group.slots_naming(sources))
-    core.prefix.cached[group.index].remap(new_ids)
+    group.move(*group.moving(sources, targets))
     core.capacity.num_moves += 1
     group.free.give(sources)

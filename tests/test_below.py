@@ -860,9 +860,8 @@ def test_an_interrupted_store_frees_its_staging_memory(error: type[BaseException
         run(cache, np.arange(20))
     assert level.dropped and level.buffer.num_free == level.buffer.num_records
     setattr(owner, name, plain)
-    cache.core.offloader.check(
-        cache.core.prefix.cached[cache.core.prefix.full.index].owned_ids(), cache.core.prefix.kept
-    )  # type: ignore[union-attr, arg-type]
+    prefix = cache.core.prefix
+    cache.core.offloader.check(prefix.index.texts.names(), prefix.kept)  # type: ignore[union-attr, arg-type]
     cache.close()
 
 

@@ -73,7 +73,7 @@ def test_engine_detects_a_wrong_block() -> None:
     for _ in range(4):
         whole.step()
     assert answer.sequence is not None
-    target, source = whole.cache.core.full.held_ids(answer.sequence.slot)[:2].tolist()
+    target, source = whole.cache.core.full.held_places(answer.sequence.slot)[:2].tolist()
     for field in whole.cache.layer(1).blocks.fields.values():
         field[target] = field[source]
     whole.run()

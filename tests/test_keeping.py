@@ -130,11 +130,11 @@ def test_a_pin_keeps_the_checkpoint_too() -> None:
 def test_a_fence_keeps_the_blocks_that_a_step_in_flight_may_use() -> None:
     cache = books(FULL, WINDOW, num_blocks=24)
     sequence = cache.open(range(20), reserve=40)
-    held = [ledger.held_ids(sequence.slot).tolist() for ledger in cache.core.groups]
+    held = [ledger.held_places(sequence.slot).tolist() for ledger in cache.core.groups]
     with cache.fence([sequence]):
         sequence.commit(range(20))
         assert cache.open(range(20)).cached_tokens == 0  # not published before the step is done
-        assert [ledger.held_ids(sequence.slot).tolist() for ledger in cache.core.groups] == held
+        assert [ledger.held_places(sequence.slot).tolist() for ledger in cache.core.groups] == held
         for refused in (sequence.fork, lambda: sequence.rewind(1)):
             with pytest.raises(RetryLater, match="1 fences"):
                 refused()
@@ -194,13 +194,13 @@ def test_fenced_blocks_do_not_move() -> None:
     )
     cache = KVCache(schema, 24_000, max_requests=6, block_size=4, device="cpu", retention=Retention(checkpoints=8))
     fenced = [cache.open(range(first, first + 12), reserve=20) for first in (0, 100)]
-    held = [[ledger.held_ids(s.slot).tolist() for ledger in cache.core.groups] for s in fenced]
+    held = [[ledger.held_places(s.slot).tolist() for ledger in cache.core.groups] for s in fenced]
     with cache.fence(fenced):
         for first in range(1000, 4000, 100):
             with cache.open(range(first, first + 24), capacity=0) as other:
                 other.extend(24)
                 other.commit(range(first, first + 24))
-        assert [[ledger.held_ids(s.slot).tolist() for ledger in cache.core.groups] for s in fenced] == held
+        assert [[ledger.held_places(s.slot).tolist() for ledger in cache.core.groups] for s in fenced] == held
         cache.check()
 
 

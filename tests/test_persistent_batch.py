@@ -169,7 +169,7 @@ def test_random_traffic(name: str, copied: bool) -> None:
             seen["alone"] += 1
         elif chance < 0.36 and members:
             ledger = cache.core.groups[random.integers(len(cache.core.groups))]
-            held_ids = ledger.held_ids(members[random.integers(len(members))].slot)
+            held_ids = ledger.held_places(members[random.integers(len(members))].slot)
             if len(held_ids) and ledger.free.num_free:
                 move_blocks(cache, ledger, random.choice(held_ids, 1))
                 seen["moved"] += 1
@@ -331,7 +331,7 @@ def test_calls_of_a_sequence_between_extend_and_commit_take_effect() -> None:
     assert first.tokens[6:].tolist() == [7, 8] and second.tokens[9:].tolist() == [9]
     assert cache.lookup([*range(6), 7, 8, 0]).cached == 8 and first._request.lease.num_blocks == 2
     batch = together.extend()
-    move_blocks(cache, cache.core.groups[0], cache.core.groups[0].held_ids(first.slot)[:1])
+    move_blocks(cache, cache.core.groups[0], cache.core.groups[0].held_places(first.slot)[:1])
     with pytest.raises(StaleHandle, match="batch is over"):
         batch.layer(0)
 

@@ -14,7 +14,7 @@ import pytest
 from kvpagoda import KVCache, Limits, Namespace, Retention, Schema
 from kvpagoda.cache.counters import MOST_NAMESPACES, OTHERS, Counters
 from kvpagoda.cache.namespace import Namespaces, fields_of, namespace_key, owner_of
-from kvpagoda.cache.prefix_match import PrefixMatch
+from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.schema import Attention, Layer
 from kvpagoda.tiers import TierSpec, host_tier
 
@@ -112,8 +112,8 @@ def test_every_block_is_in_one_state(schema: Schema) -> None:
     stats, core = cache.stats(), cache.core
     assert stats.pins == 1 and stats.pinned_blocks == 7 and stats.checkpoints == len(core.prefix.kept)
     for group, told in zip(core.groups, stats.groups):
-        owned = set(core.prefix.cached[group.index].owned_ids().tolist())
-        private = sum(len(group.own_ids(one.slot)) for one in running)
+        owned = set(core.prefix.cached[group.index].names().tolist())
+        private = sum(len(group.own_places(one.slot)) for one in running)
         assert (told.private, told.shared + told.evictable) == (private, len(owned)), told
         assert told.free + told.held == told.total and told.held == told.private + told.shared + told.evictable
         assert told.block_nbytes == group.plan.row_nbytes

@@ -151,8 +151,8 @@ def test_blocks_that_others_still_use_are_shared_again_and_not_copied() -> None:
     cache = cache_of(SCHEMAS["full"])
     fill_random(cache)
     sequence, other = computed(cache, range(20)), computed(cache, range(20))
-    ids = cache.core.groups[0].held_ids(other.slot)[:2].tolist()
-    assert cache.core.groups[0].held_ids(sequence.slot)[:2].tolist() == ids
+    ids = cache.core.groups[0].held_places(other.slot)[:2].tolist()
+    assert cache.core.groups[0].held_places(sequence.slot)[:2].tolist() == ids
     copied: list[int] = []
     memory, from_host = cache.core.memory, cache.core.memory.from_host
 
@@ -163,7 +163,7 @@ def test_blocks_that_others_still_use_are_shared_again_and_not_copied() -> None:
     memory.from_host = count  # type: ignore[method-assign, assignment]
     sequence.suspend()
     assert sequence.resume() == 0
-    held = cache.core.groups[0].held_ids(sequence.slot).tolist()
+    held = cache.core.groups[0].held_places(sequence.slot).tolist()
     assert held[:2] == ids and copied == held[2:] and len(copied) == 1
 
 

@@ -18,7 +18,7 @@ PACKAGE = str(Path(kvpagoda.__file__).parent)
 
 DISPATCHED = ("concatenate", "where", "zeros_like", "sort", "flatnonzero", "count_nonzero", "array_equal", "unique")
 METHODS = (
-    "match", "pin", "pin_partial", "unpin", "touch", "insert", "evict", "clear", "remap",
+    "match", "pin", "pin_partial", "unpin", "touch", "insert", "evict", "clear",
     "set_checkpoint", "last_checkpoint", "checkpoints.drop", "checkpoints.evict", "checkpoints.hold", "checkpoints.release",
 )  # fmt: skip
 

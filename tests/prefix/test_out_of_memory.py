@@ -40,17 +40,3 @@ def test_a_policy_continues_as_if_nothing_had_failed(policy: str) -> None:
     swept.clear()
     assert swept.num_failures["clear"]
     swept.check()
-
-
-def test_ids_are_remapped_all_or_not_at_all() -> None:
-    swept = OutOfMemory(PrefixTree(1, 2))
-    for first in (1, 11, 21):
-        text = np.array([first, 2, 3], np.int32)
-        ids = np.arange(first, first + 3, dtype=np.int32)
-        swept.insert(swept.match(text), text, np.stack((ids, ids)))
-    names = np.arange(99, -1, -1, dtype=np.int32)
-    names[0] = 0
-    swept.remap(1, names)
-    assert swept.num_failures["remap"]
-    assert sorted(swept.owned_ids(1).tolist()) == sorted(100 - 1 - i for i in swept.owned_ids(0).tolist())
-    swept.check()

@@ -10,16 +10,16 @@ than the text that is evicted next.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Many
 
 import numpy as np
 
 from kvpagoda.adapters.shared_blocks import SharedBlocks
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.places import BlockNames
 from kvpagoda.errors import CheckFailed, StaleHandle
 from kvpagoda.prefix import EvictionPolicy, Lease, Match
-from kvpagoda.prefix.window_blocks import Handles, WindowBlocks
+from kvpagoda.prefix.hybrid import Freed, HybridIndex, IndexGroup, Kept, Window
 from kvpagoda.schema import Growth
 from kvpagoda.units import ceil_div
 
@@ -30,6 +30,7 @@ _TEXTS = 16
 _EARLIER = 1024
 """How many tokens before the needed ones are kept with a resumable position, for texts that part a little earlier."""
 _NONE: Ids = np.empty(0, np.int32)
+_NO_STATES = BlockNames(_NONE)
 
 
 class Table:
@@ -60,94 +61,80 @@ class GroupBlocks(SharedBlocks):
         self, num_blocks: int, sizes: Many[int], growths: Many[Growth], policy: str | EvictionPolicy = "lru"
     ) -> None:
         self.sizes, self.growths = [*sizes], [*growths]
-        self.full = [group for group, growth in enumerate(growths) if not growth.is_bounded]
-        bounded = [group for group, growth in enumerate(growths) if growth.is_bounded]
-        super().__init__(num_blocks, sizes[0], policy, len(self.full) + 2 * len(bounded))
-        self._windows = {
-            group: (len(self.full) + 2 * n, WindowBlocks(growths[group], sizes[0], num_blocks + 1))
-            for n, group in enumerate(bounded)
-        }
-        self._kept: dict[int, list[Handles]] = {}  # name of a checkpoint in the tree -> kept blocks of each window
-        self._next_place = 0  # name of the next checkpoint
+        groups = [IndexGroup(growth, num_blocks + 1) for growth in growths]
+        self.index = HybridIndex(groups, sizes[0], policy, capacity=num_blocks)
+        super().__init__(num_blocks, sizes[0], policy, self.index.tree)
+        self.full = self.index.texts.numbers
 
     @property
     def num_available(self) -> int:
-        idle = sum(blocks.num_idle for _, blocks in self._windows.values())
+        idle = sum(window.num_evictable for window in self.index.windows)
         return self.free.num_free + len(self.full) * self.tree.num_evictable + idle
 
     @property
     def num_cached(self) -> int:
-        return len(self.full) * self.tree.num_cached + sum(blocks.num_cached for _, blocks in self._windows.values())
+        return len(self.full) * self.tree.num_cached + sum(window.num_cached for window in self.index.windows)
 
     # -- cached blocks -----------------------------------------------------------------------------------------------
 
     def resumable(self, match: Match) -> int:
         """Return the most blocks of ``match`` after which its text can be resumed. O(blocks)."""
-        return self._last_boundary(match.ids)
+        return self.index.resume_point(match)[0]
 
     def found(self, match: Match, num_blocks: int) -> list[list[int]]:
         """Return for each group the ids of the first ``num_blocks`` blocks of ``match``; 0 for those not read."""
         ids = [list[int]() for _ in self.sizes]
         for row, group in enumerate(self.full):
             ids[group] = match.ids[row, :num_blocks].tolist()
-        for group, cells in self._cells(match.ids, num_blocks).items():
-            ids[group] = [0] * (num_blocks - cells.shape[1]) + cells[0].tolist()
+        for window, names in zip(self.index.windows, self.index.names_in(match.ids, self._spans(num_blocks))):
+            ids[window.number] = [0] * (num_blocks - len(names)) + names.tolist()
         return ids
+
+    def _spans(self, num_blocks: int) -> list[range]:
+        """Return for each group which blocks of a text are read to go on after its first ``num_blocks``."""
+        return [part.span(num_blocks) for part in self.index.parts]
 
     def begin(self, match: Match, num_blocks: int) -> Table:
         """Return the table of a request that begins with ``num_blocks`` blocks of ``match``, and pin these.
 
         Raises StaleHandle, changing nothing, if blocks that the request reads were evicted.
         """
-        cells = self._cells(match.ids, num_blocks)
-        if not all(self._windows[group][1].are_there(needed).all() for group, needed in cells.items()):
+        spans = self._spans(num_blocks)
+        if not self.index.are_there(match, spans):
             raise StaleHandle("blocks of this match were evicted since; match again")
-        lease, first = self.tree.pin(match, num_blocks), [0] * len(self.sizes)
-        for group, needed in cells.items():
-            self._windows[group][1].read(needed[0])
-            first[group] = num_blocks - needed.shape[1]
-        return Table(lease, self.found(match, num_blocks), first)
+        holding = self.index.hold(match, num_blocks, self.index.names_in(match.ids, spans))
+        return Table(holding.lease, self.found(match, num_blocks), [span.start for span in spans])
 
     def admit(self, table: Table) -> None:
         """Note that the request of ``table`` is admitted: the cached text that it begins with was used."""
-        if self._windows:
+        if self.index.windows:
             self.tree.touch(table.lease)
 
     def publish(self, table: Table, tokens: Ids, num_tokens: int) -> None:
         """Make blocks of ``table`` shareable: those of ``tokens``, whole blocks after the cached part of its text.
 
         ``num_tokens``: all computed tokens of the request. A state is shared only if these end with ``tokens``, because
-        later steps have overwritten it. O(tokens).
+        later steps have overwritten it. The request goes on with its own blocks, also where others were cached first.
+        O(tokens).
         """
-        begin, n = table.lease.num_blocks, len(tokens) // self.block_size
-        end = begin + n
-        rows = np.zeros((self.tree.num_groups, n), np.int32)
-        for row, group in enumerate(self.full):
-            rows[row] = table.ids[group][begin:end]
-        for group, (row, blocks) in self._windows.items():
-            ids = np.array(table.ids[group][begin:end], np.int32)
-            if self.growths[group].is_state:
-                ids[: n - (num_tokens == end * self.block_size)] = 0
-            blocks.write_cells(blocks.handles(ids), rows[row : row + 2])
-            rows[row : row + 2, ids == 0] = 0
-        inserted = self.tree.insert(table.lease, tokens, rows)
-        is_new = inserted.num_added == n
-        if not is_new:
-            table.doubles += [rows[row, inserted.duplicates[row]] for row in range(len(self.full))]
-        for row, blocks in self._windows.values():
-            own = rows[row : row + 2]
-            is_published = own[0] > 0
-            if not is_new:
-                cells = self.tree.ids_between(table.lease, begin, end)[row : row + 2]
-                lacking = is_published & ~blocks.are_there(cells)
-                cells[:, lacking] = own[:, lacking]
-                self.tree.put_ids(table.lease, begin, row, cells)
-                is_published &= (cells == own).all(0)
-            blocks.publish(own[0, is_published].astype(np.intp))
+        begin = table.lease.num_blocks
+        end = begin + len(tokens) // self.block_size
+        texts = np.array([table.ids[group][begin:end] for group in self.full], np.int32).reshape(
+            len(self.full), end - begin
+        )
+        windows: list[BlockNames] = []
+        for window in self.index.windows:
+            is_overwritten = window.growth.is_state and num_tokens != end * self.block_size
+            ids = np.array(table.ids[window.number][end if is_overwritten else begin : end], np.intp)
+            held = np.flatnonzero(ids == 0)
+            windows.append(BlockNames(ids[held[-1] + 1 :] if len(held) else ids))
+        published = self.index.publish(table.lease, tokens, texts, windows, takes_over=False)
+        if published.doubles is not None:
+            table.doubles.append(texts[published.doubles])
         if begin < table.parting <= end:
             self._keep_place(table, table.parting)
         if not self.full and (surplus := self.tree.num_cached - _TEXTS * self.num_blocks) > 0:
-            self._evict_texts(surplus)
+            self._free(self.index.texts.evict(surplus))
 
     # -- a request's blocks ------------------------------------------------------------------------------------------
 
@@ -181,18 +168,19 @@ class GroupBlocks(SharedBlocks):
 
     def slide(self, table: Table, num_tokens: int) -> None:
         """Release the window blocks that no token after the first ``num_tokens``, which are computed, reads."""
-        for group in self._windows:
+        for window in self.index.windows:
+            group = window.number
             first, held = table.first[group], table.ids[group]
             end = min(int(self.growths[group].first_needed(num_tokens)) // self.sizes[group], len(held))
             if end > first:
-                self._let_go(table, group, end)
+                self._let_go(table, window, end)
                 held[first:end] = [0] * (end - first)
                 table.first[group] = end
 
     def undo(self, table: Table) -> None:
         """Undo ``begin``: release the cached blocks of ``table``, which has no others."""
-        for group in self._windows:
-            self._let_go(table, group, len(table.ids[group]))
+        for window in self.index.windows:
+            self._let_go(table, window, len(table.ids[window.number]))
         self.tree.unpin(table.lease)
 
     def end(self, table: Table) -> None:
@@ -203,61 +191,40 @@ class GroupBlocks(SharedBlocks):
         self.tree.touch(table.lease)
         self.undo(table)
 
-    def _let_go(self, table: Table, group: int, end: int) -> None:
-        """Release the columns before ``end`` of one window: cached blocks have one reader less, others are freed."""
-        row, blocks = self._windows[group]
+    def _read(self, table: Table, window: Window, end: int) -> tuple[BlockNames, Ids]:
+        """Return the blocks of ``table`` in ``window`` before column ``end``: the cached ones that it reads, and its
+        own, int32."""
+        group = window.number
         first, cached = table.first[group], table.lease.num_blocks
         ids = np.array(table.ids[group][first:end], np.int32)
         is_read = np.zeros(len(ids), np.bool_)
-        if first < cached:
-            cells = self.tree.ids_between(table.lease, first, min(end, cached))[row : row + 2]
-            is_read[: cells.shape[1]] = blocks.are_there(cells) & (cells[0] == ids[: cells.shape[1]])
-        blocks.leave(ids[is_read].astype(np.intp))
-        if len(own := ids[~is_read & (ids > 0)]):
+        if first < min(end, cached):
+            cells = window.cached_between(table.lease, first, min(end, cached))
+            is_read[: cells.shape[1]] = window.are_there(cells) & (cells[0] == ids[: cells.shape[1]])
+        return BlockNames(ids[is_read].astype(np.intp)), ids[~is_read & (ids > 0)]
+
+    def _let_go(self, table: Table, window: Window, end: int) -> None:
+        """Release the columns before ``end`` of one window: cached blocks have one reader less, others are freed."""
+        read, own = self._read(table, window, end)
+        window.leave(read)
+        if len(own):
             self.free.release(own)
 
     # -- positions at which a text can be resumed --------------------------------------------------------------------
-
-    def _cells(self, rows: Ids, num_blocks: int) -> dict[int, Ids]:
-        """Return for each window the cells, int32 ``[2, n]``, that resuming a text after ``num_blocks`` blocks reads.
-
-        ``rows``: the rows of the tree for the text's blocks.
-        """
-        return {
-            group: rows[row : row + 2, blocks.first_needed(num_blocks) : num_blocks]
-            for group, (row, blocks) in self._windows.items()
-        }
-
-    def _last_boundary(self, rows: Ids) -> int:
-        """Return the most blocks of ``rows`` after which their text can be resumed."""
-        allowed = np.ones(rows.shape[1] + 1, np.bool_)
-        for row, blocks in self._windows.values():
-            allowed &= blocks.boundaries(rows[row : row + 2])
-        return int(np.flatnonzero(allowed)[-1])
 
     def _keep_place(self, table: Table, num_blocks: int) -> None:
         """Keep the window blocks that resuming the text of ``table`` needs, after at most ``num_blocks`` blocks.
 
         The position is the last possible one. Up to ``_EARLIER`` tokens before the needed blocks are kept too.
         """
-        if not self._windows or not num_blocks:
+        index = self.index
+        if not index.windows or not num_blocks:
             return
-        rows = self.tree.ids_between(table.lease, 0, num_blocks)
-        end, name = self._last_boundary(rows), self._next_place
-        if end and self.tree.set_checkpoint(table.lease, end * self.block_size, name):
-            self._next_place += 1
-            self._kept[name] = []
-            for row, blocks in self._windows.values():
-                first = max(0, blocks.first_needed(end) - ceil_div(_EARLIER, self.block_size))
-                cells = rows[row : row + 2, first:end]
-                self._kept[name].append(cells[0, blocks.are_there(cells)].astype(np.intp))
-                blocks.keep(self._kept[name][-1])
-
-    def _forget_places(self, names: Iterable[int]) -> None:
-        """Stop keeping the window blocks of the checkpoints ``names``."""
-        for name in names:
-            for (_, blocks), ids in zip(self._windows.values(), self._kept.pop(name)):
-                blocks.drop(ids)
+        end = int(np.flatnonzero(index.boundaries(self.tree.ids_between(table.lease, 0, num_blocks)))[-1])
+        if end and index.checkpoint_at(table.lease, end) is None:
+            tails = index.tails(table.lease, end, ceil_div(_EARLIER, self.block_size))
+            assert tails is not None, "a boundary has all blocks that it needs"
+            index.keep(table.lease, end, Kept(*tails, _NO_STATES))
 
     # -- room --------------------------------------------------------------------------------------------------------
 
@@ -265,32 +232,24 @@ class GroupBlocks(SharedBlocks):
         """Make at least ``n`` more blocks free, in the order that the top of this file describes."""
         goal = self.free.num_free + n
         while (short := goal - self.free.num_free) > 0:
-            coldest = max((blocks for _, blocks in self._windows.values()), key=_num_cold, default=None)
+            coldest = max(self.index.windows, key=_num_cold, default=None)
             if coldest is not None and coldest.num_cold:
-                self.free.release(coldest.evict(short))
+                self._free(coldest.evict(short))
                 continue
             place, text = self.tree.checkpoints.oldest(), self.tree.oldest()
             if place is not None and (not self.tree.num_evictable or (text is not None and place <= text)):
-                self._forget_places(self.tree.checkpoints.evict(1))
+                self._free(self.index.evict_checkpoint())
             else:
-                self._evict_texts(ceil_div(short, max(1, len(self.full))))
-
-    def _evict_texts(self, num_blocks: int) -> None:
-        """Evict ``num_blocks`` blocks of texts, ends first, with the window blocks of these."""
-        evicted = self.tree.evict(num_blocks)
-        self._forget(evicted.ids, evicted.states)
+                self._free(self.index.texts.evict(ceil_div(short, max(1, len(self.full)))))
 
     def clear(self) -> None:
         """Evict all texts. Raises RetryLater while a request has blocks."""
-        evicted = self.tree.clear()
-        self._forget(evicted.ids, evicted.states)
+        self._free(self.index.removed(self.tree.clear()))
 
-    def _forget(self, rows: Ids, places: Iterable[int]) -> None:
-        """Free the blocks of ``rows`` and ``places`` that the tree has removed."""
-        self._forget_places(places)
-        self.free.release(rows[: len(self.full)].ravel())
-        for row, blocks in self._windows.values():
-            self.free.release(blocks.forget(rows[row : row + 2]))
+    def _free(self, freed: Freed | None) -> None:
+        """Free the blocks that the index has ``freed``."""
+        for _, names in () if freed is None else freed.blocks:
+            self.free.release(names)
 
     # -- check -------------------------------------------------------------------------------------------------------
 
@@ -300,20 +259,18 @@ class GroupBlocks(SharedBlocks):
         Raises CheckFailed. O(blocks).
         """
         self.free.check()
-        self.tree.check()
-        rows, most = self.tree.all_ids(), self.num_blocks + 1
-        doubles = [ids for table in tables for ids in table.doubles]
-        named = [self.free.free_ids(), rows[: len(self.full)].ravel(), *doubles]
-        for group in self.full:
-            named += [np.array(table.ids[group][table.lease.num_blocks :], np.int32) for table in tables]
-        for number, (group, (row, blocks)) in enumerate(self._windows.items()):
-            cells = rows[row : row + 2]
-            cached = cells[0, blocks.are_there(cells)]
-            held = np.concatenate([_NONE, *(np.array(table.ids[group], np.int32) for table in tables)])
-            kept = np.concatenate([_NONE, *(ids[number] for ids in self._kept.values())])
-            is_read = np.isin(held, cached)
-            blocks.check(cells, np.bincount(held[is_read], minlength=most), np.bincount(kept, minlength=most))
-            named += [cached, held[~is_read & (held > 0)]]
+        most = self.num_blocks + 1
+        read = [
+            [self._read(table, window, len(table.ids[window.number])) for window in self.index.windows]
+            for table in tables
+        ]
+        self.index.check([[names for names, _ in of_table] for of_table in read])
+        named = [self.free.free_ids(), self.tree.all_ids()[: len(self.full)].ravel()]
+        for table in tables:
+            named += table.doubles
+            named += [np.array(table.ids[group][table.lease.num_blocks :], np.int32) for group in self.full]
+        named += [own for of_table in read for _, own in of_table]
+        named += [window.names().astype(np.int32) for window in self.index.windows]
         counts = np.bincount(np.concatenate(named), minlength=most)[1:]
         if (counts != 1).any() or self.tree.num_leases != len(tables):
             odd = (np.flatnonzero(counts != 1) + 1)[:16].tolist()
@@ -322,5 +279,5 @@ class GroupBlocks(SharedBlocks):
             )
 
 
-def _num_cold(blocks: WindowBlocks) -> int:
-    return blocks.num_cold
+def _num_cold(window: Window) -> int:
+    return window.num_cold

@@ -12,13 +12,17 @@ class SharedBlocks:
     """Blocks of ``block_size`` tokens, with ids 1 to ``num_blocks``.
 
     ``tree`` has the cached blocks and ``free`` the free ones; the caller of ``take`` tracks those that it took. Cached
-    blocks are evicted only when a block is needed, by ``policy``. ``num_rows``: rows of the tree. Raises BadInput for
-    numbers below 1.
+    blocks are evicted only when a block is needed, by ``policy``. ``tree``: an empty tree that has them (default: a new one of
+    one row). Raises BadInput for numbers below 1.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, policy: str | EvictionPolicy, num_rows: int = 1) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, policy: str | EvictionPolicy, tree: PrefixTree | None = None
+    ) -> None:
         self.num_blocks, self.block_size = positive_numbers(num_blocks=num_blocks, block_size=block_size)
-        self.tree = PrefixTree(self.block_size, num_rows, policy, capacity=self.num_blocks, proves_ids=False)
+        if tree is None:
+            tree = PrefixTree(self.block_size, 1, policy, capacity=self.num_blocks, proves_ids=False)
+        self.tree = tree
         self.free = FreeList(self.num_blocks, first=1, what="blocks")
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpagoda.blocks.ids import Ids
 
@@ -46,8 +47,7 @@ class BlockTable:
         self.cells[:] = self.empty
         self.version += 1
 
-    def remap(self, slot: int, end: int, new_ids: Ids) -> None:
-        """Replace each id in the first ``end`` cells of ``slot`` by ``new_ids[id]``. O(end)."""
-        row = self.cells[slot, :end]
-        row[:] = new_ids[row]
+    def replace(self, slot: int, columns: npt.NDArray[np.intp], ids: Ids) -> None:
+        """Replace the cells in ``columns`` of ``slot`` by ``ids``. The version increases. O(n)."""
+        self.cells[slot, columns] = ids
         self.version[slot] += 1

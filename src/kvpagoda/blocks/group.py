@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpagoda.blocks.block_table import BlockTable
 from kvpagoda.blocks.free_list import FreeStack
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.places import BlockNames, BlockPlaces, FixedPlaces, Move
 from kvpagoda.errors import CheckFailed
 from kvpagoda.schema.plan import GroupPlan
 
-_NONE: Ids = np.empty(0, np.int32)
+RowChange = tuple[int, npt.NDArray[np.intp], Ids]
+"""(slot, columns, places that these cells show from now on)."""
+_NONE = BlockPlaces(np.empty(0, np.int32))
 
 
 class BlockGroup:
     """The blocks of the layers that grow together, and their block table.
 
-    The blocks have the ids ``first_id .. first_id + num_blocks - 1``. The padding block absorbs the writes of padded
-    rows, marks an empty cell of the table, and is never allocated. Its id is 0, or -1 (the last record) where ids start
-    from 0.
+    The blocks have the ids ``first_id .. first_id + num_blocks - 1``. Rows and the free list hold the *places* of
+    blocks; ``names_at`` and ``places_of`` translate between these and their names (``kvpagoda.blocks.places``). The
+    padding block absorbs the writes of padded rows, marks an empty cell of the table, and is never allocated. Its id is
+    0, or -1 (the last record) where ids start from 0.
 
     The row of a request in the table:
 
@@ -41,10 +46,13 @@ class BlockGroup:
         index: int = 0,
         first_id: int | None = None,
         name: str | None = None,
+        places: FixedPlaces | None = None,
     ) -> None:
         self.plan, self.growth, self.block_size, self.index = plan, plan.growth, plan.block_size, index
         self.name = f"group {plan.name!r}" if name is None else name
         first_id = plan.first_id if first_id is None else first_id
+        self._places = FixedPlaces() if places is None else places
+        self.names_at, self.places_of = self._places.names_at, self._places.places_of
         self.free = FreeStack(plan.num_blocks, first=first_id, what=f"blocks of {self.name}")
         self.table = BlockTable(num_slots, num_columns, empty=0 if first_id else -1)
         self.first = [0] * num_slots
@@ -65,32 +73,50 @@ class BlockGroup:
         """Return whether each of ``slots`` has ``n`` outstanding blocks, and all of these blocks are free. O(slots)."""
         return self.free.num_free >= n * len(slots) and all(self.outstanding_of(slot) >= n for slot in slots)
 
-    def held_ids(self, slot: int) -> Ids:
-        """Return the ids that ``slot`` holds, shared and own, in the order of the text: int32, owned by the caller."""
-        ids: Ids = self.table.cells[slot, self.first[slot] : self.end[slot]].copy()
-        return ids
+    def held_places(self, slot: int) -> BlockPlaces:
+        """Return the places that ``slot`` holds, shared and own, in the order of the text: int32, a copy."""
+        return BlockPlaces(self.table.cells[slot, self.first[slot] : self.end[slot]].copy())
 
-    def own_ids(self, slot: int) -> Ids:
-        """Return the ids that ``slot`` alone holds, in the order of the text: int32, owned by the caller."""
+    def own_places(self, slot: int) -> BlockPlaces:
+        """Return the places that ``slot`` alone holds, in the order of the text: int32, a copy."""
         first, shared = self.first[slot], self.shared[slot]
-        ids: Ids = self.table.cells[slot, shared if shared > first else first : self.end[slot]].copy()
-        return ids
+        return BlockPlaces(self.table.cells[slot, shared if shared > first else first : self.end[slot]].copy())
 
-    def shared_ids(self, slot: int) -> Ids:
-        """Return the ids that ``slot`` may share with others, in the order of the text: int32, owned by the caller."""
-        ids: Ids = self.table.cells[slot, self.first[slot] : self.shared[slot]].copy()
-        return ids
+    def places_between(self, slot: int, first: int, end: int) -> BlockPlaces:
+        """Return the places in columns ``first .. end - 1`` of ``slot``: int32, a copy."""
+        return BlockPlaces(self.table.cells[slot, first:end].copy())
 
-    def leaving(self, slot: int, first: int) -> tuple[Ids, Ids]:
-        """Return the shared and the own blocks that ``slot`` loses if its row begins at column ``first``: int32."""
-        row, middle = self.table.cells[slot], min(max(self.shared[slot], self.first[slot]), first)
-        return row[self.first[slot] : middle].copy(), row[middle:first].copy()
+    def names_between(self, slot: int, first: int, end: int) -> BlockNames:
+        """Return the names of the blocks in columns ``first .. end - 1`` of ``slot``."""
+        return self.names_at(BlockPlaces(self.table.cells[slot, first:end]))
 
-    def slots_naming(self, ids: Ids) -> list[int]:
-        """Return the slots whose rows contain any of ``ids``. O(cells)."""
-        named = np.zeros(self.plan.num_rows, np.bool_)
-        named[ids] = True
-        return [slot for slot, end in enumerate(self.end) if end and named[self.table.cells[slot, :end]].any()]
+    def shared_names(self, slot: int) -> BlockNames:
+        """Return the names of the blocks that ``slot`` may share with others, in the order of the text."""
+        return self.names_between(slot, self.first[slot], self.shared[slot])
+
+    def leaving(self, slot: int, first: int) -> tuple[BlockNames, BlockPlaces]:
+        """Return what ``slot`` loses if its row begins at column ``first``: the names of shared blocks, and the places
+        of own ones, int32."""
+        middle = min(max(self.shared[slot], self.first[slot]), first)
+        return self.names_between(slot, self.first[slot], middle), self.places_between(slot, middle, first)
+
+    def next_names(self, n: int) -> BlockNames:
+        """Return the names of the blocks that ``free.peek(n)`` returns."""
+        return self.names_at(BlockPlaces(self.free.peek(n)))
+
+    def moving(self, sources: BlockPlaces, targets: BlockPlaces) -> tuple[Move, list[RowChange]]:
+        """Return the decision to move the blocks at ``sources``, ascending, to ``targets``, which are free: ``Move``,
+        and (slot, columns, new places) for each row that shows any of them. O(cells)."""
+        is_source = np.zeros(self.plan.num_rows, np.bool_)
+        is_source[sources] = True
+        rows: list[RowChange] = []
+        for slot, end in enumerate(self.end):
+            if end:
+                cells = self.table.cells[slot, :end]
+                columns = np.flatnonzero(is_source[cells])
+                if len(columns):
+                    rows.append((slot, columns, targets[np.searchsorted(sources, cells[columns])]))
+        return self._places.moving(sources, targets), rows
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
@@ -101,10 +127,10 @@ class BlockGroup:
         if self.num_held > self.peak_held:
             self.peak_held = self.num_held
 
-    def release(self, ids: Ids) -> None:
-        """Free ``ids``, which no request and no cache holds any more. O(n)."""
-        self.free.give(ids)
-        self.num_held -= len(ids)
+    def release(self, places: BlockPlaces) -> None:
+        """Free the blocks at ``places``, which no request and no cache holds any more. O(n)."""
+        self.free.give(places)
+        self.num_held -= len(places)
 
     def begin(self, slot: int, column: int, shared: Ids, own: Ids, reserved: int) -> None:
         """Begin the row of ``slot``, which holds nothing, at ``column``: ``shared`` blocks, then ``own`` blocks.
@@ -144,14 +170,14 @@ class BlockGroup:
         """Set how many blocks ``slot`` reserves to ``num_blocks``; the caller has checked that they are available."""
         self._hold(slot, self.first[slot], self.end[slot], num_blocks)
 
-    def share(self, slot: int, columns: int, ids: Ids | None = None) -> None:
+    def share(self, slot: int, columns: int, places: BlockPlaces | None = None) -> None:
         """Mark the first ``columns`` columns of ``slot`` as shared: their blocks belong to the prefix cache now.
 
-        ``ids``: replacements for the last of these cells, where the prefix cache already had a block for the same
+        ``places``: replacements for the last of these cells, where the prefix cache already had a block for the same
         tokens.
         """
-        if ids is not None:
-            self.table.put(slot, columns - len(ids), ids)
+        if places is not None:
+            self.table.put(slot, columns - len(places), places)
         self.shared[slot] = columns
 
     def slide(self, slot: int, first: int) -> None:
@@ -160,7 +186,7 @@ class BlockGroup:
         self._hold(slot, first, self.end[slot], self.reserved[slot])
 
     def close(self, slot: int) -> None:
-        """Empty the row of ``slot`` and end its reservation. The caller frees what ``own_ids`` returned. O(n)."""
+        """Empty the row of ``slot`` and end its reservation. The caller frees what ``own_places`` returned. O(n)."""
         first, end = self.first[slot], self.end[slot]
         outstanding = self.reserved[slot] - end + first
         if outstanding > 0:
@@ -181,10 +207,11 @@ class BlockGroup:
         self.shared[slot] = columns
         self._hold(slot, self.first[slot], columns + len(own), reserved if reserved > 0 else 0)
 
-    def remap(self, new_ids: Ids, slots: list[int]) -> None:
-        """Replace each block id by ``new_ids[id]`` in the rows of ``slots`` (from ``slots_naming``). O(their cells)."""
-        for slot in slots:
-            self.table.remap(slot, self.end[slot], new_ids)
+    def move(self, move: Move, rows: list[RowChange]) -> None:
+        """Apply what ``moving`` returned: the blocks keep their names, and rows show their new places."""
+        self._places.commit(move)
+        for slot, columns, places in rows:
+            self.table.replace(slot, columns, places)
 
     def clear(self) -> None:
         """Make every block free, whatever holds it, and empty every row."""
@@ -202,13 +229,14 @@ class BlockGroup:
 
     # -- proof -------------------------------------------------------------------------------------------------------
 
-    def check(self, cached: Ids = _NONE, absent: Ids = _NONE) -> None:
+    def check(self, cached: BlockPlaces = _NONE, absent: Ids = _NONE) -> None:
         """Prove that every block is in exactly one place, and that shared cells name only cached blocks.
 
-        The places: free; own in exactly one row; ``cached``, the prefix cache has it; ``absent``, its memory belongs to
-        another group. Raises CheckFailed naming ids or slots. O(blocks and cells).
+        These are: free; own in exactly one row; ``cached``, the prefix cache has it; ``absent``, its memory belongs to
+        another group. Raises CheckFailed naming places or slots. O(blocks and cells).
         """
         self.free.check()
+        self._places.check()
         columns = np.arange(self.table.cells.shape[1])
         first, end, shared = (np.array(column)[:, None] for column in (self.first, self.end, self.shared))
         inside = (columns >= first) & (columns < end)

@@ -8,8 +8,8 @@ value, and later committed:
     grant     a free sector goes to a group; all of its blocks are free
     vacate    a group frees sectors; blocks in use there move to free places in its other sectors
 
-Block ids are stored in block tables, in the prefix cache and in checkpoints, and nowhere else. So any block may move
-between steps, and the order of allocations does not fragment the memory.
+Only block tables and free lists hold places of blocks, all else holds their names. So any block may move between steps,
+and the order of allocations does not fragment the memory.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 from kvpagoda.blocks.free_list import FreeStack
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.errors import CheckFailed
 
 NOBODY = -1
@@ -38,15 +39,15 @@ class Grant(NamedTuple):
 class Vacating(NamedTuple):
     """Decision that ``group`` frees ``sectors``. int32 each.
 
-    ``sources``: its blocks there that are in use; they move to ``targets``, which are free. ``free``: the blocks that
-    are free in its other sectors after that.
+    ``sources``: the places there that are in use, ascending; their blocks move to ``targets``, which are free. ``free``:
+    the places that are free in its other sectors after that.
     """
 
     group: BlockGroup
     sectors: Ids
-    sources: Ids
-    targets: Ids
-    free: Ids
+    sources: BlockPlaces
+    targets: BlockPlaces
+    free: BlockPlaces
 
 
 class Sectors:
@@ -110,7 +111,8 @@ class Sectors:
         sources = all_ids[is_used]
         left = ids[~inside][::-1]  # the lowest is handed out first
         kept = len(left) - len(sources)
-        return Vacating(group, sectors, sources, left[kept:][::-1].copy(), left[:kept])
+        targets = BlockPlaces(left[kept:][::-1].copy())
+        return Vacating(group, sectors, BlockPlaces(sources), targets, BlockPlaces(left[:kept]))
 
     # -- changes: they cannot fail -----------------------------------------------------------------------------------
 
@@ -123,7 +125,7 @@ class Sectors:
         grant.group.free.give(grant.ids)
 
     def commit_vacating(self, vacating: Vacating) -> None:
-        """Free the sectors of ``vacating``. The caller updates everything that names its ``sources``."""
+        """Free the sectors of ``vacating``. The caller moves the blocks at its ``sources``."""
         group, sectors = vacating.group, vacating.sectors
         group.free.keep_only(vacating.free)
         self.owner[sectors] = NOBODY

@@ -13,16 +13,17 @@ import logging
 from contextlib import nullcontext
 from time import perf_counter
 
+from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.observing import observable
-from kvpagoda.cache.prefix_cache import Holding
-from kvpagoda.cache.prefix_match import PrefixMatch
+from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.publishing import Publisher
 from kvpagoda.cache.request import Request, State
 from kvpagoda.cache.start import AdmissionRequest, Allotment, allot, fill, make_room, shared_columns
 from kvpagoda.cache.tier_hit import Prefetch, TierHit
 from kvpagoda.errors import RetryLater
 from kvpagoda.prefix import Lease, Match
+from kvpagoda.prefix.hybrid import Holding
 from kvpagoda.units import ceil_div
 
 _log = logging.getLogger(__name__)
@@ -92,18 +93,18 @@ class Admission:
         reserved = [max(n, end - group.first[slot]) for group, n, end in zip(core.groups, wanted, ends)]
         shared = [range(group.first[slot], max(group.first[slot], group.shared[slot])) for group in core.groups]
         needs = [end - span.stop for span, end in zip(shared, ends)]
-        handles = core.prefix.windows.shared_by(slot)
-        holding = core.guard.change(core.prefix.hold, parent.lease, parent.lease.num_blocks, handles)
+        windows = [group.shared_names(slot) for group, _ in core.prefix.windows]
+        holding = core.guard.change(core.prefix.index.hold, parent.lease, parent.lease.num_blocks, windows)
         try:
             more = [max(n - len(span), need) for n, span, need in zip(reserved, shared, needs)]
             if not make_room(core.capacity, needs, more):
                 raise core.capacity.shortage(RetryLater, reserved, core.plan.budget)
             allotments = []
             for group, span, end, n in zip(core.groups, shared, ends, reserved):
-                cells, own = group.table.cells[slot], group.free.peek(end - span.stop)
+                own = BlockPlaces(group.free.peek(end - span.stop))
                 if len(own):
-                    core.memory.copy(group.index, cells[span.stop : end].copy(), own)
-                allotments.append(Allotment(span.start, cells[span.start : span.stop].copy(), own, n))
+                    core.memory.copy(group.index, group.places_between(slot, span.stop, end), own)
+                allotments.append(Allotment(span.start, group.places_between(slot, span.start, span.stop), own, n))
             self._commit(child, PrefixMatch(length, length, "nothing"), holding, allotments)
         except BaseException:
             self._undo(holding, None)
@@ -122,7 +123,7 @@ class Admission:
             # it was continued with other weights: only blocks that it published itself have its content
             keys = keys[: max((span.stop for span in suspended.left_behind if span), default=0) * core.block_size]
         match = core.prefix.tree.match(keys, namespace)
-        is_whole = core.prefix.has_all(match, suspended.left_behind)
+        is_whole = core.prefix.index.are_there(match, suspended.left_behind)
         reserved = [0 if reserve is not None else blocks for blocks in suspended.reserved]
         if not is_whole or reserve is not None or more > suspended.capacity:
             least = core.plan.blocks_wanted(max(length, more), capacity or 0, core.max_context)
@@ -213,7 +214,7 @@ class Admission:
         prefix, suspended = self._core.prefix, attempt.suspended
         match, found = prefix.find_again(attempt.match)
         if suspended is not None:
-            if not prefix.has_all(match, suspended.left_behind):
+            if not prefix.index.are_there(match, suspended.left_behind):
                 raise self._core.capacity.shortage(RetryLater, attempt.reserved, self._core.plan.budget)
             found = PrefixMatch(match.num_tokens, match.num_blocks * self._core.block_size, "nothing")
         return attempt._replace(match=match, found=found)
@@ -227,8 +228,8 @@ class Admission:
         if attempt.hit is not None:
             whole = min(whole, match.num_blocks)
         shared, partial = shared_columns(core, attempt, whole), None
-        handles = prefix.windows.handles_of(match.ids, [shared[window.group.index] for window in prefix.windows])
-        holding = change(prefix.hold, match, whole, handles, found.checkpoint)
+        windows = prefix.index.names_in(match.ids, shared)
+        holding = change(prefix.index.hold, match, whole, windows, found.checkpoint)
         try:
             if rest:
                 partial = change(prefix.tree.pin_partial, match)
@@ -251,7 +252,7 @@ class Admission:
         if not core.guard.is_torn:
             if partial is not None:
                 core.guard.change(core.prefix.tree.unpin, partial)
-            core.guard.change(core.prefix.release, holding)
+            core.guard.change(core.prefix.index.release, holding)
 
     def _commit(
         self,
@@ -273,7 +274,7 @@ class Admission:
         slot = core.free_slots.pop()
         for group, allotment in zip(core.groups, allotments):
             group.begin(slot, *allotment)
-        core.prefix.release_checkpoint(holding)
+        core.prefix.index.release_checkpoint(holding)
         if partial is not None:
             core.prefix.tree.unpin(partial)
         is_resumed = request.state is State.SUSPENDED

@@ -1,6 +1,6 @@
 """Room for requests: what can be allocated, what is evicted for it, and the one place where evictions are applied.
 
-    decide (prefix cache, sectors: what can be freed) ──► store in tiers ──► copy ──► remap, free, hand over
+    decide (prefix cache, sectors: what can be freed) ──► store in tiers ──► copy ──► free, hand over
 
 Methods that decide return values; they never call the objects above them. ``Capacity`` applies their decisions and
 asks again, until enough blocks are free. Without sectors every group has memory of its own, and cached blocks of the
@@ -21,17 +21,17 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.blocks.sectors import Grant, Sectors, Vacating
-from kvpagoda.cache.cached_blocks import Evicted, num_evicted_ahead
 from kvpagoda.cache.event_log import EventLog
 from kvpagoda.cache.guard import Guard
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.offload import Offloader
-from kvpagoda.cache.prefix_cache import PrefixCache
+from kvpagoda.cache.prefix_cache import PrefixCache, num_evicted_ahead
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import CheckFailed, Exhausted, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
+from kvpagoda.prefix.hybrid import Freed
 from kvpagoda.units import ceil_div, format_bytes
 
 _MUCH = 16  # if more than 1/16 of a group's sectors are idle, the blocks in them are moved to take these sectors
@@ -103,7 +103,7 @@ class Capacity:
         ``more``, which the caller is about to reserve. Raises OutOfBlocks if that is impossible, and whatever a copy
         raises; blocks evicted until then stay evicted, and nothing else changed.
 
-        Blocks may move: ids that were read before, and are in no table, may be wrong afterwards."""
+        Blocks may move: places that were read before may be wrong afterwards, names are not."""
         more = self._none if more is None else more
         while True:
             for group, need in zip(self._groups, needs):
@@ -180,7 +180,7 @@ class Capacity:
         if most <= fruitless:
             return False
         count, is_much = min(wanted, most), most * _MUCH > sectors.num_owned[group.index]
-        if self._vacate(sectors.vacate(group, count, self._fixed_ids(group), least=count if is_much else 0)):
+        if self._vacate(sectors.vacate(group, count, self._fixed_places(group), least=count if is_much else 0)):
             return True
         self._fruitless[group.index] = most
         return False
@@ -199,14 +199,14 @@ class Capacity:
             if not self._evict(group, lacking):
                 return has_evicted
             has_evicted = True
-        least, fixed = min(max(wanted, self._portion // _MOVED), count), self._fixed_ids(group)
+        least, fixed = min(max(wanted, self._portion // _MOVED), count), self._fixed_places(group)
         is_vacated = least > 0 and self._vacate(self._sectors.vacate(group, count, fixed, least=least))
         return is_vacated or has_evicted
 
-    def _fixed_ids(self, group: BlockGroup) -> Ids:
-        """Return the blocks of ``group`` that may not move now: those of fenced requests. int32."""
+    def _fixed_places(self, group: BlockGroup) -> BlockPlaces:
+        """Return the places in ``group`` whose blocks may not move now: those of fenced requests. int32."""
         fenced = [slot for slot, request in self._running.items() if request.num_fences]
-        return np.concatenate([np.empty(0, np.int32), *(group.held_ids(slot) for slot in fenced)])
+        return BlockPlaces(np.concatenate([np.empty(0, np.int32), *(group.held_places(slot) for slot in fenced)]))
 
     # -- applying ----------------------------------------------------------------------------------------------------
 
@@ -219,39 +219,40 @@ class Capacity:
         return self.forget(self._prefix.evict, group, n, is_evicted=True)
 
     @observable
-    def forget(self, decide: Callable[..., Evicted], *args: Any, is_evicted: bool = False) -> bool:
+    def forget(self, decide: Callable[..., Freed], *args: Any, is_evicted: bool = False) -> bool:
         """Free what ``decide(*args)``, a method of the prefix cache, evicts; return whether that is anything.
         ``is_evicted``: it makes room, so tiers store it first."""
         guard = self._guard
         guard.is_torn = True
         try:
-            evicted = decide(*args)
+            freed = decide(*args)
         except Exception:
             guard.is_torn = False
             raise
-        self._free(evicted, is_evicted=is_evicted)
-        return bool(evicted.blocks or evicted.checkpoints)
+        self._free(freed, is_evicted=is_evicted)
+        return bool(freed.blocks or freed.checkpoints)
 
-    def _free(self, evicted: Evicted, *, is_evicted: bool) -> None:
-        """Free what the prefix cache ``evicted``; if it makes room, store it in tiers before. ``is_torn`` is set on
+    def _free(self, freed: Freed, *, is_evicted: bool) -> None:
+        """Free what the prefix cache has ``freed``; if it makes room, store it in tiers before. ``is_torn`` is set on
         entry and cleared at the end."""
         offloader = self._offloader
         try:
             if is_evicted and offloader is not None:
-                for group, ids in evicted.blocks:
-                    if group is self._prefix.full:
-                        offloader.evicted(ids)
-                for name, kept in evicted.checkpoints:
-                    offloader.store_checkpoint(name, self._prefix.kept.copies(kept), "evict")
+                for number, names in freed.blocks:
+                    if self._groups[number] is self._prefix.full:
+                        offloader.evicted(names)
+                for checkpoint, kept in freed.checkpoints:
+                    offloader.store_checkpoint(checkpoint, self._prefix.index.needed_by(kept), "evict")
         finally:
             if self._events is not None:
-                self._events.evicted(evicted)
-            for group, ids in evicted.blocks:
-                if len(ids):
-                    self.release(group, ids)
+                self._events.evicted(freed)
+            for number, names in freed.blocks:
+                if len(names):
+                    group = self._groups[number]
+                    self.release(group, group.places_of(names))
             if offloader is not None:
-                for name, _ in evicted.checkpoints:
-                    offloader.checkpoint_dropped(name)
+                for checkpoint, _ in freed.checkpoints:
+                    offloader.checkpoint_dropped(checkpoint)
             self._guard.is_torn = False
 
     def tidy(self) -> None:
@@ -260,18 +261,18 @@ class Capacity:
             with suppress(MemoryError, RuntimeError):
                 self._memory.poison_freed()
 
-    def release(self, group: BlockGroup, ids: Ids) -> None:
-        """Free blocks ``ids``, which nothing holds any more. Tiers forget their names; their bytes may be
+    def release(self, group: BlockGroup, places: BlockPlaces) -> None:
+        """Free the blocks at ``places``, which nothing holds any more. Tiers forget their names; their bytes may be
         overwritten."""
-        group.release(ids)
+        group.release(places)
         if self._has_listeners:
-            self.freed(group, ids)
+            self.freed(group, places)
 
-    def freed(self, group: BlockGroup, ids: Ids) -> None:
-        """Tell the offloader and the memory that blocks ``ids`` were freed."""
+    def freed(self, group: BlockGroup, places: BlockPlaces) -> None:
+        """Tell the offloader and the memory that the blocks at ``places`` were freed."""
         if self._offloader is not None and group is self._prefix.full:
-            self._offloader.freed(ids)
-        self._memory.freed(group.index, ids)
+            self._offloader.freed(group.names_at(places))
+        self._memory.freed(group.index, places)
 
     def _grant(self, grant: Grant) -> None:
         """Hand over free sectors. They are cleared first: bytes of another group could read as NaN in this one."""
@@ -282,7 +283,8 @@ class Capacity:
         self._guard.is_torn = False
 
     def _vacate(self, vacating: Vacating | None) -> bool:
-        """Move the blocks in the sectors, update all that names them, and free the sectors; return False for None."""
+        """Move the blocks in the sectors, show their new places in the rows of requests, and free the sectors; return
+        False for None. The blocks keep their names, so nothing else changes."""
         if vacating is None:
             return False
         assert self._sectors is not None
@@ -290,20 +292,12 @@ class Capacity:
         is_moving = len(sources) > 0
         self._memory.poison_freed()  # the memory of freed blocks may soon be another group's
         if is_moving:
-            new_ids = np.arange(group.plan.num_rows, dtype=np.int32)
-            new_ids[sources] = targets
-            slots = group.slots_naming(sources)
+            decided = group.moving(sources, targets)
             self._memory.finish_copies(group.index)
             self._memory.copy(group.index, sources, targets)
         self._guard.is_torn = True
         if is_moving:
-            if self._offloader is not None and group is self._prefix.full:
-                self._guard.change(self._offloader.moved, new_ids)
-                self._guard.is_torn = True
-            self._prefix.cached[group.index].remap(new_ids)
-            group.remap(new_ids, slots)
-            if self._events is not None:
-                self._events.moved(group, sources, targets)
+            group.move(*decided)
             self.num_moves += 1
         self._sectors.commit_vacating(vacating)
         self._guard.is_torn = False
@@ -338,4 +332,4 @@ class Capacity:
             raise CheckFailed(f"more blocks are reserved than could be free; groups short of their own: {lack}")
         for group in self._groups:
             absent = np.empty(0, np.int32) if self._sectors is None else self._sectors.absent_ids(group)
-            group.check(self._prefix.cached[group.index].owned_ids(), absent)
+            group.check(group.places_of(self._prefix.cached[group.index].names()), absent)

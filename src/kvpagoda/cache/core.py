@@ -11,6 +11,7 @@ import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.places import BlockPlaces, places_for
 from kvpagoda.blocks.sectors import Sectors
 from kvpagoda.cache.capacity import Capacity
 from kvpagoda.cache.counters import Counters
@@ -68,7 +69,13 @@ class Core:
         self.max_context = min([limit for limit in limits if limit is not None], default=DEFAULT_CONTEXT)
         columns = ceil_div(self.max_context, plan.block_size)
         self.groups = tuple(
-            BlockGroup(group, plan.max_requests, 1 if group.growth.is_state else columns, index=index)
+            BlockGroup(
+                group,
+                plan.max_requests,
+                1 if group.growth.is_state else columns,
+                index=index,
+                places=places_for(group.num_rows, may_move=bool(plan.num_sectors)),
+            )
             for index, group in enumerate(plan.groups)
         )
         grid = settings.limits.hit_grid
@@ -150,8 +157,8 @@ class Core:
         publish first, if there is memory for that.
         """
         slot, guard = request.slot, self.guard
-        owned = [(group, group.own_ids(slot)) for group in self.groups]
-        read = self.prefix.windows.shared_by(slot)
+        owned = [(group, group.own_places(slot)) for group in self.groups]
+        read = [group.shared_names(slot) for group, _ in self.prefix.windows]
         if self.memory.is_copying:
             self.memory.finish_copies()
         guard.is_torn = True
@@ -159,9 +166,9 @@ class Core:
             owned = self._publish_last(request, last, owned)
         for group in self.groups:
             group.close(slot)
-        for group, ids in owned:
-            self.capacity.release(group, ids)
-        self.prefix.windows.leave(read)
+        for group, places in owned:
+            self.capacity.release(group, places)
+        self.prefix.index.leave(read)
         self.prefix.tree.unpin(request.lease)
         if request.own_length < request.prompt_length:  # the rest of its prompt will not be computed
             request.lease.node.trim()
@@ -177,8 +184,8 @@ class Core:
         guard.is_torn = False
 
     def _publish_last(
-        self, request: Request, last: TextPart, owned: list[tuple[BlockGroup, Ids]]
-    ) -> list[tuple[BlockGroup, Ids]]:
+        self, request: Request, last: TextPart, owned: list[tuple[BlockGroup, BlockPlaces]]
+    ) -> list[tuple[BlockGroup, BlockPlaces]]:
         """Publish the ``last`` blocks of ``request``, and return the blocks, by group, that its release must free.
 
         They are as old as those before them: at the end of a request nothing of it is used. ``owned``: its own blocks,
@@ -193,7 +200,7 @@ class Core:
         if self.events is not None and request.namespace not in self.stale:
             self.events.published(request, begin)
         count = request.lease.num_blocks - begin
-        return duplicates + [(group, ids[count:]) for group, ids in owned]
+        return duplicates + [(group, BlockPlaces(places[count:])) for group, places in owned]
 
     def clear(self) -> None:
         """Forget every request and everything cached, also after an interrupt in the middle of a change."""
@@ -245,7 +252,7 @@ class Core:
         return nbytes
 
     def state_rows(self, slots: np.ndarray) -> np.ndarray:
-        """Return the block id of the state of each of ``slots``, int32 ``[len(slots)]``. 0, the padding block, for slot
+        """Return the place of the state of each of ``slots``, int32 ``[len(slots)]``. 0, the padding block, for slot
         -1 and for models without states."""
         if self.states is None:
             return np.zeros(len(slots), np.int32)

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from os import urandom
 
 from kvpagoda.cache.namespace import fields_of, owner_of
-from kvpagoda.cache.prefix_match import PrefixMatch
+from kvpagoda.cache.prefix_cache import PrefixMatch
 
 MOST_NAMESPACES = 256
 """The most namespaces with counters of their own; later ones are counted together, as ``OTHERS``."""

@@ -1,9 +1,9 @@
 """The log of changes of the prefix cache, for followers outside: records in a bounded queue, as arrays.
 
-The cache appends a record for each change, with its own block ids. A publisher takes the records out, possibly in
-another thread, and gives blocks names that other processes know (``kvpagoda.events``). A full log drops what waits in
-it and starts again with a record of everything that is cached. So it takes bounded memory, and a follower never misses
-a change."""
+The cache appends a record for each change, with its own names for blocks. A publisher takes the records out, possibly
+in another thread, and gives blocks names that other processes know too (``kvpagoda.events``). A full log drops what
+waits in it and starts again with a record of everything that is cached. So it takes bounded memory, and a follower never
+misses a change."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
-from kvpagoda.cache.cached_blocks import Evicted
+from kvpagoda.blocks.ids import AnyIds, Ids
+from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.namespace import Media, Namespaces
 from kvpagoda.cache.prefix_cache import PrefixCache
 from kvpagoda.cache.request import Request
 from kvpagoda.errors import BadInput
+from kvpagoda.prefix.hybrid import Freed
 from kvpagoda.prefix.tokens import are_media
 from kvpagoda.schema.fields import Growth
 
@@ -37,8 +38,8 @@ class Shared(NamedTuple):
     keys: Ids
     """int32: their tokens as texts are compared: with media ids below 0, and ``NO_TOKEN`` after the end of a closed
     text."""
-    texts: Ids
-    """int32: the id of each block in the full group, or in ``TEXT``. Where ``first`` is not 0 the id of the block
+    texts: AnyIds
+    """The id of each block in the full group, or in ``TEXT``. Where ``first`` is not 0 the id of the block
     before comes first, so there is one id more."""
     groups: _Groups
     """(group, first block, ids): which of the blocks are cached in groups that keep windows, chunks and states; id 0:
@@ -51,15 +52,7 @@ class Gone(NamedTuple):
     """Blocks are no longer cached: (group, ids). Those of the full group or ``TEXT`` come last, the deepest of a text
     first."""
 
-    blocks: tuple[tuple[int, Ids], ...]
-
-
-class Moved(NamedTuple):
-    """Blocks ``sources`` of ``group`` have the ids ``targets`` from now on; these were free."""
-
-    group: int
-    sources: Ids
-    targets: Ids
+    blocks: tuple[tuple[int, AnyIds], ...]
 
 
 class Renewed(NamedTuple):
@@ -74,9 +67,9 @@ class Restart(NamedTuple):
     shared: tuple[Shared, ...]
 
 
-Record = Shared | Gone | Moved | Renewed | Restart
-_Groups = tuple[tuple[int, int, Ids], ...]
-_Raw = tuple[bytes, int, int, Ids, int, Ids, _Groups, dict[int, bytes]]
+Record = Shared | Gone | Renewed | Restart
+_Groups = tuple[tuple[int, int, AnyIds], ...]
+_Raw = tuple[bytes, int, int, Ids, int, AnyIds, _Groups, dict[int, bytes]]
 """What ``take`` turns into a ``Shared``: namespace, first block, end block, tokens, the position in the text of the
 first of these, texts, groups, media. It must be cheap: a step of an engine has a microsecond for it."""
 _NO_MEDIA: dict[int, bytes] = {}
@@ -107,7 +100,7 @@ class EventLog:
             raise BadInput(f"the capacity of a log is a number of records, at least 1, got {capacity!r}")
         self.capacity = capacity
         self.num_restarts = 0  #: how often the log restarted: it was full, or out of memory
-        self._records: deque[Record | Evicted | _Raw] = deque()
+        self._records: deque[Record | Freed | _Raw] = deque()
         self._followed: Followed | None = None
         self._is_broken = False
 
@@ -131,7 +124,7 @@ class EventLog:
         with suppress(IndexError):  # the thread of the cache may clear the log meanwhile
             while True:
                 record = self._records.popleft()
-                if isinstance(record, Evicted):
+                if isinstance(record, Freed):
                     taken.append(self._gone(record))
                 elif isinstance(record, Record):
                     taken.append(record)
@@ -144,12 +137,12 @@ class EventLog:
         size = self.followed.block_size
         return Shared(namespace, low, tokens[low * size - start : end * size - start], texts, groups, media)
 
-    def _gone(self, evicted: Evicted) -> Gone:
-        full, texts = self.followed.full, evicted.texts
-        blocks = [(group.index, ids) for group, ids in evicted.blocks if len(ids)]
+    def _gone(self, freed: Freed) -> Gone:
+        full = self.followed.full
+        blocks: list[tuple[int, AnyIds]] = [(number, names) for number, names in freed.blocks if len(names)]
         blocks.sort(key=lambda item: item[0] == full)
-        if texts is not None and len(texts):
-            blocks.append((TEXT, texts))
+        if freed.numbers is not None and len(freed.numbers):
+            blocks.append((TEXT, freed.numbers))
         return Gone(tuple(blocks))
 
     # -- called by the cache, after it has changed -------------------------------------------------------------------
@@ -158,17 +151,17 @@ class EventLog:
         """Record that the blocks of ``request`` from ``begin`` on are shared."""
         prefix, end = self._prefix, request.lease.num_blocks
         try:
-            low, groups = begin, list[tuple[int, int, Ids]]()
-            for window in prefix.windows:
-                group, first = window.group, window.group.first[request.slot]
-                groups.append((group.index, first, group.table.cells[request.slot, first:end].copy()))
+            low, groups = begin, list[tuple[int, int, AnyIds]]()
+            for group, _ in prefix.windows:
+                first = group.first[request.slot]
+                groups.append((group.index, first, group.names_between(request.slot, first, end)))
                 low = min(low, first)
             self._put(self._raw(request, low, end, tuple(groups)))
         except MemoryError:
             self._is_broken = True
 
-    def kept(self, request: Request, num_blocks: int, states: BlockGroup, copy: Ids) -> None:
-        """Record a checkpoint after the first ``num_blocks`` blocks of ``request``: block ``copy``, int32 ``[1]``, of
+    def kept(self, request: Request, num_blocks: int, states: BlockGroup, copy: BlockNames) -> None:
+        """Record a checkpoint after the first ``num_blocks`` blocks of ``request``: block ``copy``, ``[1]``, of
         ``states``."""
         try:
             groups = ((states.index, num_blocks - 1, copy),)
@@ -176,14 +169,10 @@ class EventLog:
         except MemoryError:
             self._is_broken = True
 
-    def evicted(self, evicted: Evicted) -> None:
+    def evicted(self, freed: Freed) -> None:
         """Record what the prefix cache evicted."""
-        if evicted.blocks or evicted.texts is not None:
-            self._put(evicted)
-
-    def moved(self, group: BlockGroup, sources: Ids, targets: Ids) -> None:
-        """Record that blocks ``sources`` of ``group`` have the ids ``targets`` now."""
-        self._put(Moved(group.index, sources, targets))
+        if freed.blocks or freed.numbers is not None:
+            self._put(freed)
 
     def renewed(self, namespaces: Collection[bytes]) -> None:
         """Record that nothing that was cached in ``namespaces`` can be found any more."""
@@ -199,7 +188,7 @@ class EventLog:
 
     # -- records -----------------------------------------------------------------------------------------------------
 
-    def _put(self, record: Record | Evicted | _Raw) -> None:
+    def _put(self, record: Record | Freed | _Raw) -> None:
         if len(self._records) < self.capacity and not self._is_broken:
             try:
                 self._records.append(record)
@@ -212,8 +201,9 @@ class EventLog:
     def _raw(self, request: Request, low: int, end: int, groups: _Groups) -> _Raw:
         """Return the record that blocks ``low .. end - 1`` of ``request`` are shared."""
         prefix, above = self._prefix, low - 1 if low else 0
+        texts: AnyIds
         if prefix.full is not None:
-            texts = prefix.full.table.cells[request.slot, above:end].copy()
+            texts = prefix.full.names_between(request.slot, above, end)
         else:
             texts = prefix.tree.ids_between(request.lease, above, end)[-1]
         start, stop = low * prefix.block_size, end * prefix.block_size
@@ -237,11 +227,10 @@ class EventLog:
                 continue
             assert node.parent is not None
             above = node.parent.ids[row, -1:] if node.start else node.ids[row, :0]
-            groups = list[tuple[int, int, Ids]]()
-            for window in prefix.windows:
+            groups = list[tuple[int, int, AnyIds]]()
+            for group, window in prefix.windows:
                 cells = window.cells_of(node.ids)
-                ids = window.blocks.ids(cells[0]) * window.blocks.are_there(cells)
-                groups.append((window.group.index, node.start, ids))
+                groups.append((group.index, node.start, cells[0] * window.are_there(cells)))
             if states is not None:
                 for found in node.checkpoints.all if node.checkpoints is not None else ():
                     groups.append((states.index, found.depth - 1, prefix.kept[found.state_id].states))

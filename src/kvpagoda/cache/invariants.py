@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.request import Request, State
 from kvpagoda.errors import CheckFailed
+
+_NONE = BlockNames(np.empty(0, np.int32))
 
 
 def check(core: Core) -> None:
@@ -18,8 +21,8 @@ def check(core: Core) -> None:
     _check_prefix(core)
     core.capacity.check()
     if core.offloader is not None:
-        owned = np.empty(0, np.int32) if core.full is None else core.prefix.cached[core.full.index].owned_ids()
-        core.offloader.check(owned, core.prefix.kept)
+        cached = _NONE if core.full is None else core.prefix.index.texts.names()
+        core.offloader.check(cached, core.prefix.kept)
 
 
 def _check_slots(core: Core) -> None:
@@ -41,7 +44,6 @@ def _check_slots(core: Core) -> None:
 def _check_prefix(core: Core) -> None:
     """Prove that tree, windows, checkpoints, pins and the leases of requests agree."""
     prefix, tree, holdings = core.prefix, core.prefix.tree, [pin.holding for pin in core.prefix.pins_of()]
-    tree.check()
     if tree.num_leases != len(core.running) + len(holdings):
         raise CheckFailed(
             f"{tree.num_leases} leases are open: {len(core.running)} requests and {len(holdings)} pins have one each"
@@ -57,7 +59,8 @@ def _check_prefix(core: Core) -> None:
     held = {name for name in prefix.kept if tree.checkpoints.is_held(name)}
     if held != {holding.checkpoint for holding in holdings if holding.checkpoint is not None}:
         raise CheckFailed(f"checkpoints {sorted(held)[:16]} are held, and not by pins alone")
-    prefix.windows.check(tree, [one.handles for one in holdings], [kept.tail.handles for kept in prefix.kept.values()])
+    readers = [[group.shared_names(slot) for group, _ in prefix.windows] for slot in core.running]
+    prefix.index.check([*readers, *(one.windows for one in holdings)])
 
 
 def _check_request(core: Core, request: Request) -> None:

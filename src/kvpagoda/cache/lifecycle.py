@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.observing import observable
@@ -168,30 +168,29 @@ class Lifecycle:
 
         Other tokens will be written there, so the request gets a copy of the last block if that is partial. Raises
         OutOfBlocks, changing nothing."""
-        core, slot, windows = self.core, request.slot, self.core.prefix.windows
+        core, slot = self.core, request.slot
         groups = [group for group in core.groups if group.shared[slot] > columns]
         tokens = request.tokens.copy()  # the tree keeps views of published tokens
-        cuts: list[tuple[BlockGroup, Ids, Ids, bool]] = []  # group, its own block, blocks to free, is_new
+        cuts: list[
+            tuple[BlockGroup, BlockPlaces, BlockPlaces, bool]
+        ] = []  # group, its own block, blocks to free, is_new
         shorter = core.guard.change(core.prefix.tree.pin, request.lease, columns)
         try:
             is_copied = length % core.block_size > 0
             taking = self._make_room_for_copies(groups, request) if is_copied else []
-            released = [
-                window.blocks.handles(window.group.table.cells[slot, columns : window.group.shared[slot]])
-                for window in windows
-            ]
+            released = [group.names_between(slot, columns, group.shared[slot]) for group, _ in core.prefix.windows]
             for group in sorted(groups, key=lambda group: group not in taking):  # the overwritten block comes last
-                freed, is_new = group.own_ids(slot), group in taking
-                own = group.free.peek(1) if is_new else freed[:is_copied]
+                freed, is_new = group.own_places(slot), group in taking
+                own = BlockPlaces(group.free.peek(1) if is_new else freed[:is_copied])
                 if is_copied:
-                    core.memory.copy(group.index, group.table.cells[slot, columns : columns + 1].copy(), own)
-                cuts.append((group, own, freed if is_new else freed[len(own) :], is_new))
+                    core.memory.copy(group.index, group.places_between(slot, columns, columns + 1), own)
+                cuts.append((group, own, freed if is_new else BlockPlaces(freed[len(own) :]), is_new))
         except BaseException:
             if not core.guard.is_torn:
                 core.guard.change(core.prefix.tree.unpin, shorter)
             raise
         core.guard.is_torn = True
-        windows.leave(released)
+        core.prefix.index.leave(released)
         reserved = [group.reserved[slot] for group in groups]
         for group, own, freed, is_new in cuts:
             if is_new:

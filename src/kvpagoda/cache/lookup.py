@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.namespace import with_media
-from kvpagoda.cache.prefix_match import PrefixMatch
+from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.reuse import AnyNamespace
 from kvpagoda.cache.tier_hit import Prefetch

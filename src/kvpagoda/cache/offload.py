@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.cache.tier_hit import TierHit, checkpoint_part
 from kvpagoda.cache.tier_reader import TierReader
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
@@ -30,8 +31,8 @@ from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
 from kvpagoda.tiers.level import Level, LevelStats, RecordIdentity
 from kvpagoda.tiers.spec import TierSpec, When
 
-Unit = tuple[Ids, bytes]
-"""The ids of the blocks of one record, and their hashes concatenated."""
+Unit = tuple[BlockNames, bytes]
+"""The names of the blocks of one record, and their hashes concatenated."""
 _CLOSING = 0.1  # share of its timeout that close() keeps for closing the tiers
 
 
@@ -42,7 +43,7 @@ class Offloader:
     ``memory``: copies the bytes. ``secret``: part of every key, so that the text cannot be guessed from a key without
     it.
 
-    The cache may report changes (``published``, ``freed``, ``moved`` and others) after it has changed its own state:
+    The cache may report changes (``published``, ``freed`` and others) after it has changed its own state:
     tables are assigned after all that can fail, and a store that fails is counted as dropped."""
 
     def __init__(
@@ -72,7 +73,7 @@ class Offloader:
         num_rows = 0 if full is None else full.plan.num_rows
         writers = [level for level in self.levels if level.spec.write == "reuse"]
         self._blocks = np.zeros(num_rows, [("hash", np.uint8, KEY_NBYTES), ("sent", np.bool_, len(writers))])
-        """By block id: the block's hash (zeros if it is not cached or not known), and to which of the levels that write
+        """By block name: the block's hash (zeros if it is not cached or not known), and to which of the levels that write
         at reuse it was sent."""
         self._hashes: npt.NDArray[np.uint8] = self._blocks["hash"]
         self._sent = {level: self._blocks["sent"][:, i] for i, level in enumerate(writers)}
@@ -104,44 +105,50 @@ class Offloader:
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
-    def published(self, block_hashes: Many[bytes], begin: int, ids: Ids, source: TierHit | None = None) -> None:
+    def published(
+        self, block_hashes: Many[bytes], begin: int, names: BlockNames, source: TierHit | None = None
+    ) -> None:
         """Store blocks ``begin ..`` of a text, which are cached from now on, in the levels that write at commit.
 
-        ``ids``: int32 ``[n]``, all cached blocks of the text in the full group (perhaps none). ``source``: where the
+        ``names``: ``[n]``, all cached blocks of the text in the full group (perhaps none). ``source``: where the
         blocks were loaded from, if they were."""
         if self._full is None:
             return
-        new = np.frombuffer(b"".join(block_hashes[begin + 1 : len(ids) + 1]), np.uint8).reshape(-1, KEY_NBYTES)
-        self._hashes[ids[begin:]] = new
+        new = np.frombuffer(b"".join(block_hashes[begin + 1 : len(names) + 1]), np.uint8).reshape(-1, KEY_NBYTES)
+        self._hashes[names[begin:]] = new
         levels = set() if source is None else {level for level, _ in source.records}
         for level in self.levels:
             if level.spec.write == "commit" and levels != {level}:  # it has all blocks if all were loaded from it
-                self._queue(level, block_hashes, begin, ids)
+                self._queue(level, block_hashes, begin, names)
         self.drain()
 
-    def reused(self, block_hashes: Many[bytes], ids: Ids, checkpoint: int | None, copies: Many[Ids]) -> None:
+    def reused(
+        self, block_hashes: Many[bytes], names: BlockNames, checkpoint: int | None, copies: Many[BlockNames]
+    ) -> None:
         """Store what a request reuses in the levels that write at reuse, unless they have it: the cached blocks
-        ``ids``, the first of its text, and ``checkpoint`` with its blocks ``copies``."""
+        ``names``, the first of its text, and ``checkpoint`` with its blocks ``copies``."""
         for level, sent in self._sent.items():
-            new = ~sent[ids]
+            new = ~sent[names]
             if new.any():
-                self._queue(level, block_hashes, int(new.argmax()), ids)
-                sent[ids] = True
+                self._queue(level, block_hashes, int(new.argmax()), names)
+                sent[names] = True
         if self._sent:
             self.drain()
             if checkpoint is not None and checkpoint not in self._reused:
                 self._reused.add(checkpoint)
                 self.store_checkpoint(checkpoint, copies, "reuse")
 
-    def _queue(self, level: Level, block_hashes: Many[bytes], begin: int, ids: Ids) -> None:
-        """Queue blocks ``ids[begin:]`` of a text to be stored in ``level``, in whole records."""
+    def _queue(self, level: Level, block_hashes: Many[bytes], begin: int, names: BlockNames) -> None:
+        """Queue blocks ``names[begin:]`` of a text to be stored in ``level``, in whole records."""
         unit, backlog = level.unit, self._backlog[level]
-        for last in range(begin + unit - 1 - begin % unit, len(ids), unit):
+        for last in range(begin + unit - 1 - begin % unit, len(names), unit):
             if len(backlog) * unit >= len(self._hashes):  # longer than the cache: some wait twice, or are evicted
                 level.dropped += 1
             else:
                 first = last + 1 - unit
-                backlog.append((ids[first : last + 1].copy(), b"".join(block_hashes[first + 1 : last + 2])))
+                backlog.append(
+                    (BlockNames(names[first : last + 1].copy()), b"".join(block_hashes[first + 1 : last + 2]))
+                )
 
     def drain(self) -> None:
         """Store queued blocks that are still cached, as far as there is staging memory."""
@@ -151,29 +158,37 @@ class Offloader:
                 units = [backlog.popleft() for _ in range(count)]
                 self._store_blocks(level, [unit for unit in units if self._hashes[unit[0]].tobytes() == unit[1]])
 
-    def evicted(self, ids: Ids) -> None:
-        """Store ``ids``, blocks of the full group that are being evicted, in the levels that write at eviction.
+    def evicted(self, names: BlockNames) -> None:
+        """Store ``names``, blocks of the full group that are being evicted, in the levels that write at eviction.
 
-        ``ids``: the deepest in their texts first. Their memory must still hold them; they are copied before this
+        ``names``: the deepest in their texts first. Their memory must still hold them; they are copied before this
         returns."""
         for level in self.levels:
             if level.spec.write == "evict":
-                known = ids[self._hashes[ids].any(axis=1)][::-1]  # parents before children
+                known = names[self._hashes[names].any(axis=1)][::-1]  # parents before children
                 room = level.num_writable
                 level.dropped += max(0, len(known) - room)
-                units = [(known[i : i + 1], self._hashes[known[i]].tobytes()) for i in range(min(room, len(known)))]
+                units = [
+                    (BlockNames(known[i : i + 1]), self._hashes[known[i]].tobytes())
+                    for i in range(min(room, len(known)))
+                ]
                 for at in range(0, len(units), level.batch):
                     self._store_blocks(level, units[at : at + level.batch])
 
     def _store_blocks(self, level: Level, units: Many[Unit]) -> None:
-        keys = {level.key(hashes[-KEY_NBYTES:]): ids for ids, hashes in units}
+        keys = {level.key(hashes[-KEY_NBYTES:]): names for names, hashes in units}
         if keys and self._full is not None:
-            self._store(level, [*keys], [(self._full, np.concatenate([*keys.values()]), len(keys))])
+            names = BlockNames(np.concatenate([*keys.values()]))
+            self._store(level, [*keys], [(self._full, self._full.places_of(names), len(keys))])
 
     def _store(
-        self, level: Level, keys: Many[bytes], parts: Many[tuple[BlockGroup, Ids, int]], sizes: Many[int] | None = None
+        self,
+        level: Level,
+        keys: Many[bytes],
+        parts: Many[tuple[BlockGroup, BlockPlaces, int]],
+        sizes: Many[int] | None = None,
     ) -> None:
-        """Copy ``parts``, (group, blocks, number of records), to staging memory, and store them under ``keys``. They
+        """Copy ``parts``, (group, places, number of records), to staging memory, and store them under ``keys``. They
         are dropped if that fails. ``sizes``: bytes of each record (None: whole records)."""
         try:
             rows, at = level.buffer.acquire(len(keys), owner=level), 0
@@ -181,8 +196,8 @@ class Offloader:
             level.dropped += len(keys)
             return
         try:
-            for group, ids, count in parts:
-                self._memory.to_host(group.index, ids, level.buffer.payloads, rows[at : at + count])
+            for group, places, count in parts:
+                self._memory.to_host(group.index, places, level.buffer.payloads, rows[at : at + count])
                 at += count
             level.store(keys, rows, sizes)
         except BaseException as error:
@@ -199,18 +214,20 @@ class Offloader:
         published."""
         self._checkpoints[checkpoint] = block_hash
 
-    def store_checkpoint(self, checkpoint: int, copies: Many[Ids], when: When) -> None:
-        """Store ``checkpoint`` in levels that write ``when``. ``copies``: its blocks, int32 for each bounded group."""
+    def store_checkpoint(self, checkpoint: int, copies: Many[BlockNames], when: When) -> None:
+        """Store ``checkpoint`` in levels that write ``when``. ``copies``: its blocks, for each bounded group."""
         block_hash = self._checkpoints.get(checkpoint)
         for level in self.levels:
             if block_hash is None or level.spec.write != when:
                 continue
-            sizes = [self._row_sizes(group, len(ids), level) for group, ids in zip(self._bounded, copies)]
+            sizes = [self._row_sizes(group, len(names), level) for group, names in zip(self._bounded, copies)]
             count = sum(map(len, sizes))
             if count > level.num_writable:
                 level.dropped += count
                 continue
-            parts = [(group, ids, len(rows)) for group, ids, rows in zip(self._bounded, copies, sizes)]
+            parts = [
+                (group, group.places_of(names), len(rows)) for group, names, rows in zip(self._bounded, copies, sizes)
+            ]
             keys = [level.key(block_hash, checkpoint_part(i)) for i in range(count)]
             self._store(level, keys, parts, [size for rows in sizes for size in rows])
 
@@ -227,23 +244,11 @@ class Offloader:
         self._checkpoints.pop(checkpoint, None)
         self._reused.discard(checkpoint)
 
-    # -- blocks that are freed or moved ------------------------------------------------------------------------------
+    # -- blocks that are freed ---------------------------------------------------------------------------------------
 
-    def freed(self, ids: Ids) -> None:
-        """Forget blocks ``ids`` of the full group, which are no longer cached."""
-        self._blocks[ids] = 0
-
-    def moved(self, new_ids: Ids) -> None:
-        """Replace each block id ``i`` of the full group by ``new_ids[i]``: int32 ``[rows of the group]``."""
-        sources = np.flatnonzero(new_ids != np.arange(len(new_ids)))
-        targets = new_ids[sources]
-        moved = self._blocks[sources]
-        backlog = {
-            level: deque((new_ids[ids], hashes) for ids, hashes in units) for level, units in self._backlog.items()
-        }
-        self._blocks[sources] = 0
-        self._blocks[targets] = moved
-        self._backlog = backlog
+    def freed(self, names: BlockNames) -> None:
+        """Forget blocks ``names`` of the full group, which are no longer cached."""
+        self._blocks[names] = 0
 
     def clear(self) -> None:
         """Forget everything that is cached, and drop what waits to be stored."""
@@ -255,11 +260,11 @@ class Offloader:
 
     # -- proof, counters, closing ------------------------------------------------------------------------------------
 
-    def check(self, owned_ids: Ids, checkpoints: Collection[int]) -> None:
+    def check(self, cached: BlockNames, checkpoints: Collection[int]) -> None:
         """Prove that only cached blocks and kept checkpoints have hashes, and that every staging row in use has an
         owner that still needs it. Raises CheckFailed naming those that do not."""
         hashed = np.flatnonzero(self._hashes.any(axis=1))
-        loose = [*np.setdiff1d(hashed, owned_ids).tolist(), *(self._checkpoints.keys() - checkpoints)]
+        loose = [*np.setdiff1d(hashed, cached).tolist(), *(self._checkpoints.keys() - checkpoints)]
         if loose:
             raise CheckFailed(f"blocks or checkpoints that are not cached have hashes: {loose[:16]}")
         for level in self.levels:

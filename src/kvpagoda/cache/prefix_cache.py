@@ -1,46 +1,62 @@
-"""What requests leave behind for others: blocks by reference in a prefix tree, states by copy in checkpoints.
+"""What requests leave behind for others: the prefix index of ``kvpagoda.prefix.hybrid``, for the groups of one cache.
 
     blocks of the full group        in the tree           cached as long as their tokens
     blocks of windows and chunks    in the tree           evicted first, once they slid out of every window; but those
                                                           that a checkpoint needs are kept as long as the checkpoint
     states                          in a checkpoint       a copy, at some block boundaries
 
-So a text can be resumed after each block before which the last window of every group is cached. If the model has
-states, there must be a copy of them too. Blocks are not visible to others before the ``commit`` of their tokens.
-Nothing is copied, freed or stored here: methods return what follows from them, and ``Capacity`` applies it.
+The index knows blocks by name. This file translates the places in block tables to names, and back, and says what a hit
+is to a user. Blocks are not visible to others before the ``commit`` of their tokens. Nothing is copied, freed or stored
+here: methods return what follows from them, and ``Capacity`` applies it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Many
 from copy import deepcopy
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from kvpagoda.blocks.group import BlockGroup
-from kvpagoda.blocks.ids import Ids
-from kvpagoda.cache.cached_blocks import EVICT_AHEAD, CachedBlocks, Evicted, Kept
-from kvpagoda.cache.cached_texts import CachedTexts
-from kvpagoda.cache.checkpoints import KeptCheckpoints
+from kvpagoda.blocks.ids import AnyIds, Ids
+from kvpagoda.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.cache.options import Retention
-from kvpagoda.cache.prefix_match import PrefixMatch, resume_point
-from kvpagoda.cache.windows import Windows
 from kvpagoda.errors import OutOfBlocks
-from kvpagoda.prefix import EvictionPolicy, Lease, Match, PrefixTree
-from kvpagoda.prefix.id_pool import IdPool
-from kvpagoda.prefix.window_blocks import Handles
+from kvpagoda.prefix import EvictionPolicy, Lease, Match
+from kvpagoda.prefix.hybrid import Freed, Holding, HybridIndex, IndexGroup, Window
+
+EVICT_AHEAD = 1024  # eviction frees 1/1024 of a group more than is needed, so that most steps find free blocks
+_SHARE = 32  # at most 1/32 of a window group
 
 
-class Holding(NamedTuple):
-    """What is kept from eviction, for a request that starts or for a pin, until it is released."""
+def num_evicted_ahead(group: BlockGroup) -> int:
+    """Return how many blocks of ``group`` are evicted beyond those that are asked for. For a window group these are as
+    many as a request holds in a step, up to 1/32 of the group: they are cold, and seldom found."""
+    return max(group.plan.num_blocks // EVICT_AHEAD, min(group.plan.most_blocks or 0, group.plan.num_blocks // _SHARE))
 
-    lease: Lease
-    handles: tuple[Handles, ...]
-    """By window group: the handles of the blocks that are read, intp ``[n]``."""
+
+class PrefixMatch(NamedTuple):
+    """How much of its prompt a request need not compute, and what limited that: ``seq.match``."""
+
+    num_tokens: int
+    """Leading tokens of the prompt that are in the tree, at most all but one."""
+    resumable: int
+    """Tokens that need not be computed: every group has what it needs to go on from there. A block boundary, unless the
+    model has only a full group: then a multiple of ``hit_grid``."""
+    limited_by: str
+    """What limited the hit: ``nothing``, ``alignment`` (the rest of a block), ``window`` (further on, blocks of the
+    last window were evicted), ``checkpoint`` (further on there is no copy of the states) or ``memory`` (no room for a
+    copy)."""
+    groups: Mapping[str, int] = MappingProxyType({})
+    """Group -> the most tokens after which the group alone has what it needs to resume."""
     checkpoint: int | None = None
+    """The name of the checkpoint on the device whose states the request starts with, if any."""
+    loaded: int = 0
+    """The part of ``resumable`` that came from tiers below the device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +73,8 @@ class Pin:
 
 
 class PrefixCache:
-    """The prefix tree, the ``windows`` whose blocks it names, the checkpoints that are ``kept``, and pins. ``cached``: the
-    cached blocks of each group, by its index.
+    """The prefix ``index`` of a cache, and pins. ``cached``: the cached blocks of each group, by its index. ``windows``:
+    the window groups, each with its part of the index.
 
     ``policy``: a name or an object. ``num_checkpoints``: the most that are kept. ``most_unbacked``: the most blocks of
     texts in a tree without a full group, where texts take no device memory. ``is_followed``: blocks of such texts have
@@ -83,10 +99,10 @@ class PrefixCache:
         self.block_size, self._fresh_policy, self._groups = block_size, deepcopy(policy), tuple(groups)
         self.most_checkpoints, self._most_unbacked = num_checkpoints, most_unbacked
         self._capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
-        self._full_name = "" if self.full is None else self.full.plan.name
+        self._names = [group.plan.name for group in groups]
         self._most_pinned = int(retention.pin_share * self._capacity)
         self.num_evicted, self.num_evicted_checkpoints = [0] * len(groups), 0  #: blocks by group
-        self._numbers = IdPool(first=1) if is_followed and self.full is None else None
+        self._is_numbered = is_followed and self.full is None
         self._start(policy)
 
     def clear_all(self) -> None:
@@ -94,18 +110,17 @@ class PrefixCache:
         self._start(deepcopy(self._fresh_policy))
 
     def _start(self, policy: str | EvictionPolicy) -> None:
-        full_rows, capacity = 0 if self.full is None else 1, max(1, self._capacity)
-        bounded = [group for group in self.bounded if group is not self.states]
-        rows = full_rows + 2 * len(bounded) + (self._numbers is not None)
-        self.tree = PrefixTree(self.block_size, rows, policy, capacity=capacity, proves_ids=False)
-        self.windows = Windows.of(self.tree, bounded, full_rows)
-        self._pins: dict[Pin, None] = {}  # oldest first
-        self.kept = KeptCheckpoints(self.tree, self.bounded, self.windows)
-        self._texts = CachedTexts(self.tree, self.windows, self.kept, self.full, self._numbers)
-        window_of = {window.group: window for window in self.windows}
-        self.cached: tuple[CachedBlocks, ...] = tuple(
-            self._texts if group is self.full else window_of.get(group, self.kept) for group in self._groups
+        groups = [
+            IndexGroup(group.growth, group.plan.num_rows, num_evicted_ahead(group), group.growth.is_state)
+            for group in self._groups
+        ]
+        capacity = max(1, self._capacity)
+        self.index = HybridIndex(groups, self.block_size, policy, capacity=capacity, is_numbered=self._is_numbered)
+        self.tree, self.kept, self.cached = self.index.tree, self.index.kept, self.index.parts
+        self.windows: tuple[tuple[BlockGroup, Window], ...] = tuple(
+            (self._groups[window.number], window) for window in self.index.windows
         )
+        self._pins: dict[Pin, None] = {}  # oldest first
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
@@ -119,26 +134,17 @@ class PrefixCache:
 
     def found(self, match: Match) -> tuple[Match, PrefixMatch]:
         """Return ``match`` and how much of it can be reused."""
-        by_group = {} if self.full is None else {self._full_name: match.num_tokens}
         if not self.bounded:  # a partial block is copied, so that nothing is lost to alignment
             resumable = match.num_tokens // self._hit_grid * self._hit_grid
             limited_by = "nothing" if resumable == match.num_tokens else "alignment"
-            return match, PrefixMatch(match.num_tokens, resumable, limited_by, by_group)
-        size, whole = self.block_size, match.num_blocks * self.block_size
-        end, most, limited_by = resume_point(self.tree, match, self.windows, self.states is not None, self.grid)
-        if limited_by == "nothing" and whole < match.num_tokens:
+            return match, PrefixMatch(match.num_tokens, resumable, limited_by, {self._names[0]: match.num_tokens})
+        size = self.block_size
+        end, most, limited_by = self.index.resume_point(match, self.grid)
+        if limited_by == "nothing" and match.num_blocks * size < match.num_tokens:
             limited_by = "alignment"
-        if self.full is not None:
-            by_group = {self._full_name: whole}
-        groups = by_group | {name: num_blocks * size for name, num_blocks in most.items()}
         last = self.tree.last_checkpoint(match, end) if self.states is not None and end else None
+        groups = {name: num_blocks * size for name, num_blocks in zip(self._names, most)}
         return match, PrefixMatch(match.num_tokens, end * size, limited_by, groups, None if last is None else last[1])
-
-    def has_all(self, match: Match, columns: Many[range]) -> bool:
-        """Return whether ``match`` has the blocks ``columns[i]`` of each group i."""
-        if max((span.stop for span in columns if span), default=0) > match.num_blocks:
-            return False
-        return self.windows.are_there(match.ids, [columns[window.group.index] for window in self.windows])
 
     def without_copies(self, match: Match, found: PrefixMatch) -> PrefixMatch:
         """Return what can be reused of ``match`` without a copy, if there is no room for copies or their sources."""
@@ -149,83 +155,40 @@ class PrefixCache:
 
     def publish(
         self, slot: int, lease: Lease, keys: Ids, text: Ids | None, priority: int, *, is_late: bool = False
-    ) -> list[tuple[BlockGroup, Ids]]:
+    ) -> list[tuple[BlockGroup, BlockPlaces]]:
         """Make the whole blocks of ``keys``, which follow what ``lease`` covers, shareable; ``lease`` then covers them.
         New blocks count as used now (``is_late``: with those before them), others as used when the request was opened.
 
-        Returns, by group, blocks of the request that duplicate cached ones, int32: the caller frees them. Raises
-        MemoryError, changing nothing."""
-        full, tree, windows, begin = self.full, self.tree, self.windows, lease.num_blocks
-        n = len(keys) // self.block_size
-        if full is not None and not windows:
-            given = full.table.cells[slot : slot + 1, begin : begin + n]
-        else:
-            given = np.empty((tree.num_groups, n), np.int32)
-            publishing = windows.publishing(slot, begin, given)
-            if full is not None:
-                given[0] = full.table.cells[slot, begin : begin + n]
-        if self._numbers is not None:
-            given[-1] = self._numbers.peek(n)[::-1]  # new blocks are the last of these
-        inserted = tree.insert(lease, keys, given, text=text, priority=priority, is_late=is_late)
-        if self._numbers is not None:
-            self._numbers.advance(inserted.num_added)
-        if self.bounded:  # counts a use of the last checkpoint of this text
-            tree.checkpoints.touch(lease.node, lease.num_blocks)
-        duplicates: list[tuple[BlockGroup, Ids]] = []
-        if full is not None and inserted.num_added == n:
-            full.share(slot, begin + n)
-        elif full is not None:
-            duplicates.append((full, given[0, inserted.duplicates[0]]))
-            full.share(slot, begin + n, inserted.ids[0])
-        if windows:
-            duplicates += windows.publish(tree, slot, lease, publishing, begin, is_new=inserted.num_added == n)
+        Returns, by group, blocks of the request that duplicate cached ones: the caller frees them. Raises MemoryError,
+        changing nothing."""
+        full, begin = self.full, lease.num_blocks
+        end = begin + len(keys) // self.block_size
+        texts: AnyIds = np.empty((0, end - begin), np.int32)
+        if full is not None:
+            texts = full.names_between(slot, begin, end)[None]
+        own = [group.names_between(slot, max(group.first[slot], group.shared[slot]), end) for group, _ in self.windows]
+        published = self.index.publish(lease, keys, texts, own, text=text, priority=priority, is_late=is_late)
+        duplicates: list[tuple[BlockGroup, BlockPlaces]] = []
+        if full is not None:
+            found = None
+            if published.doubles is not None:
+                duplicates.append((full, full.places_of(BlockNames(texts[published.doubles]))))
+                found = full.places_of(BlockNames(published.texts[0]))
+            full.share(slot, end, found)
+        for (group, _), given, names in zip(self.windows, own, published.windows):
+            if names is given:
+                group.share(slot, end)
+            else:
+                duplicates.append((group, group.places_of(BlockNames(given[names != given]))))
+                group.share(slot, end, group.places_of(names))
         return duplicates
-
-    def checkpoint_at(self, lease: Lease, num_blocks: int) -> int | None:
-        """Return the name of the checkpoint after ``num_blocks`` blocks of ``lease``, or None."""
-        last = self.tree.last_checkpoint(lease, num_blocks)
-        return last[1] if last is not None and last[0] == num_blocks * self.block_size else None
 
     @property
     def is_full(self) -> bool:
         """Whether ``num_checkpoints`` checkpoints are kept, so that one must be evicted for the next."""
         return len(self.kept) >= self.most_checkpoints
 
-    def save(self, lease: Lease, num_blocks: int, kept: Kept) -> int:
-        """Add the checkpoint ``kept`` after ``num_blocks`` blocks of ``lease``, which has none there; return its
-        name."""
-        name = self.kept.keep(kept)
-        self.tree.set_checkpoint(lease, num_blocks * self.block_size, name)
-        return name
-
-    def use(self, name: int) -> None:
-        """Count a use of checkpoint ``name``, if it is still kept."""
-        if name in self.kept:
-            self.tree.checkpoints.use(name)
-
-    # -- holding and pins --------------------------------------------------------------------------------------------
-
-    def hold(
-        self, at: Match | Lease, num_blocks: int, handles: Many[Handles], checkpoint: int | None = None
-    ) -> Holding:
-        """Keep from eviction the first ``num_blocks`` blocks of ``at`` in the full group, the blocks ``handles`` of
-        each window group, which are cached, and ``checkpoint``."""
-        holding = Holding(self.tree.pin(at, num_blocks), tuple(handles), checkpoint)
-        self.windows.read(handles)
-        if checkpoint is not None:
-            self.tree.checkpoints.hold(checkpoint)
-        return holding
-
-    def release(self, holding: Holding) -> None:
-        """End ``holding``: what it held is evictable unless others use it."""
-        self.release_checkpoint(holding)
-        self.windows.leave(holding.handles)
-        self.tree.unpin(holding.lease)
-
-    def release_checkpoint(self, holding: Holding) -> None:
-        """End the hold on the checkpoint of ``holding``; a request has taken over the rest."""
-        if holding.checkpoint is not None:
-            self.tree.checkpoints.release(holding.checkpoint)
+    # -- pins --------------------------------------------------------------------------------------------------------
 
     def pin(self, match: Match) -> Pin:
         """Pin the blocks of ``match`` and what is needed to resume after them. Raises OutOfBlocks, changing nothing."""
@@ -237,9 +200,9 @@ class PrefixCache:
             )
             raise OutOfBlocks.with_hint(text, hint, needed=match.num_blocks, available=most - pinned)
         _, found = self.found(match)
-        spans = [window.span(found.resumable // self.block_size) for window in self.windows]
-        handles = self.windows.handles_of(match.ids, spans)
-        pin = Pin(self.hold(match, match.num_blocks, handles, found.checkpoint), match.namespace)
+        spans = [part.span(found.resumable // self.block_size) for part in self.cached]
+        windows = self.index.names_in(match.ids, spans)
+        pin = Pin(self.index.hold(match, match.num_blocks, windows, found.checkpoint), match.namespace)
         self._pins[pin] = None
         return pin
 
@@ -247,7 +210,7 @@ class PrefixCache:
         """End ``pin``, if it is still held."""
         if pin in self._pins:
             del self._pins[pin]
-            self.release(pin.holding)
+            self.index.release(pin.holding)
 
     def oldest_pin(self) -> Pin | None:
         """Return the pin that is ended first to make room for a request, or None."""
@@ -259,38 +222,31 @@ class PrefixCache:
 
     # -- eviction ----------------------------------------------------------------------------------------------------
 
-    def evict(self, group: BlockGroup, n: int) -> Evicted:
+    def evict(self, group: BlockGroup, n: int) -> Freed:
         """Evict ``n`` blocks of ``group`` and some ahead, or all that are evictable. Full group: in the policy's order.
         Window group: cold blocks; without any, one checkpoint, whose blocks become cold. States: one checkpoint."""
-        evicted = self.cached[group.index].evict(n)
-        if evicted is None:
+        freed = self.cached[group.index].evict(n)
+        if freed is None:
             return self.evict_checkpoint()
-        for freed, ids in evicted.blocks:
-            if freed is group:
-                self.num_evicted[group.index] += len(ids)
-        return evicted
+        for number, names in freed.blocks:
+            if number == group.index:
+                self.num_evicted[number] += len(names)
+        return freed
 
-    def evict_checkpoint(self) -> Evicted:
+    def evict_checkpoint(self) -> Freed:
         """Evict the least recently used checkpoint that is not held, if there is one."""
-        names = self.tree.checkpoints.evict()
-        self.num_evicted_checkpoints += len(names)
-        return self.kept.forget(names)
+        freed = self.index.evict_checkpoint()
+        self.num_evicted_checkpoints += len(freed.checkpoints)
+        return freed
 
-    def evict_unbacked(self) -> Evicted:
+    def evict_unbacked(self) -> Freed:
         """Without a full group: evict the blocks of texts beyond the number that the tree may remember."""
         surplus = self.tree.num_cached - self._most_unbacked
         if self.full is not None or surplus <= 0:
-            return Evicted()
-        return self._texts.gone(self.tree.evict(surplus + self._capacity // EVICT_AHEAD))
+            return Freed()
+        return self.index.removed(self.tree.evict(surplus + self._capacity // EVICT_AHEAD))
 
-    def drop(self, name: int) -> Evicted:
-        """Drop checkpoint ``name``, if it is still kept and not held."""
-        if name not in self.kept or self.tree.checkpoints.is_held(name):
-            return Evicted()
-        self.tree.checkpoints.drop(name)
-        return self.kept.forget((name,))
-
-    def clear(self, namespace: bytes | None = None) -> Evicted:
+    def clear(self, namespace: bytes | None = None) -> Freed:
         """Forget everything, or everything of one namespace. Raises RetryLater, changing nothing, while a request runs
         there or something is pinned."""
-        return self._texts.gone(self.tree.clear(namespace))
+        return self.index.removed(self.tree.clear(namespace))

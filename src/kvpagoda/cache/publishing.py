@@ -14,16 +14,16 @@ from contextlib import suppress
 
 import numpy as np
 
-from kvpagoda.blocks.ids import Ids
-from kvpagoda.cache.cached_blocks import Kept
+from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.prefix_match import PrefixMatch
+from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, TextPart
 from kvpagoda.cache.start import make_room
 from kvpagoda.cache.tier_hit import TierHit
 from kvpagoda.prefix import Match
+from kvpagoda.prefix.hybrid import Kept
 
-_NONE: Ids = np.empty(0, np.int32)
+_NONE = BlockNames(np.empty(0, np.int32))
 _SLACK = 512
 """Tokens before the end of a prompt for which its checkpoint keeps windows too: prompts that extend another one often part
 from it a little before its end."""
@@ -43,13 +43,13 @@ class Publisher:
         """Whether the commits of a single sequence leave it for later too: it has no windows that must slide."""
         self._every = core.settings.retention.checkpoint_every
         self._slack, self._coarse = _SLACK // size, max(1, _COARSE // size)
-        self._spans = [window.group.growth.span or 0 for window in core.prefix.windows]
+        self._spans = [group.growth.span or 0 for group, _ in core.prefix.windows]
         # by window: the most blocks that a request holds while it commits at most a block at a time
-        self._most_decoding = [window.group.growth.most_blocks(size, size) or 0 for window in core.prefix.windows]
+        self._most_decoding = [group.growth.most_blocks(size, size) or 0 for group, _ in core.prefix.windows]
         self.sliding_in_blocks = [
-            window.group.growth
-            for window, num_blocks in zip(core.prefix.windows, self._most_decoding)
-            if num_blocks > (window.group.plan.most_blocks or 0)
+            group.growth
+            for (group, _), num_blocks in zip(core.prefix.windows, self._most_decoding)
+            if num_blocks > (group.plan.most_blocks or 0)
         ]
         """Growth of the windows that slide after every step, because steps are so short that no further block is
         reserved for them. In an answer all other windows slide when a block is complete."""
@@ -120,8 +120,8 @@ class Publisher:
         if name is not None:
             request.kept.append(name)
         if begin and core.offloader is not None and not found.loaded:
-            copies = None if name is None else core.prefix.kept.copies(core.prefix.kept[name])
-            core.offloader.reused(request.block_hashes, self._ids(request), name, copies or ())
+            copies = None if name is None else core.prefix.index.needed_by(core.prefix.kept[name])
+            core.offloader.reused(request.block_hashes, self._names(request), name, copies or ())
 
     def checkpoint_running_request(self, match: Match, found: PrefixMatch) -> bool:
         """Keep a checkpoint of a running request whose tokens end exactly where ``match`` ends, if that saves much
@@ -158,7 +158,7 @@ class Publisher:
         except (MemoryError, RuntimeError):
             pass
         for name in (*request.kept, request.tail):
-            core.prefix.use(name)
+            core.prefix.index.use(name)
         self._store(request.tail)
 
     # -- parts of these ----------------------------------------------------------------------------------------------
@@ -195,15 +195,15 @@ class Publisher:
         except Exception:
             guard.is_torn = False
             raise
-        for group, ids in duplicates:
-            core.capacity.release(group, ids)
+        for group, places in duplicates:
+            core.capacity.release(group, places)
         if core.events is not None and request.namespace not in core.stale:
             core.events.published(request, begin)
         guard.is_torn = False
         if core.full is None:
             core.capacity.forget(core.prefix.evict_unbacked, is_evicted=True)
         if offloader is not None and hashes is not None:
-            offloader.published(hashes, begin, self._ids(request), source)
+            offloader.published(hashes, begin, self._names(request), source)
 
     def last_blocks(self, request: Request) -> TextPart | None:
         """Return the blocks that ``request``, which ends, has not published; None if there are none. Only for models
@@ -218,10 +218,10 @@ class Publisher:
             return None
         return request.last_keys(begin * size, end * size)
 
-    def _ids(self, request: Request) -> Ids:
-        """Return the blocks of the full group that ``request`` shares with the prefix cache, int32; a view."""
+    def _names(self, request: Request) -> BlockNames:
+        """Return the names of the blocks of the full group that ``request`` shares with the prefix cache."""
         full = self._core.full
-        return _NONE if full is None else full.table.cells[request.slot, : request.lease.num_blocks]
+        return _NONE if full is None else full.names_between(request.slot, 0, request.lease.num_blocks)
 
     def _slide(self, request: Request, publishes: bool) -> None:
         """Free, or stop reading, the window blocks that ``request`` does not need any more.
@@ -231,22 +231,20 @@ class Publisher:
         all that slides out, and reservations stay as they are."""
         core, slot, length = self._core, request.slot, request.own_length
         in_answer = length >= request.prompt_length
-        for number, window in enumerate(core.prefix.windows):
-            group, blocks = window.group, window.blocks
+        for number, (group, window) in enumerate(core.prefix.windows):
             first = group.growth.first_kept(length) // group.block_size
             num_blocks = self._most_decoding[number]
             if in_answer and num_blocks <= (group.plan.most_blocks or 0):
                 if publishes:
-                    first = min(first, blocks.first_needed(request.lease.num_blocks))
+                    first = min(first, window.first_needed(request.lease.num_blocks))
                 if group.reserved[slot] > num_blocks:
                     group.reserve(slot, num_blocks)
             first = min(first, group.end[slot])
             if first > group.first[slot]:
                 shared, own = group.leaving(slot, first)
-                handles = blocks.handles(shared)
                 core.guard.is_torn = True
                 group.slide(slot, first)
-                blocks.leave(handles)
+                window.leave(shared)
                 if len(own):
                     core.capacity.release(group, own)
                 core.guard.is_torn = False
@@ -278,7 +276,7 @@ class Publisher:
     def _move_tail(self, request: Request, num_blocks: int, more: int) -> None:
         """Keep a checkpoint after ``num_blocks`` blocks, and drop the one that the previous call kept."""
         core, previous = self._core, request.tail
-        if not num_blocks or core.prefix.checkpoint_at(request.lease, num_blocks) == previous:
+        if not num_blocks or core.prefix.index.checkpoint_at(request.lease, num_blocks) == previous:
             return
         saved = self._save(request, num_blocks, max(0, more))
         if saved is None:
@@ -287,7 +285,7 @@ class Publisher:
         request.tail = name if is_new else -1
         if not is_new:
             request.kept.append(name)
-        core.capacity.forget(core.prefix.drop, previous)
+        core.capacity.forget(core.prefix.index.drop, previous)
 
     def _save(self, request: Request, num_blocks: int, more: int) -> tuple[int, bool] | None:
         """Keep a checkpoint after ``num_blocks`` published blocks, and up to ``more`` window blocks before those that
@@ -296,26 +294,27 @@ class Publisher:
         Returns None if there is no room for it, or if a window block is gone. For room the least recently used
         checkpoint is evicted, but nothing that requests have reserved is used."""
         core, capacity, prefix, states = self._core, self._core.capacity, self._core.prefix, self._core.states
-        name = prefix.checkpoint_at(request.lease, num_blocks)
+        index = prefix.index
+        name = index.checkpoint_at(request.lease, num_blocks)
         if name is not None:
-            prefix.use(name)
+            index.use(name)
             return name, False
         if prefix.is_full:
             capacity.forget(prefix.evict_checkpoint, is_evicted=True)
         needs = [int(group is states) for group in core.groups]
         if prefix.is_full or (states is not None and not make_room(capacity, needs, needs)):
             return None
-        tail = prefix.kept.tail(request.lease, request.slot, num_blocks, more)
-        if tail is None:
+        tails = index.tails(request.lease, num_blocks, more)
+        if tails is None:
             return None
         copy = _NONE
         if states is not None:
-            copy = states.free.peek(1)
-            core.memory.copy(states.index, states.held_ids(request.slot), copy)
+            copy = states.next_names(1)
+            core.memory.copy(states.index, states.held_places(request.slot), states.places_of(copy))
         core.guard.is_torn = True
         if states is not None:
             states.take(1)
-        name = prefix.save(request.lease, num_blocks, Kept(tail, copy))
+        name = index.keep(request.lease, num_blocks, Kept(*tails, copy))
         if core.events is not None and states is not None and request.namespace not in core.stale:
             core.events.kept(request, num_blocks, states, copy)
         core.guard.is_torn = False
@@ -327,4 +326,4 @@ class Publisher:
         """Store checkpoint ``name`` in tiers, if it is still kept."""
         core = self._core
         if core.offloader is not None and name in core.prefix.kept:
-            core.offloader.store_checkpoint(name, core.prefix.kept.copies(core.prefix.kept[name]), "commit")
+            core.offloader.store_checkpoint(name, core.prefix.index.needed_by(core.prefix.kept[name]), "commit")

@@ -10,7 +10,7 @@ import numpy as np
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.cache.counters import Tally
 from kvpagoda.cache.namespace import with_media
-from kvpagoda.cache.prefix_match import PrefixMatch
+from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.errors import StaleHandle
 from kvpagoda.prefix import Lease
 from kvpagoda.prefix.tokens import NO_TOKEN

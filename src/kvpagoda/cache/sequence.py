@@ -13,7 +13,7 @@ import numpy as np
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
-from kvpagoda.cache.prefix_match import PrefixMatch
+from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, State, Tokens
 from kvpagoda.errors import BadInput
 from kvpagoda.units import whole_number

@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpagoda.blocks.ids import Ids
+from kvpagoda.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.cache.capacity import Capacity
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.prefix_cache import Holding
-from kvpagoda.cache.prefix_match import PrefixMatch
+from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request
 from kvpagoda.cache.swap import Suspended
 from kvpagoda.cache.tier_hit import TierHit
 from kvpagoda.errors import OutOfBlocks
 from kvpagoda.prefix import Lease, Match
+from kvpagoda.prefix.hybrid import Holding
 
-_NONE: Ids = np.empty(0, np.int32)
+_NONE = BlockNames(np.empty(0, np.int32))
 
 
 class AdmissionRequest(NamedTuple):
@@ -37,15 +37,15 @@ class AdmissionRequest(NamedTuple):
 
 
 class Allotment(NamedTuple):
-    """What one group allocates to a request that starts; int32 ids.
+    """What one group allocates to a request that starts.
 
     Its row begins at column ``begin``, with ``shared`` blocks, which the prefix cache keeps for it, and then ``own``
     blocks, which are free until the start is committed. ``reserved``: blocks that it reserves in all.
     """
 
     begin: int
-    shared: Ids
-    own: Ids
+    shared: BlockPlaces
+    own: BlockPlaces
     reserved: int
 
 
@@ -84,17 +84,17 @@ def allot(core: Core, attempt: AdmissionRequest, shared: list[range], holding: H
         need, lacking = -(-capacity // group.block_size) - span.stop, reserved - len(span)
         needs.append(need if need > 0 else 0)
         more.append(lacking if lacking > needs[-1] else needs[-1])
-    moves = core.capacity.num_moves
     if not make_room(core.capacity, needs, more):
         return None
-    is_moved, lease, end = moves != core.capacity.num_moves, holding.lease, holding.lease.num_blocks
-    rows = core.prefix.tree.ids_between(lease, 0, end) if is_moved else attempt.match.ids
-    windows = iter([window.blocks.ids(handles) for window, handles in zip(core.prefix.windows, holding.handles)])
-    allotments: list[Allotment] = []
-    for group, span, need, reserved in zip(core.groups, shared, needs, attempt.reserved):
-        ids = rows[0, :end] if group is core.full else _NONE if group is core.states else next(windows)
-        allotments.append(Allotment(span.start, ids, group.free.peek(need), reserved))
-    return allotments
+    names: list[BlockNames] = [_NONE] * len(core.groups)
+    if core.full is not None:
+        names[core.full.index] = BlockNames(attempt.match.ids[0, : holding.lease.num_blocks])
+    for (group, _), read in zip(core.prefix.windows, holding.windows):
+        names[group.index] = read
+    return [
+        Allotment(span.start, group.places_of(shared_names), BlockPlaces(group.free.peek(need)), reserved)
+        for group, span, need, reserved, shared_names in zip(core.groups, shared, needs, attempt.reserved, names)
+    ]
 
 
 def make_room(capacity: Capacity, needs: list[int], more: list[int]) -> bool:
@@ -128,16 +128,18 @@ def fill(
         return _load(core, attempt, shared, own)
     else:
         if partial is not None and core.full is not None:
-            memory.copy(core.full.index, core.prefix.tree.last_ids(partial), own[core.full.index][:1])
+            source = core.full.places_of(BlockNames(core.prefix.tree.last_ids(partial)[:1]))
+            memory.copy(core.full.index, source, own[core.full.index][:1])
         if states is not None and found.checkpoint is not None:
-            memory.copy(states.index, core.prefix.kept[found.checkpoint].states, own[states.index][:1])
+            source = states.places_of(core.prefix.kept[found.checkpoint].states)
+            memory.copy(states.index, source, own[states.index][:1])
             is_new = False
     if is_new and states is not None and len(own[states.index]):
         memory.reset(states.index, own[states.index])
     return found
 
 
-def _load(core: Core, attempt: AdmissionRequest, shared: list[range], own: list[Ids]) -> PrefixMatch | None:
+def _load(core: Core, attempt: AdmissionRequest, shared: list[range], own: list[BlockPlaces]) -> PrefixMatch | None:
     """Load into ``own`` what tiers have beyond the ``shared`` blocks. Return what the request can start from then, or
     None if that is no more than was found without tiers."""
     found, hit, whole = attempt.found, attempt.hit, 0 if core.full is None else shared[core.full.index].stop

@@ -142,7 +142,7 @@ class KVCacheManager:
         """Free the slot and all its blocks in every layer. Raises NotOwned if the slot is not admitted."""
         self._check_slot(slot)
         for blocks in filter(None, self._blocks):
-            own = blocks.group.own_ids(slot)
+            own = blocks.group.own_places(slot)
             blocks.group.close(slot)
             blocks.group.release(own)
             blocks.upload(slot)
@@ -158,7 +158,7 @@ class KVCacheManager:
         blocks = self._blocks_of(layer_idx)
         self._check_slot(slot)
         group = blocks.group
-        held = len(group.held_ids(slot))
+        held = len(group.held_places(slot))
         if not group.free.num_free:
             raise OutOfBlocks(
                 f"OOM: need 1 block in {group.name} for slot {slot}, which holds {held}; "
@@ -177,7 +177,7 @@ class KVCacheManager:
         """Return the blocks that ``slot`` holds in one layer, in order of position. Raises BadInput and NotOwned."""
         group = self._blocks_of(layer_idx).group
         self._check_slot(slot)
-        return [int(block) for block in group.held_ids(slot)]
+        return [int(block) for block in group.held_places(slot)]
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class KVCacheManager:
         for blocks in filter(None, self._blocks):
             group = blocks.group
             group.check()
-            holding = [slot for slot in idle if len(group.held_ids(slot))]
+            holding = [slot for slot in idle if len(group.held_places(slot))]
             if holding:
                 raise CheckFailed(f"{group.name}: slots {holding} hold blocks but are not admitted")
             differs = np.flatnonzero((blocks.table.cpu().numpy() != group.table.cells).any(axis=1))

@@ -14,8 +14,8 @@ from time import time
 
 import numpy as np
 
-from kvpagoda.blocks.ids import Ids
-from kvpagoda.cache.event_log import TEXT, EventLog, Gone, Moved, Record, Renewed, Restart, Shared
+from kvpagoda.blocks.ids import AnyIds, Ids
+from kvpagoda.cache.event_log import TEXT, EventLog, Gone, Record, Renewed, Restart, Shared
 from kvpagoda.cache.namespace import owner_of
 from kvpagoda.events import wire
 from kvpagoda.events.index import Block, PrefixIndex
@@ -98,8 +98,6 @@ class EventStream:
             case Gone(blocks):
                 for group, ids in blocks:
                     self._remove(group, self._forget(group, ids), events)
-            case Moved(group, sources, targets):
-                self._move(group, sources, targets)
             case Renewed(namespaces):
                 self._drop({self._namespace(key) for key in namespaces}, events)
             case Restart(shared):
@@ -163,16 +161,11 @@ class EventStream:
     def _namespace(self, key: bytes) -> bytes:
         return prefix_root(owner_of(key), self.index.followed.secret)
 
-    def _forget(self, group: int, ids: Ids) -> list[Block]:
+    def _forget(self, group: int, ids: AnyIds) -> list[Block]:
         """Remove ``ids`` of ``group`` from the map of ids, and return their blocks that the index still has."""
         known = self._by_id[group]
         blocks = [known.pop(block_id, None) for block_id in ids.tolist()]
         return [block for block in blocks if block is not None and block.parent is not None]
-
-    def _move(self, group: int, sources: Ids, targets: Ids) -> None:
-        known = self._by_id[group]
-        moved = [(target, known.pop(source, None)) for source, target in zip(sources.tolist(), targets.tolist())]
-        known.update((target, block) for target, block in moved if block is not None)
 
     def _drop(self, namespaces: Iterable[bytes], events: list[Event]) -> None:
         """Remove all blocks of ``namespaces``."""

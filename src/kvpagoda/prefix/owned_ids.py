@@ -47,13 +47,6 @@ class OwnedIds:
         """Mark ``ids`` as not owned."""
         self._set(ids, False)
 
-    def remap(self, group: int, names: Ids) -> None:
-        """Replace every owned id of ``group`` by ``names[id]``; no two of these may be equal."""
-        ids = names[np.flatnonzero(self.flags[group])]
-        self.flags = grown(self.flags, int(ids.max(initial=0)) + 1)
-        self.flags[group] = False
-        self.flags[group, ids] = True
-
     def _set(self, ids: Ids, owned: bool) -> None:
         for flags, row in zip(self.flags, ids):
             flags[row] = owned

@@ -247,19 +247,6 @@ class PrefixTree:
         """Write ``ids`` where ``read_ids`` reads; not in a tree that ``proves_ids``. Costs and raises as that does."""
         put_ids_above(*self._locate(at, begin + ids.shape[1]), begin, first, ids)
 
-    def remap(self, group: int, names: Ids) -> None:
-        """Replace every block id of ``group`` by ``names[id]``, int32. Earlier matches become stale. O(blocks)."""
-        rows = [node.ids[group] for node in self._roots.nodes()]
-        ids = np.concatenate([np.empty(0, np.int32), *rows])
-        moved = np.flatnonzero(names[ids] != ids)
-        of_row = np.searchsorted(np.cumsum([len(row) for row in rows]), moved, side="right")
-        after = [(rows[number], names[rows[number]]) for number in np.unique(of_row).tolist()]
-        if self._owned is not None:
-            self._owned.remap(group, names)
-        for row, ids in after:
-            row[:] = ids
-        self._removals += 1
-
     def clear(self, namespace: bytes | None = None) -> Evicted:
         """Remove everything (None), or everything of one namespace, for good. O(blocks removed). Raises RetryLater,
         changing nothing, while a lease is open there."""

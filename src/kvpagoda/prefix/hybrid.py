@@ -1,0 +1,509 @@
+"""The prefix index of models whose layers keep different things: texts, windows and states, with the same verbs.
+
+    Texts      blocks of full attention    cached as long as their tokens are in the prefix tree; ends are evicted first
+    Window     blocks of a window          in the tree too; evicted first once they slid out, unless a checkpoint keeps
+                                           them: then with the checkpoint
+    States     copies of states            one for each checkpoint, evicted with it
+
+    rows of the tree | text | .. | window: name, generation | window: name, generation | .. | number of a text's block
+
+A text can be resumed after each block before which the last window of every group is cached; if states are copied, only
+where a checkpoint has a copy. Blocks are given by name. Nothing is copied, freed or stored here: methods return what
+follows from them, and the caller applies it. Both ``KVCache`` and the adapter for vLLM's scheduler have one such index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpagoda.blocks.ids import AnyIds, Ids
+from kvpagoda.blocks.places import BlockNames
+from kvpagoda.prefix.id_pool import IdPool
+from kvpagoda.prefix.policies.protocol import EvictionPolicy
+from kvpagoda.prefix.results import Evicted, Lease, Match
+from kvpagoda.prefix.tree import PrefixTree
+from kvpagoda.prefix.window_blocks import Flags, WindowBlocks
+from kvpagoda.schema.fields import Growth
+
+_NONE = BlockNames(np.empty(0, np.intp))
+
+
+class IndexGroup(NamedTuple):
+    """One group of an index: the names of its blocks are below ``num_rows``; an eviction frees ``num_ahead`` blocks more
+    than it is asked for. ``is_copied``: its blocks are copies of states, which checkpoints own."""
+
+    growth: Growth
+    num_rows: int
+    num_ahead: int = 0
+    is_copied: bool = False
+
+
+class Kept(NamedTuple):
+    """What one checkpoint keeps."""
+
+    tails: tuple[BlockNames, ...]
+    """For each window: its last blocks before the checkpoint, intp ``[n]``, by reference."""
+    needed: tuple[int, ...]
+    """How many of these are needed to resume at the checkpoint; the others serve texts that part a little earlier."""
+    states: BlockNames
+    """The block with a copy of the states, ``[1]``; ``[0]`` where no states are copied."""
+
+
+class Freed(NamedTuple):
+    """What is no longer cached; the caller frees the blocks."""
+
+    blocks: tuple[tuple[int, BlockNames], ...] = ()
+    """(index of the group, names). Blocks of texts are ordered deepest first."""
+    checkpoints: tuple[tuple[int, Kept], ...] = ()
+    """(name of the checkpoint, what it kept)."""
+    numbers: Ids | None = None
+    """The numbers of evicted blocks of texts, int32, where the index numbers them."""
+
+
+class Holding(NamedTuple):
+    """What is kept from eviction, for a request that starts or for a pin, until it is released."""
+
+    lease: Lease
+    windows: tuple[BlockNames, ...]
+    """For each window: the blocks that are read, intp ``[n]``."""
+    checkpoint: int | None = None
+
+
+class Published(NamedTuple):
+    """The blocks that the tree has for a text from now on, and which of the given ones it did not take."""
+
+    texts: Ids
+    """int32 ``[groups of texts, n]``: the names to use from now on."""
+    doubles: np.ndarray | None
+    """bool ``[groups of texts, n]``: which of the given blocks of texts duplicate cached ones; None: none does."""
+    windows: tuple[BlockNames, ...]
+    """For each window the names that the tree has, in place of the given ones: the same object where it took all."""
+
+
+class Texts:
+    """The blocks of texts in the tree of ``index``, in the groups ``numbers``. Without any group, texts take no device
+    memory."""
+
+    def __init__(self, index: HybridIndex, numbers: Many[int], num_ahead: int) -> None:
+        self._index = index
+        self._tree = index.tree
+        self.numbers = tuple(numbers)
+        self._num_ahead = num_ahead
+        self.num_cold = 0
+
+    @property
+    def num_cached(self) -> int:
+        """Cached blocks, in use or not. O(1)."""
+        return self._tree.num_cached
+
+    @property
+    def num_evictable(self) -> int:
+        """Cached blocks that could be evicted now. O(1)."""
+        return self._tree.num_evictable
+
+    num_spare = num_evictable
+
+    def span(self, num_blocks: int) -> range:
+        """Return which blocks of a text are read to go on after its first ``num_blocks``."""
+        return range(num_blocks)
+
+    def oldest(self) -> int | None:
+        """Return when the block that is evicted next was last used, by one clock for all groups; None if unknown."""
+        return self._tree.oldest()
+
+    def evict(self, n: int) -> Freed | None:
+        """Evict ``n`` blocks of texts and some ahead, or fewer if there are fewer."""
+        return self._index.removed(self._tree.evict(n + self._num_ahead))
+
+    def names(self) -> BlockNames:
+        """Return the names of the cached blocks of the first group. O(blocks)."""
+        return BlockNames(self._tree.owned_ids(0))
+
+
+class Window(WindowBlocks):
+    """The cached blocks of one window group of ``index``, which is its group ``number``. ``row``: its first row in the
+    tree."""
+
+    def __init__(self, index: HybridIndex, number: int, row: int, group: IndexGroup) -> None:
+        super().__init__(group.growth, index.block_size, group.num_rows)
+        self._tree = index.tree
+        self.number = number
+        self.row = row
+        self._num_ahead = group.num_ahead
+        self._scratch: Ids = np.empty((2, 2, 0), np.int32)
+
+    def cells_of(self, rows: Ids) -> Ids:
+        """Return the cells of this group, int32 ``[2, n]``, of ``rows``, int32 ``[rows of the tree, n]``; a view."""
+        cells: Ids = rows[self.row : self.row + 2]
+        return cells
+
+    def cached_between(self, at: Match | Lease, first: int, end: int) -> Ids:
+        """Return the cells that the tree has for blocks ``first .. end - 1`` of ``at``, int32 ``[2, n]``."""
+        cells = np.empty((2, end - first), np.int32)
+        self._tree.read_ids(at, first, self.row, cells)
+        return cells
+
+    def oldest(self) -> int | None:
+        """Return when the block that is evicted next, if none is cold, was last used; None if unknown."""
+        return self._tree.checkpoints.oldest()
+
+    def evict(self, n: int) -> Freed | None:
+        """Evict ``n`` cold blocks and some ahead, or fewer if there are fewer. None if none is cold."""
+        if not self.num_cold:
+            return None
+        return Freed(((self.number, self.evict_cold(n + self._num_ahead)),))
+
+    def names(self) -> BlockNames:
+        """Return the names of the cached blocks. O(blocks)."""
+        cells = self.cells_of(self._tree.all_ids())
+        return BlockNames(cells[0, self.are_there(cells)])
+
+    def reserve_scratch(self, num_blocks: int) -> None:
+        """Make room for ``adopt``, which must not allocate, for ``num_blocks`` blocks."""
+        if self._scratch.shape[2] < num_blocks:
+            self._scratch = np.empty((2, 2, 2 * num_blocks), np.int32)
+
+    def adopt(self, lease: Lease, names: BlockNames, *, takes_over: bool) -> BlockNames:
+        """Publish ``names``, the last blocks of ``lease``, of which the tree may have some already, and return the names
+        that it has. ``takes_over``: the request reads the cached blocks from now on; else only its own."""
+        first, end = lease.num_blocks - len(names), lease.num_blocks
+        ours, theirs = self._scratch[:, :, : end - first]
+        self.write_cells(names, ours)
+        self._tree.read_ids(lease, first, self.row, theirs)
+        lacking = ~self.are_there(theirs)
+        theirs[:, lacking] = ours[:, lacking]
+        self._tree.put_ids(lease, first, self.row, theirs)
+        found = BlockNames(theirs[0].astype(np.intp))
+        is_own = found == names
+        self.publish(BlockNames(names[is_own]))
+        if takes_over:
+            self.read(BlockNames(found[~is_own]))
+        return found
+
+
+class States:
+    """The copies of states that checkpoints of ``index`` keep, one each: group ``number``; None: there are no states."""
+
+    def __init__(self, index: HybridIndex, number: int | None) -> None:
+        self._tree = index.tree
+        self._kept = index.kept
+        self.number = number
+        self.num_cold = 0
+
+    @property
+    def num_cached(self) -> int:
+        """Checkpoints, in use or not. O(1)."""
+        return len(self._kept)
+
+    @property
+    def num_evictable(self) -> int:
+        """Checkpoints that could be evicted now. O(1)."""
+        return len(self._kept) - self._tree.checkpoints.num_held
+
+    num_spare = num_evictable
+
+    def span(self, num_blocks: int) -> range:
+        """Return which blocks of a text are shared to go on after its first ``num_blocks``: none, states are copied."""
+        return range(0)
+
+    def oldest(self) -> int | None:
+        """Return when the checkpoint that is evicted next was last used; None if unknown."""
+        return self._tree.checkpoints.oldest()
+
+    def evict(self, n: int) -> Freed | None:
+        """None: a copy is evicted with its checkpoint."""
+        return None
+
+    def names(self) -> BlockNames:
+        """Return the names of the blocks with copies. O(checkpoints)."""
+        return BlockNames(np.concatenate([_NONE, *(kept.states for kept in self._kept.values())]))
+
+
+Part = Texts | Window | States
+
+
+class HybridIndex:
+    """The prefix ``tree`` of a cache with several groups, and the checkpoints that are ``kept``, by name.
+
+    ``groups``: what each group keeps; the blocks of all have ``block_size`` tokens. ``policy``: an eviction policy for
+    texts. ``capacity``: the most blocks of texts that the caller lets the tree keep. ``is_numbered``: blocks of texts
+    get numbers, in the last row of the tree, for caches where no group names them. ``parts``: the cached blocks of each
+    group, in the order of ``groups``. ``windows``: those parts that are windows.
+    """
+
+    def __init__(
+        self,
+        groups: Many[IndexGroup],
+        block_size: int,
+        policy: str | EvictionPolicy,
+        *,
+        capacity: int,
+        is_numbered: bool = False,
+    ) -> None:
+        self.block_size = block_size
+        text_groups = [number for number, group in enumerate(groups) if not group.growth.is_bounded]
+        bounded = [number for number, group in enumerate(groups) if group.growth.is_bounded and not group.is_copied]
+        copied = next((number for number, group in enumerate(groups) if group.is_copied), None)
+        self.num_texts = len(text_groups)
+        num_rows = self.num_texts + 2 * len(bounded) + is_numbered
+        self.tree = PrefixTree(block_size, num_rows, policy, capacity=capacity, proves_ids=False)
+        self.kept: dict[int, Kept] = {}
+        self._next_name = 0
+        self._numbers = IdPool(first=1) if is_numbered else None
+        num_ahead = max((groups[number].num_ahead for number in text_groups), default=0)
+        self.texts = Texts(self, text_groups, num_ahead)
+        self.states = States(self, copied)
+        self.windows = tuple(
+            Window(self, number, self.num_texts + 2 * at, groups[number]) for at, number in enumerate(bounded)
+        )
+        window_of = {window.number: window for window in self.windows}
+        self.parts: tuple[Part, ...] = tuple(
+            self.texts if number in text_groups else window_of.get(number, self.states) for number in range(len(groups))
+        )
+        self.is_bounded = len(text_groups) < len(groups)  #: whether a text cannot be resumed after each of its tokens
+
+    # -- finding -----------------------------------------------------------------------------------------------------
+
+    def resume_point(self, match: Match, grid: int = 1) -> tuple[int, list[int], str]:
+        """Return after how many blocks of ``match`` its text can be resumed, and what limits that. O(blocks).
+
+        The number of blocks is a multiple of ``grid``. Then: the most blocks that each group allows. Then the limit:
+        ``nothing``, ``alignment``, ``window`` or ``checkpoint``."""
+        end, has_states = match.num_blocks, self.states.number is not None
+        state_end = 0 if match.checkpoint is None else match.checkpoint[0] // self.block_size
+        most = [end] * len(self.parts)
+        if (not has_states or state_end == end) and end % grid == 0:
+            for window in self.windows:
+                if not window.can_resume(window.cells_of(match.ids)):
+                    break
+            else:
+                return end, most, "nothing"
+        allowed = self.boundaries(match.ids, most)
+        anywhere = int(np.flatnonzero(allowed)[-1])
+        allowed &= np.arange(end + 1) % grid == 0
+        longest = int(np.flatnonzero(allowed)[-1])
+        limited_by = "window" if anywhere < end else "alignment"
+        if self.states.number is None:
+            return longest, most, limited_by
+        depth = most[self.states.number] = state_end
+        while not allowed[depth]:  # depth 0 is always allowed
+            above = self.tree.last_checkpoint(match, depth - 1)
+            depth = 0 if above is None else above[0] // self.block_size
+        return depth, most, "checkpoint" if depth < longest else limited_by
+
+    def boundaries(self, rows: Ids, most: list[int] | None = None) -> Flags:
+        """Return after how many blocks of a text every window allows to resume: bool ``[num_blocks + 1]``. ``rows``: what
+        the tree has of the text, int32 ``[rows of the tree, num_blocks]``. ``most[i]`` becomes the most that group i
+        alone allows, for each window."""
+        allowed = np.ones(rows.shape[1] + 1, np.bool_)
+        for window in self.windows:
+            allows = window.boundaries(window.cells_of(rows))
+            allowed &= allows
+            if most is not None:
+                most[window.number] = int(np.flatnonzero(allows)[-1])
+        return allowed
+
+    def are_there(self, match: Match, spans: Many[range]) -> bool:
+        """Return whether ``match`` has the blocks ``spans[i]`` of each group i."""
+        if max((span.stop for span in spans if span), default=0) > match.num_blocks:
+            return False
+        for window in self.windows:
+            span = spans[window.number]
+            if not window.are_there(window.cells_of(match.ids)[:, span.start : span.stop]).all():
+                return False
+        return True
+
+    def names_in(self, rows: Ids, spans: Many[range]) -> list[BlockNames]:
+        """Return for each window the names of the blocks ``spans[i]`` of its group i, intp. ``rows``: what the tree has
+        of a text, int32 ``[rows of the tree, n]``."""
+        names: list[BlockNames] = []
+        for window in self.windows:
+            span = spans[window.number]
+            names.append(BlockNames(rows[window.row, span.start : span.stop].astype(np.intp)))
+        return names
+
+    def checkpoint_at(self, lease: Lease, num_blocks: int) -> int | None:
+        """Return the name of the checkpoint after ``num_blocks`` blocks of ``lease``, or None."""
+        last = self.tree.last_checkpoint(lease, num_blocks)
+        return last[1] if last is not None and last[0] == num_blocks * self.block_size else None
+
+    # -- holding -----------------------------------------------------------------------------------------------------
+
+    def hold(
+        self, at: Match | Lease, num_blocks: int, windows: Many[BlockNames], checkpoint: int | None = None
+    ) -> Holding:
+        """Keep from eviction the first ``num_blocks`` blocks of texts of ``at``, the cached blocks ``windows`` of each
+        window, and ``checkpoint``."""
+        holding = Holding(self.tree.pin(at, num_blocks), tuple(windows), checkpoint)
+        for window, names in zip(self.windows, windows):
+            window.read(names)
+        if checkpoint is not None:
+            self.tree.checkpoints.hold(checkpoint)
+        return holding
+
+    def release(self, holding: Holding) -> None:
+        """End ``holding``: what it held is evictable unless others use it."""
+        self.release_checkpoint(holding)
+        self.leave(holding.windows)
+        self.tree.unpin(holding.lease)
+
+    def release_checkpoint(self, holding: Holding) -> None:
+        """End the hold on the checkpoint of ``holding``; a request has taken over the rest."""
+        if holding.checkpoint is not None:
+            self.tree.checkpoints.release(holding.checkpoint)
+
+    def leave(self, windows: Many[BlockNames]) -> None:
+        """Remove one reader from the blocks ``windows`` of each window."""
+        for window, names in zip(self.windows, windows):
+            window.leave(names)
+
+    # -- publishing --------------------------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        lease: Lease,
+        keys: Ids,
+        texts: AnyIds,
+        windows: Many[BlockNames] = (),
+        *,
+        text: Ids | None = None,
+        priority: int = 0,
+        is_late: bool = False,
+        takes_over: bool = True,
+    ) -> Published:
+        """Make the whole blocks of ``keys``, which follow what ``lease`` covers, shareable; ``lease`` then covers them.
+        New blocks count as used now (``is_late``: with those before them), others as used when ``lease`` was opened.
+
+        ``texts``: ``[groups of texts, n]``, the names of these blocks in the groups of texts. ``windows``: for
+        each window the names of the last blocks up to there, intp, as many as the request has and does not share yet:
+        also of earlier blocks of the text, which the tree may lack. ``text``: see ``PrefixTree.insert``.
+        ``takes_over``: see ``Window.adopt``. Raises MemoryError, changing nothing."""
+        tree = self.tree
+        n = len(keys) // self.block_size
+        given: Ids = texts.astype(np.int32, copy=False)
+        if tree.num_groups > self.num_texts:
+            given = np.empty((tree.num_groups, n), np.int32)
+            given[: self.num_texts] = texts
+            for window, names in zip(self.windows, windows):
+                new = len(names) if len(names) < n else n
+                rows = given[window.row : window.row + 2]
+                rows[:, : n - new] = 0
+                if new:
+                    window.write_cells(BlockNames(names[len(names) - new :]), rows[:, n - new :])
+                window.reserve_scratch(len(names))
+        if self._numbers is not None:
+            given[-1] = self._numbers.peek(n)[::-1]  # new blocks are the last of these
+        inserted = tree.insert(lease, keys, given, text=text, priority=priority, is_late=is_late)
+        if self._numbers is not None:
+            self._numbers.advance(inserted.num_added)
+        is_new = inserted.num_added == n
+        found: list[BlockNames] = []
+        for window, names in zip(self.windows, windows):
+            if is_new and len(names) <= n:
+                window.publish(names)
+                found.append(names)
+            else:
+                found.append(window.adopt(lease, names, takes_over=takes_over))
+        if is_new:
+            return Published(given[: self.num_texts], None, tuple(found))
+        return Published(inserted.ids[: self.num_texts], inserted.duplicates[: self.num_texts], tuple(found))
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def tails(self, lease: Lease, num_blocks: int, more: int) -> tuple[tuple[BlockNames, ...], tuple[int, ...]] | None:
+        """Return for each window the blocks that a text needs to be resumed after ``num_blocks`` blocks of ``lease``,
+        and up to ``more`` blocks before these as far as they are cached; and how many of them are needed. None if a
+        needed block is not cached any more."""
+        found: list[BlockNames] = []
+        needed: list[int] = []
+        for window in self.windows:
+            span = window.span(num_blocks)
+            cells = window.cached_between(lease, max(0, span.start - more), num_blocks)
+            missing = np.flatnonzero(~window.are_there(cells))
+            begin = int(missing[-1]) + 1 if len(missing) else 0
+            if cells.shape[1] - begin < len(span):
+                return None
+            found.append(BlockNames(cells[0, begin:].astype(np.intp)))
+            needed.append(len(span))
+        return tuple(found), tuple(needed)
+
+    def keep(self, lease: Lease, num_blocks: int, kept: Kept) -> int:
+        """Add the checkpoint ``kept`` after ``num_blocks`` blocks of ``lease``, which has none there; return its name,
+        which is never used again."""
+        name = self._next_name
+        self._next_name += 1
+        self.kept[name] = kept
+        for window, names in zip(self.windows, kept.tails):
+            window.keep(names)
+        self.tree.set_checkpoint(lease, num_blocks * self.block_size, name)
+        return name
+
+    def use(self, name: int) -> None:
+        """Count a use of checkpoint ``name``, if it is still kept."""
+        if name in self.kept:
+            self.tree.checkpoints.use(name)
+
+    def drop(self, name: int) -> Freed:
+        """Drop checkpoint ``name``, if it is still kept and not held."""
+        if name not in self.kept or self.tree.checkpoints.is_held(name):
+            return Freed()
+        self.tree.checkpoints.drop(name)
+        return self._forget((name,))
+
+    def needed_by(self, kept: Kept) -> list[BlockNames]:
+        """Return for each bounded group, in the order of the groups, the blocks that a text needs to be resumed at a
+        checkpoint that keeps ``kept``."""
+        tails = [BlockNames(names[len(names) - n :]) for names, n in zip(kept.tails, kept.needed)]
+        by_window = iter(tails)
+        return [
+            kept.states if part is self.states else next(by_window) for part in self.parts if part is not self.texts
+        ]
+
+    # -- eviction ----------------------------------------------------------------------------------------------------
+
+    def evict_checkpoint(self) -> Freed:
+        """Evict the least recently used checkpoint that is not held, if there is one. Its window blocks become cold."""
+        return self._forget(self.tree.checkpoints.evict())
+
+    def removed(self, evicted: Evicted) -> Freed:
+        """Return what follows in all groups from what the tree ``evicted``."""
+        blocks, checkpoints, _ = self._forget(evicted.states) if evicted.states else _NOTHING
+        for row, number in enumerate(self.texts.numbers):
+            blocks += ((number, BlockNames(evicted.ids[row])),)
+        for window in self.windows:
+            blocks += ((window.number, window.forget(window.cells_of(evicted.ids))),)
+        if self._numbers is None:
+            return Freed(blocks, checkpoints)
+        self._numbers.give(evicted.ids[-1])
+        return Freed(blocks, checkpoints, evicted.ids[-1])
+
+    def _forget(self, names: Many[int]) -> Freed:
+        """Remove the checkpoints ``names``, which the tree has removed. Their window blocks lose a keeper."""
+        removed = tuple((name, self.kept.pop(name)) for name in names)
+        for _, kept in removed:
+            for window, tail in zip(self.windows, kept.tails):
+                window.drop(tail)
+        number = self.states.number
+        blocks = () if number is None else tuple((number, kept.states) for _, kept in removed)
+        return Freed(blocks, removed)
+
+    # -- proof -------------------------------------------------------------------------------------------------------
+
+    def check(self, held: Iterable[Many[BlockNames]]) -> None:
+        """Prove the tree, and the counts of readers and keepers of each window block. ``held``: by reader, the names of
+        the blocks that it reads in each window. Raises CheckFailed."""
+        self.tree.check()
+        rows, held = self.tree.all_ids(), [*held]
+        for at, window in enumerate(self.windows):
+            counts = [
+                np.bincount(np.concatenate([_NONE, *users]), minlength=window.num_rows)
+                for users in ([names[at] for names in held], [kept.tails[at] for kept in self.kept.values()])
+            ]
+            window.check(window.cells_of(rows), counts[0], counts[1])
+
+
+_NOTHING = Freed()
