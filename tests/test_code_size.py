@@ -1,4 +1,4 @@
-"""The size of the code: budgets of lines, of parameters and of public names, and that the tool which counts is right."""
+"""The size of the code: bounds of lines, of parameters and of public names, and that the tool which counts is right."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 import kvpagoda
 from kvpagoda.schema import Attention, Layer, Schema
 
-CORE_LINES, ALL_LINES = 13_080, 20_910  # what there is, to the next ten; aims: 7,800, and 10,500 beside layouts
-FILE_LINES, CLASS_LINES, FUNCTION_LINES = 400, 300, 60
+FUNCTION_LINES = 80
+"""The most physical lines of a function. Long files and classes are printed by the tool and do not fail a test."""
 PARAMETERS = 8
 CACHE_NAMES, SEQUENCE_NAMES = 23, 16  # 20 and 15, and what was asked for since: lookup, epoch and layer, epochs
 
@@ -47,20 +47,15 @@ def measured() -> Any:
     return code_size.measure(SRC)
 
 
-def test_the_budgets_hold() -> None:
-    size = measured()
-    assert (size.core <= CORE_LINES, size.all <= ALL_LINES) == (True, True), (
-        f"core {size.core:,} of {CORE_LINES:,} lines, all {size.all:,} of {ALL_LINES:,}: {size.rooms}"
-    )
+def test_no_bound_is_exceeded() -> None:
+    assert not code_size.over_bounds(measured()), code_size.over_bounds(measured())
+    assert {*code_size.BOUNDS} == {*measured().rooms}, "each room has a bound"
+    assert {*code_size.ENGINE_CORE} <= {*code_size.BOUNDS} and (SRC / code_size.CHOICES).is_dir()
 
 
-@pytest.mark.parametrize(
-    ("kind", "limit"), [("file", FILE_LINES), ("class", CLASS_LINES), ("function", FUNCTION_LINES)]
-)
-def test_nothing_is_too_long(kind: str, limit: int) -> None:
-    assert code_size.LIMITS[kind] == limit
-    over = [f"{one.lines} lines: {one.where}" for one in measured().over if one.kind == kind]
-    assert not over, "; ".join(over)
+def test_no_function_is_too_long() -> None:
+    over = [one for one in measured().long if one.kind == "function" and one.lines > FUNCTION_LINES]
+    assert not over, over
 
 
 EXAMPLE = '''\
@@ -90,25 +85,56 @@ def test_code_lines_are_neither_blanks_nor_comments_nor_docstrings() -> None:
     assert code_size.count_code("") == 0
 
 
-def test_the_tool_names_what_is_over_the_limits(tmp_path: Path) -> None:
+def test_the_tool_counts_rooms_and_names_what_is_long(tmp_path: Path) -> None:
     (tmp_path / "cli").mkdir()
     (tmp_path / "cli" / "long.py").write_text(
         "class A:\n    def short(self):\n        pass\n\n    @property\n    def f(self):\n" + "        pass\n" * 59
     )
     (tmp_path / "__init__.py").write_text("x = 1\n" * 401)
     size = code_size.measure(tmp_path)
-    assert size.rooms == {"kvpagoda": 401, "cli": 64} and (size.core, size.all) == (401, 465)
-    assert [tuple(one) for one in size.over] == [(401, "file", "__init__.py"), (61, "function", "cli/long.py:5 f")]
+    assert size.rooms == {"kvpagoda": 401, "cli": 64} and size.files == {"kvpagoda": 1, "cli": 1}
+    assert (size.engine_core, size.all) == (0, 465)
+    assert [tuple(one) for one in size.long] == [(401, "file", "__init__.py"), (61, "function", "cli/long.py:5 f")]
+    assert "61 lines of a function, over 60: cli/long.py:5 f" in code_size.table(size)
+
+
+def test_the_engine_core_is_its_rooms_without_the_policies(tmp_path: Path) -> None:
+    for name, lines in {
+        "prefix/tree.py": 2,
+        "prefix/policies/fifo.py": 4,
+        "kv_cache.py": 8,
+        "schema/plan.py": 16,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n" * lines)
+    size = code_size.measure(tmp_path)
+    assert (size.engine_core, size.all, size.rooms["prefix"]) == (10, 30, 6)
+
+
+def test_each_bound_that_is_exceeded_is_named() -> None:
+    size = code_size.CodeSize(
+        {"prefix": code_size.BOUNDS["prefix"] + 1, "units": code_size.BOUNDS["units"], "new": 1},
+        {"prefix": code_size.FILES_BOUND, "units": 1},
+        code_size.ENGINE_CORE_BOUND + 1,
+        code_size.ALL_BOUND + 1,
+        [],
+    )
+    named = [line.partition(":")[0] for line in code_size.over_bounds(size)]
+    assert named == ["prefix", "new", "engine core", "all", "all"]
+    assert code_size.over_bounds(size)[-1].endswith(f"files, at most {code_size.FILES_BOUND}")
 
 
 def test_the_tool_runs_as_a_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.run([sys.executable, str(TOOL), "--json"], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["all"] == measured().all
+    printed = json.loads(done.stdout)
+    assert printed["all"] == measured().all and printed["bounds"]["cache"] == code_size.BOUNDS["cache"]
     monkeypatch.setattr(code_size, "measure", measured)
     monkeypatch.setattr(sys, "argv", [str(TOOL)])
     code_size.main()
-    printed = capsys.readouterr().out
-    assert "core\n" in printed and "hf   (not core)\n" in printed
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    files, lines, bound = measured().files["prefix"], measured().rooms["prefix"], code_size.BOUNDS["prefix"]
+    assert ["prefix", str(files), f"{lines:,}", f"{bound:,}"] in rows
+    assert ["all", str(sum(measured().files.values())), f"{measured().all:,}", f"{code_size.ALL_BOUND:,}"] in rows
 
 
 def parameters_of(node: ast.ClassDef) -> int:

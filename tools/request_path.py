@@ -3,8 +3,8 @@
     python tools/request_path.py          prints the drawing in CONTRIBUTING.md; a test compares the two
 
 A small cache without memory serves one request. Part of its prompt is cached, and blocks must be evicted for it. Every
-call from one file of the library into another is a line, indented below its caller. Repeated calls at the same depth
-are left out.
+call from one file of the library into another is a line, indented below its caller. What these calls do inside is not
+drawn, so that it can change. Repeated calls at the same depth are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvpagoda.schema import Attention, Growth, Layer
 SRC = Path(kvpagoda.__file__).parent
 QUIET = {"guarded", "change", "__init__", "<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>"}
 """Functions that are not drawn, because they say nothing about the path."""
-DEEPEST = 3
+DEEPEST = 2
 """Calls below this depth are not drawn."""
 FULL, WINDOW = Attention(1, 1, 1, "float16"), Attention(1, 1, 1, "float16", Growth(window=8))
 
