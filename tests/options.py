@@ -1,10 +1,15 @@
 """Arguments of a cache as flat keywords, for tests that vary one at a time; and calls of internals that tests share."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
+import kvpagoda.cache.core
 from kvpagoda import Identity, KVCache, Limits, Retention, Sequence
 from kvpagoda.blocks.group import BlockGroup
 from kvpagoda.blocks.ids import Ids
@@ -46,3 +51,21 @@ def move_blocks(cache: KVCache, group: BlockGroup, sources: Ids) -> None:
     group.move(*group.moving(sources, targets))
     core.capacity.num_moves += 1
     group.free.give(sources)
+
+
+@contextmanager
+def shuffled_places(seed: int) -> Iterator[None]:
+    """In caches that are made within this context, no block has its name for its place."""
+
+    def shuffled(num_rows: int, *, may_move: bool) -> PlaceTable:
+        table = PlaceTable(num_rows)
+        order = 1 + np.random.default_rng([seed, num_rows]).permutation(num_rows - 1)
+        table.shuffle(np.concatenate(([0], order)).astype(np.int32))
+        return table
+
+    before = kvpagoda.cache.core.places_for
+    kvpagoda.cache.core.places_for = shuffled
+    try:
+        yield
+    finally:
+        kvpagoda.cache.core.places_for = before

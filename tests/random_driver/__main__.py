@@ -11,9 +11,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from time import perf_counter
 
 import torch
+
+from options import shuffled_places
 
 from .caches import has_xxhash, settings_of
 from .driver import OPERATIONS, drive
@@ -39,9 +42,10 @@ def main() -> None:
             if "disk" in settings.tiers and not has_xxhash():
                 continue
             try:
-                driver = drive(
-                    settings, given.operations, without=frozenset(given.without), memory_fails=given.memory_fails
-                )
+                with shuffled_places(seed) if seed % 2 else nullcontext():
+                    driver = drive(
+                        settings, given.operations, without=frozenset(given.without), memory_fails=given.memory_fails
+                    )
                 counts += driver.counts
             except Fault as fault:
                 faults += 1

@@ -8,7 +8,7 @@ A name that is passed to a kernel reads the bytes of another block, so the two a
 
 from __future__ import annotations
 
-from typing import NamedTuple, NewType
+from typing import Any, NamedTuple, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,8 @@ class FixedPlaces:
 
     def places_of(self, names: BlockNames) -> BlockPlaces:
         """Return the places of the blocks ``names``: int32 ``[n]``."""
-        return BlockPlaces(names.astype(np.int32, copy=False))
+        same: Any = names  # the same numbers, where nothing moves
+        return BlockPlaces(same if same.dtype == np.int32 else same.astype(np.int32))
 
     def moving(self, sources: BlockPlaces, targets: BlockPlaces) -> Move:
         """Return the decision to move the blocks at ``sources`` to ``targets``, where free blocks lie. Not for blocks
@@ -69,10 +70,10 @@ class PlaceTable(FixedPlaces):
         self._name_at = np.arange(num_rows)  # by place; intp, since numpy takes several times as long to index by int32
 
     def names_at(self, places: BlockPlaces) -> BlockNames:
-        return BlockNames(self._name_at.take(places))
+        return BlockNames(self._name_at[places])
 
     def places_of(self, names: BlockNames) -> BlockPlaces:
-        return BlockPlaces(self._place_of.take(names))
+        return BlockPlaces(self._place_of[names])
 
     def moving(self, sources: BlockPlaces, targets: BlockPlaces) -> Move:
         return Move(sources, targets, self._name_at[sources], self._name_at[targets])
