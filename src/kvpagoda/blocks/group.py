@@ -92,13 +92,14 @@ class BlockGroup:
 
     def shared_names(self, slot: int) -> BlockNames:
         """Return the names of the blocks that ``slot`` may share with others, in the order of the text."""
-        return self.names_between(slot, self.first[slot], self.shared[slot])
+        return self.names_at(BlockPlaces(self.table.cells[slot, self.first[slot] : self.shared[slot]]))
 
     def leaving(self, slot: int, first: int) -> tuple[BlockNames, BlockPlaces]:
         """Return what ``slot`` loses if its row begins at column ``first``: the names of shared blocks, and the places
         of own ones, int32."""
         middle = min(max(self.shared[slot], self.first[slot]), first)
-        return self.names_between(slot, self.first[slot], middle), self.places_between(slot, middle, first)
+        row = self.table.cells[slot]
+        return self.names_at(BlockPlaces(row[self.first[slot] : middle])), BlockPlaces(row[middle:first].copy())
 
     def next_names(self, n: int) -> BlockNames:
         """Return the names of the blocks that ``free.peek(n)`` returns."""

@@ -134,6 +134,7 @@ class Window(WindowBlocks):
         self.number = number
         self.row = row
         self._num_ahead = group.num_ahead
+        self.most_adopted = 0  #: blocks that ``adopt`` has room for
         self._scratch: Ids = np.empty((2, 2, 0), np.int32)
 
     def cells_of(self, rows: Ids) -> Ids:
@@ -164,8 +165,8 @@ class Window(WindowBlocks):
 
     def reserve_scratch(self, num_blocks: int) -> None:
         """Make room for ``adopt``, which must not allocate, for ``num_blocks`` blocks."""
-        if self._scratch.shape[2] < num_blocks:
-            self._scratch = np.empty((2, 2, 2 * num_blocks), np.int32)
+        self._scratch = np.empty((2, 2, 2 * num_blocks), np.int32)
+        self.most_adopted = 2 * num_blocks
 
     def adopt(self, lease: Lease, names: BlockNames, *, takes_over: bool) -> BlockNames:
         """Publish ``names``, the last blocks of ``lease``, of which the tree may have some already, and return the names
@@ -394,12 +395,15 @@ class HybridIndex:
                 rows[:, : n - new] = 0
                 if new:
                     window.write_cells(BlockNames(names[len(names) - new :]), rows[:, n - new :])
-                window.reserve_scratch(len(names))
+                if len(names) > window.most_adopted:
+                    window.reserve_scratch(len(names))
         if self._numbers is not None:
             given[-1] = self._numbers.peek(n)[::-1]  # new blocks are the last of these
         inserted = tree.insert(lease, keys, given, text=text, priority=priority, is_late=is_late)
         if self._numbers is not None:
             self._numbers.advance(inserted.num_added)
+        if self.is_bounded:  # counts a use of the last checkpoint of this text
+            tree.checkpoints.touch(lease.node, lease.num_blocks)
         is_new = inserted.num_added == n
         found: list[BlockNames] = []
         for window, names in zip(self.windows, windows):
