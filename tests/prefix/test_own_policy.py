@@ -105,18 +105,148 @@ def test_anything_but_a_policy_is_refused_with_the_names_that_exist() -> None:
         as_policy(type("Half", (), {"add": print, "touch": print})(), 10)
 
 
-def test_an_impossible_choice_is_refused() -> None:
-    class Wrong(RandomLeaf):
-        answer = np.array([7], np.int32)
+def chosen(answer):
+    """A policy whose ``choose`` returns ``answer(chain, the oldest leaf)``."""
+    return {"choose": lambda self, chain: answer(chain, next(iter(self.leaves)))}
 
-        def choose(self, chain):
-            return self.answer
 
-    tree = PrefixTree(1, policy=(policy := Wrong(1)))
+def forgetting(answer):
+    """A policy whose ``remove`` returns ``answer(keys)``."""
+    return {"remove": lambda self, keys, *, evicted: answer(keys)}
+
+
+def raising(method: str, error: type[BaseException] = KeyError):
+    """A policy whose ``method`` raises ``error``."""
+
+    def fail(self, *_, **__):
+        raise error("a mistake in the policy")
+
+    return {method: fail}
+
+
+def written(self, keys, *_, **__):
+    keys[:] = 0
+
+
+WRONG = {
+    "an unknown leaf": chosen(lambda chain, leaf: np.array([10**6], np.int32)),
+    "a negative key": chosen(lambda chain, leaf: np.array([-1], np.int32)),
+    "no block": chosen(lambda chain, leaf: chain(leaf)[:0]),
+    "nothing": chosen(lambda chain, leaf: None),
+    "text": chosen(lambda chain, leaf: "ab"),
+    "more than the chain": chosen(lambda chain, leaf: np.repeat(chain(leaf), 9)),
+    "inner blocks first": chosen(lambda chain, leaf: chain(leaf)[::-1]),
+    "the chain of an unknown leaf": chosen(lambda chain, leaf: chain(10**6)),
+    "the end of an iterator": raising("choose", StopIteration),
+    "forgets nothing that can be counted": forgetting(lambda keys: None),
+    "forgets what is cached": forgetting(lambda keys: np.array([0], np.int32)),
+    "forgets all there could be": forgetting(lambda keys: np.arange(1000, dtype=np.int32)),
+    "forgets twice": forgetting(lambda keys: [*keys.tolist(), *keys.tolist()]),
+    "forgets lists": forgetting(lambda keys: [keys.tolist()]),
+    **{f"raises in {name}": raising(name) for name in ("add", "touch", "set_leaf", "choose", "remove")},
+    "has no memory for a leaf": raising("set_leaf", MemoryError),
+    **{f"writes in {name}": {name: written} for name in ("add", "touch", "remove")},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_policy_costs_its_order_and_no_request(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The policy goes wrong in the middle of a run of requests, which continue as if nothing were."""
+    schema = Schema((Layer(0, "attention", (Attention(1, 4, 4, "float32"),)),), "test")
+    cache = KVCache(schema, num_blocks=16, max_requests=3, device="none", policy=RandomLeaf(1), block_size=4)
+    kept = cache.open([9] * 14)
+    kept.commit([9] * 14)
+    order = cache._core.prefix.tree._order
+
+    def serve(name: int) -> None:
+        text = [name % 3] * 4 + [name] * 12
+        with cache.open(text) as sequence:
+            sequence.commit(text[sequence.cached_tokens :])
+        cache.check()
+
+    for name in range(5):
+        serve(name)
+    order.policy.__class__ = type("Wrong", (RandomLeaf,), WRONG[wrong])
+    for name in range(20, 40):
+        serve(name)
+    assert kept.tokens.tolist() == [9] * 14
+    kept.close()
+    cache.check()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "the eviction policy Wrong failed; from now on the oldest leaf is evicted"
+    ]
+    assert caplog.records[-1].exc_info is not None
+    cache.reset()
+    serve(1)
+
+
+@pytest.mark.parametrize("end", ["close", "suspend", "commit"])
+def test_an_error_in_add_loses_no_request_that_ends(end: str) -> None:
+    schema = Schema((Layer(0, "attention", (Attention(1, 4, 4, "float32"),)),), "test")
+    cache = KVCache(
+        schema, num_blocks=40, max_requests=4, device="none", policy=(policy := RandomLeaf(1)), block_size=16
+    )
+    first, second = cache.open([1] * 40), cache.open([2] * 40)
+    first.commit([1] * 40)
+    second.commit([2] * 40)
+    policy.__class__ = type("Wrong", (RandomLeaf,), raising("add"))
+    if end == "commit":
+        first.extend(24)
+        first.commit([1] * 24)
+    else:
+        getattr(first, end)()
+    cache.check()
+    assert (first.is_open, second.length) == (end != "close", 40)
+    second.close()
+    assert cache.lookup([2] * 40).cached == 39
+
+
+def test_the_order_after_a_failure_is_by_age_of_the_leaves() -> None:
+    tree = PrefixTree(1, policy=type("Wrong", (RandomLeaf,), raising("choose"))(1))
+    for first in (10, 20, 30):
+        text = np.arange(first, first + 3, dtype=np.int32)
+        tree.insert(tree.match(text), text, text[None])
+    tree.touch(tree.match(np.arange(10, 13, dtype=np.int32)))
+    assert tree.evict(1).ids.tolist() == [[12]]  # the policy chose before it was touched
+    tree.touch(tree.match(np.arange(20, 23, dtype=np.int32)))
+    assert tree.evict(6).ids.tolist() == [[32, 31, 30, 11, 10, 22]]
+    tree.check()
+
+
+def test_ghosts_of_a_failed_policy_are_forgotten() -> None:
+    """The policy remembers every block that is evicted. When it fails, their keys are free for others."""
+
+    class Remembering(RandomLeaf):
+        def remove(self, keys, *, evicted):
+            return []
+
+    tree = PrefixTree(1, policy=(policy := Remembering(1)))
+    for first in range(0, 90, 9):
+        tree.evict(tree.num_cached)
+        text = np.arange(first, first + 9, dtype=np.int32)
+        tree.insert(tree.match(text), text, text[None] + 1)
+    order = tree._order
+    assert len(order._ghosts) == 81
+    policy.__class__ = type("Wrong", (RandomLeaf,), raising("remove"))
+    tree.evict(5)
+    assert tree.insert(tree.match(text), text[4:], text[None, 4:] + 1).num_added == 5
+    tree.check()
+    assert len(order._ghosts) == 0 and sorted(order._keys.take(90 - 9).tolist() + tree_keys(tree)) == list(range(90))
+
+
+def tree_keys(tree: PrefixTree) -> list[int]:
+    """Return the keys of all cached blocks."""
+    return [key for node in tree.nodes() for key in node.ids[-1].tolist()]
+
+
+def test_an_interrupt_in_a_policy_reaches_the_caller() -> None:
+    tree = PrefixTree(1, policy=(policy := RandomLeaf(1)))
     text = np.arange(3, dtype=np.int32)
     tree.insert(tree.match(text), text, text[None] + 1)
-    for policy.answer in (np.array([7], np.int32), np.empty(0, np.int32), np.arange(3, dtype=np.int32)[::-1]):
-        with pytest.raises(BadInput, match="chose"):
-            tree.evict(2)
+    for method in ("touch", "choose", "remove"):
+        policy.__class__ = type("Stopped", (RandomLeaf,), raising(method, KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tree.touch(tree.match(text)) if method == "touch" else tree.evict(1)
+        policy.__class__ = RandomLeaf
         tree.check()
-        assert tree.num_cached == 3
+    assert tree._order.policy is policy and tree.num_cached == 3

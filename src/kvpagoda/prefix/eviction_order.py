@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.errors import BadInput
 from kvpagoda.prefix.ghost_index import GhostIndex
 from kvpagoda.prefix.id_pool import IdPool
 from kvpagoda.prefix.invariants import expect
 from kvpagoda.prefix.lru import LRUOrder
 from kvpagoda.prefix.node import Node
-from kvpagoda.prefix.policies.protocol import EvictionPolicy, Forgotten
+from kvpagoda.prefix.policies.protocol import EvictionPolicy, Forgotten, Keys
+
+_log = logging.getLogger(__name__)
+
+
+class OldestLeaf:
+    """The policy that takes over from one that failed: the text that became a leaf, or was used as one, longest ago is
+    evicted first. It needs to know nothing but the present ``leaves``, and cannot fail."""
+
+    def __init__(self, leaves: Iterable[int]) -> None:
+        self._leaves = OrderedDict.fromkeys(leaves)
+
+    def add(self, keys: Keys, priority: int) -> None:
+        pass
+
+    def touch(self, keys: Keys, priority: int) -> None:
+        deepest = int(keys[-1])
+        if deepest in self._leaves:
+            self._leaves.move_to_end(deepest)
+
+    def set_leaf(self, key: int, is_leaf: bool) -> None:
+        if is_leaf:
+            self._leaves[key] = None
+        else:
+            del self._leaves[key]
+
+    def choose(self, chain: Callable[[int], Keys]) -> Keys:
+        return chain(next(iter(self._leaves)))
+
+    def remove(self, keys: Keys, *, evicted: bool) -> Forgotten:
+        return keys
+
+    def check(self, keys: Keys, leaves: set[int]) -> None:
+        expect(self._leaves.keys() == leaves, "the order that replaces a failed policy has other leaves")
 
 
 class PolicyOrder:
@@ -22,9 +57,13 @@ class PolicyOrder:
     The keys are the last row of the ids: ``num_rows`` rows are kept with the ids of each block. ``leaves``: key ->
     node, for the last block of each node whose last block is evictable.
 
-    ``prepare``, ``add``, ``touch``, ``remove``, ``clear`` and each step of ``victims`` may raise, and have then changed
-    nothing; the other methods cannot fail. After a removal, ghosts have to be recorded and unused keys freed. Because
-    this may fail, it is done later, when the next blocks are added or removed.
+    ``prepare``, ``add``, ``touch``, ``remove``, ``clear`` and each step of ``victims`` may raise MemoryError, and have
+    then changed nothing; the other methods cannot fail. After a removal, ghosts have to be recorded and unused keys
+    freed. Because this may fail, it is done later, when the next blocks are added or removed.
+
+    Nothing that the policy does wrong reaches the caller. If a method raises something else than MemoryError, or
+    ``set_leaf`` raises at all, or an answer is impossible, that is logged, and ``OldestLeaf`` takes over for good. What
+    the policy is given to read, it cannot write.
     """
 
     num_rows = 1
@@ -37,6 +76,8 @@ class PolicyOrder:
         # what ``_settle`` still has to do:
         self._removed: list[tuple[int, Ids, Ids, int]] = []  # removed blocks: key above, keys, tokens, block size
         self._forgotten: list[Forgotten] = []  # keys that the policy forgot
+        self._forgets_all = True  # whether these are, one by one, the vectors of the removed keys themselves
+        self._has_failed = False  # whether the policy was replaced: nothing remembers the ghosts any more
         self._meaningless: list[int] = []  # keys to be freed
 
     def mark(self, node: Node) -> None:
@@ -49,8 +90,8 @@ class PolicyOrder:
             self._unmark(node)
             if leaf >= 0:
                 self.leaves[leaf] = node
-                self.policy.set_leaf(leaf, True)
                 node.leaf = leaf
+                self._set_leaf(leaf, True)
 
     def prepare(self, node: Node, tokens: Ids, n: int) -> Ids:
         """Return the rows ``[num_rows, n]`` of ``n`` blocks with ``tokens`` that are to be added below ``node``.
@@ -72,8 +113,13 @@ class PolicyOrder:
 
     def add(self, rows: Ids, priority: int) -> None:
         """Register the blocks for which ``prepare`` has just returned ``rows``."""
-        keys = rows[-1]
-        self.policy.add(keys, priority)
+        keys = _read_only(rows[-1])
+        try:
+            self.policy.add(keys, priority)
+        except MemoryError:
+            raise
+        except Exception as error:
+            self._replace(error)
         self._keys.advance(len(keys) - len(self._back))
         for key in self._back:
             self._ghosts.discard(key)
@@ -87,7 +133,13 @@ class PolicyOrder:
         while node.parent is not None and node.parent.root is None:
             node = node.parent
             keys.append(node.ids[-1])
-        self.policy.touch(np.concatenate(keys[::-1]) if len(keys) > 1 else keys[0], priority)
+        used = _read_only(np.concatenate(keys[::-1]) if len(keys) > 1 else keys[0])
+        try:
+            self.policy.touch(used, priority)
+        except MemoryError:
+            raise
+        except Exception as error:
+            self._replace(error)
 
     def victims(self, limit: int) -> Iterator[tuple[Node, int]]:
         """Yield the nodes whose last blocks are evicted next, each with the number of blocks, ``limit`` blocks in all.
@@ -95,18 +147,10 @@ class PolicyOrder:
         Fewer if fewer are evictable. The caller handles each node with ``remove`` and ``mark`` before it asks for the
         next.
         """
-
-        def chain(leaf: int) -> Ids:
-            node = self.leaves[leaf]
-            return node.ids[-1, max(node.num_pinned, node.num_blocks - limit) :][::-1]
-
         while limit > 0 and self.leaves:
-            keys = self.policy.choose(chain)
-            node = self.leaves.get(int(keys[0])) if len(keys) else None
-            if node is None or len(keys) > min(limit, node.num_blocks - node.num_pinned):
-                raise BadInput(f"{self.policy!r} chose {keys!r}; choose() must return a leading part of chain(leaf)")
-            limit -= len(keys)
-            yield node, len(keys)
+            node, count = self._choice(limit)
+            limit -= count
+            yield node, count
 
     def oldest(self) -> None:
         """Return None: the times of a policy are not those of the tree's clock."""
@@ -150,46 +194,104 @@ class PolicyOrder:
         expect(leaves == marked, f"marked leaves {sorted(leaves.keys() ^ marked.keys())[:16]}")
         self.policy.check(keys, set(leaves))
 
+    def _choice(self, limit: int) -> tuple[Node, int]:
+        """Return the node whose last blocks are evicted next, and how many of them, at most ``limit``."""
+
+        def chain(leaf: int) -> Ids:
+            node = self.leaves[leaf]
+            return _read_only(node.ids[-1, max(node.num_pinned, node.num_blocks - limit) :][::-1])
+
+        try:
+            keys = self.policy.choose(chain)
+            node, count = self.leaves[int(keys[0])], len(keys)  # which ancestors these are follows from the leaf
+            if count > min(limit, node.num_blocks - node.num_pinned):
+                raise ValueError(f"choose() returned {keys!r}; it must return a leading part of chain(leaf)")
+        except MemoryError:
+            raise
+        except Exception as error:
+            self._replace(error)
+            return self._choice(limit)
+        return node, count
+
+    def _set_leaf(self, key: int, is_leaf: bool) -> None:
+        try:
+            self.policy.set_leaf(key, is_leaf)
+        except Exception as error:
+            self._replace(error)
+
+    def _replace(self, error: Exception) -> None:
+        """Let ``OldestLeaf`` decide from now on, because the policy raised ``error``, or gave an answer that did."""
+        name = type(self.policy).__name__
+        self.policy, self._has_failed = OldestLeaf(self.leaves), True
+        with suppress(Exception):  # handlers of logs are not ours either
+            _log.error("the eviction policy %s failed; from now on the oldest leaf is evicted", name, exc_info=error)
+
     def _take(self, leaves: list[Node], keys: Ids, *, evicted: bool) -> None:
-        """Tell the policy that ``keys`` are removed, ``leaves`` among them. If it raises, nothing has changed.
+        """Tell the policy that ``keys`` are removed, ``leaves`` among them. If this raises, nothing has changed.
 
         ``leaves``: the nodes whose last blocks are removed.
         """
+        keys = _read_only(keys)
+        forgotten: Forgotten = keys
         for node in leaves:
             self._unmark(node)
         try:
-            self._forgotten.append(self.policy.remove(keys, evicted=evicted))
-        except BaseException:
-            for node in leaves:
-                self.mark(node)
-            raise
+            forgotten = self.policy.remove(keys, evicted=evicted)
+        except BaseException as error:
+            if isinstance(error, MemoryError) or not isinstance(error, Exception):
+                for node in leaves:
+                    self.mark(node)
+                raise
+            self._replace(error)
+        self._forgotten.append(forgotten)
+        self._forgets_all &= forgotten is keys
 
     def _settle(self) -> None:
         """Record the ghosts of removed blocks, and free the keys that are neither cached nor ghosts any more."""
-        if not self._removed and not self._forgotten and not self._meaningless:
+        if not self._removed and not self._has_failed and not self._meaningless:
             return
-        if not self._ghosts and sum(len(removed[1]) for removed in self._removed) == sum(map(len, self._forgotten)):
-            self._keys.give(np.concatenate(self._forgotten) if len(self._forgotten) > 1 else self._forgotten[0])
+        if self._forgets_all and not self._ghosts and not self._meaningless:
+            if self._forgotten:
+                self._keys.give(np.concatenate(self._forgotten) if len(self._forgotten) > 1 else self._forgotten[0])
             self._removed.clear()
             self._forgotten.clear()
+            self._has_failed = False
             return
         while self._removed:
             above, keys, tokens, size = self._removed[0]
             text = tokens.tobytes()
             self._ghosts.add(above, keys.tolist(), [text[at : at + 4 * size] for at in range(0, len(text), 4 * size)])
             del self._removed[0]
-        while self._forgotten:
-            forgotten = self._forgotten[0]
-            self._meaningless += self._ghosts.forget(forgotten if isinstance(forgotten, list) else forgotten.tolist())
+        while self._forgotten and not self._has_failed:
+            try:
+                forgotten = self._ghosts.proven(self._forgotten[0])
+            except MemoryError:
+                raise
+            except Exception as error:
+                self._replace(error)
+                break
+            self._meaningless += self._ghosts.forget(forgotten)
             del self._forgotten[0]
+        if self._has_failed:
+            self._meaningless += self._ghosts.clear()
+            self._forgotten.clear()
+            self._has_failed = False
         self._keys.give(self._meaningless)
         self._meaningless.clear()
+        self._forgets_all = True
 
     def _unmark(self, node: Node) -> None:
         if node.leaf >= 0:
-            del self.leaves[node.leaf]
-            self.policy.set_leaf(node.leaf, False)
-            node.leaf = -1
+            leaf, node.leaf = node.leaf, -1
+            del self.leaves[leaf]
+            self._set_leaf(leaf, False)
+
+
+def _read_only(keys: Ids) -> Ids:
+    """Return ``keys`` as a view that cannot be written: they are the tree's own."""
+    view = keys[:]
+    view.flags.writeable = False
+    return view
 
 
 def _last_key(node: Node) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvpagoda.blocks.ids import Ids
+
 
 class GhostIndex:
     """Map of ghosts: (key of the block above, tokens of the block as bytes) -> key of the evicted block.
@@ -44,6 +46,20 @@ class GhostIndex:
         """Remove the ghost ``key``: its block is cached again."""
         self._remembered.discard(key)
         self._drop(key)
+
+    def proven(self, keys: Ids | list[int]) -> list[int]:
+        """Return ``keys`` as a list. Raises ValueError if one of them is not remembered, or is named twice."""
+        numbers: list[int] = keys if isinstance(keys, list) else keys.tolist()
+        if len(set(numbers)) < len(numbers) or not self._remembered.issuperset(numbers):
+            raise ValueError(f"remove() returned {keys!r}; among these are keys of no evicted block, or one key twice")
+        return numbers
+
+    def clear(self) -> list[int]:
+        """Remove all ghosts; return their keys."""
+        keys = list(self._places)
+        for memory in (self._places, self._keys, self._num_below, self._remembered):
+            memory.clear()
+        return keys
 
     def forget(self, keys: Iterable[int]) -> list[int]:
         """Stop remembering ``keys``; return those of them, and of the keys above them, that have lost their meaning."""

@@ -22,7 +22,10 @@ class EvictionPolicy(Protocol):
     blocks are leaves. A policy may remember evicted blocks (ghosts). Their keys stay assigned until ``remove`` returns
     them as forgotten, and a block that is cached again before that gets the same key.
 
-    An object serves one tree. A method that raises must not have changed anything, and ``set_leaf`` must not raise.
+    An object serves one tree. It may read the vectors that it is given, not write them. A method that raises MemoryError
+    must not have changed anything: the caller of the tree gets the error, and may call again. After any other error, and
+    after an answer that cannot be, the tree never calls the object again: it logs the error, and evicts the
+    oldest leaves first from then on. No request is lost, and no caller gets the error.
 
     >>> class Oldest:  # first added, first evicted; a policy for texts that never grow
     ...     def __init__(self): self.leaves = {}
@@ -49,7 +52,7 @@ class EvictionPolicy(Protocol):
         """
 
     def set_leaf(self, key: int, is_leaf: bool) -> None:
-        """Called when the block ``key`` becomes a leaf, or is no leaf any more. Must not raise."""
+        """Called when the block ``key`` becomes a leaf, or is no leaf any more. Must not raise, not even MemoryError."""
 
     def choose(self, chain: Callable[[int], Keys]) -> Keys:
         """Return the blocks to evict next: one leaf, followed by those of its ancestors to evict before any other leaf.
