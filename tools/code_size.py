@@ -24,7 +24,7 @@ from typing import NamedTuple
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "kvpagoda"
 BOUNDS = {
     "cache": 3_600,
-    "prefix": 2_300,
+    "prefix": 1_900,
     "schema": 1_900,
     "tiers": 1_800,
     "layouts": 1_750,
@@ -33,11 +33,12 @@ BOUNDS = {
     "compat": 1_200,
     "kernels": 1_100,
     "adapters": 800,
+    "policies": 750,
     "batch": 700,
     "events": 650,
     "memory": 600,
     "metrics": 550,
-    "blocks": 400,
+    "blocks": 500,
     "cli": 350,
     "formats": 350,
     "kv_cache": 250,
@@ -54,8 +55,6 @@ BOUNDS = {
 """Room -> the most lines of code in it."""
 ENGINE_CORE = ("kv_cache", "cache", "prefix", "blocks", "batch", "memory")
 """Rooms that every request passes through."""
-CHOICES = "prefix/policies"
-"""Folder of a room of the engine core that does not count as one: eviction policies, of which a cache uses one."""
 ENGINE_CORE_BOUND = 7_050
 ALL_BOUND = 21_000
 FILES_BOUND = 240
@@ -133,7 +132,7 @@ def measure(source: Path = SOURCE) -> CodeSize:
         lines = count_code(path.read_text())
         rooms[name] += lines
         files[name] += 1
-        if name in ENGINE_CORE and not path.is_relative_to(source / CHOICES):
+        if name in ENGINE_CORE:
             engine_core += lines
         long += long_parts(path, source)
     return CodeSize(dict(rooms.most_common()), dict(files), engine_core, rooms.total(), sorted(long, reverse=True))
@@ -156,7 +155,7 @@ def table(size: CodeSize) -> str:
     ]
     rows.append(f"{'engine core':<12}{'':>6}{size.engine_core:>8,}{ENGINE_CORE_BOUND:>8,}")
     rows.append(f"{'all':<12}{sum(size.files.values()):>6}{size.all:>8,}{ALL_BOUND:>8,}")
-    rows.append(f"\nThe engine core is {', '.join(ENGINE_CORE)} without {CHOICES}. At most {FILES_BOUND} files.")
+    rows.append(f"\nThe engine core is {', '.join(ENGINE_CORE)}. At most {FILES_BOUND} files.")
     rows += [f"over its bound: {line}" for line in over_bounds(size)]
     rows += [f"{one.lines} lines of a {one.kind}, over {LONG[one.kind]}: {one.where}" for one in size.long]
     return "\n".join(rows)

@@ -38,7 +38,7 @@ _PUBLIC = {
     "kvpagoda.cache.namespace": ("Namespace",),
     "kvpagoda.scheduling": ("PreemptionPolicy",),
     "kvpagoda.batch.persistent": ("PersistentBatch",),
-    "kvpagoda.prefix.policies.protocol": ("EvictionPolicy",),
+    "kvpagoda.policies.protocol": ("EvictionPolicy",),
     "kvpagoda.compat.prefix_cache_manager": ("PrefixCacheManager",),
     "kvpagoda.cache.sequence": ("Sequence",),
     "kvpagoda.compat.kv_cache_manager": ("KVCacheManager",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpagoda.prefix.policies.heap import HeapPolicy
+from kvpagoda.policies.heap import HeapPolicy
 
 
 class LRU(HeapPolicy):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from out_of_memory import OutOfMemory
 from plain_lru import LRU
-from replay_model import tree_replay
 from test_tree_oracle import Pair, finish
+from tests.policies.replay_model import tree_replay
 
 from kvpagoda.prefix import POLICY_NAMES, PrefixTree
 

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the prefix room run, and print what they show."""
+"""The examples in the docstrings of the prefix room, and of the policies and ids below it, run and print what they show."""
 
 import doctest
 import importlib
@@ -7,9 +7,15 @@ import pkgutil
 import numpy as np
 import pytest
 
+import kvpagoda.blocks
+import kvpagoda.policies
 import kvpagoda.prefix
 
-MODULES = [info.name for info in pkgutil.walk_packages(kvpagoda.prefix.__path__, "kvpagoda.prefix.")]
+MODULES = [
+    info.name
+    for room in (kvpagoda.blocks, kvpagoda.policies, kvpagoda.prefix)
+    for info in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
+]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -21,7 +21,7 @@ from kvpagoda.replay import POLICIES, Reuse, Trace, hit_rate_curve, lru_hits, re
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 QUICK = (1_827, 182_790)
-"""Capacities at which the default run has every policy; with 18,279 blocks ``prefix/test_policies.py`` has the tree itself."""
+"""Capacities at which the default run has every policy; ``policies/test_policies.py`` has the tree with 18,279 blocks."""
 
 
 def is_quick(policy: str, capacity: int) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpagoda.blocks.id_pool import IdPool, grown
 from kvpagoda.errors import BadInput, NotOwned
-from kvpagoda.prefix.id_pool import IdPool, grown
 from kvpagoda.prefix.results import Lease, Match
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.prefix.tree import PrefixTree

@@ -1,7 +1,6 @@
-"""WHICH prefixes exist: the prefix tree (a radix tree on int32 arrays), eviction policies, checkpoints."""
+"""WHICH prefixes exist: the prefix tree (a radix tree on int32 arrays), checkpoints."""
 
-from kvpagoda.prefix.policies.by_name import POLICY_NAMES, as_policy, policy_name
-from kvpagoda.prefix.policies.protocol import EvictionPolicy
+from kvpagoda.policies import POLICY_NAMES, EvictionPolicy, as_policy, policy_name
 from kvpagoda.prefix.results import Evicted, Inserted, Lease, Match
 from kvpagoda.prefix.tree import PrefixTree
 

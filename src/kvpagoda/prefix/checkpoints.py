@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvpagoda.errors import BadInput, NotOwned
+from kvpagoda.policies.heap import LazyHeap
 from kvpagoda.prefix.clock import Clock
 from kvpagoda.prefix.invariants import expect
-from kvpagoda.prefix.lazy_heap import LazyHeap
 from kvpagoda.prefix.node import Node
 from kvpagoda.prefix.node_checkpoints import Checkpoint
 

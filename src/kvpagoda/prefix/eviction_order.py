@@ -3,52 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 import numpy as np
 
+from kvpagoda.blocks.id_pool import IdPool
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.prefix.ghost_index import GhostIndex
-from kvpagoda.prefix.id_pool import IdPool
+from kvpagoda.policies.ghosts import GhostIndex
+from kvpagoda.policies.protocol import EvictionPolicy, Forgotten, OldestLeaf
 from kvpagoda.prefix.invariants import expect
 from kvpagoda.prefix.lru import LRUOrder
 from kvpagoda.prefix.node import Node
-from kvpagoda.prefix.policies.protocol import EvictionPolicy, Forgotten, Keys
 
 _log = logging.getLogger(__name__)
-
-
-class OldestLeaf:
-    """The policy that takes over from one that failed: the text that became a leaf, or was used as one, longest ago is
-    evicted first. It needs to know nothing but the present ``leaves``, and cannot fail."""
-
-    def __init__(self, leaves: Iterable[int]) -> None:
-        self._leaves = OrderedDict.fromkeys(leaves)
-
-    def add(self, keys: Keys, priority: int) -> None:
-        pass
-
-    def touch(self, keys: Keys, priority: int) -> None:
-        deepest = int(keys[-1])
-        if deepest in self._leaves:
-            self._leaves.move_to_end(deepest)
-
-    def set_leaf(self, key: int, is_leaf: bool) -> None:
-        if is_leaf:
-            self._leaves[key] = None
-        else:
-            del self._leaves[key]
-
-    def choose(self, chain: Callable[[int], Keys]) -> Keys:
-        return chain(next(iter(self._leaves)))
-
-    def remove(self, keys: Keys, *, evicted: bool) -> Forgotten:
-        return keys
-
-    def check(self, keys: Keys, leaves: set[int]) -> None:
-        expect(self._leaves.keys() == leaves, "the order that replaces a failed policy has other leaves")
 
 
 class PolicyOrder:

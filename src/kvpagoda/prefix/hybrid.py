@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvpagoda.blocks.id_pool import IdPool
 from kvpagoda.blocks.ids import AnyIds, Ids
 from kvpagoda.blocks.places import BlockNames
-from kvpagoda.prefix.id_pool import IdPool
-from kvpagoda.prefix.policies.protocol import EvictionPolicy
+from kvpagoda.policies.protocol import EvictionPolicy
 from kvpagoda.prefix.results import Evicted, Lease, Match
 from kvpagoda.prefix.tree import PrefixTree
 from kvpagoda.prefix.window_blocks import Flags, WindowBlocks

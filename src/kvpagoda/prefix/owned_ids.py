@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvpagoda.blocks.id_pool import grown
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, NotOwned
-from kvpagoda.prefix.id_pool import grown
 
 
 class OwnedIds:

@@ -6,6 +6,8 @@ import numpy as np
 
 from kvpagoda.blocks.ids import Ids
 from kvpagoda.errors import BadInput, RetryLater, StaleHandle
+from kvpagoda.policies import as_policy
+from kvpagoda.policies.protocol import EvictionPolicy
 from kvpagoda.prefix import eviction
 from kvpagoda.prefix.checkpoints import Checkpoints
 from kvpagoda.prefix.clock import Clock
@@ -17,8 +19,6 @@ from kvpagoda.prefix.leases import Leases
 from kvpagoda.prefix.lru import LRUOrder
 from kvpagoda.prefix.node import Node
 from kvpagoda.prefix.owned_ids import OwnedIds
-from kvpagoda.prefix.policies.by_name import as_policy
-from kvpagoda.prefix.policies.protocol import EvictionPolicy
 from kvpagoda.prefix.results import Evicted, Inserted, Lease, Match
 from kvpagoda.prefix.roots import Roots
 from kvpagoda.units import whole_number

@@ -6,15 +6,10 @@ from collections.abc import Callable
 from weakref import ref
 
 from kvpagoda.errors import BadInput, unknown_name
-from kvpagoda.prefix.policies.arc import ARC
-from kvpagoda.prefix.policies.auto import Auto
-from kvpagoda.prefix.policies.by_priority import ByPriority
-from kvpagoda.prefix.policies.fifo import FIFO
-from kvpagoda.prefix.policies.lfu import LFU
-from kvpagoda.prefix.policies.lfuda import LFUDA
-from kvpagoda.prefix.policies.protocol import EvictionPolicy
-from kvpagoda.prefix.policies.s3fifo import S3FIFO
-from kvpagoda.prefix.policies.sieve import SIEVE
+from kvpagoda.policies.adaptive import ARC, Auto
+from kvpagoda.policies.protocol import EvictionPolicy
+from kvpagoda.policies.ranked import FIFO, LFU, LFUDA, SIEVE, ByPriority
+from kvpagoda.policies.s3fifo import S3FIFO
 
 _PLAIN: dict[str, Callable[[], EvictionPolicy]] = {
     "fifo": FIFO, "lfu": LFU, "lfuda": LFUDA, "sieve": SIEVE, "priority": ByPriority, "ttl": ByPriority,
@@ -32,8 +27,8 @@ def as_policy(policy: str | EvictionPolicy, capacity: int) -> EvictionPolicy | N
     Trees have LRU built in. An object is accepted once, because it knows the blocks of one tree. ``"auto"`` is LRU or
     ARC, whichever hits more often; ``"ttl"`` is ``"priority"`` with deadlines for priorities.
 
-    Raises BadInput for a name that is not in ``POLICY_NAMES``, for an object that lacks a method, and for an object
-    that was passed before.
+    Raises BadInput for a name that is not in ``POLICY_NAMES``, for a ``capacity`` below 1 if the policy needs it, for an
+    object that lacks a method, and for an object that was passed before.
     """
     if not isinstance(policy, str):
         lacking = [name for name in _METHODS if not callable(getattr(policy, name, None))]
@@ -52,6 +47,8 @@ def as_policy(policy: str | EvictionPolicy, capacity: int) -> EvictionPolicy | N
     if policy in _PLAIN:
         return _PLAIN[policy]()
     if policy in _SIZED:
+        if capacity < 1:
+            raise BadInput(f"{policy} needs the number of blocks that the cache holds, at least 1, got {capacity}")
         return _SIZED[policy](capacity)
     raise unknown_name("eviction policy", policy, POLICY_NAMES)
 

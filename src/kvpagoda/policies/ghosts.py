@@ -1,4 +1,4 @@
-"""The identity of evicted blocks (ghosts) that the eviction policy still remembers."""
+"""The identity of evicted blocks (ghosts) that an eviction policy still remembers."""
 
 from __future__ import annotations
 

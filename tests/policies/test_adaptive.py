@@ -8,9 +8,9 @@ from replay_model import model_replay, tree_replay
 from test_policies import chains, named
 
 from kvpagoda.errors import CheckFailed
+from kvpagoda.policies import adaptive
+from kvpagoda.policies.adaptive import Auto, ShadowARC, ShadowLRU
 from kvpagoda.prefix import PrefixTree
-from kvpagoda.prefix.policies import auto
-from kvpagoda.prefix.policies.auto import Auto, ShadowARC, ShadowLRU
 
 NEVER = 2**60
 
@@ -82,11 +82,11 @@ def test_two_runs_are_the_same() -> None:
 
 
 def test_a_sample_of_a_large_cache_is_every_kth_new_block() -> None:
-    policy = Auto(1000 * auto._SHADOW)
+    policy = Auto(1000 * adaptive._SHADOW)
     cells = np.arange(50_000, dtype=np.int32)
     for part in np.array_split(cells, 77):
         policy.add(part, 0)
-    assert np.flatnonzero(policy._known & auto._SAMPLED).tolist() == list(range(0, 50_000, 1000))
+    assert np.flatnonzero(policy._known & adaptive._SAMPLED).tolist() == list(range(0, 50_000, 1000))
     policy.touch(cells, 0)
     assert policy._shadow_lru.hits == policy._shadow_arc.hits == 50
 

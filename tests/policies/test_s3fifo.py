@@ -10,8 +10,8 @@ from replay_model import model_replay, tree_replay
 from test_policies import chains, named
 
 from kvpagoda.errors import CheckFailed
-from kvpagoda.prefix.policies import ring, s3fifo
-from kvpagoda.prefix.policies.ring import Ring
+from kvpagoda.policies import s3fifo
+from kvpagoda.policies.s3fifo import Ring
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -27,7 +27,7 @@ def test_a_hand_that_jumps_chooses_the_victims_of_one_that_walks(requests, capac
 
 def test_victims_of_texts_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most blocks of main are inside texts, where the hand must jump, and places in the ring are renumbered often."""
-    monkeypatch.setattr(ring, "_STEP", 64)
+    monkeypatch.setattr(s3fifo, "_SPACING", 64)
     rng, requests, jumps = np.random.default_rng(3), [], 0
     chats = [list(rng.integers(0, 50, 2)) for _ in range(12)]
     for _ in range(700):
@@ -53,7 +53,7 @@ def test_victims_of_texts_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("step", [1, 40, 2**40])
 def test_a_circle_is_a_list_that_is_turned(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "_STEP", step)
+    monkeypatch.setattr(s3fifo, "_SPACING", step)
     rng, circle, turned, fresh, moved = random.Random(step), Ring(), [], 0, 0
     for _ in range(6000):
         action = rng.random()

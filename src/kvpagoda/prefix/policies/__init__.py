@@ -1,1 +1,0 @@
-"""Eviction policies: which cached block is evicted next."""
