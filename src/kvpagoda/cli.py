@@ -354,9 +354,9 @@ def top(
     A kvpagoda.metrics.CacheCollector in the serving process exports these metrics.
     """
     with one_line_errors(), suppress(KeyboardInterrupt):
-        from kvpagoda.metrics import top_view
+        from kvpagoda.metrics.top import run
 
-        top_view.run(source, every, once=once, as_json=as_json, vllm=vllm)
+        run(source, every, once=once, as_json=as_json, vllm=vllm)
 
 
 @app.command()

@@ -17,8 +17,7 @@ from rich.console import Console
 from json_schema import schema_of, violations
 from kvpagoda import BadInput, KVCache, Schema
 from kvpagoda.metrics import CacheCollector
-from kvpagoda.metrics.top import Figures, figures, read
-from kvpagoda.metrics.top_view import run, view
+from kvpagoda.metrics.top import Figures, figures, read, run, view
 from kvpagoda.scheduling import RunQueue
 from kvpagoda.tiers import host_tier
 
@@ -123,10 +122,10 @@ def test_it_goes_on_until_it_is_stopped(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A look that fails is left out, the rate of the next is shown, and Ctrl-C ends it."""
-    from kvpagoda.metrics import top_view
+    from kvpagoda.metrics import top
 
     looks = [read, read, lambda _: read("/nowhere"), read, lambda _: (_ for _ in ()).throw(KeyboardInterrupt)]
-    monkeypatch.setattr(top_view, "read", lambda source, vllm: looks.pop(0)(source))
+    monkeypatch.setattr(top, "read", lambda source, vllm: looks.pop(0)(source))
     with pytest.raises(KeyboardInterrupt):
         run(str(file), 0.1, once=False, as_json=False)
     assert not looks and "0/s computed" in capsys.readouterr().out

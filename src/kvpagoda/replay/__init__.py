@@ -3,16 +3,14 @@
 from typing import TYPE_CHECKING
 
 from kvpagoda.loading import load_when_used
-from kvpagoda.replay.curve import hit_rate_curve
 from kvpagoda.replay.readers import Request, read_requests
 from kvpagoda.replay.reuse import Reuse, lru_hits, reuse_distances, reuse_histogram, working_set
-from kvpagoda.replay.simulate import POLICIES, ReplayResult, replay
+from kvpagoda.replay.simulate import POLICIES, ReplayResult, hit_rate_curve, replay
 from kvpagoda.replay.trace import Trace
 from kvpagoda.replay.workload import synthetic, workload
 
 if TYPE_CHECKING:
-    from kvpagoda.replay.multi_worker import serve_multi_worker
-    from kvpagoda.replay.serving import ServeResult, serve
+    from kvpagoda.replay.serving import ServeResult, serve, serve_multi_worker
 
 __all__ = [
     "POLICIES", "ReplayResult", "Request", "Reuse", "ServeResult", "Trace", "hit_rate_curve", "lru_hits", "read_requests",
@@ -20,8 +18,4 @@ __all__ = [
 ]  # fmt: skip
 
 # imported when they are first used: they import a whole cache
-_SERVING = {
-    "kvpagoda.replay.serving": ("ServeResult", "serve"),
-    "kvpagoda.replay.multi_worker": ("serve_multi_worker",),
-}
-__getattr__ = load_when_used(__name__, _SERVING)
+__getattr__ = load_when_used(__name__, {"kvpagoda.replay.serving": ("ServeResult", "serve", "serve_multi_worker")})

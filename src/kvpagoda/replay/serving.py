@@ -1,5 +1,5 @@
-"""Serves a trace with a whole cache for a schema, without memory behind it: to choose budgets, intervals and
-policies."""
+"""Serves a trace with a whole cache for a schema, or one for each of several workers, without memory behind it: to
+choose budgets, intervals and policies."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,12 @@ from kvpagoda.prefix import EvictionPolicy, policy_name
 from kvpagoda.replay.readers import Source
 from kvpagoda.replay.trace import Trace
 from kvpagoda.schema import Schema
-from kvpagoda.tiers.spec import TierSpec
+from kvpagoda.tiers.spec import TierSpec, tier_from_text
 from kvpagoda.units import whole_number
 
 Tokens = npt.NDArray[np.int32]
 _OWN = 2**30  # the first token id that is used for tokens of a single request; ids of the trace are below
+_counts: Any = None  # in a worker: the number of requests that each worker has served
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,43 @@ def serve(
     )  # fmt: skip
 
 
+def serve_multi_worker(
+    trace: Source | Trace,
+    schema: Schema,
+    budget: int | str,
+    *,
+    workers: int,
+    store: str | None = None,
+    on_request: Callable[[int], None] | None = None,
+    **settings: Any,
+) -> list[ServeResult]:
+    """``serve`` a trace with ``workers`` processes at once, with ``budget`` each; worker i modulo ``workers`` serves
+    request i. Return one result for each worker.
+
+    ``store``: a tier that all workers share, as ``tier_from_text`` reads it. A block is a record in it, without the
+    bytes of rows. How many hits come from the store depends on the timing of the workers, as in production.
+    ``on_request`` is called with the number of finished requests. ``settings``: other arguments of ``serve``. Raises
+    BadInput, NeverFits.
+    """
+    workers = whole_number(workers, "workers", at_least=1, below=1025)
+    from concurrent.futures import ProcessPoolExecutor, wait  # slow to load
+    from multiprocessing import get_context
+
+    _tiers(store)
+    columns = Trace.read(trace)
+    context = get_context("spawn")
+    counts = context.Array("q", workers)
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(counts,)) as pool:
+        work = partial(_serve, columns, schema, budget, store, workers, settings)
+        futures = [pool.submit(work, worker) for worker in range(workers)]
+        waiting = set(futures)
+        while waiting:
+            waiting = wait(waiting, timeout=0.2).not_done
+            if on_request is not None:
+                on_request(sum(counts[:]))
+        return [future.result() for future in futures]
+
+
 class _Run:
     """The waiting and running requests, and the counters. ``running``: one iterator for each request; ``next`` computes
     a step."""
@@ -199,3 +238,19 @@ def text_of(trace: Trace, number: int, tokens_per_id: int) -> tuple[Tokens, int]
     own = np.arange(num_prompt + int(trace.output_lengths[number]) - len(known), dtype=np.int32)
     own[:1] = _OWN + number
     return np.concatenate((known, own)), num_prompt
+
+
+def _tiers(store: str | None) -> tuple[TierSpec, ...]:
+    return () if store is None else (tier_from_text(store, record_nbytes=1, write="commit", timeout=1.0),)
+
+
+def _begin(counts: Any) -> None:
+    global _counts
+    _counts = counts
+
+
+def _serve(
+    trace: Trace, schema: Schema, budget: int | str, store: str | None, workers: int, settings: dict[str, Any], worker: int
+) -> ServeResult:  # fmt: skip
+    part, count = range(worker, len(trace), workers), partial(_counts.__setitem__, worker)
+    return serve(trace, schema, budget, tiers=_tiers(store), part=part, on_request=count, **settings)
