@@ -46,9 +46,9 @@ LIGHT = {
     "from kvpagoda import Schema": PLAN,
     "import kvpagoda.schema.presets": PLAN,
     "from kvpagoda.replay import Trace, hit_rate_curve, replay, working_set": {
-        "errors", "loading", "units", "blocks", "prefix", "replay",
+        "errors", "loading", "units", "blocks", "policies", "prefix", "replay",
     },
-    "from kvpagoda import KVCache": {*PLAN, "blocks", "prefix", "memory", "tiers", "cache", "batch", "kv_cache"},
+    "from kvpagoda import KVCache": {*PLAN, "blocks", "policies", "prefix", "memory", "tiers", "cache", "batch", "kv_cache"},
 }  # fmt: skip
 """First line of a user's program -> the rooms that it may load."""
 HEAVY = {
