@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from benchmarks.timing import Options, Row, tell
+from kvpagoda.formats.dialects import DIALECTS, dialect_of
 from kvpagoda.kernels.copy_rows import copy_rows
 from kvpagoda.kernels.dispatch import backend
 from kvpagoda.kernels.packed_rows import append_rows, gather_rows
-from kvpagoda.layouts.dialects import DIALECTS, dialect_of
 from kvpagoda.memory.arena import Arena
 from kvpagoda.memory.host_copy import copy_to_host
 from kvpagoda.memory.pages import pages

@@ -13,8 +13,7 @@ import torch
 from kvpagoda import Batch, KVCache, LayerView, Schema
 from kvpagoda.batch.batch import GroupArrays
 from kvpagoda.errors import BadInput, StaleHandle
-from kvpagoda.layouts.dialects import DIALECTS
-from kvpagoda.layouts.packed_row import PackedRow
+from kvpagoda.formats.dialects import DIALECTS
 from kvpagoda.memory.device_arrays import DeviceArrays
 from kvpagoda.schema import Attention, Compressed, Encoding, Growth, Latent, Layer, LayerKind, Recurrent, Rows
 
@@ -75,7 +74,7 @@ def test_write_does_what_slot_mapping_says(encoding: Encoding) -> None:
 
 
 def test_write_joins_what_is_packed_in_one_row() -> None:
-    packed = PackedRow("gqa_int8_head", "vllm", 64)
+    packed = Encoding("gqa_int8_head", dialect="vllm", head_dim=64)
     cache = cache_of(Attention(2, 64, 64, "bfloat16", encoding=packed), budget="1MiB")
     sequence = prefilled(cache, 6, 0)
     sequence.extend(3)
@@ -87,9 +86,14 @@ def test_write_joins_what_is_packed_in_one_row() -> None:
     found = view.blocks.read("kv", (slots // 4, slots % 4))
     assert torch.equal(found, view.blocks.stored("kv", kv)) and (found - kv).abs().max() < 0.05
     name = next(
-        name for name in DIALECTS for dialect in DIALECTS[name] if PackedRow(name, dialect).packing.width == 576
+        name
+        for name in DIALECTS
+        for dialect in DIALECTS[name]
+        if Encoding(name, dialect=dialect).rules.packing.width == 576
     )
-    latents = cache_of(Latent(512, 64, "bfloat16", encoding=PackedRow(name, next(iter(DIALECTS[name])))), budget="1MiB")
+    latents = cache_of(
+        Latent(512, 64, "bfloat16", encoding=Encoding(name, dialect=next(iter(DIALECTS[name])))), budget="1MiB"
+    )
     sequence = latents.open(range(3))
     view = latents.batch([sequence], [3]).layer(0)
     latent, k_rope = torch.randn(3, 1, 512).bfloat16(), torch.randn(3, 1, 64).bfloat16()

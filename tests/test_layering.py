@@ -24,7 +24,7 @@ OPTIONAL = {
 }  # fmt: skip
 PLAIN = {"errors", "units", "schema"}
 NEEDS_TORCH = {
-    "formats.codec", "formats.quantise", "formats.scales", "formats.small_floats", "kernels",
+    "formats.codec", "formats.quantise", "formats.small_floats", "kernels",
     "layouts.packed", "doctor", "hf",
     "memory.arena", "memory.device_arrays", "memory.device_memory", "memory.host_copy",
     "memory.id_tensors", "memory.layerwise", "memory.pool", "adapters.mini_sglang", "compat.block_allocator",

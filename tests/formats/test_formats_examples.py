@@ -6,10 +6,10 @@ import doctest
 
 import pytest
 
-from kvpagoda.formats import codec, quantise, scales, small_floats
+from kvpagoda.formats import codec, encoding, quantise, small_floats
 
 
-@pytest.mark.parametrize("module", [codec, quantise, scales, small_floats], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [codec, encoding, quantise, small_floats], ids=lambda module: module.__name__)
 def test_examples(module: object) -> None:
     failed, tried = doctest.testmod(module)  # type: ignore[arg-type]
     assert failed == 0 and tried

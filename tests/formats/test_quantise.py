@@ -5,9 +5,8 @@ import pytest
 import torch
 from exact_floats import E2M1, E4M3, nearest_even
 
+from kvpagoda.formats.dialects import DIALECTS, Rule
 from kvpagoda.formats.quantise import dequantise, quantise
-from kvpagoda.formats.rule import Rule
-from kvpagoda.layouts.dialects import DIALECTS
 
 RULES = {f"{f}__{name}": (one.rule, one.packing.group) for f, by in DIALECTS.items() for name, one in by.items()}
 every_rule = pytest.mark.parametrize(("rule", "group"), RULES.values(), ids=RULES)

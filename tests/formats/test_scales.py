@@ -5,9 +5,9 @@ import pytest
 import torch
 from exact_floats import E4M3, every_bf16, nearest_even
 
-from kvpagoda.formats.encoding import RULES
-from kvpagoda.formats.rule import Rule
-from kvpagoda.formats.scales import amax_bits, scales_of
+from kvpagoda.formats.dialects import Rule
+from kvpagoda.formats.encoding import INLINE
+from kvpagoda.formats.quantise import amax_bits, scales_of
 
 
 def amaxes():
@@ -39,7 +39,7 @@ def test_a_power_of_two_is_the_least_that_holds_amax(codes, floor, floor_on):
 def test_e4m3_scale_of_fp4_is_amax_over_six_and_never_zero():
     amax = amaxes()
     quotient = np.maximum(amax, np.float32(6 * 2.0**-9)) / np.float32(6)
-    s, stored = scales_of(bits_of(amax), RULES["nvfp4"])
+    s, stored = scales_of(bits_of(amax), INLINE["nvfp4"])
     np.testing.assert_array_equal(stored.numpy(), nearest_even(quotient, E4M3, 0x80))
     np.testing.assert_array_equal(s.numpy(), E4M3[stored.numpy()])
     assert stored.min() == 1 and stored.max() == 0x7E
@@ -66,6 +66,6 @@ def test_broken_groups():
     x = torch.ones(4, 8)
     x[0, 3], x[1, 0], x[2, 7] = torch.nan, torch.inf, -torch.inf
     bits = amax_bits(x)
-    s, stored = scales_of(bits, RULES["fp8_ue8m0"])
+    s, stored = scales_of(bits, INLINE["fp8_ue8m0"])
     assert s.isfinite().tolist() == [False] * 3 + [True] and stored.tolist() == [0xFF] * 3 + [127 - 8]
     assert amax_bits(x, skips_nan=True).view(torch.float32).tolist() == [1.0, torch.inf, torch.inf, 1.0]

@@ -8,9 +8,9 @@ from packed_cases import EVERY, IDS, heads_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvpagoda.formats.dialects import dialect_of
 from kvpagoda.kernels.packed_rows import append_constants, gather_constants
 from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel, gather_rows_kernel
-from kvpagoda.layouts.dialects import dialect_of
 
 KERNELS = {"append": (append_rows_kernel, "rows"), "gather": (gather_rows_kernel, "out")}
 

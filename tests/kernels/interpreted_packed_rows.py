@@ -6,10 +6,10 @@ import torch
 from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_for, rows_with_odd_ones
 from triton.runtime import interpreter
 
+from kvpagoda.formats.dialects import dialect_of
 from kvpagoda.kernels.dispatch import VARIABLE
 from kvpagoda.kernels.packed_rows import append_rows, gather_rows
 from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel
-from kvpagoda.layouts.dialects import dialect_of
 
 every = pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)
 

@@ -4,8 +4,8 @@ import functools
 
 import torch
 
+from kvpagoda.formats.dialects import DIALECTS, dialect_of
 from kvpagoda.layouts import pack
-from kvpagoda.layouts.dialects import DIALECTS, dialect_of
 
 CANARY = 0xA5
 EVERY = [(format, dialect) for format, dialects in DIALECTS.items() for dialect in dialects]

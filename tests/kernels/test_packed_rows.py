@@ -6,11 +6,11 @@ from packed_cases import EVERY, IDS, PAGE, SLOTS, expected, heads_of, pool, rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpagoda.errors import BadInput
+from kvpagoda.formats.dialects import dialect_of
 from kvpagoda.kernels import packed_rows
 from kvpagoda.kernels.dispatch import VARIABLE
 from kvpagoda.kernels.packed_rows import append_rows, gather_rows
 from kvpagoda.layouts import unpack
-from kvpagoda.layouts.dialects import dialect_of
 
 every = pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)
 

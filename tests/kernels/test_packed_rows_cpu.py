@@ -10,9 +10,9 @@ import pytest
 import torch
 from packed_cases import EVERY, IDS, PAGE, SLOTS, heads_of, pool, rows_with_odd_ones
 
+from kvpagoda.formats.dialects import dialect_for_heads, dialect_of
 from kvpagoda.kernels.dispatch import VARIABLE
 from kvpagoda.kernels.packed_rows import append_constants, append_rows, gather_rows
-from kvpagoda.layouts.dialects import dialect_for_heads, dialect_of
 
 pytest.importorskip("numba", reason="numba is not installed")
 every = pytest.mark.parametrize(("format", "dialect"), EVERY, ids=IDS)

@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["axes", "judge", "layout", "named", "packed", "packed_row", "pages"])
+@pytest.mark.parametrize("name", ["axes", "judge", "layout", "named", "packed", "pages"])
 def test_examples(name):
     failed, tried = doctest.testmod(importlib.import_module(f"kvpagoda.layouts.{name}"))
     assert failed == 0 and tried

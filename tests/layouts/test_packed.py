@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvpagoda.errors import BadInput
+from kvpagoda.formats.dialects import DIALECTS, dialect_of
 from kvpagoda.layouts import pack, unpack
-from kvpagoda.layouts.dialects import DIALECTS, dialect_of
 from kvpagoda.layouts.packed import views
 
 VECTORS = Path(__file__).parents[3] / "shared" / "vectors"
@@ -249,7 +249,7 @@ def test_the_tables_need_no_torch_and_packing_says_that_it_does():
     code = """
 import sys
 sys.modules["torch"] = None
-from kvpagoda.layouts.dialects import DIALECTS
+from kvpagoda.formats.dialects import DIALECTS
 from kvpagoda.layouts import judge
 assert "flashmla" in DIALECTS["v32_656"]
 try:

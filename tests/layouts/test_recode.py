@@ -13,8 +13,8 @@ from kvpagoda.layouts.axes import Axis
 from kvpagoda.layouts.named import table
 
 torch = pytest.importorskip("torch")
+from kvpagoda.formats.dialects import dialect_of  # noqa: E402
 from kvpagoda.layouts import pack, unpack  # noqa: E402
-from kvpagoda.layouts.dialects import dialect_of  # noqa: E402
 
 TOKENS, LAYERS = 70, 2
 PAIRS = [

@@ -7,11 +7,12 @@ from itertools import product
 import pytest
 import torch
 
+from kvpagoda.formats import decode, encode
+from kvpagoda.formats.dialects import DIALECTS
+from kvpagoda.formats.encoding import Encoding
 from kvpagoda.layouts import pack
-from kvpagoda.layouts.dialects import DIALECTS
-from kvpagoda.layouts.packed_row import PackedRow
 from kvpagoda.memory.arena import Arena
-from kvpagoda.memory.pool import Pool, decoded
+from kvpagoda.memory.pool import Pool
 from kvpagoda.schema import FULL, Attention, Compressed, Group, IndexKeys, Latent, Layer, Rows
 from records import put_records, records_of
 
@@ -24,11 +25,17 @@ def layer_of(name: str, dialect: str) -> tuple[Layer, Rows]:
     indexer, the layer keeps other rows too."""
     if name.startswith("gqa"):
         layer = Layer(
-            0, "gqa", (Attention(HEADS, HEAD_DIM, HEAD_DIM, "bfloat16", encoding=PackedRow(name, dialect, HEAD_DIM)),)
+            0,
+            "gqa",
+            (
+                Attention(
+                    HEADS, HEAD_DIM, HEAD_DIM, "bfloat16", encoding=Encoding(name, dialect=dialect, head_dim=HEAD_DIM)
+                ),
+            ),
         )
         return layer, layer.block_rows()[0]
-    encoding = PackedRow(name, dialect)
-    width = encoding.packing.width
+    encoding = Encoding(name, dialect=dialect)
+    width = encoding.rules.packing.width
     if width == 576:
         layer = Layer(0, "latent", (Latent(512, 64, "bfloat16", encoding=encoding),))
     elif name.startswith("index"):
@@ -63,9 +70,10 @@ def test_rows_of_a_pool_are_the_bytes_that_pack_gives(name: str, dialect: str, m
         read = pool.read(rows.name, (torch.arange(BLOCKS * kernel_pages),)).view(values.shape)
         assert read.shape == values.shape and torch.equal(read, pool.read(rows.name, (block, row)))
         assert torch.equal(read, pool.stored(rows.name, values))
-        if not name.startswith("gqa"):
-            shown = decoded(rows.encoding, pool.parts(rows.name), torch.bfloat16)
-            assert torch.equal(shown.reshape(values.shape), read)
+        shown = decode(rows.encoding, pool.parts(rows.name), torch.bfloat16)
+        assert torch.equal(shown.reshape(values.shape), read)
+        apart = encode(rows.encoding, values.flatten(0, 1))
+        assert all(map(torch.equal, apart, (part.flatten(0, 1) for part in pool.parts(rows.name))))
 
 
 @pytest.mark.parametrize("layout", ["trtllm", "vllm-blhnc", "sglang-mha", "transformers", "flashinfer-gqa-nhd"])

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvpagoda import Schema  # noqa: E402
 from kvpagoda.errors import NeverFits, SchemaError  # noqa: E402
-from kvpagoda.layouts.packed_row import PackedRow  # noqa: E402
+from kvpagoda.formats.encoding import Encoding  # noqa: E402
 from kvpagoda.schema import Attention, Compressed, Growth, Shared  # noqa: E402
 from kvpagoda.schema.families import families  # noqa: E402
 from models import tiny_config  # noqa: E402
@@ -62,8 +62,8 @@ def test_deepseek_v4(config: dict[str, Any], types: tuple[int, ...], per_token: 
     kind = schema.layers[2].kinds[0]
     assert isinstance(kind, Compressed)
     assert (kind.encoding, kind.index_encoding) == (
-        PackedRow("dsv4_584", "flashmla"),
-        PackedRow("index_68", "deepgemm"),
+        Encoding("dsv4_584", dialect="flashmla"),
+        Encoding("index_68", dialect="deepgemm"),
     )
     assert (kind.dtype, kind.tail_dtype, kind.ratio, kind.overlap) == ("bfloat16", "float32", 4, True)
     assert {row.name: row.row_nbytes for row in kind.block_rows()} == {"entries": 584, "indexer_keys": 68}

@@ -13,11 +13,11 @@ import torch
 
 from kvpagoda.batch.step import Step
 from kvpagoda.errors import BadInput
+from kvpagoda.formats.codec import decode
 from kvpagoda.formats.encoding import Encoding
 from kvpagoda.kernels.append_swa import append_swa
-from kvpagoda.layouts.packed_row import PackedRow
 from kvpagoda.memory.id_tensors import IdsLike, integers
-from kvpagoda.memory.pool import Pool, decoded
+from kvpagoda.memory.pool import Pool
 from kvpagoda.schema import Compressed
 
 Tensor = torch.Tensor
@@ -44,7 +44,7 @@ class SWAView:
     [1.0, 1.0, 0.0, 0.0]
     """
 
-    encoding: Encoding | PackedRow
+    encoding: Encoding
     dtype: torch.dtype
     parts: tuple[Tensor, ...]
     swa_pos: Tensor
@@ -64,7 +64,7 @@ class BlockView:
     requests of the step exact after ``write_swa``: one more than their newest position. ``ratio``: tokens of an entry.
     """
 
-    encoding: Encoding | PackedRow
+    encoding: Encoding
     dtype: torch.dtype
     parts: tuple[Tensor, ...]
     block_table: Tensor
@@ -327,7 +327,7 @@ def dequantize_swa(view: SWAView) -> Tensor:
 
     Rows are 0 where nothing was written. ``swa_pos`` says which rows a token reads: see ``SWAView``.
     """
-    return decoded(view.encoding, view.parts, view.dtype).masked_fill((view.swa_pos < 0)[..., None], 0)
+    return decode(view.encoding, view.parts, view.dtype).masked_fill((view.swa_pos < 0)[..., None], 0)
 
 
 def dequantize_entries(view: ClassicalView, block_ids: IdsLike | None = None) -> Tensor:
@@ -337,9 +337,9 @@ def dequantize_entries(view: ClassicalView, block_ids: IdsLike | None = None) ->
     out of range; waits for ids on a GPU.
     """
     if block_ids is None:
-        return decoded(view.encoding, view.parts, view.dtype)
+        return decode(view.encoding, view.parts, view.dtype)
     ids, num_blocks = integers(block_ids, "block ids").to(view.parts[0].device).long(), len(view.parts[0])
     if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < num_blocks:
         raise BadInput(f"block ids {int(ids.min())}..{int(ids.max())} are not all in -1..{num_blocks - 1}")
-    rows = decoded(view.encoding, [part[ids] for part in view.parts], view.dtype)
+    rows = decode(view.encoding, [part[ids] for part in view.parts], view.dtype)
     return rows.masked_fill((ids < 0).view(*ids.shape, *(1,) * (rows.ndim - ids.ndim)), 0)

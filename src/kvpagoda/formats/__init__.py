@@ -1,6 +1,6 @@
-"""How a row of numbers is encoded: raw, FP8 with float32 or power-of-two scales, MXFP4, NVFP4, and engines' dialects.
+"""How a row of numbers is encoded: raw, FP8 with float32 or power-of-two scales, MXFP4, NVFP4, and the packed rows of engines.
 
-The codecs give the same bytes on every device. ``encoding`` and ``rule`` are plain data; the other modules need torch
+The codecs give the same bytes on every device. ``encoding`` and ``dialects`` are plain data; the other modules need torch
 and are loaded on first use.
 """
 

@@ -1,4 +1,4 @@
-"""Encode rows of numbers to bytes and decode them, for every ``Encoding`` of the schema.
+"""Encode rows of numbers to bytes and decode them, for every ``Encoding``: the one torch reference.
 
 This code defines the encodings; the kernels give the same bits. A row is divided as follows:
 
@@ -11,13 +11,15 @@ device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 
 from kvpagoda.errors import BadInput
+from kvpagoda.formats.dialects import Packing, Rule
 from kvpagoda.formats.encoding import Encoding
 from kvpagoda.formats.quantise import dequantise, quantise
-from kvpagoda.units import align_up
+from kvpagoda.formats.small_floats import e4m3_from_float32, e4m3_table, look_up
 
 Tensor = torch.Tensor
 
@@ -30,9 +32,11 @@ def encode(encoding: Encoding, x: Tensor) -> tuple[Tensor, ...]:
 
     The parts are the tensors that ``encoding.parts((dim,), dtype)`` lists, each with the leading axes of ``x`` in
     front: new tensors on the device of ``x``. ``x`` is bfloat16, float16 or float32; ``raw`` takes any dtype and
-    returns ``x`` itself. A group that holds inf or NaN gets codes of 0 and a NaN scale. The kept elements are bit-exact
-    if ``x`` is bfloat16. Raises BadInput for a wrong dtype, SchemaError for an unknown encoding or a dim that does not
-    divide into groups. O(elements).
+    returns ``x`` itself. Packed formats encode ``x`` rounded to bfloat16, from which engines write them; their dialect
+    decides about inf and NaN. In other encodings a group that holds inf or NaN gets codes of 0 and a NaN scale. The
+    kept elements are bit-exact if ``x`` is bfloat16. Raises BadInput for a wrong dtype, SchemaError for an unknown
+    encoding or a dim that does not divide into groups, LayoutError for one that a packed format does not hold.
+    O(elements).
 
     >>> x = torch.tensor([[1.0, -2.0, 448.0, 0.5]])
     >>> codes, inverse_scale = encode(Encoding("fp8"), x)
@@ -45,18 +49,27 @@ def encode(encoding: Encoding, x: Tensor) -> tuple[Tensor, ...]:
         return (x,)
     if x.ndim == 0 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise BadInput(f"encode takes bfloat16, float16 or float32 rows [..., dim], got {x.dtype} {list(x.shape)}")
+    return encode_by(encoding.rule, encoding, x.to(torch.bfloat16) if encoding.is_packed else x)
+
+
+def encode_by(rule: Rule, encoding: Encoding, x: Tensor) -> tuple[Tensor, ...]:
+    """Return ``encode(encoding, x)`` by another ``rule`` for the same codes and scales. ``x`` is not checked."""
     lead, dim = x.shape[:-1], x.shape[-1]
-    layout = encoding.parts((dim,), "bfloat16")
-    coded = dim - encoding.kept
-    rows = x[..., :coded].reshape(lead.numel(), coded)
+    packing, layout = encoding.packing(dim), encoding.vector(dim)
+    rows = x[..., : packing.coded].reshape(lead.numel(), packing.coded)
     parts = tuple(
         torch.empty((*lead, *shape), dtype=getattr(torch, dtype), device=x.device) for _, shape, dtype in layout
     )
-    codes, scales = (parts[i].view(len(rows), *layout[i][1]) for i in (0, -1))
+    codes = parts[0].view(len(rows), parts[0].shape[-1])
+    scales = parts[-1].view(len(rows), packing.groups + packing.scale_pad)
     for chunk in _chunks(rows):
-        codes[chunk], scales[chunk] = _encode_rows(encoding, rows[chunk].to(torch.float32))
-    if encoding.kept:
-        parts[1].copy_(x[..., coded:])
+        groups = rows[chunk].to(torch.float32).view(-1, packing.groups, packing.group)
+        codes[chunk], found = quantise(groups, rule)
+        found = found if packing.scale_lanes == 1 else found.index_select(1, _lanes(packing, x.device))
+        scales[chunk] = torch.nn.functional.pad(found, (0, packing.scale_pad))
+    if packing.kept:
+        kept = x[..., packing.coded :]
+        parts[1].copy_(e4m3_from_float32(kept.to(torch.float32)) if packing.kept_nbytes == 1 else kept)
     return parts
 
 
@@ -72,17 +85,22 @@ def decode(encoding: Encoding, parts: Sequence[Tensor], dtype: torch.dtype) -> T
     >>> decode(MXFP4, encode(MXFP4, x), torch.float32)[24:].tolist()  # steps of 8: a 4-bit code and a scale of 8
     [24.0, 24.0, 24.0, 24.0, 32.0, 32.0, 32.0, 32.0]
     """
-    lead, coded = _check_parts(encoding, parts)
+    lead, dim = _check_parts(encoding, parts)
     if encoding.name == "raw":
         return parts[0].to(dtype)
+    packing = encoding.packing(dim)
     codes = parts[0].reshape(lead.numel(), parts[0].shape[-1])
-    scales = parts[-1].reshape(len(codes), *parts[-1].shape[len(lead) :])
-    out = torch.empty(len(codes), coded + encoding.kept, dtype=dtype, device=codes.device)
+    scales = parts[-1].reshape(len(codes), packing.groups + packing.scale_pad)
+    out = torch.empty(len(codes), dim, dtype=dtype, device=codes.device)
+    found = scales[:, : packing.groups]
+    if packing.scale_lanes > 1:
+        found = found.index_select(1, _lanes(packing, codes.device).argsort())
     for chunk in _chunks(codes):
-        out[chunk, :coded] = _decode_rows(encoding, codes[chunk], scales[chunk])
-    if encoding.kept:
-        out[:, coded:] = parts[1].reshape(len(codes), encoding.kept)
-    return out.view(*lead, coded + encoding.kept)
+        out[chunk, : packing.coded] = dequantise(codes[chunk], found[chunk], encoding.rule)
+    if packing.kept:
+        kept = parts[1].reshape(len(codes), packing.kept)
+        out[:, packing.coded :] = look_up(e4m3_table(kept.device), kept) if packing.kept_nbytes == 1 else kept
+    return out.view(*lead, dim)
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:
@@ -91,31 +109,24 @@ def _chunks(rows: Tensor) -> Iterator[slice]:
     return (slice(start, start + max(1, step)) for start in range(0, len(rows), max(1, step)))
 
 
-def _encode_rows(encoding: Encoding, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of float32 ``x`` ``[n, coded]``, in the shapes of the encoding."""
-    codes, scales = quantise(x.view(len(x), -1, encoding.group or x.shape[1]), encoding.rule)
-    if encoding.name == "fp8_ue8m0":
-        scales = torch.nn.functional.pad(scales, (0, align_up(scales.shape[1], 8) - scales.shape[1]))
-    return codes, scales if encoding.group else scales.squeeze(1)
-
-
-def _decode_rows(encoding: Encoding, codes: Tensor, scales: Tensor) -> Tensor:
-    """Return float32 ``[n, coded]`` for ``codes`` ``[n, k]`` and their ``scales``."""
-    rule = encoding.rule
-    groups = codes.shape[1] * rule.codes_per_byte // encoding.group if encoding.group else 1
-    return dequantise(codes, scales.view(len(scales), -1)[:, :groups], rule)
+@lru_cache(maxsize=64)
+def _lanes(packing: Packing, device: torch.device) -> Tensor:
+    """Return int64 ``[groups]``: the index of the scale that is stored at each place of a row. Do not write to it."""
+    places = torch.arange(packing.groups, device=device)
+    return places.view(packing.scale_lanes, -1).T.reshape(-1).argsort()
 
 
 def _check_parts(encoding: Encoding, parts: Sequence[Tensor]) -> tuple[torch.Size, int]:
-    """Return (leading axes, coded elements) of ``parts``; raises BadInput unless they are one encoded tensor."""
+    """Return (leading axes, elements of a row) of ``parts``; raises BadInput unless they are one encoded tensor."""
     given = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
     if not parts or parts[0].ndim == 0:
         raise BadInput(f"decode needs the parts that encode gave, got: {given or 'none'}")
-    lead = parts[0].shape[:-1]
-    coded = parts[0].shape[-1] * (1 if encoding.name == "raw" else encoding.rule.codes_per_byte)
-    layout = encoding.parts((coded + encoding.kept,), str(parts[0].dtype).removeprefix("torch."))
-    wanted = [(getattr(torch, dtype), (*lead, *shape)) for _, shape, dtype in layout]
+    lead, dim = parts[0].shape[:-1], parts[0].shape[-1]
+    wanted = [(parts[0].dtype, tuple(parts[0].shape))]
+    if encoding.name != "raw":
+        dim = dim * encoding.rule.codes_per_byte + encoding.kept
+        wanted = [(getattr(torch, dtype), (*lead, *shape)) for _, shape, dtype in encoding.vector(dim)]
     if wanted != [(part.dtype, tuple(part.shape)) for part in parts]:
         expected = ", ".join(f"{dtype} {list(shape)}" for dtype, shape in wanted)
         raise BadInput(f"{encoding.name!r} parts must be {expected}; got {given}")
-    return lead, coded
+    return lead, dim

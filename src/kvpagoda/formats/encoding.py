@@ -1,16 +1,22 @@
-"""The encoding of one row of numbers, as plain data. ``codec`` applies it."""
+"""How one row of numbers is stored, as plain data: its rule, its parts, and the place of each part. ``codec`` applies it.
+
+inline   x_fp8 | .. | x_rope | .. | x_scales | ..     each part an array of its own, ``Encoding("fp8", kept=64)``
+packed   page = | codes, scales, kept | .. |          all parts in the page of a kernel, ``Encoding("v32_656", ..)``
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from kvpagoda.errors import SchemaError, unknown_name
-from kvpagoda.formats.rule import SUFFIXES, Rule
-from kvpagoda.loading import read_json
+from kvpagoda.errors import LayoutError, SchemaError, unknown_name
+from kvpagoda.formats.dialects import DIALECTS, SUFFIXES, TABLE, Dialect, Packing, Rule, dialect_for_heads
 from kvpagoda.units import align_up
 
-RULES = {name: Rule(**row) for name, row in read_json("kvpagoda.formats", "rules.json")["rules"].items()}
-"""Encoding name -> how it computes codes and scales. The size of a group is a field of ``Encoding``."""
+INLINE = {name: Rule(**row["rule"]) for name, row in TABLE["inline"].items()}
+"""Name of an inline encoding -> how it computes codes and scales. The size of a group is a field of ``Encoding``."""
+Parts = tuple[tuple[str, tuple[int, ...], str], ...]
+"""(suffix, shape, dtype) of each array that stores a row: codes, kept elements if there are any, scales."""
 
 
 @dataclass(frozen=True)
@@ -28,45 +34,161 @@ class Encoding:
     ``nvfp4``      E2M1 codes, two per byte, with one E4M3 scale for each 16 elements.
     ``int8``       integers of -127 .. 127 with one float32 scale for each ``group`` elements (None: one per row).
 
-    The last three may leave their last ``kept`` elements unencoded too.
+    The last three may leave their last ``kept`` elements unencoded too. The parts of such a row are arrays of their own.
+
+    Or it is the packed format of a kernel (``dialects.DIALECTS``), which has places for all parts in one page. Then
+    ``dialect`` names the engine whose rules write the rows ("": the default of the format), ``head_dim`` the elements
+    of a head in formats with heads (None: 64), and the format decides ``kept`` and ``group``. Format and dialect are
+    part of the identity of rows: engines whose dialects differ, even by a floor, cannot share rows. Raises BadInput for
+    an unknown dialect, and for a ``head_dim`` that the format cannot have.
 
     >>> Encoding("fp8_ue8m0", kept=64, group=64).parts((512,), "bfloat16")
     (('_fp8', (448,), 'uint8'), ('_rope', (64,), 'bfloat16'), ('_scales', (8,), 'uint8'))
+    >>> packed = Encoding("v32_656", dialect="flashmla")
+    >>> packed.parts((1, 576), "bfloat16")
+    (('_fp8', (1, 512), 'uint8'), ('_rope', (1, 64), 'bfloat16'), ('_inv_scale', (1, 4), 'float32'))
+    >>> nbytes, places = packed.arrange(64, (1, 576))
+    >>> nbytes, places[2]  # scales: offset, and the strides of rows and axes, in bytes
+    (41984, (512, (656, 656, 4)))
     """
 
     name: str = "raw"
     kept: int = 0
     group: int | None = None
+    dialect: str = ""
+    head_dim: int | None = None
 
-    def parts(self, shape: tuple[int, ...], dtype: str) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-        """Return (suffix, shape, dtype) of each array that stores one row of ``shape``, whose last axis is encoded.
+    def __post_init__(self) -> None:
+        if self.is_packed or self.dialect or self.head_dim is not None:
+            packing = dialect_for_heads(self.name, self.dialect or None, self.head_dim).packing
+            decided = {
+                "kept": packing.kept,
+                "group": packing.group,
+                "dialect": self.dialect or next(iter(DIALECTS[self.name])),
+            }
+            for name, value in decided.items():
+                object.__setattr__(self, name, value)
 
-        Raises SchemaError for an unknown encoding, or a last axis that does not divide into groups.
-        """
-        if self.name == "raw":
-            return (("", shape, dtype),)
-        rule, lead, coded = self.rule, shape[:-1], shape[-1] - self.kept
-        group, per_byte = self.group or coded, rule.codes_per_byte
-        if coded <= 0 or coded % group or coded % per_byte:
-            raise SchemaError(
-                f"encoding {self.name!r} cannot hold a row of {shape[-1]} elements: "
-                f"{coded} to encode is not a positive multiple of {max(group, per_byte)}"
-            )
-        groups = coded // group
-        codes = (SUFFIXES[rule.codes], (*lead, coded // per_byte), "uint8")
-        if rule.scale == "float32":
-            scales = ("_inv_scale", lead if self.group is None else (*lead, groups), "float32")
-        else:
-            scales = ("_scales", (*lead, align_up(groups, 8) if self.name == "fp8_ue8m0" else groups), "uint8")
-        kept = (("_rope", (*lead, self.kept), "bfloat16"),) if self.kept else ()
-        return (codes, *kept, scales)
+    def __repr__(self) -> str:
+        # part of the fingerprint of a schema, and so of the names of stored records
+        if self.is_packed:
+            return f"Encoding(name={self.name!r}, dialect={self.dialect!r}, head_dim={self.head_dim!r})"
+        return f"Encoding(name={self.name!r}, kept={self.kept!r}, group={self.group!r})"
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether all parts of a row have places in one page, as a kernel reads them."""
+        return self.name in DIALECTS
+
+    @property
+    def rules(self) -> Dialect:
+        """The geometry of a packed row and the rule of its dialect, as a launch follows it."""
+        return _launched(self.name, self.dialect, self.head_dim)
 
     @property
     def rule(self) -> Rule:
         """How groups become scales and codes. Raises SchemaError for "raw", which has no rule, and unknown names."""
-        if self.name not in RULES:
-            raise unknown_name("encoding", self.name, ("raw", *RULES), SchemaError)
-        return RULES[self.name]
+        if self.is_packed:
+            return self.rules.rule
+        if self.name not in INLINE:
+            raise unknown_name("encoding", self.name, ("raw", *INLINE), SchemaError)
+        return INLINE[self.name]
+
+    @property
+    def page_multiple(self) -> int:
+        """Kernels demand that the bytes from page to page are a multiple of this number."""
+        return self.rules.packing.page_multiple if self.is_packed else 1
+
+    def packing(self, dim: int) -> Packing:
+        """Return the geometry of a vector of ``dim`` elements. Not for "raw".
+
+        Raises SchemaError for an unknown encoding, or a ``dim`` that does not divide into groups, and LayoutError for
+        a ``dim`` that a packed format does not hold.
+        """
+        return _packing(self, dim)
+
+    def vector(self, dim: int) -> Parts:
+        """Return ``parts`` of one vector of ``dim`` elements; "raw" has none. Raises as ``packing``."""
+        packing, rule = self.packing(dim), self.rule
+        codes: Parts = ((SUFFIXES[rule.codes], (packing.coded * packing.code_bits // 8,), "uint8"),)
+        if packing.kept:
+            codes += (("_rope", (packing.kept,), "bfloat16" if packing.kept_nbytes == 2 else "uint8"),)
+        if rule.scale == "float32":
+            return (*codes, ("_inv_scale", () if self.group is None else (packing.groups,), "float32"))
+        return (*codes, ("_scales", (packing.groups + packing.scale_pad,), "uint8"))
+
+    def parts(self, shape: tuple[int, ...], dtype: str) -> Parts:
+        """Return (suffix, shape, dtype) of each array that stores one row of ``shape``, whose last axis is encoded.
+
+        Packed formats with K and V in one row take ``[2, heads, head_dim]``. Raises as ``packing``.
+        """
+        if self.name == "raw":
+            return (("", shape, dtype),)
+        parts = self.vector(shape[-1])
+        if self.is_packed and self.rules.packing.cells > 1 and len(shape) != 3:
+            raise _other_size(self, shape)
+        return tuple((suffix, (*shape[:-1], *part), kind) for suffix, part, kind in parts)
+
+    def page_shape(self, count: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a page of ``count`` packed rows as kernels take it, in bytes.
+
+        It is ``[rows, 1, bytes of a row]``, or ``[heads, rows, bytes]`` for formats with heads.
+        """
+        packing = self.rules.packing
+        return (shape[1], count, packing.row_nbytes) if packing.cells > 1 else (count, 1, packing.row_nbytes)
+
+    def arrange(self, count: int, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, tuple[int, ...]]]]:
+        """Return (bytes of a page of ``count`` packed rows, [(offset, strides) of each part]).
+
+        The parts are in the order of ``parts``. The strides are those from row to row, then along each axis of the
+        part. All numbers are in bytes.
+        """
+        packing = self.rules.packing
+        places, heads = packing.places(count), shape[1] if packing.cells > 1 else 1
+        names = [name for name in ("codes", "kept", "scales") if name in places]
+        placed = []
+        for name, (_, part, dtype) in zip(names, self.parts(shape, "")):
+            place, last = places[name], {"float32": 4, "bfloat16": 2}.get(dtype, 1)
+            lead = (place.cell, place.head) if packing.cells > 1 else (place.row,) * (len(part) - 1)
+            placed.append((place.base, (place.row, *lead, last)))
+        return packing.payload_nbytes(count, heads), placed
+
+
+@lru_cache(maxsize=256)
+def _launched(format: str, dialect: str, head_dim: int | None) -> Dialect:
+    """Return the dialect with its rule as a launch follows it: the same object for the same arguments."""
+    chosen = dialect_for_heads(format, dialect, head_dim)
+    return replace(chosen, rule=chosen.rule.launched)
+
+
+@lru_cache(maxsize=1024)
+def _packing(encoding: Encoding, dim: int) -> Packing:
+    """Return ``encoding.packing(dim)``."""
+    if encoding.is_packed:
+        packing = encoding.rules.packing
+        if dim != packing.coded + packing.kept:
+            raise _other_size(encoding, (dim,))
+        return packing
+    rule, coded = encoding.rule, dim - encoding.kept
+    group, per_byte = encoding.group or coded, rule.codes_per_byte
+    if coded <= 0 or coded % group or coded % per_byte:
+        raise SchemaError(
+            f"encoding {encoding.name!r} cannot hold a row of {dim} elements: "
+            f"{coded} to encode is not a positive multiple of {max(group, per_byte)}"
+        )
+    groups = coded // group
+    pad = align_up(groups, TABLE["inline"][encoding.name].get("scales_multiple", 1)) - groups
+    return Packing(coded, group, 8 // per_byte, rule.scale_nbytes, pad, kept=encoding.kept)
+
+
+def _other_size(encoding: Encoding, shape: tuple[int, ...]) -> LayoutError:
+    """Return the error for rows of ``shape``, which the packed format of ``encoding`` does not hold."""
+    packing = encoding.rules.packing
+    return LayoutError.of(
+        "size",
+        f"{encoding.name} holds rows of {packing.coded} + {packing.kept} elements, not of {list(shape)}; choose another "
+        f"layout for this model",
+    )
 
 
 RAW = Encoding()

@@ -1,7 +1,7 @@
 """Append rows to packed pages and gather rows from them, for every packed format, in one launch each.
 
 One program handles one vector: the row of one token, head and cell (K or V; formats of MLA and indexers have one cell).
-The kernel is compiled for the places of the parts of a row in the page (``layouts.packings``):
+The kernel is compiled for the places of the parts of a row in the page (``formats.dialects``):
 
     rows[i] -> codes, scales, kept  ->  pages[slots[i] // N]: row slots[i] mod N        a slot out of range: no row
 """
@@ -9,8 +9,6 @@ The kernel is compiled for the places of the parts of a row in the page (``layou
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +17,12 @@ import numpy as np
 import torch
 
 from kvpagoda.errors import BadInput
-from kvpagoda.formats.rule import Rule
+from kvpagoda.formats.dialects import Dialect, Rule
+from kvpagoda.formats.encoding import Encoding
 from kvpagoda.kernels.dispatch import backend
 from kvpagoda.kernels.int_views import flat_view
 from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel, gather_rows_kernel
-from kvpagoda.layouts.dialects import Dialect, dialect_for_heads
 from kvpagoda.layouts.packed import decode_rows, encode_rows, views
-from kvpagoda.layouts.packed_row import PackedRow
 
 Tensor = torch.Tensor
 
@@ -62,7 +59,8 @@ def append_rows(
     >>> out.sum(1).tolist()
     [512.0, 0.0]
     """
-    chosen = _as_written(format, dialect, head_dim)
+    encoding = Encoding(format, dialect=dialect or "", head_dim=head_dim)
+    chosen = encoding.rules
     heads = _check("append_rows", rows, slots, pages, chosen, page_size)
     if rows.dtype != torch.bfloat16:
         raise BadInput(f"append_rows: rows must be bfloat16, got {rows.dtype}")
@@ -81,7 +79,7 @@ def append_rows(
         return
     slot = slots.index_select(0, live).long()
     places = views(pages, chosen.packing, page_size, heads)
-    for part, values in encode_rows(rows.index_select(0, live), chosen, heads).items():
+    for part, values in encode_rows(rows.index_select(0, live), encoding).items():
         places[part][slot // page_size, slot % page_size] = values
 
 
@@ -101,7 +99,8 @@ def gather_rows(
     ``append_rows``, but a slot may occur several times. Each number is code times scale in float32, rounded once to
     ``out``'s dtype. O(n * D).
     """
-    chosen = _as_written(format, dialect, head_dim)
+    encoding = Encoding(format, dialect=dialect or "", head_dim=head_dim)
+    chosen = encoding.rules
     heads = _check("gather_rows", out, slots, pages, chosen, page_size)
     if out.dtype not in (torch.bfloat16, torch.float32):
         raise BadInput(f"gather_rows: out must be bfloat16 or float32, got {out.dtype}")
@@ -114,43 +113,20 @@ def gather_rows(
     if run == "numba":
         left = _loop(bits, slots, pages, *_compiled(chosen, page_size, heads, half))
         if len(left):
-            out[left] = _gathered(slots[left], pages, page_size, chosen, heads, out.dtype)
+            out[left] = _gathered(slots[left], pages, page_size, encoding, heads, out.dtype)
         return
-    out.copy_(_gathered(slots, pages, page_size, chosen, heads, out.dtype))
+    out.copy_(_gathered(slots, pages, page_size, encoding, heads, out.dtype))
 
 
-def _gathered(slots: Tensor, pages: Tensor, page_size: int, dialect: Dialect, heads: int, dtype: torch.dtype) -> Tensor:
+def _gathered(
+    slots: Tensor, pages: Tensor, page_size: int, encoding: Encoding, heads: int, dtype: torch.dtype
+) -> Tensor:
     """Return the rows in ``slots`` as a new tensor: the reference of ``gather_rows``."""
     live = (slots >= 0) & (slots < len(pages) * page_size)
     slot = torch.where(live, slots, 0).long()
-    places = views(pages, dialect.packing, page_size, heads)
+    places = views(pages, encoding.rules.packing, page_size, heads)
     parts = {part: view[slot // page_size, slot % page_size] for part, view in places.items()}
-    return decode_rows(parts, dialect, dtype).masked_fill_(~live[:, None], 0)
-
-
-def round_trip(rows: Tensor, encoding: PackedRow) -> Tensor:
-    """Return new float32 ``[n, D]``: bfloat16 ``rows`` ``[n, D]`` after an append and a gather. O(n * D)."""
-    chosen = _as_written(encoding.format, encoding.dialect, encoding.head_dim)
-    return decode_rows(encode_rows(rows, chosen, rows.shape[1] // chosen.packing.width), chosen, torch.float32)
-
-
-def decode_parts(encoding: PackedRow, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the rows ``[.., D]`` of ``dtype`` that ``parts`` encode; only for formats without heads.
-
-    ``parts``: codes, kept elements and scales, each ``[.., n]``, in the order of ``encoding.parts``. O(elements).
-    """
-    names, lead = ("codes", "kept", "scales") if encoding.kept else ("codes", "scales"), parts[0].shape[:-1]
-    flat = (part.contiguous().view(torch.uint8).view(lead.numel(), 1, 1, -1) for part in parts)
-    rows = decode_rows(dict(zip(names, flat)), _as_written(encoding.format, encoding.dialect, None), dtype)
-    return rows.view(*lead, -1)
-
-
-@lru_cache(maxsize=64)
-def _as_written(format: str, dialect: str | None, head_dim: int | None) -> Dialect:
-    """Return the dialect as a launch can write it: it refuses no row, and reads every bfloat16 exactly."""
-    chosen = dialect_for_heads(format, dialect, head_dim)
-    marks = "marked" if chosen.rule.non_finite == "refused" else chosen.rule.non_finite
-    return replace(chosen, rule=replace(chosen.rule, non_finite=marks, subnormals="exact"))
+    return decode_rows(parts, encoding, dtype).masked_fill_(~live[:, None], 0)
 
 
 def _check(name: str, rows: Tensor, slots: Tensor, pages: Tensor, dialect: Dialect, page_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Pack rows of numbers into the pages that kernels read, and unpack them: the torch reference of all packed formats.
+"""Pack rows of numbers into the pages that kernels read, and unpack them, for all packed formats.
 
 >>> rows = torch.ones(1, 2, 512, dtype=torch.bfloat16)
 >>> pages = pack(rows, "dsv4_584", page_size=2, dialect="flashmla")
@@ -13,19 +13,18 @@ from __future__ import annotations
 import torch
 
 from kvpagoda.errors import BadInput
-from kvpagoda.formats.quantise import dequantise, quantise
-from kvpagoda.formats.small_floats import e4m3_from_float32, e4m3_table, look_up
+from kvpagoda.formats.codec import decode, encode_by
+from kvpagoda.formats.dialects import Packing, Rule, dialect_for_heads
+from kvpagoda.formats.encoding import Encoding
 from kvpagoda.layouts.copying import Bytes
-from kvpagoda.layouts.dialects import Dialect, dialect_for_heads
 from kvpagoda.layouts.layout import Layout
-from kvpagoda.layouts.packings import Packing
 from kvpagoda.layouts.recode import Recode
 from kvpagoda.units import whole_number
 
 Tensor = torch.Tensor
 
-CHUNK = 1 << 17
-"""Elements per step on the CPU, so that the temporaries stay in the CPU's cache."""
+PARTS = "codes", "kept", "scales"
+"""The parts of a packed row in the order of ``Encoding.parts``; rows without kept elements lack the second."""
 
 
 def pack(
@@ -48,6 +47,7 @@ def pack(
     pages would see inf or NaN (a dialect without a floor turns a group of zeros into NaN). O(elements).
     """
     chosen = dialect_for_heads(format, dialect, head_dim)
+    encoding = Encoding(format, dialect=dialect or "", head_dim=head_dim)
     page_size = whole_number(page_size, "page_size", at_least=1)
     heads = _check_rows(rows, format, chosen.packing, page_size)
     if chosen.rule.non_finite == "refused":
@@ -56,13 +56,8 @@ def pack(
         len(rows), chosen.packing.payload_nbytes(page_size, heads), dtype=torch.uint8, device=rows.device
     )
     places = views(pages, chosen.packing, page_size, heads)
-    cells = rows.flatten(0, 1)
-    step = max(1, CHUNK // cells.shape[1]) if rows.device.type == "cpu" else max(1, len(cells))
-    index = torch.arange(len(cells), device=rows.device)
-    for start in range(0, len(cells), step):
-        page, row = index[start : start + step] // page_size, index[start : start + step] % page_size
-        for part, values in encode_rows(cells[start : start + step], chosen, heads).items():
-            places[part][page, row] = values
+    for part, values in encode_rows(rows.flatten(0, 1), encoding, chosen.rule).items():
+        places[part].copy_(values.view(len(rows), page_size, *values.shape[1:]))
     if refuse_nan:
         back = unpack(pages, format, page_size=page_size, dialect=dialect, head_dim=head_dim)
         _refuse(~back.isfinite(), f"a reader of {format} would see inf or NaN")
@@ -84,21 +79,22 @@ def unpack(
 
     Raises BadInput for an unknown format or dialect, and for another shape or dtype. O(elements).
     """
-    chosen = dialect_for_heads(format, dialect, head_dim)
+    encoding = Encoding(format, dialect=dialect or "", head_dim=head_dim)
+    packing = encoding.rules.packing
     page_size = whole_number(page_size, "page_size", at_least=1)
-    one_head = chosen.packing.payload_nbytes(page_size)
+    one_head = packing.payload_nbytes(page_size)
     if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] == 0 or pages.shape[1] % one_head:
-        many = " * heads" if chosen.packing.cells > 1 else ""
+        many = " * heads" if packing.cells > 1 else ""
         raise BadInput(
             f"{format} pages of {page_size} rows are uint8 [pages, {one_head}{many}], "
             f"got {pages.dtype} {list(pages.shape)}; cut off the padding of the pages"
         )
     heads = pages.shape[1] // one_head
-    if heads > 1 and chosen.packing.cells == 1:
+    if heads > 1 and packing.cells == 1:
         raise BadInput(f"{format} pages of {page_size} rows have {one_head} bytes, got {pages.shape[1]}")
-    parts = views(pages, chosen.packing, page_size, heads)
+    parts = views(pages, packing, page_size, heads)
     flat = {part: view.reshape(len(pages) * page_size, *view.shape[2:]) for part, view in parts.items()}
-    return decode_rows(flat, chosen, dtype).view(len(pages), page_size, heads * chosen.packing.width)
+    return decode_rows(flat, encoding, dtype).view(len(pages), page_size, heads * packing.width)
 
 
 def encoded_anew(recode: Recode, stage: Layout, memory: Bytes) -> Bytes:
@@ -128,49 +124,24 @@ def views(pages: Tensor, packing: Packing, page_size: int, heads: int = 1) -> di
     }
 
 
-def encode_rows(rows: Tensor, dialect: Dialect, heads: int = 1) -> dict[str, Tensor]:
-    """Return part -> its bytes, uint8 ``[n, heads, cells, nbytes]``, of bfloat16 ``rows`` ``[n, D]``."""
-    packing, rule = dialect.packing, dialect.rule
-    cells = rows.reshape(len(rows), packing.cells, heads, -1).transpose(1, 2)
-    x = cells.reshape(-1, packing.coded + packing.kept)
-    groups = x[:, : packing.coded].to(torch.float32).reshape(len(x), packing.groups, packing.group)
-    codes, scales = quantise(groups, rule)
-    scale_bytes = scales.contiguous().view(torch.uint8).view(len(x), packing.groups, packing.scale_nbytes)
-    scale_bytes = scale_bytes.index_select(1, _lanes(packing, x.device)).flatten(1)
-    parts = {"codes": codes, "scales": torch.nn.functional.pad(scale_bytes, (0, packing.scale_pad))}
-    if packing.kept:
-        kept = x[:, packing.coded :].contiguous()
-        parts["kept"] = (
-            e4m3_from_float32(kept.to(torch.float32)) if packing.kept_nbytes == 1 else kept.view(torch.uint8)
-        )
-    return {part: values.view(len(rows), heads, packing.cells, -1) for part, values in parts.items()}
+def encode_rows(rows: Tensor, encoding: Encoding, rule: Rule | None = None) -> dict[str, Tensor]:
+    """Return part -> its bytes, uint8 ``[n, heads, cells, nbytes]``, of bfloat16 ``rows`` ``[n, D]``.
+
+    ``rule``: that of a launch (None), or that of the packer which refuses rows.
+    """
+    packing = encoding.rules.packing
+    heads = rows.shape[1] // packing.width
+    vectors = rows.reshape(len(rows), packing.cells, heads, packing.vector)
+    parts = encode_by(rule or encoding.rule, encoding, vectors)
+    names = PARTS if packing.kept else (PARTS[0], PARTS[2])
+    return {name: part.view(torch.uint8).transpose(1, 2) for name, part in zip(names, parts)}
 
 
-def decode_rows(parts: dict[str, Tensor], dialect: Dialect, dtype: torch.dtype) -> Tensor:
+def decode_rows(parts: dict[str, Tensor], encoding: Encoding, dtype: torch.dtype) -> Tensor:
     """Return the rows ``[n, D]`` of ``dtype`` for the parts that ``encode_rows`` returns."""
-    packing, rule = dialect.packing, dialect.rule
-    n, heads = parts["codes"].shape[:2]
-    flat = {part: values.flatten(0, 2) for part, values in parts.items()}
-    scales = flat["scales"][:, : packing.groups * packing.scale_nbytes].reshape(
-        -1, packing.groups, packing.scale_nbytes
-    )
-    places = torch.argsort(_lanes(packing, scales.device))
-    scales = scales.index_select(1, places).flatten(1)
-    values = dequantise(flat["codes"], scales.view(torch.float32) if rule.scale == "float32" else scales, rule)
-    out = torch.empty(len(values), packing.coded + packing.kept, dtype=dtype, device=values.device)
-    out[:, : packing.coded] = values
-    if packing.kept:
-        kept = flat["kept"]
-        out[:, packing.coded :] = (
-            look_up(e4m3_table(kept.device), kept) if packing.kept_nbytes == 1 else kept.view(torch.bfloat16)
-        )
-    return out.view(n, heads, packing.cells, out.shape[1]).transpose(1, 2).flatten(1)
-
-
-def _lanes(packing: Packing, device: torch.device) -> Tensor:
-    """Return int64 ``[groups]``: the index of the scale that is stored at each place of a row."""
-    places = torch.arange(packing.groups, device=device)
-    return places.view(packing.scale_lanes, -1).T.reshape(-1).argsort()
+    kinds = [getattr(torch, kind) for _, _, kind in encoding.vector(encoding.rules.packing.vector)]
+    given = [parts[name].transpose(1, 2).contiguous() for name in PARTS if name in parts]
+    return decode(encoding, [part.view(kind) for part, kind in zip(given, kinds)], dtype).flatten(1)
 
 
 def _check_rows(rows: Tensor, format: str, packing: Packing, page_size: int) -> int:

@@ -2,7 +2,7 @@
 
     trtllm          B L (H N k[D] | H N v[Dv])      ->  one page   (H N k[D] | H N v[Dv])
     sglang-mha      L T H k[D] | L T H v[Dv]        ->  two pages   N H k[D]   and   N H v[Dv]
-    flashmla-v32    L B N (code | scale | rope)     ->  rows of ``PackedRow("v32_656", "flashmla")``
+    flashmla-v32    L B N (code | scale | rope)     ->  rows of ``Encoding("v32_656", dialect="flashmla")``
     vllm-lhbnc      L H B N (k[D] | v[Dv])          ->  one page   H B N (k[D] | v[Dv]),  heads outside of blocks
 
 Blocks, layers and state slots are left to the arena, which places the pages of one record, or of one layer, one after
@@ -21,7 +21,6 @@ from kvpagoda.errors import LayoutError
 from kvpagoda.formats.encoding import RAW, Encoding
 from kvpagoda.layouts.layout import Layout
 from kvpagoda.layouts.named import named, table
-from kvpagoda.layouts.packed_row import PackedRow
 
 KINDS = ("attention", "latent", "indexer", "entries", "recurrent", "conv")
 """The kinds of rows: K and V, MLA latents, indexer keys, compressed entries and their window, two kinds of states."""
@@ -46,9 +45,9 @@ class PageChoice:
     format: str = "raw"
     dialect: str = ""
 
-    def encoding(self, head_dim: int | None = None) -> Encoding | PackedRow:
+    def encoding(self, head_dim: int | None = None) -> Encoding:
         """Return the encoding of its rows: ``RAW``, or the packed rows of its format. Raises BadInput."""
-        return RAW if self.format == "raw" else PackedRow(self.format, self.dialect, head_dim)
+        return RAW if self.format == "raw" else Encoding(self.format, dialect=self.dialect, head_dim=head_dim)
 
 
 @cache

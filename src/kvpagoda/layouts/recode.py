@@ -48,7 +48,7 @@ def recode_of(source: Layout, target: Layout) -> Recode | None:
     """
     if source.dialect == target.dialect:
         return None
-    from kvpagoda.layouts.dialects import DIALECTS
+    from kvpagoda.formats.dialects import DIALECTS
 
     known, pages = DIALECTS.get(target.format, {}), table()["pages"].get(target.format, {})
     for dialect in (source.dialect, target.dialect):

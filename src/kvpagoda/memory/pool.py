@@ -12,19 +12,12 @@ import torch
 from kvpagoda.errors import BadInput
 from kvpagoda.formats import decode, encode
 from kvpagoda.formats.encoding import Encoding
-from kvpagoda.kernels.packed_rows import append_rows, decode_parts, gather_rows, round_trip
-from kvpagoda.layouts.packed_row import PackedRow
+from kvpagoda.kernels.packed_rows import append_rows, gather_rows
 from kvpagoda.memory.arena import Arena
 from kvpagoda.schema import Rows
 
 Tensor = torch.Tensor
 Index = tuple[Tensor, ...]
-
-
-def decoded(encoding: Encoding | PackedRow, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the rows ``[.., dim]`` of ``dtype`` that ``parts``, from ``Pool.parts``, hold."""
-    read = decode_parts if isinstance(encoding, PackedRow) else decode
-    return read(encoding, parts, dtype)  # type: ignore[arg-type]
 
 
 class Pool:
@@ -81,7 +74,7 @@ class Pool:
         gradient graph of ``values``.
         """
         encoding, parts, values = self.rows[name].encoding, self.parts(name), values.detach()
-        if isinstance(encoding, PackedRow):
+        if encoding.is_packed:
             slots = self._slots(index, parts[0].shape[1])
             slots = slots.expand(values.shape[: values.ndim - len(self.rows[name].shape)])
             flat = values.reshape(slots.numel(), math.prod(self.rows[name].shape)).to(torch.bfloat16)
@@ -95,7 +88,7 @@ class Pool:
         """Return rows ``index``, decoded to the dtype of the rows: ``[*index, *shape]``, owned by the caller."""
         rows, parts = self.rows[name], self.parts(name)
         dtype = getattr(torch, rows.dtype)
-        if isinstance(rows.encoding, PackedRow):
+        if rows.encoding.is_packed:
             slots = self._slots(index, parts[0].shape[1])
             exact = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
             out = torch.empty(slots.numel(), math.prod(rows.shape), dtype=exact, device=slots.device)
@@ -107,9 +100,6 @@ class Pool:
     def stored(self, name: str, values: Tensor) -> Tensor:
         """Return ``values`` as they would be read back: encoded and decoded. Attention must use these values."""
         rows = self.rows[name]
-        if isinstance(rows.encoding, PackedRow):
-            flat = values.reshape(-1, math.prod(rows.shape)).to(torch.bfloat16)
-            return round_trip(flat, rows.encoding).to(values.dtype).view(values.shape)
         return decode(rows.encoding, encode(rows.encoding, values), getattr(torch, rows.dtype)).to(values.dtype)
 
     def tensor(self, name: str) -> Tensor:
@@ -154,10 +144,10 @@ class Pool:
         return torch.div(slots, per_page, rounding_mode="floor"), slots % per_page
 
 
-def _packed(encoding: PackedRow, codes: Tensor) -> dict[str, Any]:
+def _packed(encoding: Encoding, codes: Tensor) -> dict[str, Any]:
     """Return the arguments that describe packed rows to kernels."""
     return {
-        "format": encoding.format, "dialect": encoding.dialect, "head_dim": encoding.head_dim, "page_size": codes.shape[1],
+        "format": encoding.name, "dialect": encoding.dialect, "head_dim": encoding.head_dim, "page_size": codes.shape[1],
     }  # fmt: skip
 
 

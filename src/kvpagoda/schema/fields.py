@@ -12,7 +12,6 @@ from typing import Any
 
 from kvpagoda.errors import SchemaError, unknown_name
 from kvpagoda.formats.encoding import RAW, Encoding
-from kvpagoda.layouts.packed_row import PackedRow
 from kvpagoda.units import ceil_div
 
 ITEMSIZE = {
@@ -68,7 +67,7 @@ class Rows:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    encoding: Encoding | PackedRow = RAW
+    encoding: Encoding = RAW
     tokens_per_row: int = 1
     count: int = 1
     fill: float = 0.0

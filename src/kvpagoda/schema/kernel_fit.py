@@ -15,7 +15,6 @@ from typing import Any
 from kvpagoda.errors import BadInput, SchemaError
 from kvpagoda.layouts.demands import Demand, Kernel, kernel, kernels
 from kvpagoda.layouts.judge import judge
-from kvpagoda.layouts.packed_row import PackedRow
 from kvpagoda.layouts.pages import KIND_OF_ROWS, KINDS
 from kvpagoda.schema.fields import Growth, itemsize
 from kvpagoda.schema.layers import Group, Layer
@@ -190,8 +189,8 @@ def _judged(reader: Reader, page: Page, mates: Sequence[Page], stride: int, enco
             text = f"it takes {wanted or 'no paged tensor'}, and these rows have no such form; choose another layout"
             first = first or Problem(reader, page, None, text)
             continue
-        if isinstance(encoding, PackedRow):
-            facts["packing"] = "footer" if encoding.packing.footer else "inline"
+        if encoding.is_packed:
+            facts["packing"] = "footer" if encoding.rules.packing.footer else "inline"
             facts["scales"] = "power_of_two" if encoding.rules.rule.has_power_of_two_scales else "raw"
             facts |= {"dialect": encoding.dialect, "padding": -1}
         verdict = judge(row.name, tensors, reader.arch, facts)

@@ -21,7 +21,6 @@ from typing import Protocol
 
 from kvpagoda.errors import LayoutError, SchemaError
 from kvpagoda.formats.encoding import RAW, Encoding
-from kvpagoda.layouts.packed_row import PackedRow
 from kvpagoda.layouts.pages import PageChoice, page_choice
 from kvpagoda.schema.fields import FULL, Growth, Rows
 from kvpagoda.units import ceil_div
@@ -84,7 +83,7 @@ class IndexKeys:
     """
 
     dim: int
-    encoding: Encoding | PackedRow = RAW
+    encoding: Encoding = RAW
     dtype: str = ""
 
     def row(self, dtype: str) -> Rows:
@@ -108,8 +107,8 @@ class Attention(LayerKind):
     ``[num_sinks]`` of the request's state. A query reads its window from blocks, and the sinks that lie before the
     window from the state. Raises SchemaError for sinks without a window.
 
-    ``layout``: name of the layout of K and V in a page ("": each dense, ``[rows, heads, dim]``). If ``encoding`` is a
-    ``PackedRow``, both share one row, ``kv`` ``[2, heads, dim]``. ``indexer``: its keys, stored beside K and V.
+    ``layout``: name of the layout of K and V in a page ("": each dense, ``[rows, heads, dim]``). If ``encoding`` is
+    packed, both share one row, ``kv`` ``[2, heads, dim]``. ``indexer``: its keys, stored beside K and V.
 
     >>> layer = Attention(8, 128, 128, "bfloat16", Growth(window=4096))
     >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
@@ -123,7 +122,7 @@ class Attention(LayerKind):
     v_dim: int
     dtype: str
     law: Growth = FULL
-    encoding: Encoding | PackedRow = RAW
+    encoding: Encoding = RAW
     num_sinks: int = 0
     layout: str = ""
     indexer: IndexKeys | None = None
@@ -140,7 +139,7 @@ class Attention(LayerKind):
 
     def _rows(self) -> tuple[Rows, ...]:
         """Return the rows for K and V, without the indexer's."""
-        if isinstance(self.encoding, PackedRow):
+        if self.encoding.is_packed:
             return (Rows("kv", (2, self.num_kv_heads, self.k_dim), self.dtype, self.encoding),)
         heads, pages = ((self.num_kv_heads, 1),), page_choice(self.layout).pages if self.layout else {}
         return tuple(
@@ -181,7 +180,7 @@ class Latent(LayerKind):
     tensor-parallel rank keeps all of it.
 
     ``layout``: name of the layout of latent and RoPE key in a page; most kernels read both as one row. If ``encoding``
-    is a ``PackedRow``, both share one row, ``latent`` ``[1, latent_dim + rope_dim]``.
+    is packed, both share one row, ``latent`` ``[1, latent_dim + rope_dim]``.
 
     >>> layer = Latent(512, 64, "bfloat16")
     >>> [(rows.name, rows.shape, rows.row_nbytes) for rows in layer.block_rows()]
@@ -192,7 +191,7 @@ class Latent(LayerKind):
     rope_dim: int
     dtype: str
     law: Growth = FULL
-    encoding: Encoding | PackedRow = RAW
+    encoding: Encoding = RAW
     indexer: IndexKeys | None = None
     layout: str = "flashmla-dense"
 
@@ -201,7 +200,7 @@ class Latent(LayerKind):
 
     def block_rows(self) -> tuple[Rows, ...]:
         rows: tuple[Rows, ...]
-        if isinstance(self.encoding, PackedRow):
+        if self.encoding.is_packed:
             rows = (Rows("latent", (1, self.latent_dim + self.rope_dim), self.dtype, self.encoding),)
         else:
             pages = page_choice(self.layout).pages if self.encoding == RAW else {}
@@ -219,9 +218,9 @@ class Latent(LayerKind):
         if (choice := choices.get("latent")) is None:
             return laid
         packed = choice.encoding()
-        if isinstance(packed, PackedRow) and (packed.kept, packed.packing.coded) != (self.rope_dim, self.latent_dim):
+        if packed.is_packed and (packed.kept, packed.rules.packing.coded) != (self.rope_dim, self.latent_dim):
             raise LayoutError.of(
-                "size", f"rows of {choice.name!r} have {packed.packing.coded} elements and {packed.kept} RoPE dims, not "
+                "size", f"rows of {choice.name!r} have {packed.rules.packing.coded} elements and {packed.kept} RoPE dims, not "
                 f"{self.latent_dim} and {self.rope_dim}; choose another layout for this model",
             )  # fmt: skip
         return replace(laid, layout=choice.name, encoding=packed)
@@ -313,7 +312,7 @@ class Compressed(LayerKind):
     dtype: str
     ratio: int = 0
     indexer: IndexKeys | None = None
-    encoding: Encoding | PackedRow = RAW
+    encoding: Encoding = RAW
     tail_dtype: str = "float32"
     verify_width: int = 0
 
@@ -328,7 +327,7 @@ class Compressed(LayerKind):
         return None if self.indexer is None else self.indexer.dim
 
     @property
-    def index_encoding(self) -> Encoding | PackedRow:
+    def index_encoding(self) -> Encoding:
         """Encoding of indexer keys; ``RAW`` without an indexer."""
         return RAW if self.indexer is None else self.indexer.encoding
 

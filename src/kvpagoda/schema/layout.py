@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
-from kvpagoda.layouts.packed_row import PackedRow
 from kvpagoda.layouts.pages import PageRows, arrange, order_of
 from kvpagoda.schema.fields import Field, Rows, itemsize
 from kvpagoda.units import align_up
@@ -154,7 +153,7 @@ def pages_of(layer: int, rows: Iterable[Rows], count: Callable[[Rows], int]) -> 
         fields = [field for member in members for field in member.fields(number)]
         axes = tuple(_AXES.get(axis, "dim") for axis in first.axes or ("dim",) * len(first.shape))
         packed: tuple[int, ...] = ()
-        if isinstance(first.encoding, PackedRow):
+        if first.encoding.is_packed:
             nbytes, placed = first.encoding.arrange(number, first.shape)
             multiple, packed = first.encoding.page_multiple, first.encoding.page_shape(number, first.shape)
         elif first.page:
