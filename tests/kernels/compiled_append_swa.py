@@ -7,13 +7,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvpagoda.kernels.append_swa import append_swa_kernel
+from kvpagoda.kernels.append_swa import append_swa_kernel, ring_constants
 
 POINTERS = {
     "kv": "*bf16", "slots": "*i32", "positions": "*i32",
     "fp8": "*u8", "rope": "*bf16", "inv_scale": "*fp32", "pos": "*i32", "head": "*i32",
 }  # fmt: skip
-CONSTANTS = {"HAS_HEAD": True, "SCAN": 0, "CODED": 448, "ROPE": 64, "CODED_BLOCK": 512, "ROPE_BLOCK": 64}
+CONSTANTS = {"HAS_HEAD": True, "SCAN": 0, "C": ring_constants(448, 64)}
 VECTOR_STRIDES = ("kv_stride", "fp8_row", "fp8_ring", "rope_row", "rope_ring")
 
 

@@ -76,3 +76,19 @@ def test_replay_writes_the_same_bytes_and_follows_its_buffers():
     rows.fill_(3)
     append_rows(rows, slots, pages, "dsv4_584", page_size=PAGE)
     assert torch.equal(pages, once), "padded rows write nothing"
+
+
+@pytest.mark.parametrize("format", ["gqa_int8_head", "gqa_fp8_head"])
+def test_heads_whose_size_is_no_power_of_two_are_written_and_read(format, monkeypatch):
+    how = {"page_size": PAGE, "head_dim": 12}
+    rows = torch.randn(len(SLOTS), 2 * 2 * 12, generator=torch.Generator().manual_seed(5)).bfloat16()
+
+    def run():
+        pages, out = torch.full((3, 256), 0xA5, dtype=torch.uint8), torch.zeros(rows.shape)
+        append_rows(rows, torch.tensor(SLOTS), pages, format, **how)
+        gather_rows(pages, torch.tensor(SLOTS), out, format, **how)
+        return pages, out
+
+    given = run()
+    monkeypatch.setenv(VARIABLE, "reference")
+    assert all(map(torch.equal, given, run()))

@@ -1,4 +1,6 @@
-"""Append rows to sliding-window rings: quantise each new row and write it to the ring of its request, in one launch.
+"""Append encoded rows to sliding-window rings, each to the ring of its request, in one launch.
+
+It is the append of ``packed_rows`` with other addresses: ring slots, in pools of their own for each part.
 
 One program handles one row of ``kv``. Each row has one destination, and each destination has one writer, in whatever
 order the rows come:
@@ -11,14 +13,18 @@ The FP8 codes are those of ``kvpagoda.formats``, encoding ``fp8`` with one inver
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from kvpagoda.errors import BadInput
 from kvpagoda.formats import encode
+from kvpagoda.formats.dialects import Dialect
 from kvpagoda.formats.encoding import Encoding
-from kvpagoda.kernels.dispatch import backend, jit, tl, triton
+from kvpagoda.kernels.dispatch import backend
 from kvpagoda.kernels.int_views import as_ints
-from kvpagoda.kernels.small_float_bits import e4m3_magnitude
+from kvpagoda.kernels.packed_rows import Constants, append_constants
+from kvpagoda.kernels.packed_rows_gpu import append_swa_kernel
 
 Tensor = torch.Tensor
 
@@ -160,68 +166,13 @@ def _triton(
             kv, slots, positions, fp8, rope, inv_scale, pos, heads,
             len(kv), len(fp8), dummy, fp8.shape[1],
             kv.stride(0), *fp8.stride()[:2], *rope.stride()[:2], *inv_scale.stride(), *pos.stride(), heads.stride(0),
-            HAS_HEAD=head is not None, SCAN=0 if is_ordered else 512, CODED=fp8.shape[2], ROPE=rope.shape[2],
-            CODED_BLOCK=triton.next_power_of_2(fp8.shape[2]), ROPE_BLOCK=triton.next_power_of_2(rope.shape[2]),
+            HAS_HEAD=head is not None, SCAN=0 if is_ordered else 512, C=ring_constants(fp8.shape[2], rope.shape[2]),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-@jit(do_not_specialize=["n"])
-def append_swa_kernel(  # type: ignore[no-untyped-def]
-    kv, slots, positions, fp8, rope, inv_scale, pos, head, n, rows, dummy, window,
-    kv_stride, fp8_row, fp8_ring, rope_row, rope_ring, inv_row, inv_ring, pos_row, pos_ring, head_row,
-    HAS_HEAD: tl.constexpr, SCAN: tl.constexpr,
-    CODED: tl.constexpr, ROPE: tl.constexpr, CODED_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write one row of ``kv`` per program; the bytes are those of ``_reference``."""
-    i = tl.program_id(0)
-    slot = tl.load(slots + i)
-    position = tl.load(positions + i)
-    in_launch = i + window < n
-    later_slot = tl.load(slots + i + window, mask=in_launch, other=-1)
-    later_position = tl.load(positions + i + window, mask=in_launch, other=-1)
-    live = (slot >= 0) & (slot < rows) & (slot != dummy) & (position >= 0)
-    live = live & ((later_slot != slot) | (later_position - window != position))
-    is_newest = live.to(tl.int32)  # of its request, in this launch
-    is_kept = is_newest
-    if SCAN:
-        first, stop = 0, tl.where(live, n, 0)
-        while first < stop:
-            other = first + tl.arange(0, SCAN)
-            other_slot = tl.load(slots + other, mask=other < n, other=-1)
-            ahead = tl.load(positions + other, mask=other < n, other=-1) - position
-            is_newer = ((other_slot == slot) & ((ahead > 0) | ((ahead == 0) & (other > i)))).to(tl.int32)
-            is_newest = tl.minimum(is_newest, 1 - tl.max(is_newer, axis=0))
-            is_kept = tl.minimum(is_kept, 1 - tl.max(tl.where(ahead % window == 0, is_newer, 0), axis=0))
-            first += SCAN
-        live = is_kept > 0
-    elif HAS_HEAD:
-        next_slot = tl.load(slots + i + 1, mask=i + 1 < n, other=-1)
-        is_newest = (live & (next_slot != slot)).to(tl.int32)
-    # To int64 before multiplying by strides: a pool may be larger than 2 GiB.
-    row = tl.where(live, slot, dummy).to(tl.int64)
-    ring = tl.where(live, position % window, 0).to(tl.int64)
-    source = kv + i.to(tl.int64) * kv_stride
-
-    index = tl.arange(0, CODED_BLOCK)
-    loaded = tl.load(source + index, mask=(index < CODED) & live, other=0.0)
-    bits = loaded.to(tl.int16, bitcast=True).to(tl.int32)
-    amax_bits = tl.max(bits & 0x7FFF, axis=0) << 16
-    broken = amax_bits >= 0x7F800000  # inf or NaN: a row of zeros, but with a NaN scale
-    bits = tl.where(broken, 0, bits)
-    amax = tl.maximum(tl.where(broken, 0, amax_bits), 0x2EDBE6FF).to(tl.float32, bitcast=True)  # at least 1e-10
-    y = (bits << 16).to(tl.float32, bitcast=True) * tl.div_rn(448.0, amax)
-
-    y_bits = y.to(tl.int32, bitcast=True)
-    code = e4m3_magnitude(y_bits & 0x7FFFFFFF) | ((y_bits >> 24) & 0x80)
-    tl.store(fp8 + row * fp8_row + ring * fp8_ring + index, code.to(tl.uint8), mask=index < CODED)
-
-    index = tl.arange(0, ROPE_BLOCK)
-    kept = tl.load(source + CODED + index, mask=(index < ROPE) & live, other=0.0)
-    tl.store(rope + row * rope_row + ring * rope_ring + index, kept, mask=index < ROPE)
-
-    inverse = tl.where(broken, 0x7FC00000, tl.div_rn(amax, 448.0).to(tl.int32, bitcast=True))
-    tl.store(inv_scale + row * inv_row + ring * inv_ring, inverse.to(tl.float32, bitcast=True))
-    tl.store(pos + row * pos_row + ring * pos_ring, tl.where(live, position, -1))
-    if HAS_HEAD:
-        tl.store(head + row * head_row, position + 1, mask=is_newest > 0)
+@lru_cache(maxsize=64)
+def ring_constants(coded: int, rope: int) -> Constants:
+    """Return the constants with which ``append_swa_kernel`` is compiled, for rows of ``coded`` and ``rope`` elements."""
+    encoding = Encoding("fp8", kept=rope)
+    return append_constants(Dialect(encoding.packing(coded + rope), encoding.rule, "kvpagoda"), 1, 1)

@@ -177,10 +177,7 @@ def _loop(rows: Tensor, slots: Tensor, pages: Tensor, loop: Any, parts: Any) -> 
 
 
 def _launch(kernel: Any, rows: Tensor, slots: Tensor, pages: Tensor, constants: Constants) -> None:
-    """Launch ``kernel``, one program per row, head and cell. Raises BadInput if a group's size is no power of two."""
-    group = constants.GROUP
-    if group & (group - 1):
-        raise BadInput(f"groups of {group} elements: not a power of two; set KVPAGODA_KERNELS=reference for them")
+    """Launch ``kernel``, one program per row, head and cell."""
     vectors, num_slots = constants.HEADS * constants.CELLS, len(pages) * constants.PAGE
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         kernel[(len(rows) * vectors,)](
@@ -213,21 +210,27 @@ def _geometry(dialect: Dialect, page_size: int, heads: int) -> dict[str, Any]:
     places = packing.places(page_size)
     codes, scales, kept = (places.get(part, places["codes"]) for part in ("codes", "scales", "kept"))
     return {
-        "PAGE": page_size, "HEADS": heads, "CELLS": packing.cells, "GROUP": packing.group, "GROUPS": packing.groups,
-        "GROUPS_BLOCK": 1 << (packing.groups + packing.scale_pad - 1).bit_length(), "LANES": packing.scale_lanes,
-        "SCALE_PAD": packing.scale_pad, "KEPT": packing.kept, "KEPT_NBYTES": packing.kept_nbytes,
-        "WIDTH": packing.coded + packing.kept,
+        "PAGE": page_size, "HEADS": heads, "CELLS": packing.cells, "WIDTH": packing.vector,
+        "GROUP": packing.group, "GROUP_BLOCK": _block(packing.group),
+        "GROUPS": packing.groups, "GROUPS_BLOCK": _block(packing.groups + packing.scale_pad),
+        "LANES": packing.scale_lanes, "SCALE_PAD": packing.scale_pad,
+        "KEPT": packing.kept, "KEPT_BLOCK": _block(packing.kept), "KEPT_NBYTES": packing.kept_nbytes,
         "HEAD_STRIDE": codes.head, "CELL_STRIDE": codes.cell, "DATA_ROW": codes.row, "SCALES_ROW": scales.row,
         "CODES_AT": codes.base, "SCALES_AT": scales.base, "KEPT_AT": kept.base, "CODES": rule.codes, "SCALE": rule.scale,
     }  # fmt: skip
 
 
+def _block(size: int) -> int:
+    """Return the least power of two that is not below ``size``: Triton has no other sizes."""
+    return 1 << max(0, size - 1).bit_length()
+
+
 def _rule_constants(rule: Rule) -> dict[str, Any]:
     """Return the constants that only writing needs: how scales and codes are computed."""
     return {
-        "TOP": rule.top, "FLOOR": int(torch.tensor(rule.floor, dtype=torch.float32).view(torch.int32)),
+        "TOP": rule.top, "FLOOR": int(np.float32(rule.floor).view(np.int32)),
         "FLOORS_SCALE": rule.floor_on == "scale", "POWER_OF_TWO": rule.has_power_of_two_scales,
-        "SCALE_UP": rule.scale_up, "RECIPROCAL": rule.by == "reciprocal", "TIES": rule.ties,
+        "SCALE_UP": rule.scale_up, "RECIPROCAL": rule.by == "reciprocal", "INVERSE": rule.by == "inverse", "TIES": rule.ties,
         "SIGNED_ZERO": rule.signed_zero, "APART": rule.zero_groups == "apart", "MARKS": rule.non_finite == "marked",
         "SKIPS_NAN": rule.skips_nan,
     }  # fmt: skip

@@ -1,16 +1,59 @@
-"""The Triton kernels of ``append_rows`` and ``gather_rows``, compiled for constants ``C``: the reference's bytes."""
+"""The Triton kernels that write and read encoded rows, compiled for constants ``C``: the reference's bytes.
+
+Two kernels write: to slots of pages (``append_rows``), and to rings (``append_swa``). They differ in the addresses.
+The casts are those of ``formats/small_floats.py``: integer arithmetic on the bits of a float32. Magnitudes are int32
+bits without the sign. No cast rounds twice, and none depends on the architecture.
+"""
 
 from __future__ import annotations
 
 from kvpagoda.kernels.dispatch import jit, tl
-from kvpagoda.kernels.small_float_bits import (
-    bfloat16_bits,
-    e2m1_magnitude,
-    e2m1_value,
-    e4m3_magnitude,
-    e4m3_value,
-    e8m0_value,
-)
+
+
+@jit()
+def e4m3_magnitude(a):  # type: ignore[no-untyped-def]
+    """int32 bits of |x| -> E4M3 code without its sign: nearest, ties to even, magnitudes above 448 to 448."""
+    subnormal = (a.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    normal = tl.minimum((a - 0x3BF80001 + ((a >> 20) & 1)) >> 20, 0x7E)
+    return tl.where(a < 0x3C800000, subnormal, normal)
+
+
+@jit()
+def e2m1_magnitude(a):  # type: ignore[no-untyped-def]
+    """int32 bits of |x| -> E2M1 code without its sign: nearest, ties to even, magnitudes above 6 to 6."""
+    subnormal = (a.to(tl.float32, bitcast=True) + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
+    normal = tl.minimum((a - 0x3EE00001 + ((a >> 22) & 1)) >> 22, 7)
+    return tl.where(a < 0x3F800000, subnormal, normal)
+
+
+@jit()
+def e4m3_value(code):  # type: ignore[no-untyped-def]
+    """int32 E4M3 codes -> float32: the bits shifted to those of a float32, times 2^120, which is exact."""
+    value = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    bits = value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)
+    return tl.where((code & 0x7F) == 0x7F, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@jit()
+def e2m1_value(code):  # type: ignore[no-untyped-def]
+    """int32 E2M1 codes -> float32: the bits shifted as in ``e4m3_value``, times 2^126."""
+    value = ((code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return (value.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+@jit()
+def e8m0_value(byte):  # type: ignore[no-untyped-def]
+    """int32 exponent bytes -> float32 2^(byte - 127), NaN for 255."""
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)
+    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@jit()
+def bfloat16_bits(x):  # type: ignore[no-untyped-def]
+    """float32 -> int32 bits of the nearest bfloat16, ties to even; NaN to NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
 
 
 @jit()
@@ -72,14 +115,24 @@ def _codes(y, x, s, C: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def _store_codes(target, code, group, inside, C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _elements(group, live, SIZE: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return (index of each element [groups, BLOCK] of groups of SIZE elements, whether it is there and ``live``)."""
+    element = tl.arange(0, BLOCK)
+    inside = (group < C.GROUPS)[:, None] & live
+    if SIZE != BLOCK:
+        inside = inside & (element < SIZE)[None, :]
+    return group[:, None] * SIZE + element[None, :], inside
+
+
+@jit()
+def _store_codes(target, code, group, live, C: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store int32 codes [groups, elements] as bytes; codes of 4 bits two per byte, the even element low."""
     if C.CODES == "e2m1" or C.CODES == "int4":
-        low, high = tl.split(tl.reshape(code, (C.GROUPS_BLOCK, C.GROUP // 2, 2)))
-        index = group[:, None] * (C.GROUP // 2) + tl.arange(0, C.GROUP // 2)[None, :]
+        low, high = tl.split(tl.reshape(code, (C.GROUPS_BLOCK, C.GROUP_BLOCK // 2, 2)))
+        index, inside = _elements(group, live, C.GROUP // 2, C.GROUP_BLOCK // 2, C)
         tl.store(target + index, (low | (high << 4)).to(tl.uint8), mask=inside)
     else:
-        index = group[:, None] * C.GROUP + tl.arange(0, C.GROUP)[None, :]
+        index, inside = _elements(group, live, C.GROUP, C.GROUP_BLOCK, C)
         tl.store(target + index, code.to(tl.uint8), mask=inside)
 
 
@@ -107,14 +160,14 @@ def _vector(numbers, slots, pages, num_slots, numbers_stride, page_stride, C: tl
     return (slot >= 0) & (slot < num_slots), mine, page + row * C.DATA_ROW, page + row * C.SCALES_ROW + C.SCALES_AT
 
 
-@jit(do_not_specialize=["num_slots"])
-def append_rows_kernel(rows, slots, pages, num_slots, rows_stride, page_stride, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write one row, head and cell per program; the bytes are those of the reference."""
-    live, source, data, scales = _vector(rows, slots, pages, num_slots, rows_stride, page_stride, C)
-    group = tl.arange(0, C.GROUPS_BLOCK)
-    index = group[:, None] * C.GROUP + tl.arange(0, C.GROUP)[None, :]
-    inside = (group < C.GROUPS)[:, None] & live
+@jit()
+def _write(source, codes, scales, kept, reads, writes, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Encode the vector at ``source`` and store its parts at ``codes``, ``scales`` and ``kept``, if ``writes``.
 
+    Unless ``reads``, the vector counts as zeros.
+    """
+    group = tl.arange(0, C.GROUPS_BLOCK)
+    index, inside = _elements(group, reads, C.GROUP, C.GROUP_BLOCK, C)
     loaded = tl.load(source + index, mask=inside, other=0.0)
     bits = loaded.to(tl.int16, bitcast=True).to(tl.int32) << 16
     sizes = bits & 0x7FFFFFFF
@@ -123,7 +176,10 @@ def append_rows_kernel(rows, slots, pages, num_slots, rows_stride, page_stride, 
     amax = tl.max(sizes, axis=1)
     s, stored = _scales(amax, C)
     x = bits.to(tl.float32, bitcast=True)
-    if C.POWER_OF_TWO or C.RECIPROCAL:  # for a power of two, x * (1 / s) equals x / s
+    if C.INVERSE:
+        largest = tl.maximum(tl.minimum(amax, 0x7F800000), C.FLOOR).to(tl.float32, bitcast=True)
+        y = x * tl.div_rn(tl.full(s.shape, C.TOP, tl.float32), largest)[:, None]
+    elif C.POWER_OF_TWO or C.RECIPROCAL:  # for a power of two, x * (1 / s) equals x / s
         y = x * tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)[:, None]
     else:
         y = tl.div_rn(x, tl.broadcast_to(s[:, None], x.shape))
@@ -135,17 +191,67 @@ def append_rows_kernel(rows, slots, pages, num_slots, rows_stride, page_stride, 
         stored = tl.where(broken, 0x7FC00000 if C.SCALE == "float32" else 0xFF if C.SCALE == "e8m0" else 0x7F, stored)
     code = _codes(y, x, tl.broadcast_to(s[:, None], x.shape), C)
 
-    _store_codes(data + C.CODES_AT, code, group, inside, C)
-    _store_scales(scales, stored, group, live, C)
+    _store_codes(codes, code, group, writes, C)
+    _store_scales(scales, stored, group, writes, C)
     if C.KEPT > 0:
-        index = tl.arange(0, C.KEPT)
-        kept = tl.load(source + C.GROUPS * C.GROUP + index, mask=live, other=0.0).to(tl.int16, bitcast=True)
+        index = tl.arange(0, C.KEPT_BLOCK)
+        inside = index < C.KEPT
+        value = tl.load(source + C.GROUPS * C.GROUP + index, mask=inside & reads, other=0.0).to(tl.int16, bitcast=True)
         if C.KEPT_NBYTES == 2:
-            tl.store((data + C.KEPT_AT).to(tl.pointer_type(tl.int16)) + index, kept, mask=live)
+            tl.store(kept.to(tl.pointer_type(tl.int16)) + index, value, mask=inside & writes)
         else:
-            a = (kept.to(tl.int32) << 16) & 0x7FFFFFFF
-            code = tl.where(a > 0x7F800000, 0x7F, e4m3_magnitude(a)) | ((kept.to(tl.int32) >> 8) & 0x80)
-            tl.store(data + C.KEPT_AT + index, code.to(tl.uint8), mask=live)
+            a = (value.to(tl.int32) << 16) & 0x7FFFFFFF
+            code = tl.where(a > 0x7F800000, 0x7F, e4m3_magnitude(a)) | ((value.to(tl.int32) >> 8) & 0x80)
+            tl.store(kept + index, code.to(tl.uint8), mask=inside & writes)
+
+
+@jit(do_not_specialize=["num_slots"])
+def append_rows_kernel(rows, slots, pages, num_slots, rows_stride, page_stride, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write one row, head and cell per program; the bytes are those of the reference."""
+    live, source, data, scales = _vector(rows, slots, pages, num_slots, rows_stride, page_stride, C)
+    _write(source, data + C.CODES_AT, scales, data + C.KEPT_AT, live, live, C)
+
+
+@jit(do_not_specialize=["n"])
+def append_swa_kernel(  # type: ignore[no-untyped-def]
+    kv, slots, positions, fp8, rope, inv_scale, pos, head, n, rows, dummy, window,
+    kv_stride, fp8_row, fp8_ring, rope_row, rope_ring, inv_row, inv_ring, pos_row, pos_ring, head_row,
+    HAS_HEAD: tl.constexpr, SCAN: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Write one row of ``kv`` per program to its ring; the bytes are those of the reference."""
+    i = tl.program_id(0)
+    slot = tl.load(slots + i)
+    position = tl.load(positions + i)
+    in_launch = i + window < n
+    later_slot = tl.load(slots + i + window, mask=in_launch, other=-1)
+    later_position = tl.load(positions + i + window, mask=in_launch, other=-1)
+    live = (slot >= 0) & (slot < rows) & (slot != dummy) & (position >= 0)
+    live = live & ((later_slot != slot) | (later_position - window != position))
+    is_newest = live.to(tl.int32)  # of its request, in this launch
+    is_kept = is_newest
+    if SCAN:
+        first, stop = 0, tl.where(live, n, 0)
+        while first < stop:
+            other = first + tl.arange(0, SCAN)
+            other_slot = tl.load(slots + other, mask=other < n, other=-1)
+            ahead = tl.load(positions + other, mask=other < n, other=-1) - position
+            is_newer = ((other_slot == slot) & ((ahead > 0) | ((ahead == 0) & (other > i)))).to(tl.int32)
+            is_newest = tl.minimum(is_newest, 1 - tl.max(is_newer, axis=0))
+            is_kept = tl.minimum(is_kept, 1 - tl.max(tl.where(ahead % window == 0, is_newer, 0), axis=0))
+            first += SCAN
+        live = is_kept > 0
+    elif HAS_HEAD:
+        next_slot = tl.load(slots + i + 1, mask=i + 1 < n, other=-1)
+        is_newest = (live & (next_slot != slot)).to(tl.int32)
+    # To int64 before multiplying by strides: a pool may be larger than 2 GiB.
+    row = tl.where(live, slot, dummy).to(tl.int64)
+    ring = tl.where(live, position % window, 0).to(tl.int64)
+    source = kv + i.to(tl.int64) * kv_stride
+    codes, scale = fp8 + row * fp8_row + ring * fp8_ring, inv_scale + row * inv_row + ring * inv_ring
+    _write(source, codes, scale, rope + row * rope_row + ring * rope_ring, live, True, C)
+    tl.store(pos + row * pos_row + ring * pos_ring, tl.where(live, position, -1))
+    if HAS_HEAD:
+        tl.store(head + row * head_row, position + 1, mask=is_newest > 0)
 
 
 @jit(do_not_specialize=["num_slots"])
@@ -153,13 +259,12 @@ def gather_rows_kernel(out, slots, pages, num_slots, out_stride, page_stride, C:
     """Read one row, head and cell per program, as the reference does. C.HALF: ``out`` is bfloat16 viewed as int16."""
     live, target, data, scales = _vector(out, slots, pages, num_slots, out_stride, page_stride, C)
     group = tl.arange(0, C.GROUPS_BLOCK)
-    index = group[:, None] * C.GROUP + tl.arange(0, C.GROUP)[None, :]
-    inside = (group < C.GROUPS)[:, None]
+    index, inside = _elements(group, True, C.GROUP, C.GROUP_BLOCK, C)
 
     if C.CODES == "e2m1" or C.CODES == "int4":
-        pairs = group[:, None] * (C.GROUP // 2) + tl.arange(0, C.GROUP // 2)[None, :]
-        byte = tl.load(data + C.CODES_AT + pairs, mask=inside & live, other=0).to(tl.int32)
-        code = tl.reshape(tl.join(byte & 0xF, byte >> 4), (C.GROUPS_BLOCK, C.GROUP))
+        pairs, there = _elements(group, live, C.GROUP // 2, C.GROUP_BLOCK // 2, C)
+        byte = tl.load(data + C.CODES_AT + pairs, mask=there, other=0).to(tl.int32)
+        code = tl.reshape(tl.join(byte & 0xF, byte >> 4), (C.GROUPS_BLOCK, C.GROUP_BLOCK))
     else:
         code = tl.load(data + C.CODES_AT + index, mask=inside & live, other=0).to(tl.int32)
     if C.CODES == "e4m3":
@@ -182,11 +287,12 @@ def gather_rows_kernel(out, slots, pages, num_slots, out_stride, page_stride, C:
     else:
         tl.store(target + index, value, mask=inside)
     if C.KEPT > 0:
-        index = tl.arange(0, C.KEPT)
+        index = tl.arange(0, C.KEPT_BLOCK)
+        inside = index < C.KEPT
         if C.KEPT_NBYTES == 2:
-            kept = tl.load((data + C.KEPT_AT).to(tl.pointer_type(tl.int16)) + index, mask=live, other=0)
+            kept = tl.load((data + C.KEPT_AT).to(tl.pointer_type(tl.int16)) + index, mask=inside & live, other=0)
             wide = (kept.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         else:
-            wide = e4m3_value(tl.load(data + C.KEPT_AT + index, mask=live, other=0).to(tl.int32))
+            wide = e4m3_value(tl.load(data + C.KEPT_AT + index, mask=inside & live, other=0).to(tl.int32))
             kept = bfloat16_bits(wide).to(tl.int16)
-        tl.store(target + C.GROUPS * C.GROUP + index, kept if C.HALF else wide)
+        tl.store(target + C.GROUPS * C.GROUP + index, kept if C.HALF else wide, mask=inside)
