@@ -11,14 +11,14 @@ import kvpagoda
 
 SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
-    "errors", "units", "text", "loading", "formats", "layouts", "schema", "blocks", "policies", "prefix", "kernels", "memory",
-    "tiers", "cache", "batch", "kv_cache", "events", "scheduling", "compat", "console", "metrics", "doctor", "replay",
-    "adapters", "hf", "cli", "__main__",
+    "errors", "units", "text", "loading", "formats", "layouts", "schema", "blocks", "policies", "prefix", "lanes", "kernels",
+    "memory", "tiers", "cache", "batch", "kv_cache", "events", "scheduling", "compat", "console", "metrics", "doctor",
+    "replay", "adapters", "hf", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},
     "metrics": {"prometheus_client", "opentelemetry", "rich"},
-    "kernels": {"triton", "numba", "llvmlite"},
+    "kernels": {"triton"}, "lanes": {"numba", "llvmlite"},
     "tiers": {"xxhash", "redis", "mooncake"},
     "events": {"msgspec", "zmq"},
 }  # fmt: skip

@@ -93,7 +93,7 @@ def test_heads_of_any_width_are_written_and_read(head_dim, monkeypatch):
 def test_a_loop_is_found_on_disk_until_what_it_is_made_of_changes(monkeypatch, tmp_path):
     import numba
 
-    from kvpagoda.kernels import packed_rows_cpu
+    from kvpagoda.lanes import rows as lanes
 
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     at = dialect_for_heads("gqa_int8_head", None, 2), 1, 1
@@ -102,13 +102,13 @@ def test_a_loop_is_found_on_disk_until_what_it_is_made_of_changes(monkeypatch, t
     )
 
     def found():
-        loop = packed_rows_cpu.vector_loop.__wrapped__(constants)
-        pages, parts = np.zeros(64, np.uint8), packed_rows_cpu.Parts(1, 1, 2, 12, 6, 12, 12, 0, 2, 0, 2, 4, 12, 1)
+        loop = lanes.vector_loop.__wrapped__(constants)
+        pages, parts = np.zeros(64, np.uint8), lanes.Parts(1, 1, 2, 12, 6, 12, 12, 0, 2, 0, 2, 4, 12, 1)
         loop(np.zeros(4, np.uint16), pages, np.zeros(1, np.int32), parts)
         return sum(loop.stats.cache_hits.values()), sum(loop.stats.cache_misses.values())
 
     assert [found(), found()] == [(0, 1), (1, 0)]
-    monkeypatch.setattr(packed_rows_cpu.inspect, "getsource", lambda module: f"{module.__name__}, changed")
+    monkeypatch.setattr(lanes.inspect, "getsource", lambda module: f"{module.__name__}, changed")
     assert found() == (0, 1)
 
 
@@ -129,10 +129,10 @@ TWO = ["flashmla", "sglang_raw"]
 def test_loops_have_names_of_their_own():
     """numba names what it compiles by the function and by how many came before it in its process. Two dialects that were
     compiled in two processes once had one name in a third, which could not use the second."""
-    from kvpagoda.kernels import packed_rows_cpu
+    from kvpagoda.lanes import rows as lanes
 
     constants = [vars(append_constants(dialect_of("v32_656", dialect), 1, 1)) for dialect in TWO]
-    loops = [packed_rows_cpu.vector_loop.__wrapped__(json.dumps(one)).py_func for one in constants]
+    loops = [lanes.vector_loop.__wrapped__(json.dumps(one)).py_func for one in constants]
     assert loops[0].__qualname__ != loops[1].__qualname__
     assert loops[0].__name__ != loops[1].__name__
 

@@ -155,6 +155,17 @@ class Encoding:
 
 
 @lru_cache(maxsize=256)
+def packed_row(format: str, dialect: str | None = None, head_dim: int | None = None) -> Encoding:
+    """Return the encoding of rows of packed ``format``, the same object for the same arguments.
+
+    Raises BadInput for an unknown format or dialect (None: the default), and for a ``head_dim`` it cannot have.
+    """
+    if format not in DIALECTS:
+        raise unknown_name("packed format", format, DIALECTS)
+    return Encoding(format, dialect=dialect or "", head_dim=head_dim)
+
+
+@lru_cache(maxsize=256)
 def _launched(format: str, dialect: str, head_dim: int | None) -> Dialect:
     """Return the dialect with its rule as a launch follows it: the same object for the same arguments."""
     chosen = dialect_for_heads(format, dialect, head_dim)

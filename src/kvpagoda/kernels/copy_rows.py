@@ -52,7 +52,7 @@ def copy_rows(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
     crossing, nbytes = src.device != dst.device, src.shape[1]
     is_large = nbytes >= PAST_CACHES_ROW and len(pairs) * nbytes >= PAST_CACHES and not crossing
     if is_large and backend(src.device.type, has_numba=True) == "numba":
-        from kvpagoda.kernels.numba_copies import copy_spans
+        from kvpagoda.lanes import copy_spans
 
         spans = pairs.numpy() * np.array([src.stride(0), dst.stride(0)])
         copy_spans(flat_view(src).numpy(), flat_view(dst).numpy(), spans, nbytes)

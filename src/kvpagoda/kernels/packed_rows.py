@@ -18,7 +18,7 @@ import torch
 
 from kvpagoda.errors import BadInput
 from kvpagoda.formats.dialects import Dialect, Rule
-from kvpagoda.formats.encoding import Encoding
+from kvpagoda.formats.encoding import Encoding, packed_row
 from kvpagoda.kernels.dispatch import backend
 from kvpagoda.kernels.int_views import flat_view
 from kvpagoda.kernels.packed_rows_gpu import append_rows_kernel, gather_rows_kernel
@@ -59,7 +59,7 @@ def append_rows(
     >>> out.sum(1).tolist()
     [512.0, 0.0]
     """
-    encoding = Encoding(format, dialect=dialect or "", head_dim=head_dim)
+    encoding = packed_row(format, dialect, head_dim)
     chosen = encoding.rules
     heads = _check("append_rows", rows, slots, pages, chosen, page_size)
     if rows.dtype != torch.bfloat16:
@@ -99,7 +99,7 @@ def gather_rows(
     ``append_rows``, but a slot may occur several times. Each number is code times scale in float32, rounded once to
     ``out``'s dtype. O(n * D).
     """
-    encoding = Encoding(format, dialect=dialect or "", head_dim=head_dim)
+    encoding = packed_row(format, dialect, head_dim)
     chosen = encoding.rules
     heads = _check("gather_rows", out, slots, pages, chosen, page_size)
     if out.dtype not in (torch.bfloat16, torch.float32):
@@ -156,13 +156,13 @@ def _check(name: str, rows: Tensor, slots: Tensor, pages: Tensor, dialect: Diale
 @lru_cache(maxsize=256)
 def _compiled(dialect: Dialect, page_size: int, heads: int, half: bool | None = None) -> tuple[Any, Any]:
     """Return the loop that numba compiles and the places of the parts. ``half``: None to append, else to gather."""
-    from kvpagoda.kernels import packed_rows_cpu as cpu
+    from kvpagoda.lanes import Parts, vector_loop
 
     arguments = dialect, page_size, heads
     constants = vars(append_constants(*arguments) if half is None else gather_constants(*arguments, half))
-    places = {name: constants.get(name.upper(), 0) for name in cpu.Parts._fields}
+    places = {name: constants.get(name.upper(), 0) for name in Parts._fields}
     of_loop = {name: constant for name, constant in constants.items() if name.lower() not in places}
-    return cpu.vector_loop(json.dumps(of_loop)), cpu.Parts(**places)
+    return vector_loop(json.dumps(of_loop)), Parts(**places)
 
 
 def _loop(rows: Tensor, slots: Tensor, pages: Tensor, loop: Any, parts: Any) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from kvpagoda.errors import BadInput
 from kvpagoda.formats.codec import decode, encode_by
 from kvpagoda.formats.dialects import Packing, Rule, dialect_for_heads
-from kvpagoda.formats.encoding import Encoding
+from kvpagoda.formats.encoding import Encoding, packed_row
 from kvpagoda.layouts.copying import Bytes
 from kvpagoda.layouts.layout import Layout
 from kvpagoda.layouts.recode import Recode
@@ -47,7 +47,7 @@ def pack(
     pages would see inf or NaN (a dialect without a floor turns a group of zeros into NaN). O(elements).
     """
     chosen = dialect_for_heads(format, dialect, head_dim)
-    encoding = Encoding(format, dialect=dialect or "", head_dim=head_dim)
+    encoding = packed_row(format, dialect, head_dim)
     page_size = whole_number(page_size, "page_size", at_least=1)
     heads = _check_rows(rows, format, chosen.packing, page_size)
     if chosen.rule.non_finite == "refused":
@@ -79,7 +79,7 @@ def unpack(
 
     Raises BadInput for an unknown format or dialect, and for another shape or dtype. O(elements).
     """
-    encoding = Encoding(format, dialect=dialect or "", head_dim=head_dim)
+    encoding = packed_row(format, dialect, head_dim)
     packing = encoding.rules.packing
     page_size = whole_number(page_size, "page_size", at_least=1)
     one_head = packing.payload_nbytes(page_size)

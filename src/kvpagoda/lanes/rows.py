@@ -1,7 +1,7 @@
 """``append_rows`` and ``gather_rows`` compiled for the CPU by numba. The bytes are those of the reference.
 
 One loop is compiled for each rule and group size, and cached on disk until its source changes. The places of the parts
-of a row are arguments of each call (``Parts``). The few rows that ``packed_vectors`` reports as odd are left to the
+of a row are arguments of each call (``Parts``). The few rows that ``vectors`` reports as odd are left to the
 reference.
 """
 
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from kvpagoda.kernels import numba_lanes, packed_vectors
-from kvpagoda.kernels.packed_vectors import ask, read_vectors, write_codes, write_scales
+from kvpagoda.lanes import llvm, vectors
+from kvpagoda.lanes.vectors import ask, read_vectors, write_codes, write_scales
 
 compiled: Callable[[Any], Any] = njit(cache=True, error_model="numpy")
 TOGETHER, AHEAD, PLACES = 256, 4096, 64
@@ -30,7 +30,7 @@ The ring has at least four times as many rows as there are vectors in one step.
 
 
 class Parts(NamedTuple):
-    """The places of the parts of a row: the constants of ``packed_rows`` with the same names in capitals.
+    """The places of the parts of a row: the constants of ``kernels.packed_rows`` with the same names in capitals.
 
     ``width``: elements of a vector. ``rows``: elements from row to row. ``pages``: bytes from page to page. ``slots``:
     number of slots in all pages.
@@ -65,7 +65,7 @@ def vector_loop(constants: str) -> Any:
     together = 1 if reads else 1 << min(max(TOGETHER // width, 1), PLACES // 8).bit_length() - 1
     ahead = together * max(1, min(AHEAD // width, PLACES // 2) // together)
     # numba looks up its disk cache by the date of this file and the values that the loop encloses
-    source = zlib.crc32((inspect.getsource(numba_lanes) + inspect.getsource(packed_vectors)).encode())
+    source = zlib.crc32((inspect.getsource(llvm) + inspect.getsource(vectors)).encode())
     constants = json.dumps({**c, "TOGETHER": together, "SOURCE": source})
 
     def loop(numbers: Any, pages: Any, slots: Any, p: Any) -> Any:

@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kvpagoda.kernels.numba_lanes import F16, F32, I8, I16, I32, Lanes, fetch, load, store
+from kvpagoda.lanes.llvm import F16, F32, I8, I16, I32, Lanes, fetch, load, store
 
 SIDE = 32
 """Elements that are cast by one instruction."""

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from kvpagoda.kernels.numba_lanes import fetch
+from kvpagoda.lanes.llvm import fetch
 
 instruction: Callable[[Any], Any] = intrinsic
 compiled: Callable[[Any], Any] = njit(cache=True, error_model="numpy")

@@ -1,0 +1,16 @@
+"""Rows encoded, decoded and copied on a CPU by hand-made SIMD instructions (LLVM) in loops that numba compiles: an extra.
+``kernels`` uses these names where numba is installed, and the torch reference of the same bytes elsewhere."""
+
+from typing import TYPE_CHECKING
+
+from kvpagoda.loading import load_when_used
+
+if TYPE_CHECKING:
+    from kvpagoda.lanes.copies import copy_spans
+    from kvpagoda.lanes.rows import Parts, vector_loop
+
+__all__ = ["Parts", "copy_spans", "vector_loop"]
+
+__getattr__ = load_when_used(
+    __name__, {"kvpagoda.lanes.copies": ("copy_spans",), "kvpagoda.lanes.rows": ("Parts", "vector_loop")}
+)
