@@ -116,6 +116,17 @@ def test_bad_arguments_are_refused_before_anything_is_written(spoil, said):
     assert (pages == 0xA5).all()
 
 
+@pytest.mark.parametrize("head_dim", [2, 6])
+def test_a_launch_refuses_heads_whose_scales_would_be_misaligned(head_dim, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv(VARIABLE, "triton")
+    rows, slots = torch.ones(1, 2 * head_dim).bfloat16(), torch.zeros(1, dtype=torch.int32)
+    pages = torch.full((1, 64), 0xA5, dtype=torch.uint8)
+    with pytest.raises(BadInput, match="multiples of 4 bytes"):
+        append_rows(rows, slots, pages, "gqa_int8_head", page_size=1, head_dim=head_dim)
+    assert (pages == 0xA5).all()
+
+
 def test_gather_refuses_other_dtypes_and_nothing_is_nothing():
     pages, none = pool("dsv4_584", "vllm"), torch.zeros(0, dtype=torch.int32)
     with pytest.raises(BadInput, match="bfloat16 or float32"):

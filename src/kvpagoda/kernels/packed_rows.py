@@ -177,7 +177,13 @@ def _loop(rows: Tensor, slots: Tensor, pages: Tensor, loop: Any, parts: Any) -> 
 
 
 def _launch(kernel: Any, rows: Tensor, slots: Tensor, pages: Tensor, constants: Constants) -> None:
-    """Launch ``kernel``, one program per row, head and cell."""
+    """Launch ``kernel``, one program per row, head and cell. Raises BadInput if a float32 scale would be misaligned."""
+    steps = (constants.SCALES_AT, constants.SCALES_ROW, constants.CELL_STRIDE, constants.HEAD_STRIDE)
+    if constants.SCALE == "float32" and any(step % 4 for step in steps):
+        raise BadInput(
+            f"heads of {constants.WIDTH} elements: their scales do not begin at multiples of 4 bytes; set "
+            f"KVPAGODA_KERNELS=reference for them"
+        )
     vectors, num_slots = constants.HEADS * constants.CELLS, len(pages) * constants.PAGE
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         kernel[(len(rows) * vectors,)](
