@@ -19,6 +19,7 @@ from kvpagoda.hf.model_cache import next_piece, runner_of
 from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.runner import Tensor
 from kvpagoda.hf.sampling import GREEDY, Sampling
+from kvpagoda.hf.weights import WeightsWatch
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.scheduling import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
 from kvpagoda.schema.layout_choice import LayoutNames
@@ -109,6 +110,10 @@ class Generator:
     ``KVCache``. If other processes can read ``tiers``, ``identity.weights`` is by default a digest of the whole model,
     which takes seconds for a large one.
 
+    Before a step admits requests, it checks whether the model's weights changed. If they did, it invalidates what is
+    cached, so that no request starts from rows of older weights. ``kvpagoda.hf.weights.WeightsWatch`` says which
+    changes it notices; after others call ``invalidate``. Requests that run meanwhile keep the rows that they have.
+
     Raises BadInput, SchemaError for a model with unknown layers, NeverFits for a budget too small for one request.
 
     >>> from kvpagoda.hf.embedded import embedded_model
@@ -141,6 +146,7 @@ class Generator:
         self._runner = runner_of(model, prefill_chunk, lookup, kv_format, sizes, layout)
         self.cache = self._runner.cache
         self._model, self._chunk = model, prefill_chunk
+        self._weights = WeightsWatch(model, self.cache)
         self._lookup = min((lookup, *(n for _, _, n in self.cache.plan.rewinds)))
         self._ends = _end_tokens(model)
         self._queue: RunQueue[Answer] = RunQueue(self.cache, preemption, preemption_mode)
@@ -194,6 +200,8 @@ class Generator:
         On an error all running answers are preempted, so that the cache holds committed tokens only; a later step
         continues from there.
         """
+        if self._queue.waiting:
+            self._weights.follow()
         self._queue.admit()
         pieces = [piece for answer in list(self._queue.running) if (piece := self._next_piece(answer)) is not None]
         if not pieces:
@@ -254,6 +262,11 @@ class Generator:
             aborted.aborted = True
             for answer in aborted.answers:
                 self._queue.remove(answer)
+
+    def invalidate(self, weights: str | None = None) -> None:
+        """Stop reuse of all that is cached: the model computes other rows than before. Needed only after changes that
+        are not noticed, see the class. Requests that run continue. ``weights``: see ``KVCache.invalidate``."""
+        self._weights.invalidate(weights)
 
     def stats(self) -> CacheStats:
         """The cache's counters."""

@@ -25,6 +25,7 @@ from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput
 from kvpagoda.hf.model_cache import next_piece, runner_of
 from kvpagoda.hf.rope_switch import media_past
+from kvpagoda.hf.weights import WeightsWatch
 from kvpagoda.prefix.tokens import as_tokens
 
 Tensor = torch.Tensor
@@ -63,6 +64,10 @@ class PagedCache(Cache):  # type: ignore[misc]
     ``prefill_chunk``: the most tokens of one text in one step. ``kv_format``: see ``Schema.from_hf_config``. ``model``,
     ``cache``: the model, and its ``KVCache``.
 
+    Before it looks up a text it checks whether the model's weights changed. If they did, it invalidates what is cached,
+    so that no row of older weights is used. ``kvpagoda.hf.weights.WeightsWatch`` says which changes it notices; after
+    others call ``invalidate``. Rows of a batch that runs meanwhile continue, as they do in transformers' own caches.
+
     In your own loop the first call after ``reset`` starts texts, and each later call appends tokens to every row.
     ``get_seq_length`` is always 0, so that ``generate`` passes whole texts. The constructor replaces ``forward`` and
     ``prepare_inputs_for_generation`` of this ``model`` object; with any other cache they do what they did before.
@@ -95,6 +100,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         _route(model)
         self._runner = runner_of(model, prefill_chunk, 0, kv_format, sizes)
         self.model, self.cache = model, self._runner.cache
+        self._weights = WeightsWatch(model, self.cache)
         self._chunk, self._rows = prefill_chunk, list[Row]()
         Cache.__init__(self, layers=[])
 
@@ -127,8 +133,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         )
 
     def reset(self) -> None:
-        """End the texts of the batch; they stay cached until they are evicted. A new ``generate`` calls this by
-        itself."""
+        """End the texts of the batch; they stay cached until they are evicted or ``invalidate`` is called. A new
+        ``generate`` calls this by itself."""
         while self._rows:
             sequence = self._rows.pop().sequence
             if sequence.is_open:
@@ -175,6 +181,11 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     # -- its steps ---------------------------------------------------------------------------------------------------
 
+    def invalidate(self, weights: str | None = None) -> None:
+        """Stop reuse of all that is cached: the model computes other rows than before. Needed only after changes that
+        are not noticed, see the class. ``weights``: see ``KVCache.invalidate``."""
+        self._weights.invalidate(weights)
+
     def stats(self) -> CacheStats:
         """The cache's counters."""
         return self.cache.stats()
@@ -190,7 +201,9 @@ class PagedCache(Cache):  # type: ignore[misc]
             if self._rows:
                 logits = self._append([as_tokens(row) for row in ids])
             else:
-                logits = torch.stack([self._begin(text) for text in _texts(ids, attention_mask)])
+                texts = _texts(ids, attention_mask)
+                self._weights.follow()
+                logits = torch.stack([self._begin(text) for text in texts])
         except BaseException:
             self.reset()
             raise
@@ -209,6 +222,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             if self._runner.switch.passed(row.sequence.length + len(more)) != row.passed:
                 text = np.concatenate((row.sequence.tokens, more))
                 row.sequence.close()  # all its cached rows were encoded for a shorter text
+                self._weights.follow()
                 self._rows[i] = self._open(text)
                 tokens[i] = text[self._rows[i].sequence.length :]
         if any(len(more) > 1 for more in tokens):
