@@ -16,6 +16,7 @@ from kvpagoda.errors import SchemaError
 from kvpagoda.hf.own_states import FORMS
 from kvpagoda.hf.paged import ATTENTION, StepContext, in_step, step_cache_class
 from kvpagoda.hf.rope_switch import RopeSwitch
+from kvpagoda.hf.time_steps import TimeSteps
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.schema import Attention, Latent
 from kvpagoda.schema.families import model_types
@@ -55,11 +56,12 @@ class ModelRunner:
     attention code keeps it, and a model that counts positions by itself counts them. In both cases the requests of a
     pass must be equally long, because the model assumes one past length for the batch. The same holds for a model that
     ranks tokens: which of equally ranked tokens it selects depends on their number. Raises SchemaError for a model that
-    takes no cache.
+    takes no cache, and see ``TimeSteps``.
     """
 
     def __init__(self, model: Any, cache: KVCache) -> None:
         self.model, self.cache, self.switch = model, cache, RopeSwitch(model)
+        self._time_steps = TimeSteps(model)
         before = model.config._attn_implementation
         model.set_attn_implementation(ATTENTION)
         family = model_types()[cache.schema.name]["family"]
@@ -121,7 +123,7 @@ class ModelRunner:
             passes.setdefault((sides[i], past, len(tokens) if together else -1 - i), []).append(i)
         rows: dict[int, Tensor] = {}
         for (side, _, _), part in passes.items():
-            with self.switch.rotating_past(side):
+            with self.switch.rotating_past(side), self._time_steps.clamped():
                 rows.update(zip(part, self._forward([work[i] for i in part], kept[part[0]])))
         return torch.cat([rows[i] for i in range(len(work))])
 
