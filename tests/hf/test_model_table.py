@@ -38,7 +38,7 @@ The column *together* says which decoding requests share a forward pass in `kvpa
   ranks tokens,
 - `none`: no requests, because the model's code mixes the rows of a batch.
 
-Generated tokens equal those of the model's own forward pass without a cache. There are three exceptions and limits:
+Generated tokens equal those of the model's own forward pass without a cache. There are four exceptions and limits:
 
 - LongRoPE (Phi-3-mini-128k, Phi-3.5-MoE, Phi-4-mini): a text that grows past `original_max_position_embeddings` is
   computed again, because all of its positions are then encoded differently. Shorter and longer texts share no
@@ -48,6 +48,9 @@ Generated tokens equal those of the model's own forward pass without a cache. Th
   depends on how many tokens are ranked, so transformers' own cache differs from recomputation. In this case the
   tokens equal those of transformers' cache (for Doge: without a window), if the prompt is computed in the same
   pieces.
+- Mamba-2 layers with `time_step_limit` or `time_step_min` (Nemotron-H, Zamba2 and others): transformers clamps the time
+  steps of a prompt, but not those of a single token, so its own cache differs from recomputation. Here both are
+  clamped.
 - Text only: images and sounds of multimodal models are not supported.
 """
 NOTES = {
