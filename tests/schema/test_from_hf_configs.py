@@ -268,6 +268,27 @@ def test_things_that_are_no_config(config: Any) -> None:
         Schema.from_hf_config(config)
 
 
+TWO = dict(num_hidden_layers=2, hidden_size=64)
+QUERIES: list[tuple[dict[str, Any], int]] = [
+    (dict(TWO, model_type="falcon", hidden_size=4544, num_attention_heads=71), 2),  # one K/V head, on every rank
+    (dict(TWO, model_type="gpt_bigcode", hidden_size=48, num_attention_heads=6), 4),
+    (dict(TWO, model_type="llama", num_attention_heads=24, num_key_value_heads=8), 16),
+    (dict(TWO, model_type="deepseek_v3", num_attention_heads=12), 8),
+    (dict(TWO, model_type="deepseek_v4", num_attention_heads=20, compress_ratios=[0, 4]), 8),
+]
+
+
+@pytest.mark.parametrize(("config", "ranks"), QUERIES, ids=[config["model_type"] for config, _ in QUERIES])
+def test_query_heads_divide_over_tensor_parallel_ranks(config: dict[str, Any], ranks: int) -> None:
+    schema, heads = Schema.from_hf_config(config), config["num_attention_heads"]
+    with pytest.raises(SchemaError, match=f"^{heads} query heads cannot be divided over {ranks} tensor-parallel ranks"):
+        schema.split(tp=ranks)
+    one = schema.split(tp=heads)
+    assert [layer.num_query_heads for layer in one.layers] == [1, 1]
+    with pytest.raises(SchemaError, match="1 query heads cannot be divided over 2 tensor"):
+        one.split(tp=2)
+
+
 def test_messages_name_the_model_and_the_layer() -> None:
     types = ["full_attention"] * 32
     with pytest.raises(SchemaError, match=r"^llama config, layer 0 \(full_attention\): head_dim is 0"):
@@ -282,7 +303,7 @@ def config_class(name: str) -> Any:
 
 
 NOT_WITHOUT = {
-    "deepseek_v4": "compress_ratios", "nemotron_h": "num_hidden_layers", "qwen4_exp_text": "index_head_dim",
+    "deepseek_v4": "compress_ratios", "nemotron_h": "num_hidden_layers", "qwen4_exp_text": "indexer_head_dim",
 }  # fmt: skip
 """Types that have no sound defaults, and the field that their configs must have."""
 

@@ -26,6 +26,10 @@ NOT_CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (True,), "use_bi
 """Config field -> the values with which a token also attends to later tokens, so that the model is not causal."""
 
 
+NO_ATTENTION = (t.LINEAR, t.CONV, t.MOE, t.MLP, t.CROSS)
+"""Layer types that keep nothing of attention."""
+
+
 @dataclass(frozen=True)
 class KVFormat:
     """The meaning of one ``kv_format``: the encodings of the rows that it changes.
@@ -85,6 +89,7 @@ def read_config(
         try:
             owner = owner_of(c, types, index)
             kinds = layer_kinds(c.at(index), family, layer_type, index, dtype, packed=KV_FORMATS[kv_format])
+            queries = query_heads(c.at(index), family, layer_type)
         except SchemaError as error:
             raise SchemaError(f"{name} config, layer {index} ({layer_type}): {error}") from None
         if kv_format != "raw" and any(isinstance(kind, Attention | Recurrent) for kind in kinds):
@@ -93,7 +98,7 @@ def read_config(
                 f"entries have that form, use 'raw'"
             )
         kinds = tuple(as_kernels_read(kind, KV_FORMATS[kv_format]) for kind in kinds)
-        layers.append(Layer(index, layer_type, kinds if owner is None else (Shared(owner),)))
+        layers.append(Layer(index, layer_type, kinds if owner is None else (Shared(owner),), queries))
     return tuple(layers), name, max_positions, vocab_size
 
 
@@ -195,11 +200,18 @@ def layer_kinds(
 ) -> tuple[LayerKind, ...]:
     """Return the kinds of layer ``index`` of type ``layer_type``, encoded as ``packed`` says. Raises SchemaError."""
     kinds: list[LayerKind] = []
-    if layer_type not in (t.LINEAR, t.CONV, t.MOE, t.MLP, t.CROSS):
+    if layer_type not in NO_ATTENTION:
         kinds.append(attention(c, family, layer_type, index, dtype, packed))
     if layer_type in (t.LINEAR, t.CONV, t.HYBRID, t.HYBRID_SLIDING) and family.states is not None:
         kinds.append(Recurrent(family.states(c.replaced(layer_type=layer_type, layer=index), dtype)))
     return tuple(kinds)
+
+
+def query_heads(c: Config, family: Family, layer_type: str) -> int | None:
+    """Return the number of query heads of a layer of type ``layer_type``; None without attention. Raises SchemaError."""
+    if layer_type in NO_ATTENTION:
+        return None
+    return c.size("num_attention_heads") if family.attention == "compressed" else family.heads(c, layer_type).queries
 
 
 def attention(c: Config, family: Family, layer_type: str, index: int, dtype: str, packed: KVFormat) -> LayerKind:

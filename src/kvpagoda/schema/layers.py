@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
@@ -16,6 +16,9 @@ from kvpagoda.schema.layout import ALIGN, RowLayout, pages_of
 class Layer:
     """One layer: its index in the model, ``label`` (its type as the model names it), and its kinds (usually one).
 
+    ``num_query_heads``: how many heads its attention divides over tensor-parallel ranks; None: unknown, or no attention.
+    They keep nothing, so layers that differ in it alone are equal.
+
     >>> from kvpagoda.schema import Attention
     >>> layer = Layer(0, "full_attention", (Attention(8, 128, 128, "bfloat16"),))
     >>> layer.growth.name, [rows.name for rows in layer.block_rows()], layer.rewinds
@@ -25,6 +28,16 @@ class Layer:
     index: int
     label: str
     kinds: tuple[LayerKind, ...]
+    num_query_heads: int | None = field(default=None, compare=False, repr=False)
+
+    def split(self, ways: int) -> Layer:
+        """Return this layer on one of ``ways`` tensor-parallel ranks. Raises SchemaError if heads do not divide."""
+        kinds, queries = tuple(kind.split(ways) for kind in self.kinds), self.num_query_heads
+        if queries is None:
+            return replace(self, kinds=kinds)
+        if queries % ways:
+            raise SchemaError(f"{queries} query heads cannot be divided over {ways} tensor-parallel ranks")
+        return replace(self, kinds=kinds, num_query_heads=queries // ways)
 
     @cached_property
     def growth(self) -> Growth | None:

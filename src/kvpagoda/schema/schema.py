@@ -218,7 +218,7 @@ class Schema:
         short, longer = divmod(len(self.layers), pp)
         first = rank * short + min(rank, longer)
         stage = self.layers[first : first + short + (rank < longer)]
-        return replace(self, layers=stage)._with_kinds(lambda kind: kind.split(tp))
+        return replace(self, layers=tuple(layer.split(tp) for layer in stage))
 
     def plan(
         self,

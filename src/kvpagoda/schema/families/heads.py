@@ -12,11 +12,13 @@ from kvpagoda.schema.families.layer_types import HYBRID_SLIDING, SLIDING
 
 @dataclass(frozen=True)
 class Heads:
-    """The number of K/V heads of a layer, and the elements of one head in a K row and in a V row."""
+    """The number of K/V heads of a layer, the elements of one head in a K row and in a V row, and the number of query
+    heads."""
 
     number: int
     k_dim: int
     v_dim: int
+    queries: int
 
 
 def grouped(c: Config, layer_type: str) -> Heads:
@@ -29,13 +31,13 @@ def grouped(c: Config, layer_type: str) -> Heads:
     if queries % number:
         raise SchemaError(f"num_attention_heads is {queries}; expected a multiple of num_key_value_heads = {number}")
     dim = c.size("hidden_size") // queries if c.get("head_dim") is None else c.size("head_dim")
-    return Heads(number, dim, dim)
+    return Heads(number, dim, dim, queries)
 
 
 def every_head(c: Config, layer_type: str) -> Heads:
     """Return as many K/V heads as query heads, whatever else the config has."""
-    dim = c.ratio("hidden_size", "num_attention_heads")
-    return Heads(c.size("num_attention_heads"), dim, dim)
+    number, dim = c.size("num_attention_heads"), c.ratio("hidden_size", "num_attention_heads")
+    return Heads(number, dim, dim, number)
 
 
 def multi_query(c: Config, layer_type: str) -> Heads:
@@ -87,7 +89,7 @@ def gemma4(c: Config, layer_type: str) -> Heads:
 
 def latent(c: Config, layer_type: str) -> Heads:
     """One head: its K row is the latent, its V row is the RoPE key."""
-    return Heads(1, c.size("kv_lora_rank"), c.size("qk_rope_head_dim"))
+    return Heads(1, c.size("kv_lora_rank"), c.size("qk_rope_head_dim"), c.size("num_attention_heads"))
 
 
 def swa_latent(c: Config, layer_type: str) -> Heads:
@@ -95,7 +97,8 @@ def swa_latent(c: Config, layer_type: str) -> Heads:
     if layer_type != SLIDING or "per_layer_config" in c.raw:
         return latent(c, layer_type)
     rest = c.size("swa_head_dim") - c.size("swa_qk_nope_head_dim")
-    return Heads(1, c.size("swa_kv_lora_rank"), c.size_or("swa_qk_rope_head_dim", rest))
+    queries = c.size("swa_num_attention_heads")
+    return Heads(1, c.size("swa_kv_lora_rank"), c.size_or("swa_qk_rope_head_dim", rest), queries)
 
 
 HeadRule = Callable[[Config, str], Heads]
