@@ -21,9 +21,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from reprlib import Repr
 from typing import Any, TypeVar
 
 E = TypeVar("E", bound="KVPagodaError")
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 120
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 16
 
 
 class KVPagodaError(Exception):
@@ -138,12 +142,24 @@ class CheckFailed(KVPagodaError, AssertionError):
     """``check()`` found that the ownership of ids is inconsistent; the message names the ids."""
 
 
+def shown(value: object) -> str:
+    """Return ``value``, whatever a caller passed, as an error message shows it: as ``repr`` does, but short.
+
+    >>> shown("lur"), shown([*range(99)])[-14:], shown(10**9999)
+    ("'lur'", ', 14, 15, ...]', 'a value of type int')
+    """
+    try:
+        return _SHORT.repr(value)
+    except Exception:  # of a number with too many digits, or of an object of the caller
+        return f"a value of type {type(value).__name__}"
+
+
 def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the question "did you mean ...?" for the name in ``known`` nearest to ``name``; None if none is near.
 
     ``cutoff``: the similarity required, 0 to 1.
     """
-    nearest = get_close_matches(str(name).lower(), known, n=1, cutoff=cutoff)
+    nearest = get_close_matches(name.lower(), known, n=1, cutoff=cutoff) if isinstance(name, str) else []
     return f"did you mean {nearest[0]!r}?" if nearest else None
 
 
@@ -158,5 +174,5 @@ def unknown_name(what: str, name: object, known: Iterable[str], error: type[BadI
     """
     names = tuple(known)
     hint = did_you_mean(name, names)
-    text = f"unknown {what} {name!r}; known: {', '.join(names)}" + (f"; {hint}" if hint else "")
+    text = f"unknown {what} {shown(name)}; known: {', '.join(names)}" + (f"; {hint}" if hint else "")
     return error(text, needed=name, available=names, hint=hint)
