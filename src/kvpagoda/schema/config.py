@@ -7,7 +7,7 @@ from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 
-from kvpagoda.errors import SchemaError
+from kvpagoda.errors import SchemaError, shown
 from kvpagoda.loading import read_json
 
 ALIASES: Mapping[str, list[str]] = read_json("kvpagoda.schema", "families/spellings.json")["aliases"]
@@ -15,6 +15,9 @@ ALIASES: Mapping[str, list[str]] = read_json("kvpagoda.schema", "families/spelli
 
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "decoder_layers", "decoder_attention_heads")
 """Fields that every complete ``config.json`` names. A default would be a guess of the model's size."""
+
+MOST = 2**31
+"""Positions, tokens and rows are counted in int32: no size of a model is as large."""
 
 
 class Config:
@@ -49,10 +52,12 @@ class Config:
     def size(self, name: str, at_least: int = 1) -> int:
         """Return field ``name`` as an int of at least ``at_least``. Raises SchemaError with the field and its value."""
         value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
-            found = "is missing" if value is None else f"is {value!r}"
-            raise SchemaError(f"{self.spelled(name)} {found}; expected a whole number of at least {at_least}")
-        return int(value)
+        number = None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
+        if number is None or not at_least <= number < MOST:
+            found = "is missing" if value is None else f"is {shown(value)}"
+            large = ", below 2^31" if number is not None and number >= MOST else ""
+            raise SchemaError(f"{self.spelled(name)} {found}; expected a whole number of at least {at_least}{large}")
+        return number
 
     def size_or(self, name: str, other: int) -> int:
         """Return field ``name`` as an int of at least 1, or ``other`` if it is absent or null. Raises SchemaError."""
@@ -62,14 +67,14 @@ class Config:
         """Return entry ``index`` of field ``name``, a list or string with one entry per layer. Raises SchemaError."""
         value = self.get(name)
         if not isinstance(value, list | tuple | str) or len(value) <= index:
-            raise SchemaError(f"{name} is {value!r}; expected one entry for every layer, layer {index} has none")
+            raise SchemaError(f"{name} is {shown(value)}; expected one entry for every layer, layer {index} has none")
         return value[index]
 
     def table(self, name: str) -> Mapping[Any, Any]:
         """Return field ``name``, which is a mapping; an absent or null field gives an empty one. Raises SchemaError."""
         value = self.get(name)
         if value is not None and not isinstance(value, Mapping):
-            raise SchemaError(f"{name} is {value!r}; expected a table of names and values")
+            raise SchemaError(f"{name} is {shown(value)}; expected a table of names and values")
         return value or {}
 
     def replaced(self, **changes: Any) -> Config:
@@ -87,7 +92,7 @@ class Config:
         """Return field ``name``, a list of layer indices, as a set; absent or null is empty. Raises SchemaError."""
         value = self.get(name) or []
         if not isinstance(value, list | tuple) or not all(isinstance(index, int) for index in value):
-            raise SchemaError(f"{name} is {value!r}; expected a list of layer indices")
+            raise SchemaError(f"{name} is {shown(value)}; expected a list of layer indices")
         return frozenset(value)
 
     def at(self, index: int) -> Config:

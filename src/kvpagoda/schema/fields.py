@@ -21,6 +21,16 @@ ITEMSIZE = {
 """dtype name -> bytes of one element, for every dtype that a field may have."""
 
 
+def dtype_name(dtype: object) -> str:
+    """Return the name of ``dtype``: a name ("bfloat16"), or a dtype of torch or numpy. Raises SchemaError, which lists the
+    known names."""
+    is_dtype = type(dtype).__module__.partition(".")[0] in ("torch", "numpy")
+    name = str(dtype).removeprefix("torch.") if is_dtype or isinstance(dtype, str) else None
+    if name not in ITEMSIZE:
+        raise unknown_name("dtype", dtype, ITEMSIZE, SchemaError)
+    return name
+
+
 def itemsize(dtype: str) -> int:
     """Return the bytes of one element of ``dtype`` ("bfloat16"). Raises SchemaError, which lists the known names."""
     if dtype not in ITEMSIZE:

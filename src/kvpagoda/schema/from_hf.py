@@ -11,19 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpagoda.errors import LayoutError, SchemaError, did_you_mean
+from kvpagoda.errors import LayoutError, SchemaError, did_you_mean, shown
 from kvpagoda.formats.encoding import RAW, Encoding
 from kvpagoda.loading import read_json
 from kvpagoda.schema.config import REQUIRED, Config, fields_of
 from kvpagoda.schema.families import Family, model_types, refused
 from kvpagoda.schema.families import layer_types as t
-from kvpagoda.schema.fields import FULL, Growth, itemsize
+from kvpagoda.schema.fields import FULL, Growth, dtype_name
 from kvpagoda.schema.kinds import Attention, Compressed, IndexKeys, Latent, LayerKind, Recurrent, Shared
 from kvpagoda.schema.layers import Layer
 from kvpagoda.schema.layout_choice import choices_of
 
 NOT_CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (True,), "use_bidirectional_attention": (True, "all")}
 """Config field -> the values with which a token also attends to later tokens, so that the model is not causal."""
+
+MOST_LAYERS = 10_000
+"""No model has as many layers: the deepest that was published has 1,000."""
 
 
 NO_ATTENTION = (t.LINEAR, t.CONV, t.MOE, t.MLP, t.CROSS)
@@ -73,8 +76,9 @@ def read_config(
     config: Any, *, dtype: str | None, kv_format: str
 ) -> tuple[tuple[Layer, ...], str, int | None, int | None]:
     """Return a ``Schema``'s fields for ``config``: (layers, name, max_positions, vocab_size). Raises SchemaError."""
-    if kv_format not in tuple(KV_FORMATS):
-        raise SchemaError(f"unknown kv_format {kv_format!r}; known: {', '.join(KV_FORMATS)}")
+    if not isinstance(kv_format, str) or str(kv_format) not in KV_FORMATS:
+        raise SchemaError(f"unknown kv_format {shown(kv_format)}; known: {', '.join(KV_FORMATS)}")
+    kv_format = str(kv_format)
     name, c, dtype = open_config(config, dtype)
     family: Family = model_types()[name]["family"]
     try:
@@ -114,12 +118,12 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
     inner = raw if nested is None else fields_of(nested)
     if nested is not None:
         name = inner.get("model_type") or f"{name}_text"
-    elif name not in known and f"{name}_text" in known:
+    elif isinstance(name, str) and name not in known and f"{name}_text" in known:
         name = f"{name}_text"
     if not isinstance(name, str) or name not in known:
         raise SchemaError(unknown_type(name))
     for field, values in NOT_CAUSAL.items():
-        if inner.get(field) in values:
+        if isinstance(inner.get(field), bool | str) and inner[field] in values:
             raise SchemaError(
                 f"this {name} config is not of a causal decoder ({field} is {inner[field]!r}): it has no cache that grows "
                 f"token by token, or not that alone"
@@ -128,23 +132,21 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
     if nested is None:
         defaults = {field: value for field, value in defaults.items() if field not in REQUIRED}
     spellings = (source.get(field) for source in (inner, raw) for field in ("dtype", "torch_dtype"))
-    chosen = dtype or next((found for found in spellings if found is not None), "bfloat16")
-    chosen = str(chosen).removeprefix("torch.")
-    itemsize(chosen)
-    return name, Config({**inner, "model_type": name}, defaults, known[name]["family"].fields), chosen
+    chosen = dtype if dtype is not None else next((found for found in spellings if found is not None), "bfloat16")
+    return name, Config({**inner, "model_type": name}, defaults, known[name]["family"].fields), dtype_name(chosen)
 
 
 def check_requirements(c: Config, family: Family) -> None:
     """Raise SchemaError if a field lacks the value that the family requires to keep the cache that was verified."""
     for field, (value, why) in family.requires.items():
         if c.get(field) != value:
-            raise SchemaError(f"{field} is {c.get(field)!r}; expected {value!r}: {why}")
+            raise SchemaError(f"{field} is {shown(c.get(field))}; expected {value!r}: {why}")
 
 
 def unknown_type(name: Any) -> str:
     """Return the error text for a refused model type: the known reason, else known names with a similar spelling."""
     if not isinstance(name, str):
-        return f"model_type must name the model family, got {name!r}"
+        return f"model_type must name the model family, got {shown(name)}"
     if name in refused():
         return f"model type {name!r} is not supported: {refused()[name]}"
     hint = did_you_mean(name, model_types(), cutoff=0.8)
@@ -159,20 +161,22 @@ def layer_types_of(c: Config, family: Family, name: str) -> list[str]:
     list that the model does not read.
     """
     count = family.num_layers(c)
+    if count > MOST_LAYERS:
+        raise SchemaError(f"num_hidden_layers is {count:,}; expected at most {MOST_LAYERS:,}")
     by_rule, listed = [], c.get("layer_types")
     if listed is None or not family.reads_layer_types:
         by_rule = [family.layer_type(c, index) for index in range(count)]
     if listed is None:
         listed = by_rule
     if not isinstance(listed, list | tuple) or len(listed) != count:
-        found = f"has {len(listed)} types" if isinstance(listed, list | tuple) else f"is {listed!r}"
+        found = f"has {len(listed)} types" if isinstance(listed, list | tuple) else f"is {shown(listed)}"
         raise SchemaError(f"layer_types {found}; expected one for each of num_hidden_layers = {count}")
     listed = [t.LEGACY.get(each, each) if isinstance(each, str) else each for each in listed]
     for index, layer_type in [*enumerate(listed), *enumerate(by_rule)]:
         if layer_type not in family.verified:
             expected = ", ".join(family.verified)
             raise SchemaError(
-                f"layer {index} has type {layer_type!r}, which was not verified for {name}; expected {expected}"
+                f"layer {index} has type {shown(layer_type)}, which was not verified for {name}; expected {expected}"
             )
     return by_rule or listed
 

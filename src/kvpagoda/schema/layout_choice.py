@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvpagoda.errors import BadInput, SchemaError
+from kvpagoda.errors import BadInput, SchemaError, shown
 from kvpagoda.layouts.pages import KINDS, PageChoice, order_of, page_choice
 from kvpagoda.schema.layers import Layer
+from kvpagoda.units import all_of
 
 LayoutNames = str | Sequence[str] | Mapping[str, str]
 """One name, several names, or {kind: name} (``KINDS``). ``"name:dialect"`` selects another dialect than the default."""
@@ -14,10 +15,11 @@ LayoutNames = str | Sequence[str] | Mapping[str, str]
 
 def by_kind(names: LayoutNames) -> Iterable[tuple[str, str]]:
     """Return the (kind, name) pairs of ``names``; the kind is "" where none is given. Raises BadInput."""
-    given = {"": names} if isinstance(names, str) else names
-    if not isinstance(given, Iterable):
-        raise BadInput(f"expected a name, several names, or {{kind: name}}, got {names!r}")
-    return given.items() if isinstance(given, Mapping) else [("", name) for name in given]
+    wanted = "expected a name, several names, or {kind: name}"
+    if isinstance(names, Mapping):
+        return zip(all_of(names.keys(), str, wanted), map(str, all_of(names.values(), str, wanted)))
+    given = (names,) if isinstance(names, str) else names
+    return [("", str(name)) for name in all_of(given, str, wanted)]
 
 
 def choices_of(layout: LayoutNames) -> dict[str, PageChoice]:
@@ -46,8 +48,8 @@ def arena_order(layers: Iterable[Layer], order: str | None) -> str:
     It is ``order``; if that is None, the order that their layout needs, else ``"block"``. Raises BadInput for another
     value of ``order`` and SchemaError if their layout needs the other order.
     """
-    if order not in (None, "block", "layer"):
-        raise BadInput(f"order is 'block' or 'layer', got {order!r}")
+    if order is not None and (not isinstance(order, str) or order not in ("block", "layer")):
+        raise BadInput(f"order is 'block' or 'layer', got {shown(order)}")
     for page in {rows.page for layer in layers for rows in layer.block_rows()}:
         needed = order_of(page) or order
         if order not in (None, needed):

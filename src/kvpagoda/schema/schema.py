@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, SupportsIndex
 
 from kvpagoda.errors import BadInput, SchemaError
 from kvpagoda.layouts.pages import KIND_OF_ROWS
-from kvpagoda.schema.fields import STATE, WHOLE_TEXT, Growth, itemsize
+from kvpagoda.schema.fields import STATE, WHOLE_TEXT, Growth, dtype_name
 from kvpagoda.schema.from_hf import read_config
 from kvpagoda.schema.kernel_fit import LARGEST_BLOCK, Fit, KernelNames, readers_of, unmet
 from kvpagoda.schema.kernel_fit import fit as fitted
@@ -103,11 +103,12 @@ class Schema:
         """Index in the model -> layer. A pipeline stage has only some of the indices."""
         return {layer.index: layer for layer in self.layers}
 
-    def owner_of(self, index: int) -> Layer:
+    def owner_of(self, index: SupportsIndex) -> Layer:
         """Return the layer whose rows layer ``index`` reads: itself, or the layer that it shares. Raises BadInput."""
-        if index not in self.by_index:
-            raise BadInput(f"layer {index} is not in this schema; it has {sorted(self.by_index)}")
-        return self.by_index[self.by_index[index].owner]
+        number = whole_number(index, "a layer's index")
+        if number not in self.by_index:
+            raise BadInput(f"layer {number} is not in this schema; it has {sorted(self.by_index)}")
+        return self.by_index[self.by_index[number].owner]
 
     @cached_property
     def state_layout(self) -> RowLayout:
@@ -150,11 +151,13 @@ class Schema:
         return hashlib.blake2b(rows.encode(), digest_size=16).hexdigest()
 
     def cast(self, dtype: str) -> Schema:
-        """Return this schema with K, V, latent and entry rows in ``dtype``; states keep theirs. Raises SchemaError."""
-        itemsize(dtype)
+        """Return this schema with K, V, latent and entry rows in ``dtype``, a name or a torch dtype; states keep theirs.
+
+        Raises SchemaError."""
+        name = dtype_name(dtype)
 
         def cast(kind: LayerKind) -> LayerKind:
-            return replace(kind, dtype=dtype) if isinstance(kind, Attention | Latent | Compressed) else kind
+            return replace(kind, dtype=name) if isinstance(kind, Attention | Latent | Compressed) else kind
 
         return self._with_kinds(cast)
 
@@ -290,7 +293,8 @@ class Schema:
                 raise BadInput(
                     f"kernel_page must divide the block_size of {size} and be a multiple of {unit}, got {kernel_page}"
                 )
-        if not kernels:
+        readers = readers_of(kernels)
+        if not readers:
             return Fit(size, kernel_page or size)
         larger = (2**n for n in range(LARGEST_BLOCK.bit_length())) if block_size is None else ()
         blocks = [size, *(n for n in larger if n > size and n % (kernel_page or unit) == 0)]
@@ -300,7 +304,7 @@ class Schema:
             for block in blocks
             for page in ([kernel_page] if kernel_page else [block // n for n in parts if block % (n * unit) == 0])
         ]
-        return fitted(self.all_groups, readers_of(kernels), sizes, order)
+        return fitted(self.all_groups, readers, sizes, order)
 
     def _largest_groups(
         self, fit: Fit, order: str, step_tokens: int, max_requests: int, checkpoints: int

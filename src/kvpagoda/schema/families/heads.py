@@ -20,6 +20,11 @@ class Heads:
     v_dim: int
     queries: int
 
+    def __post_init__(self) -> None:
+        if min(self.number, self.k_dim, self.v_dim) < 1:
+            sizes = f"{self.number} K/V heads of {self.k_dim} and {self.v_dim} elements"
+            raise SchemaError(f"{sizes}; expected at least 1 of each: hidden_size may be less than num_attention_heads")
+
 
 def grouped(c: Config, layer_type: str) -> Heads:
     """Return ``num_key_value_heads`` heads (if null: as many as query heads) of ``head_dim`` elements.
