@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
 from kvpagoda.blocks.ids import Ids
+from kvpagoda.errors import Exhausted
 
 
 class BlockTable:
@@ -25,7 +28,14 @@ class BlockTable:
 
     def __init__(self, num_slots: int, num_columns: int, empty: int = 0) -> None:
         self.empty = empty
-        self.cells: Ids = np.full((num_slots + 1, num_columns), empty, np.int32)
+        shape = num_slots + 1, num_columns
+        try:  # zeros take no memory until they are written
+            self.cells: Ids = np.full(shape, empty, np.int32) if empty else np.zeros(shape, np.int32)
+        except MemoryError:
+            text = f"no memory for a block table of {num_slots:,} rows and {num_columns:,} columns"
+            raise Exhausted.with_hint(
+                text, "lower Limits.max_context or max_requests", needed=4 * math.prod(shape)
+            ) from None
         self.version = np.zeros(num_slots + 1, np.int64)
 
     def append(self, slot: int, column: int, ids: Ids) -> None:

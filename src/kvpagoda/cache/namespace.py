@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from kvpagoda.blocks.ids import Ids
-from kvpagoda.errors import BadInput
-from kvpagoda.units import whole_number
+from kvpagoda.errors import BadInput, shown
+from kvpagoda.units import utf8, whole_number
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def _field(part: Any) -> bytes:
     if part is None:
         return b"n"
     if not isinstance(part, str | bytes):
-        raise BadInput(f"a namespace is made of text, bytes and None, got {part!r}")
-    content = part.encode() if isinstance(part, str) else part
+        raise BadInput(f"a namespace is made of text, bytes and None, got {shown(part)}")
+    content = utf8(part, "a namespace") if isinstance(part, str) else part
     return (b"s" if isinstance(part, str) else b"b") + len(content).to_bytes(8, "little") + content
 
 
@@ -93,7 +93,7 @@ class Namespaces:
         try:
             known = self._known.get(namespace)
         except TypeError:  # a list, say
-            known = None
+            raise BadInput(f"a namespace is made of text, bytes and None, got {shown(namespace)}") from None
         if known is not None:
             return known
         epoch = namespace.epoch if isinstance(namespace, Namespace) else None
@@ -157,7 +157,7 @@ class Media:
     def ids(self, media: Mapping[int, bytes] | None, num_tokens: int) -> dict[int, int]:
         """Return offset -> media id for ``media``: offset -> digest of at least 16 bytes, in a prompt of
         ``num_tokens``. Raises BadInput."""
-        if not media:
+        if media is None:
             return {}
         if not isinstance(media, Mapping):
             raise BadInput(f"media are a mapping from offset to digest, got {type(media).__name__}")
@@ -165,9 +165,9 @@ class Media:
         for offset, digest in media.items():
             at = whole_number(offset, "an offset of media")
             if at >= num_tokens:
-                raise BadInput(f"an offset of media is a position in the prompt, 0..{num_tokens - 1}, got {offset!r}")
+                raise BadInput(f"an offset of media is a position in the prompt, 0..{num_tokens - 1}, got {at}")
             if not isinstance(digest, bytes) or len(digest) < 16:
-                raise BadInput(f"a digest of media is at least 16 bytes, got {digest!r} at token {offset}")
+                raise BadInput(f"a digest of media is at least 16 bytes, got {shown(digest)} at token {at}")
             placed[at] = digest
         for digest in placed.values():
             if digest not in self._numbers:

@@ -26,6 +26,7 @@ from kvpagoda.blocks.ids import AnyIds, Ids
 from kvpagoda.blocks.places import BlockNames, BlockPlaces
 from kvpagoda.cache.options import Retention
 from kvpagoda.errors import OutOfBlocks
+from kvpagoda.policies.names import copied
 from kvpagoda.prefix import EvictionPolicy, Lease, Match
 from kvpagoda.prefix.hybrid import Freed, Holding, HybridIndex, IndexGroup, Window
 
@@ -96,7 +97,7 @@ class PrefixCache:
         self.full = next((group for group in groups if not group.growth.is_bounded), None)
         self.states = next((group for group in groups if group.growth.is_state), None)
         self.bounded = tuple(group for group in groups if group.growth.is_bounded)
-        self.block_size, self._fresh_policy, self._groups = block_size, deepcopy(policy), tuple(groups)
+        self.block_size, self._fresh_policy, self._groups = block_size, copied(policy), tuple(groups)
         self.most_checkpoints, self._most_unbacked = num_checkpoints, most_unbacked
         self._capacity = most_unbacked if self.full is None else self.full.plan.num_blocks
         self._names = [group.plan.name for group in groups]

@@ -11,6 +11,7 @@ from kvpagoda.cache.namespace import Namespace
 from kvpagoda.cache.prefix_cache import Pin
 from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
 from kvpagoda.prefix import Match
+from kvpagoda.units import utf8
 
 _log = logging.getLogger(__name__)
 AnyNamespace = Namespace | str | bytes | None
@@ -47,8 +48,7 @@ class Reuse:
     def invalidate(self, namespaces: tuple[AnyNamespace, ...], weights: str | None) -> None:
         """Stop finding what was cached in ``namespaces``, or in all if none are given; see ``KVCache.invalidate``."""
         core = self._core
-        if weights is not None and not isinstance(weights, str):
-            raise BadInput(f"weights are text, a digest of them; got {weights!r}")
+        epoch = None if weights is None else utf8(weights, "weights, a digest of them,")
         if weights is not None and namespaces:
             raise BadInput(f"new weights are those of all namespaces, got {len(namespaces)} of them; give none")
         self._lifecycle.publisher.publish_waiting()
@@ -56,10 +56,7 @@ class Reuse:
         in_use = core.prefix.tree.namespaces() | {request.namespace for request in requests}
         core.guard.is_torn = True
         try:
-            if namespaces:
-                old = core.namespaces.renew(namespaces, in_use)
-            else:
-                old = core.namespaces.renew_all(in_use, None if weights is None else weights.encode())
+            old = core.namespaces.renew(namespaces, in_use) if namespaces else core.namespaces.renew_all(in_use, epoch)
         except Exception:
             core.guard.is_torn = False
             raise

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from kvpagoda.blocks.ids import AnyIds
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, shown
 
 IdsLike = torch.Tensor | npt.NDArray[Any] | Sequence[int]
 Device = torch.device | str | None
@@ -21,8 +21,10 @@ def default_device(device: Device = None) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=device)
-    except (AssertionError, RuntimeError, TypeError) as error:
-        raise BadInput(f"no device {device!r} here ({str(error).splitlines()[0]}); pass None for the default") from None
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise BadInput(
+            f"no device {shown(device)} here ({str(error).splitlines()[0]}); pass None for the default"
+        ) from None
     return torch.device(device)
 
 

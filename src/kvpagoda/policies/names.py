@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from weakref import ref
 
-from kvpagoda.errors import BadInput, unknown_name
+from kvpagoda.errors import BadInput, shown, unknown_name
 from kvpagoda.policies.adaptive import ARC, Auto
 from kvpagoda.policies.protocol import EvictionPolicy
 from kvpagoda.policies.ranked import FIFO, LFU, LFUDA, SIEVE, ByPriority
@@ -33,7 +34,9 @@ def as_policy(policy: str | EvictionPolicy, capacity: int) -> EvictionPolicy | N
     if not isinstance(policy, str):
         lacking = [name for name in _METHODS if not callable(getattr(policy, name, None))]
         if lacking or isinstance(policy, type):
-            raise BadInput(f"{policy!r} is no EvictionPolicy object with the methods {', '.join(lacking or _METHODS)}")
+            raise BadInput(
+                f"{shown(policy)} is no EvictionPolicy object with the methods {', '.join(lacking or _METHODS)}"
+            )
         if id(policy) in _TAKEN:
             raise BadInput(f"{policy!r} serves a tree already, and knows its blocks; make another one")
         number = id(policy)
@@ -42,15 +45,24 @@ def as_policy(policy: str | EvictionPolicy, capacity: int) -> EvictionPolicy | N
         except TypeError:
             _TAKEN[number] = policy  # kept for ever, so that no other object gets its id
         return policy
-    if policy == "lru":
+    name = str(policy)
+    if name == "lru":
         return None
-    if policy in _PLAIN:
-        return _PLAIN[policy]()
-    if policy in _SIZED:
+    if name in _PLAIN:
+        return _PLAIN[name]()
+    if name in _SIZED:
         if capacity < 1:
-            raise BadInput(f"{policy} needs the number of blocks that the cache holds, at least 1, got {capacity}")
-        return _SIZED[policy](capacity)
+            raise BadInput(f"{name} needs the number of blocks that the cache holds, at least 1, got {capacity}")
+        return _SIZED[name](capacity)
     raise unknown_name("eviction policy", policy, POLICY_NAMES)
+
+
+def copied(policy: str | EvictionPolicy) -> str | EvictionPolicy:
+    """Return a copy of ``policy`` for a tree that replaces the first one. Raises BadInput if it cannot be copied."""
+    try:
+        return deepcopy(policy)
+    except TypeError as error:
+        raise BadInput(f"{shown(policy)} is no EvictionPolicy that can be copied for a reset: {error}") from None
 
 
 def policy_name(policy: str | EvictionPolicy) -> str:

@@ -12,6 +12,8 @@ from kvpagoda.errors import BadInput
 
 NO_TOKEN = -(2**31)
 """Padding after the last token of a text that ends inside a block. No token and no media id has this value."""
+MOST_TOKENS = 2**31
+"""Positions are int32: no text has as many tokens."""
 _INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
 
 
@@ -24,11 +26,14 @@ def are_media(keys: Ids) -> npt.NDArray[np.bool_]:
 def as_tokens(token_ids: Any, vocab_size: int | None = None) -> Ids:
     """Return ``token_ids`` as a contiguous int32 vector, without a copy if it is one already. O(n).
 
-    Raises BadInput for anything but a vector of integers in the vocabulary (``vocab_size`` None: 0 .. 2^31 - 1).
+    Raises BadInput for anything but a vector of fewer than 2^31 integers in the vocabulary
+    (``vocab_size`` None: 0 .. 2^31 - 1).
     """
     try:
+        if len(token_ids) >= MOST_TOKENS:  # before they are copied: a range is short whatever its length
+            raise OverflowError(f"{len(token_ids):,} are too many")
         array = np.asarray(token_ids)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise BadInput(f"token ids must be a vector of integers on the host: {error}") from None
     if array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous:
         unsigned = array.view(_UINT32)  # one pass checks both bounds: negative values are large as uint32
