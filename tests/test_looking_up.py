@@ -162,7 +162,7 @@ def test_hits_end_on_the_grid(name: str) -> None:
     assert [leave(cache, range(n)) for n in (47, 47, 49, 49)] == [0, 32, 32, 48]
     with pytest.raises(BadInput, match="multiple of the block size, 4 tokens, got 6"):
         cache_of(FULL, limits=Limits(hit_grid=6))
-    with pytest.raises(BadInput, match="at least 1, got 0"):
+    with pytest.raises(BadInput, match="hit_grid must be a positive whole number, got 0"):
         Limits(hit_grid=0)
 
 

@@ -235,7 +235,7 @@ def test_without_room_in_the_swap_or_behind_a_fence_nothing_changes(whole: bool)
     assert all(np.array_equal(old, ledger.table.cells) for old, ledger in zip(cells, cache.core.groups))
     sequence.extend(1)
     cache.check()
-    for swap, message in ((-1, "must be a positive whole number"), ("much", "cannot read 'much'")):
+    for swap, message in ((-1, "swap must be a whole number of at least 0"), ("much", "cannot read 'much'")):
         with pytest.raises(BadInput, match=message):
             cache_of(SCHEMAS["full"], swap=swap)
     none = computed(cache_of(SCHEMAS["full"], swap=0), range(9))

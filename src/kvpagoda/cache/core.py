@@ -29,7 +29,7 @@ from kvpagoda.prefix import EvictionPolicy
 from kvpagoda.schema import Plan
 from kvpagoda.tiers.level import RecordIdentity
 from kvpagoda.tiers.spec import TierSpec
-from kvpagoda.units import ceil_div, format_bytes, parse_bytes
+from kvpagoda.units import ceil_div, format_bytes
 
 _log = logging.getLogger(__name__)
 DEFAULT_CONTEXT = 131_072
@@ -88,7 +88,7 @@ class Core:
         self.full, self.bounded, self.states = self.prefix.full, self.prefix.bounded, self.prefix.states
         self.sectors = Sectors(plan.num_sectors, self.groups) if plan.num_sectors else None
         swap = settings.limits.swap
-        swap_nbytes = plan.nbytes if swap is None else 0 if swap == 0 else parse_bytes(swap)
+        swap_nbytes = plan.nbytes if swap is None else int(swap)
         self.swap = Swap(swap_nbytes, self.groups, memory)
         identity, fingerprint = settings.identity, settings.fingerprint
         records = RecordIdentity(identity.weights, fingerprint, plan.block_size, identity.rank, identity.num_ranks)

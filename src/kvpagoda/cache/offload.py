@@ -8,11 +8,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Many
 from contextlib import suppress
 from dataclasses import replace
-from math import inf
 from time import monotonic, sleep
 from weakref import finalize
 
@@ -30,6 +29,7 @@ from kvpagoda.tiers.checksum import xxh3_128
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
 from kvpagoda.tiers.level import Level, LevelStats, RecordIdentity
 from kvpagoda.tiers.spec import TierSpec, When
+from kvpagoda.units import real_number
 
 Unit = tuple[BlockNames, bytes]
 """The names of the blocks of one record, and their hashes concatenated."""
@@ -276,7 +276,7 @@ class Offloader:
 
     def flush(self, timeout: float) -> bool:
         """Store what waits, for at most ``timeout`` seconds. Return whether all of it is stored. Raises BadInput."""
-        deadline = monotonic() + _proven_timeout(timeout)
+        deadline = monotonic() + real_number(timeout, "a timeout in seconds")
         self.drain()
         while any(self._backlog.values()) and monotonic() < deadline:
             if all(level.tier.is_closed for level in self.levels):
@@ -288,7 +288,7 @@ class Offloader:
     def close(self, timeout: float) -> bool:
         """Store what waits and close all tiers, within ``timeout`` seconds in all. Return whether all of it is done.
         What a tier is still doing then ends in its own threads. Raises BadInput."""
-        begun, timeout = monotonic(), _proven_timeout(timeout)
+        begun, timeout = monotonic(), real_number(timeout, "a timeout in seconds")
         self.reader.close()
         is_stored = self.flush((1 - _CLOSING) * timeout)
         return _close(self.levels, begun + timeout) and is_stored
@@ -300,22 +300,12 @@ def _close(levels: Many[Level], deadline: float) -> bool:
     return all([level.tier.close(deadline) for level in levels])  # noqa: C419
 
 
-def _proven(specs: Many[TierSpec], identity: RecordIdentity) -> tuple[TierSpec, ...]:
-    given = tuple(specs) if isinstance(specs, Iterable) else (specs,)
-    odd = [spec for spec in given if not isinstance(spec, TierSpec)]
-    if odd:
-        raise BadInput(f"tiers are made by host_tier, disk_tier and others, or are a TierSpec; got {odd[0]!r}")
+def _proven(specs: Many[TierSpec], identity: RecordIdentity) -> Many[TierSpec]:
     xxh3_128(b"")
-    shared = [spec.name for spec in given if not spec.is_private]
+    shared = [spec.name for spec in specs if not spec.is_private]
     if shared and not identity.weights:
         raise BadInput(
             f"other processes can read tier {shared[0]!r}, and must know with which weights its records were computed: "
             f"give Identity(weights=...), a digest of the weights (kvpagoda.hf.weights_digest)"
         )
-    return given
-
-
-def _proven_timeout(timeout: float) -> float:
-    if not 0 <= timeout < inf:
-        raise BadInput(f"a timeout is a number of seconds from 0 on, got {timeout!r}")
-    return timeout
+    return specs

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpagoda.errors import BadInput
+from kvpagoda.errors import BadInput, shown
+from kvpagoda.units import parse_bytes, real_number, utf8, whole_number
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,11 @@ class Retention:
     pin_share: float = 0.5
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.pin_share, bool)
-            or not isinstance(self.pin_share, int | float)
-            or not 0 <= self.pin_share <= 1
-        ):
-            raise BadInput(f"pin_share is a share of the cache, 0 to 1, got {self.pin_share!r}")
-        if type(self.checkpoint_every) is not int or self.checkpoint_every < 0:
-            raise BadInput(f"checkpoint_every is a number of blocks, 0 or more, got {self.checkpoint_every!r}")
+        if real_number(self.pin_share, "pin_share") > 1:
+            raise BadInput(f"pin_share is a share of the cache, 0 to 1, got {self.pin_share}")
+        _whole(self, "checkpoint_every", 0)
+        if self.checkpoints is not None:
+            _whole(self, "checkpoints", 0)
 
 
 @dataclass(frozen=True)
@@ -38,12 +36,19 @@ class Identity:
 
     ``weights``: a digest of the model's weights (``kvpagoda.hf.weights_digest``). ``rank``: of this process among the
     ``num_ranks`` parallel parts of the model. ``secret``: at most 64 bytes, part of every key: without it the text
-    cannot be guessed from a key."""
+    cannot be guessed from a key. Raises BadInput."""
 
     weights: str = ""
     rank: int = 0
     num_ranks: int = 1
     secret: bytes = b""
+
+    def __post_init__(self) -> None:
+        utf8(self.weights, "weights, a digest of them,")
+        _whole(self, "num_ranks", 1)
+        _whole(self, "rank", 0, below=self.num_ranks)
+        if not isinstance(self.secret, bytes) or len(self.secret) > 64:
+            raise BadInput(f"secret is at most 64 bytes, got {shown(self.secret)}")
 
 
 @dataclass(frozen=True)
@@ -63,5 +68,16 @@ class Limits:
     hit_grid: int = 1
 
     def __post_init__(self) -> None:
-        if type(self.hit_grid) is not int or self.hit_grid < 1:
-            raise BadInput(f"hit_grid is a number of tokens, at least 1, got {self.hit_grid!r}")
+        if self.max_context is not None:
+            _whole(self, "max_context", 1, bits=31)
+        _whole(self, "step_tokens", 1)
+        _whole(self, "hit_grid", 1)
+        if isinstance(self.swap, str):
+            object.__setattr__(self, "swap", parse_bytes(self.swap))
+        elif self.swap is not None:
+            _whole(self, "swap", 0)
+
+
+def _whole(options: object, name: str, at_least: int, below: int | None = None, bits: int = 63) -> None:
+    """Replace field ``name`` of the frozen ``options`` by an int, if it is a whole number. Raises BadInput."""
+    object.__setattr__(options, name, whole_number(getattr(options, name), name, at_least, below=below, bits=bits))

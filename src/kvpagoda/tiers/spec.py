@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from math import inf
 from os import PathLike
 from typing import Any, Literal, get_args
 
-from kvpagoda.errors import BadInput, did_you_mean
+from kvpagoda.errors import BadInput, did_you_mean, shown
 from kvpagoda.tiers.driver import Driver
 from kvpagoda.tiers.records import RecordBuffer
-from kvpagoda.units import parse_bytes
+from kvpagoda.units import parse_bytes, real_number, truth, whole_number
 
 When = Literal["commit", "evict", "reuse"]
 
@@ -46,12 +45,15 @@ class TierSpec:
         parse_bytes(self.record_nbytes)
         if self.staging is not None:
             parse_bytes(self.staging)
-        if not (self.checksum or self.is_private):
+        if not (truth(self.checksum, "checksum") or truth(self.is_private, "is_private")):
             raise BadInput(f"tier {self.name!r} needs checksums: only memory of this process can go without them")
-        if self.write not in get_args(When) or not 0 < self.timeout < inf or self.workers < 1:
+        object.__setattr__(self, "timeout", real_number(self.timeout, "timeout"))
+        object.__setattr__(self, "workers", whole_number(self.workers, "workers"))
+        is_known = isinstance(self.write, str) and self.write in get_args(When)
+        if not (is_known and self.timeout and self.workers):
             raise BadInput(
                 f"tier {self.name!r} needs write= one of {', '.join(get_args(When))}, a finite timeout above 0 and "
-                f"at least one worker; got {self.write!r}, {self.timeout} s and {self.workers} workers"
+                f"at least one worker; got {shown(self.write)}, {self.timeout} s and {self.workers} workers"
             )
 
 
