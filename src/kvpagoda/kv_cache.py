@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from kvpagoda.batch.batch import Batch, LayerView, batch_of
+from kvpagoda.batch.batch import ROW_BITS, Batch, LayerView, batch_of
 from kvpagoda.batch.persistent import PersistentBatch
 from kvpagoda.batch.step_buffers import StepBuffers
 from kvpagoda.cache.admission import Admission
@@ -34,9 +34,10 @@ from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.schema import Plan, Schema
 from kvpagoda.schema.kernel_fit import KernelNames
 from kvpagoda.tiers.spec import TierSpec
-from kvpagoda.units import whole_number
+from kvpagoda.units import all_of, instance_of, option, real_number, truth, whole_number
 
 NO_DEVICE = "none"
+TIERS = "tiers are made by host_tier, disk_tier and others, or are a TierSpec"
 
 
 class KVCache:
@@ -90,17 +91,15 @@ class KVCache:
         poison: bool = False,
         events: EventLog | None = None,
     ) -> None:
-        retention, identity, limits = retention or Retention(), identity or Identity(), limits or Limits()
-        given = ((schema, Schema), (retention, Retention), (identity, Identity), (limits, Limits), (events, EventLog))
-        for value, kind in given:
-            if not isinstance(value, kind) and not (kind is EventLog and value is None):
-                raise BadInput(f"{kind.__name__.lower()} is a kvpagoda.{kind.__name__}, got {type(value).__name__}")
-        self.schema = schema if dtype is None else schema.cast(str(dtype).removeprefix("torch."))
+        retention, identity, limits = option(retention, Retention), option(identity, Identity), option(limits, Limits)
+        events = None if events is None else instance_of(events, EventLog, "events")
+        schema, tiers = instance_of(schema, Schema, "schema"), all_of(tiers, TierSpec, TIERS)
+        self.schema = schema if dtype is None else schema.cast(dtype)
         plan = self.schema.plan(
             budget, max_requests, block_size, num_blocks=num_blocks, step_tokens=limits.step_tokens,
             checkpoints=retention.checkpoints, kernels=kernels, kernel_page=kernel_page, order=order,
         )  # fmt: skip
-        memory = _memory(plan, device, poison, bool(tiers))
+        memory = _memory(plan, device, truth(poison, "poison"), bool(tiers))
         fingerprint = f"{self.schema.fingerprint} {plan.record_layout}"
         settings = Settings(schema.vocab_size, fingerprint, policy, retention, identity, limits, tiers, events)
         self._core = core = Core(plan, memory, settings)
@@ -182,14 +181,16 @@ class KVCache:
         most = max(length, first if reserve is None else whole_number(reserve, "reserve"))
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             priority = whole_number(priority, "priority", -(2**63), below=2**63)
-        if prefetch is not None and not isinstance(prefetch, Prefetch):
-            raise BadInput(f"prefetch is what KVCache.prefetch returned, got {type(prefetch).__name__}")
-        key, media_ids = core.namespaces.key(namespace), core.media.ids(media, length) if media else {}
+        if prefetch is not None:
+            instance_of(prefetch, Prefetch, "prefetch, what KVCache.prefetch returned,")
+        if {type(layerwise), type(lookup), type(publish)} != {bool}:
+            layerwise, lookup, publish = map(truth, (layerwise, lookup, publish), ("layerwise", "lookup", "publish"))
+        key, media_ids = core.namespaces.key(namespace), {} if media is None else core.media.ids(media, length)
         tokens = buffer_of(prompt, most if most <= 2 * length else length, core.block_size)
-        request = Request(tokens, length, key, priority, media_ids, publishes=bool(publish))
+        request = Request(tokens, length, key, priority, media_ids, publishes=publish)
         core.set_epoch(request, namespace.epoch if isinstance(namespace, Namespace) else None)
         sequence = Sequence(self._lifecycle, request)  # made first: if this fails, nothing is allocated yet
-        self._admission.open(request, first, most, prefetch, layerwise=bool(layerwise), lookup=bool(lookup))
+        self._admission.open(request, first, most, prefetch, layerwise=layerwise, lookup=lookup)
         return sequence
 
     @exclusive
@@ -258,9 +259,9 @@ class KVCache:
         Of each prompt at most the last token may be uncommitted. ``num_rows``: rows in all (default: one for each
         sequence, at least 1), padded as in ``batch``. ``tokens_per_row``: every step computes this many tokens in each
         row, padded rows too, and all arrays keep their shapes, as CUDA graphs need. Raises BadInput, StaleHandle."""
-        members = tuple(sequences)
-        rows = max(1, len(members)) if num_rows is None else whole_number(num_rows, "num_rows", 1)
-        width = None if tokens_per_row is None else whole_number(tokens_per_row, "tokens_per_row", 1)
+        members = all_of(sequences, Sequence, "expected sequences that this cache opened")
+        rows = max(1, len(members)) if num_rows is None else whole_number(num_rows, "num_rows", 1, bits=ROW_BITS)
+        width = None if tokens_per_row is None else whole_number(tokens_per_row, "tokens_per_row", 1, bits=31)
         batch = PersistentBatch(self._lifecycle, self.schema, rows, width)
         batch.add(*members)
         return batch
@@ -269,7 +270,7 @@ class KVCache:
     def layer(self, index: SupportsIndex) -> LayerView:
         """Return the memory of layer ``index`` (of its owner, if it shares one) without a step: to bind kernels, and to
         warm up CUDA graphs. The memory does not move as long as the cache lives. Raises BadInput."""
-        return LayerView(self._core, self.schema.owner_of(whole_number(index, "a layer's index")))
+        return LayerView(self._core, self.schema.owner_of(index))
 
     # -- what is kept ------------------------------------------------------------------------------------------------
 
@@ -330,7 +331,7 @@ class KVCache:
     def close(self, timeout: float = 10.0) -> None:
         """Close every sequence, running or suspended, and the cache: it admits no more requests. Tiers get at most
         ``timeout`` seconds to store what is due. The memory is freed with the object."""
-        core = self._core
+        core, timeout = self._core, real_number(timeout, "the timeout, in seconds,")
         if core.guard.is_torn:
             core.clear()
         for request in [*core.running.values(), *core.suspended]:
@@ -343,7 +344,7 @@ class KVCache:
 
 def _memory(plan: Plan, device: Any, poison: bool, has_tiers: bool) -> NoMemory:
     """Return memory for ``plan`` on ``device``; ``NoMemory`` for ``"none"``. Raises MissingExtra without torch."""
-    if device == NO_DEVICE:
+    if isinstance(device, str) and device == NO_DEVICE:
         return NoMemory()
     lacking = "a KVCache with memory needs torch; pip install 'kvpagoda[torch]', or give device='none'"
     with MissingExtra.unless("torch", lacking):

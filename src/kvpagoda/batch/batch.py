@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from functools import cached_property
+from itertools import islice
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -20,7 +20,10 @@ from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import Request, State
 from kvpagoda.errors import BadInput, StaleHandle, unknown_name
 from kvpagoda.schema import Layer, Schema
-from kvpagoda.units import whole_number
+from kvpagoda.units import MOST, items_of, whole_number
+
+ROW_BITS = 20
+"""A step has fewer than 2^20 rows: a thousand times what engines run at once."""
 
 
 class GroupArrays:
@@ -341,11 +344,11 @@ def batch_of(
     pad_to: SupportsIndex | None,
 ) -> Batch:
     """Return the batch of a step of ``requests``; see ``KVCache.batch``. Raises BadInput, StaleHandle."""
-    given = new_tokens if isinstance(new_tokens, Iterable) else (new_tokens,)
-    counts = [whole_number(n, "new_tokens of a sequence", 1) for n in given]
+    given = islice(items_of(new_tokens), len(requests) + 1)
+    counts = [n if type(n) is int and 0 < n < MOST else whole_number(n, "new_tokens of a sequence", 1) for n in given]
     if len(requests) != len(counts) or not requests:
         raise BadInput(f"{len(requests)} sequences need as many positive new_tokens, at least one; got {counts[:16]}")
-    rows = len(requests) if pad_to is None else whole_number(pad_to, "pad_to", 1)
+    rows = len(requests) if pad_to is None else whole_number(pad_to, "pad_to", 1, bits=ROW_BITS)
     if rows < len(requests):
         raise BadInput(f"pad_to={pad_to} is less than the {len(requests)} sequences of the batch")
     if len({*requests}) != len(requests):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -14,8 +15,8 @@ from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.request import DecodeRows, Request, State
 from kvpagoda.cache.sequence import Sequence, requests_of
-from kvpagoda.errors import BadInput, StaleHandle
-from kvpagoda.prefix.tokens import as_tokens
+from kvpagoda.errors import BadInput, StaleHandle, shown
+from kvpagoda.prefix.tokens import MOST_TOKENS, as_tokens
 from kvpagoda.schema import Schema
 from kvpagoda.units import whole_number
 
@@ -87,12 +88,11 @@ class PersistentBatch:
         step computes it. Raises BadInput if there are too few rows, a sequence is here already, or more of its prompt
         is missing; StaleHandle if one is closed. Then none is added.
         """
-        members = (*self._members, *sequences)
+        members, requests = (*self._members, *sequences), requests_of(sequences, self._core)
         if len(members) > self.num_rows or len({*members}) < len(members):
             raise BadInput(
                 f"cannot add {len(sequences)} sequences to {len(self._members)}: {self.num_rows} rows, each sequence once"
             )
-        requests = requests_of(sequences, self._core)
         for request in requests:
             request.check_running()
             if request.length < request.prompt_length - 1:
@@ -112,7 +112,7 @@ class PersistentBatch:
 
         Raises BadInput if one is not here; then none is removed.
         """
-        if len({*sequences} & {*self._members}) < len(sequences):
+        if len({*requests_of(sequences, self._core)} & {*self._requests}) < len(sequences):
             raise BadInput(f"not all {len(sequences)} sequences to be removed are among the {len(self._members)} here")
         rows, members = self._rows, [*self._members]
         for sequence in sequences:
@@ -139,8 +139,9 @@ class PersistentBatch:
         """
         width = self.tokens_per_row
         n = whole_number(
-            (width or 1) if n is None else n, "the number of tokens that a step computes of each sequence", 1
-        )
+            (width or 1) if n is None else n, "the number of tokens that a step computes of each sequence", 1,
+            bits=31,
+        )  # fmt: skip
         if n != (width or n):
             text = f"a step computes {width} tokens of each row here, tokens_per_row, not {n}"
             raise BadInput(text, needed=n, available=width)
@@ -207,9 +208,16 @@ class PersistentBatch:
 
     def _counted(self, counts: Any) -> Array:
         """Return ``counts`` as int64 ``[num_rows]``, 0 for padded rows. Raises BadInput."""
-        given, n = np.asarray(counts), len(self._members)
-        if given.shape != (n,) or (n and (given.dtype.kind not in "iu" or given.min() < 0)):
-            raise BadInput(f"counts are {n} whole numbers of at least 0, one for each sequence, got {counts!r}")
+        given, n = counts, len(self._members)
+        if type(counts) is not np.ndarray:
+            with suppress(BadInput):
+                given = as_tokens(counts)
+        if (
+            type(given) is not np.ndarray
+            or given.shape != (n,)
+            or (n and (given.dtype.kind not in "iu" or given.min() < 0 or given.max() >= MOST_TOKENS))
+        ):
+            raise BadInput(f"counts are {n} whole numbers of at least 0, one for each sequence, got {shown(counts)}")
         each = np.zeros(self.num_rows, np.int64)
         each[:n] = given
         return each

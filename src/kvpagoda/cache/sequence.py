@@ -8,15 +8,13 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
 
-import numpy as np
-
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.guard import either_way, exclusive
 from kvpagoda.cache.lifecycle import Lifecycle
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, State, Tokens
-from kvpagoda.errors import BadInput
-from kvpagoda.units import whole_number
+from kvpagoda.errors import BadInput, shown
+from kvpagoda.units import MOST, items_of, truth, whole_number
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -119,7 +117,7 @@ class Sequence:
 
         Raises OutOfBlocks, BadInput if ``n`` is not a whole number of at least 0, NeverFits if the request would pass
         ``KVCache.max_context``, and StaleHandle; nothing changed then."""
-        if type(n) is not int or n < 0:
+        if type(n) is not int or not 0 <= n < MOST:
             n = whole_number(n, "the number of tokens to extend by")
         request, lifecycle = self._request, self._lifecycle
         end = request.length + n
@@ -172,9 +170,7 @@ class Sequence:
         what it published stays in the cache, where it may be evicted. Waits until the copy is done. Raises OutOfBlocks
         if it does not fit in the swap memory (``Limits.swap``), RetryLater while fenced, StaleHandle, BadInput; nothing
         changed then."""
-        if not isinstance(whole, bool | np.bool_):
-            raise BadInput(f"whole is True or False, got {whole!r}")
-        self._lifecycle.suspend(self._request, bool(whole))
+        self._lifecycle.suspend(self._request, truth(whole, "whole"))
 
     @exclusive
     def resume(self, *, capacity: SupportsIndex | None = None, reserve: SupportsIndex | None = None) -> int:
@@ -227,10 +223,9 @@ class Sequence:
 def requests_of(sequences: Sequence | Iterable[Sequence], core: Core) -> list[Request]:
     """Return the requests of ``sequences``. Raises BadInput for anything that ``core`` did not open."""
     requests = []
-    many = (sequences,) if isinstance(sequences, Sequence) or not isinstance(sequences, Iterable) else sequences
-    for sequence in many:
+    for sequence in items_of(sequences):
         if not isinstance(sequence, Sequence) or sequence._lifecycle.core is not core:
-            raise BadInput(f"expected sequences that this cache opened, got {sequence!r}")
+            raise BadInput(f"expected sequences that this cache opened, got {shown(sequence)}")
         requests.append(sequence._request)
     return requests
 
