@@ -7,11 +7,13 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from signal import SIGCONT, SIGSTOP
 from time import monotonic
 
 import pytest
 from outages import ALONE, LONG, QUICK, more_than_fits, writers_that_are_killed
 from servers import (
+    SLACK,
     Client,
     Server,
     ask,
@@ -289,6 +291,58 @@ def test_a_server_of_a_cluster_that_dies(tmp_path: Path) -> None:
         cluster.start()
         wait_for(lambda: UNAVAILABLE not in client.store(*range(12)))
         assert client.load(*range(12)) == [OK] * 12
+        client.close()
+
+
+@needs_redis
+@pytest.mark.parametrize("is_hung", [False, True])
+def test_a_server_of_a_cluster_that_fails_is_left_alone(tmp_path: Path, is_hung: bool) -> None:
+    """The records of the other two are found and stored all the time; few calls wait for the failing one."""
+    with redis_cluster(tmp_path) as cluster:
+        client = Client(cluster.address, faults=3)
+        assert client.store(*range(12)) == [OK] * 12
+        owners = [owner(cluster, i) for i in range(12)]
+        victim = cluster.ports[1]
+        assert 0 < owners.count(victim) < 12
+        wanted = [UNAVAILABLE if port == victim else OK for port in owners]
+        process = cluster.processes[1]
+        if is_hung:
+            process.send_signal(SIGSTOP)
+        else:
+            process.kill()
+            process.communicate()
+        try:
+            for call in (client.lookup, client.load, client.store):
+                for _ in range(3):
+                    told = call(*range(12), seconds=1.0)
+                    assert [status for status, port in zip(told, owners) if port != victim] == [OK] * wanted.count(OK)
+            stats = client.tier.stats()
+            assert stats.unavailable_shards == (f"127.0.0.1:{victim}",) and f"at 127.0.0.1:{victim}" in stats.last_fault
+            begun = monotonic()
+            for _ in range(20):
+                assert (
+                    client.lookup(*range(12), seconds=1.0) == wanted and client.load(*range(12), seconds=1.0) == wanted
+                )
+            assert monotonic() < begun + 1.0, "calls wait for the failing server"
+            fresh = [i for i in range(300, 330) if client.driver.shard_of(key_of(i)) != f"127.0.0.1:{victim}"]
+            assert len(fresh) > 10
+            for i in fresh:
+                assert client.store(i) == [OK] and client.load(i) == [OK]
+        finally:
+            if is_hung:
+                process.send_signal(SIGCONT)
+            else:
+                cluster.processes[1] = subprocess.Popen(
+                    cluster.commands[1], cwd=cluster.folder, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+                )
+        i = owners.index(victim)
+        wait_for(lambda: ask(victim, "GET", name_of(i))[:1] == b"$")  # it takes keys again
+        back = monotonic()
+        wait_for(lambda: client.lookup(i)[0] in (OK, MISS))
+        assert monotonic() < back + 1.0 + SLACK
+        wait_for(lambda: client.store(*range(12)) == [OK] * 12)
+        assert client.load(*range(12)) == [OK] * 12
+        assert client.tier.stats().is_available and not client.tier.stats().unavailable_shards
         client.close()
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.tiers import DriverStats, Lease, RecordBuffer, Status, Tier, host_driver
-from kvpagoda.tiers.breaker import Breaker
+from kvpagoda.tiers.health import Breaker, Breakers
 
 OK, MISS, CORRUPT, TIMEOUT, UNAVAILABLE, REJECTED = Status
 PRINT = sha256(b"layout").digest()
@@ -75,9 +75,9 @@ class Faulty:
 class Bench:
     """A tier over a faulty driver, and records that say whose they are."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, make: Callable[[RecordBuffer], Any] = Faulty, **options: Any) -> None:
         self.buffer = RecordBuffer(16, PAYLOAD)
-        self.driver = Faulty(self.buffer)
+        self.driver = make(self.buffer)
         self.tier = Tier(self.driver, self.buffer, PRINT, **options)
 
     def store(self, *which: int, seconds: float = 5.0) -> list[Status]:
@@ -95,7 +95,7 @@ class Bench:
     def recovers(self) -> None:
         """Wait until the tier's own threads have seen that the driver is well, by loads and lookups."""
         end = soon()
-        while any(self.tier._breakers[kind].is_open for kind in ("load", "lookup")):
+        while any(self.tier._health.breakers[kind].open_ones for kind in ("load", "lookup")):
             assert monotonic() < end
             sleep(0.005)
 
@@ -334,7 +334,7 @@ def test_the_breaker_asks_a_sick_driver_seldom(bench: Bench) -> None:
     assert bench.driver.calls == 2 * 3  # three calls, each tried once more
     assert bench.store(1) == [UNAVAILABLE]  # stores have a breaker of their own
     sleep(0.9)
-    assert bench.load(1) == [UNAVAILABLE] and bench.driver.calls == 2 * 4 + 2  # probes after 0.2 and 0.4 more seconds
+    assert bench.load(1) == [UNAVAILABLE] and 2 * 4 < bench.driver.calls <= 2 * 4 + 4  # a probe in 0.2 seconds
     bench.driver.fault = None
     bench.recovers()
     assert bench.load(1) == [MISS] and bench.tier.stats().is_available
@@ -350,6 +350,126 @@ def test_a_store_is_let_through_now_and_then(bench: Bench) -> None:
     assert bench.store(1) == [UNAVAILABLE]
     sleep(0.2)
     assert bench.store(1) == [OK] and bench.load(1) == [OK] and bench.tier.stats().is_available
+
+
+class Sharded(Faulty):
+    """A driver whose keys lie in three shards, each of which can fail, or hang until it is well."""
+
+    def __init__(self, buffer: RecordBuffer) -> None:
+        super().__init__(buffer)
+        self.failing: set[str] = set()
+        self.hanging: set[str] = set()
+        self.asked = Counter[str]()
+
+    def shard_of(self, key: bytes) -> str:
+        return f"shard {key[0] % 3}"
+
+    def _faults(self, keys: Sequence[bytes]) -> list[Status | None]:
+        shards = [self.shard_of(key) for key in keys]
+        self.asked.update(shards)
+        if self.hanging & {*shards}:
+            self.is_well.wait(20)
+        return [
+            UNAVAILABLE if shard in self.failing else TIMEOUT if shard in self.hanging else None for shard in shards
+        ]
+
+    def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        faults = self._faults(keys)
+        return [fault or self.inner.store([key], [row], soon())[0] for fault, key, row in zip(faults, keys, rows)]
+
+    def load(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        faults = self._faults(keys)
+        return [fault or self.inner.load([key], [row], soon())[0] for fault, key, row in zip(faults, keys, rows)]
+
+    def lookup(self, keys: Sequence[bytes], deadline: float, hold: float) -> Lease:
+        found = self.inner.lookup(keys, soon(), hold)
+        statuses = [fault or status for fault, status in zip(self._faults(keys), found.statuses)]
+        return Lease(tuple(keys), tuple(statuses), found.until, found.release)
+
+
+@pytest.fixture
+def sharded() -> Iterator[Bench]:
+    made = Bench(Sharded, faults=3, pause=0.1, workers=1)
+    yield made
+    made.driver.is_well.set()
+    assert made.tier.close(soon()) and made.buffer.num_free == 16
+    made.buffer.check()
+    assert not made.driver.inner.stats().num_leases
+
+
+WHICH = range(12)
+SHARD = f"shard {KEYS[0][0] % 3}"
+IN_SHARD = [f"shard {KEYS[i][0] % 3}" == SHARD for i in WHICH]
+
+
+def test_a_failing_shard_is_left_alone_and_the_others_are_served(sharded: Bench) -> None:
+    assert any(IN_SHARD) and not all(IN_SHARD) and sharded.store(*WHICH) == [OK] * 12
+    sharded.driver.failing = {SHARD}
+    wanted = [UNAVAILABLE if is_in else OK for is_in in IN_SHARD]
+    for _ in range(3):
+        assert sharded.load(*WHICH) == wanted and sharded.store(*WHICH) == wanted
+        assert list(sharded.tier.lookup(KEYS[:12], soon()).result().statuses) == wanted
+    stats = sharded.tier.stats()
+    assert stats.unavailable_shards == (SHARD,) and not stats.is_available
+    assert stats.last_fault == f"lookup at {SHARD}: unavailable"
+    sharded.tier._health.breakers["store"].open_ones[SHARD].next_probe = soon(100)
+    for breaker in [sharded.tier._health.breakers[kind].open_ones[SHARD] for kind in ("load", "lookup")]:
+        breaker.next_probe = soon(100)
+    asked = sharded.driver.asked[SHARD]
+    for _ in range(5):
+        lease = sharded.tier.lookup(KEYS[:12], soon()).result()
+        assert list(lease.statuses) == wanted and lease.keys == tuple(KEYS[:12])
+        lease.release()
+        assert sharded.load(*WHICH) == wanted and sharded.store(*WHICH) == wanted
+    assert sharded.driver.asked[SHARD] == asked and sharded.load(0) == [UNAVAILABLE]
+    sharded.driver.failing = set()
+    sharded.tier._health.breakers["lookup"].retry_now(SHARD)
+    sharded.tier.lookup([], soon(0.001)).result()  # wakes the thread that probes
+    sharded.recovers()
+    assert sharded.load(*WHICH) == [OK] * 12
+    assert sharded.store(*WHICH) == [OK] * 12  # at once: a probe by the tier has succeeded
+    assert sharded.tier.stats().is_available and not sharded.tier.stats().unavailable_shards
+    sharded.driver.inner._leases.clear()
+
+
+def test_a_shard_that_hangs_holds_up_few_calls_and_no_other_shard_is_blamed(sharded: Bench) -> None:
+    """Also while it is probed, although only one thread serves calls."""
+    assert sharded.store(*WHICH) == [OK] * 12
+    sharded.driver.hanging = {SHARD}
+    sharded.driver.is_well.clear()
+    for _ in range(2):
+        assert sharded.load(*WHICH, seconds=0.1) == [TIMEOUT] * 12
+        sharded.driver.is_well.set()
+        while sharded.tier.stats().nbytes_in_flight:
+            sleep(0.001)
+        sharded.driver.is_well.clear()
+    assert not sharded.tier.stats().unavailable_shards
+    assert sharded.load(*WHICH, seconds=0.1) == [TIMEOUT] * 12
+    sharded.driver.is_well.set()
+    while len(sharded.tier.stats().unavailable_shards) > 1 or sharded.tier.stats().nbytes_in_flight:
+        sleep(0.001)
+    sharded.driver.is_well.clear()
+    assert sharded.tier.stats().unavailable_shards == (SHARD,)
+    for _ in range(40):
+        wanted = [UNAVAILABLE if is_in else OK for is_in in IN_SHARD]
+        assert sharded.load(*WHICH, seconds=1.0) == wanted
+        sleep(0.01)
+    assert sharded.buffer.num_free >= 15, "one probe at a time"
+    sharded.driver.hanging = set()
+    sharded.driver.is_well.set()
+    sharded.recovers()
+    assert sharded.load(*WHICH) == [OK] * 12
+
+
+def test_probes_go_on_where_no_thread_can_be_started(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    bench.driver.fault = lambda: UNAVAILABLE
+    monkeypatch.setattr(Thread, "start", start)
+    assert [bench.load(1) for _ in range(3)] == [[UNAVAILABLE]] * 3
+    bench.driver.fault = None
+    bench.recovers()
 
 
 def test_the_watcher_sleeps_while_nothing_is_due(bench: Bench) -> None:
@@ -449,25 +569,37 @@ def test_bad_arguments_raise_before_anything_is_done(bench: Bench) -> None:
     assert not bench.driver.calls and bench.tier.stats().nbytes_in_flight == 0
 
 
-def test_the_breaker_opens_waits_and_closes() -> None:
-    breaker = Breaker(limit=2, pause=1.0)
-    breaker.record(True, 0.0)
-    breaker.record(False, 0.0)
-    breaker.record(True, 0.0)
-    assert not breaker.is_open and not breaker.takes_probe(99.0)
-    breaker.record(True, 0.0)
+def test_a_breaker_opens_waits_and_is_probed_at_intervals_that_double() -> None:
+    breaker = Breaker("", limit=2, pause=1.0, longest=32.0)
+    assert not breaker.fail(KEYS[0], 0.5, 0.0) and not breaker.is_open and not breaker.takes_probe(99.0)
+    assert breaker.fail(KEYS[1], 0.6, 0.0) and (breaker.key, breaker.seconds) == (KEYS[1], 0.6)
     assert (
         breaker.is_open and not breaker.takes_probe(0.9) and breaker.takes_probe(1.0) and not breaker.takes_probe(1.5)
     )
-    breaker.record(True, 1.5)
+    assert not breaker.fail(KEYS[1], 0.6, 1.5)
     assert breaker.is_open and not breaker.takes_probe(3.4) and breaker.takes_probe(3.5)  # twice as long
     breaker.retry_now()
+    breaker.is_probed = True
+    assert not breaker.takes_probe(3.6)  # one probe at a time
+    breaker.is_probed = False
     assert breaker.takes_probe(3.6)
     for _ in range(20):
-        breaker.record(True, 10.0)
+        breaker.fail(KEYS[1], 0.6, 10.0)
         assert breaker.takes_probe(42.0)
-    breaker.record(False, 43.0)
-    assert not breaker.is_open
+
+
+@pytest.mark.parametrize("is_probed", [True, False])
+def test_each_shard_has_a_breaker_that_begins_anew_after_a_success(is_probed: bool) -> None:
+    breakers = Breakers(2, 1.0, is_probed=is_probed)
+    assert not breakers.fail("a", KEYS[0], 0.5, 0.0) and not breakers.succeed("a")
     for _ in range(2):
-        breaker.record(True, 50.0)
-    assert not breaker.takes_probe(50.9) and breaker.takes_probe(51.0)
+        breakers.fail("a", KEYS[0], 0.5, 0.0)
+    breakers.fail("b", KEYS[0], 0.5, 0.0)
+    assert [*breakers.open_ones] == ["a"]
+    breaker = breakers.open_ones["a"]
+    assert breaker.takes_probe(1.0) and breaker.takes_probe(2.0 + (not is_probed))
+    assert not breaker.takes_probe(3.0 + 2 * (not is_probed) - 0.1)
+    breakers.retry_now("a")
+    breakers.retry_now("c")
+    assert breaker.takes_probe(3.5)
+    assert breakers.succeed("a") and not breakers.open_ones

@@ -301,7 +301,7 @@ def view(figures: Figures, rates: tuple[float, float] | None, width: int) -> Ren
     parts += _table(["hits cut short by", "requests", "tokens lost"], short, ("hits cut short by",), width)
     tiers = [
         [
-            f"{tier.level} {tier.name}{'' if tier.is_available else ' (down)'}", tier.call,
+            f"{tier.level} {tier.name}{'' if tier.is_available else ' (failing)'}", tier.call,
             f"{tier.ok:,}", f"{tier.records - tier.ok:,}",
             format_bytes(tier.nbytes), _seconds(tier.median), _seconds(tier.slowest),
         ]

@@ -4,12 +4,13 @@ from typing import TYPE_CHECKING
 
 from kvpagoda.loading import load_when_used
 from kvpagoda.tiers.driver import Driver, DriverStats, Lease, Status
+from kvpagoda.tiers.health import TierStats
 from kvpagoda.tiers.keys import layout_fingerprint, prefix_hashes, prefix_root, record_key
 from kvpagoda.tiers.latency import Histogram
 from kvpagoda.tiers.level import CallStats, LevelStats
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.tiers.spec import TierSpec, disk_tier, host_tier, mooncake_tier, redis_tier, tier_from_text
-from kvpagoda.tiers.tier import Tier, TierStats
+from kvpagoda.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from kvpagoda.tiers.disk import disk_driver

@@ -69,6 +69,10 @@ class Driver(Protocol):
 
     A tier passes all records of a request in one call, so that it costs one round trip. A driver that prefers smaller
     calls has an attribute ``part_nbytes``: the bytes per call.
+
+    A driver whose store has shards, parts that can fail one by one, has a method ``shard_of(key)`` that returns the
+    name of the shard that has ``key``, without I/O and without waiting for a lock. A tier then leaves alone only the
+    shard that fails. A call that asks several shards returns before the deadline what the working ones answered.
     """
 
     def store(self, keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:

@@ -67,7 +67,7 @@ class LevelStats:
 
     ``loaded``: loads that verified. ``failed``: calls that were late, unavailable or corrupt, stores included.
     ``dropped``: records not stored because staging memory was short or the tier rejected them. ``last_fault``: the kind
-    of the last call that failed, and why.
+    of the last call that failed, and why. ``is_available``: whether no call is refused.
     """
 
     name: str
@@ -86,6 +86,8 @@ class LevelStats:
     """Prompt tokens whose blocks were loaded from this tier."""
     calls: tuple[CallStats, ...] = ()
     """Stores, lookups (which move no bytes) and loads."""
+    unavailable_shards: tuple[str, ...] = ()
+    """The failing parts of the store, such as servers of a cluster as host:port. Keys of other parts are served."""
 
 
 class Loading(NamedTuple):
@@ -250,5 +252,5 @@ class Level:
             self.spec.name, held.num_records, held.nbytes, held.capacity_nbytes, self.buffer.records.nbytes,
             tier.stores.get(Status.OK, 0), tier.loads.get(Status.OK, 0), tier.loads.get(Status.MISS, 0), failed,
             self.dropped + tier.stores.get(Status.REJECTED, 0), tier.is_available, tier.last_fault,
-            self.loaded_blocks * self._block_size, tuple(calls),
+            self.loaded_blocks * self._block_size, tuple(calls), tier.unavailable_shards,
         )  # fmt: skip

@@ -19,9 +19,10 @@ def redis_driver(buffer: RecordBuffer, url: str) -> RedisDriver:
 
     ``redis://user:password@host:port/database``, ``rediss://`` with TLS, ``unix:///path``, or, for the master that
     sentinels call ``name``, ``redis+sentinel://user:password@host:port,host:port/database#name``. For a cluster, give
-    any of its servers. Options of redis-py follow a ``?``: ``rediss://host?ssl_ca_certs=/etc/ca.pem``. The system
-    resolves host names without a deadline; a ``Tier`` above the driver still answers in time. Raises BadInput for
-    another URL, for records of more than 512 MiB, and without the package redis.
+    any of its servers; while one of them fails, the keys of the others are served. Options of redis-py follow a ``?``:
+    ``rediss://host?ssl_ca_certs=/etc/ca.pem``. The system resolves host names without a deadline; a ``Tier`` above the
+    driver still answers in time. Raises BadInput for another URL, for records of more than 512 MiB, and without the
+    package redis.
     """
     if buffer.record_nbytes > _MOST_NBYTES:
         raise BadInput(

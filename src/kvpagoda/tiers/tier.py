@@ -8,11 +8,9 @@ caller ── store / lookup / load / discard ──► queue ──► worker t
 
 from __future__ import annotations
 
-import logging
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isfinite
 from queue import SimpleQueue
@@ -21,32 +19,33 @@ from time import monotonic
 from typing import Any
 
 from kvpagoda.errors import BadInput, OutOfBlocks
-from kvpagoda.tiers.breaker import Breaker
-from kvpagoda.tiers.driver import FAULTS, Driver, Lease, Status
+from kvpagoda.tiers.driver import Driver, Lease, Status
 from kvpagoda.tiers.forks import watch_forks
+from kvpagoda.tiers.health import Breaker, Health, TierStats
 from kvpagoda.tiers.keys import KEY_NBYTES
-from kvpagoda.tiers.latency import Histogram, Latencies
 from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer, pack_record, verify_record
 from kvpagoda.units import ceil_div, parse_bytes
 
 Rows = Sequence[int]
-_KINDS = ("store", "lookup", "load", "discard")
-_PROBED = ("lookup", "load")  # kinds of calls that requests wait for
 _LONGEST_WAIT = 3600.0
-_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Operation:
-    """One call of a tier, from the request until the driver has finished with it."""
+    """One call of a tier, from the request until the driver has finished with it.
+
+    ``keys`` are those that the driver is asked for. The other ones of ``all_keys`` are UNAVAILABLE.
+    """
 
     kind: str
+    all_keys: tuple[bytes, ...]
     keys: tuple[bytes, ...]
     rows: tuple[int, ...]
     deadline: float
     nbytes: int
     work: Callable[[], list[Status] | Lease]
-    is_probe: bool = False
+    probed: Breaker | None = None
+    """The breaker for which this is a probe; None for a call of a user."""
     begun: float = field(init=False, default_factory=monotonic)
     future: Future[Any] = field(init=False, default_factory=Future)
     is_over: bool = field(init=False, default=False)
@@ -57,22 +56,15 @@ class _Operation:
         statuses = [status] * len(self.keys)
         return Lease(self.keys, tuple(statuses), 0.0) if self.kind == "lookup" else statuses
 
-
-@dataclass(frozen=True)
-class TierStats:
-    """Keys by the status that the caller got. ``latencies``: for each kind of call, the time from the request to the
-    answer, at most until its deadline, without calls that were refused at once. ``last_error``: what the driver raised
-    last, although it must not. ``last_fault``: the kind of the last call that failed, and why."""
-
-    stores: dict[Status, int]
-    lookups: dict[Status, int]
-    loads: dict[Status, int]
-    discards: dict[Status, int]
-    nbytes_in_flight: int
-    is_available: bool
-    last_error: str
-    last_fault: str
-    latencies: dict[str, Histogram]
+    def completed(self, result: list[Status] | Lease) -> list[Status] | Lease:
+        """Return ``result``, which is of ``keys``, as a result of all keys."""
+        if len(self.keys) == len(self.all_keys):
+            return result
+        known = dict(zip(self.keys, _statuses(result)))
+        statuses = [known.get(key, Status.UNAVAILABLE) for key in self.all_keys]
+        if isinstance(result, Lease):
+            return replace(result, keys=self.all_keys, statuses=tuple(statuses))
+        return statuses
 
 
 class Tier:
@@ -85,15 +77,17 @@ class Tier:
 
     Calls that exceed ``in_flight`` bytes in all are REJECTED, not queued. A store or load that is UNAVAILABLE is tried
     once more. After ``faults`` failed or late calls of one kind in a row, calls of that kind are UNAVAILABLE at once;
-    other kinds go on, so a full disk can still be read. The tier's threads then probe lookups and loads, ``pause``
-    seconds later and at intervals that double; one store or discard of the caller passes at the same intervals. One
-    success ends this. ``checksum``: whether payloads get one; only records in memory of this process may do without.
-    Callbacks of futures run in the tier's threads and must be short. In a forked child the tier is closed.
+    other kinds go on, so a full disk can still be read. If the driver names shards (``Driver.shard_of``), this holds
+    for each shard by itself: only keys of a failing shard are UNAVAILABLE. The tier probes lookups and loads, in threads
+    of their own, every ``pause`` seconds; one store or discard of the caller passes ``pause`` seconds later and at
+    intervals that double, or as soon as a probe succeeded. One success ends this. ``checksum``: whether payloads get
+    one; only records in memory of this process may do without. Callbacks of futures run in the tier's threads and must
+    be short. In a forked child the tier is closed.
     """
 
     def __init__(
         self, driver: Driver, buffer: RecordBuffer, fingerprint: bytes, *,
-        in_flight: int | str = "256MiB", workers: int = 2, faults: int = 5, pause: float = 1.0, checksum: bool = True,
+        in_flight: int | str = "256MiB", workers: int = 2, faults: int = 5, pause: float = 0.5, checksum: bool = True,
     ) -> None:  # fmt: skip
         if len(fingerprint) != KEY_NBYTES or workers < 1 or faults < 1 or not 0 < pause < inf:
             raise BadInput(
@@ -106,13 +100,8 @@ class Tier:
         nbytes = getattr(driver, "part_nbytes", None)  # None: no limit per call
         self._part = buffer.num_records if nbytes is None else ceil_div(nbytes, buffer.record_nbytes)
         self._most_in_flight = parse_bytes(in_flight)
-        self._breakers = {kind: Breaker(faults, pause) for kind in _KINDS}
-        self._counts: dict[str, Counter[Status]] = {kind: Counter() for kind in _KINDS}
-        self._latencies = {kind: Latencies() for kind in _KINDS}
-        self._faults: dict[str, tuple[bytes, float]] = {}  # kind -> last fault: key, seconds
-        self._last_error = self._last_fault = ""
+        self._health = Health(driver, faults, pause)
         self.name = type(driver).__name__  #: in logs
-        self._turned = deque[str]()  # kinds of calls that began or stopped failing, to be logged
         self._changed = Condition()
         self._queue: SimpleQueue[_Operation | None] = SimpleQueue()
         self._active: dict[_Operation, None] = {}  # the driver works on them, late ones included
@@ -133,7 +122,8 @@ class Tier:
         sizes = [self.buffer.payload_nbytes] * len(keys) if nbytes is None else list(nbytes)
         if len(sizes) != len(keys) or not all(0 <= size <= self.buffer.payload_nbytes for size in sizes):
             raise BadInput(f"{len(keys)} payloads of 0..{self.buffer.payload_nbytes} bytes, got {sizes[:16]}")
-        return self._start("store", keys, rows, deadline, partial(self._store, self.fingerprint, sizes))
+        work = partial(self._store, self.fingerprint, dict(zip(keys, sizes)))
+        return self._start("store", keys, rows, deadline, work)
 
     def lookup(self, keys: Sequence[bytes], deadline: float, hold: float = 10.0) -> Future[Lease]:
         """Find which ``keys`` have records, and hold these for ``hold`` seconds. Raises BadInput."""
@@ -153,11 +143,7 @@ class Tier:
     def stats(self) -> TierStats:
         """Return the counts, without I/O."""
         with self._changed:
-            is_available = not (self.is_closed or any(breaker.is_open for breaker in self._breakers.values()))
-            stores, lookups, loads, discards = (dict(self._counts[kind]) for kind in _KINDS)
-            state = self._in_flight(), is_available, self._last_error, self._last_fault
-            latencies = {kind: latency.picture() for kind, latency in self._latencies.items()}
-            return TierStats(stores, lookups, loads, discards, *state, latencies)
+            return self._health.stats(self._in_flight(), is_closed=self.is_closed)
 
     def close(self, deadline: float = 0.0) -> bool:
         """Refuse further calls, wait for those in flight until ``deadline``, and return whether all are done.
@@ -166,7 +152,7 @@ class Tier:
         """
         with self._changed:
             if not self.is_closed:
-                self.is_closed, self._last_fault = True, "closed"
+                self.is_closed, self._health.last_fault = True, "closed"
                 for _ in range(self._workers):
                     self._queue.put(None)
                 self._changed.notify_all()
@@ -177,7 +163,7 @@ class Tier:
         self._changed, self._queue = Condition(), SimpleQueue()
         self.is_closed = self._is_done = True
         self._active.clear()
-        self._last_fault = "a forked process does not use the tiers of its parent"
+        self._health.last_fault = "a forked process does not use the tiers of its parent"
 
     # -- in the caller's thread ----------------------------------------------------------------------------------------
 
@@ -194,14 +180,19 @@ class Tier:
         if rows is not None and len(rows) != len(keys):
             raise BadInput(f"one record for each key: {len(keys)} keys, {len(rows)} records")
         keys, rows = tuple(keys), tuple(rows or ())
-        operation = _Operation(
-            kind, keys, rows, deadline, self._nbytes(keys, rows), partial(work, keys, rows, deadline)
-        )
-        operation.future.set_running_or_notify_cancel()  # so that it cannot be cancelled: it ends at the deadline
         with self._changed:
+            allowed = self._health.allowed(kind, keys, monotonic())
+            asked, taken = tuple(keys[i] for i in allowed), tuple(rows[i] for i in allowed if rows)
+            operation = _Operation(
+                kind, keys, asked, taken, deadline, self._nbytes(asked, taken), partial(work, asked, taken, deadline)
+            )
             refusal = self._refusal(operation)
+            operation.future.set_running_or_notify_cancel()  # so that it cannot be cancelled: it ends at the deadline
             if refusal is None:
-                self._submit(operation)
+                self._active[operation] = None
+                self._queue.put(operation)
+                if deadline < self._wakes_at:
+                    self._changed.notify_all()
         if refusal is not None:
             self._answer(operation, operation.refused(refusal))
         return operation.future
@@ -214,22 +205,15 @@ class Tier:
 
     def _refusal(self, operation: _Operation) -> Status | None:
         """Return the status with which ``operation`` is refused; None if it may begin, and then hold its records."""
-        breaker = self._breakers[operation.kind]
         if self.is_closed:
             return Status.UNAVAILABLE
         if operation.begun >= operation.deadline:
             return Status.TIMEOUT
         if self._in_flight() + operation.nbytes > self._most_in_flight:
             return Status.REJECTED
-        if breaker.is_open and (operation.kind in _PROBED or not breaker.takes_probe(operation.begun)):
+        if operation.all_keys and not operation.keys:
             return Status.UNAVAILABLE
         return None if self.buffer.hold(operation.rows) else Status.REJECTED
-
-    def _submit(self, operation: _Operation) -> None:
-        self._active[operation] = None
-        self._queue.put(operation)
-        if operation.deadline < self._wakes_at:
-            self._changed.notify_all()
 
     # -- in the tier's threads -----------------------------------------------------------------------------------------
 
@@ -242,61 +226,72 @@ class Tier:
                 now = monotonic()
                 late = [one for one in self._active if one.deadline <= now and not one.is_over]
                 for operation in late:
-                    self._end(operation, Status.TIMEOUT, f"no answer in {operation.deadline - operation.begun:.2g} s")
-                failed = [] if self.is_closed else [kind for kind in _PROBED if kind in self._faults]
-                probed = {kind: self._breakers[kind] for kind in failed if self._breakers[kind].is_open}
-                for kind, breaker in probed.items():
-                    if breaker.takes_probe(now):
-                        self._probe(kind, *self._faults[kind])
-                if not late:
+                    self._end(operation, [Status.TIMEOUT] * len(operation.keys), is_late=True)
+                unprobed = [] if self.is_closed else self._health.unprobed()
+                probes = [self._probe(*one) for one in unprobed if one[1].takes_probe(now)]
+                if not late and not probes:
                     times = [one.deadline for one in self._active if not one.is_over]
-                    times += [breaker.next_probe for breaker in probed.values()]
+                    times += [breaker.next_probe for _, breaker in unprobed]
                     self._wakes_at = min(times, default=inf)
                     self._changed.wait(min(max(1e-3, self._wakes_at - now), _LONGEST_WAIT))
                     self._wakes_at = 0.0
             for operation in late:
                 self._answer(operation, operation.refused(Status.TIMEOUT))
-            _tell(self)
+            for probe in probes:
+                if probe is not None:
+                    self._do_apart(probe)
+            self._health.tell(self.name)
         self.driver.close()
         with self._changed:
             self._is_done = True
             self._changed.notify_all()
 
-    def _probe(self, kind: str, key: bytes, seconds: float) -> None:
-        """Queue one more call of ``kind`` with ``key``, for which it failed. No request waits for it."""
-        deadline, keys, rows = monotonic() + seconds, (key,), list[int]()
+    def _probe(self, kind: str, breaker: Breaker) -> _Operation | None:
+        """Return one more call of ``kind`` with a key of a shard for which it failed; None if no record is free.
+
+        No request waits for it. It is in flight from now on.
+        """
+        deadline, keys, rows = monotonic() + breaker.seconds, (breaker.key,), list[int]()
         work: Callable[[], list[Status] | Lease] = partial(self.driver.lookup, keys, deadline, 0.0)
         if kind == "load":
             try:
                 rows = self.buffer.acquire(1, owner=self)
             except OutOfBlocks:
-                return
+                return None
             self.buffer.hold(rows)
             work = partial(self.driver.load, keys, rows, deadline)
-        operation = _Operation(kind, keys, tuple(rows), deadline, self._nbytes(keys, rows), work, is_probe=True)
+        nbytes = self._nbytes(keys, rows)
+        operation = _Operation(kind, keys, keys, tuple(rows), deadline, nbytes, work, breaker)
         operation.future.add_done_callback(lambda _: self.buffer.release(rows))
-        self._submit(operation)
+        breaker.is_probed = True
+        self._active[operation] = None
+        return operation
 
-    def _end(self, operation: _Operation, fault: Status | None, why: str) -> None:
-        """Note that the result of ``operation`` is known: a ``fault``, or None for a success."""
+    def _do_apart(self, operation: _Operation) -> None:
+        """Run ``operation`` in a thread of its own, so that no call of a user waits behind it."""
+        try:
+            Thread(target=self._do, args=(operation,), name="kvpagoda-probe", daemon=True).start()
+        except RuntimeError:  # the system has no more threads for this process
+            self._queue.put(operation)
+
+    def _end(
+        self, operation: _Operation, statuses: Sequence[Status], why: str = "", *, is_late: bool = False
+    ) -> None:  # fmt: skip
+        """Note that the ``statuses`` of the keys of ``operation`` are known; ``why`` it failed, if the driver raised."""
         operation.is_over, now = True, monotonic()
-        if self._breakers[operation.kind].record(fault is not None, now) and not self.is_closed:
-            self._turned.append(operation.kind)
-        if not operation.is_probe:
-            self._latencies[operation.kind].add(now - operation.begun)
-        if fault is None:
-            return
-        if self._breakers[operation.kind].is_open:
+        outcomes = self._health.outcomes(operation.keys, statuses, operation.probed)
+        if operation.probed is None:
+            self._health.took(operation.kind, now - operation.begun)
+        seconds = operation.deadline - operation.begun
+        why = f"no answer in {seconds:.2g} s" if is_late else why
+        if not self.is_closed and self._health.record(operation.kind, outcomes, seconds, now, why):
             self._changed.notify_all()  # so that the watcher plans the next probe
-        if operation.keys:
-            self._faults[operation.kind] = operation.keys[0], operation.deadline - operation.begun
-        if not self.is_closed:
-            self._last_fault = f"{operation.kind}: {why or getattr(self.driver, 'last_error', '') or fault.value}"
 
     def _answer(self, operation: _Operation, result: list[Status] | Lease) -> None:
-        if not operation.is_probe:
+        result = operation.completed(result)
+        if operation.probed is None:
             with self._changed:
-                self._counts[operation.kind].update(_statuses(result))
+                self._health.count(operation.kind, _statuses(result))
         operation.future.set_result(result)
 
     def _serve(self) -> None:
@@ -308,38 +303,41 @@ class Tier:
 
     def _do(self, operation: _Operation) -> None:
         """Call the driver for ``operation``, unless its deadline is over, and answer it."""
-        result, fault, why = None, None, ""
+        result: list[Status] | Lease | None = None
+        why = ""
         if not operation.is_over:
             try:
                 result = operation.work()
             except Exception as raised:  # a driver must not raise; if it does, that is a fault like any other
                 result, why = operation.refused(Status.UNAVAILABLE), repr(raised)
-                self._last_error = why
-            fault = next((status for status in _statuses(result) if status in FAULTS), None)
+                self._health.last_error = why
         self.buffer.drop(operation.rows)
         with self._changed:
             self._active.pop(operation, None)
+            if operation.probed is not None:
+                operation.probed.is_probed = False
             is_late = operation.is_over
-            if not is_late:
-                self._end(operation, fault, why)
-            elif result is not None and fault is None:
-                self._breakers[operation.kind].retry_now()
+            if result is not None and not is_late:
+                self._end(operation, _statuses(result), why)
+            elif result is not None:
+                outcomes = self._health.outcomes(operation.keys, _statuses(result), operation.probed)
+                self._health.record_late(operation.kind, outcomes)
             if is_late or self.is_closed:
                 self._changed.notify_all()
         if result is not None and not is_late:
             self._answer(operation, result)
         elif isinstance(result, Lease):
             result.release()
-        _tell(self)
+        self._health.tell(self.name)
 
     def _store(
-        self, fingerprint: bytes, sizes: Sequence[int], keys: Sequence[bytes], rows: Rows, deadline: float
+        self, fingerprint: bytes, sizes: Mapping[bytes, int], keys: Sequence[bytes], rows: Rows, deadline: float
     ) -> list[Status]:
         statuses, leases = list[Status](), list[Lease]()
         parts = self._parts(len(keys))
         for part in parts:
-            for key, row, size in zip(keys[part], rows[part], sizes[part]):
-                pack_record(self.buffer.rows[row], key, fingerprint, size, checksum=self._checksum)
+            for key, row in zip(keys[part], rows[part]):
+                pack_record(self.buffer.rows[row], key, fingerprint, sizes[key], checksum=self._checksum)
             statuses += _twice(self.driver.store, keys[part], rows[part], deadline)
             # The lease keeps the driver from evicting a part for a deeper one; the last lookup marks the deepest part
             # as used first. A driver whose leases hold nothing is asked only once.
@@ -369,16 +367,6 @@ class Tier:
     def _parts(self, n: int) -> list[slice]:
         """Return the ranges of ``n`` records that go to the driver in one call each."""
         return [slice(start, start + self._part) for start in range(0, n, self._part)]
-
-
-def _tell(tier: Tier) -> None:
-    """Log which kinds of calls of ``tier`` now fail or work again. Called without locks: log handlers may be slow."""
-    while tier._turned:
-        kind = tier._turned.popleft()
-        if tier._breakers[kind].is_open:
-            _log.warning("tier %s: no %s for a while; %s", tier.name, kind, tier._last_fault)
-        else:
-            _log.info("tier %s: %s works again", tier.name, kind)
 
 
 def _statuses(result: list[Status] | Lease) -> Sequence[Status]:
