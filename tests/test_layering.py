@@ -13,7 +13,7 @@ SRC = Path(kvpagoda.__file__).parent
 LEVELS = [
     "errors", "units", "text", "loading", "formats", "layouts", "schema", "blocks", "policies", "prefix", "lanes", "kernels",
     "memory", "tiers", "cache", "batch", "kv_cache", "events", "scheduling", "compat", "console", "metrics", "doctor",
-    "replay", "adapters", "hf", "cli", "__main__",
+    "testing", "replay", "adapters", "hf", "cli", "__main__",
 ]  # fmt: skip
 OPTIONAL = {
     "hf": {"transformers"}, "console": {"rich"}, "replay": {"matplotlib"}, "cli": {"typer"},

@@ -45,6 +45,7 @@ BOUNDS = {
     "kv_cache": 250,
     "scheduling": 250,
     "doctor": 150,
+    "testing": 150,
     "errors": 100,
     "console": 50,
     "kvpagoda": 50,

@@ -16,8 +16,8 @@ from outages import ALONE, LONG, QUICK, more_than_fits, writers_that_are_killed
 from servers import SERVERS, Client, Server, key_of, listening, mooncake_server, wait_for, why_no_mooncake
 
 from kvpagoda.errors import BadInput
+from kvpagoda.testing import DRIVER_CHECKS
 from kvpagoda.tiers import RecordBuffer, Status
-from kvpagoda.tiers.conformance import CHECKS
 from kvpagoda.tiers.mooncake import MooncakeDriver, mooncake_driver
 
 OK, MISS, CORRUPT, TIMEOUT, UNAVAILABLE, REJECTED = Status
@@ -50,7 +50,7 @@ def server(kept: Server, cleaner: MooncakeDriver) -> Server:
 
 
 @needs_mooncake
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", DRIVER_CHECKS)
 def test_the_driver_conforms(check: Callable[..., None], server: Server) -> None:
     made: list[MooncakeDriver] = []
 

@@ -26,8 +26,8 @@ from servers import (
     wait_for,
 )
 
+from kvpagoda.testing import DRIVER_CHECKS
 from kvpagoda.tiers import RecordBuffer, Status
-from kvpagoda.tiers.conformance import CHECKS
 from kvpagoda.tiers.redis import redis_driver
 
 redis = pytest.importorskip("redis", reason="needs kvpagoda[redis]")
@@ -117,7 +117,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 @needs_redis
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", DRIVER_CHECKS)
 def test_the_driver_conforms(url: str, check: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_client, "INFO_SECONDS", 0.0)
     made: list[RedisDriver] = []

@@ -65,7 +65,7 @@ class Driver(Protocol):
 
     A record is written once: storing a key that the driver already has returns OK and changes nothing. A record is
     invisible until it is complete. A driver whose records outlive the process finds the complete ones again.
-    ``kvpagoda.tiers.conformance`` tests all of this.
+    ``kvpagoda.testing`` tests all of this.
 
     A tier passes all records of a request in one call, so that it costs one round trip. A driver that prefers smaller
     calls has an attribute ``part_nbytes``: the bytes per call.

@@ -22,7 +22,7 @@ class TierSpec:
     """The settings of one tier of ``KVCache(tiers=[...])``, where the fastest comes first.
 
     ``host_tier``, ``disk_tier`` and others return one. ``make(buffer)`` returns the driver: any driver that passes
-    ``kvpagoda.tiers.conformance``. ``write``: which blocks the cache stores there: all that are published
+    ``kvpagoda.testing``. ``write``: which blocks the cache stores there: all that are published
     (``"commit"``), those that it evicts (``"evict"``), or those that a second request reuses (``"reuse"``).
     ``record_nbytes``: the least bytes of a record; several blocks of a small model share one. ``staging``: host memory
     for records that are being stored or loaded (None: 64 MiB, or more if two checkpoints need it). ``timeout``: the

@@ -1,8 +1,8 @@
-"""The rules of ``Driver`` as functions that raise CheckFailed if a driver breaks one. Use them to test a new driver:
+"""Tests of parts that others write: the rules of ``Driver`` as functions that raise CheckFailed if a driver breaks one.
 
-    from kvpagoda.tiers.conformance import CHECKS
+    from kvpagoda.testing import DRIVER_CHECKS
 
-    @pytest.mark.parametrize("check", CHECKS)
+    @pytest.mark.parametrize("check", DRIVER_CHECKS)
     def test_my_driver_conforms(check):
         check(lambda buffer: MyDriver(buffer))
 
@@ -140,7 +140,7 @@ def a_closed_driver_is_unavailable(make: Make) -> None:
         trial.expect("discarding", trial.discard(1), UNAVAILABLE)
 
 
-CHECKS: tuple[Callable[[Make], None], ...] = (
+DRIVER_CHECKS: tuple[Callable[[Make], None], ...] = (
     what_was_stored_is_loaded,
     a_record_is_written_once,
     what_was_discarded_is_gone,
