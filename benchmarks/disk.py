@@ -22,7 +22,7 @@ from benchmarks.timing import Options, Row, seconds, tell
 from kvpagoda.errors import BadInput
 from kvpagoda.memory.pages import PAGE, pages
 from kvpagoda.tiers import RecordBuffer, Status, Tier, disk_driver, host_driver
-from kvpagoda.tiers.checksum import xxh3_128
+from kvpagoda.tiers.records import xxh3_128
 from kvpagoda.units import format_bytes
 
 QUESTION = "How much of the speed of memory and of a file does a tier leave?"

@@ -17,7 +17,6 @@ import pytest
 
 from kvpagoda.errors import BadInput, NotOwned
 from kvpagoda.tiers import DriverStats, Lease, RecordBuffer, Status, Tier, host_driver
-from kvpagoda.tiers.health import Breaker, Breakers
 
 OK, MISS, CORRUPT, TIMEOUT, UNAVAILABLE, REJECTED = Status
 PRINT = sha256(b"layout").digest()
@@ -567,39 +566,3 @@ def test_bad_arguments_raise_before_anything_is_done(bench: Bench) -> None:
     with pytest.raises(NotOwned):
         bench.tier.load(KEYS[:1], rows[:1], soon())
     assert not bench.driver.calls and bench.tier.stats().nbytes_in_flight == 0
-
-
-def test_a_breaker_opens_waits_and_is_probed_at_intervals_that_double() -> None:
-    breaker = Breaker("", limit=2, pause=1.0, longest=32.0)
-    assert not breaker.fail(KEYS[0], 0.5, 0.0) and not breaker.is_open and not breaker.takes_probe(99.0)
-    assert breaker.fail(KEYS[1], 0.6, 0.0) and (breaker.key, breaker.seconds) == (KEYS[1], 0.6)
-    assert (
-        breaker.is_open and not breaker.takes_probe(0.9) and breaker.takes_probe(1.0) and not breaker.takes_probe(1.5)
-    )
-    assert not breaker.fail(KEYS[1], 0.6, 1.5)
-    assert breaker.is_open and not breaker.takes_probe(3.4) and breaker.takes_probe(3.5)  # twice as long
-    breaker.retry_now()
-    breaker.is_probed = True
-    assert not breaker.takes_probe(3.6)  # one probe at a time
-    breaker.is_probed = False
-    assert breaker.takes_probe(3.6)
-    for _ in range(20):
-        breaker.fail(KEYS[1], 0.6, 10.0)
-        assert breaker.takes_probe(42.0)
-
-
-@pytest.mark.parametrize("is_probed", [True, False])
-def test_each_shard_has_a_breaker_that_begins_anew_after_a_success(is_probed: bool) -> None:
-    breakers = Breakers(2, 1.0, is_probed=is_probed)
-    assert not breakers.fail("a", KEYS[0], 0.5, 0.0) and not breakers.succeed("a")
-    for _ in range(2):
-        breakers.fail("a", KEYS[0], 0.5, 0.0)
-    breakers.fail("b", KEYS[0], 0.5, 0.0)
-    assert [*breakers.open_ones] == ["a"]
-    breaker = breakers.open_ones["a"]
-    assert breaker.takes_probe(1.0) and breaker.takes_probe(2.0 + (not is_probed))
-    assert not breaker.takes_probe(3.0 + 2 * (not is_probed) - 0.1)
-    breakers.retry_now("a")
-    breakers.retry_now("c")
-    assert breaker.takes_probe(3.5)
-    assert breakers.succeed("a") and not breakers.open_ones

@@ -25,9 +25,9 @@ from kvpagoda.cache.tier_hit import TierHit, checkpoint_part
 from kvpagoda.cache.tier_reader import TierReader
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.no_memory import NoMemory
-from kvpagoda.tiers.checksum import xxh3_128
 from kvpagoda.tiers.keys import KEY_NBYTES, prefix_hashes, prefix_root
 from kvpagoda.tiers.level import Level, LevelStats, RecordIdentity
+from kvpagoda.tiers.records import xxh3_128
 from kvpagoda.tiers.spec import TierSpec, When
 from kvpagoda.units import real_number
 

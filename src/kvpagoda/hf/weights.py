@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 
 from kvpagoda.kv_cache import KVCache
-from kvpagoda.tiers.checksum import xxh3_128
+from kvpagoda.tiers.records import xxh3_128
 
 Tensor = torch.Tensor
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.loading import read_json
 from kvpagoda.scheduling import QueueStats
-from kvpagoda.tiers.latency import Histogram
+from kvpagoda.tiers.health import Histogram
 
 VLLM = "vllm:"
 """The prefix of vLLM's metric names."""

@@ -13,7 +13,7 @@ from kvpagoda.errors import BadInput, MissingExtra
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.metrics.names import COMMON, METRICS, VLLM, Metric, Moment
 from kvpagoda.scheduling import RunQueue
-from kvpagoda.tiers.latency import Histogram
+from kvpagoda.tiers.health import Histogram
 
 with MissingExtra.unless("prometheus_client", "metrics need prometheus_client; pip install 'kvpagoda[metrics]'"):
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily

@@ -26,7 +26,7 @@ from kvpagoda import console
 from kvpagoda.errors import BadInput, KVPagodaError, MissingExtra
 from kvpagoda.metrics.names import METRICS, STATES, VLLM
 from kvpagoda.text import table
-from kvpagoda.tiers.latency import Histogram
+from kvpagoda.tiers.health import Histogram
 from kvpagoda.units import format_bytes
 
 with MissingExtra.unless("prometheus_client", "'top' needs prometheus_client; pip install 'kvpagoda[metrics]'"):

@@ -4,9 +4,8 @@ from typing import TYPE_CHECKING
 
 from kvpagoda.loading import load_when_used
 from kvpagoda.tiers.driver import Driver, DriverStats, Lease, Status
-from kvpagoda.tiers.health import TierStats
+from kvpagoda.tiers.health import Histogram, TierStats
 from kvpagoda.tiers.keys import layout_fingerprint, prefix_hashes, prefix_root, record_key
-from kvpagoda.tiers.latency import Histogram
 from kvpagoda.tiers.level import CallStats, LevelStats
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.tiers.spec import TierSpec, disk_tier, host_tier, mooncake_tier, redis_tier, tier_from_text
@@ -14,9 +13,9 @@ from kvpagoda.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from kvpagoda.tiers.disk import disk_driver
-    from kvpagoda.tiers.host import host_driver
     from kvpagoda.tiers.mooncake import mooncake_driver
     from kvpagoda.tiers.redis import redis_driver
+    from kvpagoda.tiers.slots import host_driver
 
 __all__ = [
     "CallStats", "Driver", "DriverStats", "Histogram", "Lease", "LevelStats", "RecordBuffer", "Status", "Tier",
@@ -25,5 +24,5 @@ __all__ = [
     "tier_from_text",
 ]  # fmt: skip
 
-_DRIVERS = ("disk", "host", "mooncake", "redis")
-__getattr__ = load_when_used(__name__, {f"{__name__}.{name}": (f"{name}_driver",) for name in _DRIVERS})
+_DRIVERS = {"disk": "disk_driver", "mooncake": "mooncake_driver", "redis": "redis_driver", "slots": "host_driver"}
+__getattr__ = load_when_used(__name__, {f"{__name__}.{module}": (name,) for module, name in _DRIVERS.items()})

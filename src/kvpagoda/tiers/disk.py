@@ -19,8 +19,7 @@ from pathlib import Path
 
 from kvpagoda.errors import BadInput
 from kvpagoda.memory.pages import PAGE, Bytes, pages
-from kvpagoda.tiers.checksum import xxh3_128
-from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer, read_header
+from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer, read_header, xxh3_128
 from kvpagoda.tiers.slots import SlotDriver
 from kvpagoda.units import format_bytes, parse_bytes
 

@@ -1,13 +1,19 @@
-"""The Protocol of tier drivers, one of the three replaceable parts of the library, and the types of its calls."""
+"""The Protocol of tier drivers, one of the three replaceable parts of the library, the types of its calls, and what
+drivers share: closing while calls are in progress, and forked processes.
+
+A forked child has the memory of its parent, but not its threads, and must not use its files and locks.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
 from threading import Lock
 from typing import Protocol
+from weakref import WeakSet
 
 
 class Status(Enum):
@@ -122,3 +128,26 @@ class Calls:
         if self.begin():
             self.is_closed = True
             self.done()
+
+
+class Forkable(Protocol):
+    """An object that a child process must disable before it continues."""
+
+    def after_fork(self) -> None:
+        """Disable this object in the child, where no other thread runs. Threads of the parent may hold its locks."""
+
+
+_ALIVE: WeakSet[Forkable] = WeakSet()
+
+
+def watch_forks(one: Forkable) -> None:
+    """Make every child process that is forked from now on call ``one.after_fork()`` first, as long as ``one`` lives."""
+    _ALIVE.add(one)
+
+
+def _begin_child() -> None:
+    for forkable in [*_ALIVE]:
+        forkable.after_fork()
+
+
+os.register_at_fork(after_in_child=_begin_child)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from kvpagoda.errors import BadInput, CheckFailed, OutOfBlocks
 from kvpagoda.memory.pages import Bytes
 from kvpagoda.tiers.driver import FAULTS, Status
+from kvpagoda.tiers.health import Histogram
 from kvpagoda.tiers.keys import layout_fingerprint, record_key
-from kvpagoda.tiers.latency import Histogram
 from kvpagoda.tiers.records import RecordBuffer
 from kvpagoda.tiers.spec import TierSpec
 from kvpagoda.tiers.tier import Tier

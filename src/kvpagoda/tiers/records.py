@@ -18,10 +18,14 @@ import numpy as np
 from kvpagoda.blocks.free_list import FreeStack
 from kvpagoda.errors import BadInput, CheckFailed, NotOwned
 from kvpagoda.memory.pages import PAGE, Bytes, pages
-from kvpagoda.tiers.checksum import xxh3_128
-from kvpagoda.tiers.forks import watch_forks
+from kvpagoda.tiers.driver import watch_forks
 from kvpagoda.tiers.keys import KEY_NBYTES
 from kvpagoda.units import align_up, whole_number
+
+try:
+    import xxhash
+except ImportError:
+    xxhash = None  # type: ignore[assignment]
 
 HEADER_NBYTES = 128
 _MAGIC = b"KVPAGODA"
@@ -30,6 +34,16 @@ _FIELDS = struct.Struct("<8sIIQQ32s32s16s")
 _SEALED = _FIELDS.size
 _UNCHECKED = bytes(16)
 assert _SEALED == HEADER_NBYTES - 16
+
+
+def xxh3_128(data: Any) -> bytes:
+    """Return the checksum of ``data``, any bytes, as 16 bytes. Raises BadInput without the package xxhash.
+
+    It detects faults; it does not protect against attackers.
+    """
+    if xxhash is None:
+        raise BadInput("tiers need the package xxhash; install kvpagoda[disk]")
+    return xxhash.xxh3_128_digest(data)
 
 
 def pack_record(

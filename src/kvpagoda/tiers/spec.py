@@ -59,7 +59,7 @@ class TierSpec:
 
 def host_tier(nbytes: int | str, *, write: When = "evict", **settings: Any) -> TierSpec:
     """Return a tier of at most ``nbytes`` of this process's memory. See ``host_driver`` and ``TierSpec``."""
-    from kvpagoda.tiers.host import host_driver
+    from kvpagoda.tiers.slots import host_driver
 
     make = partial(host_driver, nbytes=parse_bytes(nbytes))
     return TierSpec("host", make, **{"write": write, "is_private": True, **settings})

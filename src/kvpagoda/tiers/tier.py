@@ -19,8 +19,7 @@ from time import monotonic
 from typing import Any
 
 from kvpagoda.errors import BadInput, OutOfBlocks
-from kvpagoda.tiers.driver import Driver, Lease, Status
-from kvpagoda.tiers.forks import watch_forks
+from kvpagoda.tiers.driver import Driver, Lease, Status, watch_forks
 from kvpagoda.tiers.health import Breaker, Health, TierStats
 from kvpagoda.tiers.keys import KEY_NBYTES
 from kvpagoda.tiers.records import HEADER_NBYTES, RecordBuffer, pack_record, verify_record

@@ -28,11 +28,9 @@ from servers import (
 
 from kvpagoda.testing import DRIVER_CHECKS
 from kvpagoda.tiers import RecordBuffer, Status
-from kvpagoda.tiers.redis import redis_driver
+from kvpagoda.tiers.redis import PREFIX, RedisDriver, redis_driver
 
 redis = pytest.importorskip("redis", reason="needs kvpagoda[redis]")
-from kvpagoda.tiers import redis_client  # noqa: E402
-from kvpagoda.tiers.redis_client import PREFIX, RedisDriver  # noqa: E402
 
 OK, MISS, CORRUPT, TIMEOUT, UNAVAILABLE, REJECTED = Status
 needs_redis = pytest.mark.skipif(not has_redis(), reason="no redis-server: apt-get install redis-server")
@@ -119,7 +117,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 @needs_redis
 @pytest.mark.parametrize("check", DRIVER_CHECKS)
 def test_the_driver_conforms(url: str, check: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_client, "INFO_SECONDS", 0.0)
+    monkeypatch.setattr("kvpagoda.tiers.redis.INFO_SECONDS", 0.0)
     made: list[RedisDriver] = []
 
     def make(buffer: RecordBuffer) -> RedisDriver:

@@ -1,4 +1,4 @@
-"""Every driver passes the conformance suite; and what slots do beyond it: order, leases, admission."""
+"""Drivers over slots, in memory and in a file, are right; and what they do beyond that: order, leases, admission."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 from kvpagoda.errors import BadInput, CheckFailed
 from kvpagoda.testing import DRIVER_CHECKS, PAYLOAD, Make
 from kvpagoda.tiers import Driver, RecordBuffer, Status, disk_driver, host_driver
-from kvpagoda.tiers.host import HostMemory
-from kvpagoda.tiers.slots import SlotDriver
+from kvpagoda.tiers.slots import HostMemory, SlotDriver
 
 OK, MISS, REJECTED, TIMEOUT = Status.OK, Status.MISS, Status.REJECTED, Status.TIMEOUT
 SIZE = RecordBuffer.nbytes_for(1, PAYLOAD)

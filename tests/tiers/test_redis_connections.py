@@ -1,4 +1,4 @@
-"""The client of Redis and Valkey: servers that are none and say anything at all, or nothing; and URLs."""
+"""Connections to Redis and Valkey: servers that are none and say anything at all, or nothing; and URLs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from itertools import count, product
 from socket import AI_NUMERICHOST, create_server, getaddrinfo, socket
 from threading import Event, Thread
@@ -222,6 +223,9 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match=r"at most 512\.0 MiB, a record is 512\.0 MiB"):
         redis_driver(RecordBuffer(1, 512 << 20), "redis://host")
     monkeypatch.setitem(sys.modules, "redis", None)
-    monkeypatch.delitem(sys.modules, "kvpagoda.tiers.redis_client", raising=False)
+    for name in ("redis", "redis_connections"):
+        monkeypatch.delitem(sys.modules, f"kvpagoda.tiers.{name}")
+        monkeypatch.delattr(f"kvpagoda.tiers.{name}")  # set by the next import, and set back after the test
+    without = import_module("kvpagoda.tiers.redis")
     with pytest.raises(BadInput, match=r"install kvpagoda\[redis\]"):
-        redis_driver(RecordBuffer(1, 100), "redis://host")
+        without.redis_driver(RecordBuffer(1, 100), "redis://host")
