@@ -297,7 +297,7 @@ def test_a_server_of_a_cluster_that_dies(tmp_path: Path) -> None:
 def test_a_server_of_a_cluster_that_fails_is_left_alone(tmp_path: Path, is_hung: bool) -> None:
     """The records of the other two are found and stored all the time; few calls wait for the failing one."""
     with redis_cluster(tmp_path) as cluster:
-        client = Client(cluster.address, faults=3)
+        client = Client(cluster.address, faults=2)
         assert client.store(*range(12)) == [OK] * 12
         owners = [owner(cluster, i) for i in range(12)]
         victim = cluster.ports[1]
@@ -311,17 +311,15 @@ def test_a_server_of_a_cluster_that_fails_is_left_alone(tmp_path: Path, is_hung:
             process.communicate()
         try:
             for call in (client.lookup, client.load, client.store):
-                for _ in range(3):
-                    told = call(*range(12), seconds=1.0)
+                for _ in range(2):
+                    told = call(*range(12), seconds=2.0)
                     assert [status for status, port in zip(told, owners) if port != victim] == [OK] * wanted.count(OK)
             stats = client.tier.stats()
             assert stats.unavailable_shards == (f"127.0.0.1:{victim}",) and f"at 127.0.0.1:{victim}" in stats.last_fault
             begun = monotonic()
             for _ in range(20):
-                assert (
-                    client.lookup(*range(12), seconds=1.0) == wanted and client.load(*range(12), seconds=1.0) == wanted
-                )
-            assert monotonic() < begun + 1.0, "calls wait for the failing server"
+                assert client.lookup(*range(12)) == wanted and client.load(*range(12)) == wanted
+            assert monotonic() < begun + 2.0, "calls wait for the failing server"
             fresh = [i for i in range(300, 330) if client.driver.shard_of(key_of(i)) != f"127.0.0.1:{victim}"]
             assert len(fresh) > 10
             for i in fresh:

@@ -145,11 +145,12 @@ class RedisDriver:
         replies: list[Any] = [None] * len(keys)
         token = call_deadline.set(deadline)
         try:
+            kept = _KEPT_SHARE * seconds_left()
             suspects = self._read_map_again(names)
             groups: dict[str, list[int]] = {}
             for i, name in enumerate(names):
                 groups.setdefault(self._server_of(name), []).append(i)
-            end = deadline if len(groups) == 1 else deadline - _KEPT_SHARE * seconds_left()
+            end = deadline if len(groups) == 1 else deadline - kept
             # Suspects come last, and each server gets an equal share of the time that is left.
             for num_asked, server in enumerate(sorted(groups, key=suspects.__contains__)):
                 group = groups[server]
