@@ -113,15 +113,16 @@ def open_config(config: Any, dtype: str | None) -> tuple[str, Config, str]:
     """
     raw, known = fields_of(config), model_types()
     nested, name = raw.get("text_config"), raw.get("model_type")
-    if isinstance(name, str) and name in refused():
+    if isinstance(name, str) and str(name) in refused():
         raise SchemaError(unknown_type(name))
     inner = raw if nested is None else fields_of(nested)
     if nested is not None:
         name = inner.get("model_type") or f"{name}_text"
-    elif isinstance(name, str) and name not in known and f"{name}_text" in known:
+    elif isinstance(name, str) and str(name) not in known and f"{name}_text" in known:
         name = f"{name}_text"
-    if not isinstance(name, str) or name not in known:
+    if not isinstance(name, str) or str(name) not in known:
         raise SchemaError(unknown_type(name))
+    name = str(name)
     for field, values in NOT_CAUSAL.items():
         if isinstance(inner.get(field), bool | str) and inner[field] in values:
             raise SchemaError(
@@ -147,7 +148,7 @@ def unknown_type(name: Any) -> str:
     """Return the error text for a refused model type: the known reason, else known names with a similar spelling."""
     if not isinstance(name, str):
         return f"model_type must name the model family, got {shown(name)}"
-    if name in refused():
+    if str(name) in refused():
         return f"model type {name!r} is not supported: {refused()[name]}"
     hint = did_you_mean(name, model_types(), cutoff=0.8)
     why = "its cache was not verified" + (f"; {hint}" if hint else "")
