@@ -135,8 +135,10 @@ def members_of(driver: Driver, together: Any) -> list[Request]:
 def change_members(driver: Driver) -> None:
     """Make a persistent batch, or let a request join or leave one."""
     if len(driver.together) < 2 and driver.chance(0.3):
-        rows, most = driver.between(1, 5), min(1 + driver.draft_width, driver.settings.step_tokens)
-        width = driver.one(None, None, 1, most)
+        rows = driver.between(1, 5)
+        width = driver.one(
+            None, None, 1, min(1 + driver.draft_width, driver.settings.step_tokens), most_together(driver)
+        )
         line = f"persistent_batch({rows}, tokens_per_row={width})"
         driver.together.append(
             driver.attempt(line, lambda: driver.cache.persistent_batch((), rows, tokens_per_row=width))
@@ -159,6 +161,11 @@ def change_members(driver: Driver) -> None:
     )  # fmt: skip
 
 
+def most_together(driver: Driver) -> int:
+    """Return the most tokens that a persistent batch computes of each request in a step: mostly several blocks."""
+    return 2 * driver.settings.step_tokens
+
+
 def step_some_together(driver: Driver) -> None:
     if not driver.together:
         raise Refused("there is no persistent batch")
@@ -174,8 +181,8 @@ def step_together(driver: Driver, together: Any) -> None:
         return
     for _ in range(driver.one(1, 1, 2, 5)):
         requests = members_of(driver, together)
-        most = min(1 + driver.draft_width, driver.settings.step_tokens)
-        n = together.tokens_per_row or driver.one(1, 1, 1, most)
+        drafted = min(1 + driver.draft_width, driver.settings.step_tokens)
+        n = together.tokens_per_row or driver.one(1, 1, 1, drafted, driver.between(1, most_together(driver)))
         if not requests:
             raise Refused("nobody is in it")
         if max(request.length for request in requests) + n > driver.longest:
@@ -191,9 +198,13 @@ def step_together(driver: Driver, together: Any) -> None:
                 fenced = [request for request in requests if driver.chance(0.5)]
                 stack.enter_context(driver.cache.fence([request.handle for request in fenced]))
             if driver.chance(0.3):
-                commit_some_of_each(driver, together, requests, news)
+                counts = [driver.between(max(0, n - driver.draft_width), n) for _ in requests]
+                commit_of_each(driver, together, requests, news, counts)
                 continue
-            for i in range(driver.between(1, n)):
+            first = n - driver.draft_width  # states cannot rewind these: they are committed at once
+            if first > 1:
+                commit_of_each(driver, together, requests, news, [first] * len(requests))
+            for i in range(first if first > 1 else 0, driver.between(max(1, first), n)):
                 tokens = [int(new[i]) for new in news]
                 line = f"commit({tokens}) together"
                 at_last(partial(driver.attempt, line, partial(together.commit, tokens)))
@@ -202,9 +213,10 @@ def step_together(driver: Driver, together: Any) -> None:
                     driver.right_length(request.handle, request)
 
 
-def commit_some_of_each(driver: Driver, together: Any, requests: list[Request], news: list[Tokens]) -> None:
-    """Commit a random number of the new tokens of each request, in one call."""
-    counts = [driver.between(max(0, len(new) - driver.draft_width), len(new)) for new in news]
+def commit_of_each(
+    driver: Driver, together: Any, requests: list[Request], news: list[Tokens], counts: list[int]
+) -> None:
+    """Commit the first ``counts[i]`` of the new tokens of each request, in one call."""
     tokens = np.concatenate([new[:count] for new, count in zip(news, counts)])
     line = f"commit({tokens.tolist()}, {counts}) together"
     at_last(partial(driver.attempt, line, partial(together.commit, tokens, counts)))

@@ -65,12 +65,10 @@ class PersistentBatch:
         self._requests: list[Request] = []
         self._every = 0 if not lifecycle.publisher.publishes_later else _EVERY_SLID if core.bounded else _EVERY
         self._rows = DecodeRows(num_rows, (self._every + 2) * core.block_size)
-        self._most_lacking = 0  # upper bound of the tokens in ``newest`` that a request has not copied yet
+        self._most_lacking = 0  # no request has more tokens than this in ``newest`` that it has not copied yet
         self._turn = 0  # tokens committed since the last sequence was published in turn
         self._steps: dict[int, StepRows] = {}  # tokens that a step computes of each sequence -> its rows
         self._slots, self._one = np.full(num_rows, -1, np.int64), np.zeros(num_rows, np.int64)
-        # where in the flat ``newest`` each row begins, and how many columns it has
-        self._first_of, self._width = np.empty(0, np.int64), 0
         self._batch: Batch | None = None
         self._due: list[Request] = []  # requests with blocks to publish, or with window blocks to release
         self._in_prompt: dict[int, Request] = {}  # row -> request with prompt tokens that are not committed yet
@@ -188,7 +186,7 @@ class PersistentBatch:
             raise BadInput(
                 f"{len(tokens)} tokens for {n} sequences, {num_tokens} in all, of which {full} have no room; extend first"
             )
-        places = self._places(before, after)
+        cells = self._cells(before, after)
         if self._in_prompt:
             self._check_prompts(tokens, before, after)
         for growth in self._lifecycle.publisher.sliding_in_blocks:
@@ -198,7 +196,7 @@ class PersistentBatch:
             done = [row for row, request in self._in_prompt.items() if after[row] >= request.prompt_length]
             due += [self._in_prompt[row] for row in done if not is_due[row]]
             self._in_prompt = {row: request for row, request in self._in_prompt.items() if row not in done}
-        rows.newest.ravel()[places] = tokens
+        rows.newest[cells] = tokens
         rows.lengths, self._due = after, due
         self._publish_due()
         if self._every:
@@ -222,28 +220,33 @@ class PersistentBatch:
         each[:n] = given
         return each
 
-    def _places(self, before: Array, after: Array) -> Array:
-        """Return where in the flat ``newest`` the tokens ``before .. after - 1`` of each row are stored, int64.
+    def _cells(self, before: Array, after: Array) -> tuple[Array, Array]:
+        """Return the rows and columns of ``newest`` in which the tokens ``before .. after - 1`` of each row are stored,
+        int64, in the order of ``commit``.
 
-        Flushes or widens rows of ``newest`` first where there are too few columns.
+        Flushes rows of ``newest``, or adds columns to it, first where there are too few.
         """
-        rows, n, width = self._rows, len(self._members), self._rows.newest.shape[1]
-        is_one_each = self._batch is not None and after is self._batch.lengths
-        self._most_lacking += 1 if is_one_each else width
-        if self._most_lacking > width:  # a request may lack more tokens than a row has columns
-            for row in np.flatnonzero((after - rows.known)[:n] > width).tolist():
-                rows.flush(self._requests[row])
-            most = self._most_lacking = int((after - rows.known)[:n].max(initial=0))
-            if most > width:
-                rows.newest = np.concatenate((rows.newest, np.zeros((self.num_rows, most - width), np.int32)), axis=1)
-        if self._width != rows.newest.shape[1]:
-            self._first_of = np.arange(self.num_rows) * rows.newest.shape[1]
-            self._width = rows.newest.shape[1]
+        rows, n = self._rows, len(self._members)
+        batch = self._batch
+        one_each = batch is not None and after is batch.lengths
+        self._most_lacking += 1 if one_each else int((after - before).max())
+        if self._most_lacking > rows.newest.shape[1]:
+            self._most_lacking = self._make_room(after)
         lacking = (before - rows.known)[:n]
-        if is_one_each:
-            return self._first_of[:n] + lacking
-        row_of, columns = cells_between(lacking, (after - rows.known)[:n])
-        return self._first_of[row_of] + columns
+        if batch is not None and one_each:
+            return batch.rows.row_of[:n], lacking
+        return cells_between(lacking, (after - rows.known)[:n])
+
+    def _make_room(self, after: Array) -> int:
+        """Make sure that ``newest`` has columns for the tokens up to ``after - 1`` of each row. Return the most tokens
+        that a request will then lack."""
+        rows, n, width = self._rows, len(self._members), self._rows.newest.shape[1]
+        for row in np.flatnonzero((after - rows.known)[:n] > width).tolist():
+            rows.flush(self._requests[row])
+        most = int((after - rows.known)[:n].max(initial=0))
+        if most > width:
+            rows.newest = np.concatenate((rows.newest, np.zeros((self.num_rows, most - width), np.int32)), axis=1)
+        return most
 
     def _check_prompts(self, tokens: Array, before: Array, after: Array) -> None:
         """Raise BadInput if ``tokens`` of a sequence that is still in its prompt differ from the prompt."""

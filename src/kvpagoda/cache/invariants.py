@@ -6,7 +6,7 @@ import numpy as np
 
 from kvpagoda.blocks.places import BlockNames
 from kvpagoda.cache.core import Core
-from kvpagoda.cache.request import Request, State
+from kvpagoda.cache.request import DecodeRows, Request, State
 from kvpagoda.errors import CheckFailed
 
 _NONE = BlockNames(np.empty(0, np.int32))
@@ -65,11 +65,9 @@ def _check_prefix(core: Core) -> None:
 
 def _check_request(core: Core, request: Request) -> None:
     """Prove that its lengths, its rows in the tables, its lease, its fences and its place in a batch agree."""
-    where = f"slot {request.slot} ({request.length} tokens)"
     if request.rows is not None:
-        rows, row = request.rows, request.rows.row_of.get(request)
-        if row is None or rows.lengths[row] < request.own_length or request in rows.alone:
-            raise CheckFailed(f"{where}: its batch does not know it, or has fewer tokens than its {request.own_length}")
+        _check_row(request, request.rows)
+    where = f"slot {request.slot} ({request.length} tokens)"
     if request.num_fences < 0 or (request.state is State.CLOSING and not request.num_fences):
         raise CheckFailed(f"{where}: {request.num_fences} fences")
     if not 0 <= request.own_length <= len(request.tokens):
@@ -79,8 +77,9 @@ def _check_request(core: Core, request: Request) -> None:
         raise CheckFailed(f"{where}: names of {len(request.block_hashes) - 1} blocks, more than its text has")
     if request.state is State.SUSPENDED:
         return
-    if not request.lease.is_open or request.lease.num_blocks > most:
-        raise CheckFailed(f"{where}: its lease covers {request.lease.num_blocks} blocks")
+    if not request.lease.is_open or request.lease.num_blocks > request.own_length // core.block_size:
+        text = f"its lease covers {request.lease.num_blocks} blocks, it has {request.own_length} tokens itself"
+        raise CheckFailed(f"{where}: {text}")
     for group in core.groups:
         first, end = group.first[request.slot], group.end[request.slot]
         if (
@@ -93,3 +92,40 @@ def _check_request(core: Core, request: Request) -> None:
         raise CheckFailed(
             f"{where}: {full.shared[request.slot]} blocks shared, {request.lease.num_blocks} in its lease"
         )
+    _check_published(core, request, where)
+
+
+def _check_row(request: Request, rows: DecodeRows) -> None:
+    """Prove that ``rows``, of the persistent batch that commits for ``request``, have all tokens that it lacks.
+
+    The tokens that both have must be equal: those that an interrupted ``flush`` appended, and those of the prompt."""
+    row, own = rows.row_of.get(request), request.own_length
+    if row is None or request in rows.alone:
+        raise CheckFailed(f"slot {request.slot}: its persistent batch does not know it, or has still to read it")
+    known, length, width = int(rows.known[row]), int(rows.lengths[row]), rows.newest.shape[1]
+    if not known <= own <= length <= known + width:
+        raise CheckFailed(
+            f"slot {request.slot}: row {row} of its persistent batch has tokens {known} .. {length - 1} in {width} "
+            f"columns, and the request has {own}"
+        )
+    both = max(own, min(length, request.prompt_length))
+    if not np.array_equal(rows.newest[row, : both - known], request.tokens[known:both]):
+        raise CheckFailed(
+            f"slot {request.slot}: row {row} of its persistent batch has other tokens from {known} to {both - 1}"
+        )
+
+
+def _check_published(core: Core, request: Request, where: str) -> None:
+    """Prove that what its lease covers is its own text, in its namespace, and in the blocks that it reads. O(tokens)."""
+    node, end, size = request.lease.node, request.lease.num_blocks, core.block_size
+    while node.parent is not None:
+        first, n = node.start, end - node.start
+        if not np.array_equal(node.tokens[: n * size], request.keys(first * size, end * size)):
+            raise CheckFailed(f"{where}: its blocks {first} .. {end - 1} are published under other tokens than it has")
+        if core.full is not None:
+            ids, cells = node.ids[0, :n], core.full.table.cells[request.slot, first:end]
+            if not np.array_equal(ids, cells):
+                raise CheckFailed(f"{where}: it reads {cells.tolist()}, published are {ids.tolist()}")
+        node, end = node.parent, first
+    if node.root is None or node.root[1] != request.namespace:
+        raise CheckFailed(f"{where}: its lease is in another namespace, {node.root}")
