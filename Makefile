@@ -1,5 +1,6 @@
 # make run    make the environment if needed, then run the main job on an embedded model: no GPU, no network, no weights
-# make test   everything that CI runs: format, lint, types, layering, tests
+# make test   format, lint, types, layering, tests: minutes
+# make long   the larger cases of these tests, which CI runs after make test; after 45 minutes it begins none and says so
 # make docs   the documents as a site, in build/site
 # make servers  as root on Debian: Redis and Mooncake Store, for tests to start and stop; without them those tests skip
 PYTHON ?= python3
@@ -7,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test check format gpu slow docs servers clean
+.PHONY: run test check long format gpu slow docs servers clean
 
 run: $(READY)
 	$(BIN)/kvpagoda generate
@@ -18,7 +19,10 @@ check: $(READY)
 	$(BIN)/ruff format --check --no-cache .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+long: $(READY)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "long and not slow and not gpu" --seconds 2700 -o faulthandler_timeout=600
 
 slow: $(READY)
 	$(BIN)/python -m pytest -q -m slow

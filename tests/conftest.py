@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+
 import pytest
 import torch
 
+from parts import mark_long, skip_after
+
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seconds", type=float, default=float("inf"), help="skip, and say so, what would begin after this many seconds"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests as long before ``-m`` selects by marks."""
+    mark_long(items)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    skip_after(item.config.getoption("--seconds"))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from json_schema import FOLDER, schema_of, violations
 
 pytest.importorskip("typer")
 
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
 COMMANDS = {
     "plan": ["plan", "deepseek-v4-flash"],
     "layout": ["layout", "sglang-mla,tp=2", "kvpagoda-mla"],
@@ -27,11 +29,22 @@ COMMANDS = {
 NEEDS = {"top": "prometheus_client", "doctor": "torch", "generate": "transformers", "bench": "torch"}
 
 
-def run(*arguments: str, cwd: Path) -> str:
-    command = [sys.executable, "-m", "kvpagoda", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return a function that runs ``kvpagoda`` in an empty folder, ``tmp_path``, and returns what it prints. ``bench``
+    runs in a process of its own, as it starts one whose output ``here`` cannot read."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> str:
+        if arguments[0] == "bench":
+            command = [sys.executable, "-m", "kvpagoda", *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        else:
+            done = here(*arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
 def write_metrics(path: Path) -> None:
@@ -48,12 +61,12 @@ def write_metrics(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_json_is_as_described(name: str, tmp_path: Path) -> None:
+def test_json_is_as_described(name: str, run: Callable[..., str], tmp_path: Path) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     if name == "top":
         write_metrics(tmp_path / "METRICS")
-    printed = json.loads(run(*COMMANDS[name], "--json", cwd=tmp_path))
+    printed = json.loads(run(*COMMANDS[name], "--json"))
     assert violations(printed, schema_of(name)) == []
     if name == "replay":
         lines = (tmp_path / "out.jsonl").read_text().splitlines()
@@ -61,7 +74,7 @@ def test_json_is_as_described(name: str, tmp_path: Path) -> None:
         assert [text for line in lines for text in violations(json.loads(line), schema_of("replay_requests"))] == []
 
 
-def test_models_without_growth_have_no_longest_context(tmp_path: Path) -> None:
+def test_models_without_growth_have_no_longest_context(run: Callable[..., str], tmp_path: Path) -> None:
     config = {
         "model_type": "mamba",
         "num_hidden_layers": 2,
@@ -70,7 +83,7 @@ def test_models_without_growth_have_no_longest_context(tmp_path: Path) -> None:
         "vocab_size": 9,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    printed = json.loads(run("plan", ".", "--json", cwd=tmp_path))
+    printed = json.loads(run("plan", ".", "--json"))
     assert printed["longest_context"] is None and violations(printed, schema_of("plan")) == []
 
 

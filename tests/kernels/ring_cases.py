@@ -126,7 +126,7 @@ CASES = {
     "descending": launch(2, 8, [(1, 30 - at, 1) for at in range(19)]),
     "shuffled": shuffled(launch(3, 8, [(2, 3, 27), (-1, 5, 3), (0, 100, 9), (1, 8, 8)])),
     "repeated_and_far_apart": launch(2, 8, [(0, 5, 1), (1, 3, 2), (0, 29, 1), (0, 21, 1), (0, 29, 1), (1, 4, 1)]),
-    "more_than_one_scan": shuffled(launch(2, 8, [(0, 0, 700), (1, 50, 60)], dim=16, rope=4)),
+    "more_than_one_scan": shuffled(launch(2, 8, [(0, 0, 500), (1, 50, 40)], dim=16, rope=4)),
     "padded": launch(
         4, 8, [(0, 4, 2), (-1, 4, 9), (1, 5, 1), (-1, 0, 3), (4, 1, 1), (99, 2, 1), (2, -5, 3), (-7, 3, 1)]
     ),

@@ -26,10 +26,15 @@ def run_pytest(begin, marked, tmp_path, **environment):
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
-def test_interpreted_kernels_equal_the_reference(tmp_path):
-    run_pytest("interpreted", "not slow", tmp_path, TRITON_INTERPRET="1")
+QUICK = "not slow and not long"
+LONG = pytest.param("long and not slow", marks=pytest.mark.long)
 
 
-@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("marked", [QUICK, LONG])
+def test_interpreted_kernels_equal_the_reference(tmp_path, marked):
+    run_pytest("interpreted", marked, tmp_path, TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("marked", [QUICK, LONG, pytest.param("slow", marks=pytest.mark.slow)])
 def test_kernels_compile_for_ampere_hopper_and_blackwell(tmp_path, marked):
     run_pytest("compiled", marked, tmp_path)

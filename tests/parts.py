@@ -1,0 +1,117 @@
+"""Which tests ``make test`` leaves to ``make long``. They get the mark ``long``, by which pytest selects.
+
+Nothing is tested by a long test alone: ``make test`` runs a smaller case of the same kind.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from time import monotonic
+
+import pytest
+
+BEGAN = monotonic()
+
+FORMATS = (
+    "dsv4_584__flashmla", "v41fp4_288__sglang_footer", "index_68__sglang_threshold", "nvfp4_352__emulated",
+    "gqa_int4_group__kvpagoda",
+)  # fmt: skip
+"""Packed rows: numba and Triton compile loops for each format, which takes longer than to run them."""
+KINDS = ("gemma3_text", "qwen3_next", "deepseek_v4")
+"""Models with windows, with states and with compressed entries, each beside full attention."""
+
+QUICK: dict[str, int | tuple[str, ...]] = {
+    "adapters/test_vllm.py::test_random_requests": 9,
+    "compat/test_kv_cache_manager.py::test_requests_come_and_go_within_the_budget": ("raw", "ue8m0"),
+    "compat/test_layer_handle.py::test_random_traffic_against_the_oracle": 16,
+    "compat/test_token_allocator.py::test_random_operations_against_a_model": ("1-True", "3-False"),
+    "hf/test_compressed.py::test_rejected_tokens_leave_no_trace_at_any_position": ("raw-wrong0", "fp8-wrong4"),
+    "hf/test_generator.py::test_any_chunk_size_gives_the_same_tokens": ("-1", "-5", "-8"),
+    "hf/test_generator_pressure.py::test_forks_proposals_and_preemptions_together": ("gemma3_text", "qwen3_next"),
+    "hf/test_generator_pressure.py::test_tokens_equal_full_recomputation_while_requests_are_preempted": KINDS,
+    "hf/test_generator_swap.py::test_all_ways_in_turn_with_forks_proposals_and_too_little_swap": KINDS[:2],
+    "hf/test_generator_swap.py::test_tokens_equal_full_recomputation": KINDS,
+    "hf/test_generator_tiers.py::test_tokens_stay_the_same_while_a_tier_fails": ("llama-1.0", "deepseek_v4-0.1"),
+    "hf/test_generator_tiers.py::test_tokens_stay_the_same_while_what_is_evicted_goes_to_host_memory_and_disk": KINDS,
+    "hf/test_indexers.py::test_tokens_equal_those_of_transformers_cache": 5,
+    "hf/test_one_budget.py::test_tokens_stay_the_same_while_memory_changes_kind": KINDS,
+    "hf/test_random_configs.py::test_tokens_of_a_random_config": 24,
+    "hf/test_reuse.py::test_shared_beginnings_give_the_same_tokens_and_a_second_run_computes_little": KINDS,
+    "hf/test_reuse.py::test_tokens_stay_the_same_while_everything_is_evicted_all_the_time": KINDS,
+    "hf/test_rope_switch.py::test_tokens_equal_full_recomputation_cold_and_warm": ("-64-0", "phi3-5-3"),
+    "hf/test_sampling.py::test_n_answers_are_those_of_n_requests_with_their_seeds": KINDS,
+    "kernels/compiled_packed_rows.py::test_it_compiles_without_approximation_or_spills_and_moves_vectors": FORMATS,
+    "kernels/interpreted_append_swa.py::test_same_bytes_as_the_reference": ("-block]", "decode", "wrap", "shuffled-layer"),
+    "kernels/interpreted_packed_rows.py::test_append_writes_the_bytes_of_the_reference": FORMATS,
+    "kernels/interpreted_packed_rows.py::test_gather_gives_the_numbers_of_the_reference": FORMATS,
+    "kernels/test_packed_rows.py::test_append_writes_the_bytes_of_pack_and_no_others": ("reference", *FORMATS),
+    "kernels/test_packed_rows.py::test_gather_reads_what_unpack_reads_and_zeros_elsewhere": FORMATS,
+    "kernels/test_packed_rows.py::test_a_row_that_pack_refuses_is_marked": FORMATS,
+    "kernels/test_packed_rows_cpu.py::test_append_writes_the_bytes_of_the_reference": FORMATS,
+    "kernels/test_packed_rows_cpu.py::test_gather_gives_the_numbers_of_the_reference": FORMATS,
+    "kernels/test_packed_rows_cpu.py::test_padded_rows_alone_write_nothing_and_read_zeros": FORMATS,
+    "policies/test_policies.py::test_hits_and_evictions_on_a_public_trace": ("lru", "-lfu-"),
+    "prefix/test_tree_oracle.py::test_two_hundred_thousand_operations": ("1-2-1]", "4-2-2", "16-50000-3"),
+    "replay/test_multi_worker.py::test_workers_hit_what_others_computed": 1,
+    "replay/test_auto_replay.py::test_never_half_a_point_worse_than_lru": ("lmcache", "mooncake_synthetic-4392"),
+    "replay/test_replay.py::test_the_published_figures": ("lru", "opt", "-lfu-"),
+    "schema/test_schema.py::test_sectors_lose_little_to_carving": 6,
+    "test_below.py::test_an_open_waits_one_timeout_in_all": ("both-full", "load-state", "lookup-mixed"),
+    "test_below.py::test_rows_read_back_are_the_rows_written": 14,
+    "test_below.py::test_rows_stay_right_while_a_tier_fails": ("full-1.0", "mixed-0.1", "state-0.1"),
+    "test_benchmarks.py::test_every_benchmark_runs_in_a_tiny_size": (
+        "match", "step", "evict", "hits", "hybrid_peers", "one_budget", "policies", "replay", "swap",
+    ),
+    "test_manager.py::test_rows_read_back_are_the_rows_written": (
+        "0-8-full", "0-8-window", "8-8-mixed", "8-8-state", "8-8-latent",
+    ),
+    "test_manager.py::test_rows_stay_right_when_groups_share_one_budget_and_blocks_move": ("mixed", "full and state"),
+    "test_preemption.py::test_every_request_of_ten_thousand_random_mixes_ends": 1,
+    "test_random_traffic.py::test_random_traffic_reads_its_own_bytes": ("-0]", "-3]"),
+    "test_shared_store.py::test_what_one_cache_computed_another_loads": ("mixed",),
+    "test_swap.py::test_rows_read_after_a_resume_are_the_rows_written": ("full", "window", "mixed"),
+    "test_swap.py::test_rows_stay_right_when_blocks_move_and_requests_are_set_aside": ("mixed", "full and state"),
+    "tiers/test_mooncake_driver.py::test_a_store_with_outages": 1,
+    "tiers/test_redis_driver.py::test_a_server_with_outages": 1,
+    "tiers/test_two_hosts.py::test_two_hosts_share_a_store": ("redis",),
+}  # fmt: skip
+"""Test -> how many of its cases ``make test`` runs, evenly spread, or words of which the ids of these hold one."""
+
+LONG = {
+    "test_below.py::test_a_hung_server_stalls_the_first_requests_and_no_other":
+        "test_below.py::test_a_hung_tier_delays_an_open_by_its_timeout_and_no_more",
+    "test_benchmarks.py::test_every_case_of_a_head_runs": "test_benchmarks.py::test_two_heads_are_compared_case_by_case",
+    "test_benchmarks.py::test_hybrid_layers_serve_the_same_requests":
+        "test_benchmarks.py::test_every_benchmark_runs_in_a_tiny_size",
+    "test_cli.py::test_generate_runs_the_embedded_model": "test_cli_json.py::test_json_is_as_described",
+    "tiers/test_redis_driver.py::test_a_server_of_a_cluster_that_dies":
+        "tiers/test_redis_driver.py::test_another_master_is_found_by_the_sentinel",
+}  # fmt: skip
+"""Test that ``make test`` leaves out -> a smaller test of the same kind that it runs."""
+
+
+def mark_long(items: list[pytest.Item]) -> None:
+    """Mark as long the tests in ``LONG``, and the cases of those in ``QUICK`` that are not quick. Cases that are slow or
+    need a GPU are neither."""
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        name = item.nodeid.partition("[")[0].removeprefix("tests/")
+        if name in LONG:
+            item.add_marker(pytest.mark.long)
+        if name in QUICK and not any(item.iter_markers("slow")) and not any(item.iter_markers("gpu")):
+            cases[name].append(item)
+    for name, found in cases.items():
+        quick = QUICK[name]
+        if isinstance(quick, int):
+            kept = {i * len(found) // quick for i in range(quick)}
+            long = [item for i, item in enumerate(found) if i not in kept]
+        else:
+            long = [item for item in found if not any(word in item.nodeid.partition("[")[2] for word in quick)]
+        for item in long:
+            item.add_marker(pytest.mark.long)
+
+
+def skip_after(seconds: float) -> None:
+    """Skip the test that calls this if its process began more than ``seconds`` ago."""
+    if monotonic() - BEGAN > seconds:
+        pytest.skip(f"not run: the {seconds:.0f} seconds of --seconds are over")
