@@ -71,8 +71,8 @@ QUICK: dict[str, int | tuple[str, ...]] = {
     "test_shared_store.py::test_what_one_cache_computed_another_loads": ("mixed",),
     "test_swap.py::test_rows_read_after_a_resume_are_the_rows_written": ("full", "window", "mixed"),
     "test_swap.py::test_rows_stay_right_when_blocks_move_and_requests_are_set_aside": ("mixed", "full and state"),
-    "tiers/test_mooncake_driver.py::test_a_store_with_outages": 1,
-    "tiers/test_redis_driver.py::test_a_server_with_outages": 1,
+    "tiers/test_mooncake.py::test_a_store_with_outages": 1,
+    "tiers/test_redis.py::test_a_server_with_outages": 1,
     "tiers/test_two_hosts.py::test_two_hosts_share_a_store": ("redis",),
 }  # fmt: skip
 """Test -> how many of its cases ``make test`` runs, evenly spread, or words of which the ids of these hold one."""
@@ -84,8 +84,8 @@ LONG = {
     "test_benchmarks.py::test_hybrid_layers_serve_the_same_requests":
         "test_benchmarks.py::test_every_benchmark_runs_in_a_tiny_size",
     "test_cli.py::test_generate_runs_the_embedded_model": "test_cli_json.py::test_json_is_as_described",
-    "tiers/test_redis_driver.py::test_a_server_of_a_cluster_that_dies":
-        "tiers/test_redis_driver.py::test_another_master_is_found_by_the_sentinel",
+    "tiers/test_redis.py::test_a_server_of_a_cluster_that_dies":
+        "tiers/test_redis.py::test_another_master_is_found_by_the_sentinel",
 }  # fmt: skip
 """Test that ``make test`` leaves out -> a smaller test of the same kind that it runs."""
 

@@ -57,7 +57,7 @@ BOUNDS = {
 """Room -> the most lines of code in it."""
 ENGINE_CORE = ("kv_cache", "cache", "prefix", "blocks", "batch", "memory")
 """Rooms that every request passes through."""
-ENGINE_CORE_BOUND = 7_050
+ENGINE_CORE_BOUND = 7_200
 ALL_BOUND = 21_500
 FILES_BOUND = 240
 LONG = {"file": 400, "class": 300, "function": 60}
