@@ -8,6 +8,9 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
+from kvpagoda.errors import Exhausted
+from kvpagoda.units import format_bytes
+
 Bytes = npt.NDArray[np.uint8]
 PAGE, LARGE = 4096, 4 << 20
 """Bytes of a page, and the size from which large pages are requested."""
@@ -17,9 +20,13 @@ def pages(nbytes: int, *, large: bool = False) -> Bytes:
     """Allocate zeroed page-aligned memory, uint8 ``[nbytes]``; the system provides pages when they are first touched.
 
     ``large``: request large pages, if the system offers them on request. Access to scattered rows is faster there, but
-    allocation may be slow.
+    allocation may be slow. Raises Exhausted.
     """
-    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        text = f"the system cannot allocate {format_bytes(nbytes)} ({error})"
+        raise Exhausted.with_hint(text, "ask for less", needed=nbytes) from None
     if large and nbytes >= LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without large pages
             memory.madvise(mmap.MADV_HUGEPAGE)

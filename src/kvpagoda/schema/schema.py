@@ -133,7 +133,7 @@ class Schema:
         unit = self.tokens_per_row
         if wanted is None:
             return align_up(DEFAULT_BLOCK_SIZE, unit)
-        wanted = whole_number(wanted, "block_size", at_least=1)
+        wanted = whole_number(wanted, "block_size", at_least=1, bits=20)
         if wanted % unit:
             raise BadInput(f"block_size must be a positive multiple of {unit} for {self.name}, got {wanted}")
         return wanted

@@ -48,7 +48,7 @@ class TierSpec:
         if not (truth(self.checksum, "checksum") or truth(self.is_private, "is_private")):
             raise BadInput(f"tier {self.name!r} needs checksums: only memory of this process can go without them")
         object.__setattr__(self, "timeout", real_number(self.timeout, "timeout"))
-        object.__setattr__(self, "workers", whole_number(self.workers, "workers"))
+        object.__setattr__(self, "workers", whole_number(self.workers, "workers", bits=10))
         is_known = isinstance(self.write, str) and self.write in get_args(When)
         if not (is_known and self.timeout and self.workers):
             raise BadInput(
