@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater, StaleHandle
 from kvpagoda.kv_cache import KVCache
 from kvpagoda.memory.device_arrays import DeviceArrays
 from kvpagoda.schema import Attention, Compressed, Growth, Layer, LayerKind, Recurrent, Rows, Schema
+from kvpagoda.tiers import host_tier
 from options import grouped, move_blocks
 
 FULL = Attention(1, 2, 2, "float32")
@@ -492,3 +493,51 @@ def test_a_sequence_that_lost_tokens_while_suspended_steps_through_its_text_agai
     together.commit([60, 61], [2])
     assert first.tokens.tolist() == [*range(9), 60, 61]
     cache.check()
+
+
+@pytest.mark.parametrize("name", ["states", "tiers", "neither"])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_one_commit_may_be_of_any_number_of_tokens_of_a_row(name: str, block_size: int) -> None:
+    """The first commits are of many blocks, of other rows each time: all tokens stay in their own rows."""
+    kinds = (FULL, STATE) if name == "states" else (FULL,)
+    arguments: dict[str, Any] = {"checkpoints": 3} if name == "states" else {}
+    if name == "tiers":
+        arguments["tiers"] = [host_tier("1MiB")]
+    with closing(cache_of(*kinds, num_blocks=900, max_context=300, block_size=block_size, **arguments)) as cache:
+        members = [running(cache, 8, 10 * i) for i in range(3)]
+        texts = [member.tokens.tolist() for member in members]
+        together = cache.persistent_batch(members, num_rows=4)
+        for counts in ([40, 1, 0], [2, 80, 33], [0, 0, 0], [1, 1, 150], [7, 0, 1]):
+            together.extend(max(*counts, 1))
+            new = [[60 + 10 * row + at % 7 for at in range(count)] for row, count in enumerate(counts)]
+            together.commit([token for tokens in new for token in tokens], counts)
+            cache.check()
+            for text, tokens in zip(texts, new):
+                text += tokens
+            assert [member.length for member in members] == [len(text) for text in texts]
+        assert [member.tokens.tolist() for member in members] == texts
+        for member, text in zip(members, texts):
+            member.close()
+            assert cache.lookup([*text, 0]).cached >= len(text) // block_size * block_size * (name != "states")
+        cache.check()
+
+
+def test_blocks_after_a_long_commit_are_found_under_the_text_that_was_computed() -> None:
+    """The row of the token at position p holds p, so a hit under a text with tokens left out would read wrong rows."""
+    with closing(cache_of(FULL, num_blocks=40, tiers=[host_tier("1MiB")])) as cache:
+        sequence = running(cache, 4, reserve=40)
+        together = cache.persistent_batch([sequence], num_rows=3)
+        for new in ([7] * 12, *[[8]] * 8):
+            view = together.extend(len(new)).layer(0)
+            positions = view.step.positions.float()[:, None, None].expand(-1, 1, 2)
+            view.write(k=positions, v=positions)
+            together.commit(new, [len(new)])
+        sequence.close()
+        start = [0, 1, 2, 3]
+        assert cache.lookup([*start, *[7] * 12, *[8] * 8, 9]).cached == 24
+        for num_sevens in (4, 8):
+            assert cache.lookup([*start, *[7] * num_sevens, *[8] * 12, 9]).cached == 4 + num_sevens
+        with cache.open([*start, *[7] * 12, *[8] * 8, 9]) as again:
+            view = cache.batch([again], [1]).layer(0)
+            rows = view["k"][view.block_table[0, :6].long()].reshape(-1, 2)
+            assert rows[4:24, 0].tolist() == [float(position) for position in range(4, 24)]

@@ -123,9 +123,9 @@ def _check_published(core: Core, request: Request, where: str) -> None:
         if not np.array_equal(node.tokens[: n * size], request.keys(first * size, end * size)):
             raise CheckFailed(f"{where}: its blocks {first} .. {end - 1} are published under other tokens than it has")
         if core.full is not None:
-            ids, cells = node.ids[0, :n], core.full.table.cells[request.slot, first:end]
-            if not np.array_equal(ids, cells):
-                raise CheckFailed(f"{where}: it reads {cells.tolist()}, published are {ids.tolist()}")
+            published, read = node.ids[0, :n], core.full.names_between(request.slot, first, end)
+            if not np.array_equal(published, read):
+                raise CheckFailed(f"{where}: it reads blocks {read.tolist()}, published are {published.tolist()}")
         node, end = node.parent, first
     if node.root is None or node.root[1] != request.namespace:
         raise CheckFailed(f"{where}: its lease is in another namespace, {node.root}")
