@@ -13,12 +13,11 @@ from kvpagoda.cache.request import Tokens
 from kvpagoda.cache.sequence import Sequence
 from kvpagoda.cache.stats import CacheStats
 from kvpagoda.errors import BadInput, OutOfBlocks
-from kvpagoda.hf.logits import Change, changes_of
 from kvpagoda.hf.lookup import propose
 from kvpagoda.hf.model_cache import next_piece, runner_of
 from kvpagoda.hf.rope_switch import media_past
 from kvpagoda.hf.runner import Tensor
-from kvpagoda.hf.sampling import GREEDY, Sampling
+from kvpagoda.hf.sampling import GREEDY, Change, Sampling, changes_of
 from kvpagoda.hf.weights import WeightsWatch
 from kvpagoda.prefix.tokens import as_tokens
 from kvpagoda.scheduling import Costs, Job, PreemptionMode, PreemptionPolicy, RunQueue, cheapest
