@@ -881,6 +881,50 @@ def test_what_was_evicted_to_make_room_for_a_load_that_failed_is_not_shared() ->
     cache.close()
 
 
+@pytest.mark.parametrize("way", ["open", "prefetch", "layerwise", "resume"])
+@pytest.mark.parametrize("name", ["full", "window", "mixed", "state"])
+def test_hits_from_tiers_end_on_the_grid(name: str, way: str) -> None:
+    cache = cache_of(name, host_tier("1MiB", write="commit", **TINY), hit_grid=16)
+    text = np.arange(62) % 37
+    run(cache, text)
+    assert cache.flush()
+    sequence = cache.open(text, "tenant 0")
+    sequence.commit(text[sequence.length :])
+    if way == "resume":
+        sequence.suspend(whole=False)
+        cache.core.capacity.forget(cache.core.prefix.clear)
+        assert sequence.resume() == (0 if name == "state" else 62 - 48)  # states are copied whole: it goes on as it was
+    else:
+        sequence.close()
+        forget(cache)
+        ahead = cache.prefetch(text, "tenant 0") if way == "prefetch" else None
+        sequence = cache.open(text, "tenant 0", prefetch=ahead, layerwise=way == "layerwise")
+        assert sequence.cached_tokens == 48 == sequence.match.loaded
+    sequence.close()
+    with cache.open(text[:47], "tenant 0") as shorter:
+        assert shorter.cached_tokens in (0, 32)
+    cache.check()
+    cache.close()
+
+
+@pytest.mark.parametrize("num_loaded", [2, 5, 9])
+def test_a_load_that_breaks_off_ends_on_the_grid(num_loaded: int) -> None:
+    spec, made = Flaky.tier(0.0, write="commit")
+    cache, text = cache_of("full", spec, hit_grid=16), np.arange(62) % 37
+    engine = FakeEngine(cache)
+    run(cache, text, engine)
+    assert cache.flush()
+    forget(cache)
+    load = made[0].driver.load
+
+    def load_some(keys: Sequence[bytes], rows: Sequence[int], deadline: float) -> list[Status]:
+        return [*load(keys[:num_loaded], rows[:num_loaded], deadline), *[Status.MISS] * (len(keys) - num_loaded)]
+
+    made[0].load = load_some  # type: ignore[method-assign]
+    assert run(cache, text, engine) == num_loaded * 4 // 16 * 16
+    cache.close()
+
+
 def test_check_finds_staging_records_without_an_owner() -> None:
     cache = cache_of("full", host_tier("1MiB", **TINY))
     assert cache.core.offloader is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -184,6 +185,73 @@ def test_one_request_that_cannot_end_with_its_fence_does_not_keep_the_others(mon
     cache.close()
     assert not cache.core.running and cache.core.groups[0].num_held == cache.core.prefix.tree.num_cached
     cache.check()
+
+
+@pytest.mark.parametrize("error", [MemoryError, OutOfBlocks, RuntimeError])
+def test_a_copy_that_fails_while_publishing_fails_no_commit_and_is_made_later(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = books(FULL, STATE, num_blocks=24)
+    sequence = cache.open(range(16), capacity=0, reserve=40)
+
+    def fail(*_: object) -> None:
+        raise error("the copy failed")
+
+    monkeypatch.setattr(cache.core.memory, "copy", fail)
+    sequence.extend(12)
+    sequence.commit(range(12))  # the prompt's checkpoint is due here
+    assert sequence.length == 12 and not cache.stats().checkpoints
+    num_errors = cache.stats().publish_failures
+    assert num_errors == len([one for one in caplog.records if one.levelname == "ERROR"]) == (error is RuntimeError)
+    monkeypatch.undo()
+    sequence.extend(12)
+    sequence.commit([*range(12, 16), *range(8)])
+    sequence.extend(12)
+    sequence.commit(range(8, 20))
+    assert cache.lookup(range(16)).cached == 15 and cache.stats().checkpoints
+    sequence.close()
+    cache.check()
+
+
+def test_a_checkpoint_that_could_not_be_kept_is_kept_with_the_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = books(FULL, WINDOW, num_blocks=24)
+    sequence = cache.open(range(16), capacity=0, reserve=40)
+    tail = cache.core.prefix.kept.tail
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(cache.core.prefix.kept, "tail", fail)
+    sequence.extend(16)
+    sequence.commit(range(16))
+    assert not cache.stats().checkpoints
+    monkeypatch.setattr(cache.core.prefix.kept, "tail", tail)
+    sequence.extend(1)
+    sequence.commit([9])
+    assert cache.stats().checkpoints == 1 and cache.lookup(range(16)).resumable == 12
+    sequence.close()
+    cache.check()
+
+
+def test_an_error_of_the_library_while_publishing_goes_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = books(FULL, STATE, num_blocks=24)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("copied twice")
+
+    sequence = cache.open(range(16), capacity=0)
+    monkeypatch.setattr(cache.core.memory, "copy", fail)
+    sequence.extend(12)
+    with pytest.raises(AssertionError, match="copied twice"):
+        sequence.commit(range(12))
+
+
+def test_without_room_for_copies_a_hit_ends_on_the_grid_too() -> None:
+    cache = books(num_blocks=6, hit_grid=8)
+    leave(cache, range(20))
+    prefix, key = cache.core.prefix, cache.core.namespaces.key(None)
+    match, found = prefix.find(np.arange(13, dtype=np.int32), key)
+    assert (found.num_tokens, found.resumable, prefix.without_copies(match, found).resumable) == (12, 8, 8)
 
 
 def test_fenced_blocks_do_not_move() -> None:

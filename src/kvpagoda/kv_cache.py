@@ -22,7 +22,7 @@ from kvpagoda.cache.namespace import Namespace, with_media
 from kvpagoda.cache.options import Identity, Limits, Retention
 from kvpagoda.cache.prefix_cache import Pin
 from kvpagoda.cache.publishing import Publisher
-from kvpagoda.cache.request import Request, State, buffer_of
+from kvpagoda.cache.request import Request, buffer_of
 from kvpagoda.cache.reuse import AnyNamespace, Reuse
 from kvpagoda.cache.sequence import Fence, Sequence, requests_of
 from kvpagoda.cache.stats import CacheStats, stats_of
@@ -210,6 +210,7 @@ class KVCache:
         Admits nothing, takes no slot, pins nothing, and does not count as a use. For a list or tuple of prompts, return
         a list in the same order; the prompts are not compared with one another, and ``namespace`` and ``media`` are one
         for all, or lists. ``[]`` is one prompt. Raises BadInput, StaleHandle (the cache is closed)."""
+        self._lifecycle.ending.leave_dropped_fences()
         self._publisher.publish_waiting()
         return look_up(self._core, token_ids, namespace, media)
 
@@ -228,7 +229,7 @@ class KVCache:
 
         Inside it nothing that they hold is freed, published or moved, even if they commit or close: another stream may
         still read and write there. That is done at its end. Entering raises StaleHandle, fencing none, if a sequence is
-        closed or suspended."""
+        closed or suspended. It can be entered again, also inside itself."""
         return Fence(self._lifecycle, requests_of(sequences, self._core))
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -319,6 +320,7 @@ class KVCache:
     @exclusive
     def stats(self) -> CacheStats:
         """Return the counters of this cache; cheap enough for every step."""
+        self._lifecycle.ending.leave_dropped_fences()
         self._publisher.publish_unbatched()
         return stats_of(self._core)
 
@@ -334,9 +336,7 @@ class KVCache:
         core, timeout = self._core, real_number(timeout, "the timeout, in seconds,")
         if core.guard.is_torn:
             core.clear()
-        for request in [*core.running.values(), *core.suspended]:
-            if request.state is not State.CLOSING or not request.num_fences:
-                self._lifecycle.close(request)
+        self._lifecycle.ending.close_all()
         if core.is_open and core.offloader is not None:
             core.offloader.close(timeout)
         core.is_open = False

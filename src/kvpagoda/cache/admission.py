@@ -15,6 +15,7 @@ from time import perf_counter
 
 from kvpagoda.blocks.places import BlockPlaces
 from kvpagoda.cache.core import Core
+from kvpagoda.cache.ending import Ending
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.publishing import Publisher
@@ -33,7 +34,7 @@ class Admission:
     """Opens, forks and resumes the requests of ``core``."""
 
     def __init__(self, core: Core, publisher: Publisher) -> None:
-        self._core, self._publisher = core, publisher
+        self._core, self._publisher, self.ending = core, publisher, Ending(core, publisher)
 
     # -- three ways to start -----------------------------------------------------------------------------------------
 
@@ -50,17 +51,19 @@ class Admission:
     ) -> None:
         """Start ``request``, which is new; see ``KVCache.open``. Without ``lookup`` it starts from nothing."""
         core, length = self._core, request.prompt_length
-        reserved = core.plan.blocks_wanted(reserve, capacity, core.max_context)
-        self._check_slot()
-        self._publisher.publish_waiting()
-        match, found = core.prefix.find(request.keys(0, length if lookup else 0), request.namespace)
-        if self._publisher.checkpoint_running_request(match, found):
-            match, found = core.prefix.find_again(match)
+        if core.dropped_fences:
+            self.ending.leave_dropped_fences()
         hit: TierHit | None = None
-        if core.offloader is not None and lookup:
-            hashes = core.hashes_of(request, length // core.block_size)[: (length - 1) // core.block_size + 1]
-            hit = self._look_below(hashes, reserved, match, found, prefetch)
         try:
+            reserved = core.plan.blocks_wanted(reserve, capacity, core.max_context)
+            self._check_slot()
+            self._publisher.publish_waiting()
+            match, found = core.prefix.find(request.keys(0, length if lookup else 0), request.namespace)
+            if self._publisher.checkpoint_running_request(match, found):
+                match, found = core.prefix.find_again(match)
+            if core.offloader is not None and lookup:
+                hashes = core.hashes_of(request, length // core.block_size)[: (length - 1) // core.block_size + 1]
+                hit = self._look_below(hashes, reserved, match, found, prefetch)
             if hit is not None:
                 hit.layerwise = layerwise
             self._begin(AdmissionRequest(request, reserved, capacity, match, found, hit))
@@ -74,20 +77,27 @@ class Admission:
         except BaseException:
             if request.state is State.RUNNING and not core.guard.is_torn:  # the caller gets no handle
                 core.release(request)
+            request.handle = None  # nothing is left to be closed
             if hit is not None:
                 hit.release()
             raise
 
-    def fork(self, parent: Request, reserve: int) -> Request:
-        """Return a running request with the committed tokens of ``parent``; see ``Sequence.fork``."""
-        core, length, slot = self._core, parent.length, parent.slot
-        self._check_slot()
-        self._publisher.publish_waiting()
+    @staticmethod
+    def child_of(parent: Request) -> Request:
+        """Return a new request with the committed tokens of ``parent``, for ``fork`` to start."""
+        length = parent.length
         media_ids = {index: media_id for index, media_id in parent.media_ids.items() if index < length}
         child = Request(
             parent.tokens.copy(), length, parent.namespace, parent.priority, media_ids, publishes=parent.publishes
         )
-        child.stays, child.epochs = parent.stays, [*parent.epochs]
+        child.stays, child.epochs, child.tally = parent.stays, [*parent.epochs], parent.tally
+        return child
+
+    def fork(self, parent: Request, child: Request, reserve: int) -> None:
+        """Start ``child``, which is new, beside ``parent``; see ``Sequence.fork``."""
+        core, length, slot = self._core, parent.length, parent.slot
+        self._check_slot()
+        self._publisher.publish_waiting()
         ends = [ceil_div(length, group.block_size) for group in core.groups]
         wanted = core.plan.blocks_wanted(reserve, 0, core.max_context)
         reserved = [max(n, end - group.first[slot]) for group, n, end in zip(core.groups, wanted, ends)]
@@ -97,8 +107,9 @@ class Admission:
         holding = core.guard.change(core.prefix.index.hold, parent.lease, parent.lease.num_blocks, windows)
         try:
             more = [max(n - len(span), need) for n, span, need in zip(reserved, shared, needs)]
-            if not make_room(core.capacity, needs, more):
-                raise core.capacity.shortage(RetryLater, reserved, core.plan.budget)
+            while not make_room(core.capacity, needs, more):
+                if not core.dropped or not self.ending.close_dropped():
+                    raise core.capacity.shortage(RetryLater, reserved, core.plan.budget)
             allotments = []
             for group, span, end, n in zip(core.groups, shared, ends, reserved):
                 own = BlockPlaces(group.free.peek(end - span.stop))
@@ -109,9 +120,7 @@ class Admission:
         except BaseException:
             self._undo(holding, None)
             raise
-        child.tally = parent.tally
         child.tally.requests += 1
-        return child
 
     @observable
     def resume(self, request: Request, capacity: int | None, reserve: int | None) -> None:
@@ -156,6 +165,8 @@ class Admission:
     def _check_slot(self) -> None:
         """Raise RetryLater if every request slot is in use."""
         core = self._core
+        if not core.free_slots and core.dropped:
+            self.ending.close_dropped()
         if not core.free_slots:
             text, hint = f"all {core.plan.max_requests} request slots are in use", "close one, or raise max_requests"
             raise RetryLater.with_hint(text, hint, needed=1, available=0)
@@ -177,10 +188,13 @@ class Admission:
         return core.offloader.reader.find(hashes, match.num_blocks, found.resumable // core.block_size, prefetch)
 
     def _begin(self, attempt: AdmissionRequest) -> None:
-        """Start the request; while there is no room, end the oldest pin and try again. Raises RetryLater if there is no
-        room and no pin; the request then holds nothing."""
+        """Start the request; while there is no room, close what was dropped, then end the oldest pin, and try again.
+        Raises RetryLater if there is no room and no pin; the request then holds nothing."""
         core = self._core
         while not self._start_from_most(attempt):
+            if core.dropped and self.ending.close_dropped():
+                attempt = self._again(attempt)
+                continue
             pin = core.prefix.oldest_pin()
             if pin is None:
                 raise core.capacity.shortage(RetryLater, attempt.reserved, core.plan.budget)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -59,7 +60,10 @@ class Core:
     bytes. No torch.
 
     ``running``: slot -> request. ``suspended``: request -> where its bytes are. ``stale``: namespaces that were
-    invalidated, or whose epoch ended, while their blocks were in use.
+    invalidated, or whose epoch ended, while their blocks were in use. ``dropped``: one
+    item for each sequence that was collected before it was closed, and each fence that was in its ``with`` block.
+    ``dropped_fences``: the requests around which these fences are. Finalizers append to both, in any thread; ``Ending``
+    empties them.
     """
 
     def __init__(self, plan: Plan, memory: NoMemory, settings: Settings) -> None:
@@ -96,12 +100,16 @@ class Core:
         self.running: dict[int, Request] = {}
         self.suspended: dict[Request, Suspended] = {}
         self.stale: set[bytes] = set()
+        self.dropped: deque[object] = deque()
+        self.dropped_fences: deque[list[Request]] = deque()
         self.unpublished: dict[Request, None] = {}  #: requests with blocks to publish later, the oldest first
         self.free_slots = list(range(plan.max_requests - 1, -1, -1))
         self.counters, self.is_open = Counters(identity.secret), True
         self.offloader: Offloader | None = None
         if settings.tiers:
-            self.offloader = Offloader(settings.tiers, records, self.full, self.bounded, memory, identity.secret)
+            self.offloader = Offloader(
+                settings.tiers, records, self.full, self.bounded, memory, identity.secret, self.prefix.grid
+            )
         self.capacity = Capacity(
             self.groups, self.sectors, self.prefix, self.offloader, memory, self.guard, self.running, settings.events
         )
@@ -176,7 +184,9 @@ class Core:
         self.unpublished.pop(request, None)
         self.free_slots.append(slot)
         request.slot, request.state = -1, State.CLOSED
-        if suspended is not None:
+        if suspended is None:
+            request.handle = None
+        else:
             self.swap.put(suspended)
             self.suspended[request] = suspended
             request.state = State.SUSPENDED
@@ -207,7 +217,7 @@ class Core:
         self.guard.is_torn = True
         for request in (*self.running.values(), *self.suspended):
             request.state, request.rows, request.slot = State.CLOSED, None, -1
-            request.num_fences = 0
+            request.num_fences, request.handle = 0, None
         self.running.clear()
         self.suspended.clear()
         self.stale.clear()

@@ -33,14 +33,16 @@ class Counters:
     """The counters of a cache, since it was made. ``secret``: the key of the digests in labels of namespaces; empty: a
     random one.
 
-    ``closed``: requests that ended. ``stopped``: how often a running one was closed or suspended. ``passed``: positions
-    where states should have been copied, but steps went past them. ``short_requests``, ``short_tokens``: what cut a hit
-    short -> requests, and tokens that were found but had to be computed nevertheless. ``found``: group -> prompt tokens
-    for which it had what a request needs."""
+    ``closed``: requests that ended; ``dropped``: of these, ended because their sequences were collected. ``failed``:
+    errors while publishing, other than lack of memory. ``stopped``: how often a running one was closed or suspended.
+    ``passed``: positions where states should have been copied, but steps went past them. ``short_requests``,
+    ``short_tokens``: what cut a hit short -> requests, and tokens that were found but had to be computed nevertheless.
+    ``found``: group -> prompt tokens for which it had what a request needs."""
 
     def __init__(self, secret: bytes = b"") -> None:
         self._secret = secret[:64] or urandom(16)
         self.closed = self.stopped = self.passed = 0
+        self.dropped = self.failed = 0
         self.short_requests, self.short_tokens, self.found = Counter[str](), Counter[str](), Counter[str]()
         self._tallies: dict[bytes, Tally] = {}
         self._by_key: dict[bytes, Tally] = {}

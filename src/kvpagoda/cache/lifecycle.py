@@ -3,15 +3,14 @@
     Admission.open ──► extend ──► commit ──► extend ──► commit ──► ... ──► close
                        ╰─ between two steps: rewind takes back tokens; suspend, later Admission.resume
 
-``extend`` allocates blocks. ``commit`` records tokens; ``Publisher.publish`` does what follows from it. A fence around a
-request means that a step or a copy of it is in flight: rewind and suspend raise, publishing and close wait for its end.
+``extend`` allocates blocks. ``commit`` records tokens; ``Publisher.publish`` does what follows from it. While a fence is
+around a request, rewind and suspend raise. ``Ending`` closes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
@@ -23,18 +22,19 @@ from kvpagoda.cache.admission import Admission
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.observing import observable
 from kvpagoda.cache.publishing import Publisher
-from kvpagoda.cache.request import Request, State
-from kvpagoda.errors import BadInput, OutOfBlocks, RetryLater
+from kvpagoda.cache.request import Request
+from kvpagoda.errors import BadInput, OutOfBlocks
 from kvpagoda.prefix.tokens import as_tokens
 
 _INT32 = np.dtype(np.int32)
 
 
 class Lifecycle:
-    """Extends, commits, rewinds, suspends and closes the requests of ``core``, which ``admission`` started."""
+    """Extends, commits, rewinds and suspends the requests of ``core``, which ``admission`` started; ``ending`` closes
+    them."""
 
     def __init__(self, core: Core, publisher: Publisher, admission: Admission) -> None:
-        self.core, self.publisher, self.admission = core, publisher, admission
+        self.core, self.publisher, self.admission, self.ending = core, publisher, admission, admission.ending
         core.parts += (admission, self)
 
     # -- growing -----------------------------------------------------------------------------------------------------
@@ -46,6 +46,8 @@ class Lifecycle:
         core, furthest = self.core, max(ends.values())
         lacking, needs, more = _lacking(core.groups, ends)
         if any(more) and not core.capacity.fits(more):
+            if core.dropped:
+                self.ending.close_dropped()
             self.publisher.publish_waiting()  # frees duplicates of cached blocks, and what slid out
             lacking, needs, more = _lacking(core.groups, ends)
             if not core.capacity.fits(more):
@@ -130,7 +132,7 @@ class Lifecycle:
         if not n:
             return
         length = request.own_length - n
-        self.check_unfenced(request, "rewound")
+        self.ending.check_unfenced(request, "rewound")
         self._check_rewindable(request, length)
         media_ids = {index: media_id for index, media_id in request.media_ids.items() if index < length}
         columns, epochs = length // self.core.block_size, request.epochs_until(length)
@@ -142,7 +144,7 @@ class Lifecycle:
         request.own_length, request.media_ids = length, media_ids
         request.prompt_length = min(request.prompt_length, length)
         del request.block_hashes[columns + 1 :]
-        self._tidy()
+        self.ending.tidy()
 
     def _check_rewindable(self, request: Request, length: int) -> None:
         """Raise BadInput if the state or the window of a layer cannot go back to ``length`` tokens."""
@@ -212,6 +214,8 @@ class Lifecycle:
         At most one group is left out: there ``request`` overwrites a block of its own, whose tokens are taken back.
         Raises OutOfBlocks."""
         capacity, slot = self.core.capacity, request.slot
+        if self.core.dropped:
+            self.ending.close_dropped()
         self.publisher.publish_waiting(but=request)  # frees duplicates of cached blocks, and what slid out
         lacking = [group for group in groups if group.end[slot] <= group.shared[slot]]
         all_but_one = [[one for one in groups if one is not group] for group in groups if group not in lacking]
@@ -226,107 +230,22 @@ class Lifecycle:
         names = ", ".join(group.name for group in groups)
         raise OutOfBlocks.with_hint(f"need 1 block in each of {names} for a copy", "close a sequence first", needed=1)
 
-    # -- suspending, closing, fences ---------------------------------------------------------------------------------
+    # -- suspending ---------------------------------------------------------------------------------------------------
 
     @observable
     def suspend(self, request: Request, whole: bool) -> None:
         """Copy what ``request`` holds to host memory, and free its blocks and its slot; see ``Sequence.suspend``."""
         core = self.core
+        if core.dropped:
+            self.ending.close_dropped()
         request.detach()
-        self.check_unfenced(request, "suspended")
+        self.ending.check_unfenced(request, "suspended")
         if not request.is_published:
             self.publisher.publish(request)
         self.publisher.ending(request)
         suspended = core.swap.copy_out(request.slot, request.own_length, self.capacity_of(request), whole)
         core.release(request, suspended)
-        self._tidy()
-
-    def close(self, request: Request) -> None:
-        """End ``request``: free its own blocks and its slot; what it published stays cached, unpinned. If a fence is
-        around it, only mark it as closing: the end of the last fence closes it."""
-        core, counters = self.core, self.core.counters
-        if request.rows is not None:
-            request.detach()
-        if request.num_fences:
-            request.state = State.CLOSING
-            return
-        computed = request.own_length - request.match.resumable
-        if request.state is State.SUSPENDED:
-            core.guard.is_torn = True
-            core.swap.drop(core.suspended[request])
-            del core.suspended[request]
-            request.state = State.CLOSED
-            core.guard.is_torn = False
-        else:
-            if not request.is_published and not self.publisher.commits_later:
-                self.publisher.publish(request)
-            self.publisher.ending(request)
-            core.release(request, last=self.publisher.last_blocks(request))
-        counters.closed += 1
-        request.tally.computed += computed
-        self._tidy()
-
-    def _tidy(self) -> None:
-        """Poison freed blocks, and drop what is stale, now that blocks may have been freed."""
-        if self.core.memory.is_poisoning:
-            self.core.capacity.tidy()
-        if self.core.stale:
-            self.clear_stale()
-
-    def clear_stale(self) -> None:
-        """Drop the cached blocks of the stale namespaces that are not in use any more."""
-        core = self.core
-        waiting = {request.namespace for request in core.suspended}  # resumed requests may publish there again
-        for namespace in [*core.stale]:
-            with suppress(RetryLater):
-                core.capacity.forget(core.prefix.clear, namespace)
-                core.stale -= {namespace} - waiting
-
-    def check_unfenced(self, request: Request, what: str) -> None:
-        """Raise RetryLater if a fence is around ``request``, which therefore cannot be ``what``."""
-        if request.num_fences:
-            text = f"slot {request.slot} has {request.num_fences} fences and cannot be {what}"
-            raise RetryLater.with_hint(text, "leave them first", available=request.num_fences)
-
-    def enter_fence(self, requests: list[Request]) -> None:
-        """Add one fence around each of ``requests``. Raises StaleHandle, adding none."""
-        for request in requests:
-            request.check_running()
-        for request in requests:
-            request.num_fences += 1
-
-    def leave_fence(self, requests: list[Request]) -> None:
-        """Remove one fence around each of ``requests``, emptying the list; then do what waited for a last fence. An
-        error in one request does not stop the others; the first error is raised at the end."""
-        ended, errors = list[Request](), list[BaseException]()
-        while requests:
-            request = requests[-1]
-            if request.num_fences == 1:
-                ended.append(request)
-            if request.num_fences:  # 0 after a reset
-                request.num_fences -= 1
-            requests.pop()
-        for request in () if self.core.guard.is_torn else ended:  # ``reset`` will end them
-            try:
-                self._leave(request)
-            except BaseException as error:
-                errors.append(error)
-                if self.core.guard.is_torn:
-                    break
-                try:
-                    self._leave(request)  # once more: no later call but ``KVCache.close`` would do it
-                except BaseException as again:
-                    errors.append(again)
-        if errors:
-            raise errors[0]
-
-    def _leave(self, request: Request) -> None:
-        """Do what waited for the last fence around ``request``: close it, or publish what it committed."""
-        if request.state is State.CLOSING:
-            self.close(request)
-        elif request.state is State.RUNNING and not request.is_published:
-            request.detach()
-            self.publisher.publish(request)
+        self.ending.tidy()
 
 
 def _lacking(

@@ -54,6 +54,7 @@ class Offloader:
         bounded: Many[BlockGroup],
         memory: NoMemory,
         secret: bytes = b"",
+        grid: int = 1,
     ) -> None:
         self._full, self._bounded, self._memory = full, tuple(bounded), memory
         self._identity, self._secret = identity, secret
@@ -80,7 +81,7 @@ class Offloader:
         self._checkpoints: dict[int, bytes] = {}  # checkpoint -> hash of the block before it
         self._reused: set[int] = set()  # checkpoints sent to levels that write at reuse
         self._backlog: dict[Level, deque[Unit]] = {level: deque() for level in self.levels}
-        self.reader = TierReader(self.levels, full, self._bounded, identity.block_size, memory)
+        self.reader = TierReader(self.levels, full, self._bounded, identity.block_size, memory, grid)
 
     def set_weights(self, weights: str) -> None:
         """Store and find records of ``weights`` from now on. Forget what waits to be stored."""

@@ -149,7 +149,7 @@ class PrefixCache:
 
     def without_copies(self, match: Match, found: PrefixMatch) -> PrefixMatch:
         """Return what can be reused of ``match`` without a copy, if there is no room for copies or their sources."""
-        whole = 0 if self.bounded else match.num_blocks * self.block_size
+        whole = 0 if self.bounded else match.num_blocks // self.grid * self.grid * self.block_size
         return PrefixMatch(found.num_tokens, whole, "memory", found.groups)
 
     # -- publishing --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ where the request started, and at the end of its answer.
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
 
 import numpy as np
 
@@ -20,9 +20,11 @@ from kvpagoda.cache.prefix_cache import PrefixMatch
 from kvpagoda.cache.request import Request, TextPart
 from kvpagoda.cache.start import make_room
 from kvpagoda.cache.tier_hit import TierHit
+from kvpagoda.errors import Exhausted
 from kvpagoda.prefix import Match
 from kvpagoda.prefix.hybrid import Kept
 
+_log = logging.getLogger(__name__)
 _NONE = BlockNames(np.empty(0, np.int32))
 _SLACK = 512
 """Tokens before the end of a prompt for which its checkpoint keeps windows too: prompts that extend another one often part
@@ -64,8 +66,8 @@ class Publisher:
     def publish(self, request: Request) -> None:
         """Publish the whole blocks of ``request``, keep the checkpoints that are due, and slide its windows.
 
-        Does nothing while a fence is around it; the end of the last fence calls this again. If memory is lacking, the
-        next commit tries again."""
+        Does nothing while a fence is around it; the end of the last fence calls this again. If memory is lacking, or a
+        copy fails, the next commit tries again."""
         request.is_published = False
         self._core.unpublished.pop(request, None)
         if request.num_fences:
@@ -78,7 +80,8 @@ class Publisher:
                 if publishes:
                     self._keep_due(request)
                 self._slide(request, publishes)
-        except (MemoryError, RuntimeError):
+        except (MemoryError, RuntimeError) as error:
+            _failed(self._core, error)
             return
         request.is_published = True
 
@@ -114,7 +117,9 @@ class Publisher:
             if found.loaded:
                 self._publish_blocks(request, found.resumable, hit)
             saved = self._save(request, begin, 0) if begin and core.bounded else None
-        except (MemoryError, RuntimeError):
+        except (MemoryError, RuntimeError) as error:
+            _failed(self._core, error)
+            request.is_published = False
             return
         name = None if saved is None else saved[0]
         if name is not None:
@@ -133,8 +138,10 @@ class Publisher:
         for peer in core.running.values():
             fits = peer.lease.node is match.node and peer.lease.num_blocks == depth and peer.own_length == depth * size
             if fits and peer.written <= peer.own_length and not peer.num_fences and peer.rows is None:
-                with suppress(MemoryError, RuntimeError):
+                try:
                     self._save(peer, depth, 0)
+                except (MemoryError, RuntimeError) as error:
+                    _failed(self._core, error)
                 return True
         return False
 
@@ -155,8 +162,8 @@ class Publisher:
         try:
             if core.states is None and request.own_length >= request.prompt_length:
                 self._move_tail(request, request.lease.num_blocks, 0)
-        except (MemoryError, RuntimeError):
-            pass
+        except (MemoryError, RuntimeError) as error:
+            _failed(self._core, error)
         for name in (*request.kept, request.tail):
             core.prefix.index.use(name)
         self._store(request.tail)
@@ -256,11 +263,13 @@ class Publisher:
         core, size = self._core, self._core.block_size
         published, is_whole = request.lease.num_blocks, request.own_length % size == 0
         while request.due and request.due[0] <= published:
-            depth = request.due.pop(0)
+            depth, is_last = request.due[0], len(request.due) == 1
             if core.states is not None and not (depth == published and is_whole):
                 core.counters.passed += 1  # a step went past it: its states are overwritten
+                del request.due[0]
                 continue
-            saved = self._save(request, depth, 0 if request.due or core.states is not None else self._slack)
+            saved = self._save(request, depth, self._slack if is_last and core.states is None else 0)
+            del request.due[0]  # not before: if that fails, the next commit does it
             if saved is not None:
                 request.kept.append(saved[0])
                 if saved[1]:
@@ -327,3 +336,13 @@ class Publisher:
         core = self._core
         if core.offloader is not None and name in core.prefix.kept:
             core.offloader.store_checkpoint(name, core.prefix.index.needed_by(core.prefix.kept[name]), "commit")
+
+
+def _failed(core: Core, error: MemoryError | RuntimeError) -> None:
+    """Log and count the ``error`` that stopped publishing, unless memory was lacking, which is expected; it does not
+    fail the call, since all of it may be done later. Raises it if it tore the cache."""
+    if core.guard.is_torn:
+        raise error
+    if not isinstance(error, MemoryError | Exhausted):
+        core.counters.failed += 1
+        _log.error("publishing failed; it is tried again with a later step", exc_info=error)

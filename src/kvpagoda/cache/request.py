@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from weakref import ref
 
 import numpy as np
 
@@ -50,13 +51,14 @@ class Request:
     Others. ``num_fences``: steps and copies in flight. ``opened_at``: when its prompt began to be computed
     (``perf_counter``); 0.0 if that is not being measured. ``resumed_at``: the cache's count of stopped requests when
     this one got its slot. ``epochs``: (first position, epoch of the weights), ascending. ``stays``: whether it keeps
-    the epoch that it started with. ``tally``: the counters of its namespace.
+    the epoch that it started with. ``tally``: the counters of its namespace. ``handle``: the ``Sequence`` by which a caller
+    names it, until it ends; None if it never had one.
     """
 
     __slots__ = (
-        "block_hashes", "due", "epochs", "is_published", "kept", "lease", "match", "media_ids", "namespace", "num_fences",
-        "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "slot", "state", "stays",
-        "tail", "tally", "tokens", "written",
+        "block_hashes", "due", "epochs", "handle", "is_published", "kept", "lease", "match", "media_ids", "namespace",
+        "num_fences", "opened_at", "own_length", "priority", "prompt_length", "publishes", "resumed_at", "rows", "slot",
+        "state", "stays", "tail", "tally", "tokens", "written",
     )  # fmt: skip
 
     def __init__(
@@ -82,6 +84,7 @@ class Request:
         self.tail = -1
         self.block_hashes: list[bytes] = []
         self.opened_at = 0.0
+        self.handle: ref[object] | None = None
         self.rows: DecodeRows | None = None
 
     @property
@@ -157,6 +160,12 @@ class Request:
         newest = self.epochs[-1][1]
         epochs = [(first, epoch) for first, epoch in self.epochs if first < length] or [(0, newest)]
         return epochs if epochs[-1][1] == newest else [*epochs, (length, newest)]
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether it has not ended, but its ``Sequence`` was collected, so that no caller can close it."""
+        is_alive = self.state in (State.RUNNING, State.SUSPENDED)
+        return is_alive and self.handle is not None and self.handle() is None
 
     def detach(self) -> None:
         """Copy the tokens that a persistent batch committed for this request, and continue outside of the batch."""

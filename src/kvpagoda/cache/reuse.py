@@ -75,7 +75,7 @@ class Reuse:
         if weights is not None and core.offloader is not None:
             core.offloader.set_weights(weights)
         core.guard.is_torn = False
-        self._lifecycle.clear_stale()
+        self._lifecycle.ending.clear_stale()
         _log.info(
             "invalidated %s; epoch %d", f"{len(namespaces)} namespaces" if namespaces else "all", core.namespaces.epoch
         )
@@ -87,6 +87,8 @@ class Reuse:
         if core.guard.is_torn:
             core.clear()
             return
+        if core.dropped:
+            self._lifecycle.ending.close_dropped()
         if core.suspended or core.running:
             slots = sorted(core.running)
             text = f"{len(slots)} requests run, in slots {slots[:16]}, {len(core.suspended)} are suspended"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, SupportsIndex, TypeVar
+from weakref import ref
 
 from kvpagoda.cache.core import Core
 from kvpagoda.cache.guard import either_way, exclusive
@@ -45,12 +45,14 @@ class Sequence:
 
     The K/V rows of the first ``length`` tokens are written (committed). ``extend`` allocates blocks for more tokens;
     ``commit`` says that their rows are written. Every call either does all that it says, or raises and changes nothing.
-    After ``close`` every method raises StaleHandle."""
+    After ``close`` every method raises StaleHandle. A sequence that is collected unclosed is closed by a later call of its
+    cache: at the latest by one that needs its slot or blocks."""
 
     __slots__ = ("__weakref__", "_guard", "_lifecycle", "_request")
 
     def __init__(self, lifecycle: Lifecycle, request: Request) -> None:
         self._lifecycle, self._request, self._guard = lifecycle, request, lifecycle.core.guard
+        request.handle = ref(self, lifecycle.core.dropped.append)
 
     # -- properties --------------------------------------------------------------------------------------------------
 
@@ -145,9 +147,10 @@ class Sequence:
         wanted = 0 if reserve is None else whole_number(reserve, "reserve")
         request = self._request
         request.detach()
-        self._lifecycle.check_unfenced(request, "forked")
-        child = Sequence(self._lifecycle, request)  # made first: if this fails, nothing is allocated yet
-        child._request = self._lifecycle.admission.fork(request, max(request.own_length, wanted))
+        self._lifecycle.ending.check_unfenced(request, "forked")
+        admission = self._lifecycle.admission
+        child = Sequence(self._lifecycle, admission.child_of(request))  # first: if this fails, nothing is allocated yet
+        admission.fork(request, child._request, max(request.own_length, wanted))
         return child
 
     @while_running
@@ -207,7 +210,7 @@ class Sequence:
         if self._lifecycle.core.guard.is_torn:  # reset frees what it held
             request.state, request.rows = State.CLOSED, None
             return
-        self._lifecycle.close(request)
+        self._lifecycle.ending.close(request)
 
     def __enter__(self) -> Sequence:
         self._request.check_running()
@@ -237,24 +240,27 @@ def published_request(sequence: Sequence) -> Request:
 
 
 class Fence:
-    """A context manager around steps and copies in flight of some sequences; see ``KVCache.fence``."""
+    """A context manager around steps and copies in flight of some sequences; see ``KVCache.fence``.
 
-    _is_entered = False
+    It can be entered again, also while it is entered: every ``with`` block protects the sequences until its end."""
+
+    _fenced: list[Request] = []  # noqa: RUF012  never changed: for __del__ after an interrupt in __init__
 
     def __init__(self, lifecycle: Lifecycle, requests: list[Request]) -> None:
-        self._lifecycle, self._requests, self._guard = lifecycle, requests, lifecycle.core.guard
+        self._lifecycle, self._requests, self._guard = lifecycle, tuple(requests), lifecycle.core.guard
+        self._num_entered, self._fenced = 0, []  # blocks entered; requests, once for each fence around them
 
     @exclusive
     def __enter__(self) -> None:
-        self._lifecycle.enter_fence(self._requests)
-        self._is_entered = True
+        self._lifecycle.ending.enter_fence(self._requests, self._fenced)
+        self._num_entered += 1
 
     @either_way
     def __exit__(self, *_: object) -> None:
-        if self._is_entered:
-            self._lifecycle.leave_fence(self._requests)
+        self._num_entered = max(0, self._num_entered - 1)
+        self._lifecycle.ending.leave_fence(self._fenced, self._num_entered * len(self._requests))
 
-    def __del__(self) -> None:  # an interrupt kept __exit__ from being called
-        if self._is_entered and self._requests:
-            with suppress(Exception):
-                self.__exit__()
+    def __del__(self) -> None:  # an interrupt kept __exit__ from being called; a finalizer may run inside any call
+        if self._fenced:
+            self._lifecycle.core.dropped_fences.append(self._fenced)
+            self._lifecycle.core.dropped.append(None)

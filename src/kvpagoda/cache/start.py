@@ -148,9 +148,9 @@ def _load(core: Core, attempt: AdmissionRequest, shared: list[range], own: list[
     if core.bounded:
         reader.load_checkpoint(hit, [own[group.index] for group in core.bounded])
     if core.full is not None:  # last, since layers may still arrive afterwards
-        lacking = hit.end - whole - reader.load(hit, own[core.full.index][: hit.end - whole], whole)
-        lost = lacking * core.block_size
-        if lacking and (core.bounded or found.loaded <= lost):
+        end = whole + reader.load(hit, own[core.full.index][: hit.end - whole], whole)
+        lost = (hit.end - end // core.prefix.grid * core.prefix.grid) * core.block_size
+        if end < hit.end and (core.bounded or found.loaded <= lost):
             return None
         found = found._replace(resumable=found.resumable - lost, loaded=found.loaded - lost)
     return found

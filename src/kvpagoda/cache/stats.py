@@ -98,6 +98,11 @@ class CacheStats:
     short_hits: tuple[ShortHits, ...]
     namespaces: tuple[NamespaceStats, ...]
     tiers: tuple[LevelStats, ...] = ()
+    dropped: int = 0
+    """Of the ``closed`` requests: those whose sequences were collected without ``close``. They run until slots or blocks are
+    lacking."""
+    publish_failures: int = 0
+    """Errors while blocks or checkpoints were published, other than lack of memory. They are logged, and tried again."""
 
     @property
     def usage(self) -> float:
@@ -158,6 +163,8 @@ def stats_of(core: Core, names: Mapping[str, str] = MappingProxyType({})) -> Cac
         ),
         namespaces=namespaces,
         tiers=() if core.offloader is None else core.offloader.stats(),
+        dropped=counters.dropped,
+        publish_failures=counters.failed,
     )
 
 

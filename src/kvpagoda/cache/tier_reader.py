@@ -39,12 +39,19 @@ class TierReader:
     """Looks for texts in ``levels``, the fastest first, and loads what they have.
 
     ``full``: the group whose blocks the prefix tree shares. ``bounded``: the groups whose blocks checkpoints keep. One
-    ``open`` spends at most the largest timeout of the levels here, however many calls it makes."""
+    ``open`` spends at most the largest timeout of the levels here, however many calls it makes. ``grid``: hits end at
+    multiples of this many blocks."""
 
     def __init__(
-        self, levels: Many[Level], full: BlockGroup | None, bounded: Many[BlockGroup], block_size: int, memory: NoMemory
+        self,
+        levels: Many[Level],
+        full: BlockGroup | None,
+        bounded: Many[BlockGroup],
+        block_size: int,
+        memory: NoMemory,
+        grid: int = 1,
     ) -> None:
-        self._levels, self._full, self._bounded = tuple(levels), full, tuple(bounded)
+        self._levels, self._full, self._bounded, self._grid = tuple(levels), full, tuple(bounded), grid
         self._size, self._memory = block_size, memory
         self._reader: ThreadPoolExecutor | None = None
         self._process = os.getpid()  # the process that has the thread of _reader
@@ -108,12 +115,13 @@ class TierReader:
     def _find(
         self, block_hashes: list[bytes], num_cached: int, resumable: int, started: float | None
     ) -> TierHit | None:
-        last, is_useful = len(block_hashes) - 1, False
+        last, is_useful = (len(block_hashes) - 1) // self._grid * self._grid, False
         end = num_cached if self._full is not None else last
         hit = TierHit(self._levels, block_hashes, num_cached, end, started)
         try:
             if self._full is not None:
                 self._find_blocks(hit, last)
+                hit.end -= hit.end % self._grid
             if self._bounded:
                 self._find_checkpoint(hit, resumable)
             is_useful = hit.end > resumable and self._is_worth_it(hit, resumable)
@@ -160,9 +168,9 @@ class TierReader:
         return found
 
     def _find_checkpoint(self, hit: TierHit, resumable: int) -> None:
-        """Read the furthest checkpoint after ``resumable`` blocks that the found blocks reach, and set ``hit.end`` to
-        its position."""
-        ends, hit.end = range(hit.end, resumable, -1), 0
+        """Read the furthest checkpoint after ``resumable`` blocks that the found blocks reach, and set ``hit.end``, a
+        multiple of the grid, to its position."""
+        ends, hit.end = range(hit.end, resumable, -self._grid), 0
         found = self._look_up(hit, dict.fromkeys(self._levels, ends), hit.checkpoint_key)
         for end, level in product(ends, self._levels):
             is_first = level is self._levels[0]  # taken for a checkpoint without rows, which no level stores

@@ -91,7 +91,11 @@ class DeviceMemory(NoMemory):
     def copy(self, group: int, sources: Ids, targets: Ids) -> None:
         if self.is_copying:
             self.finish_copies(group)
-        self.arenas[group].copy(sources, targets)
+        try:
+            self.arenas[group].copy(sources, targets)
+        except torch.cuda.OutOfMemoryError as error:
+            text = f"the device cannot allocate memory to copy {len(sources)} blocks"
+            raise OutOfBlocks.with_hint(text, "leave it more than the budget", needed=len(sources)) from error
 
     def reset(self, group: int, ids: Ids) -> None:
         self.arenas[group].reset(ids)
